@@ -1,0 +1,27 @@
+"""The right batch at every step.
+
+``plan`` decides which examples share a batch, within a budget of items, tokens or memory. Importing batchwright needs
+NumPy alone; parts that need more live in modules of their own.
+"""
+
+from importlib.metadata import version as _version
+
+from . import errors as errors
+from .plan import BatchSampler as BatchSampler
+from .plan import Buckets as Buckets
+from .plan import Budget as Budget
+from .plan import Grouping as Grouping
+from .plan import InOrder as InOrder
+from .plan import MaxCost as MaxCost
+from .plan import MaxItems as MaxItems
+from .plan import MaxTokens as MaxTokens
+from .plan import Packed as Packed
+from .plan import PadTo as PadTo
+from .plan import Plan as Plan
+from .plan import PlanReport as PlanReport
+from .plan import Rows as Rows
+from .plan import Sorted as Sorted
+from .plan import WindowSort as WindowSort
+from .plan import plan_batches as plan_batches
+
+__version__ = _version("batchwright")

@@ -1,0 +1,44 @@
+"""Every exception batchwright raises on purpose.
+
+::
+
+    BatchwrightError
+    ├── ArgumentError            (ValueError)   an argument is not one of the allowed ones
+    │   ├── LengthsError                        the lengths are empty, negative, not integers, …
+    │   └── BudgetError                         the budget is impossible, or an example does not fit it
+    ├── StateMismatchError       (ValueError)   a saved state belongs to other data or settings
+    └── MissingDependencyError   (ImportError)  an optional package is needed; the message names the extra
+"""
+
+__all__ = [
+    "ArgumentError",
+    "BatchwrightError",
+    "BudgetError",
+    "LengthsError",
+    "MissingDependencyError",
+    "StateMismatchError",
+]
+
+
+class BatchwrightError(Exception):
+    """Catch this to catch everything batchwright raises on purpose."""
+
+
+class ArgumentError(BatchwrightError, ValueError):
+    """An argument is not one of the allowed ones; the message says which are."""
+
+
+class LengthsError(ArgumentError):
+    """The lengths cannot be planned: empty, not integers, below one, or of the wrong shape."""
+
+
+class BudgetError(ArgumentError):
+    """The budget is impossible, or an example alone does not fit it."""
+
+
+class StateMismatchError(BatchwrightError, ValueError):
+    """A saved state belongs to other data or other settings; the message names both values."""
+
+
+class MissingDependencyError(BatchwrightError, ImportError):
+    """An optional package is not installed; the message holds the install command."""

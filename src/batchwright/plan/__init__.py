@@ -1,0 +1,18 @@
+"""Which examples share a batch: lengths, budgets, groupings, plans, samplers. NumPy only."""
+
+from ._pad import PadTo as PadTo
+from ._plan import Plan as Plan
+from ._plan import plan_batches as plan_batches
+from ._report import PlanReport as PlanReport
+from .budget import Budget as Budget
+from .budget import MaxCost as MaxCost
+from .budget import MaxItems as MaxItems
+from .budget import MaxTokens as MaxTokens
+from .grouping import Buckets as Buckets
+from .grouping import Grouping as Grouping
+from .grouping import InOrder as InOrder
+from .grouping import Packed as Packed
+from .grouping import Sorted as Sorted
+from .grouping import WindowSort as WindowSort
+from .rows import Rows as Rows
+from .sampler import BatchSampler as BatchSampler

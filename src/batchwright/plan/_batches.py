@@ -1,0 +1,146 @@
+"""From the groups of a grouping to batches in their final order."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ._arrays import FloatArray, IntArray, pad_up
+from ._oversize import Admitted
+from ._problem import Groups, Problem
+from ._random import Purpose, bit_stream
+from ._settings import PlanSettings
+from .budget import Budget
+from .sharding import gather, order_batches, step_cost
+
+
+@final
+class Batches(NamedTuple):
+    """Batches made of units: a unit is a slice of ``indices``, a packed row or a whole batch."""
+
+    indices: npt.NDArray[np.int32]
+    unit_starts: IntArray
+    unit_sizes: IntArray
+    first_unit: IntArray  # (batches,)
+    num_units: IntArray  # (batches,)
+    num_items: IntArray  # (batches,) rows, or examples
+    padded: IntArray  # (batches, axes)
+    packed: bool
+
+    def renumbered(self, kept: IntArray) -> Batches:
+        """Return the batches with indices into all examples instead of the kept ones."""
+        return self._replace(indices=kept[self.indices].astype(np.int32))
+
+    def joined(self, lone: npt.NDArray[np.int32], padded: IntArray) -> Batches:
+        """Return the batches with others behind them that hold one example each."""
+        ones = np.ones(len(lone), dtype=np.int64)
+        return Batches(
+            indices=np.concatenate([self.indices, lone]),
+            unit_starts=np.concatenate([self.unit_starts, len(self.indices) + np.arange(len(lone))]),
+            unit_sizes=np.concatenate([self.unit_sizes, ones]),
+            first_unit=np.concatenate([self.first_unit, len(self.unit_sizes) + np.arange(len(lone))]),
+            num_units=np.concatenate([self.num_units, ones]),
+            num_items=np.concatenate([self.num_items, ones]),
+            padded=np.concatenate([self.padded, padded]),
+            packed=self.packed,
+        )
+
+    def ordered(self, order: IntArray) -> OrderedBatches:
+        """Lay the batches one behind the other in an order."""
+        units = np.arange(len(self.unit_sizes), dtype=np.int32)
+        unit_order, first = gather(units, self.first_unit[order], self.num_units[order])
+        indices, unit_offsets = gather(self.indices, self.unit_starts[unit_order], self.unit_sizes[unit_order])
+        shapes = np.concatenate([self.num_items[:, None], self.padded], axis=1)[order].astype(np.int32)
+        return OrderedBatches(indices, unit_offsets[first], shapes, unit_offsets if self.packed else None)
+
+
+@final
+class OrderedBatches(NamedTuple):
+    """The arrays of a plan."""
+
+    indices: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+    shapes: npt.NDArray[np.int32]
+    row_offsets: npt.NDArray[np.int64] | None
+
+
+def make_batches(problem: Problem, admitted: Admitted, settings: PlanSettings) -> Batches:
+    """Group the examples, drop the short batches if asked, and give oversize examples batches of their own."""
+    batches = _group(problem, settings)
+    if admitted.kept is not None:
+        batches = batches.renumbered(admitted.kept)
+    if settings.oversize == "alone" and len(admitted.oversize):
+        lone = admitted.oversize.astype(np.int32)
+        batches = batches.joined(lone, pad_up(admitted.lengths[lone], settings.pad_multiple_of))
+    return batches
+
+
+def _group(problem: Problem, settings: PlanSettings) -> Batches:
+    if problem.num_examples == 0:
+        empty = np.empty(0, dtype=np.int64)
+        packed = settings.grouping.row_capacity is not None
+        none = np.empty((0, problem.num_axes), dtype=np.int64)
+        return Batches(empty.astype(np.int32), empty, empty, empty, empty, empty, none, packed)
+    groups = settings.grouping.group(problem)
+    batches = _to_batches(groups)
+    if settings.drop_last and groups.num_short:
+        num = len(batches.num_items) - groups.num_short
+        batches = batches._replace(
+            first_unit=batches.first_unit[:num],
+            num_units=batches.num_units[:num],
+            num_items=batches.num_items[:num],
+            padded=batches.padded[:num],
+        )
+    return batches
+
+
+def _to_batches(groups: Groups) -> Batches:
+    rows = groups.rows_per_batch or 1
+    num_units = len(groups.sizes)
+    first = np.arange(0, num_units, rows)
+    counts = np.minimum(rows, num_units - first)
+    return Batches(
+        indices=groups.indices,
+        unit_starts=groups.starts,
+        unit_sizes=groups.sizes,
+        first_unit=first,
+        num_units=counts,
+        num_items=groups.sizes if groups.rows_per_batch is None else counts,
+        padded=groups.padded,
+        packed=groups.rows_per_batch is not None,
+    )
+
+
+def choose_order(batches: Batches, lengths: IntArray, budget: Budget, settings: PlanSettings, epoch: int) -> IntArray:
+    """Return the order of the batches in the epoch."""
+    num = len(batches.num_items)
+    demand = _demand(batches, budget)
+    if not settings.shuffle or settings.grouping.keeps_order:
+        first = np.lexsort((np.arange(num), -demand))[: settings.keep_first]
+        return np.concatenate([first, np.setdiff1d(np.arange(num), first)])
+    return order_batches(
+        _cost(batches, lengths, settings),
+        demand,
+        bit_stream(settings.seed, epoch, Purpose.ORDER),
+        run_length=settings.balance_over,
+        keep_first=settings.keep_first,
+    )
+
+
+def _demand(batches: Batches, budget: Budget) -> FloatArray:
+    """Return how much of a device a batch asks for: its share of the budget, more for long examples."""
+    share = budget.fraction(batches.num_items, batches.padded)
+    return share * (1 + batches.padded.sum(axis=1) / 1024)
+
+
+def _cost(batches: Batches, lengths: IntArray, settings: PlanSettings) -> FloatArray:
+    if settings.cost is not None:
+        return np.asarray(settings.cost(batches.num_items, batches.padded), dtype=np.float64)
+    if not batches.packed or len(batches.num_items) == 0:
+        return step_cost(batches.num_items, batches.padded)
+    # Packed rows are all as long as the capacity; attention works on the examples inside.
+    indices, offsets = gather(batches.indices, batches.unit_starts, batches.unit_sizes)
+    work = np.add.reduceat(step_cost(np.array(1), lengths[indices]), offsets[:-1])
+    return np.add.reduceat(work, batches.first_unit)

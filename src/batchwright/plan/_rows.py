@@ -1,0 +1,46 @@
+"""Packed rows: windows, best-fit decreasing, and rows grouped into batches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import BudgetError
+from ._packing import pack_rows
+from ._problem import Groups, Problem
+from ._random import Purpose, permutation
+from ._window import sort_windows
+
+_WINDOW_ROWS = 128  # rows a window is worth: at this many the rows of all three benchmark corpora are full
+
+
+def group_rows(problem: Problem, capacity: int) -> Groups:
+    """Pack the examples into rows of ``capacity`` and return the rows in random order."""
+    rows_per_batch = rows_that_fit(problem, capacity)
+    total = int(problem.lengths.sum(dtype=np.int64))
+    windows = max(1, min(round(total / capacity / _WINDOW_ROWS), problem.num_examples))
+    keys = sort_windows(problem, windows, shuffle=problem.shuffle)
+    row_of = pack_rows(keys.values, capacity)
+    merged = (row_of.astype(np.uint64) << np.uint64(32)) | keys.indices.astype(np.uint64)
+    merged.sort()
+    sizes = np.bincount(row_of)
+    starts = np.cumsum(sizes) - sizes
+    stream = problem.stream(Purpose.ROWS)
+    order = np.arange(len(sizes)) if stream is None else permutation(len(sizes), stream)
+    num_short = len(sizes) % rows_per_batch
+    return Groups(
+        indices=(merged & np.uint64(0xFFFFFFFF)).astype(np.int32),
+        starts=starts[order],
+        sizes=sizes[order],
+        padded=np.full((-(-len(sizes) // rows_per_batch), 1), capacity, dtype=np.int64),
+        num_short=int(num_short > 0),
+        rows_per_batch=rows_per_batch,
+    )
+
+
+def rows_that_fit(problem: Problem, capacity: int) -> int:
+    """Return the rows of a batch, or say that not even one fits."""
+    if problem.budget.max_items(np.array([[capacity]]))[0] < 1:
+        raise BudgetError(
+            f"a row of Packed(capacity={capacity}) does not fit {problem.budget}; lower it or raise the budget"
+        )
+    return int(problem.sizes(np.array([[capacity]]))[0])

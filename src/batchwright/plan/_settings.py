@@ -1,0 +1,85 @@
+"""The options of a plan, checked once and comparable across runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, final, get_args
+
+from ..errors import ArgumentError
+from .budget import Cost
+from .grouping import Grouping, WindowSort, check_grouping
+from .shapes import SizeLadder, SizeRounding
+
+Oversize = Literal["error", "alone", "drop", "truncate"]
+Remainder = Literal["spread", "drop"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """Everything that shapes a plan besides the lengths, the budget, the epoch and the ranks."""
+
+    grouping: Grouping = field(default_factory=WindowSort)
+    shuffle: bool = True
+    seed: int = 0
+    size_multiple_of: int = 1
+    size_ladder: SizeLadder | None = None
+    pad_multiple_of: int = 1
+    keep_first: int = 0
+    oversize: Oversize = "error"
+    drop_last: bool = False
+    remainder: Remainder = "spread"
+    balance_over: int = 64
+    cost: Cost | None = None
+
+    def __post_init__(self) -> None:
+        check_grouping(self.grouping)
+        SizeRounding(self.size_multiple_of, self.size_ladder)
+        check_whole("seed", self.seed, least=0)
+        check_whole("pad_multiple_of", self.pad_multiple_of, least=1)
+        check_whole("keep_first", self.keep_first, least=0)
+        check_whole("balance_over", self.balance_over, least=1)
+        _check_choice("oversize", self.oversize, get_args(Oversize))
+        _check_choice("remainder", self.remainder, get_args(Remainder))
+        for name in ("shuffle", "drop_last"):
+            _check_choice(name, getattr(self, name), (True, False))
+        capacity = self.grouping.row_capacity
+        if capacity is not None and capacity % self.pad_multiple_of:
+            raise ArgumentError(
+                f"Packed(capacity={capacity}) is not a multiple of pad_multiple_of={self.pad_multiple_of}; "
+                "rows are as long as the capacity, so choose a capacity that is"
+            )
+
+    @property
+    def rounding(self) -> SizeRounding:
+        """Return the rounding of batch sizes."""
+        return SizeRounding(self.size_multiple_of, self.size_ladder)
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the settings as JSON values, for comparing a saved state with this run."""
+        return {item.name: _plain(getattr(self, item.name)) for item in fields(self) if item.name != "seed"}
+
+
+def check_whole(name: str, value: int, *, least: int) -> None:
+    """Refuse anything but a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ArgumentError(f"{name} must be a whole number of {least} or more, got {value!r}")
+
+
+def check_ranks(rank: int, world_size: int) -> None:
+    """Refuse ranks outside the world."""
+    check_whole("world_size", world_size, least=1)
+    check_whole("rank", rank, least=0)
+    if rank >= world_size:
+        raise ArgumentError(f"rank must be below world_size, got rank {rank} of {world_size}; ranks count from 0")
+
+
+def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
+        raise ArgumentError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return getattr(value, "__qualname__", None) or repr(value)

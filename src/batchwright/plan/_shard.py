@@ -1,0 +1,108 @@
+"""Divide a plan over ranks: the batches of a step one behind the other, the last step cut into one piece a rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ._arrays import IntArray, pad_up
+from .sharding import spread_tail
+
+if TYPE_CHECKING:
+    from ._plan import Plan
+
+
+def shard(plan: Plan, world_size: int, *, first_batch: int = 0) -> Plan:
+    """Divide a plan over ranks: batches ``i × world_size + rank`` form step ``i``.
+
+    Args:
+        plan: an epoch as planned for one rank.
+        world_size: ranks.
+        first_batch: the batches before this one were consumed already.
+    """
+    tail = len(plan) - (len(plan) - first_batch) % world_size  # the first batch that fills no step
+    if plan.settings.remainder == "drop":
+        return _part(plan, first_batch, tail, world_size)
+    whole = _part(plan, first_batch, len(plan), world_size)
+    return whole if tail == len(plan) else _spread(whole, tail - first_batch)
+
+
+def _part(plan: Plan, first: int, last: int, world_size: int) -> Plan:
+    if first == 0 and last == len(plan):
+        return replace(plan, world_size=world_size)
+    start, stop = int(plan.offsets[first]), int(plan.offsets[last])
+    rows = plan.row_offsets
+    if rows is not None:
+        low, high = np.searchsorted(rows, [start, stop])
+        rows = rows[low : high + 1] - start
+    return replace(
+        plan,
+        indices=plan.indices[start:stop],
+        offsets=plan.offsets[first : last + 1] - start,
+        shapes=plan.shapes[first:last],
+        row_offsets=rows,
+        world_size=world_size,
+        num_dropped=plan.num_dropped + int(plan.offsets[-1]) - stop,
+    )
+
+
+@final
+class _Tail(NamedTuple):
+    """The batches of the last step, counted from their first example."""
+
+    unit_offsets: IntArray  # where a piece may begin
+    group_bounds: IntArray  # a piece lies between two of these
+    pieces_are_rows: bool
+
+
+def _tail_of(plan: Plan, tail: int) -> _Tail:
+    start = int(plan.offsets[tail])
+    bounds = plan.offsets[tail:] - start
+    examples = np.arange(bounds[-1] + 1)
+    if plan.row_offsets is None:
+        return _Tail(examples, bounds, pieces_are_rows=False)
+    rows = plan.row_offsets[np.searchsorted(plan.row_offsets, start) :] - start
+    if len(rows) > plan.world_size:
+        return _Tail(rows, bounds, pieces_are_rows=False)
+    return _Tail(examples, rows, pieces_are_rows=True)  # fewer rows than ranks: rows are cut too
+
+
+def _spread(plan: Plan, tail: int) -> Plan:
+    """Replace the batches from ``tail`` on by one piece a rank."""
+    start = int(plan.offsets[tail])
+    parts = _tail_of(plan, tail)
+    counts = np.diff(np.searchsorted(parts.unit_offsets, parts.group_bounds)).tolist()
+    pieces, missing = spread_tail(counts, plan.world_size)
+    cuts = start + parts.unit_offsets[np.concatenate([[0], np.cumsum(pieces)])]
+    cuts = np.concatenate([cuts, cuts[-1] + 1 + np.arange(missing)]).astype(np.int64)
+    rows = plan.row_offsets
+    if rows is not None and parts.pieces_are_rows:
+        rows = np.concatenate([rows[: np.searchsorted(rows, start)], cuts])
+    indices = plan.indices
+    if missing:
+        indices = np.concatenate([indices, np.resize(indices[start:], missing)])
+    num_items = np.ones(plan.world_size, dtype=np.int64)
+    if not parts.pieces_are_rows:
+        num_items[: len(pieces)] = pieces
+    sources = np.searchsorted(plan.offsets, cuts[:-1], side="right") - 1
+    sources[len(pieces) :] = sources[0]
+    padded = _padded(plan, indices, cuts, sources)
+    return replace(
+        plan,
+        indices=indices,
+        offsets=np.concatenate([plan.offsets[:tail], cuts]),
+        shapes=np.concatenate([plan.shapes[:tail], np.column_stack([num_items, padded]).astype(np.int32)]),
+        row_offsets=rows,
+        num_repeated=missing,
+    )
+
+
+def _padded(plan: Plan, indices: npt.NDArray[np.int32], cuts: IntArray, sources: IntArray) -> IntArray:
+    """Return what each piece pads to: the length of its batch where that is static, else of its own examples."""
+    if plan.settings.grouping.is_static:
+        return plan.shapes[sources, 1:]
+    longest = np.maximum.reduceat(plan.lengths[indices[cuts[0] : cuts[-1]]], cuts[:-1] - cuts[0], axis=0)
+    return pad_up(longest, plan.settings.pad_multiple_of)

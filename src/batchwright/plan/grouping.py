@@ -1,0 +1,198 @@
+"""Which examples share a batch: five groupings, each a frozen setting over a pure function."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ._arrays import IntArray
+from ._buckets import bucket_bounds, group_buckets
+from ._grid import group_grid, make_grid
+from ._problem import Groups, Problem
+from ._rows import group_rows
+from ._strata import cut_in_order, group_strata
+from ._window import group_windows
+
+# Below about two batches a bucket, leftovers moved up cost more padding than finer bounds save.
+_BATCHES_PER_BUCKET = 2.0
+# Small epochs get at least this many windows, so that neighbours change there too.
+_MIN_WINDOWS = 4
+_MIN_BATCHES_PER_WINDOW = 16
+
+
+class Grouping(ABC):
+    """How examples are divided into batches; the budget says how large a batch may be."""
+
+    @abstractmethod
+    def group(self, problem: Problem) -> Groups:
+        """Divide the examples into batches."""
+
+    def static_shapes(self, problem: Problem) -> IntArray | None:
+        """Return the padded lengths ``(K, axes)`` batches are padded to, None where they follow the longest example."""
+        return None
+
+    @property
+    def is_static(self) -> bool:
+        """Return whether the padded length of a batch is fixed in advance, whatever its examples."""
+        return False
+
+    @property
+    def keeps_order(self) -> bool:
+        """Return whether batches stay in the order of the data."""
+        return False
+
+    @property
+    def row_capacity(self) -> int | None:
+        """Return the tokens of a packed row, None where every example has a row of its own."""
+        return None
+
+
+@final
+@dataclass(frozen=True)
+class InOrder(Grouping):
+    """Data order, cut when the budget is reached; never shuffled."""
+
+    def group(self, problem: Problem) -> Groups:
+        """Cut the examples as they stand."""
+        return cut_in_order(problem, np.arange(problem.num_examples, dtype=np.int32))
+
+    @property
+    def keeps_order(self) -> bool:
+        """Return True: data order is the point."""
+        return True
+
+
+@final
+@dataclass(frozen=True)
+class Sorted(Grouping):
+    """One global sort: the least padding, the same neighbours in every epoch; shuffling moves whole batches."""
+
+    def group(self, problem: Problem) -> Groups:
+        """Sort all examples and cut them."""
+        if problem.num_axes > 1:
+            return group_strata(problem, 1, shuffle=False)
+        return group_windows(problem, 1, shuffle=False)
+
+
+@final
+@dataclass(frozen=True)
+class WindowSort(Grouping):
+    """Shuffle, sort inside windows worth ``batches_per_window`` batches: new neighbours every epoch. The default.
+
+    Larger windows pad less and repeat neighbours more. Small epochs get four windows where each still holds 16 batches.
+    """
+
+    batches_per_window: int = 256
+
+    def __post_init__(self) -> None:
+        _check_count("WindowSort", "batches_per_window", self.batches_per_window)
+
+    def group(self, problem: Problem) -> Groups:
+        """Send examples to windows, sort and cut each."""
+        windows = self._num_windows(problem)
+        if problem.num_axes > 1:
+            return group_strata(problem, windows, shuffle=problem.shuffle)
+        return group_windows(problem, windows, shuffle=problem.shuffle)
+
+    def _num_windows(self, problem: Problem) -> int:
+        num_batches = problem.num_batches
+        per_window = min(self.batches_per_window, max(_MIN_BATCHES_PER_WINDOW, num_batches / _MIN_WINDOWS))
+        return min(max(1, round(num_batches / per_window)), problem.num_examples)
+
+
+@final
+@dataclass(frozen=True)
+class Buckets(Grouping):
+    """At most ``count`` static lengths an axis, bounds of least padding; rows are padded to the bound.
+
+    Inside a bucket examples are drawn at random; what fills no batch moves up to the next bucket. With two axes the
+    second is bounded within each bucket of the first, and ``count`` may be a pair. Few shapes are what
+    ``torch.compile``, CUDA graphs and attention kernels with a plan per shape want.
+    """
+
+    count: int | tuple[int, int] = 64
+
+    def __post_init__(self) -> None:
+        for count in self.count if isinstance(self.count, tuple) else (self.count,):
+            _check_count("Buckets", "count", count)
+
+    def group(self, problem: Problem) -> Groups:
+        """Find the bounds and fill the buckets."""
+        if problem.num_axes == 2:
+            return group_grid(problem, make_grid(problem, self._pair(), _BATCHES_PER_BUCKET))
+        self._check_axes(problem)
+        return group_buckets(problem, bucket_bounds(problem, self._pair()[0], _BATCHES_PER_BUCKET))
+
+    @property
+    def is_static(self) -> bool:
+        """Return True: batches are padded to the bound of their bucket."""
+        return True
+
+    def static_shapes(self, problem: Problem) -> IntArray | None:
+        """Return the bounds, ``(K, axes)``."""
+        if problem.num_axes == 2:
+            grid = make_grid(problem, self._pair(), _BATCHES_PER_BUCKET)
+            return grid.cells() * problem.pad_multiple_of
+        self._check_axes(problem)
+        bounds = bucket_bounds(problem, self._pair()[0], _BATCHES_PER_BUCKET)
+        return bounds[:, None] * problem.pad_multiple_of
+
+    def _pair(self) -> tuple[int, int]:
+        return self.count if isinstance(self.count, tuple) else (self.count, self.count)
+
+    def _check_axes(self, problem: Problem) -> None:
+        if problem.num_axes > 2:
+            raise ArgumentError(
+                f"Buckets bounds one or two axes, got lengths with {problem.num_axes}; use WindowSort() or Sorted()"
+            )
+
+
+@final
+@dataclass(frozen=True)
+class Packed(Grouping):
+    """Several examples a row of ``capacity`` tokens, by windowed best-fit decreasing.
+
+    The budget counts rows as items of length ``capacity``; a batch is a list of rows.
+    """
+
+    capacity: int
+
+    def __post_init__(self) -> None:
+        _check_count("Packed", "capacity", self.capacity)
+
+    def group(self, problem: Problem) -> Groups:
+        """Pack the examples into rows."""
+        if problem.num_axes > 1:
+            raise ArgumentError(
+                f"Packed rows have one length, got lengths with {problem.num_axes} axes; pack their sum"
+            )
+        return group_rows(problem, self.capacity)
+
+    @property
+    def is_static(self) -> bool:
+        """Return True: rows are as long as the capacity."""
+        return True
+
+    @property
+    def row_capacity(self) -> int:
+        """Return the tokens of a row."""
+        return self.capacity
+
+
+def check_grouping(grouping: Grouping) -> Grouping:
+    """Return the grouping, or say what a grouping is."""
+    if isinstance(grouping, type) and issubclass(grouping, Grouping):
+        raise ArgumentError(f"grouping must be an object, got the class; write {grouping.__name__}()")
+    if not isinstance(grouping, Grouping):
+        names = ", ".join(f"{kind.__name__}()" for kind in (InOrder, Sorted, WindowSort, Buckets, Packed))
+        raise ArgumentError(f"grouping must be one of {names}, got {grouping!r}")
+    return grouping
+
+
+def _check_count(kind: str, name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(f"{kind}: {name} must be a whole number of 1 or more, got {value!r}")

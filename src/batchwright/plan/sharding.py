@@ -1,0 +1,163 @@
+"""The order of batches, and their division over ranks: near-equal cost in a step, equal steps on every rank."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+from ._arrays import FloatArray, IntArray
+from ._random import below, permutation, words
+
+_MIN_RUNS = 8  # an epoch of fewer batches gets shorter runs, so that its order stays random
+
+
+def step_cost(num_items: IntArray, padded: IntArray) -> FloatArray:
+    """Return the work of a batch where nothing was measured: ``tokens × (1 + L / 1024)``, L the sum of the axes.
+
+    The second factor stands for attention, whose work grows with the square of the length.
+
+    >>> step_cost(np.array([2, 1]), np.array([[512], [1024]])).tolist()
+    [1536.0, 2048.0]
+    """
+    total = np.asarray(padded).sum(axis=1, dtype=np.float64)
+    return np.asarray(num_items) * total * (1 + total / 1024)
+
+
+def order_batches(
+    cost: FloatArray,
+    demand: FloatArray,
+    stream: np.random.PCG64,
+    *,
+    run_length: int,
+    keep_first: int = 0,
+) -> IntArray:
+    """Return a random order in which aligned blocks of batches cost nearly the same, for every block size at once.
+
+    Batches sorted by cost form runs of ``run_length``; inside a run halves are swapped at random at every level, and
+    the runs are shuffled. So the W batches of a step are neighbours in cost for every W that divides the run, and
+    the order is the same for all of them.
+
+    Args:
+        cost: expected work of each batch; ranks wait for the largest of a step.
+        demand: how likely each batch is to run out of memory.
+        stream: random bits.
+        run_length: batches of a run; 1 gives a wholly random order.
+        keep_first: this many batches of the largest demand come first.
+    """
+    run = fitting_run(len(cost), run_length)
+    first = np.lexsort((np.arange(len(cost)), -demand))[:keep_first]
+    left = np.ones(len(cost), dtype=bool)
+    left[first] = False
+    by_cost = np.lexsort((words(len(cost), stream), -cost))
+    by_cost = by_cost[left[by_cost]]
+    fill, by_cost = _take_slice(by_cost, -len(first) % run, stream)
+    last, by_cost = _take_slice(by_cost, len(by_cost) % run, stream)
+    runs = _swap_halves(by_cost.reshape(-1, run), stream)
+    runs = runs[permutation(len(runs), stream)]
+    return np.concatenate([first, fill, runs.ravel(), last])
+
+
+def fitting_run(num_batches: int, run_length: int) -> int:
+    """Halve the run until an epoch holds at least eight of them.
+
+    >>> fitting_run(10_000, 64), fitting_run(100, 64), fitting_run(5, 64)
+    (64, 8, 1)
+    """
+    while run_length > 1 and run_length * _MIN_RUNS > num_batches:
+        run_length = run_length // 2 if run_length % 2 == 0 else 1
+    return run_length
+
+
+def _take_slice(by_cost: IntArray, num: int, stream: np.random.PCG64) -> tuple[IntArray, IntArray]:
+    """Take ``num`` neighbours in cost from a random place, in random order; return them and the others."""
+    num = min(num, len(by_cost))
+    start = below(len(by_cost) - num + 1, stream)
+    taken = by_cost[start : start + num]
+    return taken[permutation(num, stream)], np.concatenate([by_cost[:start], by_cost[start + num :]])
+
+
+def _swap_halves(runs: IntArray, stream: np.random.PCG64) -> IntArray:
+    """Swap the halves of every block at random: whole runs first, then halves, …; an odd block is shuffled."""
+    num_runs, block = runs.shape
+    while block > 1:
+        if block % 2:
+            blocks = runs.reshape(-1, block)
+            chance = words(blocks.size, stream).reshape(blocks.shape)
+            return np.take_along_axis(blocks, np.argsort(chance, axis=1), axis=1).reshape(num_runs, -1)
+        halves = runs.reshape(-1, 2, block // 2)
+        swap = (words(len(halves), stream) & np.uint64(1)).astype(bool)
+        runs = np.where(swap[:, None, None], halves[:, ::-1], halves).reshape(num_runs, -1)
+        block //= 2
+    return runs
+
+
+def split_evenly(sizes: list[int], parts: int) -> list[list[int]]:
+    """Split groups into ``parts`` pieces in all, none empty, the largest pieces as small as can be.
+
+    Args:
+        sizes: items of each group; their sum is at least ``parts``, which is at least their number.
+        parts: pieces wanted.
+
+    Returns:
+        The piece sizes of each group.
+
+    >>> split_evenly([5, 2], 4)
+    [[2, 2, 1], [2]]
+    """
+    pieces = [1] * len(sizes)
+    heap = [(-float(size), place) for place, size in enumerate(sizes)]
+    heapq.heapify(heap)
+    for _ in range(parts - len(sizes)):
+        _, place = heapq.heappop(heap)
+        pieces[place] += 1
+        heapq.heappush(heap, (-sizes[place] / pieces[place], place))
+    return [_near_equal(size, num) for size, num in zip(sizes, pieces, strict=True)]
+
+
+def _near_equal(size: int, num: int) -> list[int]:
+    small, extra = divmod(size, num)
+    return [small + 1] * extra + [small] * (num - extra)
+
+
+def spread_tail(unit_counts: list[int], world_size: int) -> tuple[list[int], int]:
+    """Cut the batches of the last, incomplete step into one piece a rank.
+
+    Args:
+        unit_counts: units (examples, or packed rows) of each of its batches, fewer than ``world_size`` of them.
+        world_size: ranks.
+
+    Returns:
+        ``(pieces, repeated)``: the units of each piece in order, and how many ranks are left without one because
+        there are fewer units than ranks; those repeat units.
+
+    >>> spread_tail([5, 2], 4)
+    ([2, 2, 1, 2], 0)
+    >>> spread_tail([2], 4)
+    ([1, 1], 2)
+    """
+    parts = min(world_size, sum(unit_counts))
+    pieces = [size for group in split_evenly(unit_counts, parts) for size in group]
+    return pieces, world_size - parts
+
+
+def gather(
+    indices: npt.NDArray[np.int32], starts: IntArray, sizes: IntArray
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Copy slices one behind the other.
+
+    Returns:
+        The copied indices, and the offset of each slice with the total at the end.
+    """
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    copied = np.empty(offsets[-1], dtype=np.int32)
+    begin = 0
+    while begin < len(sizes):  # in pieces, so that the positions stay in the cache
+        end = max(begin + 1, int(np.searchsorted(offsets, offsets[begin] + (1 << 16), side="right")) - 1)
+        low, high = offsets[begin], offsets[end]
+        positions = np.repeat(starts[begin:end] - offsets[begin:end], sizes[begin:end])
+        positions += np.arange(low, high)
+        copied[low:high] = indices[positions]
+        begin = end
+    return copied, offsets

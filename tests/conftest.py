@@ -1,0 +1,29 @@
+"""Shared set-up: one thread for torch, two hypothesis profiles, and the marker of GPU tests."""
+
+import importlib.util
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# `make test` runs the first, `make check` the second. No deadline: machines are noisy and tests assert behaviour.
+settings.register_profile("test", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("check", deadline=None, max_examples=1500, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
+
+
+def pytest_configure(config):
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("needs_cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

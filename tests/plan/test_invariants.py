@@ -1,0 +1,118 @@
+"""What holds for every plan, whatever the data and the options. About 2,000 random cases here, five times as many in `make check`."""
+
+import os
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import batchwright as bw
+
+from .strategies import cases
+
+_FACTOR = 5 if os.environ.get("HYPOTHESIS_PROFILE") == "check" else 1
+
+
+def num_cases(num):
+    return settings(max_examples=num * _FACTOR)
+
+
+def flat(batch):
+    return list(chain.from_iterable(batch)) if batch and isinstance(batch[0], list) else batch
+
+
+def examples(plan):
+    return [index for batch in plan for index in flat(batch)]
+
+
+@num_cases(500)
+@given(cases())
+def test_every_index_appears_once(case):
+    assert sorted(examples(case.plan())) == list(range(len(case.lengths)))
+
+
+@num_cases(500)
+@given(cases(), st.sampled_from([1, 2, 3, 8]))
+def test_the_budget_is_never_exceeded_by_what_a_collator_pads(case, world_size):
+    lengths = np.asarray(case.lengths).reshape(len(case.lengths), -1)
+    plan = case.plan(world_size=world_size)
+    for batch, (num_items, *padded) in zip(plan, plan.shapes.tolist(), strict=True):
+        assert num_items == len(batch)
+        assert case.budget.fraction(np.array([num_items]), np.array([padded]))[0] <= 1 + 1e-12
+        if plan.row_offsets is None:
+            assert (lengths[batch].max(axis=0) <= padded).all()
+            assert all(length % case.options["pad_multiple_of"] == 0 for length in padded)
+        else:
+            assert all(lengths[row].sum() <= case.options["grouping"].capacity for row in batch)
+
+
+@num_cases(200)
+@given(cases())
+def test_the_same_seed_and_epoch_give_the_same_plan(case):
+    first, second = case.plan(epoch=3), case.plan(epoch=3)
+    assert list(first) == list(second)
+    assert (first.shapes == second.shapes).all()
+
+
+@num_cases(300)
+@given(cases(), st.integers(1, 64))
+def test_ranks_take_equally_many_batches_and_lose_nothing(case, world_size):
+    plan = case.plan(world_size=world_size)
+    given_out = examples(plan)
+    assert len(plan) % world_size == 0
+    assert all(flat(batch) for batch in plan)
+    assert set(given_out) == set(range(len(case.lengths)))
+    assert len(given_out) - len(case.lengths) == plan.num_repeated <= world_size - 1
+
+
+@num_cases(200)
+@given(cases(balance_over=64))
+def test_the_order_is_the_same_for_every_world_size_dividing_64(case):
+    alone = case.plan().indices
+    for world_size in (2, 4, 8, 16, 32, 64):
+        plan = case.plan(world_size=world_size)
+        assert (plan.indices[: len(alone)] == alone).all()
+
+
+def consume(case, world_size, state, num_steps):
+    """Run every rank for some steps; return the examples in the order of the plan and the common state."""
+    taken = []
+    states = []
+    for rank in range(world_size):
+        sampler = case.sampler(rank=rank, world_size=world_size)
+        if state is not None:
+            sampler.load_state_dict(state)
+        iterator = iter(sampler)
+        taken.append([flat(next(iterator)) for _ in range(min(num_steps, len(sampler)))])
+        states.append(sampler.state_dict())
+    assert all(other == states[0] for other in states)
+    return [index for step in zip(*taken, strict=True) for batch in step for index in batch], states[0]
+
+
+@num_cases(500)
+@given(cases(max_examples=40), st.data())
+def test_resuming_at_any_point_on_any_world_size_loses_and_repeats_nothing(case, data):
+    first_world = data.draw(st.integers(1, 9))
+    second_world = data.draw(st.integers(1, 9))
+    steps = data.draw(st.integers(0, len(case.sampler(world_size=first_world))))
+    before, state = consume(case, first_world, None, steps)
+    after, _ = consume(case, second_world, state, 10**9)
+    everything = list(range(len(case.lengths)))
+    assert sorted(set(before) | set(after)) == everything
+    num_repeated = len(before) + len(after) - len(everything)
+    assert num_repeated <= max(first_world, second_world) - 1
+    if num_repeated:
+        # Only a last step with fewer examples than ranks repeats any.
+        ended_before = len(set(before)) == len(everything)
+        last_world, last = (first_world, before) if ended_before else (second_world, after)
+        assert len(set(last[-last_world:])) < last_world
+
+
+@pytest.mark.parametrize("num", [1, 2, 7])
+@pytest.mark.parametrize("grouping", [bw.InOrder(), bw.Sorted(), bw.WindowSort(), bw.Buckets(), bw.Packed(64)])
+def test_tiny_data_sets_work(num, grouping):
+    plan = bw.plan_batches(np.arange(1, num + 1), bw.MaxTokens(64), grouping=grouping)
+    assert sorted(examples(plan)) == list(range(num))
+    assert plan.report().num_batches == len(plan)
