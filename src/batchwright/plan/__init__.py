@@ -14,5 +14,10 @@ from .grouping import InOrder as InOrder
 from .grouping import Packed as Packed
 from .grouping import Sorted as Sorted
 from .grouping import WindowSort as WindowSort
+from .lengths import measure_lengths as measure_lengths
+from .models import MaxBytes as MaxBytes
+from .models import MemoryModel as MemoryModel
+from .models import TimeModel as TimeModel
 from .rows import Rows as Rows
 from .sampler import BatchSampler as BatchSampler
+from .stream import StreamBatcher as StreamBatcher

@@ -13,7 +13,7 @@ from ._problem import Groups, Problem
 from ._random import Purpose, bit_stream
 from ._settings import PlanSettings
 from .budget import Budget
-from .sharding import gather, order_batches, step_cost
+from .sharding import gather, order_batches, step_cost, sum_work
 
 
 @final
@@ -141,6 +141,5 @@ def _cost(batches: Batches, lengths: IntArray, settings: PlanSettings) -> FloatA
     if not batches.packed or len(batches.num_items) == 0:
         return step_cost(batches.num_items, batches.padded)
     # Packed rows are all as long as the capacity; attention works on the examples inside.
-    indices, offsets = gather(batches.indices, batches.unit_starts, batches.unit_sizes)
-    work = np.add.reduceat(step_cost(np.array(1), lengths[indices]), offsets[:-1])
-    return np.add.reduceat(work, batches.first_unit)
+    work = sum_work(batches.indices, batches.unit_starts, batches.unit_sizes, lengths)
+    return np.add.reduceat(work[: batches.first_unit[-1] + batches.num_units[-1]], batches.first_unit)

@@ -35,7 +35,9 @@ def pack_rows(lengths: Int32Array, capacity: int, *, compiled: bool | None = Non
         compiled = len(lengths) >= _WORTH_COMPILING and is_installed("numba")
     if compiled:
         row_of = np.empty(len(lengths), dtype=np.int32)
-        _compiled()(lengths, capacity, row_of)
+        # Two rows never fit into one, so all but one are more than half full.
+        most_rows = int(2 * lengths.sum(dtype=np.int64) // capacity) + 2
+        _compiled()(lengths, capacity, most_rows, row_of)
         return row_of
     return _pack_plain(lengths, capacity)
 
@@ -81,12 +83,12 @@ def _compiled() -> Callable[..., Any]:
     return numba.njit(cache=True)(_pack_loop)
 
 
-def _pack_loop(lengths: Any, capacity: int, row_of: Any) -> None:
+def _pack_loop(lengths: Any, capacity: int, most_rows: int, row_of: Any) -> None:
     num_words = (capacity >> 6) + 1
     has_rows = np.zeros(num_words, dtype=np.uint64)
     summary = np.zeros((num_words >> 6) + 1, dtype=np.uint64)  # which words are not empty
     newest = np.full(capacity + 1, -1, dtype=np.int32)
-    older = np.empty(len(lengths), dtype=np.int32)
+    older = np.empty(most_rows, dtype=np.int32)
     num_rows = 0
     place = 0
     one = np.uint64(1)

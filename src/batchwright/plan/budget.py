@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -123,7 +122,7 @@ class MaxCost(Budget):
     def __post_init__(self) -> None:
         if not callable(self.cost):
             raise ArgumentError(f"MaxCost needs a function of (num_items, padded_lengths), got {self.cost!r}")
-        _check_limit("MaxCost", self.limit)
+        check_limit("MaxCost", self.limit)
 
     def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
         """Return ``cost(num_items, lengths) / limit``."""
@@ -232,9 +231,10 @@ def _tokens(lengths: IntArray) -> IntArray:
 def _check_count(name: str, limit: int) -> None:
     if isinstance(limit, bool) or not isinstance(limit, numbers.Integral):
         raise BudgetError(f"{name} needs a whole number, got {limit!r}")
-    _check_limit(name, limit)
+    check_limit(name, limit)
 
 
-def _check_limit(name: str, limit: float) -> None:
-    if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or math.isnan(limit) or limit <= 0:
+def check_limit(name: str, limit: float) -> None:
+    """Refuse a limit that is no number above 0."""
+    if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or limit != limit or limit <= 0:
         raise BudgetError(f"{name} needs a limit above 0, got {limit!r}")

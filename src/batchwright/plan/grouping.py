@@ -17,11 +17,11 @@ from ._rows import group_rows
 from ._strata import cut_in_order, group_strata
 from ._window import group_windows
 
-# Below about two batches a bucket, leftovers moved up cost more padding than finer bounds save.
-_BATCHES_PER_BUCKET = 2.0
+# Below about one batch a bucket, leftovers moved up cost more padding than finer bounds save.
+_BATCHES_PER_BUCKET = 1.0
 # Small epochs get at least this many windows, so that neighbours change there too.
 _MIN_WINDOWS = 4
-_MIN_BATCHES_PER_WINDOW = 16
+_MIN_BATCHES_PER_WINDOW = 32
 
 
 class Grouping(ABC):
@@ -83,7 +83,7 @@ class Sorted(Grouping):
 class WindowSort(Grouping):
     """Shuffle, sort inside windows worth ``batches_per_window`` batches: new neighbours every epoch. The default.
 
-    Larger windows pad less and repeat neighbours more. Small epochs get four windows where each still holds 16 batches.
+    Larger windows pad less and repeat neighbours more. Small epochs get four windows where each still holds 32 batches.
     """
 
     batches_per_window: int = 256

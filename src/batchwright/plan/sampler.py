@@ -18,6 +18,7 @@ from ._plan import Batch, Plan, make_problem, plan_epoch
 from ._report import PlanReport
 from ._settings import Oversize, PlanSettings, Remainder, check_ranks, check_whole
 from ._shard import shard
+from ._state import check_same
 from .budget import Budget, Cost, check_budget
 from .grouping import Grouping, WindowSort
 from .shapes import SizeLadder
@@ -210,7 +211,7 @@ class BatchSampler:
         """
         mine = self.state_dict()
         for key in ("version", "num_examples", "lengths", "budget", "settings", "seed"):
-            _check_same(key, state.get(key), mine[key])
+            check_same(key, state.get(key), mine[key])
         epoch, position = state.get("epoch"), state.get("position")
         if not isinstance(epoch, int) or not isinstance(position, int) or epoch < 0 or position < 0:
             raise StateMismatchError(f"the state needs a whole epoch and position, got {epoch!r} and {position!r}")
@@ -258,14 +259,3 @@ class _Cursor:
         num = self.num_given if self.num_received is None else self.num_received
         within = int(self.plan.offsets[num * self.plan.world_size])
         return self._start + min(within, len(self.plan.indices) - self.plan.num_repeated)
-
-
-def _check_same(name: str, saved: Any, mine: Any) -> None:
-    if isinstance(mine, dict) and isinstance(saved, Mapping):
-        for key in sorted(mine.keys() | saved.keys()):
-            _check_same(key, saved.get(key), mine.get(key))
-    elif saved != mine:
-        raise StateMismatchError(
-            f"the state was saved with {name} = {saved!r}, this sampler has {mine!r}; "
-            "use the same data and settings, or start a new epoch without the state"
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from ._arrays import FloatArray, IntArray
 from ._random import below, permutation, words
 
-_MIN_RUNS = 8  # an epoch of fewer batches gets shorter runs, so that its order stays random
+_MIN_RUNS = 16  # an epoch of fewer batches gets shorter runs, so that its order stays random
 
 
 def step_cost(num_items: IntArray, padded: IntArray) -> FloatArray:
@@ -60,10 +61,10 @@ def order_batches(
 
 
 def fitting_run(num_batches: int, run_length: int) -> int:
-    """Halve the run until an epoch holds at least eight of them.
+    """Halve the run until an epoch holds at least 16 of them.
 
     >>> fitting_run(10_000, 64), fitting_run(100, 64), fitting_run(5, 64)
-    (64, 8, 1)
+    (64, 4, 1)
     """
     while run_length > 1 and run_length * _MIN_RUNS > num_batches:
         run_length = run_length // 2 if run_length % 2 == 0 else 1
@@ -152,12 +153,32 @@ def gather(
     """
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     copied = np.empty(offsets[-1], dtype=np.int32)
-    begin = 0
-    while begin < len(sizes):  # in pieces, so that the positions stay in the cache
-        end = max(begin + 1, int(np.searchsorted(offsets, offsets[begin] + (1 << 16), side="right")) - 1)
-        low, high = offsets[begin], offsets[end]
-        positions = np.repeat(starts[begin:end] - offsets[begin:end], sizes[begin:end])
-        positions += np.arange(low, high)
-        copied[low:high] = indices[positions]
-        begin = end
+    for begin, end in _pieces(offsets):
+        copied[offsets[begin] : offsets[end]] = indices[_positions(starts, sizes, offsets, begin, end)]
     return copied, offsets
+
+
+def sum_work(indices: npt.NDArray[np.int32], starts: IntArray, sizes: IntArray, lengths: IntArray) -> FloatArray:
+    """Return the summed ``step_cost`` of the examples in each slice, as if every example were alone."""
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    sums = np.empty(len(sizes))
+    for begin, end in _pieces(offsets):
+        examples = indices[_positions(starts, sizes, offsets, begin, end)]
+        work = step_cost(np.array(1), lengths[examples])
+        sums[begin:end] = np.add.reduceat(work, offsets[begin:end] - offsets[begin])
+    return sums
+
+
+def _pieces(offsets: IntArray) -> Iterator[tuple[int, int]]:
+    """Walk over slices in pieces of about 65,536 positions, which stay in the cache and bound the memory."""
+    begin = 0
+    while begin < len(offsets) - 1:
+        end = max(begin + 1, int(np.searchsorted(offsets, offsets[begin] + (1 << 16), side="right")) - 1)
+        yield begin, end
+        begin = end
+
+
+def _positions(starts: IntArray, sizes: IntArray, offsets: IntArray, begin: int, end: int) -> IntArray:
+    positions = np.repeat(starts[begin:end] - offsets[begin:end], sizes[begin:end])
+    positions += np.arange(offsets[begin], offsets[end])
+    return positions

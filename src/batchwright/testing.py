@@ -1,0 +1,191 @@
+"""Contract checks for parts that users write themselves; ours pass them too."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .plan import Budget
+from .plan._arrays import as_lengths
+
+MakeSampler = Callable[..., Any]
+Batches = list[list[int]]
+
+
+def check_batch_sampler(
+    make_sampler: MakeSampler,
+    *,
+    num_examples: int,
+    lengths: npt.ArrayLike | None = None,
+    budget: Budget | None = None,
+    world_sizes: Sequence[int] = (1, 2, 3, 8),
+) -> None:
+    """Check that a batch sampler keeps the contract, or raise an AssertionError that names the broken rule.
+
+    The rules: every index once an epoch; the budget kept; the same order for the same seed and epoch, however often
+    anything was iterated before; equal steps on every rank and an exact ``len()``; resume at the start, in the middle,
+    at the end and on another world size, from a state that survives JSON; pickling; two iterators at once.
+
+    Args:
+        make_sampler: called as ``make_sampler(rank=…, world_size=…)``; each call returns a fresh sampler of the same
+            data and seed.
+        num_examples: indices are ``range(num_examples)``.
+        lengths: with ``budget``, the lengths that batches are checked against.
+        budget: the budget every batch must keep, padded as ``sampler.pad_to`` says, or to the longest example.
+        world_sizes: the numbers of ranks to try.
+
+    >>> import batchwright as bw
+    >>> make = lambda rank, world_size: bw.BatchSampler([3, 1, 2], bw.MaxTokens(4), rank=rank, world_size=world_size)
+    >>> check_batch_sampler(make, num_examples=3, lengths=[3, 1, 2], budget=bw.MaxTokens(4))
+    """
+    for world_size in world_sizes:
+        ranks = _run_ranks(make_sampler, world_size)
+        _check_equal_steps(ranks, world_size)
+        _check_every_index_once(ranks, num_examples, world_size)
+        if budget is not None and lengths is not None:
+            _check_budget(make_sampler(rank=0, world_size=world_size), ranks, as_lengths(lengths), budget)
+    _check_order_is_fixed(make_sampler)
+    _check_order_does_not_depend_on_iteration(make_sampler)
+    _check_two_iterators(make_sampler)
+    _check_pickles(make_sampler)
+    _check_resume(make_sampler)
+    for old, new in zip(world_sizes, [*world_sizes[1:], world_sizes[0]], strict=True):
+        _check_elastic_resume(make_sampler, num_examples, old, new)
+
+
+def _flat(batch: Iterable[Any]) -> list[int]:
+    """Return the examples of a batch, of packed rows too."""
+    return list(chain.from_iterable(item if isinstance(item, list) else [item] for item in batch))
+
+
+def _epoch(sampler: Any, num: int | None = None) -> Batches:
+    iterator = iter(sampler)
+    return [_flat(batch) for batch, _ in zip(iterator, range(num if num is not None else 10**12), strict=False)]
+
+
+def _run_ranks(make_sampler: MakeSampler, world_size: int) -> list[Batches]:
+    samplers = [make_sampler(rank=rank, world_size=world_size) for rank in range(world_size)]
+    announced = [len(sampler) for sampler in samplers]
+    ranks = [_epoch(sampler) for sampler in samplers]
+    for rank, (batches, length) in enumerate(zip(ranks, announced, strict=True)):
+        assert len(batches) == length, (
+            f"len() is exact: rank {rank} of {world_size} announced {length} batches and gave {len(batches)}"
+        )
+    return ranks
+
+
+def _check_equal_steps(ranks: list[Batches], world_size: int) -> None:
+    steps = [len(batches) for batches in ranks]
+    assert len(set(steps)) == 1, f"every rank takes the same number of steps: got {steps} on {world_size} ranks"
+    assert all(batch for batches in ranks for batch in batches), "no batch is empty"
+
+
+def _check_every_index_once(ranks: list[Batches], num_examples: int, world_size: int) -> None:
+    given = [index for batches in ranks for batch in batches for index in batch]
+    counts = np.bincount(given, minlength=num_examples)
+    strange = [index for index in given if not 0 <= index < num_examples]
+    assert not strange, f"indices are below {num_examples}: got {strange[:5]}"
+    lost = np.flatnonzero(counts == 0).tolist()
+    assert not lost, f"every index appears once an epoch: {len(lost)} lost on {world_size} ranks, e.g. {lost[:5]}"
+    num_repeated = len(given) - num_examples
+    twice = np.flatnonzero(counts > 1).tolist()
+    assert num_repeated < world_size, (
+        f"every index appears once an epoch: {twice[:5]} repeated on {world_size} ranks, "
+        f"{num_repeated} times in all; fewer than {world_size} are allowed, to fill the last step"
+    )
+
+
+def _check_budget(sampler: Any, ranks: list[Batches], lengths: npt.NDArray[np.int32], budget: Budget) -> None:
+    if getattr(getattr(getattr(sampler, "settings", None), "grouping", None), "row_capacity", None) is not None:
+        return  # packed rows: the budget counts rows, which the flat examples do not show
+    pad_to = getattr(sampler, "pad_to", None)
+    for batch in chain.from_iterable(ranks):
+        longest = lengths[batch].max(axis=0)
+        padded = np.asarray(pad_to(lengths[batch])) if pad_to is not None else longest
+        share = float(budget.fraction(np.array([len(batch)]), padded[None])[0])
+        assert share <= 1 + 1e-9, (
+            f"the budget is kept: {len(batch)} items padded to {padded.tolist()} use {share:.3f} of {budget}"
+        )
+
+
+def _check_order_is_fixed(make_sampler: MakeSampler) -> None:
+    first = _epoch(make_sampler(rank=0, world_size=1))
+    second = _epoch(make_sampler(rank=0, world_size=1))
+    assert first == second, "the same seed and epoch give the same order: two fresh samplers differ"
+
+
+def _check_order_does_not_depend_on_iteration(make_sampler: MakeSampler) -> None:
+    walked, jumped, again = (make_sampler(rank=0, world_size=1) for _ in range(3))
+    _epoch(walked)
+    jumped.set_epoch(1)
+    following = _epoch(walked)
+    assert following == _epoch(jumped), (
+        "the order depends on the epoch, not on how often the sampler was iterated: "
+        "exhausting epoch 0 and set_epoch(1) differ"
+    )
+    _epoch(again, 1)
+    again.set_epoch(1)
+    assert following == _epoch(again), "an iterator left in the middle does not change the order of another epoch"
+
+
+def _check_two_iterators(make_sampler: MakeSampler) -> None:
+    expected = _epoch(make_sampler(rank=0, world_size=1))
+    sampler = make_sampler(rank=0, world_size=1)
+    first, second = iter(sampler), iter(sampler)
+    pairs = [(_flat(a), _flat(b)) for a, b in zip(first, second, strict=True)]
+    assert [a for a, _ in pairs] == expected, "two iterators at once do not disturb each other: the first changed"
+    assert [b for _, b in pairs] == expected, "two iterators at once do not disturb each other: the second changed"
+
+
+def _check_pickles(make_sampler: MakeSampler) -> None:
+    sampler = make_sampler(rank=0, world_size=1)
+    copy = pickle.loads(pickle.dumps(sampler))
+    assert _epoch(copy) == _epoch(sampler), "a pickled sampler gives the same batches, as workers need"
+
+
+def _check_resume(make_sampler: MakeSampler) -> None:
+    full = _epoch(make_sampler(rank=0, world_size=1))
+    for num in sorted({0, len(full) // 2, len(full)}):
+        state = _state_after(make_sampler(rank=0, world_size=1), num)
+        resumed = make_sampler(rank=0, world_size=1)
+        resumed.load_state_dict(state)
+        rest = _epoch(resumed)
+        assert rest == full[num:], (
+            f"resuming after {num} of {len(full)} batches continues there: got {len(rest)} batches more, "
+            f"the first {rest[:1]}, expected {full[num : num + 1]}"
+        )
+
+
+def _state_after(sampler: Any, num: int) -> Any:
+    iterator = iter(sampler)
+    for _ in range(num):
+        next(iterator)
+    state = sampler.state_dict()
+    survived = json.loads(json.dumps(state))
+    assert survived == state, f"the state survives JSON: {state} became {survived}"
+    return survived
+
+
+def _check_elastic_resume(make_sampler: MakeSampler, num_examples: int, old: int, new: int) -> None:
+    samplers = [make_sampler(rank=rank, world_size=old) for rank in range(old)]
+    steps = len(samplers[0]) // 2
+    before = [_epoch(sampler, steps) for sampler in samplers]
+    state = _state_after(make_sampler(rank=0, world_size=old), steps)
+    after = []
+    for rank in range(new):
+        sampler = make_sampler(rank=rank, world_size=new)
+        sampler.load_state_dict(state)
+        after.append(_epoch(sampler))
+    seen = {index for batches in before + after for batch in batches for index in batch}
+    num_given = sum(len(batch) for batches in before + after for batch in batches)
+    lost = sorted(set(range(num_examples)) - seen)
+    assert not lost, f"resuming on {new} ranks after {old} loses nothing: {len(lost)} lost, e.g. {lost[:5]}"
+    assert num_given - num_examples < new, (
+        f"resuming on {new} ranks after {old} repeats nothing: {num_given - num_examples} examples repeated"
+    )
