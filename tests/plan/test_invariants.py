@@ -1,4 +1,4 @@
-"""What holds for every plan, whatever the data and the options. About 2,000 random cases here, five times as many in `make check`."""
+"""What holds for every plan, whatever the data and options: 2,200 random cases, 11,000 in `make check`."""
 
 import os
 from itertools import chain

@@ -1,0 +1,51 @@
+# Two commands are enough: `make demo` and `make test`. Each sets up what it needs on a fresh clone.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP_FLAGS := --quiet --disable-pip-version-check
+HYPOTHESIS_JOBS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types tests bench clean
+
+help: ## show this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+
+setup: .venv/.ready ## create .venv with everything the other targets need
+
+# Groups of dependencies need pip 25.1. The stamp keeps later runs from installing anything again.
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable . --group dev
+	@touch $@
+
+demo: .venv/.ready ## train a small model two ways on the standard library and write a page (3 minutes)
+	$(BIN)/python -m batchwright demo
+
+test: lint types tests ## everything CI runs: lint, types, tests, doctests, README blocks
+
+lint: .venv/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.ready
+	$(BIN)/mypy
+
+tests: .venv/.ready
+	$(BIN)/pytest --numprocesses $(HYPOTHESIS_JOBS)
+
+check: lint types ## the same with five times as many random cases
+	HYPOTHESIS_PROFILE=check $(BIN)/pytest --numprocesses $(HYPOTHESIS_JOBS)
+
+bench: .venv-bench/.ready ## measure the planner beside its peers, three distributions
+	.venv-bench/bin/python benchmarks/planning.py
+
+.venv-bench/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install $(PIP_FLAGS) --upgrade "pip>=25.1"
+	.venv-bench/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable . --group bench
+	@touch $@
+
+clean: ## remove environments, caches and the demo's page
+	rm -rf .venv .venv-bench demo_out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
