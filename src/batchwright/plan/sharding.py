@@ -11,8 +11,6 @@ import numpy.typing as npt
 from ._arrays import FloatArray, IntArray
 from ._random import below, permutation, words
 
-_MIN_RUNS = 16  # an epoch of fewer batches gets shorter runs, so that its order stays random
-
 
 def step_cost(num_items: IntArray, padded: IntArray) -> FloatArray:
     """Return the work of a batch where nothing was measured: ``tokens × (1 + L / 1024)``, L the sum of the axes.
@@ -61,12 +59,15 @@ def order_batches(
 
 
 def fitting_run(num_batches: int, run_length: int) -> int:
-    """Halve the run until an epoch holds at least 16 of them.
+    """Halve the run until an epoch holds at least 16 of them, or 4 of at most 8 batches.
 
-    >>> fitting_run(10_000, 64), fitting_run(100, 64), fitting_run(5, 64)
-    (64, 4, 1)
+    Long runs serve many ranks, many runs keep the order random; an epoch of few batches cannot have both.
+
+    >>> fitting_run(10_000, 64), fitting_run(300, 64), fitting_run(56, 64), fitting_run(5, 64)
+    (64, 16, 8, 1)
     """
-    while run_length > 1 and run_length * _MIN_RUNS > num_batches:
+    longest = max(num_batches // 16, min(8, num_batches // 4), 1)
+    while run_length > longest:
         run_length = run_length // 2 if run_length % 2 == 0 else 1
     return run_length
 

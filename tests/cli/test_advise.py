@@ -1,0 +1,98 @@
+import json
+
+import numpy as np
+import pytest
+
+import batchwright as bw
+from batchwright._cli.advise import advise, caveats, snippet
+from batchwright._cli.compare import Settings
+from batchwright._cli.screen import Screen
+from batchwright._cli.show import advice_lines, answer
+
+
+def heavy_tailed(num=5000):
+    return np.clip(np.random.default_rng(0).lognormal(3, 1, num).astype(int), 1, 500)
+
+
+def test_constant_lengths_get_a_plain_no():
+    advice = advise(np.full(1000, 50), Settings(max_tokens=1000))
+    assert advice.verdict == "no"
+    assert (advice.against_shuffled.compute_bound, advice.against_shuffled.launch_bound) == (1, 1)
+    assert answer(advice).startswith("No. The lengths hardly vary: keep DataLoader(batch_size=20).")
+    assert snippet(advice) == "loader = DataLoader(dataset, batch_size=20, shuffle=True)"
+
+
+def test_heavy_tailed_lengths_get_a_yes():
+    advice = advise(heavy_tailed(), Settings(max_tokens=8000))
+    assert advice.verdict == "yes"
+    assert advice.against_shuffled.low > 2
+    assert answer(advice).startswith("Yes.")
+
+
+def test_the_two_ends_are_ratios_of_tokens_and_of_steps():
+    advice = advise(heavy_tailed(), Settings(max_tokens=8000))
+    gain = advice.against_sorted
+    assert gain.compute_bound == advice.sorted.padded_tokens / advice.planned.padded_tokens
+    assert gain.launch_bound == advice.sorted.num_batches / advice.planned.num_batches
+    assert (gain.low, gain.high) == (gain.compute_bound, gain.launch_bound)
+
+
+def test_one_long_example_among_equal_ones_gains_steps_only():
+    # At a fixed size of 2 hardly a batch sees the long one; planned batches hold 20 of the others.
+    advice = advise(np.array([50] * 2000 + [500]), Settings(max_tokens=1000))
+    assert advice.verdict == "fewer steps only"
+    assert advice.against_shuffled.launch_bound > 9
+    assert answer(advice).startswith("Only where steps are launch-bound.")
+
+
+def test_the_snippet_runs():
+    advice = advise(heavy_tailed(), Settings(max_tokens=8000, max_items=64, pad_multiple_of=8))
+    line = next(line for line in snippet(advice).split("\n") if line.startswith("sampler"))
+    space = {"bw": bw, "lengths": heavy_tailed()}
+    exec(line, space)
+    shapes = space["sampler"].plan.shapes
+    assert (shapes[:, 0] * shapes[:, 1]).max() <= 8000
+    assert shapes[:, 0].max() <= 64
+    assert (shapes[:, 1] % 8 == 0).all()
+
+
+def test_multiples_of_eight_are_advised_only_where_they_cost_little():
+    assert advise(heavy_tailed() + 300, Settings(max_tokens=8000)).settings.pad_multiple_of == 8
+    # Lengths near 12 would all become 16.
+    short = np.random.default_rng(0).integers(9, 13, 5000)
+    assert advise(short, Settings(max_tokens=800)).settings.pad_multiple_of == 1
+
+
+def test_multiples_of_eight_are_not_advised_where_the_longest_would_not_fit():
+    advice = advise(np.append(heavy_tailed(), 999), Settings(max_tokens=999))
+    assert advice.settings.pad_multiple_of == 1
+
+
+def test_ranks_are_part_of_the_snippet():
+    advice = advise(heavy_tailed(), Settings(max_tokens=8000, world_size=4))
+    assert "rank=rank, world_size=4" in snippet(advice)
+
+
+def test_few_batches_are_a_caveat():
+    few = caveats(advise(heavy_tailed(300), Settings(max_tokens=8000)))
+    assert any(note.startswith("Only ") and "batches an epoch" in note for note in few)
+    many = caveats(advise(heavy_tailed(), Settings(max_tokens=2000)))
+    assert not any("batches an epoch" in note for note in many)
+
+
+def test_fewer_updates_are_a_caveat():
+    notes = caveats(advise(heavy_tailed(), Settings(max_tokens=8000)))
+    assert any("tune the learning rate again" in note for note in notes)
+
+
+def test_words_are_not_tokens_and_the_answer_says_so():
+    advice = advise(heavy_tailed(), Settings(max_tokens=8000))
+    assert "Counted in words" in "\n".join(advice_lines(advice, Screen(), unit="words", quiet=False))
+    assert "Counted in" not in "\n".join(advice_lines(advice, Screen(), unit="tokens", quiet=False))
+
+
+@pytest.mark.parametrize("lengths", [np.full(100, 7), heavy_tailed(500), np.stack([heavy_tailed(500)] * 2, axis=1)])
+def test_advice_is_plain_data(lengths):
+    found = json.loads(json.dumps(advise(lengths, Settings(max_tokens=4000)).to_dict()))
+    assert found["against_shuffled"].keys() == {"compute_bound", "launch_bound"}
+    assert found["verdict"] in ("yes", "no")
