@@ -7,6 +7,8 @@
     │   ├── LengthsError                        the lengths are empty, negative, not integers, …
     │   └── BudgetError                         the budget is impossible, or an example does not fit it
     ├── StateMismatchError       (ValueError)   a saved state belongs to other data or settings
+    ├── DoesNotFitError          (RuntimeError) one example alone runs out of memory
+    ├── UpdateMemoryError        (RuntimeError) the optimizer ran out of memory; its update may be half done
     └── MissingDependencyError   (ImportError)  an optional package is needed; the message names the extra
 """
 
@@ -14,9 +16,11 @@ __all__ = [
     "ArgumentError",
     "BatchwrightError",
     "BudgetError",
+    "DoesNotFitError",
     "LengthsError",
     "MissingDependencyError",
     "StateMismatchError",
+    "UpdateMemoryError",
 ]
 
 
@@ -38,6 +42,14 @@ class BudgetError(ArgumentError):
 
 class StateMismatchError(BatchwrightError, ValueError):
     """A saved state belongs to other data or other settings; the message names both values."""
+
+
+class DoesNotFitError(BatchwrightError, RuntimeError):
+    """One example alone runs out of memory; the message gives its shape and the bytes."""
+
+
+class UpdateMemoryError(BatchwrightError, RuntimeError):
+    """The optimizer ran out of memory in its step; the message says whether parameters have changed."""
 
 
 class MissingDependencyError(BatchwrightError, ImportError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from .plan import Budget
 from .plan._arrays import as_lengths
 
 MakeSampler = Callable[..., Any]
-Batches = list[list[int]]
+Batches = list[list[Any]]  # a batch is a list of indices, or of rows of them
 
 
 def check_batch_sampler(
@@ -29,8 +29,9 @@ def check_batch_sampler(
     """Check that a batch sampler keeps the contract, or raise an AssertionError that names the broken rule.
 
     The rules: every index once an epoch; the budget kept; the same order for the same seed and epoch, however often
-    anything was iterated before; equal steps on every rank and an exact ``len()``; resume at the start, in the middle,
-    at the end and on another world size, from a state that survives JSON; pickling; two iterators at once.
+    anything was iterated before; a loop that was left begins its epoch again; equal steps on every rank and an exact
+    ``len()``; resume at the start, in the middle, at the end and on another world size, from a state that survives
+    JSON; pickling; two iterators at once.
 
     Args:
         make_sampler: called as ``make_sampler(rank=…, world_size=…)``; each call returns a fresh sampler of the same
@@ -65,14 +66,13 @@ def _flat(batch: Iterable[Any]) -> list[int]:
 
 
 def _epoch(sampler: Any, num: int | None = None) -> Batches:
-    iterator = iter(sampler)
-    return [_flat(batch) for batch, _ in zip(iterator, range(num if num is not None else 10**12), strict=False)]
+    return [_flat(batch) for batch in islice(sampler, num)]
 
 
 def _run_ranks(make_sampler: MakeSampler, world_size: int) -> list[Batches]:
     samplers = [make_sampler(rank=rank, world_size=world_size) for rank in range(world_size)]
     announced = [len(sampler) for sampler in samplers]
-    ranks = [_epoch(sampler) for sampler in samplers]
+    ranks = [list(sampler) for sampler in samplers]
     for rank, (batches, length) in enumerate(zip(ranks, announced, strict=True)):
         assert len(batches) == length, (
             f"len() is exact: rank {rank} of {world_size} announced {length} batches and gave {len(batches)}"
@@ -87,10 +87,10 @@ def _check_equal_steps(ranks: list[Batches], world_size: int) -> None:
 
 
 def _check_every_index_once(ranks: list[Batches], num_examples: int, world_size: int) -> None:
-    given = [index for batches in ranks for batch in batches for index in batch]
-    counts = np.bincount(given, minlength=num_examples)
+    given = [index for batches in ranks for batch in batches for index in _flat(batch)]
     strange = [index for index in given if not 0 <= index < num_examples]
-    assert not strange, f"indices are below {num_examples}: got {strange[:5]}"
+    assert not strange, f"indices are from 0 to {num_examples - 1}: got {strange[:5]}"
+    counts = np.bincount(np.array(given, dtype=np.int64), minlength=num_examples)
     lost = np.flatnonzero(counts == 0).tolist()
     assert not lost, f"every index appears once an epoch: {len(lost)} lost on {world_size} ranks, e.g. {lost[:5]}"
     num_repeated = len(given) - num_examples
@@ -102,12 +102,11 @@ def _check_every_index_once(ranks: list[Batches], num_examples: int, world_size:
 
 
 def _check_budget(sampler: Any, ranks: list[Batches], lengths: npt.NDArray[np.int32], budget: Budget) -> None:
-    if getattr(getattr(getattr(sampler, "settings", None), "grouping", None), "row_capacity", None) is not None:
-        return  # packed rows: the budget counts rows, which the flat examples do not show
     pad_to = getattr(sampler, "pad_to", None)
     for batch in chain.from_iterable(ranks):
-        longest = lengths[batch].max(axis=0)
-        padded = np.asarray(pad_to(lengths[batch])) if pad_to is not None else longest
+        # An item is an example, or a packed row as long as its examples together.
+        items = np.array([lengths[item].sum(axis=0) if isinstance(item, list) else lengths[item] for item in batch])
+        padded = np.asarray(pad_to(items)) if pad_to is not None else items.max(axis=0)
         share = float(budget.fraction(np.array([len(batch)]), padded[None])[0])
         assert share <= 1 + 1e-9, (
             f"the budget is kept: {len(batch)} items padded to {padded.tolist()} use {share:.3f} of {budget}"
@@ -121,14 +120,16 @@ def _check_order_is_fixed(make_sampler: MakeSampler) -> None:
 
 
 def _check_order_does_not_depend_on_iteration(make_sampler: MakeSampler) -> None:
-    walked, jumped, again = (make_sampler(rank=0, world_size=1) for _ in range(3))
-    _epoch(walked)
+    walked, jumped, left, again = (make_sampler(rank=0, world_size=1) for _ in range(4))
+    first = _epoch(walked)
     jumped.set_epoch(1)
     following = _epoch(walked)
     assert following == _epoch(jumped), (
         "the order depends on the epoch, not on how often the sampler was iterated: "
         "exhausting epoch 0 and set_epoch(1) differ"
     )
+    _epoch(left, 1)
+    assert first == _epoch(left), "only exhausting an epoch moves to the next: a loop that was left begins it again"
     _epoch(again, 1)
     again.set_epoch(1)
     assert following == _epoch(again), "an iterator left in the middle does not change the order of another epoch"
@@ -138,14 +139,17 @@ def _check_two_iterators(make_sampler: MakeSampler) -> None:
     expected = _epoch(make_sampler(rank=0, world_size=1))
     sampler = make_sampler(rank=0, world_size=1)
     first, second = iter(sampler), iter(sampler)
-    pairs = [(_flat(a), _flat(b)) for a, b in zip(first, second, strict=True)]
+    pairs = [(_flat(a), _flat(b)) for a, b in zip(first, second, strict=False)]
     assert [a for a, _ in pairs] == expected, "two iterators at once do not disturb each other: the first changed"
     assert [b for _, b in pairs] == expected, "two iterators at once do not disturb each other: the second changed"
 
 
 def _check_pickles(make_sampler: MakeSampler) -> None:
     sampler = make_sampler(rank=0, world_size=1)
-    copy = pickle.loads(pickle.dumps(sampler))
+    try:
+        copy = pickle.loads(pickle.dumps(sampler))
+    except Exception as error:
+        raise AssertionError(f"a sampler can be pickled, as workers need: {error}") from error
     assert _epoch(copy) == _epoch(sampler), "a pickled sampler gives the same batches, as workers need"
 
 
@@ -155,19 +159,24 @@ def _check_resume(make_sampler: MakeSampler) -> None:
         state = _state_after(make_sampler(rank=0, world_size=1), num)
         resumed = make_sampler(rank=0, world_size=1)
         resumed.load_state_dict(state)
-        rest = _epoch(resumed)
+        announced, rest = len(resumed), _epoch(resumed)
         assert rest == full[num:], (
             f"resuming after {num} of {len(full)} batches continues there: got {len(rest)} batches more, "
             f"the first {rest[:1]}, expected {full[num : num + 1]}"
         )
+        assert announced == len(rest), (
+            f"len() is exact: after resuming it announced {announced} batches and gave {len(rest)}"
+        )
 
 
 def _state_after(sampler: Any, num: int) -> Any:
-    iterator = iter(sampler)
-    for _ in range(num):
-        next(iterator)
+    iterator = iter(sampler)  # held: a generator that is dropped runs its finally clause
+    list(islice(iterator, num))
     state = sampler.state_dict()
-    survived = json.loads(json.dumps(state))
+    try:
+        survived = json.loads(json.dumps(state))
+    except (TypeError, ValueError) as error:
+        raise AssertionError(f"the state survives JSON: {error} in {state}") from error
     assert survived == state, f"the state survives JSON: {state} became {survived}"
     return survived
 

@@ -116,6 +116,8 @@ def snippet(advice: Advice) -> str:
         options.append(f"pad_multiple_of={settings.pad_multiple_of}")
     if settings.world_size > 1:
         options.append(f"rank=rank, world_size={settings.world_size}")
+    else:
+        options.append("balance_over=1")  # nobody waits on one device, so the order may be wholly random
     return (
         "import batchwright as bw\n"
         "from torch.utils.data import DataLoader\n"

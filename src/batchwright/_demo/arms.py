@@ -40,10 +40,10 @@ def make_arms(train: Sequence[Ids], settings: DemoSettings) -> list[Arm]:
     """
     lengths = lengths_of(train)
     size = fixed_size(train, settings)
-    grouped = bw.BatchSampler(lengths, bw.MaxItems(size), seed=settings.seed)
-    planned = bw.BatchSampler(lengths, bw.MaxTokens(settings.max_tokens), seed=settings.seed)
+    grouped = bw.BatchSampler(lengths, bw.MaxItems(size), seed=settings.seed, balance_over=1)
+    planned = bw.BatchSampler(lengths, bw.MaxTokens(settings.max_tokens), seed=settings.seed, balance_over=1)
     smaller = tokens_for_updates(train, -(-len(train) // size), settings)
-    steady = bw.BatchSampler(lengths, bw.MaxTokens(smaller), seed=settings.seed)
+    steady = bw.BatchSampler(lengths, bw.MaxTokens(smaller), seed=settings.seed, balance_over=1)
     return [
         _shuffled(train, size, settings),
         _planned(

@@ -25,7 +25,7 @@ class DemoSettings:
         seed: of the data order and the initial weights.
     """
 
-    num_train: int = 1000
+    num_train: int = 800
     num_valid: int = 80
     max_length: int = 512
     max_tokens: int = 4096

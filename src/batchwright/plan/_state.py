@@ -25,3 +25,15 @@ settings, or start without the state
             f"the state was saved with {name} = {saved!r}, here it is {mine!r}; "
             "use the same data and settings, or start without the state"
         )
+
+
+def read_whole(state: Mapping[str, Any], name: str) -> int:
+    """Return a whole number of 0 or more from a saved state, or refuse the state.
+
+    >>> read_whole({"epoch": 3}, "epoch")
+    3
+    """
+    value = state.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise StateMismatchError(f"the state needs {name} as a whole number of 0 or more, got {value!r}")
+    return value

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar, final
+
+from ..errors import LengthsError
 
 Example = TypeVar("Example")
 _Example = TypeVar("_Example", covariant=True)
@@ -36,8 +39,12 @@ class Rows(Generic[Example]):
         fetch: Any = getattr(self.dataset, "__getitems__", None)
         if fetch is None:
             return [[self.dataset[index] for index in row] for row in rows]
-        found = iter(fetch([index for row in rows for index in row]))
-        return [[next(found) for _ in row] for row in rows]
+        indices = [index for row in rows for index in row]
+        found = list(fetch(indices))
+        if len(found) != len(indices):
+            raise LengthsError(f"__getitems__ of the data set was asked for {len(indices)} examples, gave {len(found)}")
+        examples = iter(found)
+        return [list(islice(examples, len(row))) for row in rows]
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -18,7 +18,7 @@ from ._plan import Batch, Plan, make_problem, plan_epoch
 from ._report import PlanReport
 from ._settings import Oversize, PlanSettings, Remainder, check_ranks, check_whole
 from ._shard import shard
-from ._state import check_same
+from ._state import check_same, read_whole
 from .budget import Budget, Cost, check_budget
 from .grouping import Grouping, WindowSort
 from .shapes import SizeLadder
@@ -110,22 +110,18 @@ class BatchSampler:
     @property
     def plan(self) -> Plan:
         """Return what is left of the current epoch, for all ranks: batch ``i × world_size + rank`` is ours."""
-        base = self._base()
-        first = int(np.searchsorted(base.offsets, self._position))
-        if first == len(base.offsets) or base.offsets[first] != self._position:
-            raise StateMismatchError(
-                f"position {self._position} of the state is not where a batch of epoch {self._epoch} begins; "
-                "the state was changed by hand"
-            )
-        return shard(base, self.world_size, first_batch=first)
+        base = self._base(self._epoch)
+        return shard(base, self.world_size, first_batch=int(np.searchsorted(base.offsets, self._position)))
 
     @cached_property
     def pad_to(self) -> PadTo:
         """Return the function a collator pads with: ``sampler.pad_to(lengths of a batch)``."""
         admitted = admit(self._lengths, self.budget, self.settings)
         problem = make_problem(admitted, self.budget, self.settings, 0)
-        multiple = self.settings.pad_multiple_of
+        multiple, capacity = self.settings.pad_multiple_of, self.settings.grouping.row_capacity
         shapes = self.settings.grouping.static_shapes(problem) if problem.num_examples else None
+        if capacity is not None:  # the lengths are those of packed rows
+            shapes = np.array([[capacity]])
         if shapes is None:
             return PadTo(multiple_of=multiple)
         sizes = problem.sizes(shapes).tolist()
@@ -159,12 +155,15 @@ class BatchSampler:
             self._finish(cursor)
 
     def _finish(self, cursor: _Cursor) -> None:
-        cursor.is_finished = True
-        if self._cursor is cursor or self._epoch == cursor.epoch:
+        # An iterator from before set_epoch or load_state_dict went elsewhere must not move what they set.
+        if (self._epoch, self._position) == (cursor.epoch, cursor.start):
             self._epoch, self._position = cursor.epoch + 1, 0
 
     def track(self, loader: Iterable[Item]) -> Iterator[Item]:
         """Iterate over a loader of this sampler, counting what the loop receives instead of what was prefetched.
+
+        The loader must hand out one item a batch, in order; wrappers such as ``tqdm(loader)`` may stand around it.
+        torchdata's ``StatefulDataLoader`` counts for itself: loop over it directly and save its own state.
 
         >>> from batchwright import MaxTokens
         >>> sampler = BatchSampler([3, 5, 2, 9], MaxTokens(10))
@@ -174,24 +173,34 @@ class BatchSampler:
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, Sized):
             self._check_dataset(dataset)
+        if not getattr(loader, "in_order", True):
+            raise ArgumentError("track() counts batches in order, the loader has in_order=False; leave it at True")
         before, start = self._cursor, (self._epoch, self._position)
-        iterator = iter(loader)
+        cursor = None
+        for item in loader:
+            # Looked up now: a wrapper may begin its loader no sooner than the first item.
+            cursor = cursor or self._begin_tracking(before, start)
+            cursor.count_received()
+            yield item
+        cursor = cursor or self._begin_tracking(before, start)
+        if cursor.num_received == cursor.num_steps:  # otherwise a wrapper ended early, as a break would
+            self._finish(cursor)
+
+    def _begin_tracking(self, before: _Cursor | None, start: tuple[int, int]) -> _Cursor:
         cursor = self._cursor
         if cursor is None or cursor is before:
-            raise ArgumentError("track() needs a loader that draws from this sampler: batch_sampler=sampler")
+            raise ArgumentError(
+                "track() needs a loader that draws from this sampler, batch_sampler=sampler, and has not begun yet"
+            )
         cursor.num_received = 0
-        cursor.is_finished = False
         self._epoch, self._position = start  # a short epoch may have been prefetched to its end already
-        for item in iterator:
-            cursor.num_received += 1
-            yield item
-        self._finish(cursor)
+        return cursor
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the newest iterator stands, as JSON values."""
         epoch, position = self._epoch, self._position
-        if self._cursor is not None and not self._cursor.is_finished:
-            epoch, position = self._cursor.epoch, self._cursor.position
+        if self._cursor is not None and self._cursor.epoch == epoch:  # otherwise the epoch is over
+            position = self._cursor.position
         return {
             "version": STATE_VERSION,
             "num_examples": len(self._lengths),
@@ -207,19 +216,23 @@ class BatchSampler:
         """Continue where a state was taken, on this or another world size.
 
         Raises:
-            StateMismatchError: the state is of other lengths, another budget, other settings or another version.
+            StateMismatchError: the state is of other lengths, another budget, other settings or another version;
+                the sampler stays as it was.
         """
         mine = self.state_dict()
         for key in ("version", "num_examples", "lengths", "budget", "settings", "seed"):
             check_same(key, state.get(key), mine[key])
-        epoch, position = state.get("epoch"), state.get("position")
-        if not isinstance(epoch, int) or not isinstance(position, int) or epoch < 0 or position < 0:
-            raise StateMismatchError(f"the state needs a whole epoch and position, got {epoch!r} and {position!r}")
+        epoch, position = read_whole(state, "epoch"), read_whole(state, "position")
+        if position not in self._base(epoch).offsets:
+            raise StateMismatchError(
+                f"position {position} of the state is not where a batch of epoch {epoch} begins; "
+                "the state was changed by hand"
+            )
         self._epoch, self._position, self._cursor = epoch, position, None
 
-    def _base(self) -> Plan:
-        if self._epoch_plan is None or self._epoch_plan.epoch != self._epoch:
-            self._epoch_plan = plan_epoch(self._lengths, self.budget, self.settings, self._epoch)
+    def _base(self, epoch: int) -> Plan:
+        if self._epoch_plan is None or self._epoch_plan.epoch != epoch:
+            self._epoch_plan = plan_epoch(self._lengths, self.budget, self.settings, epoch)
         return self._epoch_plan
 
     def _hash(self) -> str:
@@ -250,12 +263,19 @@ class _Cursor:
         self.num_steps = len(plan) // plan.world_size
         self.num_given = 0
         self.num_received: int | None = None  # None: the loop is not tracked
-        self.is_finished = False
-        self._start = start
+        self.start = start
+
+    def count_received(self) -> None:
+        """Count an item that reached the loop; more of them than batches cannot be placed."""
+        self.num_received = (self.num_received or 0) + 1
+        if self.num_received > self.num_steps:
+            raise ArgumentError(
+                f"track() counts one item a batch, the loader gave more than the {self.num_steps} batches of the epoch"
+            )
 
     @property
     def position(self) -> int:
         """Return the examples of the epoch consumed; repeated ones at the very end do not count."""
         num = self.num_given if self.num_received is None else self.num_received
         within = int(self.plan.offsets[num * self.plan.world_size])
-        return self._start + min(within, len(self.plan.indices) - self.plan.num_repeated)
+        return self.start + min(within, len(self.plan.indices) - self.plan.num_repeated)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from inspect import GEN_CLOSED, getgeneratorstate
 from itertools import islice
 from typing import Any, Generic, TypeVar, final
 
-import numpy as np
-
-from ..errors import ArgumentError, BudgetError, LengthsError
+from ..errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
 from ._arrays import as_lengths
-from ._plan import Plan, plan_epoch
+from ._oversize import fits
+from ._plan import Batch, Plan, plan_epoch
 from ._settings import Oversize, PlanSettings, check_whole
-from ._state import check_same
+from ._state import check_same, read_whole
 from .budget import Budget, check_budget
 from .grouping import Grouping, WindowSort
 from .shapes import SizeLadder
@@ -30,12 +31,15 @@ class StreamBatcher(Generic[Example]):
     groupings and ``pad_multiple_of`` mean the same; each ends with at most one batch that is short of examples (a few
     with a size ladder). Read with workers by giving a ``DataLoader`` with ``batch_size=None`` as the source.
 
+    One pass is under way at a time, as with a file: after a ``break``, ``iter()`` goes on where the loop was left;
+    after the end it begins the next pass.
+
     ``state_dict`` holds the state of the source where the current buffer begins, and the batches handed out since. A
     source with ``state_dict`` and ``load_state_dict`` continues there; any other is read again from its start and
     skipped, which is exact when it yields the same examples again.
 
     Args:
-        source: anything that can be iterated.
+        source: anything that can be iterated; for several passes, several times.
         length_of: the length of an example, or a tuple of lengths.
         budget: what a batch may cost.
         grouping: as for ``plan_batches``.
@@ -81,71 +85,53 @@ class StreamBatcher(Generic[Example]):
             oversize=oversize,
             balance_over=1,  # a stream is not divided over ranks here
         )
-        self._length_of = length_of
-        self._place = _Place()
+        self._reader = _Reader(source, length_of, self.budget, self.settings, buffer_size)
+        self._running: Generator[Any, None, None] | None = None
 
     @property
     def epoch(self) -> int:
         """Return the pass over the source that the next ``iter()`` begins or continues."""
-        return self._place.epoch
+        return self._reader.place.epoch
 
     def __iter__(self) -> Iterator[list[Example] | list[list[Example]]]:
-        place = self._place
-        stream = iter(self.source)
-        if place.source is None:
-            _skip(stream, place.num_read)
-        skip = place.num_given
-        while True:
-            state = _state_of(self.source) if skip == 0 else place.source
-            examples = list(islice(stream, self.buffer_size))
-            if not examples:
-                break
-            plan = self._plan(examples, place)
-            for index in range(skip, len(plan)):
-                self._place = replace(place, num_given=index + 1, source=state)
-                yield _pick(examples, plan[index])
-            skip = 0
-            place = place.next_buffer(len(examples))
-        self._place = _Place(epoch=place.epoch + 1)
-
-    def _plan(self, examples: list[Example], place: _Place) -> Plan:
-        lengths = as_lengths([self._length(example, place.num_read + i) for i, example in enumerate(examples)])
-        # One number for the pass and the buffer: chance differs in every buffer of every pass.
-        epoch = (place.epoch << 32) | place.buffer
-        try:
-            return plan_epoch(lengths, self.budget, self.settings, epoch)
-        except BudgetError as error:
-            raise BudgetError(f"in the buffer that begins at example {place.num_read}: {error}") from None
-
-    def _length(self, example: Example, position: int) -> int | tuple[int, ...]:
-        length = self._length_of(example)
-        if np.min(length) < 1:
-            raise LengthsError(f"length_of must give 1 or more, got {length!r} for example {position} of the stream")
-        return length
+        # A source that can be read only once could not begin again, and a long one should not.
+        if self._running is None or getgeneratorstate(self._running) == GEN_CLOSED:
+            self._running = self._reader.run()
+        return self._running
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the newest iterator stands; JSON values, if the state of the source is."""
+        """Return where the pass under way stands; JSON values, if the state of the source is."""
         return {
             "version": STATE_VERSION,
             "budget": repr(self.budget),
             "settings": self.settings.to_state(),
             "seed": self.settings.seed,
             "buffer_size": self.buffer_size,
-            **self._place.to_state(),
+            **self._reader.place.to_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken.
 
         Raises:
-            StateMismatchError: the state is of another budget, other settings or another version.
+            StateMismatchError: the state is of another budget, other settings or another version; nothing changes.
         """
         mine = self.state_dict()
         for key in ("version", "budget", "settings", "seed", "buffer_size"):
             check_same(key, state.get(key), mine[key])
-        self._place = _Place(**{item.name: state[item.name] for item in fields(_Place)})
-        if self._place.source is not None:
-            getattr(self.source, "load_state_dict")(self._place.source)  # noqa: B009 - any source may lack it
+        counts = {name: read_whole(state, name) for name in ("epoch", "buffer", "num_read", "num_given")}
+        source = state.get("source")
+        if source is not None and not _is_stateful(self.source):
+            raise StateMismatchError(
+                f"the state holds the state of a source, {type(self.source).__name__} has no load_state_dict; "
+                "give the same source"
+            )
+        if self._running is not None:
+            self._running.close()  # a loop over it ends
+        self._reader.place = _Place(**counts, source=copy.deepcopy(source))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_running": None}
 
 
 @final
@@ -166,16 +152,80 @@ class _Place:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-def _state_of(source: object) -> Any:
-    if hasattr(source, "state_dict") and hasattr(source, "load_state_dict"):
-        return source.state_dict()
-    return None
+@final
+@dataclass
+class _Reader(Generic[Example]):
+    """What a pass needs; it knows no batcher, for a cycle would keep the workers of a source alive."""
+
+    source: Iterable[Example]
+    length_of: Callable[[Example], int | tuple[int, ...]]
+    budget: Budget
+    settings: PlanSettings
+    buffer_size: int
+    place: _Place = _Place()
+
+    def run(self) -> Generator[Any, None, None]:
+        place = self.place
+        stream = self._open(place)
+        skip = place.num_given
+        while True:
+            state = place.source if skip else _state_of(self.source)
+            examples = list(islice(stream, self.buffer_size))
+            batches = self._plan(examples, place)
+            _check_reached(len(batches), skip, place)
+            for index in range(skip, len(batches)):
+                self.place = replace(place, num_given=index + 1, source=state)
+                yield _pick(examples, batches[index])
+            if not examples:
+                break
+            skip, place = 0, place.next_buffer(len(examples))
+            del examples  # before the next buffer is read, so that one is held and not two
+        self.place = _Place(epoch=place.epoch + 1)
+
+    def _open(self, place: _Place) -> Iterator[Example]:
+        if place.source is None:
+            stream = iter(self.source)
+            _skip(stream, place.num_read)
+            return stream
+        getattr(self.source, "load_state_dict")(copy.deepcopy(place.source))  # noqa: B009 - not every source has it
+        return iter(self.source)
+
+    def _plan(self, examples: list[Example], place: _Place) -> Plan | list[Batch]:
+        if not examples:
+            return []
+        # One number for the pass and the buffer: chance differs in every buffer of every pass.
+        epoch = (place.epoch << 32) | place.buffer
+        lengths = [self.length_of(example) for example in examples]
+        try:
+            array = as_lengths(lengths)
+            if self.settings.oversize == "drop" and not fits(array, self.budget, self.settings).any():
+                return []
+            return plan_epoch(array, self.budget, self.settings, epoch)
+        except (BudgetError, LengthsError) as error:
+            raise type(error)(f"in the buffer that begins at example {place.num_read}: {error}") from None
+
+
+def _is_stateful(source: object) -> bool:
+    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+
+
+def _state_of(source: Any) -> Any:
+    # Copied, for it is kept while the source reads on.
+    return copy.deepcopy(source.state_dict()) if _is_stateful(source) else None
+
+
+def _check_reached(num_batches: int, num_given: int, place: _Place) -> None:
+    if num_given > num_batches:
+        raise StateMismatchError(
+            f"the state was taken after {num_given} batches of the buffer that begins at example {place.num_read}, "
+            f"which holds {num_batches}; give the same source, from its start"
+        )
 
 
 def _skip(stream: Iterator[Any], num: int) -> None:
     skipped = sum(1 for _ in islice(stream, num))
     if skipped < num:
-        raise ArgumentError(
+        raise StateMismatchError(
             f"the stream ended after {skipped} examples, the state was taken after {num}; "
             "give the same source, from its start"
         )
