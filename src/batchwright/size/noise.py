@@ -1,0 +1,119 @@
+"""Gradient noise: how many examples an update should average, from gradients of parts of a batch. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+from ..errors import ArgumentError
+
+# An average over fewer updates than this says nothing about its own error.
+_MIN_UPDATES = 8.0
+
+
+def estimate_noise(q: float, gb: float, *, num_examples: int, num_parts: int) -> tuple[float, float]:
+    """Return unbiased estimates of the gradient's noise and of its squared norm, for parts of any sizes.
+
+    With ``g_i`` the mean gradient of part ``i`` of ``b_i`` examples, ``B = sum b_i`` and ``k`` parts::
+
+        Q  = sum_i b_i |g_i|²        GB = |sum_i (b_i / B) g_i|²
+        S  = (Q − B·GB) / (k − 1)    E[S]  = tr(Σ), Σ the covariance of the per-example gradient
+        G2 = GB − S / B              E[G2] = |G|², the squared norm of the true gradient; may be below 0
+
+    For equal parts this is appendix A of McCandlish et al. 2018.
+
+    Args:
+        q: ``Q``.
+        gb: ``GB``, before clipping.
+        num_examples: ``B``.
+        num_parts: ``k``, at least 2.
+
+    Returns:
+        ``(S, G2)``.
+
+    >>> estimate_noise(8.0, 3.0, num_examples=2, num_parts=2)
+    (2.0, 2.0)
+    """
+    if num_parts < 2:
+        raise ArgumentError(f"noise needs the gradients of at least 2 parts of a batch, got {num_parts}")
+    s = (q - num_examples * gb) / (num_parts - 1)
+    return s, gb - s / num_examples
+
+
+def noise_ratio(s: float, g2: float, *, num_examples: int, num_parts: int) -> float:
+    """Return the textbook ratio ``mean_i |g_i − g_m|² / |g_m|²`` of ``k`` equal parts, from unbiased estimates.
+
+    It is about ``(k − 1)·B_simple / (B + B_simple)``: it depends on how the batch was split and never exceeds ``k − 1``,
+    however noisy the gradient is. Prefer ``s / g2``, which is a number of examples.
+
+    >>> noise_ratio(2.0, 2.0, num_examples=2, num_parts=2)
+    0.3333333333333333
+    """
+    gb = g2 + s / num_examples
+    return (num_parts - 1) * s / num_examples / gb if gb > 0 else math.inf
+
+
+@final
+@dataclass(frozen=True)
+class NoiseAverage:
+    """Moving averages of ``S`` and ``G2``, kept apart and divided last; a value, replaced and never changed.
+
+    A mean of ratios would be biased, often several-fold. The average forgets by examples, not by updates, so that it
+    means the same at every batch size.
+
+    Attributes:
+        horizon: examples over which the average forgets.
+        s: average of ``S``.
+        g2: average of ``G2``.
+    """
+
+    horizon: float = 100_000.0
+    s: float = 0.0
+    g2: float = 0.0
+    g2_square: float = 0.0
+    weight: float = 0.0
+    weight_square: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.horizon > 0:
+            raise ArgumentError(f"horizon must be a number of examples above 0, got {self.horizon!r}")
+
+    def update(self, s: float, g2: float, *, num_examples: int) -> NoiseAverage:
+        """Return the average with one more update; a value that is not finite is left out."""
+        if not (math.isfinite(s) and math.isfinite(g2)):
+            return self
+        keep = math.exp(-num_examples / self.horizon)
+        weight = keep * self.weight + (1 - keep)
+        share = (1 - keep) / weight
+        return NoiseAverage(
+            horizon=self.horizon,
+            s=self.s + share * (s - self.s),
+            g2=self.g2 + share * (g2 - self.g2),
+            g2_square=self.g2_square + share * (g2 * g2 - self.g2_square),
+            weight=weight,
+            weight_square=keep**2 * self.weight_square + (1 - keep) ** 2,
+        )
+
+    @property
+    def num_updates(self) -> float:
+        """Return over how many updates the average effectively runs."""
+        return self.weight**2 / self.weight_square if self.weight_square else 0.0
+
+    @property
+    def scale(self) -> float | None:
+        """Return the noise scale ``S / G2`` in examples, None where ``G2`` is not above 0."""
+        return self.s / self.g2 if self.g2 > 0 else None
+
+    @property
+    def is_reliable(self) -> bool:
+        """Return whether ``G2``, the noisier of the two, is at least two standard errors above 0."""
+        if self.num_updates < _MIN_UPDATES:
+            return False
+        variance = max(0.0, self.g2_square - self.g2**2)
+        error = math.sqrt(variance / (self.num_updates - 1))
+        return self.s > 0 and self.g2 > 2 * error
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the average as JSON values."""
+        return asdict(self)

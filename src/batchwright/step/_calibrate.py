@@ -1,0 +1,158 @@
+"""Learn what batches cost on this device, from a few real runs that leave no trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .._progress import ProgressBar
+from ..errors import ArgumentError, BatchwrightError, BudgetError, DoesNotFitError
+from ..plan import MemoryModel
+from ..plan._arrays import as_whole
+from ..plan._features import MIN_ROWS, as_shapes
+from ..plan.budget import check_limit
+from ._probe import Prober
+from ._restore import allocate_state, restored
+from .calibration import Calibration, Measurement, Shape
+from .memory import MemoryMonitor
+from .oom import devices_of, free_memory
+
+MIN_PROBES = 4
+# The allocator cannot fill a device to the last byte: blocks of many sizes leave gaps.
+USABLE = 0.9
+
+Restorable: TypeAlias = "nn.Module | Optimizer | None"
+
+
+def calibrate(
+    run: Callable[[Shape], Any],
+    shapes: npt.ArrayLike,
+    *,
+    restore: Restorable | Sequence[Restorable],
+    max_bytes: float | None = None,
+    repeats: int = 2,
+    accumulate: bool = True,
+    device: torch.device | str | None = None,
+    monitor: MemoryMonitor | None = None,
+    progress: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Calibration:
+    """Measure the peak memory and the seconds of a few batch shapes, and fit models of both.
+
+    Shapes run from the cheapest to the largest. Running out of memory ends the list, and so does a shape predicted over
+    ``max_bytes``. Afterwards parameters, buffers, gradients, optimizer state, modes and random state are as before,
+    to the bit, even if ``run`` raises; the copies lie in host memory. The optimizer's state is allocated first, so that
+    the memory model counts it.
+
+    Args:
+        run: does one real forward and backward pass for a shape ``(num_items, padded length per axis)``.
+        shapes: at least 4 different ones, ``(M, 1 + axes)``: two numbers of items, three lengths an axis, the longest
+            lengths and a batch near the limit; see ``default_shapes``.
+        restore: the model and the optimizer, ``(model, optimizer)``; the model alone where nothing is trained.
+        max_bytes: no shape predicted over this is run; None is 0.9 of what this process can have. Unused on the CPU.
+        repeats: timed runs after the first; their median counts.
+        accumulate: keep gradients between runs, as when several micro-batches form an update; False drops them.
+        device: where memory is measured; None is the device of the model.
+        monitor: measures memory instead, on the CPU too.
+        progress: show a bar for more than 4 shapes.
+        clock: seconds that never go back.
+
+    Returns:
+        ``.memory`` (None on the CPU), ``.time``, ``.errors`` of held-out shapes, and what was measured.
+
+    >>> model = nn.Linear(4, 1)
+    >>> def run(shape):
+    ...     num_items, length = shape
+    ...     model(torch.zeros(num_items, length, 4)).sum().backward()
+    >>> found = calibrate(run, [(1, 8), (4, 8), (4, 32), (16, 32)], restore=(model, None))
+    >>> found.memory is None, len(found.errors.time), model.weight.grad is None
+    (True, 4, True)
+    """
+    probes = _ordered(shapes)
+    modules, optimizers = _sort_out(restore)
+    device = _one_device(modules) if device is None else torch.device(device)
+    if monitor is None and device.type != "cpu":
+        monitor = MemoryMonitor(device)
+    if max_bytes is not None:
+        check_limit("max_bytes", max_bytes)
+    with restored(modules, optimizers):
+        for optimizer in optimizers:
+            allocate_state(optimizer)
+        gradients = [] if accumulate else [parameter for module in modules for parameter in module.parameters()]
+        prober = Prober(run, device, monitor, as_whole("repeats", repeats, least=1), gradients, clock)
+        limit = None if monitor is None else int(monitor.total_bytes * USABLE if max_bytes is None else max_bytes)
+        rows, stopped = _probe_all(prober, probes, limit, show=progress and len(probes) > MIN_PROBES)
+    free_memory([device])
+    return Calibration.fit(rows, max_bytes=limit, stopped=stopped)
+
+
+def _probe_all(
+    prober: Prober, probes: list[Shape], limit: int | None, *, show: bool
+) -> tuple[list[Measurement], str | None]:
+    """Measure shapes until one does not fit; return what was measured and why the rest was not."""
+    rows: list[Measurement] = []
+    stopped: str | None = None
+    problem: type[BatchwrightError] = BudgetError
+    with ProgressBar(label="calibrating", total=len(probes), enabled=show) as bar:
+        for shape in probes:
+            if limit is not None and _predicted(rows, shape) > limit:
+                stopped = f"{shape} is predicted over {limit} bytes"
+                break
+            row = prober.measure(shape)
+            if row is None:
+                stopped, problem = f"{shape} ran out of memory", DoesNotFitError
+                break
+            rows.append(row)
+            bar.update()
+    if len(rows) < MIN_PROBES:
+        raise problem(
+            f"{stopped}, and only {len(rows)} smaller shapes fit; {MIN_PROBES} are needed: give smaller shapes, "
+            "or more memory"
+        )
+    return rows, stopped
+
+
+def _predicted(rows: list[Measurement], shape: Shape) -> float:
+    """Return the peak expected from what was measured so far, 0 while that is too little."""
+    if len(rows) < MIN_ROWS:
+        return 0.0
+    peaks = [float(row.peak_bytes) for row in rows if row.peak_bytes is not None]
+    return float(MemoryModel.fit([row.shape for row in rows], peaks).predict([shape])[0])
+
+
+def _ordered(shapes: npt.ArrayLike) -> list[Shape]:
+    """Return the different shapes, the one with the fewest tokens first."""
+    found = np.unique(as_shapes(shapes), axis=0)
+    if len(found) < MIN_PROBES:
+        raise ArgumentError(
+            f"calibrate needs at least {MIN_PROBES} different shapes, got {len(found)}; "
+            "vary the items and the lengths, see default_shapes"
+        )
+    tokens = found[:, 0] * found[:, 1:].sum(axis=1)
+    order = np.lexsort((found[:, 1:].max(axis=1), tokens))  # of equal tokens the longer row costs more
+    return [tuple(row) for row in found[order].tolist()]
+
+
+def _sort_out(restore: Restorable | Sequence[Restorable]) -> tuple[list[nn.Module], list[Optimizer]]:
+    given = list(restore) if isinstance(restore, list | tuple) else [restore]
+    modules = [item for item in given if isinstance(item, nn.Module)]
+    optimizers = [item for item in given if isinstance(item, Optimizer)]
+    strange = [item for item in given if item is not None and not isinstance(item, nn.Module | Optimizer)]
+    if strange or not modules:
+        raise ArgumentError(f"restore must be (model, optimizer) or (model, None), got {restore!r}")
+    return modules, optimizers
+
+
+def _one_device(modules: list[nn.Module]) -> torch.device:
+    found = sorted({device for module in modules for device in devices_of(module)}, key=str)
+    if len(found) > 1:
+        names = ", ".join(map(str, found))
+        raise ArgumentError(f"the model lies on {names}; pass device=, the one that fills up first")
+    return found[0] if found else torch.device("cpu")

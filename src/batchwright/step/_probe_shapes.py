@@ -1,0 +1,84 @@
+"""Which shapes to measure: few, spread over items and lengths, up to the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import BudgetError
+from ..plan import Budget, MaxItems
+from ..plan._arrays import as_lengths, as_whole
+from ..plan.budget import check_budget
+
+QUANTILES = (0.1, 0.5, 0.9, 1.0)
+# Shares of what fits at a length; the limit matters most.
+SHARES = (1.0, 0.4, 0.15, 0.7, 0.05)
+MIN_LENGTHS = 3
+
+
+def default_shapes(lengths: npt.ArrayLike, budget: Budget | int, *, num: int = 10) -> list[tuple[int, ...]]:
+    """Choose shapes for ``calibrate``: spread over the lengths of the data and over numbers of items.
+
+    Lengths are quantiles of each axis, the longest among them; axes are combined in step and out of step, so that a fit
+    can tell their terms apart. At each, the number of items is a share of what the budget allows.
+
+    Args:
+        lengths: of the data, ``(N,)`` or ``(N, axes)``.
+        budget: the largest batches to try, or the most items; running out of memory is not a failure of ``calibrate``.
+        num: how many shapes, at least 4; fewer come back where data or budget have not so many.
+
+    Returns:
+        Shapes ``(num_items, padded length per axis)``, fewest tokens first.
+
+    >>> default_shapes([8, 16, 16, 32, 64], MaxItems(8), num=6)
+    [(3, 16), (8, 11), (3, 51), (3, 64), (8, 51), (8, 64)]
+    """
+    checked = as_lengths(lengths)
+    limit = MaxItems(budget) if isinstance(budget, int) else check_budget(budget)
+    levels = [_levels(column) for column in checked.T]
+    shortest, longest = [axis[0] for axis in levels], [axis[-1] for axis in levels]
+    # An example that is longest on one axis need not be so on the others.
+    needed = [(*shortest[:axis], longest[axis], *shortest[axis + 1 :]) for axis in range(len(levels))]
+    first = [_shape(limit, row, 1.0) for row in needed] if _most(limit, tuple(longest)) == 0 else []
+    if None in first:
+        raise BudgetError(f"not one item of length {needed[first.index(None)]} fits {limit}; raise the budget")
+    found = dict.fromkeys([shape for shape in first if shape is not None])
+    for shape in _candidates(limit, levels):
+        if len(found) >= as_whole("num", num, least=4):
+            break
+        found[shape] = None
+    return sorted(found, key=lambda shape: (shape[0] * sum(shape[1:]), max(shape[1:])))
+
+
+def _levels(column: npt.NDArray[np.int32]) -> list[int]:
+    """Return a few lengths of an axis, shortest first, the longest last."""
+    found = np.unique(np.quantile(column, QUANTILES).astype(np.int64))
+    if len(found) < MIN_LENGTHS:  # data of one length: shorter ones tell what a length costs
+        found = np.unique(np.maximum(1, [found[-1] // 4, found[-1] // 2, *found]))
+    return [int(length) for length in found]
+
+
+def _candidates(limit: Budget, levels: list[list[int]]) -> Iterator[tuple[int, ...]]:
+    """Yield shapes, the most telling first: in each turn every length once, the longest first."""
+    num_levels = max(map(len, levels))
+    for turn in range(len(SHARES)):
+        for place in range(num_levels):
+            # In the first turn the longest and the shortest rows fill the budget, in the second those between.
+            is_inner = 0 < place < num_levels - 1
+            share = SHARES[turn ^ is_inner if turn < 2 else turn]
+            places = [(place + turn * axis) % len(axis_levels) for axis, axis_levels in enumerate(levels)]
+            row = tuple(axis_levels[-1 - at] for axis_levels, at in zip(levels, places, strict=True))
+            shape = _shape(limit, row, share)
+            if shape is not None:
+                yield shape
+
+
+def _most(limit: Budget, row: tuple[int, ...]) -> int:
+    return int(limit.max_items(np.array([row], dtype=np.int64))[0])
+
+
+def _shape(limit: Budget, row: tuple[int, ...], share: float) -> tuple[int, ...] | None:
+    most = _most(limit, row)
+    return (max(1, int(share * most)), *row) if most else None

@@ -1,0 +1,136 @@
+"""Where memory is read from: CUDA's allocator and driver, NVML, or Metal."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Protocol, final, runtime_checkable
+
+import torch
+
+from .._optional import is_installed
+from ..errors import MissingDependencyError
+
+
+@runtime_checkable
+class MemorySource(Protocol):
+    """The memory of one device as this process sees it; a protocol, so that a fake needs no torch.
+
+    ``total_bytes`` is all this process can have, what it has included: what others hold is not part of it. So
+    ``used_bytes / total_bytes`` near 1 means that the next allocation fails.
+    """
+
+    @property
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Return what is in use now."""
+
+    @property
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Return the most that was in use since ``reset_peak``."""
+
+    @property
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Return the most that could be in use."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Begin a new peak at what is in use now."""
+
+
+@final
+class CudaMemory(MemorySource):
+    """Tensors of this process on a CUDA device, and what the driver and the process's own cap leave for them.
+
+    Blocks that the allocator keeps for later count as free: it hands them out again. What other processes, CUDA
+    contexts and NCCL hold is left out of ``total_bytes``, and ``torch.cuda.set_per_process_memory_fraction`` caps it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def used_bytes(self) -> int:
+        """Return the bytes of live tensors."""
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most bytes of live tensors."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    @property
+    def total_bytes(self) -> int:
+        """Return ``min(free + reserved, cap)``."""
+        free, device_bytes = torch.cuda.mem_get_info(self._device)
+        cap = int(device_bytes * torch.cuda.get_per_process_memory_fraction(self._device))
+        return min(free + torch.cuda.memory_reserved(self._device), cap)
+
+    def reset_peak(self) -> None:
+        """Reset the allocator's peak statistics."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+class SampledMemory(MemorySource):
+    """Memory without a peak of its own: the peak is the highest reading, so readings must be frequent."""
+
+    def __init__(self) -> None:
+        self._highest = 0
+
+    @property
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Return what is in use now."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the highest reading since ``reset_peak``, this one included."""
+        self._highest = max(self._highest, self.used_bytes)
+        return self._highest
+
+    def reset_peak(self) -> None:
+        """Forget earlier readings."""
+        self._highest = self.used_bytes
+
+
+@final
+class NvmlMemory(SampledMemory):
+    """The whole device as ``nvidia-smi`` shows it, all processes together; needs the package nvidia-ml-py."""
+
+    def __init__(self, device: torch.device | str | int = "cuda") -> None:
+        if torch.version.hip is None and not is_installed("pynvml"):
+            raise MissingDependencyError("pynvml is not installed; run: pip install nvidia-ml-py", name="pynvml")
+        super().__init__()
+        self._device = torch.device(device)
+
+    @property
+    def used_bytes(self) -> int:
+        """Return what all processes hold."""
+        return torch.cuda.device_memory_used(self._device)
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the size of the device."""
+        return torch.cuda.mem_get_info(self._device)[1]
+
+
+@final
+class MpsMemory(SampledMemory):
+    """Metal's memory. Its pool keeps what it once took, so the size of the pool is a peak, seen from above."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Return what the driver has given to this process, cached blocks included."""
+        return torch.mps.driver_allocated_memory()
+
+    @property
+    def total_bytes(self) -> int:
+        """Return what Metal recommends as the most."""
+        return torch.mps.recommended_max_memory()
+
+    def reset_peak(self) -> None:
+        """Give cached blocks back, so that the pool grows to the next peak."""
+        torch.mps.synchronize()
+        torch.mps.empty_cache()
+        super().reset_peak()

@@ -1,0 +1,88 @@
+"""Logical batches of any form: nested tensors, or a list of examples, cut into micro-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+
+
+def leaves(batch: Any) -> Iterator[Tensor]:
+    """Return the tensors of a nested batch, depth first."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from leaves(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from leaves(value)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for item in dataclasses.fields(batch):
+            yield from leaves(getattr(batch, item.name))
+
+
+def map_leaves(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return the batch with every tensor replaced; what is no tensor is handed through.
+
+    >>> map_leaves({"x": torch.arange(4), "name": "a"}, lambda x: x[:2])
+    {'x': tensor([0, 1]), 'name': 'a'}
+    """
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return _rebuilt_mapping(batch, {key: map_leaves(value, function) for key, value in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_leaves(value, function) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map_leaves(value, function) for value in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        values = {item.name: map_leaves(getattr(batch, item.name), function) for item in dataclasses.fields(batch)}
+        return dataclasses.replace(batch, **values)
+    return batch
+
+
+def _rebuilt_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    try:
+        return type(batch)(values)  # type: ignore[call-arg]  # BatchEncoding and the like take a dict
+    except TypeError:
+        return values
+
+
+def num_examples(batch: Any) -> int:
+    """Return the common first dimension of the tensors, or say which differ.
+
+    >>> num_examples({"x": torch.zeros(3, 5), "y": torch.zeros(3)})
+    3
+    """
+    sizes = []
+    for tensor in leaves(batch):
+        if tensor.ndim == 0:
+            raise ArgumentError(
+                "a tensor of the batch has no dimension to split on; keep scalars out of the batch or as Python numbers"
+            )
+        sizes.append(len(tensor))
+    if not sizes:
+        raise ArgumentError(f"the batch holds no tensor, got {type(batch).__name__}; a list of examples needs collate=")
+    if len(set(sizes)) > 1:
+        raise ArgumentError(
+            f"the tensors of a batch must share their first dimension, got {sorted(set(sizes))}; "
+            "put other values outside the batch"
+        )
+    if sizes[0] == 0:
+        raise ArgumentError("the batch is empty; give at least one example")
+    return sizes[0]
+
+
+def take(batch: Any, indices: list[int]) -> Any:
+    """Return the examples at some places; neighbours are sliced without a copy."""
+    if indices == list(range(indices[0], indices[0] + len(indices))):
+        start, stop = indices[0], indices[0] + len(indices)
+        return map_leaves(batch, lambda tensor: tensor[start:stop])
+    index = torch.tensor(indices)
+    return map_leaves(batch, lambda tensor: tensor.index_select(0, index.to(tensor.device)))

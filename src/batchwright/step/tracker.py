@@ -1,0 +1,78 @@
+"""BudgetTracker: what training measures corrects the budget that calibration gave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ArgumentError
+from ..plan import MaxBytes, MemoryModel
+
+
+@final
+@dataclass(frozen=True)
+class BudgetTracker:
+    """How far a memory model is off while training; a value, replaced and never changed.
+
+    ``ratio`` is measured / predicted: a higher one is taken at once, lower ones pull it down slowly,
+    ``ratio += release × (measured / predicted − ratio)``. The budget of the rest of the epoch is multiplied by
+    ``factor = min(1, (1 + margin) / ratio)``: under-prediction beyond the model's margin tightens it at once, and
+    nothing relaxes it beyond the budget that the model gave.
+
+    Args:
+        model: the model the budget was made from.
+        release: how fast lower ratios count, above 0 and at most 1.
+
+    >>> from batchwright.plan._features import Terms
+    >>> tracker = BudgetTracker(MemoryModel(Terms(1, (100.0, 0.0, 1.0, 0.0)), margin=0.1))
+    >>> tracker = tracker.observe((10, 90), 1250)  # 1000 predicted, 1100 allowed for
+    >>> tracker.ratio, tracker.factor
+    (1.25, 0.8800000000000001)
+    """
+
+    model: MemoryModel
+    release: float = 0.05
+    ratio: float = 1.0
+    num_observed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.release <= 1:
+            raise ArgumentError(f"release must be above 0 and at most 1, got {self.release!r}")
+
+    def observe(self, shapes: npt.ArrayLike, peak_bytes: float) -> BudgetTracker:
+        """Return the tracker after one more step.
+
+        Args:
+            shapes: the shape that ran, or all micro-batches of the step, ``(M, 1 + axes)``; the largest made the peak.
+            peak_bytes: the peak measured over the step.
+        """
+        if not 0 < peak_bytes < math.inf:
+            raise ArgumentError(f"peak_bytes must be finite and above 0, got {peak_bytes!r}")
+        seen = peak_bytes / float(self.model.predict(np.atleast_2d(np.asarray(shapes))).max())
+        is_higher = self.num_observed == 0 or seen > self.ratio
+        ratio = seen if is_higher else self.ratio + self.release * (seen - self.ratio)
+        return replace(self, ratio=ratio, num_observed=self.num_observed + 1)
+
+    @property
+    def factor(self) -> float:
+        """Return what to multiply the budget's bytes by, above 0 and at most 1."""
+        return min(1.0, (1 + self.model.margin) / self.ratio)
+
+    def budget(self, max_bytes: float) -> MaxBytes:
+        """Return the budget for the rest of the epoch: ``model.budget(max_bytes × factor)``."""
+        return self.model.budget(max_bytes * self.factor)
+
+    def to_state(self) -> dict[str, Any]:
+        """Return what was learned as JSON values; the model has its own ``to_json``."""
+        return {"version": 1, "ratio": self.ratio, "num_observed": self.num_observed}
+
+    def with_state(self, state: Mapping[str, Any]) -> BudgetTracker:
+        """Return this tracker with what another run learned."""
+        if state.get("version") != 1:
+            raise ArgumentError(f"the state of a BudgetTracker has version 1, got {state.get('version')!r}")
+        return replace(self, ratio=float(state["ratio"]), num_observed=int(state["num_observed"]))

@@ -1,0 +1,110 @@
+"""The noise scale against exact per-example gradients."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+from batchwright.size.noise import NoiseAverage, estimate_noise, noise_ratio
+from batchwright.step import Stepper
+
+NUM = 400
+
+
+def make_problem(by_length):
+    """Return a model and a population of examples; with ``by_length`` the gradient depends on the length."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(NUM, 3, generator=generator, dtype=torch.float64)
+    y = x @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) + 0.5 * torch.randn(
+        NUM, generator=generator, dtype=torch.float64
+    )
+    length = torch.randint(1, 9, (NUM,), generator=generator).double()
+    scale = length / length.mean() if by_length else torch.ones(NUM, dtype=torch.float64)
+    torch.manual_seed(0)
+    return nn.Linear(3, 1).double(), x, y, scale
+
+
+def loss_fn(model, batch):
+    x, y, scale = batch
+    return ((model(x)[:, 0] - y).square() * scale).sum(), len(x)
+
+
+def exact(model, x, y, scale):
+    """Return tr(Σ) and |G|² of the population, from exact per-example gradients."""
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def one(parameters, x, y, scale):
+        return (functional_call(model, parameters, (x[None],))[0, 0] - y).square() * scale
+
+    gradients = vmap(grad(one), in_dims=(None, 0, 0, 0))(parameters, x, y, scale)
+    flat = torch.cat([value.flatten(1) for value in gradients.values()], dim=1)
+    mean = flat.mean(dim=0)
+    return float((flat - mean).square().sum(dim=1).mean()), float(mean.square().sum())
+
+
+@pytest.mark.parametrize("by_length", [False, True])
+@pytest.mark.parametrize("micro_batch", [2, 5])
+def test_the_estimates_average_to_the_exact_noise_for_uneven_splits(by_length, micro_batch):
+    model, x, y, scale = make_problem(by_length)
+    true_s, true_g2 = exact(model, x, y, scale)
+    stepper = Stepper(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), loss_fn, micro_batch=micro_batch, measure_noise=True
+    )
+    generator = torch.Generator().manual_seed(1)
+    draws = []
+    for _ in range(2000):
+        chosen = torch.randint(0, NUM, (12,), generator=generator)  # with replacement: independent examples
+        noise = stepper.step((x[chosen], y[chosen], scale[chosen])).noise
+        draws.append((noise.s, noise.g2))
+    found = torch.tensor(draws, dtype=torch.float64)
+    error = found.std(dim=0) / len(found) ** 0.5
+    assert abs(float(found[:, 0].mean()) - true_s) < 2.5 * float(error[0])
+    assert abs(float(found[:, 1].mean()) - true_g2) < 2.5 * float(error[1])
+
+
+def test_the_textbook_ratio_follows_its_formula():
+    # S = 100, |G|² = 1, B = 128, k = 4: E|g_m|² = 1 + 100/128; (k-1)·(S/B)/E|g_m|² = 3·100/228
+    assert noise_ratio(100.0, 1.0, num_examples=128, num_parts=4) == pytest.approx(300 / 228)
+
+
+def test_the_estimate_by_hand():
+    # Two parts of 1 and 3 examples in one dimension, mean gradients 5 and 1: B = 4, the mean is (5 + 3) / 4 = 2,
+    # Q = 1·25 + 3·1 = 28, GB = 4, S = (28 − 16) / 1 = 12, G2 = 4 − 12/4 = 1.
+    assert estimate_noise(28.0, 4.0, num_examples=4, num_parts=2) == (12.0, 1.0)
+
+
+def test_one_example_has_no_noise():
+    model, x, y, scale = make_problem(False)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_fn, measure_noise=True)
+    assert stepper.step((x[:1], y[:1], scale[:1])).noise is None
+    assert stepper.step((x[:2], y[:2], scale[:2])).noise is not None
+
+
+def test_measuring_noise_leaves_the_update_as_it_was():
+    model, x, y, scale = make_problem(True)
+    twin = copy.deepcopy(model)
+    for net, measure in ((model, True), (twin, False)):
+        Stepper(net, torch.optim.SGD(net.parameters(), lr=0.1), loss_fn, micro_batch=7, measure_noise=measure).step(
+            (x, y, scale)
+        )
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-12)
+
+
+def test_the_average_divides_last_and_knows_when_it_is_reliable():
+    average = NoiseAverage(horizon=1000)
+    for step in range(200):
+        average = average.update(10.0, 1.0 if step % 2 else 3.0, num_examples=10)
+    assert average.scale == pytest.approx(5.0, rel=0.02)  # 10 / mean(1, 3), not the mean of 10 and 10/3
+    assert average.is_reliable
+    assert not NoiseAverage().update(10.0, 2.0, num_examples=10).is_reliable
+    assert NoiseAverage(**average.to_state()) == average
+
+
+def test_an_average_around_zero_is_not_reliable():
+    average = NoiseAverage(horizon=1000)
+    for step in range(200):
+        average = average.update(10.0, 5.0 if step % 2 else -4.9, num_examples=10)
+    assert not average.is_reliable
