@@ -14,8 +14,10 @@ PACKAGE = Path(bw.__file__).parent
 # Rooms from the ground up; a room imports from its own level or below, and neighbours leave each other alone.
 LEVELS = {
     "errors": 0,
+    "_version": 0,
     "_optional": 1,
     "_progress": 1,
+    "_fakes": 1,
     "plan": 2,
     "size": 2,
     "serve": 2,

@@ -4,9 +4,8 @@
 NumPy alone; parts that need more live in modules of their own.
 """
 
-from importlib.metadata import version as _version
-
 from . import errors as errors
+from ._version import __version__ as __version__
 from .plan import BatchSampler as BatchSampler
 from .plan import Buckets as Buckets
 from .plan import Budget as Budget
@@ -53,4 +52,3 @@ __all__ = [
     "measure_lengths",
     "plan_batches",
 ]
-__version__ = _version("batchwright")

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ._fakes import FakeClock as FakeClock
+from ._fakes import FakeMemory as FakeMemory
 from .plan import Budget
 from .plan._arrays import as_lengths
 

@@ -9,17 +9,14 @@ from torch import nn
 from batchwright.errors import ArgumentError
 from batchwright.step.distributed import Ranks
 
-SCRIPT = Path(__file__).parent / "ranks.py"
+FOLDER = Path(__file__).parent
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_run_out_of_memory_on_their_own_neither_hang_nor_drift(world_size, tmp_path):
-    command = [sys.executable, str(SCRIPT)]
-    num_steps = 300 if world_size == 2 else 40
+def run_ranks(script, world_size, path, *arguments):
+    """Run a script once for every rank; fail with all outputs if one of them does."""
     processes = [
         subprocess.Popen(
-            [*command, str(rank), str(world_size), str(tmp_path / "store"), str(num_steps)],
+            [sys.executable, str(FOLDER / script), str(rank), str(world_size), str(path), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -28,6 +25,15 @@ def test_ranks_that_run_out_of_memory_on_their_own_neither_hang_nor_drift(world_
     ]
     outputs = [process.communicate(timeout=240)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * world_size, "\n".join(outputs)
+
+
+@pytest.mark.parametrize(("world_size", "num_steps"), [(2, 300), (3, 40)])
+def test_ranks_that_run_out_of_memory_on_their_own_neither_hang_nor_drift(world_size, num_steps, tmp_path):
+    run_ranks("ranks.py", world_size, tmp_path / "store", str(num_steps))
+
+
+def test_sharded_ranks_with_uneven_lengths_train_as_one_process_would(tmp_path):
+    run_ranks("shards.py", 2, tmp_path / "store")
 
 
 def test_a_plain_model_is_a_world_of_one():

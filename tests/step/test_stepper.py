@@ -54,7 +54,7 @@ def whole_gradient(model, batch):
 
 
 def relative_error(found, expected):
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+    return max(float((a - b).detach().norm() / b.detach().norm()) for a, b in zip(found, expected, strict=True))
 
 
 def accumulated(model, batch, **options):
@@ -326,3 +326,35 @@ def test_the_parts_must_be_called_in_order():
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), square_loss)
     with pytest.raises(ArgumentError, match="nothing was accumulated"):
         stepper.update()
+
+
+def half_loss(model, batch):
+    x, y = batch
+    return (model(x).float() - y).square().sum(), len(x)
+
+
+def test_a_scaler_skips_the_same_steps_as_the_unsplit_mean():
+    """Every third batch overflows float16; the hand-written loop on the whole batch is the reference."""
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    batches = [(torch.randn(12, 4) * (1e5 if step % 3 == 2 else 1), torch.randn(12, 1)) for step in range(9)]
+    by_hand, split = copy.deepcopy(start), copy.deepcopy(start)
+    optimizer, scaler = torch.optim.SGD(by_hand.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=256.0)
+    other = torch.amp.GradScaler("cpu", init_scale=256.0)
+    stepper = Stepper(
+        split, torch.optim.SGD(split.parameters(), lr=1e-3), half_loss,
+        micro_batch=5, autocast=torch.float16, scaler=other, weight_of=lambda batch: len(batch[0]),
+    )  # fmt: skip
+    scales = []
+    for batch in batches:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = half_loss(by_hand, batch)[0] / len(batch[0])
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        stepper.step(batch)
+        scales.append((scaler.get_scale(), other.get_scale()))
+    assert all(a == b for a, b in scales)
+    assert scales[-1][0] == 256.0 / 2**3  # three of nine steps were skipped
+    assert relative_error(list(split.parameters()), list(by_hand.parameters())) < 1e-3

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+import operator
+from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import LengthsError
+from ..errors import ArgumentError, LengthsError
 
 IntArray: TypeAlias = npt.NDArray[np.signedinteger[Any]]
 FloatArray: TypeAlias = npt.NDArray[np.floating[Any]]
@@ -34,15 +35,17 @@ def as_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
     """
     try:
         array = np.asarray(lengths)
-    except (TypeError, ValueError) as error:
-        raise LengthsError(f"lengths must form an array of shape (N,) or (N, axes): {error}") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise LengthsError(
+            f"lengths must form an array of shape (N,) or (N, axes), with as many lengths for every example: {error}"
+        ) from error
     if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[1] == 0):
         raise LengthsError(
             f"lengths must have shape (N,) or (N, axes), got {array.shape}; give one row of lengths an example"
         )
     if len(array) == 0:
         raise LengthsError("lengths is empty; there is nothing to batch")
-    if array.dtype == bool or not np.issubdtype(array.dtype, np.integer):
+    if not np.issubdtype(array.dtype, np.integer):
         raise LengthsError(f"lengths must be integers, got {array.dtype}; count tokens, e.g. [len(x) for x in data]")
     _check_range(array)
     if array.ndim == 1:
@@ -62,6 +65,21 @@ def _check_range(array: IntArray) -> None:
         raise LengthsError(f"lengths must be at most {MAX_INT32}, got {int(array.max())}; use a coarser unit")
     if len(array) > MAX_INT32:
         raise LengthsError(f"at most {MAX_INT32} examples can be planned at once, got {len(array)}")
+
+
+def as_whole(name: str, value: SupportsIndex, *, least: int) -> int:
+    """Return a whole number of at least ``least`` as a plain ``int``; NumPy's integers count.
+
+    >>> as_whole("seed", np.int64(3), least=0)
+    3
+    """
+    try:
+        whole = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        whole = least - 1
+    if whole < least:
+        raise ArgumentError(f"{name} must be a whole number of {least} or more, got {value!r}")
+    return whole
 
 
 def pad_up(lengths: IntArray, multiple: int) -> IntArray:

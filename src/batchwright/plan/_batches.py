@@ -12,7 +12,7 @@ from ._oversize import Admitted
 from ._problem import Groups, Problem
 from ._random import Purpose, bit_stream
 from ._settings import PlanSettings
-from .budget import Budget
+from .budget import Budget, evaluate
 from .sharding import gather, order_batches, step_cost, sum_work
 
 
@@ -97,19 +97,16 @@ def _group(problem: Problem, settings: PlanSettings) -> Batches:
 
 
 def _to_batches(groups: Groups) -> Batches:
-    rows = groups.rows_per_batch or 1
-    num_units = len(groups.sizes)
-    first = np.arange(0, num_units, rows)
-    counts = np.minimum(rows, num_units - first)
+    counts = np.ones(len(groups.sizes), dtype=np.int64) if groups.rows is None else groups.rows
     return Batches(
         indices=groups.indices,
         unit_starts=groups.starts,
         unit_sizes=groups.sizes,
-        first_unit=first,
+        first_unit=np.cumsum(counts) - counts,
         num_units=counts,
-        num_items=groups.sizes if groups.rows_per_batch is None else counts,
+        num_items=groups.sizes if groups.rows is None else counts,
         padded=groups.padded,
-        packed=groups.rows_per_batch is not None,
+        packed=groups.rows is not None,
     )
 
 
@@ -119,9 +116,9 @@ def choose_order(batches: Batches, lengths: IntArray, budget: Budget, settings: 
     demand = _demand(batches, budget)
     if not settings.shuffle or settings.grouping.keeps_order:
         first = np.lexsort((np.arange(num), -demand))[: settings.keep_first]
-        return np.concatenate([first, np.setdiff1d(np.arange(num), first)])
+        return np.concatenate([first, np.delete(np.arange(num), first)])
     return order_batches(
-        _cost(batches, lengths, settings),
+        batch_cost(batches, lengths, settings),
         demand,
         bit_stream(settings.seed, epoch, Purpose.ORDER),
         run_length=settings.balance_over,
@@ -135,11 +132,13 @@ def _demand(batches: Batches, budget: Budget) -> FloatArray:
     return share * (1 + batches.padded.sum(axis=1) / 1024)
 
 
-def _cost(batches: Batches, lengths: IntArray, settings: PlanSettings) -> FloatArray:
+def batch_cost(batches: Batches, lengths: IntArray, settings: PlanSettings) -> FloatArray:
+    """Return the work of each batch, by which ranks are balanced."""
     if settings.cost is not None:
-        return np.asarray(settings.cost(batches.num_items, batches.padded), dtype=np.float64)
-    if not batches.packed or len(batches.num_items) == 0:
+        return evaluate(settings.cost, batches.num_items, batches.padded)
+    if not batches.packed:
         return step_cost(batches.num_items, batches.padded)
     # Packed rows are all as long as the capacity; attention works on the examples inside.
     work = sum_work(batches.indices, batches.unit_starts, batches.unit_sizes, lengths)
-    return np.add.reduceat(work[: batches.first_unit[-1] + batches.num_units[-1]], batches.first_unit)
+    up_to = np.concatenate([[0], np.cumsum(work)])
+    return up_to[batches.first_unit + batches.num_units] - up_to[batches.first_unit]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
 from ._arrays import IntArray
-from ._problem import Problem
+from ._problem import Problem, to_units
 from .shapes import SizeRounding
+
+_LEVELS = 7
+_MOST_LIFTED = (1 << _LEVELS) - 1
+_WORTH_LIFTING = 96  # from about this size of batch on, counting from every place costs more than it saves
+_CHUNK = 4096
 
 
 def cut_falling(
@@ -51,37 +58,106 @@ def cut_rest(num_items: int, size: int, rounding: SizeRounding) -> list[int]:
     return sizes
 
 
-def cut_running(problem: Problem, lengths: IntArray, *, first_guess: int = 64) -> tuple[IntArray, IntArray]:
+@final
+class Cut(NamedTuple):
+    """Where batches start in a sequence, the lengths they pad to, and the first that the end of the data cut short."""
+
+    starts: IntArray  # (batches,)
+    padded: IntArray  # (batches, axes)
+    first_open: int
+
+
+def cut_running(problem: Problem, lengths: npt.NDArray[np.int32]) -> Cut:
     """Cut lengths in any order and on any number of axes: a batch ends before the example that would break the budget.
 
     Args:
         problem: the budget and the rounding.
         lengths: ``(M, axes)`` in the order of the sequence.
-        first_guess: how many examples to look at for the first batch.
-
-    Returns:
-        ``(starts, padded)``: where each batch starts, ``(B,)``, and the lengths it pads to, ``(B, axes)``.
     """
     padded = problem.padded(lengths)
-    starts, tops = [0], []
-    guess = first_guess
-    while starts[-1] < len(padded):
-        size, top = _longest_prefix(problem, padded[starts[-1] :], guess)
-        guess = max(16, size + size // 2)
-        starts.append(starts[-1] + size)
-        tops.append(top)
-    return np.array(starts[:-1], dtype=np.int64), np.array(tops, dtype=np.int64)
+    count_from = _on_one_axis(problem, lengths) if problem.num_axes == 1 else _OnAxes(problem, padded).count_from
+    rounded = cache(problem.rounding.round_one)
+    starts: list[int] = []
+    place, first_open = 0, -1
+    while place < len(padded):
+        count = count_from(place)
+        if place + count == len(padded) and first_open < 0:
+            first_open = len(starts)
+        starts.append(place)
+        place += rounded(count)
+    tops = np.stack([np.maximum.reduceat(column, starts) for column in padded.T], axis=1)
+    return Cut(np.array(starts, dtype=np.int64), tops.astype(np.int64), first_open)
 
 
-def _longest_prefix(problem: Problem, padded: IntArray, guess: int) -> tuple[int, IntArray]:
-    """Return how many of the first examples share a batch, and the lengths they pad to."""
-    while True:
-        tops = np.maximum.accumulate(padded[:guess], axis=0)
-        counts = np.arange(1, len(tops) + 1)
-        over = problem.budget.fraction(counts, tops) > 1
-        if over.any() or len(tops) == len(padded):
-            break
-        guess *= 4
-    num_items = int(np.argmax(over)) if over.any() else len(tops)
-    size = max(1, problem.rounding.round_one(max(num_items, 1)))
-    return size, tops[size - 1]
+def _on_one_axis(problem: Problem, lengths: npt.NDArray[np.int32]) -> Callable[[int], int]:
+    """Return the function from a place to how many examples from there share a batch, on one axis."""
+    size_at = problem.table.size_at()
+    view = memoryview(to_units(lengths[:, 0], problem.pad_multiple_of))  # type: ignore[arg-type]
+
+    def count_from(place: int) -> int:
+        longest = limit = count = 0
+        for unit in view[place:]:
+            if unit > longest:
+                longest, limit = unit, size_at[unit]
+            if count >= limit:
+                break
+            count += 1
+        return count
+
+    return count_from
+
+
+@final
+class _OnAxes:
+    """How many examples share a batch from rising places on, on several axes.
+
+    Small batches are counted from thousands of places at once: a call of the budget costs far more than its arithmetic.
+    """
+
+    def __init__(self, problem: Problem, padded: IntArray) -> None:
+        self._problem = problem
+        self._padded = padded
+        self._begin = 0
+        self._counts: list[int] = []
+        self._last = 1
+
+    def count_from(self, place: int) -> int:
+        """Return how many examples from a place on share a batch."""
+        if place >= self._begin + len(self._counts) and self._last < _WORTH_LIFTING:
+            self._begin, self._counts = place, self._lift(self._padded[place : place + _CHUNK + _MOST_LIFTED])
+        known = place < self._begin + len(self._counts)
+        count = self._counts[place - self._begin] if known else _MOST_LIFTED
+        if count == _MOST_LIFTED:
+            count = self._gallop(self._padded[place:], max(2 * _MOST_LIFTED, self._last + self._last // 2))
+        self._last = count
+        return count
+
+    def _gallop(self, padded: IntArray, guess: int) -> int:
+        """Look at more and more examples until the budget breaks."""
+        while True:
+            tops = np.maximum.accumulate(padded[:guess], axis=0)
+            over = self._problem.budget.fraction(np.arange(1, len(tops) + 1), tops) > 1
+            if over.any():
+                return max(1, int(np.argmax(over)))
+            if len(tops) == len(padded):
+                return len(tops)
+            guess *= 4
+
+    def _lift(self, padded: IntArray) -> list[int]:
+        """Count from the first places, up to 127: take the largest power of two of examples that fits, then the next.
+
+        ``maxima[k]`` holds the lengths that 2**k examples from each place pad to.
+        """
+        maxima = [padded]
+        for level in range(_LEVELS - 1):
+            maxima.append(np.maximum(maxima[-1][: -(1 << level)], maxima[-1][1 << level :]))
+        places = np.arange(min(_CHUNK, len(padded)))
+        counts = np.zeros(len(places), dtype=np.int64)
+        tops = np.zeros((len(places), padded.shape[1]), dtype=padded.dtype)
+        for level, table in reversed([item for item in enumerate(maxima) if len(item[1])]):
+            more = counts + (1 << level)
+            taller = np.maximum(tops, table[np.minimum(places + counts, len(table) - 1)])
+            fits = (places + more <= len(padded)) & (self._problem.budget.fraction(more, taller) <= 1)
+            counts = np.where(fits, more, counts)
+            tops = np.where(fits[:, None], taller, tops)
+        return np.maximum(counts, 1).tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ from ._keys import UInt64Array, sort_examples
 from ._problem import Groups, Problem, distinct, to_units
 from ._random import Purpose
 from .shapes import least_padding_bounds
+
+_Part: TypeAlias = tuple[npt.NDArray[np.int32], IntArray, IntArray]  # examples of batches in turn, sizes, shapes
 
 
 @final
@@ -76,7 +78,7 @@ def group_grid(problem: Problem, grid: Grid) -> Groups:
     strays = []
     for row, (start, stop) in enumerate(zip(keys.group_offsets[:-1], keys.group_offsets[1:], strict=True)):
         strays.append(_fill_row(layout, grid, row, keys.indices[start:stop]))
-    _fill_misfits(layout, grid.misfits, np.concatenate(strays))
+    _fill_misfits(layout, np.concatenate(strays))
     return layout.groups()
 
 
@@ -86,24 +88,30 @@ class _Layout:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._full: list[tuple[npt.NDArray[np.int32], IntArray, IntArray]] = []
-        self._short: list[tuple[npt.NDArray[np.int32], IntArray, IntArray]] = []
+        self._parts: tuple[list[_Part], list[_Part]] = ([], [])  # full batches, short ones
 
     def units(self, indices: npt.NDArray[np.int32]) -> IntArray:
         return to_units(self.problem.lengths[indices], self.problem.pad_multiple_of)
 
     def fill(self, indices: npt.NDArray[np.int32], counts: IntArray, shapes: IntArray) -> None:
         """Cut cells that lie one behind the other; what is left at the end becomes short batches."""
-        cut = fill_cells(counts, self.problem.sizes(shapes))
+        sizes = self.problem.sizes(shapes)
+        cut = fill_cells(counts, sizes)
         num_full = len(indices) - cut.rest
-        self._full.append((indices[:num_full], cut.sizes, shapes[cut.cells]))
-        limit = int(self.problem.sizes(shapes[-1:])[0])
-        short = np.array(cut_rest(cut.rest, limit, self.problem.rounding), dtype=np.int64)
-        self._short.append((indices[num_full:], short, shapes[np.full(len(short), -1)]))
+        self.add(indices[:num_full], cut.sizes, shapes[cut.cells])
+        short = self.cut_rest(cut.rest, sizes[-1])
+        self.add(indices[num_full:], short, shapes[np.full(len(short), -1)], short=True)
+
+    def add(self, indices: npt.NDArray[np.int32], sizes: IntArray, shapes: IntArray, *, short: bool = False) -> None:
+        self._parts[short].append((indices, sizes, shapes))
+
+    def cut_rest(self, num_items: int, size: int) -> IntArray:
+        return np.array(cut_rest(int(num_items), int(size), self.problem.rounding), dtype=np.int64)
 
     def groups(self) -> Groups:
-        indices, sizes, padded = (np.concatenate(part) for part in zip(*self._full, *self._short, strict=True))
-        num_short = sum(len(sizes) for _, sizes, _ in self._short)
+        full, short = self._parts
+        indices, sizes, padded = (np.concatenate(part) for part in zip(*full, *short, strict=True))
+        num_short = sum(len(sizes) for _, sizes, _ in short)
         return Groups(indices, np.cumsum(sizes) - sizes, sizes, padded, num_short=num_short)
 
 
@@ -120,12 +128,20 @@ def _fill_row(layout: _Layout, grid: Grid, row: int, indices: npt.NDArray[np.int
     return indices[cell == len(bounds)]
 
 
-def _fill_misfits(layout: _Layout, misfits: IntArray, indices: npt.NDArray[np.int32]) -> None:
-    units = layout.units(indices)
-    for shape in misfits:
-        members = indices[(units == shape).all(axis=1)]
-        padded = shape[None] * layout.problem.pad_multiple_of
-        layout.fill(members, np.array([len(members)]), padded)
+def _fill_misfits(layout: _Layout, indices: npt.NDArray[np.int32]) -> None:
+    """Batch examples of equal lengths."""
+    shapes, which, counts = np.unique(layout.units(indices), axis=0, return_inverse=True, return_counts=True)
+    shapes = shapes.astype(np.int64) * layout.problem.pad_multiple_of
+    sizes = layout.problem.sizes(shapes)
+    by_shape = indices[np.argsort(which.reshape(-1), kind="stable")]
+    full = counts // sizes
+    place = np.arange(len(indices)) - np.repeat(np.cumsum(counts) - counts, counts)
+    in_full = place < np.repeat(full * sizes, counts)
+    layout.add(by_shape[in_full], np.repeat(sizes, full), np.repeat(shapes, full, axis=0))
+    rests = [layout.cut_rest(rest, size) for rest, size in zip(counts - full * sizes, sizes, strict=True)]
+    num_short = [len(rest) for rest in rests]
+    short = np.concatenate([np.empty(0, dtype=np.int64), *rests])
+    layout.add(by_shape[~in_full], short, np.repeat(shapes, num_short, axis=0), short=True)
 
 
 def _shapes(problem: Problem, row_bound: int, cell_bounds: IntArray) -> IntArray:

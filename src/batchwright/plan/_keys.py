@@ -85,8 +85,7 @@ def _chance(num: int, stream: np.random.PCG64 | None) -> UInt64Array:
 
 def _unpack(keys: UInt64Array, index_bits: int, random_bits: int, value_bits: int, num_groups: int) -> SortedKeys:
     group_shift = index_bits + random_bits + value_bits
-    starts = [group << group_shift for group in range(1, num_groups)]
-    inner = np.searchsorted(keys, np.array(starts, dtype=np.uint64))
+    inner = np.searchsorted(keys, np.arange(1, num_groups, dtype=np.uint64) << np.uint64(group_shift))
     indices = np.empty(len(keys), dtype=np.int32)
     values = np.empty(len(keys), dtype=np.int32)
     index_mask, value_mask = np.uint64((1 << index_bits) - 1), np.uint64((1 << value_bits) - 1)

@@ -7,8 +7,8 @@ from typing import NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import BudgetError
-from ._arrays import IntArray, pad_up
+from ..errors import BudgetError, LengthsError
+from ._arrays import MAX_INT32, IntArray, pad_up
 from ._problem import distinct, to_units
 from ._settings import PlanSettings
 from .budget import Budget
@@ -19,20 +19,14 @@ class Admitted(NamedTuple):
     """The examples a grouping receives, and what became of the others."""
 
     lengths: npt.NDArray[np.int32]  # as planned, of all examples
-    oversize: IntArray  # their indices, empty where all fit
-    num_dropped: int = 0
+    oversize: IntArray  # the indices of those that are not grouped, empty where all are
+    kept: IntArray | None = None  # the indices of those that are, None where that is all of them
     num_truncated: int = 0
-
-    @property
-    def kept(self) -> IntArray | None:
-        """Return the indices of the examples that are grouped, None where that is all of them."""
-        if len(self.oversize) == 0:
-            return None
-        return np.setdiff1d(np.arange(len(self.lengths)), self.oversize)
 
 
 def admit(lengths: npt.NDArray[np.int32], budget: Budget, settings: PlanSettings) -> Admitted:
     """Find the examples over the budget and treat them as ``oversize`` says."""
+    _check_padded(lengths, settings)
     over = _find_over(lengths, budget, settings)
     none = np.empty(0, dtype=np.int64)
     if len(over) == 0:
@@ -43,23 +37,30 @@ def admit(lengths: npt.NDArray[np.int32], budget: Budget, settings: PlanSettings
         return Admitted(_truncated(lengths, over, budget, settings), none, num_truncated=len(over))
     if settings.oversize == "drop" and len(over) == len(lengths):
         raise BudgetError(f"every example is over {budget}, so oversize='drop' leaves nothing; raise the budget")
-    return Admitted(lengths, over, num_dropped=len(over) if settings.oversize == "drop" else 0)
+    return Admitted(lengths, over, kept=np.delete(np.arange(len(lengths)), over))
 
 
 def fits(lengths: IntArray, budget: Budget, settings: PlanSettings) -> npt.NDArray[np.bool_]:
     """Return whether an example of each length ``(M, axes)`` fits a batch, or a packed row, alone."""
     if settings.grouping.row_capacity is not None:
         return np.all(lengths <= settings.grouping.row_capacity, axis=1)
-    return budget.max_items(pad_up(lengths, settings.pad_multiple_of)) >= 1
+    return budget.fraction(np.ones(len(lengths), dtype=np.int64), pad_up(lengths, settings.pad_multiple_of)) <= 1
+
+
+def _check_padded(lengths: npt.NDArray[np.int32], settings: PlanSettings) -> None:
+    longest = int(lengths.max())
+    if -(-longest // settings.pad_multiple_of) * settings.pad_multiple_of > MAX_INT32:
+        raise LengthsError(
+            f"length {longest} padded to a multiple of {settings.pad_multiple_of} is over {MAX_INT32}; "
+            "use a coarser unit or a smaller pad_multiple_of"
+        )
 
 
 def _find_over(lengths: npt.NDArray[np.int32], budget: Budget, settings: PlanSettings) -> IntArray:
-    if lengths.shape[1] > 1:
-        if fits(lengths.max(axis=0, keepdims=True), budget, settings)[0]:
-            return np.empty(0, dtype=np.int64)
-        return np.flatnonzero(~fits(lengths, budget, settings))
     if fits(lengths.max(axis=0, keepdims=True), budget, settings)[0]:
         return np.empty(0, dtype=np.int64)
+    if lengths.shape[1] > 1:
+        return np.flatnonzero(~fits(lengths, budget, settings))
     # Budgets grow with length, so one length divides the examples: find it among the distinct ones.
     values, _ = distinct(to_units(lengths[:, 0], settings.pad_multiple_of))
     good = fits(values[:, None] * settings.pad_multiple_of, budget, settings)

@@ -32,7 +32,8 @@ def pack_rows(lengths: Int32Array, capacity: int, *, compiled: bool | None = Non
     [0, 1, 1, 2, 0, 1]
     """
     if compiled is None:
-        compiled = len(lengths) >= _WORTH_COMPILING and is_installed("numba")
+        worth_it = len(lengths) >= _WORTH_COMPILING and capacity <= _MOST_ROOM
+        compiled = worth_it and is_installed("numba")
     if compiled:
         row_of = np.empty(len(lengths), dtype=np.int32)
         # Two rows never fit into one, so all but one are more than half full.
@@ -44,6 +45,8 @@ def pack_rows(lengths: Int32Array, capacity: int, *, compiled: bool | None = Non
 
 # Loading numba's cached code takes about as long as packing this many examples in plain Python.
 _WORTH_COMPILING = 100_000
+# The compiled loop keeps a bit for every room up to the capacity; above this, walking over them takes longer.
+_MOST_ROOM = 1 << 24
 
 
 def _pack_plain(lengths: Int32Array, capacity: int) -> Int32Array:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 import numpy.typing as npt
 
-from ._arrays import IntArray, as_lengths
+from ._arrays import IntArray, as_lengths, as_whole
 from ._batches import choose_order, make_batches
 from ._oversize import Admitted, admit
 from ._problem import Problem
-from ._settings import Oversize, PlanSettings, Remainder, check_ranks, check_whole
+from ._settings import Oversize, PlanSettings, Remainder
 from ._shard import shard
 from .budget import Budget, Cost, check_budget
 from .grouping import Grouping, WindowSort
@@ -156,13 +156,13 @@ def plan_batches(
         balance_over=balance_over,
         cost=cost,
     )
-    check_whole("epoch", epoch, least=0)
-    check_ranks(0, world_size)
+    epoch, world_size = as_whole("epoch", epoch, least=0), as_whole("world_size", world_size, least=1)
     return shard(plan_epoch(as_lengths(lengths), check_budget(budget), settings, epoch), world_size)
 
 
 def plan_epoch(lengths: npt.NDArray[np.int32], budget: Budget, settings: PlanSettings, epoch: int) -> Plan:
     """Plan an epoch before it is divided over ranks."""
+    settings.grouping.check_axes(lengths.shape[1])
     admitted = admit(lengths, budget, settings)
     problem = make_problem(admitted, budget, settings, epoch)
     batches = make_batches(problem, admitted, settings)

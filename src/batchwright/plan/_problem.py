@@ -99,7 +99,7 @@ class Groups:
     """Batches as slices of ``indices``, in no particular order.
 
     A batch is ``indices[starts[i] : starts[i] + sizes[i]]``, padded to ``padded[i]``. The last ``num_short`` ended
-    because the data ended. For packed rows the slices are rows, and ``rows_per_batch`` of them form a batch.
+    because the data ended. For packed rows the slices are rows, and ``rows[i]`` of them in turn form batch ``i``.
     """
 
     indices: npt.NDArray[np.int32]
@@ -107,7 +107,7 @@ class Groups:
     sizes: IntArray
     padded: IntArray  # (batches, axes)
     num_short: int = 0
-    rows_per_batch: int | None = None
+    rows: IntArray | None = None  # (batches,)
 
 
 def to_units(lengths: IntArray, multiple: int) -> IntArray:

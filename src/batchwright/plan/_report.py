@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from ._arrays import FloatArray, IntArray
-from ._settings import check_whole
+from ._arrays import FloatArray, IntArray, as_whole
+from .budget import evaluate
 from .sharding import step_cost
 
 if TYPE_CHECKING:
@@ -70,9 +70,8 @@ class PlanReport:
 
 def make_report(plan: Plan, *, world_size: int | None) -> PlanReport:
     """Measure a plan; the next epoch is planned too, for the recurrence."""
-    world_size = plan.world_size if world_size is None else world_size
-    check_whole("world_size", world_size, least=1)
-    num_items, padded = plan.shapes[:, 0].astype(np.int64), plan.shapes[:, 1:]
+    world_size = as_whole("world_size", plan.world_size if world_size is None else world_size, least=1)
+    num_items, padded = plan.shapes[:, 0].astype(np.int64), plan.shapes[:, 1:].astype(np.int64)
     share = plan.budget.fraction(num_items, padded)
     total = float((num_items * padded.sum(axis=1)).sum())
     real = _batch_sums(plan, plan.lengths.sum(axis=1, dtype=np.float64))
@@ -102,7 +101,7 @@ def _batch_sums(plan: Plan, values: FloatArray) -> FloatArray:
 def _work(plan: Plan) -> FloatArray:
     """Return the cost of each batch; in packed rows that of the examples inside."""
     if plan.settings.cost is not None:
-        return np.asarray(plan.settings.cost(plan.shapes[:, 0], plan.shapes[:, 1:]), dtype=np.float64)
+        return evaluate(plan.settings.cost, plan.shapes[:, 0], plan.shapes[:, 1:])
     if plan.row_offsets is not None:
         return _batch_sums(plan, step_cost(np.array(1), plan.lengths))
     return step_cost(plan.shapes[:, 0], plan.shapes[:, 1:])

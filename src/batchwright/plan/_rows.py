@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BudgetError
+from ._cut import cut_rest
 from ._packing import pack_rows
 from ._problem import Groups, Problem
 from ._random import Purpose, permutation
@@ -29,14 +30,15 @@ def group_rows(problem: Problem, capacity: int) -> Groups:
     starts = np.cumsum(sizes) - sizes
     stream = problem.stream(Purpose.ROWS)
     order = np.arange(len(sizes)) if stream is None else permutation(len(sizes), stream)
-    num_short = len(sizes) % rows_per_batch
+    full, rest = divmod(len(sizes), rows_per_batch)
+    short = cut_rest(rest, rows_per_batch, problem.rounding)
     return Groups(
         indices=indices,
         starts=starts[order],
         sizes=sizes[order],
-        padded=np.full((-(-len(sizes) // rows_per_batch), 1), capacity, dtype=np.int64),
-        num_short=int(num_short > 0),
-        rows_per_batch=rows_per_batch,
+        padded=np.full((full + len(short), 1), capacity, dtype=np.int64),
+        num_short=len(short),
+        rows=np.array([rows_per_batch] * full + short, dtype=np.int64),
     )
 
 

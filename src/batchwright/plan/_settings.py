@@ -6,12 +6,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, final, get_args
 
 from ..errors import ArgumentError
-from .budget import Cost
+from ._arrays import as_whole
+from .budget import Cost, name_of
 from .grouping import Grouping, WindowSort, check_grouping
 from .shapes import SizeLadder, SizeRounding
 
 Oversize = Literal["error", "alone", "drop", "truncate"]
 Remainder = Literal["spread", "drop"]
+
+_LEAST = {"seed": 0, "size_multiple_of": 1, "pad_multiple_of": 1, "keep_first": 0, "balance_over": 1}
 
 
 @final
@@ -35,10 +38,10 @@ class PlanSettings:
     def __post_init__(self) -> None:
         check_grouping(self.grouping)
         SizeRounding(self.size_multiple_of, self.size_ladder)
-        check_whole("seed", self.seed, least=0)
-        check_whole("pad_multiple_of", self.pad_multiple_of, least=1)
-        check_whole("keep_first", self.keep_first, least=0)
-        check_whole("balance_over", self.balance_over, least=1)
+        for name, least in _LEAST.items():
+            object.__setattr__(self, name, as_whole(name, getattr(self, name), least=least))
+        if self.cost is not None and not callable(self.cost):
+            raise ArgumentError(f"cost must be None or a function of (num_items, padded_lengths), got {self.cost!r}")
         _check_choice("oversize", self.oversize, get_args(Oversize))
         _check_choice("remainder", self.remainder, get_args(Remainder))
         for name in ("shuffle", "drop_last"):
@@ -82,4 +85,4 @@ def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
-    return getattr(value, "__qualname__", None) or repr(value)
+    return name_of(value) if callable(value) else repr(value)

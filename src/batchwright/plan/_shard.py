@@ -88,7 +88,7 @@ def _spread(plan: Plan, tail: int) -> Plan:
     if not parts.pieces_are_rows:
         num_items[: len(pieces)] = pieces
     sources = np.searchsorted(plan.offsets, cuts[:-1], side="right") - 1
-    sources[len(pieces) :] = sources[0]
+    sources[len(pieces) :] = np.resize(sources[: len(pieces)], missing)  # every piece is one example then
     padded = _padded(plan, indices, cuts, sources)
     return replace(
         plan,

@@ -31,11 +31,12 @@ def group_strata(problem: Problem, windows: int, *, shuffle: bool) -> Groups:
 
 
 def cut_in_order(problem: Problem, indices: npt.NDArray[np.int32]) -> Groups:
-    """Cut a sequence as it stands; the last batch is short when more would have fitted."""
-    starts, padded = cut_running(problem, problem.lengths[indices])
+    """Cut a sequence as it stands; the last batches are short when more would have fitted."""
+    starts, padded, first_open = cut_running(problem, problem.lengths[indices])
     sizes = np.diff(np.append(starts, len(indices)))
-    is_short = bool(sizes[-1] < problem.sizes(padded[-1:])[0])
-    return Groups(indices, starts, sizes, padded, num_short=int(is_short))
+    # All batches from the first open one on are short, but that one itself may have been just full.
+    is_full = sizes[first_open] >= problem.sizes(padded)[first_open]
+    return Groups(indices, starts, sizes, padded, num_short=len(starts) - first_open - int(is_full))
 
 
 def _sort(
@@ -95,6 +96,6 @@ def _equal_tokens(values: IntArray, tokens: npt.NDArray[np.float64], strata: int
 
 def _padded_tokens(problem: Problem, sample: npt.NDArray[np.int32], bounds: IntArray) -> float:
     keys = _sort(problem, sample, 1, bounds, shuffle=False)
-    starts, padded = cut_running(problem, sample[keys.indices])
+    starts, padded, _ = cut_running(problem, sample[keys.indices])
     sizes = np.diff(np.append(starts, len(sample)))
     return float((sizes * padded.sum(axis=1)).sum())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import final
 
 import numpy as np
-import numpy.typing as npt
 
 from ._cut import cut_falling, cut_rest
 from ._keys import SortedKeys, UInt64Array, sort_examples
@@ -56,11 +56,12 @@ def group_windows(problem: Problem, windows: int, *, shuffle: bool) -> Groups:
     carried = _Carried(keys, size_at)
     for start, stop in zip(keys.group_offsets[:-1].tolist(), keys.group_offsets[1:].tolist(), strict=True):
         rest = cut_falling(keys.values, start, stop, size_at, starts)
-        carried.add(np.arange(rest, stop))
+        if rest < stop:
+            carried.add(range(rest, stop))
     num_short = carried.finish(problem.rounding)
     units = np.concatenate([keys.values[starts], np.array(carried.units, dtype=np.int32)])
     sizes = [size_at[unit] for unit in keys.values[starts].tolist()] + carried.sizes
-    behind = np.concatenate([np.empty(0, dtype=np.int64), *carried.batches])
+    behind = np.array(carried.places, dtype=np.int64)
     carried_sizes = np.array(carried.sizes, dtype=np.int64)
     carried_starts = len(keys.indices) + np.cumsum(carried_sizes) - carried_sizes
     return Groups(
@@ -77,35 +78,35 @@ class _Carried:
     """The examples that filled no batch in their window, and the batches they fill together with the next ones."""
 
     def __init__(self, keys: SortedKeys, size_at: dict[int, int]) -> None:
-        self._keys = keys
+        self._unit_at: memoryview[int] = memoryview(keys.values)  # type: ignore[arg-type]
         self._size_at = size_at
-        self._waiting = np.empty(0, dtype=np.int64)
-        self.batches: list[npt.NDArray[np.int64]] = []
+        self._waiting: list[int] = []
+        self.places: list[int] = []
         self.sizes: list[int] = []
         self.units: list[int] = []
 
-    def add(self, rest: npt.NDArray[np.int64]) -> None:
+    def add(self, rest: range) -> None:
         """Join the rest of a window with what waits, longest first, and cut full batches."""
-        waiting = np.concatenate([self._waiting, rest])
-        waiting = waiting[np.argsort(-self._keys.values[waiting], kind="stable")]
-        units = self._keys.values[waiting]
-        starts: list[int] = []
-        end = cut_falling(units, 0, len(waiting), self._size_at, starts)
-        for start in starts:
-            self._close(waiting[start : start + self._size_at[int(units[start])]])
-        self._waiting = waiting[end:]
+        waiting = sorted([*self._waiting, *rest], key=self._unit_at.__getitem__, reverse=True)
+        while waiting and len(waiting) >= self._limit(waiting):
+            size = self._limit(waiting)
+            self._close(waiting[:size])
+            waiting = waiting[size:]
+        self._waiting = waiting
 
     def finish(self, rounding: SizeRounding) -> int:
         """Batch what still waits; return how many batches that takes."""
-        if len(self._waiting) == 0:
+        if not self._waiting:
             return 0
-        limit = self._size_at[int(self._keys.values[self._waiting[0]])]
-        sizes = cut_rest(len(self._waiting), limit, rounding)
-        for part in np.split(self._waiting, np.cumsum(sizes)[:-1]):
-            self._close(part)
+        sizes = cut_rest(len(self._waiting), self._limit(self._waiting), rounding)
+        for end, size in zip(accumulate(sizes), sizes, strict=True):
+            self._close(self._waiting[end - size : end])
         return len(sizes)
 
-    def _close(self, batch: npt.NDArray[np.int64]) -> None:
-        self.batches.append(batch)
+    def _limit(self, waiting: list[int]) -> int:
+        return self._size_at[self._unit_at[waiting[0]]]
+
+    def _close(self, batch: list[int]) -> None:
+        self.places += batch
         self.sizes.append(len(batch))
-        self.units.append(int(self._keys.values[batch[0]]))
+        self.units.append(self._unit_at[batch[0]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from ..errors import ArgumentError, BudgetError
 from ._arrays import MAX_INT32, FloatArray, IntArray
 
 Cost = Callable[[IntArray, IntArray], npt.NDArray[Any]]
+
+_MAX_INT64 = 2**63 - 1
 
 
 class Budget(ABC):
@@ -63,7 +66,7 @@ class MaxItems(Budget):
 
     def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
         """Return ``num_items / limit``."""
-        return np.asarray(num_items) / self.limit
+        return np.asarray(num_items) / float(self.limit)
 
     def max_items(self, lengths: IntArray) -> IntArray:
         """Return ``limit`` for every length."""
@@ -89,11 +92,11 @@ class MaxTokens(Budget):
 
     def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
         """Return ``num_items × sum(lengths) / limit``."""
-        return np.asarray(num_items) * _tokens(lengths) / self.limit
+        return np.asarray(num_items) * _tokens(lengths) / float(self.limit)
 
     def max_items(self, lengths: IntArray) -> IntArray:
         """Return ``limit // sum(lengths)``."""
-        return np.minimum(self.limit // _tokens(lengths), MAX_INT32)
+        return np.minimum(min(int(self.limit), _MAX_INT64) // _tokens(lengths), MAX_INT32)
 
     def __repr__(self) -> str:
         return f"MaxTokens({self.limit})"
@@ -126,7 +129,7 @@ class MaxCost(Budget):
 
     def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
         """Return ``cost(num_items, lengths) / limit``."""
-        return self._evaluate(np.asarray(num_items), np.asarray(lengths)) / self.limit
+        return evaluate(self.cost, num_items, lengths) / float(self.limit)
 
     def max_items(self, lengths: IntArray) -> IntArray:
         """Return the largest ``n`` with ``cost(n, lengths) <= limit``."""
@@ -135,7 +138,7 @@ class MaxCost(Budget):
         low = np.zeros(len(lengths), dtype=np.int64)
         high = np.ones(len(lengths), dtype=np.int64)
         while True:  # double until every length has a number of items that is too many, or the ceiling
-            fits = (self._evaluate(high, lengths) <= self.limit) & (high > low)
+            fits = (evaluate(self.cost, high, lengths) <= self.limit) & (high > low)
             low = np.where(fits, high, low)
             high = np.where(fits, np.minimum(high * 2, MAX_INT32), high)
             if not (fits & (high > low)).any():
@@ -145,38 +148,28 @@ class MaxCost(Budget):
             open_ = middle > low
             if not open_.any():
                 return low
-            fits = self._evaluate(np.maximum(middle, 1), lengths) <= self.limit
+            fits = evaluate(self.cost, np.maximum(middle, 1), lengths) <= self.limit
             low = np.where(open_ & fits, middle, low)
             high = np.where(open_ & ~fits, middle, high)
-
-    def _evaluate(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
-        cost = np.asarray(self.cost(num_items, lengths), dtype=np.float64)
-        if cost.shape != num_items.shape:
-            raise BudgetError(
-                f"cost must return one number a shape, {num_items.shape}, got {cost.shape}; "
-                "it receives num_items (M,) and padded_lengths (M, axes) and returns (M,)"
-            )
-        if np.isnan(cost).any():
-            row = int(np.argmax(np.isnan(cost)))
-            raise BudgetError(f"cost is NaN for {num_items[row]} items of length {lengths[row].tolist()}")
-        return cost
 
     def _check_grows(self, lengths: IntArray) -> None:
         """Refuse a cost that shrinks when the batch grows, on the lengths at hand."""
         for num_items in (1, 2, 7, 64, 1024):
             count = np.full(len(lengths), num_items, dtype=np.int64)
-            here = self._evaluate(count, lengths)
-            self._check_no_less(here, self._evaluate(count + 1, lengths), count, lengths, "one item more")
+            here = evaluate(self.cost, count, lengths)
+            more = evaluate(self.cost, count + 1, lengths)
+            self._check_no_less(here, more, count, lengths, "one item more")
             for axis in range(lengths.shape[1]):
                 longer = lengths.astype(np.int64)
                 longer[:, axis] += 1
-                there = self._evaluate(count, longer)
+                there = evaluate(self.cost, count, longer)
                 self._check_no_less(here, there, count, lengths, f"one more on axis {axis}")
 
     def _check_no_less(
         self, here: FloatArray, there: FloatArray, count: IntArray, lengths: IntArray, what: str
     ) -> None:
-        shrinks = there < here - 1e-9 * np.abs(here)  # a rounding error is not a falling cost
+        # A rounding error is not a falling cost; written so that infinite costs compare too.
+        shrinks = there < np.where(here > 0, here * (1 - 1e-9), here * (1 + 1e-9))
         if shrinks.any():
             row = int(np.argmax(shrinks))
             raise BudgetError(
@@ -185,8 +178,7 @@ class MaxCost(Budget):
             )
 
     def __repr__(self) -> str:
-        name = getattr(self.cost, "__qualname__", None) or repr(self.cost)
-        return f"MaxCost({name}, {self.limit})"
+        return f"MaxCost({name_of(self.cost)}, {self.limit})"
 
 
 @final
@@ -216,8 +208,30 @@ def check_budget(budget: Budget) -> Budget:
     """Return the budget, or say what a budget is."""
     if isinstance(budget, Budget):
         return budget
-    hint = f"; write MaxItems({budget}) or MaxTokens({budget})" if isinstance(budget, numbers.Real) else ""
+    is_count = isinstance(budget, numbers.Integral) and not isinstance(budget, bool)
+    hint = f"; write MaxItems({budget}) or MaxTokens({budget})" if is_count else ""
     raise ArgumentError(f"budget must be a Budget such as MaxTokens(8192), got {budget!r}{hint}")
+
+
+def evaluate(cost: Cost, num_items: IntArray, lengths: IntArray) -> FloatArray:
+    """Call a cost with 64-bit integers, in which squares of lengths fit, and check what it returns."""
+    num_items, lengths = np.asarray(num_items, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
+    costs = np.asarray(cost(num_items, lengths), dtype=np.float64)
+    if costs.shape != num_items.shape:
+        raise BudgetError(
+            f"cost must return one number a shape, {num_items.shape}, got {costs.shape}; "
+            "it receives num_items (M,) and padded_lengths (M, axes) and returns (M,)"
+        )
+    if np.isnan(costs).any():
+        row = int(np.argmax(np.isnan(costs)))
+        raise BudgetError(f"cost is NaN for {num_items[row]} items of length {lengths[row].tolist()}")
+    return costs
+
+
+def name_of(cost: Cost) -> str:
+    """Return a name that is the same in every run: never the address of an object."""
+    name = getattr(cost, "__qualname__", None) or repr(cost)
+    return type(cost).__qualname__ if " at 0x" in name else name
 
 
 def _parts(budget: Budget) -> tuple[Budget, ...]:
@@ -236,5 +250,5 @@ def _check_count(name: str, limit: int) -> None:
 
 def check_limit(name: str, limit: float) -> None:
     """Refuse a limit that is no number above 0."""
-    if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or limit != limit or limit <= 0:
-        raise BudgetError(f"{name} needs a limit above 0, got {limit!r}")
+    if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or not 0 < limit < math.inf:
+        raise BudgetError(f"{name} needs a finite limit above 0, got {limit!r}")

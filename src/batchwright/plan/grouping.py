@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 
 from ..errors import ArgumentError
-from ._arrays import IntArray
+from ._arrays import MAX_INT32, IntArray, as_whole
 from ._buckets import bucket_bounds, group_buckets
 from ._grid import group_grid, make_grid
 from ._problem import Groups, Problem
@@ -30,6 +30,9 @@ class Grouping(ABC):
     @abstractmethod
     def group(self, problem: Problem) -> Groups:
         """Divide the examples into batches."""
+
+    def check_axes(self, num_axes: int) -> None:  # noqa: B027 - most groupings take any number
+        """Refuse lengths with more axes than this grouping can handle."""
 
     def static_shapes(self, problem: Problem) -> IntArray | None:
         """Return the padded lengths ``(K, axes)`` batches are padded to, None where they follow the longest example."""
@@ -89,7 +92,8 @@ class WindowSort(Grouping):
     batches_per_window: int = 256
 
     def __post_init__(self) -> None:
-        _check_count("WindowSort", "batches_per_window", self.batches_per_window)
+        per_window = as_whole("WindowSort: batches_per_window", self.batches_per_window, least=1)
+        object.__setattr__(self, "batches_per_window", per_window)
 
     def group(self, problem: Problem) -> Groups:
         """Send examples to windows, sort and cut each."""
@@ -117,15 +121,23 @@ class Buckets(Grouping):
     count: int | tuple[int, int] = 64
 
     def __post_init__(self) -> None:
-        for count in self.count if isinstance(self.count, tuple) else (self.count,):
-            _check_count("Buckets", "count", count)
+        if isinstance(self.count, tuple) and len(self.count) != 2:
+            raise ArgumentError(f"Buckets: count must be one number or a pair, one an axis, got {self.count!r}")
+        first, second = (as_whole("Buckets: count", count, least=1) for count in self._pair())
+        object.__setattr__(self, "count", (first, second) if isinstance(self.count, tuple) else first)
 
     def group(self, problem: Problem) -> Groups:
         """Find the bounds and fill the buckets."""
         if problem.num_axes == 2:
             return group_grid(problem, make_grid(problem, self._pair(), _BATCHES_PER_BUCKET))
-        self._check_axes(problem)
         return group_buckets(problem, bucket_bounds(problem, self._pair()[0], _BATCHES_PER_BUCKET))
+
+    def check_axes(self, num_axes: int) -> None:
+        """Refuse more than two axes."""
+        if num_axes > 2:
+            raise ArgumentError(
+                f"Buckets bounds one or two axes, got lengths with {num_axes}; use WindowSort() or Sorted()"
+            )
 
     @property
     def is_static(self) -> bool:
@@ -137,18 +149,11 @@ class Buckets(Grouping):
         if problem.num_axes == 2:
             grid = make_grid(problem, self._pair(), _BATCHES_PER_BUCKET)
             return grid.cells() * problem.pad_multiple_of
-        self._check_axes(problem)
         bounds = bucket_bounds(problem, self._pair()[0], _BATCHES_PER_BUCKET)
         return bounds[:, None] * problem.pad_multiple_of
 
     def _pair(self) -> tuple[int, int]:
         return self.count if isinstance(self.count, tuple) else (self.count, self.count)
-
-    def _check_axes(self, problem: Problem) -> None:
-        if problem.num_axes > 2:
-            raise ArgumentError(
-                f"Buckets bounds one or two axes, got lengths with {problem.num_axes}; use WindowSort() or Sorted()"
-            )
 
 
 @final
@@ -162,15 +167,19 @@ class Packed(Grouping):
     capacity: int
 
     def __post_init__(self) -> None:
-        _check_count("Packed", "capacity", self.capacity)
+        capacity = as_whole("Packed: capacity", self.capacity, least=1)
+        if capacity > MAX_INT32:
+            raise ArgumentError(f"Packed: capacity must be at most {MAX_INT32}, got {capacity}")
+        object.__setattr__(self, "capacity", capacity)
 
     def group(self, problem: Problem) -> Groups:
         """Pack the examples into rows."""
-        if problem.num_axes > 1:
-            raise ArgumentError(
-                f"Packed rows have one length, got lengths with {problem.num_axes} axes; pack their sum"
-            )
         return group_rows(problem, self.capacity)
+
+    def check_axes(self, num_axes: int) -> None:
+        """Refuse more than one axis."""
+        if num_axes > 1:
+            raise ArgumentError(f"Packed rows have one length, got lengths with {num_axes} axes; pack their sum")
 
     @property
     def is_static(self) -> bool:
@@ -191,8 +200,3 @@ def check_grouping(grouping: Grouping) -> Grouping:
         names = ", ".join(f"{kind.__name__}()" for kind in (InOrder, Sorted, WindowSort, Buckets, Packed))
         raise ArgumentError(f"grouping must be one of {names}, got {grouping!r}")
     return grouping
-
-
-def _check_count(kind: str, name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(f"{kind}: {name} must be a whole number of 1 or more, got {value!r}")

@@ -92,7 +92,7 @@ class BatchSampler:
             balance_over=balance_over,
             cost=cost,
         )
-        self._lengths = as_lengths(lengths)
+        self._lengths = as_lengths(lengths).copy()  # a change of the caller's array must not change later epochs
         if dataset is not None:
             self._check_dataset(dataset)
         self._epoch = 0

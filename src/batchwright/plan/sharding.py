@@ -82,15 +82,16 @@ def _take_slice(by_cost: IntArray, num: int, stream: np.random.PCG64) -> tuple[I
 
 def _swap_halves(runs: IntArray, stream: np.random.PCG64) -> IntArray:
     """Swap the halves of every block at random: whole runs first, then halves, …; an odd block is shuffled."""
-    num_runs, block = runs.shape
+    shape = runs.shape
+    block = shape[1]
     while block > 1:
         if block % 2:
             blocks = runs.reshape(-1, block)
             chance = words(blocks.size, stream).reshape(blocks.shape)
-            return np.take_along_axis(blocks, np.argsort(chance, axis=1), axis=1).reshape(num_runs, -1)
+            return np.take_along_axis(blocks, np.argsort(chance, axis=1), axis=1).reshape(shape)
         halves = runs.reshape(-1, 2, block // 2)
         swap = (words(len(halves), stream) & np.uint64(1)).astype(bool)
-        runs = np.where(swap[:, None, None], halves[:, ::-1], halves).reshape(num_runs, -1)
+        runs = np.where(swap[:, None, None], halves[:, ::-1], halves).reshape(shape)
         block //= 2
     return runs
 

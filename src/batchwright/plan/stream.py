@@ -29,14 +29,14 @@ class StreamBatcher(Generic[Example]):
 
     Memory is bounded by ``buffer_size`` examples. A buffer is planned as an epoch of ``plan_batches`` is, so budgets,
     groupings and ``pad_multiple_of`` mean the same; each ends with at most one batch that is short of examples (a few
-    with a size ladder). Read with workers by giving a ``DataLoader`` with ``batch_size=None`` as the source.
+    with a size ladder or buckets on two axes). Read with workers by giving a ``DataLoader`` with ``batch_size=None``.
 
     One pass is under way at a time, as with a file: after a ``break``, ``iter()`` goes on where the loop was left;
     after the end it begins the next pass.
 
     ``state_dict`` holds the state of the source where the current buffer begins, and the batches handed out since. A
     source with ``state_dict`` and ``load_state_dict`` continues there; any other is read again from its start and
-    skipped, which is exact when it yields the same examples again.
+    skipped, which is exact when it yields the same examples again. A source with ``set_epoch`` is told the pass.
 
     Args:
         source: anything that can be iterated; for several passes, several times.
@@ -72,6 +72,10 @@ class StreamBatcher(Generic[Example]):
         if not callable(length_of):
             raise ArgumentError(f"length_of must be a function from an example to its length, got {length_of!r}")
         check_whole("buffer_size", buffer_size, least=1)
+        if oversize == "truncate":
+            raise ArgumentError(
+                'a stream cannot truncate: no plan outlives its buffer to say how far; cut in the source or pass "drop"'
+            )
         self.source = source
         self.budget = check_budget(budget)
         self.buffer_size = buffer_size
@@ -128,7 +132,7 @@ class StreamBatcher(Generic[Example]):
             )
         if self._running is not None:
             self._running.close()  # a loop over it ends
-        self._reader.place = _Place(**counts, source=copy.deepcopy(source))
+        self._reader.place = _Place(**counts, source=source)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_running": None}
@@ -183,12 +187,15 @@ class _Reader(Generic[Example]):
         self.place = _Place(epoch=place.epoch + 1)
 
     def _open(self, place: _Place) -> Iterator[Example]:
-        if place.source is None:
-            stream = iter(self.source)
-            _skip(stream, place.num_read)
-            return stream
-        getattr(self.source, "load_state_dict")(copy.deepcopy(place.source))  # noqa: B009 - not every source has it
-        return iter(self.source)
+        source: Any = self.source
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(place.epoch)
+        if place.source is not None:
+            source.load_state_dict(copy.deepcopy(place.source))  # a copy, which the source may change as it reads
+            return iter(source)
+        stream: Iterator[Example] = iter(source)
+        _skip(stream, place.num_read)
+        return stream
 
     def _plan(self, examples: list[Example], place: _Place) -> Plan | list[Batch]:
         if not examples:

@@ -5,20 +5,42 @@ from .._optional import require
 require("torch", extra="torch")
 
 # After the check, so that its message is read.
+from ._calibrate import calibrate as calibrate  # noqa: E402
+from ._calibrate_huggingface import calibrate_huggingface as calibrate_huggingface  # noqa: E402
 from ._checks import whole_batch as whole_batch  # noqa: E402
+from ._probe_shapes import default_shapes as default_shapes  # noqa: E402
+from ._sources import MemorySource as MemorySource  # noqa: E402
+from .calibration import Calibration as Calibration  # noqa: E402
+from .calibration import HeldOutErrors as HeldOutErrors  # noqa: E402
 from .collate import PadCollator as PadCollator  # noqa: E402
+from .fit import FitToMemory as FitToMemory  # noqa: E402
+from .fit import MemoryRule as MemoryRule  # noqa: E402
 from .losses import entropy_sum as entropy_sum  # noqa: E402
 from .losses import supervised_loss as supervised_loss  # noqa: E402
+from .memory import MemoryMonitor as MemoryMonitor  # noqa: E402
+from .memory import NvmlMemory as NvmlMemory  # noqa: E402
 from .oom import is_out_of_memory as is_out_of_memory  # noqa: E402
 from .report import NoiseReport as NoiseReport  # noqa: E402
 from .report import StepReport as StepReport  # noqa: E402
 from .stepper import Stepper as Stepper  # noqa: E402
+from .tracker import BudgetTracker as BudgetTracker  # noqa: E402
 
 __all__ = [
+    "BudgetTracker",
+    "Calibration",
+    "FitToMemory",
+    "HeldOutErrors",
+    "MemoryMonitor",
+    "MemoryRule",
+    "MemorySource",
     "NoiseReport",
+    "NvmlMemory",
     "PadCollator",
     "StepReport",
     "Stepper",
+    "calibrate",
+    "calibrate_huggingface",
+    "default_shapes",
     "entropy_sum",
     "is_out_of_memory",
     "supervised_loss",

@@ -23,6 +23,9 @@ from .oom import Snapshot, devices_of
 # Without shapes: a first look at small batches, then up to the memory that is there, but no further than this.
 FIRST_LOOK = MaxItems(4)
 MOST_TOKENS = MaxTokens(2**18)
+# Small batches say little of large ones: the constant hides what an item takes. So look again, a few times.
+MAX_ROUNDS = 3
+NEAR = 0.6
 DEFAULT_LONGEST = 512
 
 
@@ -62,15 +65,26 @@ def calibrate_huggingface(
             loss = inputs.loss(shape)
         loss.backward()
 
+    def measure(wanted: npt.ArrayLike) -> Calibration:
+        return calibrate(run, wanted, restore=(model, optimizer), **options)
+
     if shapes is not None:
-        return calibrate(run, shapes, restore=(model, optimizer), **options)
-    data = _default_lengths(model, inputs.num_axes) if lengths is None else lengths
-    first = calibrate(run, default_shapes(data, FIRST_LOOK), restore=(model, optimizer), **options)
-    if first.memory is None:
-        return first
-    # What has run already runs again: shapes that fit for sure, should the larger ones not.
-    larger = default_shapes(data, first.budget() & MOST_TOKENS)
-    return calibrate(run, [*first.shapes, *larger], restore=(model, optimizer), **options)
+        return measure(shapes)
+    return _grow(measure, _default_lengths(model, inputs.num_axes) if lengths is None else lengths)
+
+
+def _grow(measure: Callable[[npt.ArrayLike], Calibration], lengths: npt.ArrayLike) -> Calibration:
+    """Measure small batches, then those that should just fit, until one comes near the limit."""
+    found = measure(default_shapes(lengths, FIRST_LOOK))
+    for _ in range(MAX_ROUNDS):
+        if found.memory is None or found.peak_bytes is None or found.max_bytes is None or found.stopped:
+            break
+        larger = default_shapes(lengths, found.budget() & MOST_TOKENS)
+        if max(found.peak_bytes) >= NEAR * found.max_bytes or set(larger) <= set(found.shapes):
+            break
+        # What has run already runs again: shapes that fit for sure, should the larger ones not.
+        found = measure([*found.shapes, *larger])
+    return found
 
 
 @final

@@ -9,12 +9,13 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ArgumentError
 from ..plan import PadTo
 from ..plan._arrays import as_lengths
-from ._huggingface import unwrapped
+from ._models import unwrapped
 from ._tree import map_leaves
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
@@ -38,14 +39,18 @@ class Decoder:
                 f"the model must have generate(), as transformers models do, got {type(model).__name__}"
             )
         self._kwargs = dict(kwargs)
-        self._is_encoder_decoder = bool(getattr(self.base.config, "is_encoder_decoder", False))
+        self._is_encoder_decoder = bool(getattr(getattr(self.base, "config", None), "is_encoder_decoder", False))
         self._check()
         self.device = next(self.base.parameters()).device
         ends = self._setting("eos_token_id")
         self._ends = torch.as_tensor([] if ends is None else ends, dtype=torch.long).reshape(-1).cpu()
-        self._pad = self._choose_pad(pad_token_id)
+        known = self._setting("pad_token_id") if pad_token_id is None else pad_token_id
+        known = None if known is None or known < 0 else int(known)  # some configurations write -1 for none
+        self._pad = known if known is not None else int(self._ends[0]) if len(self._ends) else 0
+        if known is None or pad_token_id is not None:
+            self._kwargs["pad_token_id"] = self._pad
         self._collate = collate or partial(
-            _pad, pad_id=self._pad, on_left=not self._is_encoder_decoder, multiple_of=multiple_of
+            _pad, pad_id=known, on_left=not self._is_encoder_decoder, multiple_of=multiple_of
         )
         # These end rows without an end-of-sequence token; what follows is padding.
         self._strips_padding = any(self._setting(name) for name in ("stop_strings", "stopping_criteria"))
@@ -68,14 +73,10 @@ class Decoder:
             )
         if not self._is_encoder_decoder and self._setting("min_length"):
             raise ArgumentError("min_length counts padding too, and so depends on the batch; use min_new_tokens")
-
-    def _choose_pad(self, pad_token_id: int | None) -> int:
-        known = self._setting("pad_token_id")
-        if pad_token_id is None and known is not None:
-            return int(known)
-        chosen = pad_token_id if pad_token_id is not None else int(self._ends[0]) if len(self._ends) else 0
-        self._kwargs["pad_token_id"] = chosen
-        return chosen
+        looks_ahead = (self._setting("num_beams") or 1) > 1 or self._setting("forced_eos_token_id") is not None
+        if self._max_length is not None and looks_ahead:
+            # Cutting the result of a longer search is not what a shorter search would find.
+            raise ArgumentError("max_length with beams or a forced end counts padding too; use max_new_tokens")
 
     @property
     def _max_length(self) -> int | None:
@@ -151,36 +152,35 @@ def _ids(example: Any) -> Any:
     return ids
 
 
-def _pad(examples: list[Any], *, pad_id: int, on_left: bool, multiple_of: int) -> dict[str, Tensor]:
+def _pad(examples: list[Any], *, pad_id: int | None, on_left: bool, multiple_of: int) -> dict[str, Tensor]:
     """Pad token ids and what runs beside them, with a mask; stack the rest."""
     rows = [_fields(example) for example in examples]
     if any(row.keys() != rows[0].keys() for row in rows):
         raise ArgumentError(f"examples need the same fields, got {sorted({str(sorted(row)) for row in rows})}")
-    lengths = [len(row["input_ids"]) for row in rows]
-    (width,) = PadTo(multiple_of=multiple_of)(lengths)
-    return {
-        name: _column(name, [row[name] for row in rows], lengths, width, pad_id if name == "input_ids" else 0, on_left)
-        for name in rows[0]
-    }
+    (width,) = PadTo(multiple_of=multiple_of)([len(row["input_ids"]) for row in rows])
+    fills = {"input_ids": pad_id}
+    return {name: _column(name, rows, partial(_row, width, fills.get(name, 0), on_left)) for name in rows[0]}
 
 
 def _fields(example: Any) -> dict[str, Tensor]:
     ids = torch.as_tensor(_ids(example), dtype=torch.long)
-    fields = dict(example) if isinstance(example, Mapping) else {}
-    return {
-        "attention_mask": torch.ones_like(ids),
-        **{k: torch.as_tensor(v) for k, v in fields.items()},
-        "input_ids": ids,
-    }
+    given = {name: torch.as_tensor(value) for name, value in example.items()} if isinstance(example, Mapping) else {}
+    return {"attention_mask": torch.ones_like(ids), **given, "input_ids": ids}
 
 
-def _column(name: str, values: list[Tensor], lengths: list[int], width: int, fill: int, on_left: bool) -> Tensor:
-    runs_beside = all(value.ndim == 1 and len(value) == length for value, length in zip(values, lengths, strict=True))
-    if runs_beside and not name.startswith("decoder_"):
-        column = values[0].new_full((len(values), width), fill)
-        for place, value in enumerate(values):
-            column[place, width - len(value) if on_left else 0 :][: len(value)] = value
-        return column
+def _column(name: str, rows: list[dict[str, Tensor]], pad: Callable[[Tensor], Tensor]) -> Tensor:
+    values = [row[name] for row in rows]
+    # What the decoder is given has a length of its own, even where that is the same by chance.
+    if not name.startswith("decoder_") and all(row[name].shape == row["input_ids"].shape for row in rows):
+        values = [pad(value) for value in values]
     if len({value.shape for value in values}) > 1:
         raise ArgumentError(f"field {name!r} has unequal lengths that are not those of input_ids; give a collate=")
     return torch.stack(values)
+
+
+def _row(width: int, fill: int | None, on_left: bool, values: Tensor) -> Tensor:
+    # A model without a padding token gets the row's own first token: a penalty on repetition has seen that anyway,
+    # where the end-of-sequence token would be held against the row.
+    filler = int(values[0]) if fill is None else fill
+    gap = width - len(values)
+    return F.pad(values, (gap, 0) if on_left else (0, gap), value=filler)

@@ -17,7 +17,7 @@ from ..plan import Budget, MaxItems, MaxTokens, Plan, Sorted, plan_batches
 from ..plan._arrays import pad_up
 from ..plan.budget import check_budget
 from ._decode import Collate, Decoder
-from ._huggingface import evaluating
+from ._models import evaluating
 from ._oom_safe import Pieces, run_in_pieces
 
 # Without a budget: so many of the longest examples first, then twice the tokens as long as they fit.
@@ -43,8 +43,8 @@ def generate(
 
     Decoder-only models are padded on the left and give their new tokens; encoder-decoders are padded on the right and
     give what ``model.generate`` does, start token included. A result ends with its first end-of-sequence token, so that
-    greedy and beam search give for each example what they give for it alone. The longest examples run first: what
-    does not fit shows at once.
+    greedy and beam search give for each example what they give for it alone; sampling draws otherwise. The longest
+    examples run first: what does not fit shows at once.
 
     Args:
         model: a transformers model in any mode; it generates in evaluation mode.
@@ -61,6 +61,12 @@ def generate(
 
     Returns:
         One 1-D tensor of token ids an example, on the CPU, in the order of the examples.
+
+    >>> class Echo(torch.nn.Linear):
+    ...     def generate(self, input_ids, attention_mask, **options):
+    ...         return torch.cat([input_ids, input_ids[:, -1:]], dim=1)
+    >>> generate(Echo(1, 1), [[3, 4], [5]], max_new_tokens=1)
+    [tensor([4]), tensor([5])]
     """
     if isinstance(examples, Mapping | str):
         raise ArgumentError(f"examples must be a list, one entry an example, got {type(examples).__name__}")

@@ -35,28 +35,36 @@ def default_shapes(lengths: npt.ArrayLike, budget: Budget | int, *, num: int = 1
     >>> default_shapes([8, 16, 16, 32, 64], MaxItems(8), num=6)
     [(3, 16), (8, 11), (3, 51), (3, 64), (8, 51), (8, 64)]
     """
-    checked = as_lengths(lengths)
+    num = as_whole("num", num, least=4)
     limit = MaxItems(budget) if isinstance(budget, int) else check_budget(budget)
-    levels = [_levels(column) for column in checked.T]
-    shortest, longest = [axis[0] for axis in levels], [axis[-1] for axis in levels]
-    # An example that is longest on one axis need not be so on the others.
-    needed = [(*shortest[:axis], longest[axis], *shortest[axis + 1 :]) for axis in range(len(levels))]
-    first = [_shape(limit, row, 1.0) for row in needed] if _most(limit, tuple(longest)) == 0 else []
-    if None in first:
-        raise BudgetError(f"not one item of length {needed[first.index(None)]} fits {limit}; raise the budget")
-    found = dict.fromkeys([shape for shape in first if shape is not None])
+    levels = [_levels(column) for column in as_lengths(lengths).T]
+    found = dict.fromkeys(_one_side_at_a_time(limit, levels))
     for shape in _candidates(limit, levels):
-        if len(found) >= as_whole("num", num, least=4):
-            break
-        found[shape] = None
+        if len(found) < num:
+            found[shape] = None
     return sorted(found, key=lambda shape: (shape[0] * sum(shape[1:]), max(shape[1:])))
+
+
+def _one_side_at_a_time(limit: Budget, levels: list[list[int]]) -> Iterator[tuple[int, ...]]:
+    """Yield each axis at its longest beside the shortest others, where all at their longest do not fit.
+
+    An example that is longest on one axis need not be so on the others.
+    """
+    if _shape(limit, tuple(axis[-1] for axis in levels), 1.0) is not None:
+        return
+    for long_axis in range(len(levels)):
+        row = tuple(axis[-1 if place == long_axis else 0] for place, axis in enumerate(levels))
+        shape = _shape(limit, row, 1.0)
+        if shape is None:
+            raise BudgetError(f"not one item of length {row} fits {limit}; raise the budget")
+        yield shape
 
 
 def _levels(column: npt.NDArray[np.int32]) -> list[int]:
     """Return a few lengths of an axis, shortest first, the longest last."""
     found = np.unique(np.quantile(column, QUANTILES).astype(np.int64))
     if len(found) < MIN_LENGTHS:  # data of one length: shorter ones tell what a length costs
-        found = np.unique(np.maximum(1, [found[-1] // 4, found[-1] // 2, *found]))
+        found = np.unique([-(-found[-1] // 4), -(-found[-1] // 2), *found])
     return [int(length) for length in found]
 
 
@@ -75,10 +83,7 @@ def _candidates(limit: Budget, levels: list[list[int]]) -> Iterator[tuple[int, .
                 yield shape
 
 
-def _most(limit: Budget, row: tuple[int, ...]) -> int:
-    return int(limit.max_items(np.array([row], dtype=np.int64))[0])
-
-
 def _shape(limit: Budget, row: tuple[int, ...], share: float) -> tuple[int, ...] | None:
-    most = _most(limit, row)
+    """Return a row of lengths with a share of the items that fit, None if not one does."""
+    most = int(limit.max_items(np.array([row], dtype=np.int64))[0])
     return (max(1, int(share * most)), *row) if most else None

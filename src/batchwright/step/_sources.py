@@ -47,8 +47,8 @@ class CudaMemory(MemorySource):
     contexts and NCCL hold is left out of ``total_bytes``, and ``torch.cuda.set_per_process_memory_fraction`` caps it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        self._device = _with_index(torch.device(device))
 
     @property
     def used_bytes(self) -> int:
@@ -63,7 +63,8 @@ class CudaMemory(MemorySource):
     @property
     def total_bytes(self) -> int:
         """Return ``min(free + reserved, cap)``."""
-        free, device_bytes = torch.cuda.mem_get_info(self._device)
+        free, _ = torch.cuda.mem_get_info(self._device)
+        device_bytes = torch.cuda.get_device_properties(self._device).total_memory
         cap = int(device_bytes * torch.cuda.get_per_process_memory_fraction(self._device))
         return min(free + torch.cuda.memory_reserved(self._device), cap)
 
@@ -98,11 +99,11 @@ class SampledMemory(MemorySource):
 class NvmlMemory(SampledMemory):
     """The whole device as ``nvidia-smi`` shows it, all processes together; needs the package nvidia-ml-py."""
 
-    def __init__(self, device: torch.device | str | int = "cuda") -> None:
+    def __init__(self, device: torch.device | str = "cuda") -> None:
         if torch.version.hip is None and not is_installed("pynvml"):
             raise MissingDependencyError("pynvml is not installed; run: pip install nvidia-ml-py", name="pynvml")
         super().__init__()
-        self._device = torch.device(device)
+        self._device = _with_index(torch.device(device))
 
     @property
     def used_bytes(self) -> int:
@@ -134,3 +135,8 @@ class MpsMemory(SampledMemory):
         torch.mps.synchronize()
         torch.mps.empty_cache()
         super().reset_peak()
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return the device with its number: not every function of ``torch.cuda`` takes ``"cuda"`` for the current one."""
+    return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())

@@ -18,19 +18,23 @@ _BUCKET_BYTES = 32 * 2**20
 
 @final
 class Ranks:
-    """The process group of a model: DDP's, or none.
+    """The process group of a model: DDP's, that of ``fully_shard`` (FSDP2), or none.
 
-    Micro-batches run on the unwrapped module without synchronisation and one reduction follows. So forward and backward
-    hold no collective, and a rank that runs out of memory can try again while the others wait in the reduction.
+    Under DDP micro-batches run on the unwrapped module without synchronisation and one reduction follows. So forward
+    and backward hold no collective, and a rank that runs out of memory tries again while the others wait for it.
+    Under FSDP2 every forward gathers parameters, so all ranks must run equally many micro-batches: ``agree_on_parts``.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         if self._ddp is not None:
             _refuse_unsupported(self._ddp)
+        self.is_sharded = _is_sharded(model)
+        if self.is_sharded:
+            model.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # sums, which Stepper divides itself
         self.module: nn.Module = model if self._ddp is None else self._ddp.module
         self.group: Any = None if self._ddp is None else self._ddp.process_group
-        self.world_size = 1 if self._ddp is None else dist.get_world_size(self.group)
+        self.world_size = dist.get_world_size(self.group) if self._ddp is not None or self.is_sharded else 1
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return the context in which DDP leaves gradients alone."""
@@ -52,10 +56,14 @@ class Ranks:
         dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=self.group)
         return int(packed.item())
 
+    def agree_on_parts(self, num_parts: int, device: torch.device) -> int:
+        """Return how many micro-batches every rank runs: its own number, or under FSDP2 the largest of all."""
+        return self.maximum(num_parts, device) if self.is_sharded else num_parts
+
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add up ``.grad`` over all ranks; a parameter unused on every rank keeps None."""
-        if self.world_size == 1 or not parameters:
-            return
+        if self.world_size == 1 or self.is_sharded or not parameters:
+            return  # FSDP2 has reduced them already
         used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
         used = used.to(parameters[0].device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
@@ -76,6 +84,14 @@ class Ranks:
         first = dist.get_global_rank(self.group, 0) if self.group is not None else 0
         for buffer in self.module.buffers():
             dist.broadcast(buffer, src=first, group=self.group)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    if not dist.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

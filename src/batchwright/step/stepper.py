@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -119,6 +120,10 @@ class Stepper:
         if self._lr_rule is not None and (base_size is None or base_size < 1):
             raise ArgumentError(
                 "lr_rule needs base_size, the batch size that the optimizer's learning rate is meant for"
+            )
+        if measure_noise and self._ranks.is_sharded:
+            raise ArgumentError(
+                "measure_noise needs whole gradients, which FSDP2 does not show; use DDP or leave it out"
             )
         if self._lr_rule == "adascale" and not measure_noise:
             raise ArgumentError("lr_rule='adascale' needs measure_noise=True")
@@ -299,12 +304,17 @@ class Stepper:
         totals = Totals()
         part: list[int] = []
         try:
+            num_parts = self._ranks.agree_on_parts(len(parts), self._device)
             with self._ranks.no_sync():
                 for part in parts:
                     self._run(logical.take(part), len(part), pending.divisor, totals)
+                # Under FSDP2 a rank that is done helps the others with micro-batches that count for nothing.
+                for _ in range(num_parts - len(parts)):
+                    self._run(logical.take(parts[-1]), 0, math.inf, Totals())
             return totals
         except Exception as error:
-            if self._on_oom == "raise" or not is_out_of_memory(error):
+            # A rank of FSDP2 cannot try again alone: the others wait for it inside their forward.
+            if self._on_oom == "raise" or self._ranks.is_sharded or not is_out_of_memory(error):
                 raise
         # Outside the except block: the traceback is gone, and with it the activations it held.
         return cost_of(logical, part, self._cost_budget()), part

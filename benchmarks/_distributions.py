@@ -1,0 +1,70 @@
+"""The length distributions every arm is measured on. Seed 0, so that each run sees the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+Draw = Callable[[np.random.Generator, int], npt.NDArray[np.float64]]
+
+
+@final
+@dataclass(frozen=True)
+class Distribution:
+    """Lengths of one kind of data and the padded-token budget they are batched under.
+
+    Args:
+        name: what the command line calls it.
+        title: what the table calls it.
+        budget: the most padded tokens a batch may have.
+        shortest: lengths below are raised to it.
+        longest: lengths above are cut to it.
+        draw: takes a generator and a number of examples, returns lengths before rounding.
+    """
+
+    name: str
+    title: str
+    budget: int
+    shortest: int
+    longest: int
+    draw: Draw
+
+    def lengths(self, num_examples: int) -> IntArray:
+        """Return ``num_examples`` lengths, rounded and clipped, the same ones every time."""
+        drawn = self.draw(np.random.default_rng(0), num_examples)
+        return np.clip(np.rint(drawn).astype(np.int64), self.shortest, self.longest)
+
+
+def _short(rng: np.random.Generator, num_examples: int) -> npt.NDArray[np.float64]:
+    return rng.lognormal(np.log(24), 0.8, num_examples)
+
+
+def _chat(rng: np.random.Generator, num_examples: int) -> npt.NDArray[np.float64]:
+    is_turn = rng.random(num_examples) < 0.75
+    return rng.lognormal(np.log(np.where(is_turn, 64, 800)), np.where(is_turn, 0.8, 0.6))
+
+
+def _audio(rng: np.random.Generator, num_examples: int) -> npt.NDArray[np.float64]:
+    return rng.uniform(1, 35, num_examples) * 100
+
+
+def _constant(rng: np.random.Generator, num_examples: int) -> npt.NDArray[np.float64]:
+    return np.full(num_examples, 128.0)
+
+
+DISTRIBUTIONS = {
+    distribution.name: distribution
+    for distribution in (
+        Distribution("short", "Short texts: lognormal, median 24, sigma 0.8", 8_192, 1, 512, _short),
+        Distribution("chat", "Chat: 75 % turns (median 64), 25 % documents (median 800)", 65_536, 1, 4_096, _chat),
+        Distribution("audio", "Audio: uniform 1 to 35 s at 100 frames a second", 120_000, 100, 3_500, _audio),
+        Distribution("constant", "Control: every length is 128", 8_192, 128, 128, _constant),
+    )
+}
+
+QUICK_DISTRIBUTIONS = ("short", "chat")

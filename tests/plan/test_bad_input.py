@@ -1,0 +1,177 @@
+"""What a user may get wrong: refused before any work, in words that help."""
+
+import numpy as np
+import pytest
+import torch
+
+import batchwright as bw
+from batchwright.errors import ArgumentError, BudgetError, LengthsError
+
+BUDGET = bw.MaxTokens(100)
+
+
+class Untouched(bw.Budget):
+    """A budget that must not be asked: options are checked first."""
+
+    def fraction(self, num_items, lengths):
+        raise AssertionError("the budget was asked before the options were checked")
+
+    max_items = None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([], "lengths is empty; there is nothing to batch"),
+        (np.empty((0, 2), dtype=int), "lengths is empty"),
+        ([3, 0, 2], "lengths must be 1 or more, got 0 at example 1; drop empty examples or count their padding"),
+        ([[3, 1], [2, -4]], r"got \[2, -4\] at example 1"),
+        ([-1], "lengths must be 1 or more, got -1 at example 0"),
+        ([1.5], "lengths must be integers, got float64; count tokens"),
+        ([1.0, float("nan")], "lengths must be integers, got float64"),
+        ([True, False], "lengths must be integers, got bool"),
+        (["one", "two"], "lengths must be integers, got <U3"),
+        ([1, None], "lengths must be integers, got object"),
+        ([[1, 2], [3]], "with as many lengths for every example"),
+        ([[[1]]], r"shape \(N,\) or \(N, axes\), got \(1, 1, 1\)"),
+        (np.empty((3, 0), dtype=int), r"got \(3, 0\)"),
+        ("some text", r"got \(\); give one row of lengths an example"),
+        (7, r"got \(\)"),
+        (None, r"got \(\)"),
+        (iter([1, 2]), r"got \(\)"),
+        ([5, 2**31], "lengths must be at most 2147483647, got 2147483648; use a coarser unit"),
+        (np.array([2**63], dtype=np.uint64), "lengths must be at most 2147483647"),
+        (torch.tensor([1.0], requires_grad=True), "lengths must form an array"),
+    ],
+)
+def test_lengths_that_cannot_be_planned_are_refused(lengths, message):
+    with pytest.raises(LengthsError, match=message):
+        bw.plan_batches(lengths, BUDGET)
+
+
+@pytest.mark.parametrize("limit", [0, -5, float("nan"), float("inf"), True, "9", None])
+@pytest.mark.parametrize("make", [bw.MaxItems, bw.MaxTokens, lambda limit: bw.MaxCost(np.multiply, limit)])
+def test_a_limit_must_be_a_finite_number_above_zero(make, limit):
+    with pytest.raises(BudgetError, match=rf"needs a (whole number|finite limit above 0), got {limit!r}"):
+        make(limit)
+
+
+def test_a_count_must_be_whole():
+    with pytest.raises(BudgetError, match=r"MaxItems needs a whole number, got 8.0"):
+        bw.MaxItems(8.0)
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        (64, r"got 64; write MaxItems\(64\) or MaxTokens\(64\)"),
+        (64.5, r"budget must be a Budget such as MaxTokens\(8192\), got 64.5$"),
+        (True, "got True$"),
+        (None, "got None$"),
+        (bw.MaxTokens, "got <class"),
+        ("64", "got '64'"),
+    ],
+)
+def test_a_budget_must_be_a_budget(budget, message):
+    with pytest.raises(ArgumentError, match=message):
+        bw.plan_batches([1, 2], budget)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grouping": bw.Sorted}, r"grouping must be an object, got the class; write Sorted\(\)"),
+        ({"grouping": "sorted"}, r"grouping must be one of InOrder\(\), .* got 'sorted'"),
+        ({"grouping": None}, "grouping must be one of"),
+        ({"seed": -1}, "seed must be a whole number of 0 or more, got -1"),
+        ({"seed": 1.0}, "seed must be a whole number of 0 or more, got 1.0"),
+        ({"epoch": -1}, "epoch must be a whole number of 0 or more, got -1"),
+        ({"world_size": 0}, "world_size must be a whole number of 1 or more, got 0"),
+        ({"world_size": "2"}, "world_size must be a whole number of 1 or more, got '2'"),
+        ({"keep_first": -1}, "keep_first must be a whole number of 0 or more, got -1"),
+        ({"balance_over": 0}, "balance_over must be a whole number of 1 or more, got 0"),
+        ({"pad_multiple_of": 0}, "pad_multiple_of must be a whole number of 1 or more, got 0"),
+        ({"size_multiple_of": 2.5}, "size_multiple_of must be a whole number of 1 or more, got 2.5"),
+        ({"size_ladder": "pow3"}, "size_ladder must be one of None, 'pow2', 'pow2x3', got 'pow3'"),
+        ({"size_ladder": "pow2", "size_multiple_of": 6}, "no size on the ladder 'pow2' is a multiple of 6"),
+        ({"oversize": "skip"}, "oversize must be one of 'error', 'alone', 'drop', 'truncate', got 'skip'"),
+        ({"remainder": "pad"}, "remainder must be one of 'spread', 'drop', got 'pad'"),
+        ({"shuffle": 1}, "shuffle must be one of True, False, got 1"),
+        ({"drop_last": None}, "drop_last must be one of True, False, got None"),
+        ({"cost": 5}, r"cost must be None or a function of \(num_items, padded_lengths\), got 5"),
+    ],
+)
+def test_options_are_checked_before_any_work(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        bw.plan_batches([1, 2], Untouched(), **options)
+
+
+def test_an_unknown_option_is_a_type_error():
+    with pytest.raises(TypeError, match="batch_size"):
+        bw.plan_batches([1, 2], BUDGET, batch_size=4)
+
+
+def test_options_are_keyword_only():
+    with pytest.raises(TypeError, match="positional"):
+        bw.plan_batches([1, 2], BUDGET, bw.Sorted())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "grouping", "message"),
+    [
+        ([[1, 2, 3]], bw.Buckets(), "Buckets bounds one or two axes, got lengths with 3"),
+        ([[1, 2]], bw.Packed(2), "Packed rows have one length, got lengths with 2 axes; pack their sum"),
+        ([[5, 6]], bw.Packed(2), "Packed rows have one length"),  # not: over the capacity
+    ],
+)
+def test_more_axes_than_a_grouping_knows_are_refused_before_any_work(lengths, grouping, message):
+    with pytest.raises(ArgumentError, match=message):
+        bw.plan_batches(lengths, Untouched(), grouping=grouping)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: bw.WindowSort(0), "WindowSort: batches_per_window must be a whole number of 1 or more, got 0"),
+        (lambda: bw.Buckets(2.5), "Buckets: count must be a whole number of 1 or more, got 2.5"),
+        (lambda: bw.Buckets((4, 0)), "Buckets: count must be a whole number of 1 or more, got 0"),
+        (lambda: bw.Buckets((4,)), r"Buckets: count must be one number or a pair, one an axis, got \(4,\)"),
+        (lambda: bw.Packed(True), "Packed: capacity must be a whole number of 1 or more, got True"),
+        (lambda: bw.Packed(2**31), "Packed: capacity must be at most 2147483647, got 2147483648"),
+    ],
+)
+def test_a_grouping_checks_its_settings(make, message):
+    with pytest.raises(ArgumentError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "message"),
+    [
+        (2, 2, "rank must be below world_size, got rank 2 of 2; ranks count from 0"),
+        (-1, 2, "rank must be a whole number of 0 or more, got -1"),
+        (0, 0, "world_size must be a whole number of 1 or more, got 0"),
+        (0.0, 1, "rank must be a whole number"),
+    ],
+)
+def test_ranks_lie_within_the_world(rank, world_size, message):
+    with pytest.raises(ArgumentError, match=message):
+        bw.BatchSampler([1, 2], BUDGET, rank=rank, world_size=world_size)
+
+
+@pytest.mark.parametrize("pad", [8, 2**40])
+def test_lengths_that_padding_takes_beyond_32_bits_are_refused(pad):
+    with pytest.raises(LengthsError, match=f"length 2147483647 padded to a multiple of {pad} is over 2147483647"):
+        bw.plan_batches([2**31 - 1], bw.MaxTokens(2**60), pad_multiple_of=pad)
+
+
+@pytest.mark.parametrize(
+    ("cost", "message"),
+    [
+        (lambda num_items, padded: num_items * np.nan, "cost is NaN"),
+        (lambda num_items, padded: 1.0, "cost must return one number a shape"),
+    ],
+)
+def test_a_cost_for_balancing_must_return_one_number_a_batch(cost, message):
+    with pytest.raises(BudgetError, match=message):
+        bw.plan_batches([1, 2, 3], BUDGET, cost=cost)

@@ -1,0 +1,135 @@
+"""pad_to: the widths a collator pads to are those the plan counted on."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import batchwright as bw
+from batchwright.errors import LengthsError
+
+
+@st.composite
+def bucketed(draw, axes):
+    """Lengths, a budget that the most demanding example may just fill, and buckets."""
+    longest = draw(st.sampled_from([1, 6, 40]))
+    # Drawn by seed: shapes of equal size meet in data sets larger than hypothesis makes one by one.
+    random = np.random.default_rng(draw(st.integers(0, 10**6)))
+    lengths = random.integers(1, longest + 1, size=(draw(st.integers(1, 200)), axes))
+    if axes == 2 and draw(st.booleans()):
+        # Long on one axis and short on the other: cells that no batch fits, so that examples get shapes of their own.
+        lengths[:, 1] = np.maximum(1, longest - lengths[:, 0] - lengths[:, 1] // 3)
+    pad = draw(st.sampled_from([1, 1, 4]))
+    alone = int((-(-lengths // pad) * pad).sum(axis=1).max())
+    budget = bw.MaxTokens(int(alone * draw(st.sampled_from([1, 1.2, 2, 5]))))
+    if draw(st.booleans()):
+        budget &= bw.MaxItems(draw(st.integers(1, 9)))
+    options = {
+        "grouping": bw.Buckets(draw(st.sampled_from([1, 2, 3, 64]))),
+        "pad_multiple_of": pad,
+        "seed": draw(st.integers(0, 3)),
+        "size_ladder": draw(st.sampled_from([None, "pow2"])),
+    }
+    return lengths[:, 0] if axes == 1 else lengths, budget, options
+
+
+either = st.sampled_from([1, 2]).flatmap(bucketed)
+
+
+@given(either, st.integers(1, 9))
+def test_tensors_padded_by_pad_to_keep_the_budget_on_any_number_of_ranks(case, world_size):
+    lengths, budget, options = case
+    sampler = bw.BatchSampler(lengths, budget, world_size=world_size, **options)
+    for batch in sampler.plan:
+        padded = sampler.pad_to(lengths[batch])
+        assert (lengths[batch].reshape(len(batch), -1) <= padded).all()
+        assert all(width % options["pad_multiple_of"] == 0 for width in padded)
+        assert budget.fraction(np.array([len(batch)]), np.array([padded]))[0] <= 1
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+@given(data=st.data())
+def test_a_full_batch_is_padded_to_the_shape_of_the_plan(axes, data):
+    lengths, budget, options = data.draw(bucketed(axes))
+    sampler = bw.BatchSampler(lengths, budget, **options)
+    full_sizes = dict(zip(sampler.pad_to.shapes, sampler.pad_to.sizes, strict=True))
+    for batch, (num_items, *planned) in zip(sampler.plan, sampler.plan.shapes.tolist(), strict=True):
+        if num_items == full_sizes[tuple(planned)]:
+            assert sampler.pad_to(lengths[batch]) == tuple(planned)
+
+
+@given(either)
+def test_a_batch_short_of_examples_is_padded_to_one_of_the_shapes(case):
+    lengths, budget, options = case
+    sampler = bw.BatchSampler(lengths, budget, **options)
+    assert {sampler.pad_to(lengths[batch]) for batch in sampler.plan} <= set(sampler.pad_to.shapes)
+
+
+def test_of_two_shapes_of_equal_size_a_grid_takes_the_one_in_the_row_of_the_batch():
+    # (10, 100) is the first that holds the batch; (20, 60) has fewer tokens but lies in the next row.
+    pad_to = bw.PadTo(shapes=((10, 100), (20, 60)), sizes=(2, 2))
+    assert pad_to([(9, 50), (10, 60)]) == (10, 100)
+
+
+def test_examples_with_a_shape_of_their_own_are_padded_to_it():
+    pad_to = bw.PadTo(shapes=((10, 20), (30, 40), (9, 35)), sizes=(5, 1, 1))
+    assert pad_to([(9, 35)]) == (9, 35)
+    assert pad_to([(9, 34)]) == (30, 40)
+
+
+def test_a_short_batch_takes_the_shape_of_the_fewest_tokens_that_holds_it():
+    pad_to = bw.PadTo(shapes=((10,), (20,), (40,)), sizes=(8, 4, 2))
+    assert pad_to([3, 9, 7]) == (10,)
+    assert pad_to([3, 11, 7]) == (20,)
+
+
+def test_a_batch_that_no_shape_holds_is_padded_to_its_longest():
+    pad_to = bw.PadTo(shapes=((8,), (16,)), sizes=(8, 4), multiple_of=8)
+    assert pad_to([17]) == (24,)
+    assert bw.PadTo(shapes=((10,), (20,)), sizes=(8, 4))([15] * 5) == (15,)  # five are too many for 20
+
+
+@pytest.mark.parametrize("grouping", [bw.WindowSort(), bw.Sorted(), bw.InOrder()])
+def test_without_static_shapes_a_batch_is_padded_to_its_longest_rounded_up(grouping):
+    sampler = bw.BatchSampler([3, 9, 5], bw.MaxTokens(64), grouping=grouping, pad_multiple_of=8)
+    assert sampler.pad_to([3, 9, 5]) == (16,)
+    assert sampler.plan.shapes.tolist() == [[3, 16]]
+    assert bw.BatchSampler([(3, 9), (4, 1)], bw.MaxTokens(64)).pad_to([(3, 9), (4, 1)]) == (4, 9)
+
+
+def test_packed_rows_are_padded_to_the_capacity():
+    lengths = [30, 20, 10, 40]
+    sampler = bw.BatchSampler(lengths, bw.MaxTokens(128), grouping=bw.Packed(64))
+    for rows, planned in zip(sampler.plan, sampler.plan.shapes[:, 1:].tolist(), strict=True):
+        assert sampler.pad_to([sum(lengths[index] for index in row) for row in rows]) == tuple(planned) == (64,)
+
+
+def test_an_oversize_example_alone_is_padded_to_its_own_length():
+    lengths = [3, 50, 4, 4, 3]
+    sampler = bw.BatchSampler(lengths, bw.MaxTokens(8), grouping=bw.Buckets(2), oversize="alone", pad_multiple_of=4)
+    assert sampler.pad_to([50]) == (52,)
+    assert [1, 52] in sampler.plan.shapes.tolist()
+
+
+def test_pad_to_is_the_same_in_every_epoch_and_pickles_small():
+    lengths = np.random.default_rng(0).integers(1, 500, size=20_000)
+    sampler = bw.BatchSampler(lengths, bw.MaxTokens(4096), grouping=bw.Buckets(16))
+    before = sampler.pad_to
+    sampler.set_epoch(3)
+    shapes = {tuple(shape) for shape in sampler.plan.shapes[:, 1:].tolist()}
+    assert shapes <= set(before.shapes)
+    assert len(pickle.dumps(before)) < 1_000
+    assert pickle.loads(pickle.dumps(before)) == before
+
+
+def test_lengths_with_another_number_of_axes_are_refused():
+    sampler = bw.BatchSampler([(3, 9), (4, 1)], bw.MaxTokens(64), grouping=bw.Buckets(2))
+    with pytest.raises(LengthsError, match="the plan has 2 axes of length, got 1"):
+        sampler.pad_to([3, 4])
+
+
+def test_an_empty_batch_has_no_width():
+    with pytest.raises(LengthsError, match="lengths is empty"):
+        bw.PadTo()([])

@@ -1,0 +1,167 @@
+"""The plan as an object, its options, and its values frozen for ever."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import batchwright as bw
+
+from .strategies import cases
+
+GROUPINGS = [bw.InOrder(), bw.Sorted(), bw.WindowSort(1), bw.Buckets(3), bw.Packed(12)]
+LENGTHS = [7, 3, 9, 1, 4, 12, 6, 3, 8, 2, 5, 10]
+
+
+class Series:
+    """What a column of a data frame offers."""
+
+    def __init__(self, values):
+        self._values = values
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self._values, dtype=dtype)
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize(
+    "convert",
+    [
+        tuple,
+        torch.tensor,
+        Series,
+        lambda values: np.array(values, dtype=np.uint8),
+        lambda values: np.array(values, dtype=np.uint16),
+        lambda values: np.array(values, dtype=np.int64),
+        lambda values: np.array(values, dtype=np.int32)[:, None],
+        lambda values: np.repeat(values, 2)[::2],
+        lambda values: torch.tensor(values, dtype=torch.uint8),
+    ],
+)
+def test_lengths_of_any_kind_give_the_same_plan(grouping, convert):
+    expected = bw.plan_batches(LENGTHS, bw.MaxTokens(24), grouping=grouping)
+    plan = bw.plan_batches(convert(LENGTHS), bw.MaxTokens(24), grouping=grouping)
+    assert list(plan) == list(expected)
+    assert plan.shapes.tolist() == expected.shapes.tolist()
+
+
+def test_numbers_of_numpy_give_the_same_plan():
+    options = {"seed": 3, "epoch": 1, "world_size": 2, "keep_first": 1, "pad_multiple_of": 2, "size_multiple_of": 2}
+    expected = bw.plan_batches(LENGTHS, bw.MaxTokens(24), **options)
+    plan = bw.plan_batches(LENGTHS, bw.MaxTokens(24), **{name: np.int64(value) for name, value in options.items()})
+    assert list(plan) == list(expected)
+    assert plan.settings == expected.settings
+    assert repr(plan.settings) == repr(expected.settings)  # a saved state holds plain numbers
+
+
+def test_a_plan_is_a_sequence_of_batches():
+    plan = bw.plan_batches([3, 5, 2, 9], bw.MaxTokens(10), grouping=bw.InOrder())
+    assert len(plan) == 3
+    assert [plan[0], plan[-1], plan[np.int64(1)]] == [[0, 1], [3], [2]]
+    assert list(plan) == [[0, 1], [2], [3]]
+    with pytest.raises(IndexError, match="batch 3 of a plan with 3"):
+        plan[3]
+
+
+def test_a_packed_plan_is_a_sequence_of_lists_of_rows():
+    plan = bw.plan_batches([5, 5, 4, 6], bw.MaxItems(2), grouping=bw.Packed(10), shuffle=False)
+    # 6 takes 4 in the end, and the two fives share a row.
+    assert list(plan) == [[[2, 3], [0, 1]]]
+    assert plan.row_offsets.tolist() == [0, 2, 4]
+    assert plan.shapes.tolist() == [[2, 10]]
+
+
+def test_the_arrays_are_as_small_as_promised():
+    plan = bw.plan_batches(LENGTHS, bw.MaxTokens(24))
+    assert (plan.indices.dtype, plan.shapes.dtype, plan.offsets.dtype) == (np.int32, np.int32, np.int64)
+    assert plan.offsets[0] == 0
+    assert plan.offsets[-1] == len(plan.indices)
+
+
+def test_the_repr_says_what_was_planned():
+    plan = bw.plan_batches([3, 5], bw.MaxTokens(10), grouping=bw.Sorted())
+    assert repr(plan) == "Plan(1 batches of 2 examples, Sorted(), MaxTokens(10))"
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS)
+def test_drop_last_leaves_out_the_incomplete_batch_and_nothing_else(grouping):
+    lengths = [12] * 10  # every grouping makes two batches of four and one of two
+    plan = bw.plan_batches(lengths, bw.MaxItems(4), grouping=grouping, drop_last=True)
+    assert plan.shapes[:, 0].tolist() == [4, 4]
+    assert plan.num_dropped == plan.report().dropped == 2
+    assert len(set(plan.indices.tolist())) == 8
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS)
+def test_remainder_drop_leaves_out_what_fills_no_step_and_nothing_else(grouping):
+    options = {"grouping": grouping, "balance_over": 1}
+    whole = bw.plan_batches([12] * 20, bw.MaxItems(2), **options)
+    plan = bw.plan_batches([12] * 20, bw.MaxItems(2), world_size=4, remainder="drop", **options)
+    # Ten batches, so two steps of four; two batches of two examples are left out.
+    assert list(plan) == list(whole)[:8]
+    assert (plan.num_dropped, plan.num_repeated) == (4, 0)
+
+
+@settings(max_examples=100)
+@given(cases(), st.integers(1, 5), st.sampled_from(["spread", "drop"]))
+def test_what_is_dropped_is_counted(case, world_size, remainder):
+    plan = case.plan(drop_last=True, world_size=world_size, remainder=remainder)
+    given_out = plan.indices.tolist()
+    assert len(set(given_out)) + plan.num_dropped == len(case.lengths)
+    assert len(given_out) - len(set(given_out)) == plan.num_repeated
+    assert len(plan) % world_size == 0
+
+
+@settings(max_examples=100)
+@given(cases())
+def test_drop_last_only_leaves_out_batches(case):
+    whole, kept = ({str(batch) for batch in case.plan(drop_last=drop)} for drop in (False, True))
+    assert kept <= whole
+
+
+def test_a_cost_for_balancing_is_asked_once_for_all_batches():
+    calls = []
+
+    def cost(num_items, padded):
+        calls.append((num_items.dtype, padded.dtype, len(num_items)))
+        return padded[:, 0] ** 2
+
+    plan = bw.plan_batches(LENGTHS, bw.MaxItems(3), cost=cost)
+    assert calls == [(np.int64, np.int64, len(plan))]
+
+
+# A resumed epoch is planned again, perhaps on another machine and with another NumPy: these values never change. If
+# they must, STATE_VERSION of the sampler has to change with them.
+FROZEN = [
+    (bw.InOrder(), 0, [[0, 1], [2, 3], [4, 5], [6, 7, 8], [9, 10], [11]]),
+    (bw.InOrder(), 1, [[0, 1], [2, 3], [4, 5], [6, 7, 8], [9, 10], [11]]),
+    (bw.Sorted(), 0, [[0, 6, 10], [5, 11], [2, 8], [4, 1, 7, 9, 3]]),
+    (bw.Sorted(), 1, [[5, 11], [0, 6, 10], [4, 1, 7, 9, 3], [2, 8]]),
+    (bw.WindowSort(1), 0, [[5, 2], [0, 10, 4], [11, 6], [8, 7, 1], [9, 3]]),
+    (bw.WindowSort(1), 1, [[9, 3], [11, 2], [5, 4], [8, 10, 7], [0, 6, 1]]),
+    (bw.Buckets(3), 0, [[8, 5], [6, 0], [9, 7, 1], [11, 2], [3, 4, 10]]),
+    (bw.Buckets(3), 1, [[3, 7, 9], [1, 4, 10], [6, 0], [5, 11], [8, 2]]),
+    (bw.Packed(12), 0, [[[1, 3, 6], [5]], [[4, 8], [0, 10]], [[2, 7], [9, 11]]]),
+    (bw.Packed(12), 1, [[[4, 8], [5]], [[2, 7], [9, 11]], [[1, 3, 6], [0, 10]]]),
+]
+FROZEN_PAIRS = [
+    (bw.Sorted(), 0, [[1, 7, 4, 10], [11, 5], [9, 3], [6, 0], [2, 8]]),
+    (bw.WindowSort(1), 0, [[9, 4, 10], [1, 7, 8], [3, 6], [11, 0], [2, 5]]),
+    (bw.WindowSort(1), 1, [[11, 2], [7, 4, 8], [5, 9], [10, 1, 3], [6, 0]]),
+    (bw.Buckets(3), 0, [[6, 0], [5, 11], [4, 7, 1, 10], [8, 2], [9, 3]]),
+    (bw.Buckets(3), 1, [[3, 9], [7, 4, 10, 1], [5, 11], [6, 0], [8, 2]]),
+]
+
+
+@pytest.mark.parametrize(("grouping", "epoch", "expected"), FROZEN)
+def test_a_plan_is_the_same_on_every_machine(grouping, epoch, expected):
+    plan = bw.plan_batches(LENGTHS, bw.MaxTokens(24), grouping=grouping, seed=7, epoch=epoch)
+    assert list(plan) == expected
+
+
+@pytest.mark.parametrize(("grouping", "epoch", "expected"), FROZEN_PAIRS)
+def test_a_plan_of_pairs_is_the_same_on_every_machine(grouping, epoch, expected):
+    pairs = list(zip(LENGTHS, reversed(LENGTHS), strict=True))
+    plan = bw.plan_batches(pairs, bw.MaxTokens(48), grouping=grouping, seed=7, epoch=epoch)
+    assert list(plan) == expected
