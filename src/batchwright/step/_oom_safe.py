@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -115,7 +116,7 @@ def _attempt(fn: Callable[[Any], Any], part: Any, results: list[Any]) -> str | N
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return str(error).split("\n")[0]
+        return textwrap.shorten(str(error), width=160, placeholder=" …")
     return None
 
 
