@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_memory.py --output benchmarks/results/gpu_memory.json
 
-For each model (random weights, bf16 autocast) `calibrate_huggingface` measures its own probes; then shapes that were not
-probed are measured and compared with `predict` and with `upper`.
+For each model (random weights, bf16 autocast) `calibrate_huggingface` measures its own probes; then shapes that were
+not probed are measured and compared with `predict` and with `upper`.
 """
 
 from __future__ import annotations

@@ -312,3 +312,18 @@ def test_a_decoder_padded_on_the_right_is_refused():
 def test_a_model_that_cannot_generate_is_refused():
     with pytest.raises(ArgumentError, match=r"must have generate\(\).*got Linear"):
         generate(nn.Linear(2, 2), [[1]])
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "LlamaForCausalLM"])
+def test_a_device_that_is_really_full_changes_no_result(name):
+    model, examples = make_model(name).to("cuda"), make_examples(200, longest=400)
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + 64 * 2**20
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        found = generate(model, examples, max_new_tokens=8)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    on_device = [torch.tensor(example, device="cuda") for example in examples[:20]]
+    assert [row.tolist() for row in found[:20]] == [alone(model, ids, max_new_tokens=8) for ids in on_device]
