@@ -230,15 +230,16 @@ def main() -> None:
         peer = json.loads(PEER_PLAN.read_text())
         if peer["num"] == len(few):
             rows.append(run_arm(loop, "dynabatch, range 5", few, shapes_of(peer["batches"], few), len(few)))
-    for name, lengths in (("few", few), ("many", many)):
-        arms = {
-            f"MaxTokens, WindowSort, {name}": (tokens, bw.WindowSort(), {}),
-            f"calibrated, Sorted, {name}": (budget, bw.Sorted(), {}),
-            f"calibrated, WindowSort, {name}": (budget, bw.WindowSort(), {}),
-            f"calibrated, Buckets(16, 4), {name}": (budget, bw.Buckets((16, 4)), {}),
-        }
-        for arm, (limit, grouping, more) in arms.items():
-            rows.append(run_arm(loop, arm, lengths, planned(lengths, limit, grouping, **more), len(lengths)))
+    arms: list[tuple[str, np.ndarray, bw.Budget, bw.Grouping]] = [
+        ("MaxTokens(8192), WindowSort", few, tokens, bw.WindowSort()),
+        ("calibrated, Sorted", few, budget, bw.Sorted()),
+        ("calibrated, WindowSort", few, budget, bw.WindowSort()),
+        ("calibrated, Buckets((16, 4))", few, budget, bw.Buckets((16, 4))),
+        ("calibrated, Sorted", many, budget, bw.Sorted()),
+        ("calibrated, WindowSort", many, budget, bw.WindowSort()),
+    ]
+    for arm, lengths, limit, grouping in arms:
+        rows.append(run_arm(loop, arm, lengths, planned(lengths, limit, grouping), len(lengths)))
     dense = [(n, length, length) for length in (16, 32, 64, 128) for n in (64, 128, 256, 512, 1024)]
     fits = budget.fraction(np.array([n for n, *_ in dense]), np.array([shape[1:] for shape in dense])) <= 1
     rows.append(dense_limit(loop, many, [shape for shape, good in zip(dense, fits, strict=True) if good]))
