@@ -40,10 +40,12 @@ check: lint types ## the same with five times as many random cases
 bench: .venv-bench/.ready ## measure the planner beside its peers, three distributions
 	.venv-bench/bin/python benchmarks/planning.py
 
-.venv-bench/.ready: pyproject.toml constraints.txt
+# The second list goes without dependencies: by their metadata they would bring GPU libraries that nothing here uses.
+.venv-bench/.ready: pyproject.toml benchmarks/requirements.txt benchmarks/requirements-no-deps.txt
 	$(PYTHON) -m venv .venv-bench
-	.venv-bench/bin/python -m pip install $(PIP_FLAGS) --upgrade "pip>=25.1"
-	.venv-bench/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable . --group bench
+	.venv-bench/bin/python -m pip install $(PIP_FLAGS) --requirement benchmarks/requirements.txt
+	.venv-bench/bin/python -m pip install $(PIP_FLAGS) --no-deps --requirement benchmarks/requirements-no-deps.txt
+	.venv-bench/bin/python -m pip install $(PIP_FLAGS) --no-deps --editable .
 	@touch $@
 
 clean: ## remove environments, caches and the demo's page

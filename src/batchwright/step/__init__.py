@@ -8,6 +8,10 @@ require("torch", extra="torch")
 from ._calibrate import calibrate as calibrate  # noqa: E402
 from ._calibrate_huggingface import calibrate_huggingface as calibrate_huggingface  # noqa: E402
 from ._checks import whole_batch as whole_batch  # noqa: E402
+from ._generate import generate as generate  # noqa: E402
+from ._huggingface import huggingface_loss as huggingface_loss  # noqa: E402
+from ._oom_safe import merge_padded as merge_padded  # noqa: E402
+from ._oom_safe import oom_safe as oom_safe  # noqa: E402
 from ._probe_shapes import default_shapes as default_shapes  # noqa: E402
 from ._sources import MemorySource as MemorySource  # noqa: E402
 from .calibration import Calibration as Calibration  # noqa: E402
@@ -42,7 +46,11 @@ __all__ = [
     "calibrate_huggingface",
     "default_shapes",
     "entropy_sum",
+    "generate",
+    "huggingface_loss",
     "is_out_of_memory",
+    "merge_padded",
+    "oom_safe",
     "supervised_loss",
     "whole_batch",
 ]
