@@ -39,7 +39,9 @@ def make_models() -> dict[str, Any]:
         ),
         "GPT-2 medium": lambda: t.GPT2LMHeadModel(t.GPT2Config(n_embd=1024, n_layer=24, n_head=16)),
         "T5-base": lambda: t.T5ForConditionalGeneration(
-            t.T5Config(d_model=768, d_ff=3072, num_layers=12, num_heads=12, vocab_size=32_128)
+            t.T5Config(
+                d_model=768, d_ff=3072, num_layers=12, num_heads=12, vocab_size=32_128, decoder_start_token_id=0
+            )
         ),
         "NLLB-600M shape": lambda: t.M2M100ForConditionalGeneration(
             t.M2M100Config(
@@ -50,8 +52,8 @@ def make_models() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(model: Any, shape: tuple[int, ...]) -> float:
-    """Return the peak bytes of one forward and backward with gradients already allocated."""
+def measure(model: Any, shape: tuple[int, ...]) -> float | None:
+    """Return the peak bytes of one forward and backward with gradients already allocated, None where it ran out."""
     import torch
 
     ids = torch.randint(5, 1000, (shape[0], shape[1]), device="cuda")
@@ -59,10 +61,13 @@ def measure(model: Any, shape: tuple[int, ...]) -> float:
     mask = torch.ones_like(ids)
     mask[1:, -1] = 0
     torch.cuda.reset_peak_memory_stats()
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
-    loss.backward()
-    torch.cuda.synchronize()
+    try:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        return None
     return float(torch.cuda.max_memory_allocated())
 
 
@@ -86,9 +91,9 @@ def run_model(name: str, make: Any, cap_bytes: float) -> dict[str, Any]:
 
     model = make().cuda().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        found = calibrate_huggingface(model, optimizer=optimizer)
+    found = calibrate_huggingface(model, optimizer=optimizer, autocast=torch.bfloat16, progress=False)
     assert found.memory is not None
+    assert found.peak_bytes is not None
     budget = found.memory.budget(0.9 * cap_bytes)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -96,12 +101,15 @@ def run_model(name: str, make: Any, cap_bytes: float) -> dict[str, Any]:
     rows = []
     for shape in held_out(found.memory.num_axes, budget, 512):
         peak = measure(model, shape)
+        if peak is None:
+            gc.collect()
+            torch.cuda.empty_cache()
         rows.append(
             {"shape": shape, "peak": peak, "predict": float(found.memory.predict([shape])[0]),
              "upper": float(found.memory.upper([shape])[0])}
         )  # fmt: skip
     del allocated
-    errors = [abs(row["predict"] / row["peak"] - 1) for row in rows]
+    errors = [abs(row["predict"] / row["peak"] - 1) for row in rows if row["peak"] is not None]
     return {
         "model": name,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -109,7 +117,10 @@ def run_model(name: str, make: Any, cap_bytes: float) -> dict[str, Any]:
         "margin": found.memory.margin,
         "mean_error": float(np.mean(errors)),
         "worst_error": float(np.max(errors)),
-        "under_upper": sum(row["peak"] <= row["upper"] for row in rows) / len(rows),
+        "largest_probe": max(zip(found.peak_bytes, found.shapes, strict=True)),
+        "stopped": found.stopped,
+        "ran_out": sum(row["peak"] is None for row in rows),
+        "under_upper": sum(row["peak"] is not None and row["peak"] <= row["upper"] for row in rows) / len(rows),
         "rows": rows,
     }
 

@@ -80,7 +80,10 @@ def _grow(measure: Callable[[npt.ArrayLike], Calibration], lengths: npt.ArrayLik
         if found.memory is None or found.peak_bytes is None or found.max_bytes is None or found.stopped:
             break
         larger = default_shapes(lengths, found.budget() & MOST_TOKENS)
-        if max(found.peak_bytes) >= NEAR * found.max_bytes or set(larger) <= set(found.shapes):
+        # Parameters and optimizer state are there in every probe; what counts is the part that grows with the batch.
+        constant = found.memory.coefficients["1"]
+        is_near = max(found.peak_bytes) - constant >= NEAR * (found.max_bytes - constant)
+        if is_near or set(larger) <= set(found.shapes):
             break
         # What has run already runs again: shapes that fit for sure, should the larger ones not.
         found = measure([*found.shapes, *larger])
