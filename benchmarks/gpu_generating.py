@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_generating.py --output benchmarks/results/gpu_generating.json
 
-The shape of M2M100-418M in fp16, random weights, greedy, exactly `min(128, longest input of the batch)` new tokens; every
-arm runs the same loop. The allocator is capped to stand for a smaller card. dynabatch's batches are planned beforehand
-by the package itself (`--write-peer-plan`).
+The shape of M2M100-418M in fp16, random weights, greedy, exactly `min(128, longest input of the batch)` new tokens;
+every arm runs the same loop. The allocator is capped to stand for a smaller card. dynabatch's batches are planned
+beforehand by the package itself (`--write-peer-plan`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-import batchwright as bw  # noqa: E402
+import batchwright as bw
 
 PEER_PLAN = Path(__file__).parent / "results" / "dynabatch_generate_plan.json"
 GIB = 2**30

@@ -148,12 +148,12 @@ def main() -> None:
         results.append(row)
         gc.collect()
         torch.cuda.empty_cache()
-    report = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
-        "cap_gib": options.cap_gib, "models": results,
-    }  # fmt: skip
-    if options.output is not None:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        if options.output is not None:  # after each, so that what was measured is kept
+            report = {
+                "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+                "python": platform.python_version(), "cap_gib": options.cap_gib, "models": results,
+            }  # fmt: skip
+            options.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
