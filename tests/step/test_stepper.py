@@ -358,3 +358,14 @@ def test_a_scaler_skips_the_same_steps_as_the_unsplit_mean():
     assert all(a == b for a, b in scales)
     assert scales[-1][0] == 256.0 / 2**3  # three of nine steps were skipped
     assert relative_error(list(split.parameters()), list(by_hand.parameters())) < 1e-3
+
+
+def test_nothing_can_be_added_to_a_gradient_that_was_reduced():
+    model = nn.Linear(3, 1)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), square_loss)
+    pair = Pair(torch.randn(4, 3), torch.randn(4, 1))
+    stepper.accumulate(pair)
+    stepper.reduce()
+    with pytest.raises(ArgumentError, match="reduced already"):
+        stepper.accumulate(pair)
+    assert stepper.update().batch_size == 4

@@ -148,6 +148,8 @@ class Stepper:
             total_weight: the weight of the whole update over all ranks, where a trainer knows it; the gradient is then
                 complete without ``reduce`` for a single process.
         """
+        if self._pending is not None and self._pending.is_reduced:
+            raise ArgumentError("the gradient was reduced already; call update() before the next accumulate(batch)")
         logical = self._wrap(batch)
         is_new = self._pending is None
         pending = self._pending or self._begin(batch, logical, total_weight)
