@@ -72,7 +72,7 @@ def test_no_shape_predicted_over_the_limit_is_run():
     found = machine.calibrate(max_bytes=7145)  # 1000 + 3 × 16 × 128 = 7144; (32, 128) needs 13288
     assert machine.ran[-1] == (16, 128)
     assert found.stopped == "(32, 128) is predicted over 7145 bytes"
-    assert found.max_bytes == 7144
+    assert found.max_bytes == 7145
     assert found.budget().max_items(np.array([[128]])).tolist() == [15]  # 16 need all of it, the margin is 0.5 %
 
 
