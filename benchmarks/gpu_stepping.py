@@ -5,7 +5,10 @@
 One model (the shape of NLLB-600M, random weights), one corpus of length pairs, one loop for every arm: bf16 autocast,
 fused AdamW, random ids. Every arm runs its batches twice; the second pass, when every shape was seen, is `steady`. The
 allocator is capped to stand for a smaller card. `dynabatch` batches are planned beforehand by the package itself
-(`--write-peer-plan`, which needs dynabatch installed, writes them to a file) since planning needs no GPU.
+(`--write-peer-plan`, which needs dynabatch installed, writes them to a file) since planning needs no GPU. It is given
+the source lengths; the corpus has no text, so its word and character counts are set to 3/4 word a token and 5
+characters a word. A batch that runs out of memory still counts as done in examples a second: read rows with `ooms`
+above 0 as too fast.
 """
 
 from __future__ import annotations
