@@ -5,7 +5,8 @@
     BatchwrightError
     ├── ArgumentError            (ValueError)   an argument is not one of the allowed ones
     │   ├── LengthsError                        the lengths are empty, negative, not integers, …
-    │   └── BudgetError                         the budget is impossible, or an example does not fit it
+    │   ├── BudgetError                         the budget is impossible, or an example does not fit it
+    │   └── MissingSignalError                  a policy needs a figure that it was not given
     ├── StateMismatchError       (ValueError)   a saved state belongs to other data or settings
     ├── DoesNotFitError          (RuntimeError) one example alone runs out of memory
     ├── UpdateMemoryError        (RuntimeError) the optimizer ran out of memory; its update may be half done
@@ -19,6 +20,7 @@ __all__ = [
     "DoesNotFitError",
     "LengthsError",
     "MissingDependencyError",
+    "MissingSignalError",
     "StateMismatchError",
     "UpdateMemoryError",
 ]
@@ -38,6 +40,10 @@ class LengthsError(ArgumentError):
 
 class BudgetError(ArgumentError):
     """The budget is impossible, or an example alone does not fit it."""
+
+
+class MissingSignalError(ArgumentError):
+    """A policy needs a figure that it was not given; the message says which and where it comes from."""
 
 
 class StateMismatchError(BatchwrightError, ValueError):
