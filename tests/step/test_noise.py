@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
+from batchwright.errors import ArgumentError
 from batchwright.size.noise import NoiseAverage, estimate_noise, noise_ratio
 from batchwright.step import Stepper
 
@@ -108,3 +109,58 @@ def test_an_average_around_zero_is_not_reliable():
     for step in range(200):
         average = average.update(10.0, 5.0 if step % 2 else -4.9, num_examples=10)
     assert not average.is_reliable
+
+
+def test_groups_of_parameters_add_up_to_the_whole():
+    model, x, y, scale = make_problem(by_length=False)
+    whole = noise_of_one_step(model, (x[:12], y[:12], scale[:12]))
+    noise = noise_of_one_step(model, (x[:12], y[:12], scale[:12]), noise_groups=lambda name: name)
+    assert set(noise.groups) == {"weight", "bias"}
+    assert sum(s for s, _ in noise.groups.values()) == pytest.approx(whole.s, rel=1e-12)
+    assert sum(g2 for _, g2 in noise.groups.values()) == pytest.approx(whole.g2, rel=1e-12)
+    assert whole.groups == {}
+
+
+def test_a_group_is_what_its_own_parameters_alone_would_give():
+    model, x, y, scale = make_problem(by_length=False)
+    batch = (x[:12], y[:12], scale[:12])
+    noise = noise_of_one_step(model, batch, noise_groups=lambda name: name)
+    model.bias.requires_grad_(False)
+    alone = noise_of_one_step(model, batch)
+    assert noise.groups["weight"] == pytest.approx((alone.s, alone.g2), rel=1e-12)
+
+
+def noise_of_one_step(model, batch, **options):
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return Stepper(model, optimizer, loss_fn, micro_batch=4, measure_noise=True, **options).step(batch).noise
+
+
+def test_noise_may_be_measured_in_every_third_update_alone():
+    model, x, y, scale = make_problem(by_length=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    stepper = Stepper(model, optimizer, loss_fn, micro_batch=12, measure_noise=3)
+    reports = [stepper.step((x[:12], y[:12], scale[:12])) for _ in range(4)]
+    assert [report.noise is not None for report in reports] == [True, False, False, True]
+    # Only a measured update needs parts; the others run whole.
+    assert [report.num_micro_batches for report in reports] == [2, 1, 1, 2]
+
+
+@pytest.mark.parametrize("value", [-1, 0.5, "often"])
+def test_a_nonsense_interval_of_noise_is_refused(value):
+    model, *_ = make_problem(by_length=False)
+    with pytest.raises(ArgumentError, match="measure_noise must be"):
+        Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_fn, measure_noise=value)
+
+
+def test_reports_read_late_and_out_of_order_are_those_of_their_updates():
+    model, x, y, scale = make_problem(by_length=False)
+    steppers = [
+        Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_fn, micro_batch=4, measure_noise=True)
+        for _ in range(2)
+    ]
+    batches = [(x[place : place + 12], y[place : place + 12], scale[place : place + 12]) for place in (0, 12, 24)]
+    at_once = [steppers[0].step(batch).noise for batch in batches]
+    late = [steppers[1].step(batch) for batch in batches]
+    assert [report.noise for report in reversed(late)] == at_once[::-1]
+    assert steppers[0].state_dict() == steppers[1].state_dict()

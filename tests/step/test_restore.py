@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from batchwright.errors import ArgumentError
-from batchwright.step._restore import allocate_state, restored
+from batchwright.step._allocate import step_of_zeros
+from batchwright.step._restore import restored
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -76,7 +77,7 @@ def test_everything_is_as_it_was_to_the_bit(make, num_steps_before):
     model[0].bias.requires_grad_(False)
     before = image(model, optimizer)
     with restored([model], [optimizer]):
-        allocate_state(optimizer)
+        step_of_zeros(optimizer)
         spoil(model, optimizer)
     torch.testing.assert_close(image(model, optimizer), before, rtol=0, atol=0, equal_nan=True)
 
@@ -113,7 +114,7 @@ def test_allocating_state_makes_all_of_it_and_moves_no_parameter(name):
     model = make_model()
     optimizer = OPTIMIZERS[name](model.parameters())
     before = copy.deepcopy(model.state_dict())
-    allocate_state(optimizer)
+    step_of_zeros(optimizer)
     assert all(optimizer.state[parameter] for parameter in model.parameters())
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1]
@@ -127,7 +128,7 @@ def test_training_goes_on_as_if_nothing_had_happened():
         train(model, optimizer)
         if is_tried:
             with restored([model], [optimizer]):
-                allocate_state(optimizer)
+                step_of_zeros(optimizer)
                 spoil(model, optimizer)
         for _ in range(3):
             train(model, optimizer)
@@ -139,7 +140,7 @@ def test_parameters_outside_the_model_are_put_back_through_their_optimizer():
     model, outside = nn.Linear(2, 1), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([*model.parameters(), outside], lr=0.1)
     with restored([model], [optimizer]):
-        allocate_state(optimizer)
+        step_of_zeros(optimizer)
         outside.data.zero_()
     assert outside.tolist() == [1.0, 1.0]
     assert outside.grad is None
@@ -170,7 +171,7 @@ def test_everything_on_the_device_is_as_it_was_and_copies_do_not_lie_there():
     held = torch.cuda.memory_allocated()
     with restored([model], [optimizer]):
         assert torch.cuda.memory_allocated() == held
-        allocate_state(optimizer)
+        step_of_zeros(optimizer)
         model(torch.randn(8, 3, device="cuda")).sum().backward()
         optimizer.step()
     torch.testing.assert_close(image(model, optimizer), before, rtol=0, atol=0)

@@ -369,3 +369,21 @@ def test_nothing_can_be_added_to_a_gradient_that_was_reduced():
     with pytest.raises(ArgumentError, match="reduced already"):
         stepper.accumulate(pair)
     assert stepper.update().batch_size == 4
+
+
+@pytest.mark.needs_cuda
+def test_a_step_whose_weight_is_known_on_the_host_never_waits_for_the_device():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepper = Stepper(
+        model, optimizer, lambda model, x: (model(x).square().sum(), len(x)), micro_batch=4, measure_noise=True
+    )
+    batch = torch.randn(16, 8, device="cuda")
+    stepper.step(batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        report = stepper.step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert report.loss > 0
+    assert report.noise is not None

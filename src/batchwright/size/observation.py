@@ -22,7 +22,7 @@ SOURCES = {
     "noise_reliable": "build the Stepper with measure_noise=True",
     "noise_parts": "build the Stepper with measure_noise=True",
     "seconds": "pass the seconds of the update: controller.observe(**report.observation()) does",
-    "memory_fraction": "pass controller.observe(memory_fraction=monitor.fraction(), …) with a step.MemoryMonitor",
+    "memory_fraction": "build the Stepper with memory=MemoryMonitor(), from batchwright.step",
 }
 
 

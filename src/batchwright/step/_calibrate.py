@@ -18,8 +18,9 @@ from ..plan import MemoryModel
 from ..plan._arrays import as_whole
 from ..plan._features import MIN_ROWS, as_shapes
 from ..plan.budget import check_limit
+from ._allocate import step_of_zeros
 from ._probe import Prober
-from ._restore import allocate_state, restored
+from ._restore import restored
 from .calibration import Calibration, Measurement, Shape
 from .memory import MemoryMonitor
 from .oom import devices_of, free_memory
@@ -84,7 +85,7 @@ def calibrate(
         check_limit("max_bytes", max_bytes)
     with restored(modules, optimizers):
         for optimizer in optimizers:
-            allocate_state(optimizer)
+            step_of_zeros(optimizer)
         gradients = [] if accumulate else [parameter for module in modules for parameter in module.parameters()]
         prober = Prober(run, device, monitor, as_whole("repeats", repeats, least=1), gradients, clock)
         limit = None if monitor is None else int(monitor.total_bytes * USABLE if max_bytes is None else max_bytes)

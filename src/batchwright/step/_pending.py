@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
 from ._sums import Totals
+from .report import NoiseReport
 
 
 @final
 class Summary(NamedTuple):
-    """Sums of an update over all ranks."""
+    """Sums of an update over all ranks; the weight and the counts are on the host, the rest may be on the device."""
 
     weight: float
-    loss_sum: float
+    loss_sum: Tensor | float
     num_examples: int
     num_micro_batches: int
-    metric_sums: dict[str, float]
+    metric_sums: Mapping[str, Tensor | float]
+    squares: Tensor | None
 
 
 @final
@@ -27,12 +30,24 @@ class Summary(NamedTuple):
 class Pending:
     """What ``accumulate`` has gathered and ``update`` will use."""
 
-    divisor: float  # backward runs on loss_sum / divisor
+    divisor: float | None  # backward runs on loss_sum / divisor; None: the first micro-batch decides
+    fallback: float  # the divisor where weights do not count examples, a power of two
     weight_known: bool  # the divisor is the weight itself, so nothing is left to multiply
     foreign: list[tuple[nn.Parameter, Tensor]]  # gradients that were there before
     totals: Totals = field(default_factory=Totals)
     ooms: int = 0
     started: float = field(default_factory=time.perf_counter)
     summary: Summary | None = None
-    noise: tuple[float, float, int] | None = None
+    noise: Callable[[], NoiseReport] | None = None
     is_reduced: bool = False
+
+    def divide_by(self, weight: Tensor | float, num_examples: int, num_all: int) -> float:
+        """Return the divisor; the first micro-batch of an update settles it.
+
+        Where weights count examples, the whole batch weighs ``num_all``: dividing by that leaves nothing to multiply
+        afterwards. Elsewhere a power of two is divided by, which loses no digit.
+        """
+        if self.divisor is None:
+            counts = not isinstance(weight, Tensor) and weight == num_examples
+            self.divisor = float(num_all) if counts else self.fallback
+        return self.divisor

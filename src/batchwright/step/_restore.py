@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -14,7 +13,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError
-from .couple import scaled_lr
 from .oom import Snapshot, devices_of
 
 
@@ -44,31 +42,6 @@ def restored(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ())
     finally:
         held.put_back()
         random_state.restore()
-
-
-def allocate_state(optimizer: Optimizer) -> None:
-    """Make an optimizer allocate its state: one step with gradients of zero, at a learning rate of zero.
-
-    Gradients of zero stay behind. Use it under ``restored``: the state counts the step.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad.zero_()
-    with scaled_lr(optimizer, 0.0):
-        if _needs_closure(optimizer):
-            optimizer.step(lambda: 0.0)
-        else:
-            optimizer.step()
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from ..errors import ArgumentError
 
 _HOW = "return (loss_sum, weight): the summed loss and how many examples or tokens it sums over"
+
+Sum: TypeAlias = "Tensor | float"  # a float where the loss function counted on the host
 
 
 @final
@@ -39,14 +41,17 @@ class MicroSums:
         self.metrics = {name: _as_scalar(value, loss) for name, value in metrics.items()}
 
 
-def _as_scalar(value: Any, like: Tensor) -> Tensor:
-    tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-    if tensor.numel() != 1:
-        raise ArgumentError(f"weights and metrics must be single numbers, got shape {tuple(tensor.shape)}")
+def _as_scalar(value: Any, like: Tensor) -> Sum:
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1:
+        raise ArgumentError(f"weights and metrics must be single numbers, got shape {tuple(value.shape)}")
+    return _widened(value.detach().reshape(()), like.device)
+
+
+def _widened(value: Tensor, device: torch.device) -> Tensor:
     # Sums of counts need more digits than a half-precision loss has.
-    return tensor.reshape(()).to(
-        device=like.device, dtype=torch.float64 if like.device.type == "cpu" else torch.float32
-    )
+    return value.to(device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
 
 
 @final
@@ -54,32 +59,31 @@ class Totals:
     """Sums over the micro-batches of an update, on the device until they are read."""
 
     def __init__(self) -> None:
-        self.loss: Tensor | None = None
-        self.weight: Tensor | None = None
-        self.metrics: dict[str, Tensor] = {}
+        self.loss: Sum = 0.0
+        self.weight: Sum = 0.0
+        self.metrics: dict[str, Sum] = {}
         self.num_examples = 0
         self.num_micro_batches = 0
 
     def add(self, sums: MicroSums, num_examples: int) -> None:
         """Add a micro-batch."""
-        loss = sums.loss.detach().to(sums.weight.dtype)
-        self.loss = loss if self.loss is None else self.loss + loss
-        self.weight = sums.weight if self.weight is None else self.weight + sums.weight
-        for name, value in sums.metrics.items():
-            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
+        self.loss = self.loss + _widened(sums.loss.detach(), sums.loss.device)
+        self.weight = self.weight + sums.weight
+        self._add_metrics(sums.metrics)
         self.num_examples += num_examples
         self.num_micro_batches += 1
 
     def merge(self, other: Totals) -> None:
         """Add the totals of another batch of the same update."""
-        if other.loss is None or other.weight is None:
-            return
-        self.loss = other.loss if self.loss is None else self.loss + other.loss
-        self.weight = other.weight if self.weight is None else self.weight + other.weight
-        for name, value in other.metrics.items():
-            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
+        self.loss = self.loss + other.loss
+        self.weight = self.weight + other.weight
+        self._add_metrics(other.metrics)
         self.num_examples += other.num_examples
         self.num_micro_batches += other.num_micro_batches
+
+    def _add_metrics(self, metrics: Mapping[str, Sum]) -> None:
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
 
 
 def check_weight(weight: float) -> float:

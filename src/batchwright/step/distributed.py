@@ -42,6 +42,8 @@ class Ranks:
 
     def sum(self, values: Sequence[Tensor | float], device: torch.device) -> list[float]:
         """Return the sums over all ranks, in one collective and one copy from the device."""
+        if self.world_size == 1:
+            return [float(value) for value in values]
         dtype = torch.float32 if device.type == "mps" else torch.float64
         packed = torch.stack([torch.as_tensor(value).to(device=device, dtype=dtype) for value in values])
         if self.world_size > 1:

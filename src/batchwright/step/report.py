@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from torch import Tensor
@@ -18,6 +19,7 @@ class NoiseReport:
         g2: squared norm of the true gradient, unbiased; may be below 0.
         num_parts: gradients it was estimated from.
         reliable: whether the average over recent updates is far enough from its own error.
+        groups: ``(s, g2)`` of each group of parameters, where ``noise_groups`` was given; they sum to the whole.
     """
 
     s: float
@@ -25,6 +27,7 @@ class NoiseReport:
     num_parts: int
     reliable: bool
     unit: str = "examples"
+    groups: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def scale(self) -> float | None:
@@ -35,7 +38,11 @@ class NoiseReport:
 @final
 @dataclass(frozen=True)
 class StepReport:
-    """The figures of one update, over all ranks."""
+    """The figures of one update, over all ranks.
+
+    Losses, metrics, noise and the gradient's norm lie on the device until they are read; ``seconds`` is the time of the
+    host, which on a GPU runs ahead of the device between two reads.
+    """
 
     batch_size: int
     num_micro_batches: int
@@ -43,21 +50,38 @@ class StepReport:
     ooms: int
     seconds: float
     peak_bytes: int | None
+    memory_fraction: float | None
     lr: float
-    loss: float
-    metrics: dict[str, float]
-    noise: NoiseReport | None
+    _loss_sum: Tensor | float
+    _metric_sums: Mapping[str, Tensor | float]
+    _noise: Callable[[], NoiseReport] | None = None
     _grad_norm: Tensor | None = None
 
     @property
+    def loss(self) -> float:
+        """Return the mean loss ``loss_sum / weight``."""
+        return float(self._loss_sum) / self.weight
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the mean of every sum that loss_fn returned by name."""
+        return {name: float(value) / self.weight for name, value in self._metric_sums.items()}
+
+    @property
+    def noise(self) -> NoiseReport | None:
+        """Return the gradient noise, None where it was not measured."""
+        return None if self._noise is None else self._noise()
+
+    @property
     def grad_norm(self) -> float | None:
-        """Return the norm of the gradient before clipping, None without ``clip_norm``; copied from the device."""
+        """Return the norm of the gradient before clipping, None without ``clip_norm``."""
         return None if self._grad_norm is None else float(self._grad_norm)
 
     @property
     def entropy(self) -> float | None:
         """Return the mean entropy, where loss_fn returned its sum."""
-        return self.metrics.get("entropy")
+        value = self._metric_sums.get("entropy")
+        return None if value is None else float(value) / self.weight
 
     def observation(self) -> dict[str, Any]:
         """Return what a batch-size policy observes: ``controller.observe(**report.observation())``."""
@@ -70,5 +94,7 @@ class StepReport:
             "noise_s": None if noise is None else noise.s,
             "noise_g2": None if noise is None else noise.g2,
             "noise_reliable": None if noise is None else noise.reliable,
+            "noise_parts": None if noise is None else noise.num_parts,
             "seconds": self.seconds,
+            "memory_fraction": self.memory_fraction,
         }

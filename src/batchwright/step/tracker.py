@@ -13,6 +13,10 @@ import numpy.typing as npt
 from ..errors import ArgumentError
 from ..plan import MaxBytes, MemoryModel
 
+# A model that was right so often may use most of the margin it was given for what it had not seen.
+RELAX_AFTER = 16
+RELAX_SPARE = 1.02
+
 
 @final
 @dataclass(frozen=True)
@@ -21,8 +25,9 @@ class BudgetTracker:
 
     ``ratio`` is measured / predicted: a higher one is taken at once, lower ones pull it down slowly,
     ``ratio += release × (measured / predicted − ratio)``. The budget of the rest of the epoch is multiplied by
-    ``factor = min(1, (1 + margin) / ratio)``: under-prediction beyond the model's margin tightens it at once, and
-    nothing relaxes it beyond the budget that the model gave.
+    ``factor = (1 + margin) / (spare × ratio)``. Under-prediction beyond the model's margin tightens it at once. It
+    relaxes only after ``RELAX_AFTER`` steps, and never beyond ``1 + margin``: a batch predicted to fill the memory
+    exactly. ``spare`` is 1 for tightening and ``RELAX_SPARE`` for relaxing.
 
     Args:
         model: the model the budget was made from.
@@ -60,8 +65,11 @@ class BudgetTracker:
 
     @property
     def factor(self) -> float:
-        """Return what to multiply the budget's bytes by, above 0 and at most 1."""
-        return min(1.0, (1 + self.model.margin) / self.ratio)
+        """Return what to multiply the budget's bytes by, above 0 and at most ``1 + margin``."""
+        room = (1 + self.model.margin) / self.ratio
+        if room <= 1 or self.num_observed < RELAX_AFTER:
+            return min(1.0, room)
+        return max(1.0, min(room, 1 + self.model.margin) / RELAX_SPARE)
 
     def budget(self, max_bytes: float) -> MaxBytes:
         """Return the budget for the rest of the epoch: ``model.budget(max_bytes × factor)``."""

@@ -1,0 +1,167 @@
+"""What `Stepper` costs over the loop one would write by hand: same model, same batches, steps of about 20 ms.
+
+    python benchmarks/stepper_overhead.py [--steps 200]
+
+Two models: a small transformer (1,024 tokens a step) and a wide MLP (128 rows a step), which has the most parameters to
+touch for its arithmetic and so the most to lose. Weights count examples; the rows marked "tokens" return the weight as
+a tensor that is not the number of examples, so that gradients are multiplied once at the end. accelerate is measured
+where it is installed. Arms take turns step by step, so that all see the same state of the machine; medians of processor
+seconds of the differences within a turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from batchwright.step import Stepper
+
+RESULT = Path(__file__).parent / "results" / "stepper_overhead.json"
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Transformer(nn.Module):
+    """A causal language model of 2 layers."""
+
+    def __init__(self, vocabulary: int = 256, width: int = 96) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.embed(tokens)))
+
+
+def make_transformer() -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 256, (32, 33))
+    return Transformer(), (tokens[:, :-1], tokens[:, 1:])
+
+
+def make_mlp() -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 256))
+    return model, (torch.randn(128, 256), torch.randint(0, 256, (128,)))
+
+
+def loss_sum(model: nn.Module, batch: Batch) -> torch.Tensor:
+    x, y = batch
+    return nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum")
+
+
+def by_example(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+    return loss_sum(model, batch), len(batch[0])
+
+
+def by_token(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    return loss_sum(model, batch), (batch[1] >= 0).sum() * 0.75
+
+
+def hand_arm(model: nn.Module, batch: Batch, num_parts: int) -> Callable[[], object]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    x, y = batch
+
+    def step() -> float:
+        total = 0.0
+        for part in zip(x.chunk(num_parts), y.chunk(num_parts), strict=True):
+            loss = loss_sum(model, part) / len(x)
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(total)
+
+    return step
+
+
+def stepper_arm(model: nn.Module, batch: Batch, num_parts: int, **options: object) -> Callable[[], object]:
+    loss_fn = options.pop("loss_fn", by_example)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    stepper = Stepper(model, optimizer, loss_fn, micro_batch=len(batch[0]) // num_parts, **options)  # type: ignore[arg-type]
+    return lambda: stepper.step(batch).loss
+
+
+def accelerate_arm(model: nn.Module, batch: Batch, num_parts: int) -> Callable[[], object] | None:
+    try:
+        from accelerate import Accelerator
+    except ImportError:
+        return None
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_parts)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    x, y = batch
+
+    def step() -> float:
+        total = 0.0
+        for part in zip(x.chunk(num_parts), y.chunk(num_parts), strict=True):
+            with accelerator.accumulate(model):
+                loss = loss_sum(model, part) / len(part[0])
+                accelerator.backward(loss)
+                total += loss.detach()
+                optimizer.step()
+                optimizer.zero_grad()
+        return float(total)
+
+    return step
+
+
+def seconds(step: Callable[[], object]) -> float:
+    start = time.process_time()
+    step()
+    return time.process_time() - start
+
+
+def measure(arms: dict[str, Callable[[], object]], num_steps: int) -> list[dict[str, object]]:
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(num_steps):
+        for name, step in arms.items():
+            times[name].append(seconds(step))
+    hand = [sum(times["hand"][place : place + 4]) for place in range(12, num_steps - 3, 4)]
+    rows = []
+    for name, values in times.items():
+        # Sums of four steps in a row: "noise/4" measures in one of them.
+        fours = [sum(values[place : place + 4]) for place in range(12, num_steps - 3, 4)]
+        ratio = statistics.median(four / base for four, base in zip(fours, hand, strict=True))
+        rows.append({"arm": name, "ms": 250 * statistics.median(fours), "over_hand": ratio - 1})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    num_steps = parser.parse_args().steps
+    torch.set_num_threads(1)
+    rows = []
+    for model_name, make in (("transformer", make_transformer), ("mlp", make_mlp)):
+        for num_parts in (1, 4):
+            arms: dict[str, Callable[[], object] | None] = {
+                "hand": hand_arm(*make(), num_parts),
+                "stepper": stepper_arm(*make(), num_parts),
+                "stepper, tokens": stepper_arm(*make(), num_parts, loss_fn=by_token),
+                "accelerate": accelerate_arm(*make(), num_parts),
+            }
+            if num_parts > 1:
+                arms["stepper, noise"] = stepper_arm(*make(), num_parts, measure_noise=True)
+                arms["stepper, noise/4"] = stepper_arm(*make(), num_parts, measure_noise=4)
+            found = {name: arm for name, arm in arms.items() if arm is not None}
+            for row in measure(found, num_steps):
+                rows.append({"model": model_name, "micro_batches": num_parts, **row})
+                print(
+                    "{model:12} {micro_batches:3} {arm:16} {ms:8.2f} ms {over_hand:+8.1%}".format(**rows[-1]),
+                    flush=True,
+                )
+    machine = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    RESULT.write_text(json.dumps({"machine": machine, "num_steps": num_steps, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
