@@ -80,9 +80,30 @@ def num_examples(batch: Any) -> int:
 
 
 def take(batch: Any, indices: list[int]) -> Any:
-    """Return the examples at some places; neighbours are sliced without a copy."""
-    if indices == list(range(indices[0], indices[0] + len(indices))):
-        start, stop = indices[0], indices[0] + len(indices)
-        return map_leaves(batch, lambda tensor: tensor[start:stop])
+    """Return the examples at some places; neighbours are sliced without a copy.
+
+    A list of one value an example that holds no tensor, such as texts or names, is cut as the tensors are.
+
+    >>> take({"x": torch.arange(3), "texts": ["a", "b", "c"]}, [0, 2])
+    {'x': tensor([0, 2]), 'texts': ['a', 'c']}
+    """
+    num = num_examples(batch)
+    start, stop = indices[0], indices[0] + len(indices)
+    if indices == list(range(start, stop)):
+        return _cut(batch, num, indices, lambda tensor: tensor[start:stop])
     index = torch.tensor(indices)
-    return map_leaves(batch, lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+    return _cut(batch, num, indices, lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+
+def _cut(batch: Any, num: int, indices: list[int], function: Callable[[Tensor], Tensor]) -> Any:
+    def cut_lists(value: Any) -> Any:
+        is_plain = isinstance(value, list) and len(value) == num and next(leaves(value), None) is None
+        return [value[index] for index in indices] if is_plain else value
+
+    if isinstance(batch, Mapping):
+        batch = {key: cut_lists(value) for key, value in batch.items()} if _has_lists(batch) else batch
+    return map_leaves(batch, function)
+
+
+def _has_lists(batch: Mapping[Any, Any]) -> bool:
+    return any(isinstance(value, list) for value in batch.values())
