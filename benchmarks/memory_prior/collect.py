@@ -27,8 +27,8 @@ FIELDS = (
 TRAIN_LENGTHS = (16, 48, 96, 160, 256, 512)
 TRAIN_TOKENS = (512, 2_048, 6_144, 12_288, 24_576)
 GENERATE_LENGTHS = (8, 32, 96, 256, 512)
-GENERATE_ITEMS = (4, 16, 64, 192)
-OUTPUT_LENGTHS = (16, 64)
+GENERATE_ITEMS = (4, 32, 160)
+OUTPUT_LENGTHS = (16, 48)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def build(architecture: Architecture, attention: str) -> Any:
     }  # fmt: skip
     decoder = {
         "hidden_size": a.width, "num_hidden_layers": a.layers, "num_attention_heads": heads,
-        "num_key_value_heads": max(1, heads // 4), "intermediate_size": 3 * a.width, "max_position_embeddings": 1024,
+        "num_key_value_heads": 2 if heads % 4 else heads // 4, "intermediate_size": 3 * a.width,
+        "max_position_embeddings": 1024,
     }  # fmt: skip
     makers: dict[str, Callable[[], Any]] = {
         "bert": lambda: hf.BertForMaskedLM(
@@ -207,42 +208,56 @@ def main() -> None:
     arguments = parser.parse_args()
     deadline = time.monotonic() + 60 * arguments.minutes
     torch.backends.cuda.enable_cudnn_sdp(False)
-    with arguments.output.open("w", newline="") as file:
+    done = already_measured(arguments.output)
+    with arguments.output.open("a", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        for architecture, task, attention, dtype in settings():
+        if not done:
+            writer.writeheader()
+        for setting in settings():
             if time.monotonic() > deadline:
                 print("out of time", flush=True)
                 break
-            started = time.monotonic()
-            model = build(architecture, attention).to("cuda", getattr(torch, dtype))
-            model.train(task == "train")
-            common = {
-                "family": architecture.family,
-                "task": task,
-                "attention": attention,
-                "dtype": dtype,
-                "vocabulary": architecture.vocabulary,
-                "width": architecture.width,
-                "layers": architecture.layers,
-                "parameter_bytes": sum(parameter.nbytes for parameter in model.parameters()),
-                "torch": torch.__version__,
-                "device": torch.cuda.get_device_name(),
-            }
-            make_rows = train_rows if task == "train" else generate_rows
-            # The first call of a process allocates workspaces that later ones find there.
-            next(make_rows(model, architecture, deadline), None)
-            rows = list(make_rows(model, architecture, deadline))
-            writer.writerows({**common, **row} for row in rows)
-            file.flush()
-            print(
-                f"{architecture.family:8} {task:8} {attention:6} {dtype:9} {len(rows):3} rows "
-                f"{time.monotonic() - started:6.1f} s",
-                flush=True,
-            )
-            del model
-            gc.collect()
-            torch.cuda.empty_cache()
+            if (setting[0].family, *setting[1:]) not in done:
+                writer.writerows(rows_of(*setting, deadline))
+                file.flush()
+
+
+def already_measured(path: Path) -> set[tuple[str, ...]]:
+    """Return the settings that a file has rows of; a run that was cut short goes on where it stopped."""
+    if not path.exists():
+        return set()
+    with path.open(newline="") as file:
+        return {(row["family"], row["task"], row["attention"], row["dtype"]) for row in csv.DictReader(file)}
+
+
+def rows_of(architecture: Architecture, task: str, attention: str, dtype: str, deadline: float) -> list[dict[str, Any]]:
+    """Measure all shapes of one setting; a setting that fails is reported and left out."""
+    started = time.monotonic()
+    make_rows = train_rows if task == "train" else generate_rows
+    try:
+        model = build(architecture, attention).to("cuda", getattr(torch, dtype))
+        model.train(task == "train")
+        # The first call of a process allocates workspaces that later ones find there.
+        next(make_rows(model, architecture, deadline), None)
+        found = list(make_rows(model, architecture, deadline))
+    except RuntimeError as error:
+        print(f"{architecture.family} {task} {attention} {dtype} failed: {error}", flush=True)
+        return []
+    common = {
+        "family": architecture.family,
+        "task": task,
+        "attention": attention,
+        "dtype": dtype,
+        "vocabulary": architecture.vocabulary,
+        "width": architecture.width,
+        "layers": architecture.layers,
+        "parameter_bytes": sum(parameter.nbytes for parameter in model.parameters()),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(),
+    }
+    seconds = time.monotonic() - started
+    print(f"{architecture.family:8} {task:8} {attention:6} {dtype:9} {len(found):3} rows {seconds:6.1f} s", flush=True)
+    return [{**common, **row} for row in found]
 
 
 if __name__ == "__main__":

@@ -372,6 +372,7 @@ def test_nothing_can_be_added_to_a_gradient_that_was_reduced():
 
 
 @pytest.mark.needs_cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_whose_weight_is_known_on_the_host_never_waits_for_the_device():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1)).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

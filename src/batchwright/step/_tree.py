@@ -92,7 +92,7 @@ def take(batch: Any, indices: list[int]) -> Any:
     if indices == list(range(start, stop)):
         return _cut(batch, num, indices, lambda tensor: tensor[start:stop])
     index = torch.tensor(indices)
-    return _cut(batch, num, indices, lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+    return _cut(batch, num, indices, lambda tensor: tensor.index_select(0, index.to(tensor.device, non_blocking=True)))
 
 
 def _cut(batch: Any, num: int, indices: list[int], function: Callable[[Tensor], Tensor]) -> Any:
