@@ -23,6 +23,7 @@ from ._features import (
     seen_margin,
     unseen_margin,
 )
+from ._prior import MemoryPrior, Task, load_prior
 from .budget import Budget, check_limit
 
 # Even a perfect fit leaves what the allocator rounds up and keeps between blocks.
@@ -82,6 +83,19 @@ class MemoryModel:
     def budget(self, max_bytes: float) -> MaxBytes:
         """Return the budget of all batches whose ``upper`` is at most ``max_bytes``."""
         return MaxBytes(self, max_bytes)
+
+    @staticmethod
+    def pretrained(task: Task = "train") -> MemoryPrior:
+        """Return what many models took, relative to a batch known to fit; for when nothing can be measured.
+
+        Args:
+            task: ``"train"``, or ``"generate"`` with a term for the output.
+
+        >>> budget = MemoryModel.pretrained("train").budget(reference=(8, 512), fraction=0.9)
+        >>> budget.max_items(np.array([[512], [128]])).tolist()
+        [7, 28]
+        """
+        return load_prior(task)
 
     @property
     def num_axes(self) -> int:
