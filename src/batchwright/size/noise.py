@@ -10,6 +10,8 @@ from ..errors import ArgumentError
 
 # An average over fewer updates than this says nothing about its own error.
 _MIN_UPDATES = 8.0
+# Squares of larger values overflow; NaN is not below it either.
+_TOO_LARGE = 1e150
 
 
 def estimate_noise(q: float, gb: float, *, num_examples: int, num_parts: int) -> tuple[float, float]:
@@ -80,19 +82,19 @@ class NoiseAverage:
             raise ArgumentError(f"horizon must be a number of examples above 0, got {self.horizon!r}")
 
     def update(self, s: float, g2: float, *, num_examples: int) -> NoiseAverage:
-        """Return the average with one more update; a value that is not finite is left out."""
-        if not (math.isfinite(s) and math.isfinite(g2)):
+        """Return the average with one more update; a value that is not finite, or whose square is not, is left out."""
+        if not (abs(s) < _TOO_LARGE and abs(g2) < _TOO_LARGE):
             return self
-        keep = math.exp(-num_examples / self.horizon)
-        weight = keep * self.weight + (1 - keep)
-        share = (1 - keep) / weight
+        keep, new = math.exp(-num_examples / self.horizon), -math.expm1(-num_examples / self.horizon)
+        weight = keep * self.weight + new
+        share = new / weight
         return NoiseAverage(
             horizon=self.horizon,
             s=self.s + share * (s - self.s),
             g2=self.g2 + share * (g2 - self.g2),
             g2_square=self.g2_square + share * (g2 * g2 - self.g2_square),
             weight=weight,
-            weight_square=keep**2 * self.weight_square + (1 - keep) ** 2,
+            weight_square=keep**2 * self.weight_square + new**2,
         )
 
     @property

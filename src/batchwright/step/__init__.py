@@ -24,6 +24,7 @@ from .losses import supervised_loss as supervised_loss  # noqa: E402
 from .memory import MemoryMonitor as MemoryMonitor  # noqa: E402
 from .memory import NvmlMemory as NvmlMemory  # noqa: E402
 from .oom import is_out_of_memory as is_out_of_memory  # noqa: E402
+from .packing import PackCollator as PackCollator  # noqa: E402
 from .report import NoiseReport as NoiseReport  # noqa: E402
 from .report import StepReport as StepReport  # noqa: E402
 from .stepper import Stepper as Stepper  # noqa: E402
@@ -39,6 +40,7 @@ __all__ = [
     "MemorySource",
     "NoiseReport",
     "NvmlMemory",
+    "PackCollator",
     "PadCollator",
     "StepReport",
     "Stepper",
