@@ -1,8 +1,10 @@
 """The right batch at every step.
 
-``plan`` decides which examples share a batch, within a budget of items, tokens or memory. Importing batchwright needs
-NumPy alone; parts that need more live in modules of their own.
+``plan`` decides which examples share a batch, within a budget of items, tokens or memory; ``size`` how many the next
+update uses. Importing batchwright needs NumPy alone; parts that need more live in modules of their own.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
 from ._version import __version__ as __version__
@@ -16,10 +18,13 @@ from .plan import MaxCost as MaxCost
 from .plan import MaxItems as MaxItems
 from .plan import MaxTokens as MaxTokens
 from .plan import MemoryModel as MemoryModel
+from .plan import MemoryPrior as MemoryPrior
 from .plan import Packed as Packed
 from .plan import PadTo as PadTo
 from .plan import Plan as Plan
 from .plan import PlanReport as PlanReport
+from .plan import Regrouped as Regrouped
+from .plan import ResizableBatchSampler as ResizableBatchSampler
 from .plan import Rows as Rows
 from .plan import Sorted as Sorted
 from .plan import StreamBatcher as StreamBatcher
@@ -27,9 +32,15 @@ from .plan import TimeModel as TimeModel
 from .plan import WindowSort as WindowSort
 from .plan import measure_lengths as measure_lengths
 from .plan import plan_batches as plan_batches
+from .plan import regroup as regroup
+
+if TYPE_CHECKING:
+    from . import size as size
+    from .size import BatchSizeController as BatchSizeController
 
 __all__ = [
     "BatchSampler",
+    "BatchSizeController",
     "Buckets",
     "Budget",
     "Grouping",
@@ -39,10 +50,13 @@ __all__ = [
     "MaxItems",
     "MaxTokens",
     "MemoryModel",
+    "MemoryPrior",
     "Packed",
     "PadTo",
     "Plan",
     "PlanReport",
+    "Regrouped",
+    "ResizableBatchSampler",
     "Rows",
     "Sorted",
     "StreamBatcher",
@@ -51,4 +65,20 @@ __all__ = [
     "errors",
     "measure_lengths",
     "plan_batches",
+    "regroup",
+    "size",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the room of batch sizes when it is first asked for: its many small classes take a while to make."""
+    if name not in ("size", "BatchSizeController"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    size = import_module(".size", __name__)
+    return size if name == "size" else size.BatchSizeController
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ._check_policy import check_policy as check_policy
 from ._fakes import FakeClock as FakeClock
 from ._fakes import FakeMemory as FakeMemory
 from .plan import Budget

@@ -59,6 +59,7 @@ def test_every_example_of_a_row_gives_the_logits_it_gives_alone(name, layout, at
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
+@torch.no_grad()
 def test_the_loss_is_that_of_the_examples_one_by_one(name):
     model = make_model(name)
     examples = make_examples([5, 3, 7])

@@ -3,6 +3,9 @@
 from ._pad import PadTo as PadTo
 from ._plan import Plan as Plan
 from ._plan import plan_batches as plan_batches
+from ._prior import MemoryPrior as MemoryPrior
+from ._regroup import Regrouped as Regrouped
+from ._regroup import regroup as regroup
 from ._report import PlanReport as PlanReport
 from .budget import Budget as Budget
 from .budget import MaxCost as MaxCost
@@ -18,6 +21,7 @@ from .lengths import measure_lengths as measure_lengths
 from .models import MaxBytes as MaxBytes
 from .models import MemoryModel as MemoryModel
 from .models import TimeModel as TimeModel
+from .resizable import ResizableBatchSampler as ResizableBatchSampler
 from .rows import Rows as Rows
 from .sampler import BatchSampler as BatchSampler
 from .stream import StreamBatcher as StreamBatcher

@@ -2,5 +2,68 @@
 
 from . import learning_rate as learning_rate
 from . import noise as noise
+from ._annealing import from_lr as from_lr
+from ._annealing import seesaw as seesaw
+from ._cyclic import cyclic as cyclic
+from ._holding import cooldown as cooldown
+from ._holding import hysteresis as hysteresis
+from ._holding import monotone as monotone
+from ._ramps import milestones as milestones
+from ._ramps import warm_up as warm_up
+from ._several import maximum as maximum
+from ._several import switch as switch
+from ._transforms import clamp as clamp
+from ._transforms import multiple_of as multiple_of
+from ._transforms import rate_limit as rate_limit
+from ._transforms import smooth as smooth
+from .combine import chain as chain
+from .controller import BatchSizeController as BatchSizeController
+from .controller import Decision as Decision
+from .curriculum import Curriculum as Curriculum
+from .observation import Observation as Observation
+from .policy import Policy as Policy
+from .policy import Transform as Transform
+from .schedules import constant as constant
+from .schedules import exponential as exponential
+from .schedules import linear as linear
+from .signals import entropy_driven as entropy_driven
+from .signals import goodput as goodput
+from .signals import loss_driven as loss_driven
+from .signals import memory_driven as memory_driven
+from .signals import noise_driven as noise_driven
+from .signals import track as track
 
-__all__ = ["learning_rate", "noise"]
+__all__ = [
+    "BatchSizeController",
+    "Curriculum",
+    "Decision",
+    "Observation",
+    "Policy",
+    "Transform",
+    "chain",
+    "clamp",
+    "constant",
+    "cooldown",
+    "cyclic",
+    "entropy_driven",
+    "exponential",
+    "from_lr",
+    "goodput",
+    "hysteresis",
+    "learning_rate",
+    "linear",
+    "loss_driven",
+    "maximum",
+    "memory_driven",
+    "milestones",
+    "monotone",
+    "multiple_of",
+    "noise",
+    "noise_driven",
+    "rate_limit",
+    "seesaw",
+    "smooth",
+    "switch",
+    "track",
+    "warm_up",
+]

@@ -1,0 +1,126 @@
+"""Where the epochs of a sampler stand: counted by examples, for batches whose sizes nobody knows in advance."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar, final
+
+from ..errors import ArgumentError
+from ._settings import check_whole
+
+Item = TypeVar("Item")
+
+
+@final
+class Cursor:
+    """How far one iterator has come: the examples of the epoch consumed after each of its batches."""
+
+    def __init__(self, epoch: int, start: int) -> None:
+        self.epoch = epoch
+        self.start = start
+        self.num_repeated = 0
+        self.has_ended = False
+        self.num_received: int | None = None  # None: the loop is not tracked
+        self._ends = array("q", [start])
+
+    @property
+    def given(self) -> int:
+        """Return the examples of the epoch that are given out, prefetched ones too."""
+        return self._ends[-1]
+
+    @property
+    def position(self) -> int:
+        """Return the examples of the epoch consumed: received by the loop where it is tracked, else given out."""
+        return self._ends[-1 if self.num_received is None else self.num_received]
+
+    @property
+    def is_received(self) -> bool:
+        """Return whether a tracked loop has received the whole epoch."""
+        return self.has_ended and self.num_received == len(self._ends) - 1
+
+    def give(self, num_examples: int, *, num_repeated: int = 0) -> None:
+        """Count a batch of so many new examples as given out."""
+        self._ends.append(self._ends[-1] + num_examples)
+        self.num_repeated += num_repeated
+
+    def receive(self) -> None:
+        """Count an item that reached the loop; more of them than batches cannot be placed."""
+        self.num_received = (self.num_received or 0) + 1
+        if self.num_received >= len(self._ends):
+            raise ArgumentError(
+                f"track() counts one item a batch, the loader gave more than the {len(self._ends) - 1} batches formed"
+            )
+
+
+@final
+class Progress:
+    """The epoch the next ``iter()`` runs, the examples consumed before it begins, and the newest iterator.
+
+    Exhausting an iterator moves to the next epoch. One from before ``set_epoch`` or ``move`` went elsewhere does not
+    move what they set.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.start = 0
+        self.newest: Cursor | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch; a place restored within that very epoch is kept."""
+        check_whole("epoch", epoch, least=0)
+        self.move(epoch, self.start if epoch == self.epoch else 0)
+
+    def move(self, epoch: int, start: int) -> None:
+        """Let the next iterator begin at a place."""
+        self.epoch, self.start, self.newest = epoch, start, None
+
+    def begin(self) -> Cursor:
+        """Return the cursor of a new iterator."""
+        self.newest = Cursor(self.epoch, self.start)
+        return self.newest
+
+    def end(self, cursor: Cursor) -> None:
+        """Note that an iterator is exhausted."""
+        cursor.has_ended = True
+        if cursor.num_received is None:  # otherwise only the prefetcher has come to the end
+            self._finish(cursor)
+
+    def _finish(self, cursor: Cursor) -> None:
+        if (self.epoch, self.start) == (cursor.epoch, cursor.start):
+            self.epoch, self.start = cursor.epoch + 1, 0
+
+    @property
+    def position(self) -> int:
+        """Return the examples of the epoch that the newest iterator has consumed."""
+        if self.newest is not None and self.newest.epoch == self.epoch:  # otherwise the epoch is over
+            return self.newest.position
+        return self.start
+
+    def track(self, loader: Iterable[Item]) -> Iterator[Item]:
+        """Iterate over a loader, counting what the loop receives instead of what was prefetched."""
+        if not getattr(loader, "in_order", True):
+            raise ArgumentError("track() counts batches in order, the loader has in_order=False; leave it at True")
+        before, place = self.newest, (self.epoch, self.start)
+        cursor = None
+        for item in loader:
+            # Looked up now: a wrapper may begin its loader no sooner than the first item.
+            cursor = cursor or self._begin_tracking(before, place)
+            cursor.receive()
+            yield item
+        cursor = cursor or self._begin_tracking(before, place)
+        if cursor.is_received:  # otherwise a wrapper ended early, as a break would
+            self._finish(cursor)
+
+    def _begin_tracking(self, before: Cursor | None, place: tuple[int, int]) -> Cursor:
+        cursor = self.newest
+        if cursor is None or cursor is before:
+            raise ArgumentError(
+                "track() needs a loader that draws from this sampler, batch_sampler=sampler, and has not begun yet"
+            )
+        cursor.num_received = 0
+        self.epoch, self.start = place  # a short epoch may have been prefetched to its end already
+        return cursor
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "newest": None}

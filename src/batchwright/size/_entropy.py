@@ -1,0 +1,164 @@
+"""entropy_driven: the batch grows with the confidence of the model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final, get_args
+
+from ..errors import ArgumentError
+from ._answer import Answer, ReasoningPolicy, hold
+from ._counting import Unit
+from ._numbers import TIMES, as_number, as_whole, show
+from ._periods import Period, make_period
+from ._response import Response
+from ._signal_checks import check_choice, check_order, refuse_given
+from .observation import Observation
+from .policy import Policy, State
+
+EntropyMode: TypeAlias = Literal["track", "threshold"]
+
+
+@final
+@dataclass(frozen=True)
+class EntropyRange:
+    """A size for every entropy: from ``smallest`` at ``h = 1`` to ``largest`` at ``h = 0``.
+
+    >>> EntropyRange(16, 256).answer(64, 0.5)[0]
+    64.0
+    """
+
+    smallest: float
+    largest: float
+
+    def answer(self, current: int, h: float) -> tuple[float, str]:
+        """Return ``smallest × (largest / smallest)^(1 − h)``, and the formula in words."""
+        size = self.smallest * (self.largest / self.smallest) ** (1 - h)
+        words = f"{show(self.smallest)} {TIMES} {show(self.largest / self.smallest)}^{show(1 - h)} = {show(size)}"
+        return min(max(size, self.smallest), self.largest), words
+
+
+@final
+@dataclass(frozen=True)
+class EntropyLimits:
+    """Grow below one entropy, shrink above another."""
+
+    low: float
+    high: float
+    response: Response
+
+    def answer(self, current: int, h: float) -> tuple[float, str]:
+        """Return the size after one step, and the step in words."""
+        size, words = self.response.apply(current, (h < self.low) - (h > self.high))
+        return size, f"low {show(self.low)}, high {show(self.high)}: {words}"
+
+
+@final
+@dataclass(frozen=True)
+class EntropyDriven(ReasoningPolicy):
+    """Turns the mean entropy of a period, as a share of the largest there can be, into a size."""
+
+    most: float
+    rule: EntropyRange | EntropyLimits
+    period: Period
+
+    def init(self) -> State:
+        """Return a period without entropies."""
+        return self.period.init()
+
+    def start(self) -> float | None:
+        """Return the size of an uncertain model, which every model is at first."""
+        return self.rule.smallest if isinstance(self.rule, EntropyRange) else None
+
+    def decide(self, state: State, observation: Observation) -> Answer:
+        """Gather entropies, and at the end of a period answer their mean."""
+        entropy = self.period.read(state, observation, "entropy", by="entropy_driven")
+        mean, state = self.period.gather(state, observation, entropy, by="entropy_driven")
+        if mean is None:
+            found = "gathering the entropy" if math.isfinite(entropy) else f"entropy is {entropy} and left out"
+            return hold(observation, state, f"{found} of {self.period.span()}")
+        h = min(max(mean / self.most, 0.0), 1.0)
+        size, words = self.rule.answer(observation.current, h)
+        return Answer(size, state, f"entropy {show(mean)} of at most {show(self.most)}, h = {show(h)}; {words}")
+
+
+def entropy_driven(
+    num_classes: int,
+    *,
+    mode: EntropyMode = "track",
+    smallest: float | None = None,
+    largest: float | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    up: float | None = None,
+    down: float | None = None,
+    reference: float | None = None,
+    per: Unit = "epoch",
+    every: int | None = None,
+) -> Policy:
+    """Grow the batch as the model becomes certain: low entropy of its output, large batch.
+
+    The entropy ``H = −sum_i p_i log p_i`` in nats is 0 for certainty and ``log C`` for none. Its mean over a period is
+    taken as a share ``h = H / log C``, kept from 0 to 1::
+
+        track       B = smallest · (largest / smallest)^(1 − h)
+        threshold   h < low: B × up,   h > high: B × down,   else B holds
+
+    ``"track"`` is the default. It gives every entropy its size, the same whatever came before, and comes back when the
+    model grows uncertain again. ``"threshold"`` is the rule as usually written. It says in which direction and not how
+    far, so an entropy that stays low takes the size to its maximum, one step a period.
+
+    Confident is not correct: a model that memorises takes the batch to its maximum. Label smoothing keeps ``h`` above
+    0, and language models with a large vocabulary begin far below 1; ``reference`` sets what counts as uncertain.
+
+    The mean leaves out padding if ``step.entropy_sum(logits, targets)`` is given the targets.
+
+    Args:
+        num_classes: ``C``, at least 2.
+        mode: ``"track"`` or ``"threshold"``.
+        smallest: track: the size at ``h = 1``, at least 1.
+        largest: track: the size at ``h = 0``, above ``smallest``.
+        low: threshold: grow below this ``h``, 0.3 by default.
+        high: threshold: shrink above this ``h``, 0.7 by default.
+        up: threshold: factor to grow by, 2 by default.
+        down: threshold: factor to shrink by, 0.5 by default.
+        reference: the entropy that counts as ``h = 1``, such as the first one measured; None is ``log C``.
+        per: a period: ``"epoch"``, ``"step"`` or ``"examples"``.
+        every: how many make a period; needed for examples.
+
+    Returns:
+        A policy that needs ``entropy``, and ``epoch`` or ``batch_size`` for its periods.
+
+    >>> policy = entropy_driven(10, smallest=32, largest=512)
+    >>> size, _ = policy.update(policy.init(), Observation(epoch=1, entropy=math.log(10) / 2, size=32))
+    >>> round(size, 6)  # halfway between 32 and 512 in factors
+    128.0
+    """
+    check_choice("mode", mode, get_args(EntropyMode))
+    most = math.log(as_whole("num_classes", num_classes, least=2))
+    if reference is not None:
+        most = as_number("reference", reference, above=0)
+    rule: EntropyRange | EntropyLimits
+    if mode == "track":
+        refuse_given({"low": low, "high": high, "up": up, "down": down}, belong_to="mode='threshold'")
+        rule = _range(smallest, largest)
+    else:
+        refuse_given({"smallest": smallest, "largest": largest}, belong_to="mode='track'")
+        rule = _limits(0.3 if low is None else low, 0.7 if high is None else high, up, down)
+    return EntropyDriven(most, rule, make_period(per, every, by="entropy_driven"))
+
+
+def _range(smallest: float | None, largest: float | None) -> EntropyRange:
+    if smallest is None or largest is None:
+        wish = "the sizes of an uncertain and of a certain model, e.g. smallest=32, largest=1024"
+        raise ArgumentError(f"entropy_driven needs smallest and largest, {wish}; or mode='threshold'")
+    as_number("smallest", smallest, least=1)
+    check_order("smallest", smallest, "largest", largest)
+    return EntropyRange(smallest, largest)
+
+
+def _limits(low: float, high: float, up: float | None, down: float | None) -> EntropyLimits:
+    check_order("low", low, "high", high)
+    if not (0 < low and high < 1):
+        raise ArgumentError(f"low and high are shares of the largest entropy, above 0 and below 1, got {low}, {high}")
+    return EntropyLimits(low, high, Response("exponential", 2.0 if up is None else up, 0.5 if down is None else down))

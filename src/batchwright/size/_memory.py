@@ -1,0 +1,110 @@
+"""memory_driven: the batch follows the memory in use."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+from ..errors import ArgumentError
+from ._answer import Answer, ReasoningPolicy, hold
+from ._numbers import as_number, as_whole
+from ._response import Response
+from ._signal_checks import check_flag, check_order
+from .observation import Observation
+from .policy import Policy, State
+
+
+@final
+@dataclass(frozen=True)
+class MemoryDriven(ReasoningPolicy):
+    """Shrinks the batch above one share of memory, grows it below another."""
+
+    high: float
+    low: float
+    response: Response
+    remember: bool
+    patience: int
+
+    def init(self) -> State:
+        """Return that no size was too large yet."""
+        return {"too_large": None, "num_fitting": 0}
+
+    def decide(self, state: State, observation: Observation) -> Answer:
+        """Compare the share with the limits."""
+        fraction = float(observation.need("memory_fraction", by="memory_driven"))
+        current, ran = observation.current, observation.batch_size
+        if not (math.isfinite(fraction) and fraction >= 0):
+            return hold(observation, state, f"memory use of {fraction} is no share")
+        if fraction > self.high:
+            return self._change(observation, {"too_large": current, "num_fitting": 0}, fraction, -1)
+        if ran is not None and ran < current:
+            return hold(observation, state, f"a batch of {ran} says little of the size in force")
+        state = self._weigh(state, current, fraction)
+        if fraction >= self.low:
+            return hold(observation, state, f"{self._words(fraction)}, between the limits")
+        too_large = state["too_large"]
+        if self.remember and too_large is not None and too_large <= current * self.response.up:
+            return hold(observation, state, f"{self._words(fraction)}, but {too_large} was too large")
+        return self._change(observation, state, fraction, 1)
+
+    def _weigh(self, state: State, size: int, fraction: float) -> State:
+        """Count the readings in a row by which the size that was too large would fit, and forget it after enough."""
+        if state["too_large"] is None:
+            return state
+        # Memory is at most proportional to the items, so this is never too low.
+        fits = fraction * max(1.0, state["too_large"] / size) <= self.high
+        num_fitting = state["num_fitting"] + 1 if fits else 0
+        return self.init() if num_fitting >= self.patience else {**state, "num_fitting": num_fitting}
+
+    def _change(self, observation: Observation, state: State, fraction: float, way: int) -> Answer:
+        size, words = self.response.apply(observation.current, way)
+        return Answer(size, state, f"{self._words(fraction)}: {words}")
+
+    def _words(self, fraction: float) -> str:
+        return f"memory {100 * fraction:.1f} % full (low {100 * self.low:g} %, high {100 * self.high:g} %)"
+
+
+def memory_driven(
+    high: float = 0.8, low: float = 0.48, factor: float = 2, *, remember: bool = True, patience: int = 10
+) -> Policy:
+    """Shrink the batch when memory runs full, grow it when there is room.
+
+    Above ``high`` the size is divided by ``factor``, below ``low`` multiplied by it, else it holds.
+
+    Taken alone that swings for ever where ``low × factor`` is above ``high``, as it is by default: at 0.45 the batch
+    doubles, at 0.9 it is halved, and so on. So a size that passed ``high`` is remembered, and the batch does not grow
+    back to it until ``patience`` readings in a row say that it would fit, memory taken as proportional to the items.
+    A reading from a batch smaller than the size in force, such as the last of an epoch, never grows the size.
+
+    This changes the update. To keep the update and split it instead, give ``step.FitToMemory`` to
+    ``Stepper(micro_batch=…)``: it follows the same rule for micro-batches. Behind a Stepper that splits, memory depends
+    on the micro-batch and hardly on the size that this policy sets.
+
+    Args:
+        high: shrink above this share of memory, at most 1.
+        low: grow below this share, above 0.
+        factor: by how much, above 1.
+        remember: False forgets sizes that were too large, and may swing.
+        patience: readings in a row before a size that was too large is tried again.
+
+    Returns:
+        A policy that needs ``memory_fraction``, the share in use at the peak of the update.
+
+    >>> policy = memory_driven()
+    >>> state = policy.init()
+    >>> sizes = [64]
+    >>> for _ in range(4):  # memory proportional to the batch: 128 takes 0.9
+    ...     size, state = policy.update(state, Observation(size=sizes[-1], memory_fraction=sizes[-1] * 0.9 / 128))
+    ...     sizes.append(int(size))
+    >>> sizes
+    [64, 128, 64, 64, 64]
+    """
+    as_number("low", low, above=0)
+    check_order("low", low, "high", high)
+    if high > 1:
+        raise ArgumentError(f"high must be a share of memory, at most 1, got {high!r}")
+    as_number("factor", factor, above=1)
+    check_flag("remember", remember)
+    as_whole("patience", patience, least=1)
+    return MemoryDriven(high, low, Response("exponential", up=factor, down=1 / factor), remember, patience)

@@ -1,0 +1,131 @@
+"""Several policies: one after another, or the largest answer of all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, SupportsIndex, final
+
+from ..errors import ArgumentError
+from ._counting import Unit, check_counting, index_of
+from ._named import Named
+from ._numbers import as_size, show
+from ._ramps import as_pairs, find_last
+from .observation import Observation
+from .policy import Policy, State
+
+
+def check_policies(name: str, policies: tuple[Any, ...]) -> None:
+    """Refuse what is no policy."""
+    for policy in policies:
+        if not isinstance(policy, Policy):
+            raise ArgumentError(f"{name} needs policies, got {policy!r}; a fixed size is constant(64)")
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Switch(Named, Policy):
+    """One policy after another; the state holds that of each."""
+
+    name: ClassVar[str] = "switch"
+    policies: tuple[tuple[int, Policy], ...]
+    _: KW_ONLY
+    per: Unit = "epoch"
+    every: int = 1
+
+    def init(self) -> State:
+        """Return the states of all policies."""
+        return [policy.init() for _, policy in self.policies]
+
+    def update(self, state: State, observation: Observation) -> tuple[float, State]:
+        """Return the answer of the policy in charge; the others see nothing."""
+        active, after = self._active(observation), list(state)
+        size, after[active] = self.policies[active][1].update(after[active], observation)
+        return size, after
+
+    def start(self) -> float | None:
+        """Return the first policy's."""
+        return self.policies[0][1].start()
+
+    def explain(self, state: State, observation: Observation) -> str:
+        """Return the words of the policy in charge."""
+        active = self._active(observation)
+        at, policy = self.policies[active]
+        return f"switch: the policy from {at} on; {policy.explain(state[active], observation)}"
+
+    def _active(self, observation: Observation) -> int:
+        return find_last(self.policies, index_of(observation, self.per, self.every, by=self.name))
+
+
+def switch(policies: Mapping[int, Policy], *, per: Unit = "epoch", every: SupportsIndex | None = None) -> Policy:
+    """Return a policy that hands over from one to the next at given counts.
+
+    Only the policy in charge is updated: the next one begins without having seen what came before. Counts are not
+    restarted, so a schedule from epoch 10 on begins at its value for 10.
+
+    Args:
+        policies: the policy from each count on; the count 0 must be there.
+        per: what the keys count: ``"epoch"``, ``"step"`` or ``"examples"``.
+        every: units that make one of the keys' counts, usually 1.
+
+    >>> from .schedules import constant, linear
+    >>> policy = switch({0: constant(32), 10: linear(64, 8)})
+    >>> [policy.update(policy.init(), Observation(epoch=epoch))[0] for epoch in (9, 10)]
+    [32.0, 144.0]
+    """
+    blocks = check_counting(per, every, by="switch")
+    pairs = as_pairs("switch", policies, example="{0: linear(32, 8), 10: constant(256)}")
+    check_policies("switch", tuple(policy for _, policy in pairs))
+    return Switch(tuple(pairs), per=per, every=blocks)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Maximum(Named, Policy):
+    """The largest of several answers; the state holds that of each."""
+
+    name: ClassVar[str] = "maximum"
+    policies: tuple[Policy, ...]
+
+    def init(self) -> State:
+        """Return the states of all policies."""
+        return [policy.init() for policy in self.policies]
+
+    def update(self, state: State, observation: Observation) -> tuple[float, State]:
+        """Return the largest answer; NaN, which holds the size, loses against every number."""
+        answers = [policy.update(memory, observation) for policy, memory in zip(self.policies, state, strict=True)]
+        return _largest([as_size(size) for size, _ in answers]), [after for _, after in answers]
+
+    def start(self) -> float | None:
+        """Return the largest start, None where no policy has one."""
+        return max((start for policy in self.policies if (start := policy.start()) is not None), default=None)
+
+    def explain(self, state: State, observation: Observation) -> str:
+        """Return all answers, and the words of the policy that wins."""
+        pairs = list(zip(self.policies, state, strict=True))
+        sizes = [as_size(policy.update(memory, observation)[0]) for policy, memory in pairs]
+        largest = _largest(sizes)
+        winner, memory = pairs[0 if math.isnan(largest) else sizes.index(largest)]
+        return f"maximum of {', '.join(map(show, sizes))}; {winner.explain(memory, observation)}"
+
+    def _arguments(self) -> list[str]:
+        return [repr(policy) for policy in self.policies]
+
+
+def _largest(sizes: list[float]) -> float:
+    return max((size for size in sizes if not math.isnan(size)), default=math.nan)
+
+
+def maximum(*policies: Policy) -> Policy:
+    """Return a policy that asks for the most that any of several asks for; all of them are updated.
+
+    >>> from .schedules import constant, linear
+    >>> policy = maximum(constant(64), linear(32, 8))
+    >>> [policy.update(policy.init(), Observation(epoch=epoch))[0] for epoch in (0, 4, 5)]
+    [64.0, 64.0, 72.0]
+    """
+    if not policies:
+        raise ArgumentError("maximum needs at least one policy, got none")
+    check_policies("maximum", policies)
+    return Maximum(policies)

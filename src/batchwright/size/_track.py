@@ -1,0 +1,161 @@
+"""track: the batch is an expression of what was observed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias, final
+
+from ..errors import ArgumentError, BatchwrightError, MissingSignalError
+from ._answer import Answer, ReasoningPolicy, ask, hold
+from ._noise_driven import need_two
+from ._noise_signal import add_noise, check_horizon
+from .noise import NoiseAverage
+from .observation import SOURCES, Observation
+from .policy import Policy, State
+
+Expression: TypeAlias = Callable[[Observation], float]
+
+_FIELDS = tuple(item.name for item in fields(Observation))
+
+
+@final
+class _Reader:
+    """An observation that notes which of its figures an expression reads."""
+
+    def __init__(self, observation: Observation) -> None:
+        self._observation = observation
+        self.names: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return getattr(self._observation, name)
+
+    def need(self, name: str, *, by: str = "track") -> Any:
+        """Note a figure, and return it or say that it is missing."""
+        self.names.add(name)
+        return self._observation.need(name, by=by)
+
+    @property
+    def missing(self) -> list[str]:
+        """Return the figures that were read and are None."""
+        return [name for name in _FIELDS if name in self.names and getattr(self._observation, name) is None]
+
+
+@final
+@dataclass(frozen=True)
+class Track(ReasoningPolicy):
+    """Asks for the value of an expression."""
+
+    expression: Expression
+    needs: tuple[str, ...]
+    horizon: float | None
+
+    def init(self) -> State:
+        """Return averages of nothing, or None where nothing is averaged."""
+        return None if self.horizon is None else NoiseAverage(self.horizon).to_state()
+
+    def decide(self, state: State, observation: Observation) -> Answer:
+        """Evaluate the expression on averaged noise; hold while it is not reliable."""
+        for name in self.needs:
+            observation.need(name, by="track")
+        observed, state = self._average(state, observation)
+        reader = _Reader(observed)
+        size = self._evaluate(reader)
+        if size is None:
+            return need_two(observation, state)
+        if not _can_be_trusted(reader, state):
+            return hold(observation, state, "the noise that the expression reads is not reliable")
+        return ask(observation, state, size, getattr(self.expression, "__name__", "the expression"))
+
+    def _average(self, state: State, observation: Observation) -> tuple[Observation, State]:
+        if state is None:
+            return observation, state
+        if observation.noise_s is not None:
+            state = add_noise(state, observation, by="track").to_state()
+        average = NoiseAverage(**state)
+        if average.weight == 0:
+            return observation, state
+        return replace(observation, noise_s=average.s, noise_g2=average.g2, noise_reliable=average.is_reliable), state
+
+    def _evaluate(self, reader: _Reader) -> float | None:
+        """Return the value, NaN where it cannot be computed, None where one example alone has no noise."""
+        try:
+            value = self.expression(reader)  # type: ignore[arg-type]
+        except ArithmeticError:
+            return math.nan
+        except TypeError as error:
+            if "noise_s" in reader.missing and reader.batch_size == 1:
+                return None
+            if not reader.missing:
+                raise
+            raise _missing(reader) from error
+        except ValueError as error:
+            # The root of an estimate below 0; a figure that is asked for and missing is another matter.
+            if isinstance(error, BatchwrightError) or not {"noise_s", "noise_g2"} & reader.names:
+                raise
+            return math.nan
+        return _as_number(value)
+
+
+def _can_be_trusted(reader: _Reader, state: State) -> bool:
+    average = None if state is None else NoiseAverage(**state)
+    if average is None or average.weight == 0:
+        return "noise_g2" not in reader.names or reader.noise_g2 is None or reader.noise_g2 > 0
+    if "noise_g2" in reader.names:
+        return average.is_reliable
+    # S alone is known well after one update; only the quotient takes long.
+    return "noise_s" not in reader.names or average.s > 0
+
+
+def _missing(reader: _Reader) -> MissingSignalError:
+    sources = "; ".join(f"{name}: {SOURCES[name]}" for name in reader.missing if name in SOURCES)
+    return MissingSignalError(f"track reads {', '.join(reader.missing)}, not observed; {sources}")
+
+
+def _as_number(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond every float
+        return math.inf
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"the expression of track must return a number of examples, got {value!r}") from error
+
+
+def track(expression: Expression, *, needs: Sequence[str] = (), horizon: float | None = 100_000.0) -> Policy:
+    """Ask for the value of an expression: most published rules are one line.
+
+    With ``S`` the trace of the gradient's covariance and ``G2`` the squared norm of the true gradient::
+
+        track(lambda o: o.noise_s / o.noise_g2 / 0.5**2)            # norm test with eta = 0.5
+        track(lambda o: delta * (1 + o.noise_s / o.noise_g2))       # DiveBatch
+        track(lambda o: o.lr * o.noise_s / o.loss)                  # CABS
+
+    The expression sees ``noise_s`` and ``noise_g2`` averaged over recent examples, since their values of one update are
+    too noisy to divide. While it reads ``noise_g2`` and that is not two standard errors above 0, the size holds. Other
+    figures are those of the last update; put ``smooth`` behind the policy where they jump. A value that is not
+    finite or not above 0, or a division by 0, holds the size.
+
+    Args:
+        expression: takes an observation, returns a number of examples.
+        needs: names of figures without which the expression makes no sense; asked for before it is called.
+        horizon: examples over which the averages forget; None shows the raw values of each update, and holds where
+            ``noise_g2`` is not above 0.
+
+    Returns:
+        A policy that needs what the expression reads; a figure that is missing is named.
+
+    >>> policy = track(lambda o: 32 + 16 * o.epoch, needs=["epoch"])
+    >>> policy.update(policy.init(), Observation(epoch=2, batch_size=32))[0]
+    64.0
+    """
+    if not callable(expression):
+        raise ArgumentError(f"track needs a function of an observation, got {expression!r}")
+    names = (needs,) if isinstance(needs, str) else tuple(needs)
+    unknown = [name for name in names if name not in SOURCES]
+    if unknown:
+        raise ArgumentError(f"needs must be names of figures, {', '.join(SOURCES)}, got {unknown[0]!r}")
+    if horizon is not None:
+        check_horizon(horizon)
+    return Track(expression, names, horizon)

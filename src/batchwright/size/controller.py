@@ -1,0 +1,217 @@
+"""BatchSizeController: asks a policy, rounds once, keeps the bounds, and remembers what it decided and why."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, SupportsIndex, final
+
+from ..errors import ArgumentError, StateMismatchError
+from ._named import describe
+from ._numbers import as_size, as_whole
+from ._reading import COUNTS, Counts, count_on, read_fields
+from .observation import Observation
+from .policy import Policy, State
+
+STATE_VERSION = 1
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A change of the batch size.
+
+    Attributes:
+        epoch: epochs completed, None where they were not observed.
+        step: updates completed, likewise.
+        examples: examples seen, likewise.
+        old: the size before.
+        new: the size after.
+        wanted: what the policy asked for, before rounding and bounds.
+        reason: why, in words.
+    """
+
+    epoch: int | None
+    step: int | None
+    examples: int | None
+    old: int
+    new: int
+    wanted: float
+    reason: str
+
+    def __str__(self) -> str:
+        counts = (("epoch", self.epoch), ("step", self.step), ("examples", self.examples))
+        place = ", ".join(f"{name} {count}" for name, count in counts if count is not None)
+        return f"{place + ': ' if place else ''}{self.old} -> {self.new} ({self.reason})"
+
+
+@final
+class BatchSizeController:
+    """The batch size of a training run: what the policy asks for, as a whole number between two bounds.
+
+    ``size = min(max(round(wanted), min_size), max_size)``. A policy that answers NaN, or no number at all, holds the
+    size. On several ranks give every controller the same figures, as those of ``StepReport`` are: then all agree.
+
+    Args:
+        policy: what asks for a size.
+        min_size: the least size, 1 or more.
+        max_size: the largest size.
+        initial: the size before anything was observed; None takes the policy's start, else ``min_size``.
+
+    >>> from .schedules import linear
+    >>> controller = BatchSizeController(linear(32, 8), min_size=16, max_size=64)
+    >>> controller.size, controller.observe(epoch=3), controller.observe(epoch=9)
+    (32, 56, 64)
+    >>> print(controller.history[-1])
+    epoch 9: 56 -> 64 (linear: 32 + 8 × 9 = 104 at epoch 9; held at max_size 64)
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        min_size: SupportsIndex,
+        max_size: SupportsIndex,
+        initial: SupportsIndex | None = None,
+    ) -> None:
+        if not isinstance(policy, Policy):
+            raise ArgumentError(f"policy must be a size.Policy, got {policy!r}; a fixed size is size.constant(64)")
+        self.policy = policy
+        self.min_size = as_whole("min_size", min_size, least=1)
+        self.max_size = as_whole("max_size", max_size, least=1)
+        if self.min_size > self.max_size:
+            raise ArgumentError(f"min_size must be at most max_size, got {self.min_size} and {self.max_size}")
+        self._size = self._begin(initial)
+        self._state: State = policy.init()
+        self._counts: Counts = dict.fromkeys(COUNTS)
+        self._history: list[Decision] = []
+        self._last: tuple[State, Observation, Any] | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the size of the next batch."""
+        return self._size
+
+    @property
+    def history(self) -> tuple[Decision, ...]:
+        """Return every change so far."""
+        return tuple(self._history)
+
+    def observe(self, **figures: Any) -> int:
+        """Take in what training did and return the size of the next batch.
+
+        Updates and examples are counted where ``batch_size`` is given and they are not; a count that was given once
+        holds until the next.
+
+        Args:
+            **figures: any fields of ``Observation`` but ``size``; None counts as not given.
+        """
+        observed = read_fields(figures)
+        counts = count_on(self._counts, observed)
+        observation = Observation(**{**observed, **counts, "size": self._size})
+        answer, after = self.policy.update(self._state, observation)
+        last = (self._state, observation, answer)
+        size = self._fit(as_size(answer), self._size)
+        # Nothing is kept before the policy has answered and explained: an error leaves the controller as it was.
+        if size != self._size:
+            self._history.append(self._decide(size, *last))
+        self._size, self._counts, self._state, self._last = size, counts, after, last
+        return size
+
+    def explain(self) -> str:
+        """Say in words why the last observation changed the size or left it."""
+        if self._last is None:
+            return f"nothing was observed since the controller was made or loaded; the size is {self._size}"
+        return self._reason(*self._last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the size, the policy's state, the counts and the history, as JSON values."""
+        return {
+            "version": STATE_VERSION,
+            "policy": describe(self.policy),
+            "size": self._size,
+            "policy_state": copy.deepcopy(self._state),
+            "counts": dict(self._counts),
+            "history": [asdict(decision) for decision in self._history],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was taken.
+
+        The bounds may have changed, as long as the saved size is between them.
+
+        Raises:
+            StateMismatchError: the state is of another version or policy, its size is outside the bounds, or a part is
+                missing; the controller stays as it was.
+        """
+        for key, mine in (("version", STATE_VERSION), ("policy", describe(self.policy))):
+            _check_same(key, state.get(key), mine)
+        try:
+            size, counts = as_whole("size", state["size"], least=1), _read_counts(state["counts"])
+            history = [Decision(**decision) for decision in state["history"]]
+            policy_state = copy.deepcopy(state["policy_state"])
+        except (KeyError, TypeError, AttributeError, ArgumentError) as error:
+            raise StateMismatchError(f"the state is not one that state_dict() returned: {error!r}") from error
+        if not self.min_size <= size <= self.max_size:
+            raise StateMismatchError(
+                f"the saved size {size} is outside {self.min_size} to {self.max_size}; "
+                "widen min_size and max_size, or start without the state"
+            )
+        self._size, self._counts, self._history, self._state = size, counts, history, policy_state
+        self._last = None
+
+    def _begin(self, initial: SupportsIndex | None) -> int:
+        """Return the first size."""
+        if initial is None:
+            start = self.policy.start()
+            return self.min_size if start is None else self._fit(as_size(start), self.min_size)
+        first = as_whole("initial", initial, least=1)
+        if not self.min_size <= first <= self.max_size:
+            raise ArgumentError(
+                f"initial must be from min_size {self.min_size} to max_size {self.max_size}, got {first}"
+            )
+        return first
+
+    def _fit(self, wanted: float, size: int) -> int:
+        """Return the wanted size as a whole number within the bounds, ``size`` where it is NaN."""
+        return size if math.isnan(wanted) else min(max(round(wanted), self.min_size), self.max_size)
+
+    def _decide(self, size: int, state: State, observation: Observation, answer: Any) -> Decision:
+        """Return the record of a change."""
+        return Decision(
+            epoch=observation.epoch,
+            step=observation.step,
+            examples=observation.examples,
+            old=self._size,
+            new=size,
+            wanted=as_size(answer),
+            reason=self._reason(state, observation, answer),
+        )
+
+    def _reason(self, state: State, observation: Observation, answer: Any) -> str:
+        """Return the policy's words, and what the bounds made of its answer."""
+        wanted = as_size(answer)
+        if math.isnan(wanted):
+            return f"the policy answered {answer!r}, which is no size; it stays at {observation.size}"
+        reason = self.policy.explain(state, observation)
+        if round(wanted) > self.max_size:
+            return f"{reason}; held at max_size {self.max_size}"
+        return f"{reason}; held at min_size {self.min_size}" if round(wanted) < self.min_size else reason
+
+    def __repr__(self) -> str:
+        bounds = f"min_size={self.min_size}, max_size={self.max_size}"
+        return f"BatchSizeController({self.policy!r}, {bounds}, size={self._size})"
+
+
+def _check_same(name: str, saved: Any, mine: Any) -> None:
+    if saved != mine:
+        raise StateMismatchError(
+            f"the state was saved with {name} = {saved}, here it is {mine}; "
+            "use the same policy and settings, or start without the state"
+        )
+
+
+def _read_counts(counts: Mapping[str, Any]) -> Counts:
+    return {name: None if counts[name] is None else as_whole(name, counts[name], least=0) for name in COUNTS}

@@ -1,0 +1,112 @@
+"""memory_driven: the limits, and a size that was too large is not tried again and again."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchwright.errors import ArgumentError, MissingSignalError
+from batchwright.size._numbers import TIMES
+from batchwright.size.controller import BatchSizeController
+from batchwright.size.observation import Observation
+from batchwright.size.signals import memory_driven
+
+
+def answer(policy, fraction, size=64, **figures):
+    return policy.update(policy.init(), Observation(memory_fraction=fraction, size=size, **figures))[0]
+
+
+def run(policy, memory_of, num=30, size=64):
+    """Return the sizes of a run whose memory depends on the size; the state goes through JSON every time."""
+    state, sizes = policy.init(), []
+    for _ in range(num):
+        wanted, state = policy.update(state, Observation(memory_fraction=memory_of(size), size=size))
+        state, size = json.loads(json.dumps(state)), round(wanted)
+        sizes.append(size)
+    return sizes
+
+
+@pytest.mark.parametrize(("fraction", "size"), [(0.81, 32), (0.8, 64), (0.5, 64), (0.48, 64), (0.47, 128)])
+def test_the_limits_halve_hold_and_double(fraction, size):
+    assert answer(memory_driven(), fraction) == size
+
+
+def test_limits_and_factor_can_be_given():
+    policy = memory_driven(0.5, 0.1, 4)
+    assert [answer(policy, fraction) for fraction in (0.6, 0.3, 0.05)] == [16, 64, 256]
+
+
+def test_a_size_that_was_too_large_is_not_tried_again():
+    def proportional(size):
+        return 0.45 * size / 64
+
+    assert run(memory_driven(), proportional) == [128] + [64] * 29
+    assert run(memory_driven(remember=False), proportional, num=4) == [128, 64, 128, 64]
+
+
+@given(st.integers(1, 4096), st.floats(0, 0.7), st.floats(1e-6, 0.02))
+def test_memory_that_is_linear_in_the_batch_never_swings_for_ever(size, constant, each):
+    sizes = run(memory_driven(), lambda size: constant + each * size, num=60, size=size)
+    assert len(set(sizes[40:])) == 1
+
+
+def test_it_grows_again_once_memory_is_free():
+    readings = iter([0.45, 0.9] + [0.45] * 20 + [0.2] * 12)
+    sizes = run(memory_driven(patience=10), lambda size: next(readings), num=34)
+    # 0.2 · 128 / 64 fits under 0.8: the tenth such reading forgets that 128 was too large.
+    assert sizes[:31] == [128] + [64] * 30
+    assert sizes[31] == 128
+
+
+def test_one_light_batch_does_not_forget_a_heavy_one():
+    readings = iter([0.45, 0.9, *([0.2] * 9 + [0.45]) * 5])
+    assert set(run(memory_driven(patience=10), lambda size: next(readings), num=52)[1:]) == {64}
+
+
+def test_a_batch_smaller_than_the_size_in_force_does_not_grow_it():
+    assert answer(memory_driven(), 0.1, batch_size=7) == 64
+    assert answer(memory_driven(), 0.1, batch_size=64) == 128
+    assert answer(memory_driven(), 0.9, batch_size=7) == 32
+
+
+@pytest.mark.parametrize("fraction", [math.nan, math.inf, -0.1])
+def test_a_reading_that_is_no_share_holds(fraction):
+    assert answer(memory_driven(), fraction) == 64
+
+
+def test_it_explains_itself():
+    controller = BatchSizeController(memory_driven(), min_size=1, max_size=1024, initial=64)
+    said = []
+    for fraction in (0.45, 0.9, 0.45, 0.6):
+        controller.observe(memory_fraction=fraction)
+        said.append(controller.explain().split("%) ")[-1].split("%), ")[-1].split("%): ")[-1])
+    assert said == [
+        f"64 {TIMES} 2 = 128",
+        f"128 {TIMES} 0.5 = 64",
+        "but 128 was too large: holds 64",
+        "between the limits: holds 64",
+    ]
+    assert controller.history[0].reason == f"memory 45.0 % full (low 48 %, high 80 %): 64 {TIMES} 2 = 128"
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(MissingSignalError, match="memory_driven needs memory_fraction"):
+        memory_driven().update(memory_driven().init(), Observation(size=8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"low": 0.8}, "low must be below high, got low=0.8, high=0.8"),
+        ({"low": 0}, "low must be a number above 0, got 0"),
+        ({"high": 80}, "high must be a share of memory, at most 1, got 80"),
+        ({"factor": 1}, "factor must be a number above 1, got 1"),
+        ({"patience": 0}, "patience must be a whole number of 1 or more, got 0"),
+        ({"remember": None}, "remember must be True or False, got None"),
+    ],
+)
+def test_nonsense_is_refused_when_the_policy_is_made(arguments, message):
+    with pytest.raises(ArgumentError, match=message):
+        memory_driven(**arguments)
