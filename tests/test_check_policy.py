@@ -11,6 +11,7 @@ import pytest
 from batchwright._check_policy import check_policy
 from batchwright.errors import MissingSignalError
 from batchwright.size.combine import chain
+from batchwright.size.controller import BatchSizeController
 from batchwright.size.observation import Observation
 from batchwright.size.policy import Policy, Transform
 from batchwright.size.schedules import constant
@@ -65,6 +66,11 @@ class NanInState(Broken):
         return 64.0, [observation.loss]
 
 
+class InfinityInState(Broken):
+    def update(self, state, observation):
+        return 64.0, [math.inf]
+
+
 class ChangesItsState(Broken):
     def update(self, state, observation):
         state.append(1)
@@ -96,6 +102,19 @@ class HidesItsMemory(Broken):
 class Random(Broken):
     def update(self, state, observation):
         return random.uniform(1, 4096), state
+
+
+class CountsRuns(Broken):
+    """Answers the same throughout a run and differently in the next."""
+
+    runs: list = []  # noqa: RUF012
+
+    def init(self):
+        self.runs.append(1)
+        return []
+
+    def update(self, state, observation):
+        return 64.0 + len(self.runs), state
 
 
 class RandomState(Broken):
@@ -154,11 +173,13 @@ def test_nan_is_a_way_to_hold():
         (ArrayInState, "the state survives JSON"),
         (TupleInState, "the state survives JSON: (1, 2) became [1, 2]"),
         (NanInState, "the state survives JSON"),
+        (InfinityInState, "the state survives JSON"),
         (ChangesItsState, "update leaves the state that it is given alone: [] became [1]"),
         (ChangesItsStateInWords, "explain leaves the state that it is given alone: [] became [1]"),
         (ChangesItself, "a policy does not change, the state does: {'num': 0} became {'num': 1}"),
         (HidesItsMemory, "the same arguments give the same answer: got 65.0 and 67.0"),
         (Random, "the same arguments give the same answer"),
+        (CountsRuns, "the same observations give the same sizes"),
         (RandomState, "the same observations give the same state"),
         (Forgetful, "resuming after 1 of 40 observations gives the same sizes"),
         (Speechless, "explain returns words: got 64"),
@@ -177,6 +198,12 @@ def test_a_broken_rule_is_named(policy, rule):
 def test_what_is_no_policy_is_named():
     with pytest.raises(AssertionError, match=r"a policy is a size.Policy: got 64"):
         check_policy(64)
+
+
+def test_a_controller_that_lets_the_bounds_go_is_caught(monkeypatch):
+    monkeypatch.setattr(BatchSizeController, "_fit", lambda self, wanted, size: round(wanted))
+    with pytest.raises(AssertionError, match=r"the size stays within 1 to 32: got \[64"):
+        check_policy(constant(64), max_size=32)
 
 
 def test_the_policy_that_is_given_is_not_touched():

@@ -224,6 +224,12 @@ def test_the_floor_is_named_too():
     assert controller.history[0].reason == "linear: 32 + -20 × 5 = -68 at epoch 5; held at min_size 8"  # noqa: RUF001
 
 
+def test_a_size_just_at_a_bound_is_not_held_there():
+    controller = control(linear(32, 8), max_size=40)
+    controller.observe(epoch=1)
+    assert "held" not in controller.explain()
+
+
 def test_infinity_is_recorded_as_a_number_that_json_can_hold():
     controller = control(Echo(math.inf))
     controller.observe()
@@ -273,6 +279,35 @@ def test_a_saved_state_is_apart_from_the_controller():
     for figures in course():
         controller.observe(**figures)
     assert json.dumps(state) == kept
+
+
+class Gathers(Policy):
+    """Changes its state in place, which it should not."""
+
+    def init(self):
+        return []
+
+    def update(self, state, observation):
+        state.append(observation.loss)
+        return 8.0, state
+
+
+def test_a_policy_that_changes_its_state_in_place_does_not_reach_into_a_saved_one():
+    controller = control(Gathers())
+    saved = controller.state_dict()
+    controller.observe(loss=1.0)
+    assert saved["policy_state"] == []
+    controller.load_state_dict(saved)
+    controller.observe(loss=2.0)
+    assert saved["policy_state"] == []
+
+
+def test_a_loaded_controller_does_not_explain_what_came_before():
+    controller = control(constant(64), initial=8)
+    state = controller.state_dict()
+    controller.observe(step=1)
+    controller.load_state_dict(state)
+    assert controller.explain().startswith("nothing was observed")
 
 
 def test_the_state_of_another_policy_is_refused_with_both_named():

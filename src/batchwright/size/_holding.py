@@ -52,11 +52,11 @@ _PLURALS: dict[Unit, str] = {"examples": "examples", "step": "steps", "epoch": "
 def cooldown(
     *, examples: SupportsIndex | None = None, steps: SupportsIndex | None = None, epochs: SupportsIndex | None = None
 ) -> Transform:
-    """Return a transform that holds the size for a while after each change.
+    """Return a transform that holds the size for a while after each change; give one of the three.
 
     Args:
-        examples: examples to hold for; give this, or
-        steps: updates to hold for, or
+        examples: examples to hold for.
+        steps: updates to hold for.
         epochs: epochs to hold for.
 
     >>> cooldown(steps=100)
