@@ -1,159 +1,192 @@
-"""How well a few probes predict peak memory: five architectures, held-out shapes.
+"""How well a few probes predict peak memory: seven architectures, training and inference, held-out shapes.
 
     python benchmarks/gpu_memory.py --output benchmarks/results/gpu_memory.json
+    python benchmarks/gpu_memory.py --smoke
 
-For each model (random weights, bf16 autocast) `calibrate_huggingface` measures its own probes; then shapes that were
-not probed are measured and compared with `predict` and with `upper`.
+Encoder, decoders, sequence-to-sequence models, images (a shape counts patches) and speech (it counts samples), random
+weights. Training is bf16 autocast with AdamW and gradients kept between micro-batches; inference is in bf16. Text in
+training is measured by `calibrate_huggingface` alone, everything else by `calibrate` with a run of its own, in rounds
+that come nearer to the limit. Then shapes that were not probed, half of them near the limit, are measured and compared
+with `predict` and with `upper`. On the CPU the copies that calibration keeps lie in the memory it measures, so
+that the small models of `--smoke` look a few percent larger than they are.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
 import json
-import platform
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from _architectures import ARCHITECTURES, Architecture, Shape
+from _gpu import GIB, Device, Row, make_parser, markdown, write
 
-GIB = 2**30
+import batchwright as bw
+from batchwright.step import Calibration, calibrate, calibrate_huggingface, default_shapes
 
-
-def make_models() -> dict[str, Any]:
-    """Return constructors by name; made one at a time."""
-    import transformers as t
-
-    return {
-        "BERT-large, eager attention": lambda: t.BertForMaskedLM(
-            t.BertConfig(
-                hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
-                attn_implementation="eager",
-            )
-        ),
-        "Llama 1B": lambda: t.LlamaForCausalLM(
-            t.LlamaConfig(
-                hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-                intermediate_size=8192, vocab_size=32_000,
-            )
-        ),
-        "GPT-2 medium": lambda: t.GPT2LMHeadModel(t.GPT2Config(n_embd=1024, n_layer=24, n_head=16)),
-        "T5-base": lambda: t.T5ForConditionalGeneration(
-            t.T5Config(
-                d_model=768, d_ff=3072, num_layers=12, num_heads=12, vocab_size=32_128, decoder_start_token_id=0
-            )
-        ),
-        "NLLB-600M shape": lambda: t.M2M100ForConditionalGeneration(
-            t.M2M100Config(
-                d_model=1024, encoder_layers=12, decoder_layers=12, encoder_ffn_dim=4096, decoder_ffn_dim=4096,
-                encoder_attention_heads=16, decoder_attention_heads=16, vocab_size=256_206,
-            )
-        ),
-    }  # fmt: skip
+SMOKE_CAP_GIB = 0.012
+FILL = 0.9
+MOST_ITEMS = 512
+COLUMNS = (
+    ("model", "model", ""), ("mode", "mode", ""), ("a shape counts", "kind", ""), ("probes", "probes", "d"),
+    ("mean error", "mean_error", ".2%"), ("worst error", "worst_error", ".2%"), ("margin", "margin", ".2%"),
+    ("held out", "held_out", "d"), ("over upper", "over_upper", "d"), ("ran out", "ran_out", "d"),
+    ("seconds", "seconds", ".0f"), ("did not run", "error", ""),
+)  # fmt: skip
 
 
-def measure(model: Any, shape: tuple[int, ...]) -> float | None:
-    """Return the peak bytes of one forward and backward with gradients already allocated, None where it ran out."""
-    import torch
+def make_run(model: Any, architecture: Architecture, device: Device, *, trains: bool) -> Callable[[Shape], None]:
+    """Return one forward and backward pass of a shape, or a forward pass alone."""
 
-    ids = torch.randint(5, 1000, (shape[0], shape[1]), device="cuda")
-    labels = torch.randint(5, 1000, (shape[0], shape[-1]), device="cuda")
-    mask = torch.ones_like(ids)
-    mask[1:, -1] = 0
-    torch.cuda.reset_peak_memory_stats()
-    try:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+    def train(shape: Shape) -> None:
+        inputs = architecture.inputs(shape, device.name)
+        with torch.autocast(device.name, dtype=torch.bfloat16):
+            loss = model(**inputs).loss
         loss.backward()
-        torch.cuda.synchronize()
-    except torch.OutOfMemoryError:
-        return None
-    return float(torch.cuda.max_memory_allocated())
+
+    def infer(shape: Shape) -> None:
+        inputs = architecture.inputs(shape, device.name)
+        inputs.pop("labels")
+        if model.config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = torch.ones((shape[0], shape[-1]), dtype=torch.long, device=device.name)
+        for name in ("pixel_values", "input_values"):
+            if name in inputs:
+                inputs[name] = inputs[name].to(torch.bfloat16)
+        with torch.inference_mode():
+            model(**inputs)
+
+    return train if trains else infer
 
 
-def held_out(num_axes: int, budget: Any, longest: int, num: int = 12) -> list[tuple[int, ...]]:
-    """Return shapes that fit the budget, random in size and length, half of them near the limit."""
+def probe(run: Callable[[Shape], None], architecture: Architecture, device: Device, **options: Any) -> Calibration:
+    """Measure small batches, then those that should just fit, twice, as each look tells more about the limit."""
+    lengths = architecture.lengths(device.is_cpu)
+    found: Calibration | None = None
+    most: bw.Budget = bw.MaxItems(4)
+    for _ in range(2 if device.is_cpu else 3):
+        shapes = {architecture.snapped(shape) for shape in default_shapes(lengths, most)}
+        known = set() if found is None else set(found.shapes)
+        if shapes <= known:
+            break
+        found = calibrate(run, sorted(known | shapes), **options)
+        most = found.budget() & bw.MaxItems(MOST_ITEMS)
+    assert found is not None
+    return found
+
+
+def held_out(architecture: Architecture, budget: bw.Budget, known: set[Shape], *, small: bool) -> list[Shape]:
+    """Return shapes that fit the budget and were not probed, random in size and length, half near the limit."""
     rng = np.random.default_rng(1)
-    shapes = []
-    while len(shapes) < num:
-        lengths = [int(x) for x in np.exp(rng.uniform(np.log(16), np.log(longest), num_axes))]
-        most = int(budget.max_items(np.array([lengths]))[0])
-        if most >= 2:
-            share = rng.uniform(0.8, 1.0) if len(shapes) % 2 else rng.uniform(0.1, 0.8)
-            shapes.append((max(1, min(512, int(most * share))), *lengths))
+    lengths = architecture.lengths(small)
+    low, high = lengths.min(axis=0), lengths.max(axis=0)
+    shapes: list[Shape] = []
+    while len(shapes) < (4 if small else 12):
+        row = [architecture.snap(int(x)) for x in np.exp(rng.uniform(np.log(low), np.log(high)))]
+        most = min(MOST_ITEMS, int(budget.max_items(np.array([row]))[0]))
+        share = rng.uniform(0.8, 1.0) if len(shapes) % 2 else rng.uniform(0.1, 0.8)
+        shape = (int(most * share), *row)
+        if shape[0] >= 1 and shape not in known and shape not in shapes:
+            shapes.append(shape)
     return shapes
 
 
-def run_model(name: str, make: Any, cap_bytes: float) -> dict[str, Any]:
-    import torch
+def calibrated(model: Any, architecture: Architecture, device: Device, *, trains: bool) -> tuple[Calibration, Any]:
+    """Probe as a user would; return what was found, and the optimizer that training goes on with."""
+    options: dict[str, Any] = {
+        "max_bytes": FILL * device.cap_bytes, "monitor": device.monitor, "progress": False,
+        "repeats": 1,  # memory repeats itself; a second run would only tell about time
+    }  # fmt: skip
+    if not trains:
+        run = make_run(model, architecture, device, trains=False)
+        return probe(run, architecture, device, restore=(model, None), **options), None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **({} if device.is_cpu else {"fused": True}))
+    if architecture.is_text:
+        lengths = architecture.lengths(device.is_cpu)
+        found = calibrate_huggingface(model, optimizer=optimizer, lengths=lengths, autocast=torch.bfloat16, **options)
+        return found, optimizer
+    run = make_run(model, architecture, device, trains=True)
+    return probe(run, architecture, device, restore=(model, optimizer), **options), optimizer
 
-    from batchwright.step import calibrate_huggingface
 
-    model = make().cuda().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    found = calibrate_huggingface(model, optimizer=optimizer, autocast=torch.bfloat16, progress=False)
+def measure(run: Callable[[Shape], None], shape: Shape, device: Device) -> int | None:
+    """Return the peak of a shape, None where memory ran out."""
+    device.monitor.reset_peak()
+    if not device.fits(lambda: run(shape)):
+        return None
+    device.synchronize()
+    return device.monitor.peak_bytes
+
+
+def run_model(architecture: Architecture, device: Device, *, trains: bool) -> Row:
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    model = architecture.make(device.is_cpu).to(device.name)
+    model = model.train() if trains else model.to(torch.bfloat16).eval()
+    found, optimizer = calibrated(model, architecture, device, trains=trains)
     assert found.memory is not None
-    assert found.peak_bytes is not None
-    budget = found.memory.budget(0.9 * cap_bytes)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    allocated = [torch.zeros_like(p) for p in model.parameters() for _ in range(2)]  # AdamW's two averages
-    rows = []
-    for shape in held_out(found.memory.num_axes, budget, 512):
-        peak = measure(model, shape)
-        if peak is None:
-            gc.collect()
-            torch.cuda.empty_cache()
-        rows.append(
-            {"shape": shape, "peak": peak, "predict": float(found.memory.predict([shape])[0]),
-             "upper": float(found.memory.upper([shape])[0])}
-        )  # fmt: skip
-    del allocated
-    errors = [abs(row["predict"] / row["peak"] - 1) for row in rows if row["peak"] is not None]
+    shapes = held_out(architecture, found.budget(), set(found.shapes), small=device.is_cpu)
+    if trains:  # gradients and the optimizer's state lie there, as in training
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    run = make_run(model, architecture, device, trains=trains)
+    rows = [
+        {"shape": shape, "peak": measure(run, shape, device), "predict": float(predicted), "upper": float(upper)}
+        for shape, predicted, upper in zip(
+            shapes, found.memory.predict(shapes), found.memory.upper(shapes), strict=True
+        )
+    ]
+    measured = [row for row in rows if row["peak"] is not None]
+    errors = [abs(row["predict"] / row["peak"] - 1) for row in measured]
     return {
-        "model": name,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "probes": len(found.shapes),
+        "probed": list(zip(found.shapes, found.peak_bytes or (), strict=True)),
+        "largest_probe_of_cap": max(found.peak_bytes or [0]) / device.cap_bytes,
         "margin": found.memory.margin,
+        "coefficients": found.memory.coefficients,
+        "stopped": found.stopped,
+        "held_out": len(rows),
         "mean_error": float(np.mean(errors)),
         "worst_error": float(np.max(errors)),
-        "largest_probe": max(zip(found.peak_bytes, found.shapes, strict=True)),
-        "stopped": found.stopped,
-        "ran_out": sum(row["peak"] is None for row in rows),
-        "under_upper": sum(row["peak"] is not None and row["peak"] <= row["upper"] for row in rows) / len(rows),
+        "over_upper": sum(row["peak"] > row["upper"] for row in measured),
+        "ran_out": len(rows) - len(measured),
+        "seconds": time.perf_counter() - start,
         "rows": rows,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=None)
-    parser.add_argument("--cap-gib", type=float, default=32.0)
-    options = parser.parse_args()
-    import torch
+def run(device: Device, architectures: list[Architecture], output: Path | None) -> list[Row]:
+    """Measure training and inference of every architecture, and return the rows."""
+    rows: list[Row] = []
+    report = {**device.describe(), "fill": FILL, "models": rows}
+    for architecture in architectures:
+        for trains in (True, False):
+            row: Row = {"model": architecture.name, "mode": "train" if trains else "infer", "kind": architecture.kind}
+            try:
+                row.update(run_model(architecture, device, trains=trains))
+            except Exception as error:  # the other models still have something to tell
+                row["error"] = f"{type(error).__name__}: {error}"[:200]
+            rows.append(row)
+            print(json.dumps({key: value for key, value in row.items() if key not in ("rows", "probed")}), flush=True)
+            device.free()
+            write(output, report)
+    return rows
 
-    if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device")
-    cap = options.cap_gib * GIB
-    torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.get_device_properties(0).total_memory)
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    results = []
-    for name, make in make_models().items():
-        try:
-            row = run_model(name, make, cap)
-            print({key: value for key, value in row.items() if key != "rows"}, flush=True)
-        except Exception as error:
-            row = {"model": name, "error": f"{type(error).__name__}: {error}"}
-            print(row, flush=True)
-        results.append(row)
-        gc.collect()
-        torch.cuda.empty_cache()
-        if options.output is not None:  # after each, so that what was measured is kept
-            report = {
-                "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-                "python": platform.python_version(), "cap_gib": options.cap_gib, "models": results,
-            }  # fmt: skip
-            options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+def main() -> None:
+    parser = make_parser(__doc__, cap_gib=32.0)
+    parser.add_argument("--models", default="", help="only those whose name contains this")
+    options = parser.parse_args()
+    chosen = [architecture for architecture in ARCHITECTURES if options.models.lower() in architecture.name.lower()]
+    with Device((SMOKE_CAP_GIB if options.smoke else options.cap_gib) * GIB, smoke=options.smoke) as device:
+        rows = run(device, chosen, options.output)
+    print(markdown(rows, COLUMNS))
+    if any("error" in row for row in rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

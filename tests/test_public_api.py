@@ -28,6 +28,7 @@ LEVELS = {
     "lab": 5,
     "_cli": 5,
     "_demo": 5,
+    "_doctor": 5,
     "cli": 6,
     "__main__": 7,
 }

@@ -1,4 +1,4 @@
-"""The command line: ``batchwright plan FILE``, ``batchwright advise FILE``, ``batchwright demo``."""
+"""The command line: ``batchwright plan FILE``, ``advise FILE``, ``doctor``, ``demo``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0; 1 where an optional package is missing; 2 for unusable input; 130 after Ctrl-C.
     """
-    arguments = make_parser(plan=_plan, advise=_advise, demo=_demo).parse_args(argv)
+    arguments = make_parser(plan=_plan, advise=_advise, doctor=_doctor, demo=_demo).parse_args(argv)
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
@@ -83,6 +83,23 @@ def _advise(arguments: argparse.Namespace) -> int:
         screen.show([*data_lines(arguments.file.name, data), *summary_lines(data)])
         screen.show([budget_line(settings, reason), ""])
     screen.show(advice_lines(advice, screen, unit=data.unit, quiet=arguments.quiet))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    require("torch", extra="torch")
+    from ._doctor.advice import advise as advise_on
+    from ._doctor.run import examine
+    from ._doctor.show import advice_lines as numbered
+    from ._doctor.show import findings_lines
+
+    findings = examine(quick=arguments.quick, progress=sys.stderr.isatty() and not arguments.json)
+    found = advise_on(findings)
+    if arguments.json:
+        print(json.dumps({**findings.to_dict(), "advice": [vars(advice) for advice in found]}, indent=2))
+        return 0
+    screen = Screen.of_stdout()
+    screen.show([*findings_lines(findings, screen), *numbered(found, screen)])
     return 0
 
 

@@ -1,0 +1,219 @@
+"""One training loop for every arm, and what an arm does with a batch that does not fit."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from _gpu import Device, Row
+from _pairs import IntArray, Pairs, padding_of, shape_of
+from torch import Tensor
+
+from batchwright.step import Stepper, huggingface_loss
+
+CLIP_NORM = 1.0  # as the Trainer of transformers does
+
+Batch = dict[str, Tensor]
+
+
+def make_model(device: str, *, small: bool) -> Any:
+    """Return a model of the shape of NLLB-200-distilled-600M, random weights."""
+    from transformers import M2M100Config, M2M100ForConditionalGeneration
+
+    torch.manual_seed(0)
+    layers, width, heads, vocabulary = (1, 32, 2, 1000) if small else (12, 1024, 16, 256_206)
+    config = M2M100Config(
+        d_model=width, encoder_layers=layers, decoder_layers=layers, encoder_ffn_dim=4 * width,
+        decoder_ffn_dim=4 * width, encoder_attention_heads=heads, decoder_attention_heads=heads, vocab_size=vocabulary,
+        # Layers that are dropped at random would make memory and time a matter of chance; NLLB has none.
+        encoder_layerdrop=0.0, decoder_layerdrop=0.0,
+    )  # fmt: skip
+    return M2M100ForConditionalGeneration(config).to(device).train()
+
+
+@final
+class Loop:
+    """Forward, backward, clipping and update: bf16 autocast, fused AdamW; the same for every arm."""
+
+    def __init__(self, device: Device, *, small: bool) -> None:
+        self.device = device
+        self.model = make_model(device.name, small=small)
+        fused = {} if device.is_cpu else {"fused": True}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, **fused)
+        self.vocabulary = int(self.model.config.vocab_size)
+
+    def send(self, batch: Batch) -> Batch:
+        """Copy a batch to the device; from pinned memory, so that the loop does not wait for it."""
+        if self.device.is_cpu:
+            return batch
+        return {name: tensor.pin_memory().to("cuda", non_blocking=True) for name, tensor in batch.items()}
+
+    def backward(self, batch: Batch, share: float = 1.0) -> None:
+        with torch.autocast(self.device.name, dtype=torch.bfloat16):
+            loss = self.model(**batch).loss
+        (loss * share).backward()
+
+    def update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self, batch: Batch) -> None:
+        self.backward(batch)
+        self.update()
+
+    def free(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.device.free()
+
+
+class Outcome(NamedTuple):
+    """Of one batch: the examples that an update was made from, and how often memory ran out."""
+
+    trained: int
+    ooms: int = 0
+
+
+Train = Callable[[Batch], Outcome]
+
+
+def whole(loop: Loop, batch: Batch) -> Outcome:
+    """Train on a batch; one that does not fit is lost."""
+    num = len(batch["labels"])
+    if loop.device.fits(lambda: loop.step(batch)):
+        return Outcome(num)
+    loop.free()
+    return Outcome(0, 1)
+
+
+def split_retry(loop: Loop, size: int, batch: Batch) -> Outcome:
+    """Train on a batch; one that does not fit runs in pieces of ``size``, and a piece that does not is lost.
+
+    This is what dynabatch's Trainer does with ``oom_fallback="split_retry"``: one level, the padding kept.
+    """
+    num = len(batch["labels"])
+    if loop.device.fits(lambda: loop.step(batch)):
+        return Outcome(num)
+    loop.free()
+    trained, ooms = 0, 1
+    for start in range(0, num, size):
+        part = {name: tensor[start : start + size] for name, tensor in batch.items()}
+        num_part = len(part["labels"])
+        if loop.device.fits(partial(loop.backward, part, num_part / num)):
+            trained += num_part
+        else:
+            ooms += 1
+    if trained:
+        loop.update()
+    return Outcome(trained, ooms)
+
+
+def through_stepper(loop: Loop) -> Train:
+    """Return training through ``Stepper``: the same update, exact whatever has to be split."""
+    stepper = Stepper(loop.model, loop.optimizer, huggingface_loss(), autocast=torch.bfloat16, clip_norm=CLIP_NORM)
+
+    def train(batch: Batch) -> Outcome:
+        report = stepper.step(batch)
+        return Outcome(report.batch_size, report.ooms)
+
+    return train
+
+
+@final
+@dataclass(frozen=True)
+class Arm:
+    """A way to train: which batches, and what is done with each.
+
+    Args:
+        name: for the table.
+        pairs: the corpus.
+        batches: indices, every example once.
+        train: of one batch.
+    """
+
+    name: str
+    pairs: Pairs
+    batches: list[IntArray]
+    train: Train
+
+    def describe(self) -> Row:
+        lengths = self.pairs.lengths
+        return {
+            "arm": self.name,
+            "pairs": len(lengths),
+            "batches": len(self.batches),
+            "shapes": len({shape_of(batch, lengths) for batch in self.batches}),
+            "padding": padding_of(self.batches, lengths),
+        }
+
+
+class Epoch(NamedTuple):
+    num_batches: int
+    trained: int
+    ooms: int
+    seconds: float
+
+
+def run_arm(loop: Loop, arm: Arm, *, epoch_seconds: float) -> Row:
+    """Run an epoch twice, in random order, and report both.
+
+    An epoch that takes longer than ``epoch_seconds`` ends early; the second then runs the same batches, so that it has
+    seen every shape. Examples a second count what was trained: a batch that ran out of memory counts in time alone.
+    """
+    loop.free()
+    loop.device.monitor.reset_peak()
+    order = np.random.default_rng(2).permutation(len(arm.batches))
+    first = run_epoch(loop, arm, order, epoch_seconds)
+    steady = run_epoch(loop, arm, order[: first.num_batches], float("inf"))
+    row = {
+        **arm.describe(),
+        "share_run": first.num_batches / len(arm.batches),
+        "first_per_second": first.trained / first.seconds,
+        "steady_per_second": steady.trained / steady.seconds,
+        "ooms": first.ooms + steady.ooms,
+        "lost": 2 * int(sum(len(arm.batches[i]) for i in order[: first.num_batches])) - first.trained - steady.trained,
+        **loop.device.peak(),
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def run_epoch(loop: Loop, arm: Arm, order: IntArray, limit_seconds: float) -> Epoch:
+    loop.device.synchronize()
+    start = time.perf_counter()
+    num = trained = ooms = 0
+    for place in order:
+        outcome = arm.train(loop.send(arm.pairs.collate(arm.batches[place])))
+        num, trained, ooms = num + 1, trained + outcome.trained, ooms + outcome.ooms
+        if time.perf_counter() - start > limit_seconds:
+            break
+    loop.device.synchronize()
+    return Epoch(num, trained, ooms, time.perf_counter() - start)
+
+
+def dense_limit(loop: Loop, shapes: list[tuple[int, ...]], tokens_a_pair: float, *, repeats: int = 5) -> Row:
+    """Return the throughput of batches without padding, at the best of some shapes that fill memory."""
+    best: Row = {"arm": "limit: no padding, best dense shape", "padding": 0.0, "steady_per_second": 0.0}
+    for num, source, target in shapes:
+        pairs = Pairs(np.tile([[source, target]], (num, 1)), loop.vocabulary)
+        batch = loop.send(pairs.collate(np.arange(num)))
+        loop.free()
+        if not loop.device.fits(lambda batch=batch: [loop.step(batch) for _ in range(2)]):  # type: ignore[misc]
+            continue
+        loop.device.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            loop.step(batch)
+        loop.device.synchronize()
+        tokens_per_second = repeats * num * (source + target) / (time.perf_counter() - start)
+        speed = tokens_per_second / tokens_a_pair
+        if speed > best["steady_per_second"]:
+            best.update(steady_per_second=speed, tokens_per_second=tokens_per_second, shape=[num, source, target])
+    print(json.dumps(best), flush=True)
+    return best

@@ -1,0 +1,1 @@
+"""What ``batchwright doctor`` runs: measure this machine and say what that means for batches."""

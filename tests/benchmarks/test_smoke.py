@@ -1,0 +1,208 @@
+"""The GPU benchmarks on the CPU: tiny models, live tensors in place of a device's memory."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """A function that imports a file of benchmarks/, which is a folder of scripts and no package."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module
+
+
+@pytest.fixture
+def rows_of(script, monkeypatch, tmp_path, capsys):
+    """A function that runs a script and returns what it wrote as JSON."""
+
+    def run(name, *options):
+        monkeypatch.setattr(sys, "argv", [name, "--smoke", "--output", str(tmp_path / "out.json"), *options])
+        script(name).main()
+        return json.loads((tmp_path / "out.json").read_text())
+
+    return run
+
+
+def test_live_bytes_follow_tensors_and_views(script):
+    live = script("_live_bytes").LiveBytes(10_000)
+    with live:
+        first = torch.zeros(1000)  # 4,000 bytes
+        view = first.view(10, 100)
+        del first
+        assert live.used_bytes == 4000
+        view += 1
+        assert live.used_bytes == 4000
+        del view
+    assert (live.used_bytes, live.peak_bytes) == (0, 4000)
+
+
+def test_live_bytes_leave_out_what_is_older(script):
+    older = torch.zeros(1000)
+    live = script("_live_bytes").LiveBytes(10_000)
+    with live:
+        part = older[:10]
+        part.add_(1)
+        assert live.used_bytes == 0
+
+
+def test_live_bytes_run_out_of_memory(script):
+    with script("_live_bytes").LiveBytes(7000), pytest.raises(torch.OutOfMemoryError, match="0 \\+ 8000 of 7000"):
+        torch.zeros(2000)
+
+
+class Loop:
+    """Stands for a loop in which batches of more than ``most`` examples do not fit."""
+
+    def __init__(self, device, most):
+        self.device, self.most = device, most
+        self.num_updates = 0
+
+    def backward(self, batch, share=1.0):
+        if len(batch["labels"]) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def update(self):
+        self.num_updates += 1
+
+    def step(self, batch):
+        self.backward(batch)
+        self.update()
+
+    def send(self, batch):
+        return batch
+
+    def free(self):
+        pass
+
+
+@pytest.fixture
+def device(script):
+    with script("_gpu").Device(10**9, smoke=True) as device:
+        yield device
+
+
+def batch_of(num):
+    return {"labels": torch.zeros(num, 3)}
+
+
+def test_a_batch_that_does_not_fit_is_not_counted_as_trained(script, device):
+    training = script("_training")
+    assert training.whole(Loop(device, 4), batch_of(4)) == (4, 0)
+    assert training.whole(Loop(device, 4), batch_of(5)) == (0, 1)
+
+
+def test_pieces_that_fit_are_counted_and_those_that_do_not_are_lost(script, device):
+    training = script("_training")
+    loop = Loop(device, 2)
+    # 7 do not fit; pieces of 3, 3 and 1: two more failures, one example trained.
+    assert training.split_retry(loop, 3, batch_of(7)) == (1, 3)
+    assert loop.num_updates == 1
+    # Pieces of 2, 2, 2 and 1 all fit after the first failure.
+    assert training.split_retry(loop, 2, batch_of(7)) == (7, 1)
+    assert training.split_retry(Loop(device, 0), 2, batch_of(4)) == (0, 3)
+
+
+def test_an_arm_reports_what_was_lost_in_both_epochs(script, device):
+    training = script("_training")
+    pairs = script("_pairs").Pairs(np.array([[3, 4]] * 10), 100)
+    loop = Loop(device, 4)
+    batches = [np.arange(0, 4), np.arange(4, 10)]
+    arm = training.Arm("some", pairs, batches, lambda batch: training.whole(loop, batch))
+    row = training.run_arm(loop, arm, epoch_seconds=60)
+    # The batch of 6 is lost twice; the padding of equal lengths is 0.
+    assert (row["ooms"], row["lost"], row["share_run"], row["padding"], row["shapes"]) == (2, 12, 1.0, 0.0, 2)
+
+
+def test_an_epoch_cut_short_repeats_the_same_batches(script, device):
+    training = script("_training")
+    pairs = script("_pairs").Pairs(np.array([[3, 4]] * 10), 100)
+    seen = []
+
+    def train(batch):
+        seen.append(len(batch["labels"]))
+        return training.Outcome(len(batch["labels"]))
+
+    arm = training.Arm("some", pairs, np.split(np.arange(10), [1, 3, 6]), train)
+    row = training.run_arm(Loop(device, 9), arm, epoch_seconds=0)
+    assert seen == [seen[0]] * 2
+    assert row["share_run"] == 0.25
+
+
+def test_pairs_are_padded_and_masked(script):
+    batch = script("_pairs").Pairs(np.array([[2, 3], [4, 1]]), 100).collate(np.array([0, 1]))
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert (batch["labels"] == -100).tolist() == [[False, False, False], [False, True, True]]
+
+
+def test_a_peer_plan_for_other_lengths_is_not_used(script, tmp_path, capsys):
+    plans, pairs = script("_peer_plan"), script("_pairs")
+    path = tmp_path / "plan.json"
+    lengths = np.array([5, 3, 9])
+    path.write_text(json.dumps({"lengths": pairs.digest(lengths), "batches": [[2], [0, 1]]}))
+    assert [batch.tolist() for batch in plans.read_peer_plan(path, lengths)] == [[2], [0, 1]]
+    assert plans.read_peer_plan(path, lengths + 1) is None
+    assert "--write-peer-plan" in capsys.readouterr().out
+
+
+def test_rows_end_after_as_many_tokens_as_their_input(script):
+    ends = script("gpu_generate").EndLikeInput(torch.tensor([1, 2]), end=0)
+    # The first token is made while the start token alone is there: the row of 1 ends with it.
+    scores = ends(torch.zeros(2, 1), torch.zeros(2, 3))
+    assert scores[:, 0].tolist() == [float("inf"), float("-inf")]
+    assert scores[:, 1:].tolist() == [[0, 0], [0, 0]]
+
+
+def test_training_runs_on_the_cpu(rows_of):
+    report = rows_of("gpu_training")
+    arms = [(row["arm"], row.get("pairs")) for row in report["rows"]]
+    assert arms[0] == ("fixed 10, shuffled", 100)
+    assert ("calibrated, Sorted()", 100) in arms
+    assert ("calibrated, Sorted()", 300) in arms
+    assert arms[-1][0].startswith("limit")
+    # The calibrated budget fills memory, and what it planned fits.
+    calibrated = [row for row in report["rows"] if row["arm"].startswith("calibrated")]
+    assert all(0.6 < row["peak_of_cap"] <= 0.95 and row["lost"] == 0 for row in calibrated)
+
+
+def test_generating_runs_on_the_cpu(rows_of):
+    rows = {row["arm"]: row for row in rows_of("gpu_generate")["rows"]}
+    assert rows["fixed 64, sorted"]["batches"] == 2  # 96 examples
+    assert rows["generate(), calibrated budget"]["ooms"] == 0
+    assert rows["fixed 64, shuffled"]["to_fixed"] == 1
+
+
+def test_memory_of_images_is_predicted_on_the_cpu(rows_of):
+    rows = rows_of("gpu_memory", "--models", "vit")["models"]
+    assert [row["mode"] for row in rows] == ["train", "infer"]
+    assert all(row["over_upper"] == row["ran_out"] == 0 and row["mean_error"] < 0.1 for row in rows)
+
+
+def test_every_architecture_takes_its_inputs(script):
+    architectures = script("_architectures").ARCHITECTURES
+    kinds = [architecture.kind for architecture in architectures]
+    assert {"patches of an image", "samples of sound"} <= set(kinds)
+    for architecture in architectures:
+        shape = architecture.snapped((2, *architecture.lengths(True)[0].tolist()))
+        loss = architecture.make(True)(**architecture.inputs(shape, "cpu")).loss
+        assert loss.isfinite(), architecture.name
+
+
+def test_a_table_leaves_what_is_missing_empty(script):
+    table = script("_gpu").markdown(
+        [{"arm": "a", "speed": 2.5}, {"arm": "b"}], (("arm", "arm", ""), ("/s", "speed", ".0f"))
+    )
+    assert table.splitlines()[2:] == ["| a | 2 |", "| b |  |"]
+
+
+def test_without_a_gpu_the_trial_run_is_named(script, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="--smoke"):
+        script("_gpu").Device(1, smoke=False)
