@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from batchwright.step import Stepper
+from batchwright.step import MemoryMonitor, Stepper
+from batchwright.testing import FakeMemory
 
 
 class Model(nn.Module):
@@ -67,7 +68,8 @@ def main(rank, world_size, path, num_steps):
             loss.register_hook(lambda gradient: raise_oom())
         return loss, weight
 
-    stepper = Stepper(ddp, torch.optim.AdamW(ddp.parameters(), lr=0.01), loss_fn)
+    memory = MemoryMonitor(source=FakeMemory(1000, used_bytes=100 + 50 * rank))
+    stepper = Stepper(ddp, torch.optim.AdamW(ddp.parameters(), lr=0.01), loss_fn, memory=memory)
     for step in range(num_steps):
         expected = reference_gradient(model, step, world_size)
         stepper.accumulate(make_batch(step, rank))
@@ -78,8 +80,10 @@ def main(rank, world_size, path, num_steps):
                 continue
             error = (parameter.grad - expected[name]).norm() / expected[name].norm().clamp(min=1e-30)
             worst = max(worst, float(error))
-        ooms += stepper.update().ooms
+        report = stepper.update()
+        ooms += report.ooms
         check_equal(model, rank)
+        check_same_report(report, rank)
     print(f"rank {rank}: {ooms} ooms, worst {worst:.3e}")
     assert ooms > 0
     assert worst < 1e-10
@@ -88,6 +92,14 @@ def main(rank, world_size, path, num_steps):
 
 def raise_oom():
     raise torch.OutOfMemoryError("out of memory in backward")
+
+
+def check_same_report(report, rank):
+    """Check that a policy would observe the same figures on every rank."""
+    mine = [report.loss, report.seconds, report.memory_fraction, report.ooms, report.batch_size]
+    first = [mine]
+    dist.broadcast_object_list(first, src=0)
+    assert first[0] == mine, f"rank {rank} reports {mine}, rank 0 {first[0]}"
 
 
 def check_equal(model, rank):

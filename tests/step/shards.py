@@ -37,7 +37,9 @@ def main(rank, world_size, path):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
     model, twin = make_model(), make_model()
-    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    mesh = init_device_mesh("cpu", (world_size,))
+    fully_shard(model[1], mesh=mesh)  # parts reduce their own gradients
+    fully_shard(model, mesh=mesh)
     stepper = Stepper(
         model, torch.optim.AdamW(model.parameters(), lr=0.01), loss_fn,
         micro_batch=bw.MaxTokens(20), lengths=len, collate=collate, clip_norm=1.0,

@@ -21,6 +21,7 @@ class Summary(NamedTuple):
     loss_sum: Tensor | float
     num_examples: int
     num_micro_batches: int
+    ooms: int
     metric_sums: Mapping[str, Tensor | float]
     squares: Tensor | None
 

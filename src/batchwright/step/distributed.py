@@ -29,9 +29,9 @@ class Ranks:
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         if self._ddp is not None:
             _refuse_unsupported(self._ddp)
-        self.is_sharded = _is_sharded(model)
-        if self.is_sharded:
-            model.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # sums, which Stepper divides itself
+        self.is_sharded = bool(_sharded_parts(model))
+        for part in _sharded_parts(model):
+            part.set_gradient_divide_factor(1.0)  # sums, which Stepper divides itself
         self.module: nn.Module = model if self._ddp is None else self._ddp.module
         self.group: Any = None if self._ddp is None else self._ddp.process_group
         self.world_size = dist.get_world_size(self.group) if self._ddp is not None or self.is_sharded else 1
@@ -57,6 +57,14 @@ class Ranks:
         packed = torch.tensor([value], dtype=torch.int64, device=device)
         dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=self.group)
         return int(packed.item())
+
+    def largest(self, values: Sequence[float], device: torch.device) -> list[float]:
+        """Return the largest of each value over all ranks."""
+        if self.world_size == 1:
+            return list(values)
+        packed = torch.tensor(values, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=self.group)
+        return packed.tolist()
 
     def agree_on_parts(self, num_parts: int, device: torch.device) -> int:
         """Return how many micro-batches every rank runs: its own number, or under FSDP2 the largest of all."""
@@ -88,12 +96,13 @@ class Ranks:
             dist.broadcast(buffer, src=first, group=self.group)
 
 
-def _is_sharded(model: nn.Module) -> bool:
+def _sharded_parts(model: nn.Module) -> list[Any]:
+    """Return the modules that ``fully_shard`` was applied to, each of which reduces its own gradients."""
     if not dist.is_available():
-        return False
+        return []
     from torch.distributed.fsdp import FSDPModule
 
-    return isinstance(model, FSDPModule)
+    return [part for part in model.modules() if isinstance(part, FSDPModule)]
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -210,18 +210,18 @@ class Stepper:
         totals = pending.totals
         squares = None if self._meter is None else self._meter.norms.total
         if self._ranks.world_size == 1:
-            counts = (totals.num_examples, totals.num_micro_batches)
+            counts = (totals.num_examples, totals.num_micro_batches, pending.ooms)
             return Summary(float(totals.weight), totals.loss, *counts, dict(totals.metrics), squares)
         names = sorted(totals.metrics)
-        weight, num, parts, loss, *rest = self._ranks.sum(
-            [totals.weight, totals.num_examples, totals.num_micro_batches, totals.loss]
+        weight, num, parts, ooms, loss, *rest = self._ranks.sum(
+            [totals.weight, totals.num_examples, totals.num_micro_batches, pending.ooms, totals.loss]
             + [totals.metrics[name] for name in names]
             + ([] if self._meter is None else self._local_squares(squares)),
             self._device,
         )
         metrics = dict(zip(names, rest, strict=False))
         summed = torch.tensor(rest[len(names) :], dtype=torch.float64) if self._meter is not None else None
-        return Summary(weight, loss, round(num), round(parts), metrics, summed)
+        return Summary(weight, loss, round(num), round(parts), round(ooms), metrics, summed)
 
     def _local_squares(self, squares: Tensor | None) -> list[Tensor | float]:
         assert self._meter is not None
@@ -301,18 +301,26 @@ class Stepper:
     def _report(self, pending: Pending, rate: float, norm: Tensor | None) -> StepReport:
         assert pending.summary is not None
         summary = pending.summary
-        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        seconds, peak, fraction = self._ranks.largest(
+            [time.perf_counter() - pending.started, *self._read_memory()], self._device
+        )
         return StepReport(
             batch_size=summary.num_examples,
             num_micro_batches=summary.num_micro_batches,
             weight=summary.weight,
-            ooms=pending.ooms,
-            seconds=time.perf_counter() - pending.started,
-            peak_bytes=peak if self._memory is None else self._memory.peak_bytes,
-            memory_fraction=None if self._memory is None else self._memory.peak_fraction,
+            ooms=summary.ooms,
+            seconds=seconds,
+            peak_bytes=int(peak) if peak >= 0 else None,
+            memory_fraction=fraction if fraction >= 0 else None,
             lr=rate,
             _loss_sum=summary.loss_sum,
             _metric_sums=summary.metric_sums,
             _noise=pending.noise,
             _grad_norm=norm,
         )
+
+    def _read_memory(self) -> tuple[float, float]:
+        """Return the peak and its share of the memory on this rank, -1 for what is not known."""
+        if self._memory is not None:
+            return self._memory.peak_bytes, self._memory.peak_fraction
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else -1, -1

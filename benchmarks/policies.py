@@ -1,0 +1,244 @@
+"""Compare batch-size strategies at equal examples: accuracy, loss, updates, paired over seeds.
+
+    python benchmarks/policies.py [--quick] [--seeds 5] [--workers 2] [--folder FOLDER]
+
+Every arm of a task trains on the same number of examples, from the same weights and in the same order for the same
+seed, at one learning rate: the best of a grid for the constant small batch, on seeds that are not reported. Differences
+are paired by seed, with 95 % t intervals; p-values are corrected by Holm over the arms of a task. A replay arm plays
+the sizes that the adaptive arm chose with another seed: what is left between the two is what adapting did.
+
+Prints Markdown and writes the figures with versions and hardware as JSON. With --folder runs are kept there, and a run
+that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchwright.errors import ArgumentError
+from batchwright.lab._run_record import hardware, num_cpus, versions
+from batchwright.lab.datasets import load
+from batchwright.lab.runner import Cell, Lab, LabPlan
+from batchwright.lab.statistics import equivalence, holm, paired_difference
+
+_RESULT = Path(__file__).parent / "results" / "policies.json"
+_REPLAYED = ("loss_difference_exponential", "entropy", "noise")
+_SIGNALS = (
+    *("loss_difference_exponential", "loss_ema_exponential", "loss_variance_exponential"),
+    *("entropy", "noise", "noise_ratio"),
+)
+_ANNEALING = ("lr_decay", "batch_ramp", "hybrid")
+_SGD_ARMS = (
+    *("constant", "constant_large", "constant_large_scaled", *_ANNEALING, *_SIGNALS),
+    *(f"replay_{name}" for name in _REPLAYED),
+)
+_ADAM_ARMS = (*_SGD_ARMS[:6], "seesaw", *_SGD_ARMS[6:])
+# A difference of accuracy that nobody would care about.
+_MARGIN = 0.01
+Record = dict[str, Any]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A cell and its arms."""
+
+    title: str
+    cell: Cell
+    arms: tuple[str, ...]
+
+
+def _tasks(quick: bool) -> Iterator[Task]:
+    if quick:
+        cell = Cell(dataset="digits", model="mlp", num_epochs=4, data={"limit": 600}, options={"num_evaluations": 4})
+        arms = ("constant", "constant_large", *_ANNEALING, "seesaw", "entropy", "noise", "replay_entropy")
+        yield Task("digits, MLP, SGD", cell, arms)
+        return
+    digits = {"dataset": "digits", "model": "mlp", "num_epochs": 20}
+    yield Task("digits, MLP, SGD", Cell(**digits), _SGD_ARMS)
+    yield Task(
+        "digits, MLP, Adam",
+        Cell(**digits, optimizer="adam"),
+        ("constant", "constant_large", "constant_large_scaled", *_ANNEALING, "seesaw"),
+    )
+    fashion = Cell(dataset="fashion_mnist", model="cnn", num_epochs=8, data={"limit": 2000})
+    try:
+        load("fashion_mnist", limit=2000)
+        yield Task("Fashion-MNIST (1,600 images), CNN with GroupNorm, SGD", fashion, _SGD_ARMS)
+    except ArgumentError as error:
+        print(f"Fashion-MNIST is left out: {error}\n", flush=True)
+    chars = Cell(dataset="python_chars", model="char_lm", num_epochs=8, optimizer="adam", data={"limit": 600})
+    yield Task("Python source, character LM, Adam", chars, _ADAM_ARMS)
+
+
+def main() -> None:
+    options = _options()
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as spare:
+        folder = Path(options.folder or spare)
+        tasks = [_run(task, folder, options) for task in _tasks(options.quick)]
+    result = {
+        "seconds": time.perf_counter() - start,
+        "processor_seconds": sum(row["seconds"] * options.seeds for task in tasks for row in task["arms"]),
+        "num_workers": options.workers,
+        "seeds": list(range(options.seeds)),
+        "versions": versions(),
+        "hardware": hardware(),
+        "tasks": tasks,
+    }
+    print(f"{result['seconds']:.0f} s on {options.workers} workers")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _run(task: Task, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run all arms of a task, print its table and claims, and return its figures."""
+    plan = LabPlan(
+        name="policies",
+        cells=(task.cell,),
+        strategies=task.arms,
+        seeds=tuple(range(options.seeds)),
+        tuning_seeds=(1000,) if options.quick else (1000, 1001),
+    )
+    place = folder / f"{task.cell.dataset}-{task.cell.model}-{task.cell.optimizer}"
+    records = Lab(place).run(plan, num_workers=options.workers)
+    tuning = json.loads((place / "lab.json").read_text())["tuning"][0]
+    arms = {name: [record for record in records if record["strategy"] == name] for name in task.arms}
+    rows, claims = _rows(arms), _claims(arms)
+    settings = records[0]["settings"]
+    print(_table(task, settings, rows), *(f"- {claim['text']}" for claim in claims), "", sep="\n", flush=True)
+    shown = {"title": task.title, "settings": settings, "tuning": tuning, "metric": records[0]["metric_name"]}
+    return {**shown, "arms": rows, "claims": claims}
+
+
+def _rows(arms: dict[str, list[Record]]) -> list[Row]:
+    rows = [_row(name, runs, arms["constant"]) for name, runs in arms.items()]
+    tested = [row for row in rows if row["p_value"] is not None and row["arm"] != "constant"]
+    for row, corrected in zip(tested, holm([row["p_value"] for row in tested]), strict=True):
+        row["p_holm"] = corrected
+    return rows
+
+
+def _row(name: str, runs: list[Record], baseline: list[Record]) -> Row:
+    ended, base = _pairs(runs, baseline, "metric")
+    row: Row = {
+        "arm": name,
+        "num_diverged": sum(_value(run, "metric") is None for run in runs),
+        "metric": statistics.fmean(ended) if ended else None,
+        "metric_sd": statistics.stdev(ended) if len(ended) > 1 else None,
+        "train_loss": _mean(runs, "train_loss"),
+        "validation_loss": _mean(runs, "validation_loss"),
+        "updates": _mean(runs, "updates"),
+        "updates_saved": 1 - (_mean(runs, "updates") or 0) / (_mean(baseline, "updates") or 1),
+        "seconds": _mean(runs, "seconds"),
+        **{key: None for key in ("difference", "low", "high", "p_value", "p_holm")},
+    }
+    if ended:
+        found = paired_difference(ended, base)
+        row |= {"difference": found.mean, "low": found.low, "high": found.high, "p_value": found.p_value}
+    return row
+
+
+def _claims(arms: dict[str, list[Record]]) -> list[dict[str, Any]]:
+    """Compare pairs of arms that theory or the adaptive arms speak about."""
+    wanted = [
+        ("batch_ramp", "lr_decay", "metric", "a ramp of the batch in place of a decay of the rate (Smith)"),
+        ("batch_ramp", "lr_decay", "train_loss", "the same, by train loss"),
+        ("hybrid", "lr_decay", "metric", "half of each"),
+        ("seesaw", "lr_decay", "train_loss", "Seesaw, by train loss"),
+        ("constant_large", "constant", "metric", "a large batch from the start"),
+        ("constant_large_scaled", "constant", "metric", "a large batch from the start, rate scaled"),
+        *((name, f"replay_{name}", "metric", "adapting, against a replay of the same growth") for name in _REPLAYED),
+    ]
+    return [
+        _claim(arms[one], arms[other], *names)
+        for one, other, *names in ((one, other, one, other, *rest) for one, other, *rest in wanted)
+        if one in arms and other in arms
+    ]
+
+
+def _claim(runs: list[Record], others: list[Record], one: str, other: str, key: str, words: str) -> dict[str, Any]:
+    values, base = _pairs(runs, others, key)
+    claim: dict[str, Any] = {"one": one, "other": other, "figure": key, "about": words}
+    if not values:
+        return {**claim, "text": f"{words}: no pair of seeds came to its end"}
+    found = paired_difference(values, base)
+    saved = 1 - (_mean(runs, "updates") or 0) / (_mean(others, "updates") or 1)
+    same = equivalence(values, base, margin=_MARGIN) if key == "metric" else None
+    interval = "" if found.low is None else f" ({found.low:+.4f} to {found.high:+.4f})"
+    text = f"{words}: {key} of {one} minus {other} = {found.mean:+.4f}{interval}, {saved:.1%} fewer updates"
+    if same is not None:
+        text += f"; that they differ by {_MARGIN} or more is tested at p = {same:.3g}"
+    figures = {"difference": found.mean, "low": found.low, "high": found.high, "p_value": found.p_value}
+    return {**claim, **figures, "updates_saved": saved, "equivalence_p": same, "text": text}
+
+
+def _pairs(runs: list[Record], others: list[Record], key: str) -> tuple[list[float], list[float]]:
+    """Return the final figures of the seeds that both arms brought to an end."""
+    pairs = [(_value(run, key), _value(other, key)) for run, other in zip(runs, others, strict=True)]
+    known = [(one, other) for one, other in pairs if one is not None and other is not None]
+    return [one for one, _ in known], [other for _, other in known]
+
+
+def _value(run: Record, key: str) -> float | None:
+    return None if run["final"] is None else run["final"][key]
+
+
+def _mean(runs: list[Record], key: str) -> float | None:
+    known = [value for value in (_value(run, key) for run in runs) if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _table(task: Task, settings: dict[str, Any], rows: list[Row]) -> str:
+    sizes = f"batch {settings['base_size']} to {settings['max_size']}"
+    lines = [
+        f"### {task.title}: {settings['num_examples']:,} examples, {sizes}, lr {settings['lr']:g}",
+        "",
+        "| arm | metric | difference to constant (95 %) | p (Holm) | train loss | updates | saved | CPU s |",
+        "| --- |" + " ---: |" * 7,
+    ]
+    return "\n".join([*lines, *(f"| {' | '.join(_cells(row))} |" for row in rows), ""])
+
+
+def _cells(row: Row) -> list[str]:
+    interval = "" if row["low"] is None else f" ({row['low']:+.4f} to {row['high']:+.4f})"
+    difference = "" if row["arm"] == "constant" or row["difference"] is None else f"{row['difference']:+.4f}{interval}"
+    diverged = f", {row['num_diverged']} diverged" if row["num_diverged"] else ""
+    return [
+        row["arm"] + diverged,
+        _text(row["metric"], ".4f"),
+        difference,
+        _text(row["p_holm"], ".3g"),
+        _text(row["train_loss"], ".4f"),
+        _text(row["updates"], ",.0f"),
+        _text(row["updates_saved"], ".0%"),
+        _text(row["seconds"], ".1f"),
+    ]
+
+
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke test: one small task, two seeds")
+    parser.add_argument("--seeds", type=int, help="seeds of each arm (5; quick: 2)")
+    parser.add_argument("--workers", type=int, default=num_cpus())
+    parser.add_argument("--folder", help="keep the runs here, and go on with those that are there")
+    parser.add_argument("--output", type=Path, default=_RESULT)
+    options = parser.parse_args()
+    options.seeds = options.seeds or (2 if options.quick else 5)
+    return options
+
+
+if __name__ == "__main__":
+    main()
