@@ -1,0 +1,1 @@
+"""Frameworks people already use: each module here translates, the rooms below decide."""

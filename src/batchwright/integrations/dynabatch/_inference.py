@@ -1,0 +1,186 @@
+"""Generation that runs out of memory goes on in smaller pieces; helpers around it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import traceback
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError, DoesNotFitError
+from ...plan._arrays import as_whole
+from ...step._models import unwrapped
+from ...step._oom_safe import run_in_pieces
+from ...step._tree import map_leaves
+from ...step.oom import free_memory
+from .._inputs import num_rows, take_rows
+from ._inputs import merge_outputs
+
+_ALWAYS = ("input_ids", "attention_mask")
+# A collator for training makes the decoder's input from the labels: as a prompt it would give the answer away.
+_TRAINING = ("labels", "decoder_input_ids", "decoder_attention_mask")
+
+
+def generate_with_oom_fallback(
+    model: Any,
+    batch: Mapping[str, Any],
+    min_batch_size: int,
+    device: torch.device | str,
+    pad_token_id: int | None = None,
+    **generate_kwargs: Any,
+) -> tuple[Any, bool]:
+    """Run ``model.generate`` on a batch; where memory runs out, in pieces, halved until they fit.
+
+    Every tensor that the model takes is passed on; of a batch with labels neither those nor the decoder's inputs made
+    of them. The random state of a failed attempt is put back. Any other error is raised unchanged.
+
+    Args:
+        model: has ``generate``, as transformers models do.
+        batch: tensors by name, ``input_ids`` among them; other values are not passed on.
+        min_batch_size: the most examples of a piece after the whole batch has failed.
+        device: where tensors are moved to, and where the result is.
+        pad_token_id: fills shorter results of pieces, and is given to ``generate``. None takes the model's own, else
+            its end-of-sequence token.
+        **generate_kwargs: for ``model.generate``.
+
+    Returns:
+        ``(output, did_fallback)``. With ``return_dict_in_generate`` the output of pieces holds the sequences and their
+        scores; what belongs to single steps is left out, as pieces differ in their number.
+
+    Raises:
+        DoesNotFitError: one example alone runs out of memory.
+    """
+    size = as_whole("min_batch_size", min_batch_size, least=1)
+    inputs = _model_inputs(model, batch)
+    num = num_rows(inputs, "input_ids")
+    _warn_about_padding(model, inputs)
+    if pad_token_id is not None:
+        generate_kwargs = {"pad_token_id": pad_token_id, **generate_kwargs}
+
+    def run(part: Mapping[str, Any]) -> Any:
+        return model.generate(**map_leaves(dict(part), lambda tensor: tensor.to(device)), **generate_kwargs)
+
+    with suppress(DoesNotFitError):
+        (output,) = run_in_pieces(run, lambda start, stop: inputs, 1, describe=lambda _: "the batch").results
+        return _plain(output), False
+    outputs: list[Any] = []
+    for start in range(0, num, size):
+        part = take_rows(inputs, list(range(start, min(start + size, num))), num)
+        outputs += _run_part(run, part, start)
+    fill = _pad_token(model, pad_token_id, generate_kwargs)
+    return _merged([_plain(output) for output in outputs], fill, device), True
+
+
+def _run_part(run: Any, part: dict[str, Any], first: int) -> list[Any]:
+    num = num_rows(part, "input_ids")
+    pieces = run_in_pieces(
+        lambda rows: map_leaves(run(rows), lambda tensor: tensor.cpu()),
+        lambda start, stop: take_rows(part, list(range(start, stop)), num),
+        num,
+        describe=lambda place: f"example {first + place} of the batch",
+    )
+    return pieces.results
+
+
+def clear_gpu_memory(oom_error: BaseException, **tensors: Any) -> None:
+    """Free what a failed attempt holds: the frames of its traceback, and the allocator's unused blocks.
+
+    Args:
+        oom_error: the error that was caught.
+        **tensors: objects of the caller; its own names still hold them until they are deleted there.
+    """
+    pending: list[BaseException | None] = [oom_error]
+    while pending:
+        error = pending.pop()
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)
+            pending += [error.__cause__, error.__context__]
+    tensors.clear()
+    free_memory(_accelerators())
+
+
+def set_cuda_alloc_conf() -> None:
+    """Let the CUDA allocator grow its segments, against fragmentation; a setting that is there is kept.
+
+    It sets ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` in the environment of this process, and must be called
+    before CUDA is first used. Importing this package sets nothing.
+    """
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
+def _accelerators() -> list[torch.device]:
+    if torch.cuda.is_available():
+        return [torch.device("cuda")]
+    return [torch.device("mps")] if torch.backends.mps.is_available() else []
+
+
+def _model_inputs(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a batch that the model takes."""
+    if not isinstance(batch.get("input_ids"), Tensor):
+        raise ArgumentError(
+            f"the batch needs a tensor 'input_ids', got {sorted(batch)}; tokenize with return_tensors='pt'"
+        )
+    known = _parameters(model)
+    left_out = _TRAINING if "labels" in batch else ()
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and name not in left_out}
+    return {name: value for name, value in tensors.items() if known is None or name in _ALWAYS or name in known}
+
+
+def _parameters(model: Any) -> set[str] | None:
+    """Return the names that a model's forward and that of its encoder take; None where there is none to ask."""
+    if not isinstance(model, torch.nn.Module):
+        return None
+    base: Any = unwrapped(model)
+    encoder = base.get_encoder() if callable(getattr(base, "get_encoder", None)) else None
+    modules = [module for module in (base, encoder) if isinstance(module, torch.nn.Module)]
+    return {name for module in modules for name in inspect.signature(module.forward).parameters}
+
+
+def _setting(model: Any, name: str) -> Any:
+    base: Any = unwrapped(model) if isinstance(model, torch.nn.Module) else model
+    configs = (getattr(base, "generation_config", None), getattr(base, "config", None))
+    return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
+
+
+def _warn_about_padding(model: Any, inputs: Mapping[str, Any]) -> None:
+    mask = inputs.get("attention_mask")
+    if _setting(model, "is_encoder_decoder") or mask is None or mask.ndim != 2 or bool(mask[:, -1].all()):
+        return
+    if hasattr(model, "config"):  # nothing is known about other objects
+        warnings.warn(
+            "a decoder-only model continues the last column of input_ids, which is padding in some rows; "
+            "tokenize with padding_side='left'",
+            stacklevel=3,
+        )
+
+
+def _pad_token(model: Any, pad_token_id: int | None, generate_kwargs: Mapping[str, Any]) -> int:
+    """Return what fills rows: the padding token, else the end of a sequence, else 0, which no row then needs."""
+    ends = generate_kwargs.get("eos_token_id", _setting(model, "eos_token_id"))
+    end = ends[0] if isinstance(ends, list | tuple) and ends else ends
+    choices = (pad_token_id, generate_kwargs.get("pad_token_id"), _setting(model, "pad_token_id"), end, 0)
+    return next(int(choice) for choice in choices if choice is not None)
+
+
+def _plain(output: Any) -> Any:
+    """Return what can be trained on and changed in place, as the caller may be under no inference mode."""
+    if torch.is_inference_mode_enabled():
+        return output
+    return map_leaves(output, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
+
+
+def _merged(outputs: list[Any], fill: int, device: torch.device | str) -> Any:
+    if isinstance(outputs[0], Tensor):
+        merged = merge_outputs(outputs, fill)
+        assert merged is not None
+        return merged.to(device)
+    values = {"sequences": _merged([output["sequences"] for output in outputs], fill, device)}
+    if all(output.get("sequences_scores") is not None for output in outputs):
+        values["sequences_scores"] = torch.cat([output["sequences_scores"] for output in outputs]).to(device)
+    return type(outputs[0])(**values)

@@ -1,0 +1,85 @@
+"""Adaptive trainers on tiny models, what they were fed, and the gradients their updates should have."""
+
+import copy
+import gc
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+
+import batchwright as bw
+from batchwright.integrations.huggingface import adaptive
+
+from .dynabatch.models import MODELS, collate, make_examples, make_model
+from .dynabatch.trainers import Gradients, flat_gradient, make_args, relative_error
+
+__all__ = ["MODELS", "collate", "flat_gradient", "make_examples", "make_model", "relative_error"]
+
+BUDGET = bw.MaxTokens(80)
+ARGUMENTS = {Seq2SeqTrainer: Seq2SeqTrainingArguments}
+
+
+@contextmanager
+def quick():
+    """Let many small trainings run quickly: each collects garbage, and the modules of transformers are none."""
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def numbered(num=24, *, causal=False):
+    """Return examples that know their place."""
+    return [{**example, "number": place} for place, example in enumerate(make_examples(num, causal=causal))]
+
+
+def recording(seen, examples):
+    """Collate, and note the places of the examples."""
+    seen.append([example["number"] for example in examples])
+    return collate(examples)
+
+
+def make_trainer(name, folder, *, examples=None, model=None, trainer_cls=Trainer, callbacks=(), **options):
+    """Return a trainer, the micro-batches it collates and the callback that keeps its gradients."""
+    examples = numbered(causal=MODELS[name][3]) if examples is None else examples
+    gradients, seen = Gradients(), []
+    kind = ARGUMENTS.get(trainer_cls, TrainingArguments)
+    args = {key: options.pop(key) for key in list(options) if key in kind.__dataclass_fields__}
+    settings = {"budget": BUDGET, "data_collator": partial(recording, seen), **options}
+    trainer = adaptive(trainer_cls)(
+        model=make_model(name) if model is None else model,
+        args=make_args(folder, kind, **{"remove_unused_columns": False, **args}),
+        train_dataset=examples,
+        callbacks=[gradients, *callbacks],
+        **settings,
+    )
+    return trainer, seen, gradients
+
+
+def exact(name, model, numbers, examples, weighting="tokens"):
+    """Return the gradient and the loss of the mean over labels, or over examples, from one example at a time."""
+    model = copy.deepcopy(model).train()
+    model.zero_grad()
+    total, num = 0.0, 0
+    for number in numbers:
+        batch = collate([examples[number]])
+        logits, labels = model(**batch).logits, batch["labels"]
+        if MODELS[name][3]:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        total = total + (loss if weighting == "tokens" else loss / labels.numel())
+        num += labels.numel() if weighting == "tokens" else 1
+    (total / num).backward()
+    return flat_gradient(model), float(total.detach()) / num
+
+
+def windows(batches, num):
+    """Return the examples of every update: those of ``num`` micro-batches each, of fewer in the last."""
+    return [sum(batches[start : start + num], []) for start in range(0, len(batches), num)]
+
+
+def flat_parameters(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

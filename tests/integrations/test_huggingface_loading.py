@@ -1,0 +1,463 @@
+"""What an adaptive trainer is fed: batches, epochs, lengths, and where a checkpoint continues."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback
+
+import batchwright as bw
+from batchwright import size
+from batchwright.errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
+from batchwright.integrations._huggingface_lengths import measure_examples
+from batchwright.integrations.huggingface import BatchSizeCallback
+
+from .dynabatch.trainers import make_args
+from .huggingface_trainers import (
+    BUDGET,
+    collate,
+    flat_parameters,
+    make_model,
+    make_trainer,
+    numbered,
+    quick,
+    recording,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick():
+    with quick():
+        yield
+
+
+def make_controller(slope=3):
+    return bw.BatchSizeController(size.linear(3, slope, per="step"), min_size=3, max_size=9)
+
+
+def planned(examples, num_epochs, **options):
+    """Return the batches that a sampler of the same data gives out."""
+    lengths = [(len(example["input_ids"]), len(example["labels"])) for example in examples]
+    sampler = bw.BatchSampler(lengths, BUDGET, seed=42, **options)
+    return [batch for _ in range(num_epochs) for batch in sampler]
+
+
+@pytest.mark.parametrize("options", [{}, {"grouping": bw.Sorted()}, {"plan_options": {"size_multiple_of": 2}}])
+def test_every_epoch_trains_on_the_planned_batches(options, tmp_path):
+    trainer, seen, _ = make_trainer("t5", tmp_path, num_train_epochs=3, **options)
+    trainer.train()
+    expected = {**options, **options.pop("plan_options", {})}
+    expected.pop("plan_options", None)
+    assert seen == planned(trainer.train_dataset, 3, **expected)
+    assert seen[: len(seen) // 3] != seen[-(len(seen) // 3) :]  # epochs differ
+    assert trainer.state.epoch == 3
+
+
+def test_training_twice_begins_at_the_first_epoch_again(tmp_path):
+    trainer, seen, _ = make_trainer("t5", tmp_path)
+    trainer.train()
+    trainer.train()
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
+def test_the_order_follows_the_seed_of_the_data(tmp_path):
+    seen = [make_trainer("t5", tmp_path, **options) for options in ({"seed": 1}, {"data_seed": 1}, {"data_seed": 2})]
+    for trainer, _, _ in seen:
+        trainer.train()
+    assert seen[0][1] == seen[1][1] != seen[2][1]
+
+
+def test_sequential_data_stay_in_order(tmp_path):
+    trainer, seen, _ = make_trainer("t5", tmp_path, train_sampling_strategy="sequential", grouping=bw.InOrder())
+    trainer.train()
+    assert sum(seen, []) == list(range(24))
+
+
+# Two lengths an example, cut in small windows: 9, 10 and 9 batches in the first three epochs.
+UNEVEN = {"budget": bw.MaxTokens(60), "grouping": bw.WindowSort(batches_per_window=1)}
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_epochs_of_unequal_numbers_of_batches_end_where_the_data_end(window, tmp_path):
+    options = {"num_train_epochs": 3, "gradient_accumulation_steps": window, "lr_scheduler_type": "linear", **UNEVEN}
+    trainer, seen, gradients = make_trainer("t5", tmp_path, learning_rate=0.1, **options)
+    trainer.train()
+    assert len(seen) == 9 + 10 + 9
+    for batches in (seen[:9], seen[9:19], seen[19:]):
+        assert sorted(sum(batches, [])) == list(range(24))
+    updates = 28 if window == 1 else 5 + 5 + 5
+    assert trainer.state.global_step == trainer.state.max_steps == len(gradients.seen) == updates
+    assert set(trainer.lr_scheduler.get_last_lr()) == {0}  # the schedule ends with training, not before or after
+
+
+def test_part_of_an_epoch_can_be_asked_for(tmp_path):
+    trainer, seen, _ = make_trainer("t5", tmp_path, num_train_epochs=1.5)
+    trainer.train()
+    per_epoch = len(planned(trainer.train_dataset, 1))
+    assert len(seen) == per_epoch + -(-per_epoch // 2)
+
+
+@pytest.mark.parametrize("controller", [None, make_controller()])
+def test_max_steps_are_run_over_as_many_epochs_as_it_takes(controller, tmp_path):
+    trainer, seen, gradients = make_trainer("t5", tmp_path, max_steps=11, controller=controller)
+    trainer.train()
+    assert len(gradients.seen) == trainer.state.global_step == 11
+    assert trainer.state.epoch > 1
+    assert sorted(set(sum(seen, []))) == list(range(24))
+
+
+@pytest.mark.parametrize("slope", [0, 3, -1])
+def test_epochs_end_with_the_data_whatever_the_controller_does(slope, tmp_path, caplog):
+    start = bw.BatchSizeController(size.linear(9 if slope < 0 else 3, slope, per="step"), min_size=2, max_size=9)
+    trainer, seen, _ = make_trainer("t5", tmp_path, num_train_epochs=2, controller=start)
+    trainer.train()
+    assert np.bincount(sum(seen, [])).tolist() == [2] * 24
+    assert trainer.state.epoch == 2
+    assert trainer.state.max_steps == trainer.state.global_step
+    assert "set max_steps for a schedule that ends with training" in caplog.text
+
+
+def test_part_of_an_epoch_with_a_controller(tmp_path):
+    trainer, seen, _ = make_trainer("t5", tmp_path, num_train_epochs=1.5, controller=make_controller(0))
+    trainer.train()
+    assert trainer.state.global_step == 12  # 36 examples, 3 an update
+
+
+class Stop(TrainerCallback):
+    """Ends an epoch after some updates."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            control.should_epoch_stop = True
+
+
+@pytest.mark.parametrize("controller", [None, make_controller(0)])
+def test_an_epoch_that_a_callback_ends_is_followed_by_the_next(controller, tmp_path):
+    trainer, seen, _ = make_trainer("t5", tmp_path, num_train_epochs=2, controller=controller, callbacks=[Stop()])
+    trainer.train()
+    whole = sum(seen, [])[-24:]
+    assert sorted(whole) == list(range(24))
+    assert len(sum(seen, [])) < 48
+
+
+@pytest.mark.parametrize(("window", "stop"), [(1, 4), (1, 9), (1, 12), (2, 5), (2, 7)])
+def test_resuming_gives_the_batches_and_weights_of_a_run_without_a_break(window, stop, tmp_path):
+    # 9 and 10 batches; with one an update step 9 ends the first epoch, with two step 5.
+    options = {"learning_rate": 0.05, "lr_scheduler_type": "constant", "num_train_epochs": 2, **UNEVEN}
+    options |= {"gradient_accumulation_steps": window}
+    check_resume(tmp_path, stop, options, lambda: {"model": make_model("t5", dropout=0.2)})
+
+
+@pytest.mark.parametrize(("stop", "workers"), [(2, 0), (4, 0), (6, 0), (2, 1), (4, 1)])
+def test_resuming_with_a_controller_gives_the_same_batches(stop, workers, tmp_path):
+    # 3, 6, 9 and 6 examples: with no workers step 4 ends the first epoch, with one the sizes follow two updates later.
+    options = {"learning_rate": 0.05, "lr_scheduler_type": "constant", "num_train_epochs": 2}
+    options |= {"dataloader_num_workers": workers, "measure_noise": True}
+    check_resume(
+        tmp_path, stop, options, lambda: {"model": make_model("t5", dropout=0.2), "controller": make_controller()}
+    )
+
+
+def check_resume(folder, stop, options, make):
+    """Train without a break, and with one after some updates, from a checkpoint on; compare everything."""
+    straight, whole = run(folder / "whole", {**options, **make()})
+    _, before = run(folder / "part", {**options, **make(), "max_steps": stop, "save_strategy": "steps", "save_steps": stop})
+    resumed, after = run(folder / "part", {**options, **make()}, checkpoint=f"checkpoint-{stop}")
+    assert resumed.state.global_step == straight.state.global_step
+    assert before + after == whole
+    assert torch.equal(flat_parameters(resumed.model), flat_parameters(straight.model))
+    logs = [entry for entry in straight.state.log_history if "loss" in entry]
+    again = [entry for entry in resumed.state.log_history if "loss" in entry]
+    assert [entry["epoch"] for entry in again] == [entry["epoch"] for entry in logs]
+    assert [entry["batch_size"] for entry in again] == [entry["batch_size"] for entry in logs]
+    assert [entry.get("noise_scale") for entry in again] == [entry.get("noise_scale") for entry in logs]
+
+
+def run(folder, options, checkpoint=None):
+    """Train, and return the examples of every micro-batch in the order they were trained on."""
+    trained = []
+    trainer, *_ = make_trainer("t5", folder, **options)
+    trainer.data_collator = with_numbers
+    trainer.model.register_forward_pre_hook(partial(take_numbers, trained), with_kwargs=True)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(folder / checkpoint))
+    return trainer, trained
+
+
+def with_numbers(examples):
+    return {**collate(examples), "number": torch.tensor([example["number"] for example in examples])}
+
+
+def take_numbers(trained, module, args, kwargs):
+    numbers = kwargs.pop("number")
+    if torch.is_grad_enabled():
+        trained.append(numbers.tolist())
+    return args, kwargs
+
+
+def test_the_place_is_saved_with_the_state_of_the_trainer_as_plain_json(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "controller": make_controller()}
+    make_trainer("t5", tmp_path, **options)[0].train()
+    saved = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    state = saved["stateful_callbacks"]["batchwright"]
+    assert state["feed"]["sampler"]["position"] == 3 + 6
+    assert state["course"]["examples"] == 3 + 6
+    assert state["controller"]["size"] == 9
+
+
+def test_a_checkpoint_of_another_trainer_is_refused_unless_data_need_not_be_skipped(tmp_path):
+    args = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    Trainer(make_model("t5"), make_args(tmp_path, **args), collate, numbered()).train()
+    checkpoint = str(tmp_path / "checkpoint-3")
+    with pytest.raises(StateMismatchError, match="ignore_data_skip=True"):
+        make_trainer("t5", tmp_path)[0].train(resume_from_checkpoint=checkpoint)
+    trainer, seen, _ = make_trainer("t5", tmp_path, ignore_data_skip=True, max_steps=9)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    assert seen == planned(trainer.train_dataset, 1)  # 6 more updates, from the start of the epoch
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
+    make_trainer("t5", tmp_path, max_steps=2, save_strategy="steps", save_steps=2)[0].train()
+    trainer, *_ = make_trainer("t5", tmp_path, budget=bw.MaxTokens(90))
+    with pytest.raises(StateMismatchError, match=r"MaxTokens\(80\)"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_unused_columns_are_removed_as_the_trainer_does(tmp_path):
+    for remove, expected in ((True, ["input_ids", "labels"]), (False, ["input_ids", "labels", "number"])):
+        for options in ({}, {"controller": make_controller()}):
+            names = []
+
+            def note(examples, names=names):
+                names.append(sorted(examples[0]))
+                return collate(examples)
+
+            trainer, *_ = make_trainer("t5", tmp_path, remove_unused_columns=remove, data_collator=note, **options)
+            next(iter(trainer.get_train_dataloader()))
+            assert names[0] == expected
+
+
+@pytest.mark.parametrize("controller", [None, make_controller()])
+def test_the_options_of_the_trainer_for_loaders_hold(controller, tmp_path):
+    options = {
+        "dataloader_num_workers": 2,
+        "dataloader_persistent_workers": True,
+        "dataloader_prefetch_factor": 3,
+        "dataloader_multiprocessing_context": "spawn",
+    }
+    loader = make_trainer("t5", tmp_path, controller=controller, **options)[0].get_train_dataloader()
+    assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (2, True, 3)
+    assert loader.multiprocessing_context.get_start_method() == "spawn"
+    assert loader.worker_init_fn.func.__name__ == "seed_worker"
+    assert not loader.pin_memory
+
+
+def test_persistent_workers_load_every_epoch(tmp_path):
+    options = {"num_train_epochs": 2, "dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    _, trained = run(tmp_path, options)
+    assert trained == planned(numbered(), 2)
+
+
+def test_drop_last_of_the_trainer_leaves_out_the_short_batch(tmp_path):
+    options = {"budget": bw.MaxItems(5), "grouping": bw.InOrder()}  # 24 examples: 5, 5, 5, 5, 4
+    assert len(make_trainer("t5", tmp_path, **options)[0].get_train_dataloader()) == 5
+    assert len(make_trainer("t5", tmp_path, dataloader_drop_last=True, **options)[0].get_train_dataloader()) == 4
+
+
+def test_the_padding_of_the_collator_counts_in_the_budget(tmp_path):
+    class Padder:
+        pad_to_multiple_of = 16
+
+        def __call__(self, examples):
+            return collate(examples)
+
+    for options in ({}, {"controller": make_controller()}):
+        trainer, *_ = make_trainer("t5", tmp_path, data_collator=Padder(), **options)
+        # 16 + 16 tokens an example, so two fit into 80.
+        for item in trainer.get_train_dataloader():
+            assert max(len(part["input_ids"]) for part in (item if isinstance(item, list) else [item])) <= 2
+
+
+def test_another_way_of_sampling_is_warned_about(tmp_path):
+    with pytest.warns(UserWarning, match="train_sampling_strategy has no effect"):
+        make_trainer("t5", tmp_path, train_sampling_strategy="group_by_length")
+
+
+def test_an_example_over_the_budget_is_named_before_training(tmp_path):
+    for options in ({}, {"controller": make_controller()}):
+        with pytest.raises(BudgetError, match="example"):
+            make_trainer("t5", tmp_path, budget=bw.MaxTokens(12), **options)[0].train()
+
+
+def test_lengths_of_another_data_set_are_refused(tmp_path):
+    trainer, *_ = make_trainer("t5", tmp_path, lengths=[3] * 20)
+    with pytest.raises(LengthsError, match="24, got 20"):
+        trainer.train()
+
+
+def test_a_stream_is_sent_to_the_stream_batcher(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from numbered()
+
+    trainer, *_ = make_trainer("t5", tmp_path, examples=Stream(), max_steps=1)
+    with pytest.raises(ArgumentError, match="StreamBatcher"):
+        trainer.get_train_dataloader()
+
+
+class Table:
+    """A data set of columns, as far as lengths need it; it notes which columns are read."""
+
+    def __init__(self, columns, read):
+        self.columns, self.read, self.format = columns, read, {"type": "torch"}
+        self.column_names = list(columns)
+
+    def __len__(self):
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, index):
+        return {name: values[index] for name, values in self.columns.items()}
+
+    def select_columns(self, names):
+        return Table({name: self.columns[name] for name in names}, self.read)
+
+    def with_format(self, kind):
+        assert kind is None
+        return self
+
+    def iter(self, batch_size):
+        self.read += self.column_names
+        for start in range(0, len(self), batch_size):
+            yield {name: values[start : start + batch_size] for name, values in self.columns.items()}
+
+
+IDS = [[1], [1, 2], [1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "has_decoder", "expected", "needed"),
+    [
+        ({"input_ids": IDS}, False, [1, 2, 3], ["input_ids"]),
+        ({"input_ids": IDS, "labels": IDS}, False, [1, 2, 3], ["input_ids", "labels"]),
+        ({"input_ids": IDS, "labels": IDS}, True, [[1, 1], [2, 2], [3, 3]], ["input_ids", "labels"]),
+        ({"input_ids": IDS, "labels": IDS[::-1]}, False, [[1, 3], [2, 2], [3, 1]], ["input_ids", "labels"]),
+        ({"input_ids": IDS, "labels": [0, 1, 0]}, False, [1, 2, 3], ["input_ids"]),
+        ({"input_ids": IDS, "labels": [[7], [], [7]]}, False, [[1, 1], [2, 1], [3, 1]], ["input_ids", "labels"]),
+        ({"input_ids": IDS, "length": [5, 6, 7]}, False, [5, 6, 7], ["length"]),
+    ],
+)
+def test_lengths_are_read_from_the_columns_that_tell_alone(columns, has_decoder, expected, needed):
+    read = []
+    table = Table({**columns, "text": ["x", "y", "z"]}, read)
+    lengths = measure_examples(table, has_decoder=has_decoder, show_progress=False)
+    assert lengths.tolist() == expected
+    assert read == needed
+    rows = [table[index] for index in range(3)]
+    assert measure_examples(rows, has_decoder=has_decoder, show_progress=False).tolist() == expected
+
+
+def test_what_a_transform_makes_is_measured_and_not_what_it_is_made_from():
+    class Doubled(Table):
+        def __getitem__(self, index):
+            return {"input_ids": 2 * self.columns["input_ids"][index]}
+
+    table = Doubled({"input_ids": IDS}, read=[])
+    table.format = {"type": "custom"}
+    assert measure_examples(table, show_progress=False).tolist() == [2, 4, 6]
+
+
+def test_tensors_are_measured_too():
+    rows = [{"input_ids": torch.ones(4), "labels": torch.tensor(1)}, {"input_ids": torch.ones(2), "labels": 0}]
+    assert measure_examples(rows, show_progress=False).tolist() == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"), [([], "empty"), ([(1, 2)], "mappings"), ([{"text": "x"}], "pass lengths=")]
+)
+def test_data_that_tell_no_length_are_refused(rows, message):
+    with pytest.raises(LengthsError, match=message):
+        measure_examples(rows, show_progress=False)
+
+
+def test_a_bar_shows_how_far_measuring_has_come(capsys):
+    measure_examples([{"input_ids": [1]}] * 3)
+    assert "measuring lengths: 3 in" in capsys.readouterr().err
+
+
+def test_lengths_are_measured_once(tmp_path):
+    class Counting(list):
+        num_read = 0
+
+        def __getitem__(self, index):
+            self.num_read += 1
+            return super().__getitem__(index)
+
+    examples = Counting(numbered())
+    trainer, *_ = make_trainer("t5", tmp_path, examples=examples)
+    trainer.train()
+    after_one = examples.num_read
+    trainer.train()
+    assert examples.num_read - after_one == 24
+
+
+def test_a_plain_trainer_can_drive_a_controller(tmp_path):
+    observed = []
+    policy = size.track(lambda o: observed.append((o.epoch, o.step, o.examples, o.loss, o.lr)) or 10 * o.step)
+    controller = bw.BatchSizeController(policy, min_size=1, max_size=50)
+    args = make_args(tmp_path, num_train_epochs=2, per_device_train_batch_size=8, learning_rate=0.1)
+    callback = BatchSizeCallback(controller, batch_size=8)
+    trainer = Trainer(make_model("t5"), args, collate, numbered(), callbacks=[callback])
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["batch_size_wanted"] for entry in logs] == [10, 20, 30, 40, 50, 50]
+    observed = list(dict.fromkeys(observed))  # a policy is asked again for its reason
+    assert [row[:3] for row in observed] == [(0, 1, 8), (0, 2, 16), (1, 3, 24), (1, 4, 32), (1, 5, 40), (2, 6, 48)]
+    assert [row[3:] for row in observed] == [(entry["loss"], entry["learning_rate"]) for entry in logs]
+
+
+def test_the_callback_continues_with_the_controller_of_a_checkpoint(tmp_path):
+    args = {"per_device_train_batch_size": 8, "save_strategy": "steps", "save_steps": 2}
+
+    def train(checkpoint, **options):
+        controller = bw.BatchSizeController(size.loss_driven("ema", per="step"), min_size=4, max_size=64)
+        settings = make_args(tmp_path, **{**args, "num_train_epochs": 2, "learning_rate": 0.1, **options})
+        trainer = Trainer(make_model("t5"), settings, collate, numbered(), callbacks=[BatchSizeCallback(controller)])
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return controller.state_dict()
+
+    options = {"lr_scheduler_type": "constant"}
+    straight = train(None, **options)
+    train(None, max_steps=4, **options)
+    assert train(str(tmp_path / "checkpoint-4"), restore_callback_states_from_checkpoint=True, **options) == straight
+
+
+def test_the_callback_follows_a_loader_of_the_users_own(tmp_path):
+    controller = make_controller()
+
+    class Resizing(Trainer):
+        def get_train_dataloader(self):
+            sampler = bw.ResizableBatchSampler(24, controller)
+            return torch.utils.data.DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
+
+    seen, args = [], make_args(tmp_path, max_steps=3)
+    Resizing(
+        make_model("t5"), args, partial(recording, seen), numbered(), callbacks=[BatchSizeCallback(controller)]
+    ).train()
+    assert [len(batch) for batch in seen] == [3, 6, 9]
+
+
+def test_two_ranks_see_every_example_once_and_train_as_one_would(tmp_path):
+    command = [sys.executable, "-W", "error", "-m", "tests.integrations.huggingface_ranks", str(tmp_path)]
+    processes = [
+        subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
