@@ -82,7 +82,7 @@ def fit(make_sampler, *callbacks, num_ooms=0, ckpt_path=None):
     data = PlannedDataModule(DataLoader(DATA, batch_sampler=make_sampler()), val=val)
     trainer.fit(model, data, ckpt_path=ckpt_path)
     logged = float(trainer.callback_metrics["batchwright/ooms"])
-    assert logged == sum(gather(batching.num_ooms, 2)), "the figure is that of all ranks"
+    assert [logged] * 2 == gather(batching.num_ooms, 2), "the figure is that of all ranks"
     return model, batching
 
 
@@ -110,7 +110,7 @@ def reference(steps):
 def check(make_sampler, path, rank, world_size):
     is_last = rank == world_size - 1
     model, batching = fit(make_sampler, Save(path), num_ooms=3 if is_last else 0)
-    assert (batching.num_ooms > 0) == is_last
+    assert batching.num_ooms > 0  # of the last rank, known to all
     steps = list(zip(*gather(model.batches, world_size), strict=True))
     seen = sorted(index for step in steps for batch in step for index in batch)
     assert seen == sorted([*range(61), *range(61)]), "every example once an epoch, over all ranks"

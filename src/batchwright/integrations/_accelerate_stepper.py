@@ -10,7 +10,6 @@ import torch
 from ..errors import StateMismatchError
 from ..step import Stepper, StepReport
 from ._accelerate_loader import PreparedLoader
-from ._ranked import agree
 
 STATE_VERSION = 1
 
@@ -51,7 +50,7 @@ class AcceleratedStepper:
         if self.scheduler is not None:
             self.scheduler.step()
         if self.controller is not None:
-            self.controller.observe(**self._place(), **agree(report.observation(), self._device))
+            self.controller.observe(**self._place(), **report.observation())
         return report
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ def log_report(trainer: Any, module: Any, report: StepReport, *, num_ooms: int, 
         trainer: knows the turn.
         module: logs.
         report: of the update, the same on all ranks.
-        num_ooms: of this rank; the sum over all ranks is logged.
+        num_ooms: of all ranks since the start.
         prefix: of the names.
     """
     every = trainer.log_every_n_steps  # 0 turns logs off
@@ -27,11 +27,10 @@ def log_report(trainer: Any, module: Any, report: StepReport, *, num_ooms: int, 
         "num_micro_batches": float(report.num_micro_batches),
         "noise_scale": scale,
         "memory_fraction": report.memory_fraction,
+        "ooms": float(num_ooms),
     }
     known = {prefix + name: value for name, value in figures.items() if value is not None}
-    options = {"on_step": True, "on_epoch": False, "batch_size": report.batch_size}
-    module.log_dict(known, **options)
-    module.log(f"{prefix}ooms", float(num_ooms), sync_dist=True, reduce_fx="sum", **options)
+    module.log_dict(known, on_step=True, on_epoch=False, batch_size=report.batch_size)
 
 
 def log_padding(module: Any, sampler: Any, *, prefix: str) -> None:

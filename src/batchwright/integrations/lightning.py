@@ -23,7 +23,7 @@ from ._lightning_checks import check_options, check_overfitting
 from ._lightning_figures import log_padding, log_report
 from ._lightning_loader import EvaluationLoader, TrainLoader
 from ._lightning_update import make_stepper, run_update
-from ._ranked import agree, controller_of, sampler_of
+from ._ranked import controller_of, sampler_of
 
 __all__ = ["AdaptiveBatching", "ExactUpdates", "PlannedDataModule", "planned_loader"]
 
@@ -104,7 +104,7 @@ class AdaptiveBatching(Callback):
         controller: what observes, None where there is none.
         loader: the training data, None where Lightning divides it.
         report: of the newest update.
-        num_ooms: how often this rank ran out of memory since the start.
+        num_ooms: how often ranks ran out of memory since the start, all together.
     """
 
     def __init__(self, *, controller: Any = None, prefix: str = "batchwright/", **stepper_options: Any) -> None:
@@ -151,7 +151,7 @@ class AdaptiveBatching(Callback):
         self.num_ooms += report.ooms
         if self.controller is not None:
             completed = trainer.current_epoch + trainer.is_last_batch
-            self.controller.observe(epoch=completed, **agree(report.observation(), module.device))
+            self.controller.observe(epoch=completed, **report.observation())
         return report
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
