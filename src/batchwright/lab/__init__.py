@@ -1,0 +1,1 @@
+"""Compare batch-size strategies over several data sets and models. Needs torch and scikit-learn."""

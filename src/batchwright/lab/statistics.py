@@ -1,0 +1,170 @@
+"""Paired comparisons of a few seeds: t intervals, Holm's correction, equivalence. NumPy only, no state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ._student import t_cdf as t_cdf
+from ._student import t_quantile as t_quantile
+
+__all__ = ["PairedDifference", "equivalence", "examples_to_reach", "holm", "paired_difference", "t_cdf", "t_quantile"]
+
+# Differences that vary by less than this share of the figures vary by rounding alone.
+_ROUNDING = 1e-12
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PairedDifference:
+    """The mean of ``values − baseline`` over pairs, with the interval that covers the true mean in 95 of 100 cases.
+
+    Attributes:
+        num_pairs: ``n``.
+        mean: of the differences.
+        low: ``mean − t·s/√n``, ``t`` the quantile of Student's distribution with ``n − 1`` degrees of freedom; None for
+            a single pair.
+        high: ``mean + t·s/√n``.
+        p_value: of the two-sided t test that the true mean is 0; None for a single pair.
+    """
+
+    num_pairs: int
+    mean: float
+    low: float | None
+    high: float | None
+    p_value: float | None
+
+    @property
+    def is_clear(self) -> bool:
+        """Return whether the interval leaves out 0."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+def paired_difference(
+    values: Sequence[float], baseline: Sequence[float], *, confidence: float = 0.95, resolution: float = 0.0
+) -> PairedDifference:
+    """Compare two lists of results that belong together place by place, e.g. by seed.
+
+    Pairing takes out what a seed does to both: only the spread of the differences counts. Differences that are all the
+    same have none, and the test is then certain: right for counts that a seed does not change, wrong for figures in
+    coarse steps, such as an accuracy on few examples; for those give ``resolution``.
+
+    Args:
+        values: results of a strategy.
+        baseline: results of the baseline, same seeds in the same order.
+        confidence: of the interval, above 0 and below 1.
+        resolution: the step in which results come, e.g. ``1 / num_validation`` for accuracies. The spread is taken as
+            at least that of two figures rounded to it, ``resolution / √6``.
+
+    >>> found = paired_difference([3.0, 5.0, 7.0], [2.0, 3.0, 4.0])
+    >>> found.mean, round(found.low, 3), round(found.high, 3), round(found.p_value, 4)
+    (2.0, -0.484, 4.484, 0.0742)
+    """
+    if not 0 < confidence < 1:
+        raise ArgumentError(f"confidence must be above 0 and below 1, got {confidence!r}")
+    mean, error, freedom = _summary(values, baseline, resolution)
+    if error is None:
+        return PairedDifference(num_pairs=1, mean=mean, low=None, high=None, p_value=None)
+    reach = t_quantile((1 + confidence) / 2, freedom) * error
+    p_value = 2 * t_cdf(-_ratio(abs(mean), error), freedom)
+    return PairedDifference(num_pairs=freedom + 1, mean=mean, low=mean - reach, high=mean + reach, p_value=p_value)
+
+
+def equivalence(
+    values: Sequence[float], baseline: Sequence[float], *, margin: float, resolution: float = 0.0
+) -> float | None:
+    """Return the p-value of two one-sided t tests that the mean difference lies within ``±margin``.
+
+    A small one says that the two are the same for practical purposes, which a large p-value of ``paired_difference``
+    does not: it may only mean that there were few seeds. None for a single pair.
+
+    Args:
+        values: results of a strategy.
+        baseline: results of the baseline, same seeds in the same order.
+        margin: the largest difference that does not matter, above 0.
+        resolution: the step in which results come, as for ``paired_difference``.
+
+    >>> round(equivalence([1.0, 3.0, 2.0], [1.0, 2.0, 3.0], margin=3.0), 4)
+    0.0175
+    """
+    if not 0 < margin < math.inf:
+        raise ArgumentError(f"margin must be above 0, got {margin!r}")
+    mean, error, freedom = _summary(values, baseline, resolution)
+    if error is None:
+        return None
+    # The worse of the two tests counts: mean > −margin and mean < margin.
+    return t_cdf(-_ratio(margin - abs(mean), error), freedom)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values corrected for being several (Holm 1979); reject those at or below the wanted error rate.
+
+    With ``p_(1) ≤ … ≤ p_(m)``: ``p'_(j) = max over i ≤ j of min(1, (m − i + 1)·p_(i))``.
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    if any(not 0 <= value <= 1 for value in p_values):
+        raise ArgumentError(f"p-values are from 0 to 1, got {list(p_values)}")
+    corrected = [0.0] * len(p_values)
+    largest = 0.0
+    for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[index]))
+        corrected[index] = largest
+    return corrected
+
+
+def examples_to_reach(curve: Sequence[tuple[float, float]], target: float) -> float | None:
+    """Return after how many examples a curve first reaches a target, on straight lines between its points.
+
+    Args:
+        curve: ``(examples, metric)`` in the order of examples, higher is better.
+        target: the metric to reach.
+
+    Returns:
+        None where it never does.
+
+    >>> examples_to_reach([(0, 0.1), (100, 0.5), (200, 0.9)], 0.7)
+    150.0
+    """
+    before: tuple[float, float] | None = None
+    for examples, metric in curve:
+        if metric >= target:
+            if before is None:
+                return float(examples)
+            share = (target - before[1]) / (metric - before[1])
+            return before[0] + share * (examples - before[0])
+        before = (examples, metric)
+    return None
+
+
+def _summary(values: Sequence[float], baseline: Sequence[float], resolution: float) -> tuple[float, float | None, int]:
+    """Return the mean of the differences, its standard error (None for one pair) and the degrees of freedom."""
+    if not 0 <= resolution < math.inf:
+        raise ArgumentError(f"resolution must be 0 or more, got {resolution!r}")
+    if len(values) != len(baseline) or not len(values):
+        raise ArgumentError(f"pairs need as many values as baselines, at least one; got {len(values)}, {len(baseline)}")
+    one, other = np.asarray(values, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
+    differences = one - other
+    if not np.isfinite(differences).all():
+        raise ArgumentError("pairs must be finite numbers; leave out runs that failed, on both sides")
+    freedom = len(differences) - 1
+    if not freedom:
+        return float(differences[0]), None, freedom
+    spread = float(differences.std(ddof=1))
+    if spread <= _ROUNDING * float(np.abs([one, other]).max()):
+        spread, differences = 0.0, differences[:1]
+    spread = max(spread, resolution / math.sqrt(6))
+    return float(differences.mean()), spread / math.sqrt(freedom + 1), freedom
+
+
+def _ratio(top: float, bottom: float) -> float:
+    # Differences that are all the same have no error: the test is then certain.
+    if bottom > 0:
+        return top / bottom
+    return 0.0 if top == 0 else math.copysign(math.inf, top)

@@ -1,0 +1,281 @@
+"""Batcher: single requests in, batches to the function, single answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import math
+import time
+import weakref
+from collections.abc import AsyncIterable, Callable, Iterable
+from types import TracebackType
+from typing import Any, Generic, TypeVar, final
+
+from ..errors import ArgumentError
+from ._checks import as_length, has_running_loop, is_coroutine_function
+from ._core import Core
+from ._map import Mapped
+from ._request import Request
+from ._settings import Settings, check_count, check_deadline, check_priority
+from ._stats import Stats
+from ._waiters import Waiter, waiter_for_loop, waiter_for_thread
+from ._workers import Workers
+from .latency import LatencyModel
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@final
+class Batcher(Generic[Item, Result]):
+    """Collects single requests into batches for a function that takes a list and returns a list.
+
+    A plain function runs in a thread of its own, a coroutine function in the event loop of its callers. Requests may
+    come from any number of loops and threads. A batch closes when a worker is free to run it; ``policy`` decides which
+    requests it holds:
+
+    - "adaptive": grouped by length, the most urgent first, sized by a learned time model so that deadlines are met;
+    - "greedy": whatever waits, in order;
+    - "window": whatever arrives within ``max_wait_ms`` of the first request, in order.
+
+    An item that makes the function raise fails alone, its mates are run again without it: the function must bear being
+    called twice with the same item, or be given ``on_error="raise"``. It may also return an exception object in place
+    of a result.
+
+    Args:
+        run: takes a list of items, returns one result for each, in order.
+        policy: "adaptive", "greedy" or "window".
+        max_items: the most requests in a batch.
+        max_wait_ms: the window of policy "window"; the others never wait on purpose.
+        deadline_ms: what a request is allowed from submission to answer; None: no limit. One that cannot meet it even
+            alone ends with ``DeadlineExceeded`` and is not run.
+        length_of: the length of an item, in the caller's thread; None: all alike.
+        max_tokens: the most ``num_items × longest`` in a batch; None: no limit.
+        max_queue: the most requests that wait; one more is refused with ``QueueFull``.
+        num_workers: how many batches may run at once.
+        on_error: "bisect" finds the bad item and answers its mates; "raise" fails the whole batch.
+        on_oom: "split" runs a batch that ran out of memory in halves; "raise" treats it as any error.
+        time_model: a ``LatencyModel`` from an earlier run; None: a new one.
+        clock: seconds that never go back.
+
+    >>> batcher = Batcher(lambda texts: [text.upper() for text in texts], length_of=len)
+    >>> batcher.submit_sync("one")
+    'ONE'
+    >>> list(batcher.map(["two", "three"]))
+    ['TWO', 'THREE']
+    >>> batcher.close_sync()
+    """
+
+    def __init__(
+        self,
+        run: Callable[[list[Item]], Any],
+        *,
+        policy: str = "adaptive",
+        max_items: int = 64,
+        max_wait_ms: float = 10.0,
+        deadline_ms: float | None = None,
+        length_of: Callable[[Item], int] | None = None,
+        max_tokens: int | None = None,
+        max_queue: int = 1000,
+        num_workers: int = 1,
+        on_error: str = "bisect",
+        on_oom: str = "split",
+        time_model: LatencyModel | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not callable(run):
+            raise ArgumentError(f"run must be a function of a list of items, got {run!r}")
+        check_count("num_workers", num_workers)
+        self._settings = Settings(
+            policy=policy,
+            max_items=max_items,
+            max_wait_ms=max_wait_ms,
+            deadline_ms=deadline_ms,
+            max_tokens=max_tokens,
+            max_queue=max_queue,
+            on_error=on_error,
+            on_oom=on_oom,
+        )
+        self._length_of = length_of
+        self._num_workers = num_workers
+        self._is_coroutine = is_coroutine_function(run)
+        self._time_model = LatencyModel() if time_model is None else time_model
+        core = Core(self._settings, self._time_model)
+        self._workers = Workers(core, run, num_workers=num_workers, clock=clock)
+        weakref.finalize(self, self._workers.abandon)
+
+    @property
+    def settings(self) -> Settings:
+        """Return the settings in force."""
+        return self._settings
+
+    @property
+    def is_open(self) -> bool:
+        """Say whether requests are taken; False from the start of a drain or close on."""
+        return self._workers.is_open
+
+    @property
+    def time_model(self) -> LatencyModel:
+        """Return what was learned about the time of a batch; ``to_json`` keeps it for the next process."""
+        return self._time_model
+
+    async def submit(self, item: Item, *, deadline_ms: float | None = None, priority: float = 0) -> Result:
+        """Return the answer to one item.
+
+        Cancel it as any coroutine: an item that still waits is then never run.
+
+        Args:
+            item: what the function's list shall hold.
+            deadline_ms: what this request is allowed; None: the batcher's, ``math.inf``: no limit.
+            priority: each step up halves the time after which others may not go before it.
+        """
+        waiter = waiter_for_loop()
+        request = self._enter(item, waiter, deadline_ms, priority)
+        timer = self._set_timer(request)
+        try:
+            result: Result = await waiter.future  # type: ignore[misc]
+            return result
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._forget(request)
+
+    def submit_sync(self, item: Item, *, deadline_ms: float | None = None, priority: float = 0) -> Result:
+        """Return the answer to one item, from a thread without an event loop; options as in ``submit``."""
+        if self._is_coroutine and has_running_loop():
+            raise ArgumentError("submit_sync would block the event loop that runs the function; await submit(item)")
+        waiter = waiter_for_thread()
+        request = self._enter(item, waiter, deadline_ms, priority)
+        try:
+            self._wait_in_thread(request)
+            result: Result = waiter.future.result()
+            return result
+        finally:
+            self._forget(request)
+
+    def map(
+        self,
+        items: Iterable[Item] | AsyncIterable[Item],
+        *,
+        deadline_ms: float | None = None,
+        priority: float = 0,
+        max_in_flight: int | None = None,
+    ) -> Mapped[Result]:
+        """Return the answers to many items, in order, with a bounded number in flight.
+
+        ``await`` it for a list, or loop over it with ``async for``, or with ``for`` in a thread. The first error ends
+        it. A full queue makes it wait.
+
+        Args:
+            items: read only as fast as they are answered.
+            deadline_ms: what each is allowed; None: no limit, whatever the batcher's own is.
+            priority: as in ``submit``.
+            max_in_flight: how many are submitted at once; None: twice what the workers hold, within ``max_queue``.
+        """
+        if max_in_flight is None:
+            settings = self._settings
+            max_in_flight = max(1, min(2 * self._num_workers * settings.max_items, settings.max_queue))
+        check_count("max_in_flight", max_in_flight)
+        allowed = math.inf if deadline_ms is None else deadline_ms
+
+        def enter(item: Any, waiter: Waiter) -> Request:
+            request = self._enter(item, waiter, allowed, priority)
+            self._set_timer(request)
+            return request
+
+        return Mapped(items, enter, self._forget, self._wait_in_thread, max_in_flight)
+
+    def configure(self, **changes: Any) -> None:
+        """Change settings while it runs: policy, max_items, max_wait_ms, deadline_ms, max_tokens, max_queue, …
+
+        They hold from the next decision on; ``deadline_ms`` for requests that come later.
+
+        >>> batcher = Batcher(list)
+        >>> batcher.configure(max_items=32)
+        >>> batcher.settings.max_items
+        32
+        """
+        allowed = {field.name for field in dataclasses.fields(Settings)}
+        unknown = sorted(changes.keys() - allowed)
+        if unknown:
+            raise ArgumentError(f"cannot change {', '.join(unknown)}; allowed are {', '.join(sorted(allowed))}")
+        self._settings = dataclasses.replace(self._settings, **changes)
+        self._workers.configure(self._settings)
+
+    def stats(self) -> Stats:
+        """Return what it has done so far."""
+        return self._workers.stats()
+
+    async def drain(self) -> None:
+        """Take no more requests and wait until all that were taken have ended; ``submit`` then raises ``Closed``."""
+        self._workers.stop(drop=False)
+        await asyncio.wrap_future(self._workers.when_idle())
+
+    async def close(self, *, drain: bool = True, timeout_seconds: float | None = None) -> None:
+        """Take no more requests and end the workers.
+
+        Args:
+            drain: run what waits; False ends it with ``Closed``. What runs is finished either way.
+            timeout_seconds: wait no longer than this; what still waits then ends with ``Closed``.
+        """
+        self._workers.stop(drop=not drain)
+        idle = asyncio.wrap_future(self._workers.when_idle())
+        await asyncio.wait([idle], timeout=timeout_seconds)
+        self._workers.stop(drop=True)
+        idle.cancel()
+
+    def close_sync(self, *, drain: bool = True, timeout_seconds: float | None = None) -> None:
+        """Do as ``close`` does, from a thread without an event loop."""
+        self._workers.stop(drop=not drain)
+        concurrent.futures.wait([self._workers.when_idle()], timeout=timeout_seconds)
+        self._workers.stop(drop=True)
+
+    async def __aenter__(self) -> Batcher[Item, Result]:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close(drain=kind is None)
+
+    def __enter__(self) -> Batcher[Item, Result]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close_sync(drain=kind is None)
+
+    def _enter(self, item: Any, waiter: Waiter, deadline_ms: float | None, priority: float) -> Request:
+        """Measure and queue an item; what is wrong with it is raised here, to its caller alone."""
+        length = 1 if self._length_of is None else as_length(self._length_of(item))
+        allowed = self._settings.deadline_ms if deadline_ms is None else deadline_ms
+        if deadline_ms is not None:
+            check_deadline(deadline_ms)
+        check_priority(priority)
+        now = self._workers.clock()
+        deadline = math.inf if allowed is None else now + allowed / 1e3
+        request = Request(item, length, now, deadline, priority, waiter)
+        self._workers.add(request)
+        return request
+
+    def _set_timer(self, request: Request) -> asyncio.TimerHandle | None:
+        """Give a request up at its deadline even while every worker is busy."""
+        loop: asyncio.AbstractEventLoop | None = request.waiter.loop
+        if loop is None or request.deadline == math.inf:
+            return None
+        return loop.call_later(request.allowance, self._workers.expire, request)
+
+    def _wait_in_thread(self, request: Request) -> None:
+        future = request.waiter.future
+        left = None if request.deadline == math.inf else max(0.0, request.deadline - self._workers.clock())
+        if not concurrent.futures.wait([future], timeout=left).done:
+            self._workers.expire(request)
+            concurrent.futures.wait([future])
+
+    def _forget(self, request: Request) -> None:
+        """Cancel a request that nobody waits for; one that has ended is left alone."""
+        if request.state.is_live:
+            self._workers.cancel(request)
+        request.waiter.abandon()

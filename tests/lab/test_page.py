@@ -1,0 +1,241 @@
+"""The page in a real browser that has no network."""
+
+import base64
+import json
+import threading
+
+import pytest
+
+from batchwright.lab import _report_serve
+from batchwright.lab._report_serve import make_server
+from batchwright.lab.report import write_report
+
+from .browser import Browser, find_chromium
+from .fabricated import DATASETS, STRATEGIES, fabricate, fail, write_folder
+
+pytestmark = pytest.mark.skipif(
+    find_chromium() is None, reason="needs a browser: install the Debian package chromium (apt-get install chromium)"
+)
+
+RECORDS = fabricate(effects={"exponential": -0.2, "constant_large": 0.3}, models=("mlp", "logistic"), seeds=3)
+NUM_CELLS = 6
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    folder = write_folder(tmp_path_factory.mktemp("lab"), [*RECORDS, fail(RECORDS[-1] | {"seed": 8})])
+    return write_report(folder).html.as_uri()
+
+
+@pytest.fixture
+def page(browser, address):
+    return browser.open(address)
+
+
+def count(page, selector):
+    return page.value(f"document.querySelectorAll({json.dumps(selector)}).length")
+
+
+def visible(page, selector):
+    found = f"[...document.querySelectorAll({json.dumps(selector)})]"
+    return page.value(f"{found}.filter((it) => it.checkVisibility()).map((it) => it.textContent)")
+
+
+def test_every_chart_is_drawn_without_a_word_on_the_console_or_a_request(page, tmp_path):
+    assert count(page, "#curves-grid svg") == count(page, "#pareto-grid svg") == NUM_CELLS
+    # A line for each strategy in each chart, and its batch size underneath; a mark for each in the others.
+    assert count(page, "#curves-grid path.line[data-strategy]") == NUM_CELLS * len(STRATEGIES)
+    assert count(page, "#curves-grid path.line.size") == NUM_CELLS * len(STRATEGIES)
+    assert count(page, "#pareto-grid [data-strategy]") == NUM_CELLS * len(STRATEGIES)
+    assert not page.value(
+        "[...document.querySelectorAll('path')].some((it) => /NaN|Infinity/.test(it.getAttribute('d')))"
+    )
+    assert page.problems() == []
+    assert page.screenshot(tmp_path / "desktop.png").stat().st_size > 30_000
+
+
+def test_a_page_that_asks_for_something_is_noticed(page):
+    page.value("fetch('http://elsewhere.example/').catch(() => 0)")
+    assert any("elsewhere" in str(problem) for problem in page.problems())
+
+
+def test_filters_choose_data_set_model_and_group(page):
+    page.choose("dataset", "wine")
+    assert visible(page, "#curves-grid figcaption") == ["wine logistic", "wine mlp"]
+    assert visible(page, "[data-measure=loss] thead th") == ["strategy", "winelogistic", "winemlp"]
+    page.choose("model", "mlp")
+    assert count(page, "#curves-grid svg") == count(page, "#pareto-grid svg") == 1
+    page.choose("group", "loss")
+    assert len(visible(page, "[data-measure=loss] tbody tr")) == 2
+    # The two of the group and the baseline.
+    assert count(page, "#curves-grid path.line[data-strategy]") == 3
+    page.value("document.querySelector('#reset').click()")
+    assert count(page, "#curves-grid svg") == NUM_CELLS
+    assert page.problems() == []
+
+
+def test_a_combination_without_runs_says_so(page):
+    page.value("document.querySelector('[data-state=dataset]').add(new Option('none', 'none'))")
+    page.choose("dataset", "none")
+    assert "choose another" in visible(page, "#curves-grid p")[0]
+
+
+def test_the_measure_changes_the_matrix(page):
+    first = "Final validation loss against constant"
+    assert visible(page, ".matrix caption")[0].startswith(first)
+    page.choose("measure", "updates")
+    (caption,) = visible(page, ".matrix caption")
+    assert caption.startswith("Updates against constant")
+    assert all("%" in text for text in visible(page, ".matrix tbody td"))
+
+
+def test_pointing_at_a_curve_shows_its_values(page):
+    page.choose("dataset", "wine")
+    page.choose("model", "mlp")
+    # The plane ends 190 of 1104 pixels before the right edge: the last point is near four fifths.
+    page.move("#curves-grid svg", 0.825, 0.3)
+    text = page.value("document.querySelector('#tip').textContent")
+    runs = [run for run in RECORDS if (run["dataset"], run["model"], run["strategy"]) == ("wine", "mlp", "exponential")]
+    mean = sum(run["final"]["validation_loss"] for run in runs) / len(runs)
+    assert text.startswith("wine · mlp, 12,000 examples")
+    assert f"exponential{float(f'{mean:.3g}'):g} · batch 512" in text
+    assert page.value("document.querySelector('.guide').getAttribute('visibility')") == "visible"
+
+
+def test_arrow_keys_walk_along_a_curve(page):
+    page.choose("dataset", "wine")
+    page.value(
+        "(() => { const it = document.querySelector('#curves-grid svg'); it.focus();"
+        "it.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft'})); })()"
+    )
+    # 13 points over 12,000 examples: the last but one.
+    assert "11,000 examples" in page.value("document.querySelector('#tip').textContent")
+
+
+def test_pointing_at_a_mark_shows_cost_and_quality(page):
+    page.choose("dataset", "wine")
+    page.choose("model", "mlp")
+    page.move("#pareto-grid rect.base", 0.5, 0.5)
+    text = page.value("document.querySelector('#tip').textContent")
+    # 12,000 examples in batches of 32.
+    assert text.startswith("constant, 3 seeds")
+    assert "updates375" in text
+
+
+def test_the_axis_changes_the_curves(page):
+    path = "document.querySelector('#curves-grid path[data-strategy=exponential]').getAttribute('d')"
+    before = page.value(path)
+    page.choose("x", "updates")
+    assert page.value(path) != before
+    assert "updates" in visible(page, "#curves-grid text.name")
+    page.choose("y", "metric")
+    assert "accuracy" in visible(page, "#curves-grid text.name")
+
+
+def test_a_name_colours_its_line(page):
+    page.value(
+        "[...document.querySelectorAll('#chips button')].find((it) => it.textContent === 'constant_large').click()"
+    )
+    classes = page.value(
+        "document.querySelector('#curves-grid path[data-strategy=constant_large]').getAttribute('class')"
+    )
+    assert "rest" not in classes
+
+
+def test_decisions_are_told_in_words(page):
+    options = visible(page, "#run option") or page.value(
+        "[...document.querySelectorAll('#run option')].map((it) => it.value)"
+    )
+    # Every run that ended, not the one that failed.
+    assert len(options) == len(RECORDS)
+    page.value(
+        "(() => { const list = document.querySelector('#run'); list.value = 'wine · mlp · exponential · seed 1';"
+        "list.dispatchEvent(new Event('change')); })()"
+    )
+    # 32 times 1.3 to the power of 1 to 10, then 512.
+    assert "11 changes of the batch size, between 32 and 512." in visible(page, "#decisions p")
+    assert any("32 → 42" in row and "loss fell" in row for row in visible(page, "#decisions tbody tr"))
+
+
+def test_what_was_chosen_is_in_the_address(browser, address, page):
+    page.choose("dataset", "digits")
+    again = browser.open(page.value("location.href"))
+    assert visible(again, "#curves-grid figcaption") == ["digits logistic", "digits mlp"]
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(browser, address, tmp_path):
+    page = browser.open(address, width=390, height=844)
+    assert page.value("document.documentElement.scrollWidth") == 390
+    # Three charts, and a button for the others.
+    assert count(page, "#curves-grid svg") == 3
+    page.value("document.querySelector('#curves-grid .more').click()")
+    assert count(page, "#curves-grid svg") == NUM_CELLS
+    assert page.screenshot(tmp_path / "phone.png", height=2000).stat().st_size > 30_000
+    assert page.problems() == []
+
+
+def test_at_night_the_ground_is_dark(browser, address):
+    ground = "getComputedStyle(document.body).backgroundColor"
+    assert browser.open(address, dark=True).value(ground) == "rgb(21, 23, 26)"
+    assert browser.open(address).value(ground) == "rgb(253, 253, 251)"
+
+
+def test_it_prints(page):
+    paper = base64.b64decode(page.call("Page.printToPDF", printBackground=True)["data"])
+    assert paper.startswith(b"%PDF")
+    assert len(paper) > 50_000
+
+
+def test_hostile_names_stay_text(browser, tmp_path):
+    name = "<img src=x onerror=document.title='caught'>"
+    records = fabricate(strategies=("constant", name), datasets={name: DATASETS["wine"]}, seeds=2)
+    page = browser.open(write_report(write_folder(tmp_path, records)).html.as_uri())
+    assert count(page, "img") == 0
+    assert page.value("document.title") != "caught"
+    assert count(page, "#curves-grid svg") == 1
+
+
+def test_one_run_alone_makes_a_page(browser, tmp_path):
+    records = fabricate(strategies=("linear",), datasets={"wine": DATASETS["wine"]}, seeds=1)
+    page = browser.open(write_report(write_folder(tmp_path, records)).html.as_uri())
+    assert "Nothing can be concluded" in visible(page, ".lead")[0]
+    assert count(page, "#curves-grid svg") == 1
+    assert page.problems() == []
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [fail(run) | {"properties": {}, "metric_name": None, "final": None} for run in RECORDS[:6]],
+        [run for run in RECORDS if run["strategy"] != "constant"],
+        [{"id": "a", "dataset": "d", "model": "m", "strategy": "s", "seed": 0, "status": "ok"}],
+    ],
+    ids=["all failed", "no baseline", "next to nothing"],
+)
+def test_a_lab_with_little_to_show_still_makes_a_page(browser, tmp_path, records):
+    page = browser.open(write_report(write_folder(tmp_path, records)).html.as_uri())
+    assert "Nothing can be concluded" in visible(page, ".lead")[0]
+    assert page.problems() == []
+
+
+def test_a_served_page_follows_the_lab(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr(_report_serve, "SECONDS_BETWEEN_PAGES", 0.0)
+    folder = write_folder(tmp_path, RECORDS[:20])
+    with make_server(folder) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        page = browser.open(f"http://127.0.0.1:{server.server_port}/")
+        assert visible(page, ".figures b")[0] == "20"
+        write_folder(tmp_path, RECORDS[:30])
+        page.wait("document.querySelector('.figures b').textContent === '30'")
+        server.shutdown()
+        thread.join()
+        server.server_close()
+        page.wait("document.querySelector('#live').textContent.startsWith('No longer served')")

@@ -1,0 +1,448 @@
+"""A lab in its folder: resume, failures, dead processes, full disks, replays, learning rates."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from batchwright.errors import ArgumentError, BatchwrightError, StateMismatchError
+from batchwright.lab import _run_job, presets
+from batchwright.lab._matrix import GRIDS, Cell, LabPlan, plan_jobs, tuning_jobs
+from batchwright.lab._run_job import execute, load_data
+from batchwright.lab._run_pool import run_jobs
+from batchwright.lab._run_record import finite
+from batchwright.lab._run_tuning import Score, best_rate, score_rates
+from batchwright.lab._store import RunStore, StoreError, read_records, write_atomic
+from batchwright.lab.datasets import load
+from batchwright.lab.runner import Lab
+
+WINE = Cell(dataset="wine", model="logistic", num_epochs=1, lr=0.01)
+DIABETES = Cell(dataset="diabetes", model="linear", num_epochs=1, lr=0.01)
+
+
+def plan(*cells, strategies=("constant", "linear"), seeds=(0, 1), **options):
+    return LabPlan(name="tiny", cells=cells or (WINE,), strategies=strategies, seeds=seeds, **options)
+
+
+def run(folder, given=None, **options):
+    return Lab(folder).run(given, **{"num_workers": 0, "progress": False, **options})
+
+
+def places(records):
+    return [(record["strategy"], record["seed"]) for record in records]
+
+
+def jobs_of(given):
+    return plan_jobs(given, [load_data(cell.dataset, cell.data) for cell in given.cells], [0.01] * len(given.cells))
+
+
+def record(name, **more):
+    return {"id": name, "status": "ok", **more}
+
+
+# The store
+
+
+def test_records_come_back_in_the_order_they_were_written(tmp_path):
+    with RunStore(tmp_path / "runs.jsonl") as store:
+        store.append(record("b", seed=1))
+        store.append(record("a", seed=2))
+    with RunStore(tmp_path / "runs.jsonl") as store:
+        assert list(store.records.values()) == [record("b", seed=1), record("a", seed=2)]
+
+
+def test_a_half_line_is_dropped_and_the_next_record_is_whole(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(b'{"id":"a","status":"ok"}\n{"id":"b","sta')
+    assert [found["id"] for found in read_records(path)] == ["a"]
+    with RunStore(path) as store:
+        assert list(store.records) == ["a"]
+        store.append(record("c"))
+    assert path.read_bytes() == b'{"id":"a","status":"ok"}\n{"id":"c","status":"ok"}\n'
+
+
+def test_every_cut_of_a_file_can_be_opened_again(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    whole = b'{"id":"a","status":"ok"}\n{"id":"b","status":"ok"}\n'
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        with RunStore(path) as store:
+            assert list(store.records) == ["a", "b"][: whole[:length].count(b"\n")]
+            store.append(record("c"))
+        assert [found["id"] for found in read_records(path)][-1] == "c"
+
+
+def test_a_damaged_line_is_left_out_with_a_warning(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(b'{"id":"a","status":"ok"}\nrubbish\n{"id":"b","status":"ok"}\n[1]\n')
+    with pytest.warns(UserWarning, match=r"runs.jsonl:[24] is no record"), RunStore(path) as store:
+        assert list(store.records) == ["a", "b"]
+
+
+def test_a_second_writer_is_refused(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    with RunStore(path), pytest.raises(StoreError, match="another process is writing"), RunStore(path):
+        pass
+    with RunStore(path):
+        pass
+
+
+def test_a_number_that_json_cannot_hold_is_not_written(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    with RunStore(path) as store, pytest.raises(ValueError, match="JSON"):
+        store.append(record("a", loss=float("nan")))
+    assert path.read_bytes() == b""
+    assert finite({"loss": float("inf"), "curve": [{"x": 1}]}) == {"loss": None, "curve": [{"x": 1}]}
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from batchwright.lab._store import RunStore, StoreError
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # as a disk on which 100 bytes are left
+with RunStore(Path(sys.argv[1])) as store:
+    store.append({"id": "a", "status": "ok"})
+    try:
+        store.append({"id": "b", "status": "ok", "curve": "x" * 200})
+    except StoreError as error:
+        print(error)
+    store.append({"id": "c", "status": "ok"})
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on the size of files")
+def test_a_full_disk_says_so_and_loses_nothing(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, check=True)
+    assert "the 1 runs before this one are kept" in done.stdout
+    assert [found["id"] for found in read_records(path)] == ["a", "c"]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_in_words(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="choose another"):
+        run(tmp_path / "file", plan())
+    with pytest.raises(StoreError, match="cannot write"):
+        write_atomic(tmp_path / "missing" / "lab.json", "{}")
+
+
+def test_a_file_is_replaced_whole_and_leaves_nothing_beside_it(tmp_path):
+    for text in ("one", "two"):
+        write_atomic(tmp_path / "lab.json", text)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("lab.json", "two")]
+
+
+# The matrix
+
+
+def test_a_plan_makes_every_strategy_in_every_cell_with_every_seed():
+    jobs = jobs_of(plan(WINE, DIABETES, strategies=("constant", "entropy")))
+    # Entropy is not for regression: 2 seeds × (2 constants + 1 entropy).
+    assert [(job.seed, job.strategy, job.dataset) for job in jobs] == [
+        *[(0, "constant", "wine"), (0, "constant", "diabetes"), (0, "entropy", "wine")],
+        *[(1, "constant", "wine"), (1, "constant", "diabetes"), (1, "entropy", "wine")],
+    ]
+    assert len({job.id for job in jobs}) == 6
+
+
+def test_a_replay_follows_the_run_of_another_seed():
+    jobs = jobs_of(plan(strategies=("constant", "noise", "replay_noise"), seeds=(3, 5, 9)))
+    by_id = {job.id: job for job in jobs}
+    replays = [job for job in jobs if job.strategy == "replay_noise"]
+    assert [(job.seed, by_id[job.after].seed) for job in replays] == [(3, 5), (5, 9), (9, 3)]
+    assert {by_id[job.after].strategy for job in replays} == {"noise"}
+    assert replays[0].notes["replays"] == {"strategy": "noise", "seed": 5, "id": replays[0].after}
+
+
+def test_one_seed_has_nothing_to_replay():
+    jobs = jobs_of(plan(strategies=("constant", "noise", "replay_noise"), seeds=(0,)))
+    assert [job.strategy for job in jobs] == ["constant", "noise"]
+
+
+def test_a_plan_survives_json():
+    given = plan(Cell(dataset="digits", model="cnn", num_epochs=4, options={"decay_at": (0.25, 0.5)}), seeds=(0,))
+    back = LabPlan.from_dict(json.loads(json.dumps(given.to_dict())))
+    digits = load("digits", limit=300)
+    assert back.cells[0].settings(digits) == given.cells[0].settings(digits)
+    assert LabPlan.from_dict(back.to_dict()) == back
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"strategies": ("linear",)}, "need constant beside them"),
+        ({"strategies": ("constant", "replay_noise")}, "need noise beside them"),
+        ({"strategies": ("constant", "constant")}, "constant more than once"),
+        ({"seeds": ()}, "at least one of its seeds"),
+        ({"seeds": (0, 1000)}, "tuning_seeds must not be among the seeds"),
+        ({"strategies": ("constant", "magic")}, "no strategy 'magic'"),
+    ],
+)
+def test_a_plan_that_cannot_be_compared_is_refused(change, match):
+    with pytest.raises(ArgumentError, match=match):
+        plan(**change)
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_a_preset_has_every_group_and_settings_that_fit(name):
+    given = presets.get(name)
+    assert LabPlan.from_dict(given.to_dict()).to_dict() == given.to_dict()
+    assert len(given.strategies) == len(set(given.strategies)) > 25
+    for cell in given.cells:
+        assert cell.num_epochs % 4 == 0  # milestones on whole epochs
+    if name == "course":
+        assert len({cell.dataset for cell in given.cells}) >= 5
+        assert len({cell.model for cell in given.cells}) >= 4
+        assert len(given.seeds) >= 3
+
+
+def test_an_unknown_preset_is_refused_with_those_there_are():
+    with pytest.raises(ArgumentError, match="quick, course, full"):
+        presets.get("slow")
+
+
+# Running
+
+
+def test_a_lab_writes_its_plan_and_every_run(tmp_path):
+    records = run(tmp_path, plan())
+    assert places(records) == [("constant", 0), ("linear", 0), ("constant", 1), ("linear", 1)]
+    assert [line["id"] for line in read_records(tmp_path / "runs.jsonl")] == [found["id"] for found in records]
+    written = json.loads((tmp_path / "lab.json").read_text())
+    assert (written["version"], written["preset"], written["plan"]["seeds"]) == (1, "tiny", [0, 1])
+    assert Lab(tmp_path).records() == records
+    assert Lab(tmp_path).plan.to_dict() == plan().to_dict()
+
+
+def test_run_again_a_lab_repeats_nothing(tmp_path):
+    first = run(tmp_path, plan())
+    before = (tmp_path / "runs.jsonl").read_bytes()
+    assert run(tmp_path) == first
+    assert run(tmp_path, plan()) == first
+    assert (tmp_path / "runs.jsonl").read_bytes() == before
+
+
+def test_a_lab_goes_on_where_it_stopped(tmp_path):
+    first = run(tmp_path, plan())
+    path = tmp_path / "runs.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1] + lines[2][:50])  # killed while the third was written
+    again = run(tmp_path)
+    assert [found["id"] for found in again] == [found["id"] for found in first]
+    assert again[:2] == first[:2]  # with their seconds: these were not repeated
+    assert [found["final"]["metric"] for found in again] == [found["final"]["metric"] for found in first]
+
+
+def test_a_plan_is_known_again_after_it_was_written(tmp_path):
+    cell = Cell(dataset="wine", model="logistic", num_epochs=2, lr=0.01, options={"decay_at": (0.5,)})
+    first = run(tmp_path, plan(cell, seeds=(0,)))
+    assert run(tmp_path, plan(cell, seeds=(0,))) == run(tmp_path) == first
+
+
+def test_another_plan_in_the_same_folder_is_refused(tmp_path):
+    run(tmp_path, plan(seeds=(0,)))
+    with pytest.raises(StateMismatchError, match="choose another folder"):
+        run(tmp_path, plan(seeds=(1,)))
+
+
+def test_a_folder_without_a_plan_asks_for_one(tmp_path):
+    with pytest.raises(ArgumentError, match="has no plan"):
+        run(tmp_path)
+
+
+def test_a_run_that_fails_is_recorded_and_the_rest_go_on(tmp_path, monkeypatch):
+    real = _run_job.run_one
+
+    def breaks_for_linear(dataset, model, strategy, *rest, **options):
+        if strategy == "linear":
+            raise RuntimeError("the flux is gone")
+        return real(dataset, model, strategy, *rest, **options)
+
+    monkeypatch.setattr(_run_job, "run_one", breaks_for_linear)
+    records = run(tmp_path, plan(seeds=(0,), strategies=("constant", "linear", "exponential")))
+    assert [found["status"] for found in records] == ["ok", "failed", "ok"]
+    assert records[1]["error"] == "RuntimeError: the flux is gone"
+    assert records[1]["group"] == "linear"
+    assert records[1]["final"] is None
+    monkeypatch.undo()
+    assert run(tmp_path)[1]["status"] == "failed"
+    again = run(tmp_path, retry_failed=True)
+    assert [found["status"] for found in again] == ["ok"] * 3
+    assert again[0] == records[0]
+    assert len(Lab(tmp_path).records()) == 3
+
+
+def test_a_replay_of_a_run_that_failed_fails_with_the_reason(monkeypatch):
+    jobs = jobs_of(plan(strategies=("constant", "noise", "replay_noise")))
+    source = {"status": "failed", "strategy": "noise", "seed": 1}
+    [replay] = [job for job in jobs if job.strategy == "replay_noise" and job.seed == 0]
+    found = execute(replay, source)
+    assert found["status"] == "failed"
+    assert "the run of noise with seed 1, which it replays, failed" in found["error"]
+    assert found["id"] == replay.id
+
+
+def test_a_replay_waits_for_its_run_whatever_the_order():
+    jobs = jobs_of(plan(strategies=("constant", "linear", "replay_linear")))
+    records = list(run_jobs(jobs[::-1], finished={}, num_workers=0))
+    assert len(records) == len(jobs)
+    ends = [found["id"] for found in records]
+    for job in jobs:
+        assert job.after is None or ends.index(job.after) < ends.index(job.id)
+
+
+def test_processes_give_the_same_results_as_one(tmp_path):
+    given = plan(strategies=("constant", "loss_difference_exponential", "replay_loss_difference_exponential"))
+    alone, shared = run(tmp_path / "a", given), run(tmp_path / "b", given, num_workers=2)
+    assert [found["id"] for found in alone] == [found["id"] for found in shared]
+    assert [found["final"]["validation_loss"] for found in alone] == [
+        found["final"]["validation_loss"] for found in shared
+    ]
+    assert [found["decisions"] for found in alone] == [found["decisions"] for found in shared]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the process under /proc")
+def test_a_process_that_dies_costs_its_run_alone():
+    slow = Cell(dataset="wine", model="mlp", num_epochs=40, lr=0.01)
+    jobs = jobs_of(plan(slow, seeds=(0, 1, 2), strategies=("constant",)))
+    found = run_jobs(jobs, finished={}, num_workers=1)
+    first = next(found)
+    os.kill(_child_of(os.getpid()), signal.SIGKILL)
+    rest = list(found)
+    assert first["status"] == "ok"
+    assert [one["status"] for one in rest] == ["failed", "ok"]
+    assert "ended with exit code -9" in rest[0]["error"]
+
+
+def _child_of(parent):
+    """The newest process started by this one that is no helper of multiprocessing."""
+    children = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                command = (entry / "cmdline").read_text()
+            except OSError:
+                continue
+            if int(fields[1]) == parent and "spawn_main" in command:
+                children.append(int(entry.name))
+    return max(children)
+
+
+KILLED = """
+import sys
+from batchwright.lab.runner import Cell, Lab, LabPlan
+
+if __name__ == "__main__":
+    cell = Cell(dataset="wine", model="logistic", num_epochs=4, lr=0.01)
+    plan = LabPlan(name="tiny", cells=(cell,), strategies=("constant", "linear"), seeds=tuple(range(200)))
+    Lab(sys.argv[1]).run(plan, num_workers=int(sys.argv[2]), progress=False)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+def test_a_lab_that_was_killed_keeps_whole_records_and_goes_on(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    process = subprocess.Popen([sys.executable, str(script), str(tmp_path / "lab"), "0"])
+    try:
+        while len(list(read_records(tmp_path / "lab" / "runs.jsonl"))) < 3 and process.poll() is None:
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    kept = Lab(tmp_path / "lab").records()
+    assert 3 <= len(kept) < 400
+    # Going on does not repeat them: with all others pretended to be done only the missing ones run.
+    given = Lab(tmp_path / "lab").plan
+    jobs = plan_jobs(given, [load_data("wine", {})], [0.01])
+    assert {found["id"] for found in kept} <= {job.id for job in jobs}
+    with RunStore(tmp_path / "lab" / "runs.jsonl") as store:
+        for job in jobs[len(kept) : -1]:
+            store.append({"id": job.id, "status": "ok"})
+    records = run(tmp_path / "lab")
+    assert records[: len(kept)] == kept
+    assert records[-1]["final"]["examples"] == 4 * 142
+
+
+UNGUARDED = KILLED.replace('if __name__ == "__main__":', "if True:")
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED)
+    command = [sys.executable, str(script), str(tmp_path / "lab"), "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "needs its calls under if __name__ == '__main__':" in done.stderr
+
+
+def test_progress_is_shown_once_a_phase(tmp_path, capsys):
+    run(tmp_path, plan(seeds=(0,)), progress=True)
+    assert "lab: 2 in" in capsys.readouterr().err
+
+
+# Learning rates
+
+
+def test_the_rate_is_the_best_of_the_grid_for_the_baseline_on_other_seeds(tmp_path):
+    cell = Cell(dataset="wine", model="logistic", num_epochs=1)
+    given = plan(
+        cell, seeds=(0,), strategies=("constant", "linear"), grids={"sgd": (1e-6, 0.01)}, tuning_seeds=(70, 71)
+    )
+    records = run(tmp_path, given)
+    [choice] = json.loads((tmp_path / "lab.json").read_text())["tuning"]
+    assert choice["lr"] == 0.01
+    assert choice["is_at_edge"]  # a better one may lie beyond the grid
+    assert choice["seeds"] == [70, 71]
+    assert [score["lr"] for score in choice["scores"]] == [1e-6, 0.01]
+    assert {found["settings"]["lr"] for found in records} == {0.01}
+    assert records[0]["settings"]["lr_grid"] == [1e-6, 0.01]
+    tuning = list(read_records(tmp_path / "tuning.jsonl"))
+    assert {(found["strategy"], found["seed"]) for found in tuning} == {("constant", 70), ("constant", 71)}
+    before = (tmp_path / "tuning.jsonl").read_bytes()
+    run(tmp_path)
+    assert (tmp_path / "tuning.jsonl").read_bytes() == before
+
+
+def test_a_rate_that_is_given_is_not_tuned():
+    wine = load("wine")
+    assert tuning_jobs(plan(WINE), WINE, wine) == []
+    free = Cell(dataset="wine", model="logistic", num_epochs=1, optimizer="adam")
+    assert len(tuning_jobs(plan(free), free, wine)) == 2 * len(GRIDS["adam"])
+
+
+def final(metric, loss):
+    return {"metric": metric, "validation_loss": loss}
+
+
+def test_rates_are_scored_by_their_means():
+    records = [
+        {"settings": {"lr": 0.1}, "final": final(0.8, 0.5)},
+        {"settings": {"lr": 0.1}, "final": final(0.6, 0.3)},
+        {"settings": {"lr": 1.0}, "final": final(0.9, 0.1)},
+        {"settings": {"lr": 1.0}, "final": final(None, None)},  # diverged
+        {"settings": {"lr": 10.0}, "final": None},  # failed
+    ]
+    found = score_rates(records)
+    assert found == [
+        Score(0.1, pytest.approx(0.7), pytest.approx(0.4)),
+        Score(1.0, None, None),
+        Score(10.0, None, None),
+    ]
+    assert best_rate(found) == 0.1
+
+
+def test_equal_metrics_are_told_apart_by_the_loss():
+    assert best_rate([Score(0.1, 1.0, 0.2), Score(0.01, 1.0, 0.1), Score(1.0, 0.9, 0.0)]) == 0.01
+
+
+def test_a_baseline_that_never_ends_well_is_an_error():
+    with pytest.raises(BatchwrightError, match=r"tuning\.jsonl"):
+        best_rate([Score(1.0, None, None)])

@@ -1,0 +1,181 @@
+"""Statistics against values from tables and by hand."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchwright.errors import ArgumentError
+from batchwright.lab.statistics import (
+    equivalence,
+    examples_to_reach,
+    holm,
+    paired_difference,
+    t_cdf,
+    t_quantile,
+)
+
+numbers = st.floats(-100, 100)
+
+
+@pytest.mark.parametrize(
+    ("probability", "freedom", "expected"),
+    [
+        (0.975, 1, 12.7062),
+        (0.975, 2, 4.3027),
+        (0.975, 4, 2.7764),
+        (0.975, 9, 2.2622),
+        (0.95, 4, 2.1318),
+        (0.995, 29, 2.7564),
+    ],
+)
+def test_quantiles_are_those_of_printed_tables(probability, freedom, expected):
+    assert t_quantile(probability, freedom) == pytest.approx(expected, abs=5e-5)
+
+
+def test_one_degree_of_freedom_is_the_cauchy_distribution():
+    # P(T <= t) = 1/2 + arctan(t)/pi
+    for t in (-3.0, -0.5, 0.0, 2.0, 100.0):
+        assert t_cdf(t, 1) == pytest.approx(0.5 + math.atan(t) / math.pi, abs=1e-12)
+
+
+def test_two_degrees_of_freedom_have_a_closed_form():
+    # P(T <= t) = 1/2 + t / (2 sqrt(2 + t^2))
+    for t in (-7.0, 0.1, 1.0, 30.0):
+        assert t_cdf(t, 2) == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)), abs=1e-12)
+
+
+def test_many_degrees_of_freedom_come_near_the_normal_distribution():
+    assert t_quantile(0.975, 1e6) == pytest.approx(1.959964, abs=1e-5)
+
+
+@given(st.floats(0.001, 0.999), st.integers(1, 200))
+def test_a_quantile_turns_the_distribution_around(probability, freedom):
+    assert t_cdf(t_quantile(probability, freedom), freedom) == pytest.approx(probability, abs=1e-9)
+
+
+def test_infinity_and_far_tails_are_certain():
+    assert (t_cdf(math.inf, 4), t_cdf(-math.inf, 4), t_cdf(1e200, 4)) == (1.0, 0.0, 1.0)
+
+
+def test_a_paired_difference_by_hand():
+    # Differences 1, 2, 3: mean 2, s = 1, error 1/sqrt(3); t = 4.302653 for 2 degrees of freedom.
+    found = paired_difference([3, 5, 7], [2, 3, 4])
+    reach = 4.302653 / math.sqrt(3)
+    assert (found.num_pairs, found.mean) == (3, 2)
+    assert (found.low, found.high) == pytest.approx((2 - reach, 2 + reach), abs=1e-5)
+    # t = 2·sqrt(3), and by the closed form p = 1 − t/sqrt(2 + t²).
+    assert found.p_value == pytest.approx(1 - math.sqrt(12) / math.sqrt(14), abs=1e-10)
+    assert not found.is_clear
+
+
+def test_pairing_takes_out_what_a_seed_does_to_both():
+    # Seeds differ by tens, the strategy is better by about 1 on each.
+    found = paired_difference([11.0, 31.1, 50.9], [10.0, 30.0, 50.0])
+    assert found.is_clear
+    assert found.low > 0.5
+
+
+def test_a_single_pair_has_no_interval():
+    found = paired_difference([3.0], [1.0])
+    assert (found.mean, found.low, found.high, found.p_value, found.is_clear) == (2.0, None, None, None, False)
+    assert equivalence([3.0], [1.0], margin=1) is None
+
+
+def test_differences_that_are_all_the_same_are_certain():
+    # Subtractions round differently, which is no spread.
+    baseline = [count / 359 for count in (350, 351, 352, 353, 354)]
+    found = paired_difference([value - 1 / 359 for value in baseline], baseline)
+    assert (found.low, found.mean, found.high, found.p_value) == (found.mean, found.mean, found.mean, 0)
+    assert equivalence([2.0, 3.0], [1.0, 2.0], margin=0.5) == 1
+    assert equivalence([2.0, 3.0], [1.0, 2.0], margin=1.5) == 0
+
+
+def test_coarse_figures_have_at_least_the_spread_of_their_steps():
+    # One of 10 examples on both seeds: s = 0.1/sqrt(6), error s/sqrt(2), t = 12.7062 for one degree of freedom.
+    found = paired_difference([0.6, 0.8], [0.5, 0.7], resolution=0.1)
+    assert found.high - found.mean == pytest.approx(12.7062 * 0.1 / math.sqrt(12), abs=1e-5)
+    assert not found.is_clear
+    assert 0.04 < equivalence([0.6, 0.8], [0.5, 0.7], margin=0.3, resolution=0.1) < 0.06
+    # A spread that is wider than the steps stays.
+    wide = [0.9, 0.2, 0.5], [0.1, 0.3, 0.5]
+    assert paired_difference(*wide, resolution=0.1) == paired_difference(*wide)
+
+
+def test_results_that_are_all_the_same_do_not_differ():
+    found = paired_difference([1.0, 2.0], [1.0, 2.0])
+    assert (found.mean, found.low, found.high, found.p_value) == (0, 0, 0, 1)
+
+
+@given(st.lists(st.tuples(numbers, numbers), min_size=2, max_size=8))
+def test_exchanging_the_sides_turns_the_sign(pairs):
+    values, baseline = zip(*pairs, strict=True)
+    one, other = paired_difference(values, baseline), paired_difference(baseline, values)
+    assert one.mean == pytest.approx(-other.mean)
+    assert one.low == pytest.approx(-other.high, abs=1e-9)
+    assert one.p_value == pytest.approx(other.p_value)
+
+
+@given(st.lists(st.tuples(numbers, numbers), min_size=2, max_size=8))
+def test_an_interval_leaves_out_zero_where_the_test_rejects(pairs):
+    found = paired_difference(*zip(*pairs, strict=True))
+    if abs(found.p_value - 0.05) > 1e-6:
+        assert found.is_clear == (found.p_value < 0.05)
+
+
+def test_a_wider_confidence_gives_a_wider_interval():
+    pairs = [1.0, 2.0, 4.0], [0.0, 0.0, 0.0]
+    assert paired_difference(*pairs, confidence=0.99).low < paired_difference(*pairs, confidence=0.9).low
+
+
+def test_holm_multiplies_by_what_is_left_and_never_falls():
+    # Sorted 0.01·4, 0.02·3, 0.03·2 = 0.06, 0.04·1 raised to 0.06.
+    assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1), max_size=12))
+def test_holm_never_lowers_and_keeps_the_order(p_values):
+    corrected = holm(p_values)
+    assert all(new >= old for new, old in zip(corrected, p_values, strict=True))
+    ranked = [corrected[i] for i in sorted(range(len(p_values)), key=p_values.__getitem__)]
+    assert ranked == sorted(ranked)
+
+
+def test_equivalence_by_hand():
+    # Differences 0, 1, −1: mean 0, error 1/sqrt(3). Margin 3: t = 3·sqrt(3), 2 degrees of freedom.
+    t = 3 * math.sqrt(3)
+    assert equivalence([1, 3, 2], [1, 2, 3], margin=3) == pytest.approx(0.5 - t / (2 * math.sqrt(2 + t * t)), abs=1e-10)
+
+
+def test_a_difference_beyond_the_margin_is_not_equivalent():
+    assert equivalence([5.0, 6.0, 7.1], [0.0, 0.0, 0.0], margin=1) > 0.95
+
+
+def test_a_curve_reaches_its_target_between_two_points():
+    curve = [(0, 0.25), (100, 0.5), (200, 0.25), (300, 0.75)]
+    assert examples_to_reach(curve, 0.375) == 50
+    assert examples_to_reach(curve, 0.625) == 275  # three quarters of the way from 200 to 300
+    assert examples_to_reach(curve, 0.1) == 0
+    assert examples_to_reach(curve, 0.9) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: paired_difference([1.0], [1.0, 2.0]), "as many values"),
+        (lambda: paired_difference([], []), "at least one"),
+        (lambda: paired_difference([math.nan], [1.0]), "finite"),
+        (lambda: paired_difference([1.0], [1.0], confidence=1), "confidence"),
+        (lambda: equivalence([1.0], [1.0], margin=0), "margin"),
+        (lambda: paired_difference([1.0], [1.0], resolution=-1), "resolution"),
+        (lambda: holm([1.2]), "from 0 to 1"),
+        (lambda: t_quantile(1, 3), "probability"),
+        (lambda: t_cdf(1, 0), "freedom"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(call, match):
+    with pytest.raises(ArgumentError, match=match):
+        call()

@@ -1,0 +1,247 @@
+"""Every strategy by name: the sizes that the course's formulas give, by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from batchwright.errors import ArgumentError
+from batchwright.lab._run_difficulty import difficulty_of, distance_to_mean, rarity
+from batchwright.lab._run_settings import Conditions, RunSettings
+from batchwright.lab.datasets import load
+from batchwright.lab.strategies import GROUPS, Setup, Strategy, get, names, schedule_of
+from batchwright.size import BatchSizeController, Observation
+from batchwright.testing import check_policy
+
+# 16 epochs of 1,000 examples, sizes 8 to 128: the batch may grow 16-fold.
+SETTINGS = RunSettings.fit(1000, num_epochs=16)
+
+
+def conditions(**changes):
+    given = {
+        "settings": SETTINGS,
+        "num_train": 1000,
+        "num_classes": 10,
+        "difficulty": lambda: np.arange(1000.0),
+        "schedule": {0: 8, 500: 32},
+    }
+    return Conditions(**{**given, **changes})
+
+
+def sizes(name, observations, **changes):
+    """The sizes that a controller gives, the first before anything was observed."""
+    policy = get(name).make(conditions(**changes)).policy
+    controller = BatchSizeController(policy, min_size=1, max_size=10**6, initial=None if policy.start() else 8)
+    return [controller.size, *(controller.observe(**observation) for observation in observations)]
+
+
+def test_all_groups_of_the_document_and_the_others_are_there():
+    assert {get(name).group for name in names()} == set(GROUPS)
+    assert names()[0] == "constant"
+    assert len(set(names())) == len(names())
+    assert {
+        f"loss_{measure}_{mode}" for measure in ("difference", "ema", "variance") for mode in ("linear", "exponential")
+    } <= set(names())
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_policy_keeps_the_contract(name):
+    policy = get(name).make(conditions()).policy
+    if policy is not None:
+        check_policy(policy, min_size=SETTINGS.min_size, max_size=SETTINGS.max_size)
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_strategy_stands_sizes_that_cannot_change(name):
+    fixed = RunSettings(num_examples=4000, base_size=8, min_size=8, max_size=8)
+    assert isinstance(get(name).make(conditions(settings=fixed)), Setup)
+
+
+def test_sizes_are_fitted_to_the_data():
+    # 1,000 // 64 = 15, so 8; 16 × 8 = 128 is under a quarter of 1,000.
+    assert (SETTINGS.min_size, SETTINGS.base_size, SETTINGS.max_size, SETTINGS.num_examples) == (4, 8, 128, 16_000)
+    # A quarter of 142 is 35: the power of two below it.
+    assert RunSettings.fit(142, num_epochs=1).max_size == 32
+    assert RunSettings.fit(50_000, num_epochs=1).base_size == 32
+
+
+def test_linear_adds_the_same_every_epoch_up_to_the_largest():
+    # (128 − 8) / 15 = 8 examples an epoch.
+    assert sizes("linear", [{"epoch": epoch} for epoch in (1, 2, 15)]) == [8, 16, 24, 128]
+
+
+def test_exponential_multiplies_by_the_same_every_epoch():
+    # 16^(1/15) an epoch: 16^(5/15) = 2.52 after 5, 16 after 15.
+    assert sizes("exponential", [{"epoch": epoch} for epoch in (5, 15)]) == [8, 20, 128]
+
+
+def test_cycles_begin_again_four_times():
+    # A period of 4 epochs: 40 more each, or times 16^(1/3).
+    epochs = [{"epoch": epoch} for epoch in (1, 2, 3, 4, 7, 8)]
+    assert sizes("cyclic_linear", epochs) == [8, 48, 88, 128, 8, 128, 8]
+    assert sizes("cyclic_exponential", epochs) == [8, 20, 51, 128, 8, 128, 8]
+
+
+def test_a_falling_loss_grows_the_batch_and_a_rising_one_shrinks_it():
+    losses = [{"epoch": 1, "loss": 2.0}, {"epoch": 2, "loss": 1.0}, {"epoch": 3, "loss": 1.5}]
+    # Exponential: 8·e^0.5 = 13.2, then 13·e^−0.5 = 7.9. Linear: gain 120 / ln 16 = 43, steps of 16 at most.
+    assert sizes("loss_difference_exponential", losses) == [8, 8, 13, 8]
+    assert sizes("loss_difference_linear", losses) == [8, 8, 24, 8]
+
+
+def test_the_moving_average_answers_more_slowly():
+    losses = [{"epoch": 1, "loss": 2.0}, {"epoch": 2, "loss": 1.0}]
+    # The average falls from 2 to 0.3·1 + 0.7·2 = 1.7, by 15 %: 8·e^0.15 = 9.3.
+    assert sizes("loss_ema_exponential", losses) == [8, 8, 9]
+
+
+def test_a_loss_that_fluctuates_shrinks_the_batch_and_a_steady_one_grows_it():
+    swing = [{"epoch": epoch, "loss": loss} for epoch, loss in enumerate((1.0, 2.0, 1.0), start=1)]
+    still = [{"epoch": epoch, "loss": 1.0} for epoch in (1, 2, 3)]
+    assert sizes("loss_variance_exponential", swing)[-1] == 4
+    assert sizes("loss_variance_linear", still)[-1] == 24  # 8 + 2·8
+
+
+def test_entropy_maps_certainty_to_size():
+    half = [{"epoch": 1, "entropy": math.log(10) / 2}]
+    # Halfway between 8 and 128 in factors: 8·16^0.5 = 32.
+    assert sizes("entropy", half) == [8, 32]
+    assert sizes("entropy_threshold", [{"epoch": 1, "entropy": 0.1}]) == [8, 16]
+
+
+def test_the_rate_follows_the_batch_where_they_are_coupled():
+    setup = get("lr_coupled_sqrt").make(conditions())
+    assert dict(setup.stepper) == {"lr_rule": "sqrt", "base_size": 8}
+    assert get("lr_coupled_linear").make(conditions()).stepper["lr_rule"] == "linear"
+
+
+def test_large_batches_scale_the_rate_as_suits_the_optimizer():
+    adam = RunSettings.fit(1000, num_epochs=16, optimizer="adam")
+    assert get("constant_large_scaled").make(conditions(settings=adam)).stepper["lr_rule"] == "sqrt"
+    setup = get("constant_large_scaled").make(conditions())
+    assert setup.stepper["lr_rule"] == "linear"
+    # Warm-up over 5 % of 16,000: 400 of 800 examples are half of it.
+    assert setup.lr_factor(400 - 128) == 0.5
+    assert setup.lr_factor(800) == 1
+
+
+ANNEALING = ("lr_decay", "batch_ramp", "hybrid")
+
+
+@pytest.mark.parametrize("max_size", [128, 16])
+@pytest.mark.parametrize("examples", [0, 7_999, 8_000, 12_000])
+def test_sgd_strategies_that_anneal_have_the_same_noise(examples, max_size):
+    # The noise of an update goes with lr / B, whoever takes the decay and wherever the batch ends.
+    settings = RunSettings.fit(1000, num_epochs=16, max_size=max_size)
+    ratios = []
+    for name in ANNEALING:
+        setup = get(name).make(conditions(settings=settings))
+        size = 8 if setup.policy is None else setup.policy.update(None, Observation(examples=examples))[0]
+        assert size <= max_size
+        ratios.append(setup.lr_factor(examples) * 8 / size)
+    expected = {0: 1, 7_999: 1, 8_000: 1 / 4, 12_000: 1 / 16}[examples]
+    assert ratios == pytest.approx([expected] * 3)
+
+
+def test_the_ramp_grows_at_the_milestones_of_the_decay():
+    after = [{"examples": examples} for examples in (7_999, 8_000, 12_000)]
+    assert sizes("batch_ramp", after) == [8, 8, 32, 128]
+    assert sizes("hybrid", after) == [8, 8, 16, 32]
+
+
+def test_seesaw_halves_the_rate_where_the_batch_grows_fourfold():
+    setup = get("seesaw").make(conditions())
+    assert [setup.lr_factor(examples) for examples in (0, 8_000, 12_000)] == [1, 0.5, 0.25]
+    assert sizes("seesaw", [{"examples": 12_000}]) == [8, 128]
+
+
+def test_a_curriculum_begins_with_the_easy_and_grows_with_the_examples():
+    setup = get("curriculum").make(conditions(difficulty=lambda: -np.arange(1000.0)))
+    # A quarter at first, all of them from epoch 8 on.
+    assert sorted(setup.curriculum.prefix(0)) == list(range(750, 1000))
+    assert len(setup.curriculum.prefix(8)) == 1000
+    assert sizes("curriculum", [{"epoch": 8}]) == [8, 32]
+    assert get("curriculum_constant").make(conditions()).policy is None
+
+
+def test_a_replay_plays_the_sizes_of_a_record():
+    record = {
+        "curve": [{"batch_size": 8}],
+        "decisions": [{"examples": 100, "old": 8, "new": 16}, {"examples": 250, "old": 16, "new": 12}],
+    }
+    schedule = schedule_of(record)
+    assert schedule == {0: 8, 100: 16, 250: 12}
+    after = [{"examples": examples} for examples in (99, 100, 249, 250)]
+    assert sizes("replay_entropy", after, schedule=schedule) == [8, 8, 16, 16, 12]
+
+
+def test_any_strategy_can_be_replayed_and_a_replay_without_a_record_is_refused():
+    assert get("replay_linear").replays == "linear"
+    with pytest.raises(ArgumentError, match="replay_of=record"):
+        get("replay_linear").make(conditions(schedule=None))
+
+
+def test_entropy_is_not_for_regression():
+    assert not get("entropy").fits(None)
+    assert not get("replay_entropy").fits(None)
+    assert get("noise").fits(None)
+    with pytest.raises(ArgumentError, match="regression has none"):
+        get("entropy").make(conditions(num_classes=None))
+
+
+@pytest.mark.parametrize("name", ["nothing", "replay_", "replay_replay_noise", ""])
+def test_an_unknown_name_is_refused_with_those_there_are(name):
+    with pytest.raises(ArgumentError, match="constant_large_scaled"):
+        get(name)
+
+
+def test_a_strategy_of_an_unknown_group_is_refused():
+    with pytest.raises(ArgumentError, match="lr-decay"):
+        Strategy(name="mine", group="own", make=lambda conditions: Setup())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_size": 4},
+        {"min_size": 9},
+        {"num_examples": 0},
+        {"lr": 0.0},
+        {"optimizer": "lion"},
+        {"momentum": 1.0},
+        {"decay_at": (0.75, 0.5)},
+        {"decay_at": (1.0,)},
+        {"decay_factor": 0.5},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(change):
+    with pytest.raises(ArgumentError):
+        RunSettings(**{"num_examples": 100, "base_size": 8, "min_size": 4, "max_size": 16, **change})
+
+
+def test_settings_survive_json():
+    assert RunSettings.from_dict(SETTINGS.to_dict()) == SETTINGS
+
+
+def test_difficulty_suits_the_data():
+    texts = load("python_functions", limit=40, max_length=32)
+    assert difficulty_of(texts).tolist() == texts.lengths.tolist()
+    windows = load("python_chars", limit=30)
+    assert difficulty_of(windows).shape == (len(windows.train),)
+    digits = load("digits", limit=100)
+    rows = digits.train.features.reshape(len(digits.train), -1)
+    mean = rows[digits.train.labels == digits.train.labels[0]].mean(axis=0)
+    assert difficulty_of(digits)[0] == pytest.approx(np.linalg.norm(rows[0] - mean), rel=1e-5)
+    assert difficulty_of(load("diabetes")).shape == (354,)
+
+
+def test_rare_tokens_are_hard():
+    # 1 is one of 6 tokens, 0 five: −ln(5/6) and the mean of −ln(5/6) and −ln(1/6).
+    found = rarity(np.array([[0, 0], [0, 0], [0, 1]]))
+    common, rare = -math.log(5 / 6), -math.log(1 / 6)
+    assert found.tolist() == pytest.approx([common, common, (common + rare) / 2])
+
+
+def test_distance_is_to_the_mean_of_the_own_class():
+    rows = np.array([[0.0, 0.0], [6.0, 8.0], [1.0, 1.0]])
+    assert distance_to_mean(rows, np.array([3, 3, 7])).tolist() == [5.0, 5.0, 0.0]

@@ -1,0 +1,145 @@
+"""LatencyModel: it finds the coefficients, follows changes, and is not fooled by first calls."""
+
+import json
+import random
+
+import pytest
+
+from batchwright.errors import ArgumentError, StateMismatchError
+from batchwright.serve import LatencyModel
+from batchwright.serve.latency import MIN_OBSERVATIONS
+
+SHAPES = [(n, length) for n in (1, 2, 5, 16, 40) for length in (8, 30, 100, 400)]
+
+
+def teach(model, seconds_of, rounds=3, noise=0.0, seed=0):
+    rng = random.Random(seed)
+    for _ in range(rounds):
+        for n, length in SHAPES:
+            model.observe(n, length, seconds_of(n, length) * (1 + noise * rng.random()))
+    return model
+
+
+def linear(n, length):
+    return 0.004 + 4e-6 * n * length
+
+
+def test_it_recovers_the_time_of_a_linear_device():
+    model = teach(LatencyModel(), linear)
+    assert model.predict(10, 64) == pytest.approx(0.004 + 4e-6 * 640, rel=1e-3)
+    assert model.coefficients["n*L^2"] == 0.0
+
+
+def test_it_recovers_a_quadratic_term_where_there_is_one():
+    model = teach(LatencyModel(), lambda n, length: linear(n, length) + 3e-8 * n * length**2)
+    assert model.coefficients["n*L^2"] == pytest.approx(3e-8, rel=1e-2)
+
+
+def test_noise_alone_brings_no_quadratic_term():
+    models = [teach(LatencyModel(), linear, noise=0.1, seed=seed) for seed in range(10)]
+    assert [model.coefficients["n*L^2"] for model in models] == [0.0] * 10
+
+
+def test_it_predicts_one_length_only():
+    model = LatencyModel()
+    for _ in range(5):
+        for n in (1, 2, 3, 8, 20):
+            model.observe(n, 1, 0.004 + 0.001 * n)
+    assert model.predict(10, 1) == pytest.approx(0.014, rel=1e-3)
+
+
+def test_noise_up_to_a_tenth_gives_a_margin_that_covers_it():
+    model = teach(LatencyModel(), linear, rounds=10, noise=0.1)
+    # Times are 1 to 1.1 times the truth, the fit lies at about 1.05: 95 % stay below 1.045 of it, none above 1.06.
+    assert 1.02 < model.margin < 1.07
+    assert model.upper(10, 64) == model.predict(10, 64) * model.margin
+
+
+def test_it_follows_a_device_that_becomes_three_times_slower():
+    model = teach(LatencyModel(), linear)
+    teach(model, lambda n, length: 3 * linear(n, length), rounds=15)
+    assert model.predict(10, 64) == pytest.approx(3 * linear(10, 64), rel=0.1)
+
+
+def test_it_follows_a_slower_device_even_if_no_shape_comes_twice():
+    model = teach(LatencyModel(), linear)
+    for length in range(11, 400):
+        model.observe(3, length, 3 * linear(3, length))
+    assert model.predict(3, 200) == pytest.approx(3 * linear(3, 200), rel=0.1)
+
+
+def test_the_first_call_of_a_shape_is_ignored_when_it_compiles():
+    model = teach(LatencyModel(), linear)
+    before = model.predict(7, 77)
+    model.observe(7, 77, 0.5)
+    assert model.predict(7, 77) == before
+    model.observe(7, 77, linear(7, 77))
+    # Three rounds, of which the first is the first call of every size; then one call that counts.
+    assert model.num_observed == 2 * len(SHAPES) + 1
+
+
+def test_a_start_in_which_every_call_compiles_teaches_nothing():
+    model = LatencyModel()
+    for power in range(7):
+        model.observe(2**power, 2**power, 0.5)
+    assert model.num_observed == 0
+    assert not model.is_ready
+
+
+def test_one_hiccup_moves_the_prediction_little():
+    model = teach(LatencyModel(), linear)
+    before = model.predict(16, 100)
+    model.observe(16, 100, 5.0)
+    for _ in range(8):  # the fit is renewed with every eighth batch
+        model.observe(16, 100, before)
+    assert model.predict(16, 100) == pytest.approx(before, rel=0.1)
+
+
+def test_it_is_ready_after_enough_batches_and_not_before():
+    model = LatencyModel()
+    for count in range(MIN_OBSERVATIONS + 1):
+        assert model.is_ready == (count > MIN_OBSERVATIONS)
+        model.observe(1, 10, 0.004)  # the first call is ignored
+    assert model.is_ready
+
+
+def test_a_time_that_is_no_time_is_ignored():
+    model = teach(LatencyModel(), linear)
+    known = model.to_json()
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        model.observe(1, 8, seconds)
+    assert model.to_json() == known
+
+
+def test_json_brings_back_the_same_model():
+    model = teach(LatencyModel(decay=0.98), linear, noise=0.1)
+    again = LatencyModel.from_json(model.to_json())
+    assert again.predict(9, 99) == model.predict(9, 99)
+    assert (again.margin, again.num_observed) == (model.margin, model.num_observed)
+    model.observe(*SHAPES[0], 0.005)
+    again.observe(*SHAPES[0], 0.005)  # a shape of the old process: here it is a first call, but not a slow one
+    assert again.to_json() == model.to_json()
+
+
+def test_json_of_another_version_is_refused():
+    state = json.loads(LatencyModel().to_json()) | {"version": 99}
+    with pytest.raises(StateMismatchError, match="version 99"):
+        LatencyModel.from_json(json.dumps(state))
+
+
+def test_a_fixed_model_learns_nothing():
+    model = LatencyModel.fixed(0.004, 4e-6)
+    teach(model, lambda n, length: 1.0)
+    assert model.is_ready
+    assert model.predict(10, 64) == pytest.approx(linear(10, 64))
+
+
+@pytest.mark.parametrize("wrong", [(-1.0, 0.0, 0.0), (0.0, 0.0, 0.0), (float("nan"), 1.0, 0.0)])
+def test_impossible_coefficients_are_refused(wrong):
+    with pytest.raises(ArgumentError, match="coefficients must be"):
+        LatencyModel.fixed(*wrong)
+
+
+def test_an_impossible_decay_is_refused():
+    with pytest.raises(ArgumentError, match="decay"):
+        LatencyModel(decay=0)

@@ -1,0 +1,48 @@
+"""Settings: what is wrong is said at once, with what would be right."""
+
+import math
+
+import pytest
+
+from batchwright.errors import ArgumentError
+from batchwright.serve import Batcher, Settings
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"policy": "fifo"}, "policy must be one of adaptive, greedy, window, got 'fifo'"),
+        ({"max_items": 0}, "max_items must be a whole number of 1 or more, got 0"),
+        ({"max_items": True}, "max_items"),
+        ({"max_queue": 1.5}, "max_queue"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_wait_ms": -1}, "max_wait_ms must be a finite number of 0 or more"),
+        ({"max_wait_ms": math.inf}, "max_wait_ms"),
+        ({"deadline_ms": 0}, "deadline_ms must be a number above 0"),
+        ({"deadline_ms": math.nan}, "deadline_ms"),
+        ({"on_error": "ignore"}, "on_error must be one of bisect, raise"),
+        ({"on_oom": "retry"}, "on_oom must be one of split, raise"),
+    ],
+)
+def test_an_impossible_setting_is_refused(wrong, message):
+    with pytest.raises(ArgumentError, match=message):
+        Settings(**wrong)
+
+
+def test_the_batcher_refuses_what_is_no_function_and_no_workers():
+    with pytest.raises(ArgumentError, match="run must be a function"):
+        Batcher("model")
+    with pytest.raises(ArgumentError, match="num_workers"):
+        Batcher(list, num_workers=0)
+
+
+def test_an_unknown_setting_cannot_be_changed():
+    with pytest.raises(ArgumentError, match="cannot change num_workers; allowed are deadline_ms"):
+        Batcher(list).configure(num_workers=3)
+
+
+def test_a_refused_change_leaves_the_settings_as_they_were():
+    batcher = Batcher(list, max_items=8)
+    with pytest.raises(ArgumentError):
+        batcher.configure(max_items=4, policy="fifo")
+    assert batcher.settings.max_items == 8

@@ -1,0 +1,46 @@
+"""What the tests of serving share: requests by hand, and a function whose calls can be held and looked at."""
+
+import threading
+
+from batchwright.serve._request import Request, State
+
+
+def make_requests(lengths, *, gap_seconds=0.001, deadline_seconds=float("inf")):
+    """Requests that arrive one after the other; the item is the index."""
+    times = [index * gap_seconds for index in range(len(lengths))]
+    return [
+        Request(index, length, at, at + deadline_seconds)
+        for index, (length, at) in enumerate(zip(lengths, times, strict=True))
+    ]
+
+
+def items_of(requests):
+    return [request.item for request in requests]
+
+
+class Recorder:
+    """Doubles numbers, remembers every call, and stands still while ``gate`` is closed."""
+
+    def __init__(self, *, held=False, bad=()):
+        self.calls, self.bad = [], set(bad)
+        self.started, self.gate = threading.Event(), threading.Event()
+        if not held:
+            self.gate.set()
+
+    def __call__(self, items):
+        self.calls.append(list(items))
+        self.started.set()
+        assert self.gate.wait(30), "nobody opened the gate"
+        for item in items:
+            if item in self.bad:
+                raise ValueError(f"bad item {item}")
+        return [2 * item for item in items]
+
+    @property
+    def items_run(self):
+        return [item for call in self.calls for item in call]
+
+
+def finish(requests, state=State.ANSWERED):
+    for request in requests:
+        request.state = state
