@@ -12,6 +12,17 @@ help: ## show this list
 
 setup: .venv/.ready ## create .venv with everything the other targets need
 
+# Debian packages that some tests use: a browser for pages, a data set of images. Where they cannot be installed, those
+# tests are skipped and say so.
+.venv/.system:
+	@mkdir -p .venv
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		command -v chromium >/dev/null || apt-get install -y -qq chromium >/dev/null 2>&1 || echo "chromium is not installed"; \
+		[ -d /usr/share/datasets/fashion-mnist ] || apt-get install -y -qq dataset-fashion-mnist >/dev/null 2>&1 \
+			|| echo "dataset-fashion-mnist is not installed"; \
+	fi
+	@touch $@
+
 # Groups of dependencies need pip 25.1. The stamp keeps later runs from installing anything again.
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -31,7 +42,7 @@ lint: .venv/.ready
 types: .venv/.ready
 	$(BIN)/mypy
 
-tests: .venv/.ready
+tests: .venv/.ready .venv/.system
 	$(BIN)/pytest --numprocesses $(HYPOTHESIS_JOBS)
 
 check: lint types ## the same with five times as many random cases
