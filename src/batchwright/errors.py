@@ -6,22 +6,36 @@
     ├── ArgumentError            (ValueError)   an argument is not one of the allowed ones
     │   ├── LengthsError                        the lengths are empty, negative, not integers, …
     │   ├── BudgetError                         the budget is impossible, or an example does not fit it
+    │   │   └── TooLarge                        one request alone is over the batcher's limit
     │   └── MissingSignalError                  a policy needs a figure that it was not given
     ├── StateMismatchError       (ValueError)   a saved state belongs to other data or settings
     ├── DoesNotFitError          (RuntimeError) one example alone runs out of memory
     ├── UpdateMemoryError        (RuntimeError) the optimizer ran out of memory; its update may be half done
+    ├── Closed                   (RuntimeError) a batcher takes no more requests
+    ├── QueueFull                (RuntimeError) as many requests wait as are allowed
+    ├── ResultError              (RuntimeError) a batched function did not return one result an item
+    ├── DeadlineExceeded         (TimeoutError) a request could not finish in time, so it was not run
     └── MissingDependencyError   (ImportError)  an optional package is needed; the message names the extra
 """
+
+from __future__ import annotations
+
+from typing import final
 
 __all__ = [
     "ArgumentError",
     "BatchwrightError",
     "BudgetError",
+    "Closed",
+    "DeadlineExceeded",
     "DoesNotFitError",
     "LengthsError",
     "MissingDependencyError",
     "MissingSignalError",
+    "QueueFull",
+    "ResultError",
     "StateMismatchError",
+    "TooLarge",
     "UpdateMemoryError",
 ]
 
@@ -60,3 +74,57 @@ class UpdateMemoryError(BatchwrightError, RuntimeError):
 
 class MissingDependencyError(BatchwrightError, ImportError):
     """An optional package is not installed; the message holds the install command."""
+
+
+@final
+class Closed(BatchwrightError, RuntimeError):
+    """The batcher takes no more requests, or was closed before this one ran."""
+
+
+@final
+class QueueFull(BatchwrightError, RuntimeError):
+    """As many requests wait as are allowed; try again later."""
+
+
+@final
+class TooLarge(BudgetError):
+    """The item alone is over ``max_tokens``."""
+
+
+@final
+class ResultError(BatchwrightError, RuntimeError):
+    """The function did not return one result for each item."""
+
+
+@final
+class DeadlineExceeded(BatchwrightError, TimeoutError):
+    """The request could not finish before its deadline, so it was not run.
+
+    Args:
+        message: says how long it waited and when it would have finished.
+        waited_seconds: from its submission to the refusal.
+        deadline_seconds: what was allowed, from its submission.
+        predicted_seconds: when it would have finished alone, from its submission; None where nothing was measured yet.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        waited_seconds: float = 0.0,
+        deadline_seconds: float = 0.0,
+        predicted_seconds: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.waited_seconds = waited_seconds
+        self.deadline_seconds = deadline_seconds
+        self.predicted_seconds = predicted_seconds
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep the figures between processes."""
+        figures = (self.waited_seconds, self.deadline_seconds, self.predicted_seconds)
+        return _deadline_exceeded, (str(self), *figures)
+
+
+def _deadline_exceeded(message: str, waited: float, deadline: float, predicted: float | None) -> DeadlineExceeded:
+    return DeadlineExceeded(message, waited_seconds=waited, deadline_seconds=deadline, predicted_seconds=predicted)

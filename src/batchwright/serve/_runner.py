@@ -106,7 +106,7 @@ def as_results(values: Any, num_items: int) -> list[Any]:
     >>> as_results([1], 2)
     Traceback (most recent call last):
         ...
-    batchwright.serve._errors.ResultError: the batched function returned 1 results for 2 items; return one an item
+    batchwright.errors.ResultError: the batched function returned 1 results for 2 items; return one an item
     """
     try:
         count = None if isinstance(values, str | bytes | dict | set | frozenset) else len(values)
