@@ -1,0 +1,176 @@
+"""Ray Data in planned batches: a window of rows is planned, its batches handed out, the next window read."""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ArgumentError, LengthsError
+from ..plan._arrays import as_lengths, as_whole
+from ..plan._oversize import fits
+from ..plan._plan import plan_epoch
+from ..plan._settings import PlanSettings
+from ..plan.budget import Budget, check_budget
+
+Columns: TypeAlias = dict[str, npt.NDArray[Any]]
+LengthOf: TypeAlias = str | tuple[str, ...] | list[str] | Callable[[dict[str, Any]], Any]
+
+
+@final
+@dataclass(frozen=True)
+class WindowPlanner:
+    """Cuts a window of rows into batches within a budget.
+
+    Chance follows from the seed, the epoch and the lengths in the window, so it is the same wherever a window is
+    planned, and no two windows need to know their place.
+    """
+
+    length_of: LengthOf
+    budget: Budget
+    settings: PlanSettings
+    epoch: int = 0
+
+    def __call__(self, window: Columns) -> Iterator[Columns]:
+        lengths = as_lengths(lengths_in(window, self.length_of))
+        if self.settings.oversize == "drop" and not fits(lengths, self.budget, self.settings).any():
+            return
+        epoch = (self.epoch << 32) | zlib.crc32(lengths.tobytes())
+        for batch in plan_epoch(lengths, self.budget, self.settings, epoch):
+            yield {name: column[batch] for name, column in window.items()}
+
+
+@final
+@dataclass(frozen=True)
+class PlannedDataset:
+    """The batches of a Ray Data dataset, each within a budget; ``plan_dataset`` makes it.
+
+    A batch is a dict from the names of columns to NumPy arrays. A column of lists is an array of objects.
+    """
+
+    dataset: Any
+    buffer_size: int
+    planner: WindowPlanner
+
+    def iter_batches(
+        self, *, epoch: int = 0, collate_fn: Callable[[Columns], Any] | None = None, prefetch_batches: int = 1
+    ) -> Iterator[Any]:
+        """Return one pass over the batches, in this process.
+
+        Args:
+            epoch: another one shuffles otherwise.
+            collate_fn: makes of a batch what the loop receives.
+            prefetch_batches: windows that Ray fetches ahead; with 0 no more than one is held.
+        """
+        planner = WindowPlanner(
+            self.planner.length_of, self.planner.budget, self.planner.settings, as_whole("epoch", epoch, least=0)
+        )
+        windows = self.dataset.iter_batches(
+            batch_size=self.buffer_size, batch_format="numpy", prefetch_batches=prefetch_batches
+        )
+        batches = (batch for window in windows for batch in planner(window))
+        return batches if collate_fn is None else map(collate_fn, batches)
+
+    def __iter__(self) -> Iterator[Columns]:
+        return self.iter_batches()
+
+    def map_batches(self, fn: Callable[..., Any], **options: Any) -> Any:
+        """Run a function on every planned batch, in Ray's tasks or actors.
+
+        A task receives a window and calls the function batch by batch.
+
+        Args:
+            fn: takes a batch, returns a batch, or yields several; or a class whose objects do, made once an actor.
+            options: of ``Dataset.map_batches``: ``num_gpus``, ``concurrency``, ``fn_constructor_args``, …;
+                ``batch_size`` and ``batch_format`` are decided here.
+
+        Returns:
+            The data set of what the function returned.
+        """
+        decided = sorted(options.keys() & {"batch_size", "batch_format"})
+        if decided:
+            raise ArgumentError(f"{', '.join(decided)} cannot be given: the budget and buffer_size decide")
+        if not hasattr(self.dataset, "map_batches"):
+            raise ArgumentError(f"{type(self.dataset).__name__} cannot be mapped; use iter_batches")
+        planned = _planned_class(fn, self.planner) if isinstance(fn, type) else _planned_function(fn, self.planner)
+        return self.dataset.map_batches(planned, batch_size=self.buffer_size, batch_format="numpy", **options)
+
+
+def make_planned_dataset(
+    dataset: Any, budget: Budget, length_of: LengthOf, buffer_size: int, **settings: Any
+) -> PlannedDataset:
+    """Check the arguments of ``plan_dataset``."""
+    chosen = PlanSettings(balance_over=1, **settings)  # nothing is divided over ranks here
+    if chosen.grouping.row_capacity is not None:
+        raise ArgumentError(f"{chosen.grouping} joins rows, which columns cannot hold; use WindowSort or Buckets")
+    if chosen.oversize == "truncate":
+        raise ArgumentError('oversize="truncate" needs rows to be cut; cut them before, or use "alone" or "drop"')
+    if not callable(length_of) and not length_of:
+        raise ArgumentError(f"length_of must be the name of a column, several, or a function, got {length_of!r}")
+    planner = WindowPlanner(length_of, check_budget(budget), chosen)
+    return PlannedDataset(dataset, as_whole("buffer_size", buffer_size, least=1), planner)
+
+
+def lengths_in(window: Columns, length_of: LengthOf) -> Any:
+    """Return the length of every row in a window.
+
+    >>> window = {"num_tokens": np.array([3, 5]), "pixels": np.zeros((2, 7))}
+    >>> lengths_in(window, "num_tokens").tolist()
+    [3, 5]
+    >>> lengths_in(window, ("num_tokens", "pixels")).tolist()
+    [[3, 7], [5, 7]]
+    >>> lengths_in(window, lambda row: int(row["num_tokens"]) + 1)
+    [4, 6]
+    """
+    if isinstance(length_of, str):
+        return _column_lengths(window, length_of)
+    if not callable(length_of):
+        return np.stack([_column_lengths(window, name) for name in length_of], axis=1)
+    num_rows = len(next(iter(window.values())))
+    return [length_of({name: column[index] for name, column in window.items()}) for index in range(num_rows)]
+
+
+def _column_lengths(window: Columns, name: str) -> npt.NDArray[Any]:
+    """Return the integers of a column, or count its lists."""
+    if name not in window:
+        raise LengthsError(f"there is no column {name!r}; the columns are {', '.join(window)}")
+    column = window[name]
+    if column.ndim == 1 and column.dtype.kind in "iu":
+        return column
+    if column.ndim == 1 and not all(isinstance(value, np.ndarray | list | tuple) for value in column):
+        raise LengthsError(
+            f"column {name!r} holds neither integers nor lists; pass a function, e.g. "
+            f"length_of=lambda row: len(row[{name!r}])"
+        )
+    return np.array([len(value) for value in column])
+
+
+def _planned_function(fn: Callable[[Columns], Any], planner: WindowPlanner) -> Callable[[Columns], Iterator[Any]]:
+    if not callable(fn) or inspect.iscoroutinefunction(fn):
+        raise ArgumentError(f"fn must be a plain function of a batch, or a class of such, got {fn!r}")
+
+    def run(window: Columns, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        for batch in planner(window):
+            result = fn(batch, *args, **kwargs)
+            if inspect.isgenerator(result):
+                yield from result
+            else:
+                yield result
+
+    run.__name__ = getattr(fn, "__name__", type(fn).__name__)  # what Ray shows for the stage
+    return run
+
+
+def _planned_class(kind: type, planner: WindowPlanner) -> type:
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.run = _planned_function(kind(*args, **kwargs), planner)
+
+    def call(self: Any, window: Columns, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        yield from self.run(window, *args, **kwargs)
+
+    return type(kind.__name__, (), {"__init__": start, "__call__": call})
