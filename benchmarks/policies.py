@@ -4,8 +4,8 @@
 
 Every arm of a task trains on the same number of examples, from the same weights and in the same order for the same
 seed, at one learning rate: the best of a grid for the constant small batch, on seeds that are not reported. Differences
-are paired by seed, with 95 % t intervals; p-values are corrected by Holm over the arms of a task. A replay arm plays
-the sizes that the adaptive arm chose with another seed: what is left between the two is what adapting did.
+are paired by seed, with 95 % t intervals; p-values are corrected by Holm over the arms, by task and figure. A replay
+arm plays the sizes that the adaptive arm chose with another seed: what is left between the two is what adapting did.
 
 Prints Markdown and writes the figures with versions and hardware as JSON. With --folder runs are kept there, and a run
 that was stopped goes on where it was.
@@ -43,6 +43,7 @@ _SGD_ARMS = (
 _ADAM_ARMS = (*_SGD_ARMS[:6], "seesaw", *_SGD_ARMS[6:])
 # A difference of accuracy that nobody would care about.
 _MARGIN = 0.01
+_FIGURES = ("metric", "validation_loss", "train_loss")
 Record = dict[str, Any]
 Row = dict[str, Any]
 
@@ -62,7 +63,7 @@ def _tasks(quick: bool) -> Iterator[Task]:
         arms = ("constant", "constant_large", *_ANNEALING, "seesaw", "entropy", "noise", "replay_entropy")
         yield Task("digits, MLP, SGD", cell, arms)
         return
-    digits = {"dataset": "digits", "model": "mlp", "num_epochs": 20}
+    digits = {"dataset": "digits", "model": "mlp", "num_epochs": 12}
     yield Task("digits, MLP, SGD", Cell(**digits), _SGD_ARMS)
     yield Task(
         "digits, MLP, Adam",
@@ -121,42 +122,61 @@ def _run(task: Task, folder: Path, options: argparse.Namespace) -> dict[str, Any
 
 def _rows(arms: dict[str, list[Record]]) -> list[Row]:
     rows = [_row(name, runs, arms["constant"]) for name, runs in arms.items()]
-    tested = [row for row in rows if row["p_value"] is not None and row["arm"] != "constant"]
-    for row, corrected in zip(tested, holm([row["p_value"] for row in tested]), strict=True):
-        row["p_holm"] = corrected
+    for key in _FIGURES:
+        tested = [row[key] for row in rows if row[key]["p_value"] is not None and row["arm"] != "constant"]
+        for figure, corrected in zip(tested, holm([figure["p_value"] for figure in tested]), strict=True):
+            figure["p_holm"] = corrected
     return rows
 
 
 def _row(name: str, runs: list[Record], baseline: list[Record]) -> Row:
-    ended, base = _pairs(runs, baseline, "metric")
-    row: Row = {
+    return {
         "arm": name,
         "num_diverged": sum(_value(run, "metric") is None for run in runs),
-        "metric": statistics.fmean(ended) if ended else None,
-        "metric_sd": statistics.stdev(ended) if len(ended) > 1 else None,
-        "train_loss": _mean(runs, "train_loss"),
-        "validation_loss": _mean(runs, "validation_loss"),
+        **{key: {"mean": _mean(runs, key), **_compare(runs, baseline, key), "p_holm": None} for key in _FIGURES},
         "updates": _mean(runs, "updates"),
         "updates_saved": 1 - (_mean(runs, "updates") or 0) / (_mean(baseline, "updates") or 1),
         "seconds": _mean(runs, "seconds"),
-        **{key: None for key in ("difference", "low", "high", "p_value", "p_holm")},
     }
-    if ended:
-        found = paired_difference(ended, base)
-        row |= {"difference": found.mean, "low": found.low, "high": found.high, "p_value": found.p_value}
-    return row
+
+
+def _compare(runs: list[Record], others: list[Record], key: str) -> dict[str, Any]:
+    """Return the mean difference of a final figure over seeds, its interval and its tests."""
+    values, base = _pairs(runs, others, key)
+    if not values:
+        return dict.fromkeys(("difference", "low", "high", "p_value", "equivalence_p"))
+    steps = _resolution(runs[0], key)
+    found = paired_difference(values, base, resolution=steps)
+    return {
+        "difference": found.mean,
+        "low": found.low,
+        "high": found.high,
+        "p_value": found.p_value,
+        "equivalence_p": equivalence(values, base, margin=_MARGIN, resolution=steps) if key == "metric" else None,
+    }
+
+
+def _resolution(run: Record, key: str) -> float:
+    """Return the steps in which a figure comes: an accuracy counts validation examples."""
+    is_accuracy = key == "metric" and run["metric_name"] == "accuracy"
+    return 1 / run["properties"]["num_validation"] if is_accuracy else 0.0
 
 
 def _claims(arms: dict[str, list[Record]]) -> list[dict[str, Any]]:
     """Compare pairs of arms that theory or the adaptive arms speak about."""
     wanted = [
         ("batch_ramp", "lr_decay", "metric", "a ramp of the batch in place of a decay of the rate (Smith)"),
+        ("batch_ramp", "lr_decay", "validation_loss", "the same, by validation loss"),
         ("batch_ramp", "lr_decay", "train_loss", "the same, by train loss"),
         ("hybrid", "lr_decay", "metric", "half of each"),
+        ("seesaw", "lr_decay", "validation_loss", "Seesaw, by validation loss"),
         ("seesaw", "lr_decay", "train_loss", "Seesaw, by train loss"),
         ("constant_large", "constant", "metric", "a large batch from the start"),
         ("constant_large_scaled", "constant", "metric", "a large batch from the start, rate scaled"),
-        *((name, f"replay_{name}", "metric", "adapting, against a replay of the same growth") for name in _REPLAYED),
+        *(
+            (name, f"replay_{name}", "validation_loss", "adapting, against a replay of the same growth")
+            for name in _REPLAYED
+        ),
     ]
     return [
         _claim(arms[one], arms[other], *names)
@@ -166,19 +186,20 @@ def _claims(arms: dict[str, list[Record]]) -> list[dict[str, Any]]:
 
 
 def _claim(runs: list[Record], others: list[Record], one: str, other: str, key: str, words: str) -> dict[str, Any]:
-    values, base = _pairs(runs, others, key)
-    claim: dict[str, Any] = {"one": one, "other": other, "figure": key, "about": words}
-    if not values:
+    found = _compare(runs, others, key)
+    claim = {"one": one, "other": other, "figure": key, "about": words, **found}
+    if found["difference"] is None:
         return {**claim, "text": f"{words}: no pair of seeds came to its end"}
-    found = paired_difference(values, base)
     saved = 1 - (_mean(runs, "updates") or 0) / (_mean(others, "updates") or 1)
-    same = equivalence(values, base, margin=_MARGIN) if key == "metric" else None
-    interval = "" if found.low is None else f" ({found.low:+.4f} to {found.high:+.4f})"
-    text = f"{words}: {key} of {one} minus {other} = {found.mean:+.4f}{interval}, {saved:.1%} fewer updates"
-    if same is not None:
-        text += f"; that they differ by {_MARGIN} or more is tested at p = {same:.3g}"
-    figures = {"difference": found.mean, "low": found.low, "high": found.high, "p_value": found.p_value}
-    return {**claim, **figures, "updates_saved": saved, "equivalence_p": same, "text": text}
+    text = f"{words}: {key} of {one} minus {other} = {_difference(found)}, {saved:.1%} fewer updates"
+    if found["equivalence_p"] is not None:
+        text += f"; that they differ by {_MARGIN} or more is tested at p = {found['equivalence_p']:.2g}"
+    return {**claim, "updates_saved": saved, "text": text}
+
+
+def _difference(found: dict[str, Any]) -> str:
+    interval = "" if found["low"] is None else f" ({found['low']:+.2g} to {found['high']:+.2g})"
+    return f"{found['difference']:+.2g}{interval}"
 
 
 def _pairs(runs: list[Record], others: list[Record], key: str) -> tuple[list[float], list[float]]:
@@ -202,26 +223,32 @@ def _table(task: Task, settings: dict[str, Any], rows: list[Row]) -> str:
     lines = [
         f"### {task.title}: {settings['num_examples']:,} examples, {sizes}, lr {settings['lr']:g}",
         "",
-        "| arm | metric | difference to constant (95 %) | p (Holm) | train loss | updates | saved | CPU s |",
-        "| --- |" + " ---: |" * 7,
+        "| arm | metric | to constant (95 %) | p | validation loss | to constant (95 %) | p "
+        "| train loss | updates | saved | CPU s |",
+        "| --- |" + " ---: |" * 10,
     ]
     return "\n".join([*lines, *(f"| {' | '.join(_cells(row))} |" for row in rows), ""])
 
 
 def _cells(row: Row) -> list[str]:
-    interval = "" if row["low"] is None else f" ({row['low']:+.4f} to {row['high']:+.4f})"
-    difference = "" if row["arm"] == "constant" or row["difference"] is None else f"{row['difference']:+.4f}{interval}"
     diverged = f", {row['num_diverged']} diverged" if row["num_diverged"] else ""
+    figures = [cell for key in ("metric", "validation_loss") for cell in _figure_cells(row, key)]
     return [
         row["arm"] + diverged,
-        _text(row["metric"], ".4f"),
-        difference,
-        _text(row["p_holm"], ".3g"),
-        _text(row["train_loss"], ".4f"),
+        *figures,
+        _text(row["train_loss"]["mean"], ".4g"),
         _text(row["updates"], ",.0f"),
         _text(row["updates_saved"], ".0%"),
         _text(row["seconds"], ".1f"),
     ]
+
+
+def _figure_cells(row: Row, key: str) -> list[str]:
+    figure = row[key]
+    mean = _text(figure["mean"], ".4f")
+    if row["arm"] == "constant" or figure["difference"] is None:
+        return [mean, "", ""]
+    return [mean, _difference(figure), _text(figure["p_holm"], ".2g")]
 
 
 def _text(value: float | None, form: str) -> str:

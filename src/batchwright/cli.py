@@ -1,4 +1,4 @@
-"""The command line: ``batchwright plan FILE``, ``advise FILE``, ``doctor``, ``demo``."""
+"""The command line: ``batchwright plan FILE``, ``advise FILE``, ``doctor``, ``lab``, ``serve``, ``demo``."""
 
 from __future__ import annotations
 

@@ -46,8 +46,9 @@ def main(folder, rank):
             ("t5", {"on_oom": "raise", "weighting": "examples"}),
         ):
             check_planned(name, rank, folder, **options)
-        for name, options in (("t5", {}), ("llama", {"weighting": "examples"}), ("llama", {"on_oom": "raise"})):
-            check_controlled(name, rank, folder, **options)
+        check_controlled("t5", rank, folder, (3, 7, 10, 5))
+        check_controlled("llama", rank, folder, (3, 7, 10, 5), weighting="examples")
+        check_controlled("llama", rank, folder, (12, 12, 1), on_oom="raise")
         check_noise(rank, folder)
         for is_controlled in (False, True):
             check_resume(folder / f"resume{is_controlled}", is_controlled)
@@ -101,19 +102,21 @@ def check_planned(name, rank, folder, **options):
     print(f"planned {name} {options}: {len(updates)} updates exact")
 
 
-def check_controlled(name, rank, folder, **options):
+def check_controlled(name, rank, folder, sizes, **options):
     """The size counts over both ranks, which agree on it; ranks may run unequal numbers of micro-batches."""
-    policy = size.milestones({0: 3, 1: 7, 2: 10}, per="step")
+    policy = size.milestones(dict(enumerate(sizes[:-1])), per="step")
     controller = bw.BatchSizeController(policy, min_size=1, max_size=24)
     trainer, seen, gradients = make(name, folder, rank, controller=controller, budget=bw.MaxTokens(60), **options)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["batch_size"] for entry in logs] == [3, 7, 10, 5]
+    assert [entry["batch_size"] for entry in logs] == list(sizes)
     assert (logs[-1]["ooms"] > 0) == (options.get("on_oom") != "raise")  # known on both ranks
     shares = [flat(share) for share in everyone(seen)]
+    if sizes[-1] == 1:  # both ranks run the last example, and it counts once
+        assert shares[1].pop() == shares[0][-1]
     assert sorted(shares[0] + shares[1]) == list(range(NUM))
     updates, places = [], [0, 0]
-    for total in (3, 7, 10, 5):
+    for total in sizes:
         takes = [-(-total // 2), total // 2]  # the first rank has the odd one
         updates.append(shares[0][places[0] : places[0] + takes[0]] + shares[1][places[1] : places[1] + takes[1]])
         places = [place + take for place, take in zip(places, takes, strict=True)]

@@ -1,9 +1,9 @@
 """Adaptive trainers on tiny models, what they were fed, and the gradients their updates should have."""
 
-import copy
 import gc
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from .dynabatch.trainers import Gradients, flat_gradient, make_args, relative_er
 __all__ = ["MODELS", "collate", "flat_gradient", "make_examples", "make_model", "relative_error"]
 
 BUDGET = bw.MaxTokens(80)
+MOST_EXAMPLES = 25
 ARGUMENTS = {Seq2SeqTrainer: Seq2SeqTrainingArguments}
 
 
@@ -59,26 +60,39 @@ def make_trainer(name, folder, *, examples=None, model=None, trainer_cls=Trainer
     return trainer, seen, gradients
 
 
-def exact(name, model, numbers, examples, weighting="tokens"):
-    """Return the gradient and the loss of the mean over labels, or over examples, from one example at a time."""
-    model = copy.deepcopy(model).train()
-    model.zero_grad()
-    total, num = 0.0, 0
-    for number in numbers:
-        batch = collate([examples[number]])
+@cache
+def _sums(name):
+    """Return the gradient and the loss of every example alone, summed over its labels, and how many those are."""
+    model, rows = make_model(name).train(), []
+    for example in numbered(MOST_EXAMPLES, causal=MODELS[name][3]):
+        batch = collate([example])
         logits, labels = model(**batch).logits, batch["labels"]
         if MODELS[name][3]:
             logits, labels = logits[:, :-1], labels[:, 1:]
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        total = total + (loss if weighting == "tokens" else loss / labels.numel())
-        num += labels.numel() if weighting == "tokens" else 1
-    (total / num).backward()
-    return flat_gradient(model), float(total.detach()) / num
+        model.zero_grad()
+        loss.backward()
+        rows.append((flat_gradient(model), loss.detach(), labels.numel()))
+    gradients, losses, counts = zip(*rows, strict=True)
+    return torch.stack(gradients), torch.stack(losses), torch.tensor(counts, dtype=torch.float64)
+
+
+def exact(name, numbers, weighting="tokens"):
+    """Return the gradient and the loss of the mean over labels, or over examples, of an untrained model."""
+    gradients, losses, counts = (values[list(numbers)] for values in _sums(name))
+    if weighting == "tokens":
+        return gradients.sum(dim=0) / counts.sum(), float(losses.sum() / counts.sum())
+    return (gradients / counts[:, None]).mean(dim=0), float((losses / counts).mean())
+
+
+def flat(lists):
+    """Return the items of lists as one list."""
+    return list(chain.from_iterable(lists))
 
 
 def windows(batches, num):
     """Return the examples of every update: those of ``num`` micro-batches each, of fewer in the last."""
-    return [sum(batches[start : start + num], []) for start in range(0, len(batches), num)]
+    return [flat(batches[start : start + num]) for start in range(0, len(batches), num)]
 
 
 def flat_parameters(model):

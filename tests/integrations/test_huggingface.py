@@ -1,7 +1,11 @@
 """The update of an adaptive trainer is exact, whatever its micro-batches, the model's loss and the memory."""
 
 import math
+import subprocess
+import sys
+import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,18 +16,22 @@ import batchwright as bw
 from batchwright import size
 from batchwright.errors import ArgumentError, MissingDependencyError
 from batchwright.integrations import huggingface
-from batchwright.integrations._huggingface_settings import check_trainer_class
+from batchwright.integrations._huggingface_settings import check_trainer, check_trainer_class
 from batchwright.integrations.huggingface import AdaptiveTrainerMixin, adaptive
-from batchwright.size.noise import estimate_noise
+from batchwright.size.noise import NoiseAverage, estimate_noise
+from batchwright.step import MemoryMonitor
+from batchwright.testing import FakeMemory
 
 from .dynabatch.failing import fail_above
 from .huggingface_trainers import (
     MODELS,
     collate,
     exact,
+    flat,
     flat_parameters,
     make_model,
     make_trainer,
+    numbered,
     quick,
     relative_error,
     windows,
@@ -46,11 +54,10 @@ def make_controller(*sizes):
 
 
 def check(name, trainer, gradients, updates, weighting="tokens"):
-    examples, model = trainer.train_dataset, make_model(name)
     assert len(gradients.seen) == len(updates)
     losses = []
     for found, numbers in zip(gradients.seen, updates, strict=True):
-        expected, loss = exact(name, model, numbers, examples, weighting)
+        expected, loss = exact(name, numbers, weighting)
         assert relative_error(found, expected) < TOLERANCE
         losses.append(loss)
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -114,8 +121,8 @@ def test_a_controller_changes_the_size_and_every_update_is_exact(name, weighting
     assert max(entry["num_micro_batches"] for entry in logged) > 1
     updates, left = [], iter(seen)
     for entry in logged:
-        updates.append(sum((next(left) for _ in range(int(entry["num_micro_batches"]))), []))
-    assert sorted(sum(updates, [])) == list(range(24))
+        updates.append(flat(next(left) for _ in range(int(entry["num_micro_batches"]))))
+    assert sorted(flat(updates)) == list(range(24))
     check(name, trainer, gradients, updates, weighting)
 
 
@@ -126,7 +133,7 @@ def test_micro_batches_keep_the_budget(tmp_path):
         for numbers in seen:
             batch = collate([trainer.train_dataset[number] for number in numbers])
             assert batch["input_ids"].numel() + batch["labels"].numel() <= 80
-        assert sorted(sum(seen, [])) == list(range(24))
+        assert sorted(flat(seen)) == list(range(24))
 
 
 def test_without_a_budget_a_controller_runs_as_many_examples_as_the_trainer_says(tmp_path):
@@ -244,9 +251,9 @@ def test_noise_is_that_of_the_parts_of_a_batch(name, fails, tmp_path):
     trainer.train()
     # What ran out of memory ran again in smaller pieces, which are the parts then.
     cuts = np.cumsum([num for num in ran if not (fails and num > 2)])
-    parts = np.split(sum(seen[:3], []), cuts[cuts < 12])
+    parts = np.split(flat(seen[:3]), cuts[cuts < 12])
     labels = [sum(len(trainer.train_dataset[n]["labels"]) - MODELS[name][3] for n in part) for part in parts]
-    gradients = [exact(name, make_model(name), part, trainer.train_dataset)[0] for part in parts]
+    gradients = [exact(name, part)[0] for part in parts]
     # The mean over labels as a mean over examples: each part's gradient times its share of the labels a share of rows.
     shares = [num / sum(labels) * 12 / len(part) for num, part in zip(labels, parts, strict=True)]
     means = [share * gradient for share, gradient in zip(shares, gradients, strict=True)]
@@ -375,9 +382,84 @@ def test_what_cannot_be_done_is_refused_when_the_trainer_is_made(options, messag
         make_trainer("t5", tmp_path, **options)
 
 
+def pretend(settings, **options):
+    """Check settings against a trainer on devices that are not here."""
+    args = {"n_gpu": 1, "world_size": 2, "average_tokens_across_devices": True, **options.pop("args", {})}
+    check_trainer(settings, SimpleNamespace(args=SimpleNamespace(**args), **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "message"),
+    [
+        ({}, {"is_fsdp_enabled": True}, "pass on_oom='raise'"),
+        ({}, {"is_deepspeed_enabled": True}, "pass on_oom='raise'"),
+        ({}, {"get_tp_size": lambda: 2}, "pass on_oom='raise'"),
+        ({"on_oom": "raise", "controller": make_controller(4)}, {"is_fsdp_enabled": True}, "a controller needs"),
+        ({"on_oom": "raise", "lr_rule": "sqrt", "base_size": 1}, {"is_deepspeed_enabled": True}, "lr_rule needs"),
+        ({}, {"args": {"n_gpu": 2}}, "torchrun"),
+        (
+            {"measure_noise": True, "controller": make_controller(4)},
+            {"args": {"average_tokens_across_devices": False}},
+            "needs average_tokens_across_devices",
+        ),
+    ],
+)
+def test_what_cannot_be_done_on_several_devices_is_refused(options, devices, message, tmp_path):
+    trainer, *_ = make_trainer("t5", tmp_path, **options)
+    with pytest.raises(ArgumentError, match=message):
+        pretend(trainer._settings, **devices)
+
+
+def test_memory_is_read_for_policies_that_follow_it(tmp_path):
+    observed, memory = [], FakeMemory(1000, used_bytes=200)
+
+    def collate_in_memory(examples):
+        memory.run_batch(len(examples), 50)
+        return collate(examples)
+
+    controller = bw.BatchSizeController(size.track(lambda o: observed.append(o) or 4), min_size=4, max_size=4)
+    options = {"memory": MemoryMonitor(source=memory), "data_collator": collate_in_memory}
+    make_trainer("t5", tmp_path, controller=controller, **options)[0].train()
+    assert observed[0].memory_fraction == 0.2  # the batch was loaded before the update began
+    assert observed[0].seconds > 0
+
+
+def test_adascale_waits_for_a_reliable_average(tmp_path):
+    options = {"controller": make_controller(8), "measure_noise": True, "lr_rule": "adascale", "base_size": 4}
+    trainer, *_ = make_trainer("t5", tmp_path, **options)
+    trainer.train()
+    assert [entry["lr_factor"] for entry in trainer.state.log_history[:3]] == [1, 1, 1]
+    average = NoiseAverage()
+    for _ in range(10):
+        average = average.update(40.0, 10.0, num_examples=8)
+    trainer._noise.average = average
+    # (S / 4 + G2) / (S / 8 + G2) = (10 + 10) / (5 + 10)
+    assert trainer._keeper._factor() == pytest.approx(20 / 15)
+
+
+def test_a_trainer_goes_as_soon_as_nobody_holds_it(tmp_path):
+    trainer, *_ = make_trainer("t5", tmp_path, eval_strategy="epoch", eval_dataset=numbered(5))
+    trainer.train()
+    reference = weakref.ref(trainer)
+    del trainer
+    assert reference() is None  # garbage need not be collected: worker processes end at once
+
+
+def test_seq2seq_trainers_train_too(tmp_path):
+    trainer, seen, gradients = make_trainer("t5", tmp_path, trainer_cls=Seq2SeqTrainer)
+    trainer.train()
+    check("t5", trainer, gradients, windows(seen, 1))
+
+
 def test_an_older_trainer_is_refused_with_the_version_it_takes():
     with pytest.raises(MissingDependencyError, match=r"need transformers 5\.3 or newer, 5\.0\.0 has no"):
         check_trainer_class(object, "5.0.0")
+
+
+def test_without_transformers_the_extra_is_named():
+    code = "import sys; sys.modules['transformers'] = None; import batchwright.integrations.huggingface"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "transformers is not installed; run: pip install 'batchwright[hf]'" in found.stderr
 
 
 def test_public_names():

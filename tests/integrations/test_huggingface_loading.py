@@ -22,6 +22,7 @@ from .dynabatch.trainers import make_args
 from .huggingface_trainers import (
     BUDGET,
     collate,
+    flat,
     flat_parameters,
     make_model,
     make_trainer,
@@ -78,7 +79,7 @@ def test_the_order_follows_the_seed_of_the_data(tmp_path):
 def test_sequential_data_stay_in_order(tmp_path):
     trainer, seen, _ = make_trainer("t5", tmp_path, train_sampling_strategy="sequential", grouping=bw.InOrder())
     trainer.train()
-    assert sum(seen, []) == list(range(24))
+    assert flat(seen) == list(range(24))
 
 
 # Two lengths an example, cut in small windows: 9, 10 and 9 batches in the first three epochs.
@@ -92,7 +93,7 @@ def test_epochs_of_unequal_numbers_of_batches_end_where_the_data_end(window, tmp
     trainer.train()
     assert len(seen) == 9 + 10 + 9
     for batches in (seen[:9], seen[9:19], seen[19:]):
-        assert sorted(sum(batches, [])) == list(range(24))
+        assert sorted(flat(batches)) == list(range(24))
     updates = 28 if window == 1 else 5 + 5 + 5
     assert trainer.state.global_step == trainer.state.max_steps == len(gradients.seen) == updates
     assert set(trainer.lr_scheduler.get_last_lr()) == {0}  # the schedule ends with training, not before or after
@@ -111,7 +112,7 @@ def test_max_steps_are_run_over_as_many_epochs_as_it_takes(controller, tmp_path)
     trainer.train()
     assert len(gradients.seen) == trainer.state.global_step == 11
     assert trainer.state.epoch > 1
-    assert sorted(set(sum(seen, []))) == list(range(24))
+    assert sorted(set(flat(seen))) == list(range(24))
 
 
 @pytest.mark.parametrize("slope", [0, 3, -1])
@@ -119,14 +120,14 @@ def test_epochs_end_with_the_data_whatever_the_controller_does(slope, tmp_path, 
     start = bw.BatchSizeController(size.linear(9 if slope < 0 else 3, slope, per="step"), min_size=2, max_size=9)
     trainer, seen, _ = make_trainer("t5", tmp_path, num_train_epochs=2, controller=start)
     trainer.train()
-    assert np.bincount(sum(seen, [])).tolist() == [2] * 24
+    assert np.bincount(flat(seen)).tolist() == [2] * 24
     assert trainer.state.epoch == 2
     assert trainer.state.max_steps == trainer.state.global_step
     assert "set max_steps for a schedule that ends with training" in caplog.text
 
 
 def test_part_of_an_epoch_with_a_controller(tmp_path):
-    trainer, seen, _ = make_trainer("t5", tmp_path, num_train_epochs=1.5, controller=make_controller(0))
+    trainer, *_ = make_trainer("t5", tmp_path, num_train_epochs=1.5, controller=make_controller(0))
     trainer.train()
     assert trainer.state.global_step == 12  # 36 examples, 3 an update
 
@@ -143,9 +144,9 @@ class Stop(TrainerCallback):
 def test_an_epoch_that_a_callback_ends_is_followed_by_the_next(controller, tmp_path):
     trainer, seen, _ = make_trainer("t5", tmp_path, num_train_epochs=2, controller=controller, callbacks=[Stop()])
     trainer.train()
-    whole = sum(seen, [])[-24:]
+    whole = flat(seen)[-24:]
     assert sorted(whole) == list(range(24))
-    assert len(sum(seen, [])) < 48
+    assert len(flat(seen)) < 48
 
 
 @pytest.mark.parametrize(("window", "stop"), [(1, 4), (1, 9), (1, 12), (2, 5), (2, 7)])
@@ -166,10 +167,25 @@ def test_resuming_with_a_controller_gives_the_same_batches(stop, workers, tmp_pa
     )
 
 
+@pytest.mark.parametrize("is_controlled", [False, True])
+def test_resuming_after_an_epoch_begins_the_next(is_controlled, tmp_path):
+    def make():
+        return {"controller": make_controller()} if is_controlled else {}
+
+    options = {"num_train_epochs": 2, "save_strategy": "epoch"}
+    _, whole = run(tmp_path, {**options, **make()})
+    first = min(tmp_path.glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]))
+    _, after = run(tmp_path, {**options, **make()}, checkpoint=first.name)
+    assert sorted(flat(after)) == list(range(24))
+    assert after == whole[-len(after) :]
+
+
 def check_resume(folder, stop, options, make):
     """Train without a break, and with one after some updates, from a checkpoint on; compare everything."""
     straight, whole = run(folder / "whole", {**options, **make()})
-    _, before = run(folder / "part", {**options, **make(), "max_steps": stop, "save_strategy": "steps", "save_steps": stop})
+    _, before = run(
+        folder / "part", {**options, **make(), "max_steps": stop, "save_strategy": "steps", "save_steps": stop}
+    )
     resumed, after = run(folder / "part", {**options, **make()}, checkpoint=f"checkpoint-{stop}")
     assert resumed.state.global_step == straight.state.global_step
     assert before + after == whole

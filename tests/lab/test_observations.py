@@ -90,7 +90,7 @@ def test_the_test_behind_a_sentence_is_that_of_the_pairs():
     assert (found.mean, found.low, found.high) == pytest.approx((-0.2, -0.44841, 0.04841), abs=1e-5)
     assert found.p_corrected == pytest.approx(0.07418, abs=1e-5)
     # exp(-0.2) - 1 = -18 %, exp(-0.448) - 1 = -36 %, exp(0.0484) - 1 = 5.0 %.
-    assert "−18 % of linear, could be chance (−36 to +5 %, p = 0.074)" in overall.sentence  # noqa: RUF001
+    assert "−18 % (−36 to +5 %, p = 0.074) of linear, could be chance" in overall.sentence  # noqa: RUF001
 
 
 def test_p_values_are_corrected_for_all_strategies_of_a_question():
@@ -113,6 +113,12 @@ def test_strategies_that_are_all_worse_are_called_worse():
     observations = observe(fabricate(effects=dict.fromkeys([name for name in STRATEGIES if name != "constant"], 0.3)))
     assert "all 8 strategies are worse than constant" in text(observations, "overall")
     assert "Every adaptive strategy is shown to be worse on digits · mlp" in text(observations, "no better")
+
+
+def test_a_best_mean_on_the_wrong_side_is_called_no_gain():
+    observations = observe(pairs({"linear": [0.1, 0.2, 0.3], "wild": [0.4, -0.2, 0.7]}))
+    assert "even the best mean, +22 % (" in text(observations, "overall")
+    assert "of linear, is no gain." in text(observations, "overall")
 
 
 def test_an_effect_that_depends_on_dimensions_is_found():

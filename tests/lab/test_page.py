@@ -1,6 +1,7 @@
 """The page in a real browser that has no network."""
 
 import base64
+import contextlib
 import json
 import threading
 
@@ -225,17 +226,23 @@ def test_a_lab_with_little_to_show_still_makes_a_page(browser, tmp_path, records
     assert page.problems() == []
 
 
+@contextlib.contextmanager
+def serving(folder):
+    with make_server(folder) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 def test_a_served_page_follows_the_lab(browser, tmp_path, monkeypatch):
     monkeypatch.setattr(_report_serve, "SECONDS_BETWEEN_PAGES", 0.0)
-    folder = write_folder(tmp_path, RECORDS[:20])
-    with make_server(folder) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        page = browser.open(f"http://127.0.0.1:{server.server_port}/")
+    with serving(write_folder(tmp_path, RECORDS[:20])) as address:
+        page = browser.open(address)
         assert visible(page, ".figures b")[0] == "20"
         write_folder(tmp_path, RECORDS[:30])
         page.wait("document.querySelector('.figures b').textContent === '30'")
-        server.shutdown()
-        thread.join()
-        server.server_close()
-        page.wait("document.querySelector('#live').textContent.startsWith('No longer served')")
+    page.wait("document.querySelector('#live').textContent.startsWith('No longer served')")

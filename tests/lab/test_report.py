@@ -266,7 +266,7 @@ def fetch(server, path, host=None):
 @pytest.fixture
 def server(folder):
     with make_server(folder) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield server
         server.shutdown()

@@ -9,6 +9,11 @@ from typing import TypeAlias
 
 import batchwright as bw
 
+from .lab_options import add_lab
+from .numbers import count as _count
+from .numbers import positive as _positive
+from .serve import add_serve
+
 Run: TypeAlias = Callable[[argparse.Namespace], int]
 
 _DESCRIPTION = """\
@@ -17,6 +22,8 @@ The right batch at every step: batches of variable-length data without the paddi
   plan     show the lengths of a file and how each grouping would batch them
   advise   say whether planned batches would pay for a file, and what to set
   doctor   measure this machine: what a new shape costs, which batches are too small (needs torch)
+  lab      compare batch-size strategies by training, on your own data too (needs torch)
+  serve    put a function behind HTTP and run its requests in batches
   demo     train a small model with and without planned batches (needs torch)
 """
 
@@ -100,6 +107,8 @@ def make_parser(*, plan: Run, advise: Run, doctor: Run, demo: Run) -> argparse.A
         _add_input_options(command)
         command.set_defaults(run=run)
     _add_doctor(commands, doctor)
+    add_lab(commands)
+    add_serve(commands)
     _add_demo(commands, demo)
     return parser
 
@@ -193,19 +202,3 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser], dem
     )
     command.add_argument("--quick", action="store_true", help="a few seconds of training, to see that it runs")
     command.set_defaults(run=demo)
-
-
-def _positive(text: str) -> int:
-    """Read a whole number of one or more."""
-    return _count(text, least=1)
-
-
-def _count(text: str, *, least: int = 0) -> int:
-    """Read a whole number; underscores and commas may group its digits."""
-    try:
-        number = int(text.replace(",", ""))
-    except ValueError:
-        number = -1
-    if number < least:
-        raise argparse.ArgumentTypeError(f"needs a whole number of {least} or more, got {text!r}")
-    return number

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from ..errors import LengthsError
 from ._huggingface_evaluation import EvaluationLoader, EvaluationRun, plan_evaluation
 from ._huggingface_loading import LoadingMixin
+from ._huggingface_settings import parallel_size
 from ._huggingface_stepping import row_key
 from ._inputs import num_rows
 
@@ -42,7 +43,7 @@ class EvaluatingMixin(LoadingMixin):
         budget = self._settings.evaluation_budget
         # Without one array of all results there is no order to restore, and metrics of batches want the trainer's loop.
         is_gathered = self.args.eval_do_concat_batches and not self.args.batch_eval_metrics
-        if budget is None or not is_gathered or self._parallel_size() > 1:
+        if budget is None or not is_gathered or parallel_size(self) > 1:
             return base
         if base in self._eval_loaders:  # the trainer keeps its loader, so that workers persist
             return self._eval_loaders[base]

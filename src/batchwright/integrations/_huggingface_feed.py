@@ -33,6 +33,18 @@ class Counted(NamedTuple):
     parts: int
 
 
+class Item(NamedTuple):
+    """What the loader gives out at once.
+
+    Attributes:
+        parts: the examples of its micro-batches.
+        is_repeat: fewer examples than ranks were left, and this rank runs that of another; it counts for nothing.
+    """
+
+    parts: Parts
+    is_repeat: bool
+
+
 class Feed(ABC):
     """Gives out items of this rank, an epoch at a time, and counts what the trainer has received.
 
@@ -46,8 +58,8 @@ class Feed(ABC):
         self.sampler = sampler
         self.lengths = as_lengths(lengths)
         self._multiple = pad_multiple_of
-        self._given: deque[Parts] = deque()
-        self._received: list[Parts] = []
+        self._given: deque[Item] = deque()
+        self._received: list[Item] = []
         self._total = 0  # examples of the epoch that was begun last
 
     @abstractmethod
@@ -93,12 +105,17 @@ class Feed(ABC):
             self._received.append(self._given.popleft())
             yield item
 
-    def take(self) -> Counted:
-        """Return what was received since the last call."""
-        parts, self._received = [part for item in self._received for part in item], []
-        found = [self.lengths[part] for part in parts]
+    def take(self) -> tuple[Counted, list[bool]]:
+        """Return what was received since the last call, and which of its micro-batches are repeated."""
+        items, self._received = self._received, []
+        found = [self.lengths[part] for item in items for part in item.parts if not item.is_repeat]
         padded = sum(len(rows) * int(pad_up(rows.max(axis=0), self._multiple).sum()) for rows in found)
-        return Counted(sum(map(len, parts)), int(sum(rows.sum() for rows in found)), padded, len(parts))
+        repeats = [item.is_repeat for item in items for _ in item.parts]
+        return Counted(sum(map(len, found)), int(sum(rows.sum() for rows in found)), padded, len(repeats)), repeats
+
+    def _is_repeat(self, num_repeated: int) -> bool:
+        """Say whether this rank is one of the last, which have no example of their own."""
+        return bool(self.sampler.rank >= self.sampler.world_size - num_repeated)
 
     def place(self) -> dict[str, Any]:
         """Return where training stands, as JSON values."""
@@ -122,8 +139,11 @@ class PlannedFeed(Feed):
     sampler: BatchSampler
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.sampler:
-            self._given.append([batch])  # type: ignore[list-item]  # rows of packed plans are refused
+        plan = self.sampler.plan
+        last = len(plan) // self.sampler.world_size - 1
+        for step, batch in enumerate(self.sampler):
+            is_repeat = step == last and self._is_repeat(plan.num_repeated)
+            self._given.append(Item([batch], is_repeat))  # type: ignore[list-item]  # rows of packed plans are refused
             yield batch
 
     def begin(self, epoch: int) -> int:
@@ -180,7 +200,8 @@ class ResizableFeed(Feed):
     def __iter__(self) -> Iterator[Any]:
         for share in self.sampler:
             parts = self._cut(share)
-            self._given.append(parts)
+            # Only the last batch of an epoch can be short of examples.
+            self._given.append(Item(parts, self._is_repeat(self.sampler.num_repeated)))
             yield parts
 
     def _cut(self, share: list[int]) -> Parts:

@@ -80,7 +80,7 @@ class Keeper(TrainerCallback):
         noise = None if trainer._noise is None else trainer._noise.report
         figures = {
             "batch_size": course.batch_size,
-            "loss": float(trainer._add_up(course.loss.double().reshape(1))) / trainer._rank[1],
+            "loss": float(trainer._add_up(course.loss.reshape(1))) / trainer._rank[1],
             "lr": self._rate,
             "noise_s": None if noise is None else noise.s,
             "noise_g2": None if noise is None else noise.g2,

@@ -21,6 +21,7 @@ from ._huggingface_course import Course, Noise
 from ._huggingface_feed import Feed, PlannedFeed, ResizableFeed
 from ._huggingface_lengths import measure_examples
 from ._huggingface_loader import TrainLoader, check_dataset
+from ._huggingface_settings import parallel_size
 from ._huggingface_stepping import SteppingMixin
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class LoadingMixin(SteppingMixin):
         if args.max_steps > 0:
             return (sys.maxsize, *values[1:])  # as many epochs as it takes, as with data of unknown length
         num = dataloader.feed.num_updates(args.num_train_epochs, args.gradient_accumulation_steps)
-        if self._settings.controller is not None:
+        if self._settings.controller is not None and args.process_index == 0:
             logger.warning(
                 "The controller decides how many updates %s epochs have. The learning rate is scheduled over %d, as "
                 "many as there are if the size stays %d; set max_steps for a schedule that ends with training.",
@@ -156,7 +157,7 @@ class LoadingMixin(SteppingMixin):
     @property
     def _rank(self) -> tuple[int, int]:
         """Return which share of the data is ours, and how many shares there are."""
-        group = self._parallel_size()
+        group = parallel_size(self)
         return self.args.process_index // group, max(1, self.args.world_size // group)
 
     @property

@@ -155,23 +155,30 @@ def _check_devices(settings: Settings, trainer: Any) -> None:
         raise ArgumentError(
             f"one process drives {trainer.args.n_gpu} GPUs with DataParallel; start one process a GPU with torchrun"
         )
-    if not is_sharded(trainer):
+    if not is_divided(trainer):
         if settings.measure_noise and trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
             raise ArgumentError("measure_noise needs average_tokens_across_devices=True")
         return
     if settings.on_oom != "raise":
         raise ArgumentError(
-            "under FSDP and DeepSpeed a rank cannot try again while the others wait inside their forward pass; "
+            "where ranks hold parts of a model, one cannot try again while the others wait inside their forward pass; "
             "pass on_oom='raise'"
         )
     for name, is_used in (("a controller", settings.controller is not None), ("lr_rule", settings.rule is not None)):
         if is_used:
-            raise ArgumentError(f"{name} needs the whole model on every rank, not FSDP or DeepSpeed; leave it out")
+            raise ArgumentError(f"{name} needs the whole model on every rank; leave it out")
 
 
-def is_sharded(trainer: Any) -> bool:
-    """Say whether ranks hold parts of the model."""
-    return bool(getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False))
+def is_divided(trainer: Any) -> bool:
+    """Say whether ranks hold parts of the model, or of an example: FSDP, DeepSpeed, tensor and context parallelism."""
+    is_sharded = getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False)
+    return bool(is_sharded) or parallel_size(trainer) > 1
+
+
+def parallel_size(trainer: Any) -> int:
+    """Return how many ranks work on the same batch."""
+    sizes = [getattr(trainer, f"get_{kind}_size", int)() for kind in ("tp", "cp", "sp")]
+    return int(max(1, sizes[0]) * max(1, sizes[1]) * max(1, sizes[2]))
 
 
 def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

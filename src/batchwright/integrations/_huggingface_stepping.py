@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from ._huggingface_course import Course, Noise
 from ._huggingface_evaluation import EvaluationRun
 from ._huggingface_feed import Feed
-from ._huggingface_settings import Settings, is_sharded
+from ._huggingface_settings import Settings, is_divided, parallel_size
 from ._huggingface_weights import Update, Weights
 from ._inputs import num_rows
 from ._trainer_step import SafeSteps
@@ -37,6 +38,7 @@ class SteppingMixin:
     _evaluation: EvaluationRun | None
     _safe_steps: SafeSteps | None
     _update: Update | None
+    _repeats: deque[bool]
     _is_weighting: bool
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
@@ -51,8 +53,10 @@ class SteppingMixin:
         if self._settings.on_oom != "raise" and self._safe_steps is None:
             strategy: Any = "split_retry" if self._settings.on_oom == "split" else "skip"
             self._safe_steps = SafeSteps(strategy, _NO_BOUND, key, self._note_oom)
-        weight = self._weigh(batches, key) if self._can_weigh() else torch.zeros(())
-        sums = self._add_up(torch.tensor([float(weight), *feed.take(), self._course.num_ooms], dtype=torch.float64))
+        counted, repeats = feed.take()
+        self._repeats = deque(repeats)
+        weight = self._weigh(batches, repeats, key) if self._can_weigh() else torch.zeros(())
+        sums = self._add_up(torch.tensor([float(weight), *counted, self._course.num_ooms], dtype=torch.float64))
         self._course.begin(sums)
         if self._noise is not None:
             self._noise.begin()
@@ -64,11 +68,15 @@ class SteppingMixin:
             # A count as a float would make half-precision losses wide.
             self._update = Update(total.clamp(min=1).round().long().to(args.device), self._num_replicas)
 
-    def _weigh(self, batches: list[Any], key: str) -> Tensor:
+    def _weigh(self, batches: list[Any], repeats: list[bool], key: str) -> Tensor:
         if not self._weights.is_sure:
             inputs = self._prepare_inputs(dict(batches[0]))  # type: ignore[attr-defined]
             self._weights.learn(self._parent_loss, self.model, inputs, key)
-        return torch.stack([self._weights.count(batch).cpu() for batch in batches]).sum()
+        weights = [
+            self._weights.count(batch).cpu() * (not is_repeat)
+            for batch, is_repeat in zip(batches, repeats, strict=True)
+        ]
+        return torch.stack(weights).sum()
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Return the loss: in training its share of the mean over the update, in evaluation the mean of the batch."""
@@ -92,6 +100,8 @@ class SteppingMixin:
         parts = _batches_of([inputs])
         total: Tensor | None = None
         for place, part in enumerate(parts):
+            if self._update is not None and self._repeats and self._repeats.popleft():
+                self._update = self._update._replace(num_replicas=0)  # another rank runs it too: no weight here
             loss = self._run_part(model, part, args, kwargs, is_end=place == len(parts) - 1)
             total = loss if total is None else total + loss
         assert total is not None
@@ -125,16 +135,23 @@ class SteppingMixin:
         if self._update is None:
             whole: Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
             return whole
-        steps = self.current_gradient_accumulation_steps
-        # The weights add up to one over the update, so the trainer must not divide once more.
-        self.current_gradient_accumulation_steps, self._is_weighting = 1, True
-        measuring = nullcontext() if self._noise is None else self._noise.part(_num_examples(inputs, self.model))
+        num = _num_examples(inputs, self.model) if self._update.num_replicas else 0
+        with self._weighing(), nullcontext() if self._noise is None or num == 0 else self._noise.part(num):
+            part: Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            return part
+
+    @contextmanager
+    def _weighing(self) -> Iterator[None]:
+        """Let the weights hold: they add up to one over the update, so nobody must divide once more."""
+        steps, accelerator = self.current_gradient_accumulation_steps, self.accelerator
+        divisor = accelerator.gradient_accumulation_steps  # of the first releases of transformers 5; 1 in later ones
+        self.current_gradient_accumulation_steps = accelerator.gradient_accumulation_steps = 1
+        self._is_weighting = True
         try:
-            with measuring:
-                part: Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-                return part
+            yield
         finally:
-            self.current_gradient_accumulation_steps, self._is_weighting = steps, False
+            self.current_gradient_accumulation_steps, accelerator.gradient_accumulation_steps = steps, divisor
+            self._is_weighting = False
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of an item."""
@@ -151,23 +168,18 @@ class SteppingMixin:
             self._noise.undo()
 
     def _can_weigh(self) -> bool:
-        return not (is_sharded(self) or self._parallel_size() > 1)
+        return not is_divided(self)
 
     @property
     def _num_replicas(self) -> int:
         return int(self.accelerator.num_processes) if self.args.average_tokens_across_devices else 1
-
-    def _parallel_size(self) -> int:
-        """Return how many ranks work on the same batch."""
-        sizes = [getattr(self, f"get_{kind}_size", int)() for kind in ("tp", "cp", "sp")]
-        return int(max(1, sizes[0]) * max(1, sizes[1]) * max(1, sizes[2]))
 
     def _add_up(self, figures: Tensor) -> Tensor:
         """Sum figures over all ranks; those of ranks that share a batch count once."""
         if self.args.world_size == 1:
             return figures
         summed: Tensor = self.accelerator.reduce(figures.to(self.args.device), reduction="sum")
-        return summed / self._parallel_size()
+        return summed / parallel_size(self)
 
 
 def row_key(batch: Mapping[str, Any], model: Any) -> str:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -51,10 +52,10 @@ class AdaptiveTrainerMixin(EvaluatingMixin):
     under the budget; ``gradient_accumulation_steps`` stays 1.
 
     The gradient of an update is that of the mean over all its labels on all ranks, whatever the sizes of its
-    micro-batches and whether or not the model takes ``num_items_in_batch``. Every example comes once an epoch in total.
-    A checkpoint holds the place in the epoch and the state of the controller; ``resume_from_checkpoint`` goes on with
-    the very next batch. Evaluation is planned too: predictions come in the order of the data, and its loss is the
-    exact mean.
+    micro-batches and whether or not the model takes ``num_items_in_batch``. Every example counts once an epoch in
+    total: where fewer than ranks are left, a rank without one runs that of another with no weight. A checkpoint holds
+    the place in the epoch and the state of the controller; ``resume_from_checkpoint`` goes on with the very next batch.
+    Evaluation is planned too: predictions come in the order of the data, and its loss is the exact mean.
 
     Logged with the loss: ``batch_size`` (of an update, over all ranks), ``num_micro_batches``, ``padding``, ``ooms``,
     and where they are in use ``batch_size_wanted``, ``noise_scale`` and ``lr_factor``.
@@ -67,9 +68,12 @@ class AdaptiveTrainerMixin(EvaluatingMixin):
         grouping: which examples share a planned batch; None is ``WindowSort()``.
         lengths: of the training examples; None measures ``input_ids``, and ``labels`` of other lengths, or takes the
             column ``length_column_name``.
-        weighting: ``"tokens"``, every label counts the same, or ``"examples"``, every example does.
+        weighting: ``"tokens"``, every label counts the same, or ``"examples"``, every example does, with the mean over
+            its own labels. For labels of tokens that needs the logits and a loss that is their cross entropy.
         on_oom: ``"split"`` runs a micro-batch that runs out of memory again in smaller pieces, exactly; ``"skip"``
-            leaves it out, though its labels still count in the mean; ``"raise"``.
+            leaves it out, though its labels still count in the mean. Both need room for a second gradient where an
+            update has several micro-batches, and under DDP reduce gradients after the backward pass, not during it.
+            ``"raise"`` leaves all of that as it is.
         lr_rule: ``"none"``, ``"linear"``, ``"sqrt"``, ``"adascale"`` or a function of ``(batch_size, base_size)``; in
             the optimizer's step alone.
         base_size: the batch size over all ranks that ``learning_rate`` is meant for; needed with ``lr_rule``.
@@ -121,6 +125,7 @@ class AdaptiveTrainerMixin(EvaluatingMixin):
         self._evaluation: EvaluationRun | None = None
         self._safe_steps: SafeSteps | None = None
         self._update: Update | None = None
+        self._repeats: deque[bool] = deque()
         self._is_weighting = False
         self._kept_lengths = {}
         self._eval_loaders = WeakKeyDictionary()
@@ -146,9 +151,11 @@ class AdaptiveTrainerMixin(EvaluatingMixin):
 
     def _figures(self) -> dict[str, float]:
         figures = self._course.figures()
-        if figures and self._settings.rule is not None:
+        if not figures:
+            return {}
+        if self._settings.rule is not None:
             figures["lr_factor"] = self._course.lr_factor
-        if figures and self._settings.controller is not None:
+        if self._settings.controller is not None:
             figures["batch_size_wanted"] = int(self._settings.controller.size)
         scale = None if self._noise is None else self._noise.average.scale
         return figures if scale is None else {**figures, "noise_scale": scale}

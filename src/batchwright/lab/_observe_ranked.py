@@ -74,11 +74,11 @@ def _no_winner(ranking: Ranking) -> str:
             f"{place}{which} worse than {BASELINE} by the {ranking.measure.title}; nearest comes {first.strategy} "
             f"with {_figures(ranking, first)}."
         )
-    sentence = (
-        f"{place}no strategy is shown to be better than {BASELINE} by the {ranking.measure.title}: the best mean, "
-        f"{change_text(ranking.measure, first.mean)} of {first.strategy}, could be chance "
-        f"({interval_text(ranking.measure, first.low, first.high)}, {p_text(first.p_corrected)})."
-    )
+    sentence = f"{place}no strategy is shown to be better than {BASELINE} by the {ranking.measure.title}: "
+    if ranking.measure.gain(first.mean) > 0:
+        sentence += f"the best mean, {_figures(ranking, first)} of {first.strategy}, could be chance."
+    else:
+        sentence += f"even the best mean, {_figures(ranking, first)} of {first.strategy}, is no gain."
     if worse:
         sentence += f" Shown to be worse: {listed([one.strategy for one in worse])}."
     return sentence

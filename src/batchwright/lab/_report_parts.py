@@ -139,8 +139,8 @@ def render_rates(plan: Mapping[str, Any]) -> str:
         cells = (note["dataset"], note["model"], note["optimizer"], f"{note['lr']:g}{edge}")
         rows.append((*cells, ", ".join(f"{rate:g}" for rate in rates), str(len(note["seeds"]))))
     caption = (
-        f"Learning rates, chosen for {BASELINE} on seeds that are not reported and the same for every strategy: "
-        f"another strategy might do better with a rate of its own"
+        f"Learning rates, chosen for {BASELINE} on seeds that are not reported, by the same validation examples, and "
+        "the same for every strategy: another one might do better with a rate of its own"
     )
     return render_table(("data set", "model", "optimizer", "rate", "chosen from", "seeds"), rows, caption=caption)
 

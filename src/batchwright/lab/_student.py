@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from ..errors import ArgumentError
 
@@ -32,6 +33,7 @@ def t_cdf(t: float, freedom: float) -> float:
     return 1 - tail if t >= 0 else tail
 
 
+@lru_cache(maxsize=1024)
 def t_quantile(probability: float, freedom: float) -> float:
     """Return the ``t`` that a t variable does not exceed with a probability, by halving an interval.
 
