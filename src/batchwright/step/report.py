@@ -41,8 +41,8 @@ class StepReport:
     """The figures of one update, over all ranks.
 
     Losses, metrics, noise and the gradient's norm lie on the device until they are read. ``seconds`` and memory are
-    those of the slowest and of the fullest rank; the time is the host's, which on a GPU runs ahead of the device between
-    two reads.
+    those of the slowest and of the fullest rank; the time is the host's, which on a GPU runs ahead of the device
+    between two reads.
     """
 
     batch_size: int
