@@ -138,14 +138,17 @@ class DynabatchTrainerMixin:
         if self._window_weight is None:
             whole: Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
             return whole
-        steps = self.current_gradient_accumulation_steps
-        # The weights add up to one over the update, so the trainer must not divide once more.
+        steps, theirs = self.current_gradient_accumulation_steps, self.accelerator.gradient_accumulation_steps
+        # The weights add up to one over the update, so neither the trainer nor (before transformers 5.6) Accelerate
+        # must divide once more.
         self.current_gradient_accumulation_steps, self._is_weighting = 1, True
+        self.accelerator.gradient_accumulation_steps = 1
         try:
             part: Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
             return part
         finally:
             self.current_gradient_accumulation_steps, self._is_weighting = steps, False
+            self.accelerator.gradient_accumulation_steps = theirs
 
     def _can_weigh(self) -> bool:
         return not (self._is_sharded() or self.args.n_gpu > 1 or self._parallel_size() > 1)
