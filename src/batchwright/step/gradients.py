@@ -30,7 +30,7 @@ class GradientNorms:
             parameter.register_hook(partial(self._add, group))
             for parameter, group in zip(parameters, self.groups, strict=True)
         ]
-        self._norms: list[Tensor] = []
+        self._squares: list[Tensor] = []
         self._fired: list[int] = []
         self._is_open = False
         self.total: Tensor | None = None  # one sum a group
@@ -42,19 +42,19 @@ class GradientNorms:
 
     def _add(self, group: int, gradient: Tensor) -> None:
         if self._is_open:
-            self._norms.append(_norm(gradient))
+            self._squares.append(_square(gradient))
             self._fired.append(group)
 
     def begin(self) -> None:
         """Start a micro-batch."""
-        self._norms, self._fired, self._is_open = [], [], True
+        self._squares, self._fired, self._is_open = [], [], True
 
     def end(self, num_examples: int) -> None:
         """Close a micro-batch of some examples and add its share; one of no examples counts for nothing."""
         self._is_open = False
-        if not self._norms or num_examples == 0:
+        if not self._squares or num_examples == 0:
             return
-        share = _sum_squares(self._norms, self._fired, self.num_groups) / num_examples
+        share = _sum_by_group(self._squares, self._fired, self.num_groups) / num_examples
         self.total = share if self.total is None else self.total + share
 
     def of_gradients(self) -> Tensor:
@@ -64,11 +64,12 @@ class GradientNorms:
             for parameter, group in zip(self._parameters, self.groups, strict=True)
             if parameter.grad is not None
         ]
-        return _sum_squares([_norm(gradient) for gradient, _ in found], [group for _, group in found], self.num_groups)
+        squares = [_square(gradient) for gradient, _ in found]
+        return _sum_by_group(squares, [group for _, group in found], self.num_groups)
 
     def reset(self) -> None:
         """Forget the micro-batches so far."""
-        self._norms, self._fired, self._is_open, self.total = [], [], False, None
+        self._squares, self._fired, self._is_open, self.total = [], [], False, None
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -76,17 +77,23 @@ class GradientNorms:
             handle.remove()
 
 
-def _norm(gradient: Tensor) -> Tensor:
-    dense = gradient.coalesce().values() if gradient.is_sparse else gradient
+def _square(gradient: Tensor) -> Tensor:
+    """Return the squared norm of a gradient, in float32 or wider."""
+    dense = (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
+    is_wide = dense.dtype in (torch.float32, torch.float64)
+    if is_wide and dense.device.type == "cpu" and dense.is_contiguous():
+        flat = dense.view(-1)
+        return torch.dot(flat, flat)  # on a CPU twice as fast as a norm for small gradients
     # Squares of half-precision gradients overflow.
-    wide = torch.float64 if dense.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(dense.detach(), dtype=wide)
+    return torch.linalg.vector_norm(dense, dtype=dense.dtype if is_wide else torch.float32).square()
 
 
-def _sum_squares(norms: Sequence[Tensor], groups: Sequence[int], num_groups: int) -> Tensor:
-    device = norms[0].device
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    squares = torch.stack([norm.to(device=device, dtype=dtype) for norm in norms]).square()
+def _sum_by_group(squares: Sequence[Tensor], groups: Sequence[int], num_groups: int) -> Tensor:
+    device = squares[0].device
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    if any(square.device != device or square.dtype != squares[0].dtype for square in squares):
+        squares = [square.to(device=device, dtype=wide) for square in squares]
+    stacked = torch.stack(list(squares)).to(wide)
     if num_groups == 1:
-        return squares.sum().reshape(1)
-    return squares.new_zeros(num_groups).index_add(0, torch.tensor(groups, device=device), squares)
+        return stacked.sum().reshape(1)
+    return stacked.new_zeros(num_groups).index_add(0, torch.tensor(groups, device=device), stacked)
