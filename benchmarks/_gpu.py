@@ -67,6 +67,11 @@ class Device:
         if not self.is_cpu:
             torch.cuda.synchronize()
 
+    @property
+    def num_retries(self) -> int:
+        """Return how often the allocator gave its cached blocks back to find room, which stops the device."""
+        return 0 if self.is_cpu else int(torch.cuda.memory_stats()["num_alloc_retries"])
+
     def free(self) -> None:
         """Give back what nothing refers to any more."""
         gc.collect()

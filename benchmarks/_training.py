@@ -168,6 +168,7 @@ def run_arm(loop: Loop, arm: Arm, *, epoch_seconds: float) -> Row:
     """
     loop.free()
     loop.device.monitor.reset_peak()
+    retries = loop.device.num_retries
     order = np.random.default_rng(2).permutation(len(arm.batches))
     first = run_epoch(loop, arm, order, epoch_seconds)
     steady = run_epoch(loop, arm, order[: first.num_batches], float("inf"))
@@ -178,6 +179,7 @@ def run_arm(loop: Loop, arm: Arm, *, epoch_seconds: float) -> Row:
         "steady_per_second": steady.trained / steady.seconds,
         "ooms": first.ooms + steady.ooms,
         "lost": 2 * int(sum(len(arm.batches[i]) for i in order[: first.num_batches])) - first.trained - steady.trained,
+        "retries": loop.device.num_retries - retries,
         **loop.device.peak(),
     }
     print(json.dumps(row), flush=True)

@@ -4,7 +4,8 @@
     python benchmarks/gpu_training.py --default-attention --output benchmarks/results/gpu_training_default.json
     python benchmarks/gpu_training.py --smoke
 
-One model (the shape of NLLB-600M, random weights), one corpus of pairs, one loop for every arm: bf16 autocast, fused
+One model (the shape of NLLB-600M, random weights), one corpus of pairs (lengths drawn from a lognormal distribution, or
+real ones with `--lengths`), one loop for every arm: bf16 autocast, fused
 AdamW, gradients clipped at 1, batches padded to their longest and masked. The allocator is capped at 32 GiB to stand
 for a smaller card. cuDNN attention is off for every arm, as it plans anew for every shape; `--default-attention` leaves
 it on and runs fewer pairs, since the first visit of a shape then takes half a second.
@@ -34,12 +35,11 @@ from _peer_plan import read_peer_plan, write_peer_plan
 from _training import Arm, Loop, dense_limit, run_arm, split_retry, through_stepper, whole
 
 import batchwright as bw
-from batchwright.step import calibrate_huggingface, default_shapes
+from batchwright.step import calibrate_huggingface
 
-PEER_PLAN = Path(__file__).parent / "results" / "dynabatch_plan.json"
+RESULTS = Path(__file__).parent / "results"
 SIZE = 10
 SMOKE_CAP_GIB = 0.016
-MIN_LARGE = 6  # shapes of a second round; fewer say too little
 COLUMNS = (
     ("arm", "arm", ""), ("pairs", "pairs", ",d"), ("batches", "batches", ",d"), ("shapes", "shapes", ",d"),
     ("padding", "padding", ".1%"), ("first /s", "first_per_second", ",.0f"), ("steady /s", "steady_per_second", ",.0f"),
@@ -51,31 +51,20 @@ COLUMNS = (
 def calibrated_budget(loop: Loop, lengths: IntArray, max_bytes: float) -> tuple[bw.Budget, Row]:
     """Measure a few shapes and return the budget of ``max_bytes``, with what was measured.
 
-    One batch is one update here, so gradients do not lie beside the activations of the next (``accumulate=False``). The
-    first round finds where the limit is. Small batches peak in the update and large ones in the loss; the second round
-    looks at large ones alone, as only these come near the limit.
+    One batch is one update here, so gradients do not lie beside the activations of the next (``accumulate=False``).
     """
     start = time.perf_counter()
-    calibrate = partial(
-        calibrate_huggingface, loop.model, optimizer=loop.optimizer, autocast=torch.bfloat16, max_bytes=max_bytes,
+    found = calibrate_huggingface(
+        loop.model, optimizer=loop.optimizer, lengths=lengths, autocast=torch.bfloat16, max_bytes=max_bytes,
         accumulate=False, monitor=loop.device.monitor, progress=False, repeats=1 if loop.device.is_cpu else 2,
     )  # fmt: skip
-    rough = calibrate(lengths=lengths)
-    near = default_shapes(lengths, rough.budget(max_bytes), num=20)
-    assert rough.memory is not None
-    floor = rough.memory.coefficients["1"]
-    room = max_bytes - floor
-    large = [shape for shape in near if float(rough.memory.predict([shape])[0]) - floor > 0.3 * room]
-    found = calibrate(shapes=large) if len(large) >= MIN_LARGE else rough
     assert found.memory is not None
     return found.memory.budget(max_bytes), {
         "seconds": time.perf_counter() - start,
-        "probes": len(rough.shapes) + len(found.shapes),
-        "margin_first_round": rough.memory.margin,
-        "margin": found.memory.margin,
-        "memory": found.memory.coefficients,
-        "time": rough.time.coefficients,
-        "first_visit_seconds": rough.time.first_visit_seconds,
+        "probes": len(found.shapes),
+        "memory": json.loads(found.memory.to_json()),
+        "time": found.time.coefficients,
+        "first_visit_seconds": found.time.first_visit_seconds,
     }
 
 
@@ -88,11 +77,11 @@ def planned(lengths: IntArray, budget: bw.Budget, grouping: bw.Grouping) -> list
     return [np.asarray(batch) for batch in bw.plan_batches(lengths, budget, grouping=grouping, balance_over=1)]
 
 
-def make_arms(loop: Loop, few: Pairs, many: Pairs, budget: bw.Budget, tokens: int) -> list[Arm]:
+def make_arms(loop: Loop, few: Pairs, many: Pairs, budget: bw.Budget, *, tokens: int, plan_path: Path) -> list[Arm]:
     alone = partial(whole, loop)
     shuffled = np.random.default_rng(0).permutation(len(few.lengths))
     by_length = np.lexsort((few.lengths[:, 1], few.lengths[:, 0]))
-    peer = read_peer_plan(PEER_PLAN, few.lengths[:, 0])
+    peer = read_peer_plan(plan_path, few.lengths[:, 0])
     in_sorted, in_windows = bw.Sorted(), bw.WindowSort()
     return [
         Arm(f"fixed {SIZE}, shuffled", few, in_parts(shuffled), alone),
@@ -136,6 +125,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--default-attention", action="store_true", help="leave cuDNN attention on")
     parser.add_argument("--write-peer-plan", action="store_true", help="plan with dynabatch, write the file, stop")
     options = parser.parse_args()
+    options.peer_plan = RESULTS / ("dynabatch_plan_drawn.json" if options.lengths is None else "dynabatch_plan.json")
     if options.num is None:
         options.num = 10_000 if options.default_attention else 40_000
     if options.epoch_seconds is None:
@@ -160,7 +150,8 @@ def run(device: Device, options: argparse.Namespace, few: IntArray, many: IntArr
         "calibration": calibration,
         "rows": rows,
     }
-    for arm in make_arms(loop, small, large, budget, 512 if options.smoke else 8_192):
+    tokens = 512 if options.smoke else 8_192
+    for arm in make_arms(loop, small, large, budget, tokens=tokens, plan_path=options.peer_plan):
         rows.append(run_arm(loop, arm, epoch_seconds=options.epoch_seconds))
         write(options.output, report)
     shapes = dense_shapes(budget, (16, 32) if options.smoke else (16, 32, 64, 128))
@@ -179,7 +170,7 @@ def main() -> None:
         return make_lengths(num, longest=40 if options.smoke else 512)
 
     if options.write_peer_plan:
-        write_peer_plan(PEER_PLAN, corpus(options.num_slow)[:, 0], batch_size=SIZE, max_batch_range=5.0)
+        write_peer_plan(options.peer_plan, corpus(options.num_slow)[:, 0], batch_size=SIZE, max_batch_range=5.0)
         return
     with Device(options.cap_gib * GIB, smoke=options.smoke, cudnn_attention=options.default_attention) as device:
         rows = run(device, options, corpus(options.num_slow), corpus(options.num))

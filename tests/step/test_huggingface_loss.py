@@ -257,7 +257,8 @@ def test_wrapped_models_give_the_same_sums(name, wrap):
     model, batch = make_model(name), make_batch(name)
     expected = huggingface_loss()(model, batch)
     found = huggingface_loss()(wrap(model), batch)
-    torch.testing.assert_close(found, expected)
+    # DataParallel moves a model to a GPU where there is one.
+    torch.testing.assert_close(found, expected, check_device=False, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "LlamaForCausalLM"])

@@ -6,7 +6,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -251,7 +251,7 @@ class _Share(LogicalBatch):
         self.lengths = lengths
         self.num_examples = len(lengths)
 
-    def take(self, indices: list[int]) -> list[int]:
+    def take(self, indices: Sequence[int]) -> Sequence[int]:
         """Return the places themselves."""
         return indices
 

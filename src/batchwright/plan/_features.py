@@ -6,6 +6,7 @@ import json
 import math
 import numbers
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, TypeAlias, final
@@ -18,6 +19,7 @@ from ._arrays import IntArray
 from ._nnls import nnls
 
 Doubles: TypeAlias = npt.NDArray[np.float64]
+Predict: TypeAlias = Callable[[IntArray, Doubles, IntArray], Doubles]
 
 MIN_ROWS = 3
 # Leaving out one shape at a time costs a fit each; beyond this many shapes several leave together.
@@ -115,29 +117,39 @@ def fit_terms(shapes: IntArray, values: Doubles) -> Terms:
     return Terms(shapes.shape[1] - 1, tuple((shares / units).tolist()))
 
 
-def seen_margin(terms: Terms, shapes: IntArray, values: Doubles, level: float) -> float:
-    """Return the least margin with ``value <= cost × (1 + margin)`` for the share ``level`` of the values."""
-    ratio = np.quantile(values / terms.predict(shapes), level, method="higher")
+def seen_margin(predicted: Doubles, values: Doubles, level: float) -> float:
+    """Return the least margin with ``value <= predicted × (1 + margin)`` for the share ``level`` of the values."""
+    ratio = np.quantile(values / predicted, level, method="higher")
     return float(ratio) * (1 + 1e-12) - 1  # a little more, or rounding undoes it
 
 
-def unseen_margin(shapes: IntArray, values: Doubles, level: float) -> float:
-    """Return the margin for a shape not measured, from the relative errors of shapes that were left out.
+def unseen_errors(predict: Predict, shapes: IntArray, values: Doubles) -> Doubles:
+    """Return the relative error of each distinct shape, predicted from the others.
 
-    The rank ``ceil(level × (n + 1))`` is that of conformal prediction: one more error of the same kind is at
-    most the error of that rank with probability ``level`` or more.
+    Args:
+        predict: ``predict(shapes, values, others)`` fits to shapes and returns what it makes of others.
+        shapes: checked shapes ``(M, 1 + axes)``.
+        values: what was measured for each.
     """
     distinct, which = np.unique(shapes, axis=0, return_inverse=True)
     which = which.reshape(-1)
     errors = np.empty(len(values))
     for fold in range(min(len(distinct), MAX_FOLDS)):
         out = which % MAX_FOLDS == fold  # repeats of a shape leave together: they would give its answer away
-        rest = fit_terms(shapes[~out], values[~out])
-        errors[out] = np.abs(values[out] / rest.predict(shapes[out]) - 1)
+        errors[out] = np.abs(values[out] / predict(shapes[~out], values[~out], shapes[out]) - 1)
     worst = np.zeros(len(distinct))
     np.maximum.at(worst, which, errors)
-    rank = math.ceil(level * (len(worst) + 1))
-    return float(np.sort(worst)[min(rank, len(worst)) - 1]) * max(1.0, rank / len(worst))
+    return worst
+
+
+def unseen_margin(errors: Doubles, level: float) -> float:
+    """Return the margin for a shape not measured, from the errors of shapes that were left out.
+
+    The rank ``ceil(level × (n + 1))`` is that of conformal prediction: one more error of the same kind is at
+    most the error of that rank with probability ``level`` or more.
+    """
+    rank = math.ceil(level * (len(errors) + 1))
+    return float(np.sort(errors)[min(rank, len(errors)) - 1]) * max(1.0, rank / len(errors))
 
 
 def _first_equal(columns: Doubles, index: int) -> int:
@@ -223,14 +235,20 @@ def check_fraction(name: str, value: float, *, one_allowed: bool) -> float:
     raise ArgumentError(f"{name} must be above 0 and {most} 1, got {value!r}")
 
 
-def dump_terms(kind: str, terms: Terms, **extra: float) -> str:
-    """Write terms and further numbers as JSON; every float comes back the same."""
+def dump_terms(kind: str, terms: Terms, **extra: Any) -> str:
+    """Write terms and further values as JSON; every float comes back the same."""
     head = {"kind": f"batchwright.{kind}", "version": JSON_VERSION, "num_axes": terms.num_axes}
     return json.dumps({**head, "coefficients": terms.named(), **extra})
 
 
 def load_terms(kind: str, text: str, *, extra: str) -> tuple[Terms, float]:
-    """Read what ``dump_terms`` wrote, or say what the text is instead."""
+    """Read the terms and a number that ``dump_terms`` wrote, or say what the text is instead."""
+    state = read_state(kind, text)
+    return read_terms(kind, state, "coefficients"), read_number(kind, state, extra)
+
+
+def read_state(kind: str, text: str) -> dict[str, Any]:
+    """Read JSON that ``dump_terms`` wrote, or say what it is instead."""
     try:
         state = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
@@ -241,20 +259,22 @@ def load_terms(kind: str, text: str, *, extra: str) -> tuple[Terms, float]:
     version = state.get("version")
     if type(version) is not int or version != JSON_VERSION:
         raise ArgumentError(f"this {kind} is of version {version!r}, not {JSON_VERSION}; fit it again")
-    return _read_terms(kind, state), _read_number(kind, state, extra)
+    return dict(state)
 
 
-def _read_terms(kind: str, state: dict[str, Any]) -> Terms:
-    num_axes, coefficients = state.get("num_axes"), state.get("coefficients")
+def read_terms(kind: str, state: dict[str, Any], key: str) -> Terms:
+    """Return the terms under a key of a state."""
+    num_axes, coefficients = state.get("num_axes"), state.get(key)
     if type(num_axes) is not int or not 1 <= num_axes <= 100:
         raise ArgumentError(f"the JSON of a {kind} needs num_axes, 1 to 100, got {num_axes!r}")
     names = term_names(num_axes)
     if not isinstance(coefficients, dict) or set(coefficients) != set(names):
-        raise ArgumentError(f"the JSON of a {kind} needs coefficients {names}, got {coefficients!r}")
-    return Terms(num_axes, tuple(_read_number(kind, coefficients, name) for name in names))
+        raise ArgumentError(f"the JSON of a {kind} needs {key} {names}, got {coefficients!r}")
+    return Terms(num_axes, tuple(read_number(kind, coefficients, name) for name in names))
 
 
-def _read_number(kind: str, state: dict[str, Any], name: str) -> float:
+def read_number(kind: str, state: dict[str, Any], name: str) -> float:
+    """Return a number of 0 or more under a name of a state."""
     value = state.get(name)
     if isinstance(value, int | float) and type(value) is not bool and 0 <= value <= sys.float_info.max:
         return float(value)

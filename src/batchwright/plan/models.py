@@ -12,6 +12,7 @@ from ..errors import ArgumentError, BudgetError
 from ._arrays import MAX_INT32, FloatArray, IntArray, as_lengths
 from ._features import (
     Doubles,
+    Predict,
     Terms,
     as_positive,
     as_probes,
@@ -20,9 +21,14 @@ from ._features import (
     dump_terms,
     fit_terms,
     load_terms,
+    read_number,
+    read_state,
+    read_terms,
     seen_margin,
+    unseen_errors,
     unseen_margin,
 )
+from ._phases import MIN_SHAPES, Fit, Phases, one_phase, peak_of, two_phases
 from ._prior import MemoryPrior, Task, load_prior
 from .budget import Budget, check_limit
 
@@ -36,7 +42,9 @@ class MemoryModel:
     """Peak memory by batch shape; made by ``MemoryModel.fit`` or ``MemoryModel.from_json``.
 
     ``bytes = c + b × (d + e·L + f·L²)`` for ``b`` items of padded length ``L``; of several axes each has its
-    terms and each pair a product. No coefficient is below 0, so a larger batch never takes less.
+    terms and each pair a product. No coefficient is below 0, so a larger batch never takes less. Where small batches
+    peak elsewhere than large ones (in the update, not in the loss), ``other`` holds the terms of that phase, and the
+    larger of the two counts.
 
     The model is as good as its probes. Measure at least two numbers of items, three lengths an axis, the
     longest lengths and a batch near the limit; beyond what was measured ``upper`` covers less than it says.
@@ -44,6 +52,7 @@ class MemoryModel:
 
     terms: Terms
     margin: float
+    other: Terms | None = None
 
     @classmethod
     def fit(cls, shapes: npt.ArrayLike, peak_bytes: npt.ArrayLike, *, quantile: float = 0.95) -> MemoryModel:
@@ -55,6 +64,7 @@ class MemoryModel:
         errors ``|peak / predicted - 1|``. Fewer than 19 shapes do not have so many at 0.95; then it is the
         largest error × ``(n + 1) / n``. It also covers that quantile of the measured peaks, all of them at
         1.0, and is at least 0.5 %. Probes too few to foretell each other give a wide margin; measure more.
+        Two phases are fitted from 12 shapes on, and kept where they halve the mean error of one.
 
         Args:
             shapes: integers ``(M, 1 + axes)``: num_items, padded length per axis; 3 or more, not all alike.
@@ -68,13 +78,24 @@ class MemoryModel:
         """
         level = check_fraction("quantile", quantile, one_allowed=True)
         probes, peaks = as_probes(shapes, peak_bytes, name="peak_bytes")
-        terms = fit_terms(probes, peaks)
-        seen, unseen = seen_margin(terms, probes, peaks, level), unseen_margin(probes, peaks, level)
-        return cls(terms, max(MIN_MARGIN, seen, unseen))
+        fit, errors = one_phase, unseen_errors(_by(one_phase), probes, peaks)
+        if errors.max() > MIN_MARGIN and len(errors) >= MIN_SHAPES:
+            others = unseen_errors(_by(two_phases), probes, peaks)
+            # Twice the coefficients follow noise as well: a little less error is no sign of a second phase.
+            if others.mean() < errors.mean() / 2:
+                fit, errors = two_phases, others
+        phases = fit(probes, peaks)
+        margin = max(MIN_MARGIN, seen_margin(peak_of(phases, probes), peaks, level), unseen_margin(errors, level))
+        return cls(phases[0], margin, phases[1] if len(phases) > 1 else None)
+
+    @property
+    def phases(self) -> Phases:
+        """One set of terms, or two of which the larger counts."""
+        return (self.terms,) if self.other is None else (self.terms, self.other)
 
     def predict(self, shapes: npt.ArrayLike) -> Doubles:
         """Return the bytes expected for each shape ``(M, 1 + axes)``."""
-        return self.terms.predict(shapes)
+        return peak_of(self.phases, shapes)
 
     def upper(self, shapes: npt.ArrayLike) -> Doubles:
         """Return the bytes to set aside for each shape: ``predict × (1 + margin)``."""
@@ -104,20 +125,33 @@ class MemoryModel:
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """Bytes by term: ``1``, ``b`` (items), ``b*L0``, ``b*L0^2``, ``b*L0*L1`` and so on."""
+        """Bytes by term: ``1``, ``b`` (items), ``b*L0``, ``b*L0^2``, ``b*L0*L1``; of the phase of large batches."""
         return self.terms.named()
+
+    @property
+    def least_bytes(self) -> float:
+        """What is taken whatever the batch: parameters, optimizer state, gradients."""
+        return max(phase.constant for phase in self.phases)
 
     def to_json(self) -> str:
         """Return the model as JSON; ``from_json`` gives an equal one."""
-        return dump_terms("MemoryModel", self.terms, margin=self.margin)
+        other = {} if self.other is None else {"other": self.other.named()}
+        return dump_terms("MemoryModel", self.terms, margin=self.margin, **other)
 
     @classmethod
     def from_json(cls, text: str) -> MemoryModel:
         """Read a model that ``to_json`` wrote."""
-        return cls(*load_terms("MemoryModel", text, extra="margin"))
+        state = read_state("MemoryModel", text)
+        other = read_terms("MemoryModel", state, "other") if "other" in state else None
+        return cls(read_terms("MemoryModel", state, "coefficients"), read_number("MemoryModel", state, "margin"), other)
 
     def __repr__(self) -> str:
-        return f"MemoryModel({self.terms!r}, margin={float(self.margin)!r})"
+        other = "" if self.other is None else f", other=({self.other!r})"
+        return f"MemoryModel({self.terms!r}, margin={float(self.margin)!r}{other})"
+
+
+def _by(fit: Fit) -> Predict:
+    return lambda shapes, values, others: peak_of(fit(shapes, values), others)
 
 
 @final
@@ -140,34 +174,43 @@ class MaxBytes(Budget):
 
     def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
         """Return ``model.upper / max_bytes``."""
-        return self._share(np.asarray(num_items), self._per_item(lengths))
+        return self._share(np.asarray(num_items), self._per_items(lengths))
 
     def max_items(self, lengths: IntArray) -> IntArray:
         """Return the largest ``n`` with ``model.upper((n, *lengths)) <= max_bytes``."""
-        per_item = self._per_item(lengths)
-        room = max(0.0, float(self.max_bytes) / (1 + self.model.margin) - self.model.terms.constant)
-        most = np.full(len(per_item), float(MAX_INT32))
-        np.divide(room, per_item, out=most, where=per_item > room / MAX_INT32)
-        guess = np.minimum(most, MAX_INT32).astype(np.int64)
+        per_items = self._per_items(lengths)
+        guess = self._guess(per_items)
         # Rounding may move the quotient. The share never falls as items are added, not even in the last bit,
         # so bisection between what fits and what does not is exact. It runs only where the guess is wrong.
-        low = np.where(self._share(guess, per_item) <= 1, guess, 0)
-        high = np.where(self._share(guess + 1, per_item) <= 1, MAX_INT32, guess) + 1
+        low = np.where(self._share(guess, per_items) <= 1, guess, 0)
+        high = np.where(self._share(guess + 1, per_items) <= 1, MAX_INT32, guess) + 1
         while (high - low > 1).any():
             middle = (low + high) // 2
-            fits = self._share(middle, per_item) <= 1
+            fits = self._share(middle, per_items) <= 1
             low, high = np.where(fits, middle, low), np.where(fits, high, np.maximum(middle, low + 1))
         return low
 
-    def _per_item(self, lengths: IntArray) -> Doubles:
+    def _guess(self, per_items: list[Doubles]) -> IntArray:
+        """Return the items that fit by division, off by rounding."""
+        most = np.full(len(per_items[0]), float(MAX_INT32))
+        for phase, per_item in zip(self.model.phases, per_items, strict=True):
+            room = max(0.0, float(self.max_bytes) / (1 + self.model.margin) - phase.constant)
+            fitting = np.full(len(per_item), float(MAX_INT32))
+            np.divide(room, per_item, out=fitting, where=per_item > room / MAX_INT32)
+            most = np.minimum(most, fitting)
+        return most.astype(np.int64)
+
+    def _per_items(self, lengths: IntArray) -> list[Doubles]:
         lengths = np.asarray(lengths)
         if lengths.ndim != 2 or lengths.shape[1] != self.model.num_axes:
             wanted = f"{self.model.num_axes} length axes"
             raise BudgetError(f"the memory model has {wanted}, got lengths of shape {lengths.shape}")
-        return self.model.terms.per_item(lengths)
+        return [phase.per_item(lengths) for phase in self.model.phases]
 
-    def _share(self, num_items: IntArray, per_item: Doubles) -> Doubles:
-        upper = (self.model.terms.constant + num_items * per_item) * (1 + self.model.margin)
+    def _share(self, num_items: IntArray, per_items: list[Doubles]) -> Doubles:
+        pairs = zip(self.model.phases, per_items, strict=True)
+        peaks = [phase.constant + num_items * per_item for phase, per_item in pairs]
+        upper = np.maximum(peaks[0], peaks[-1]) * (1 + self.model.margin)
         return upper / float(self.max_bytes)
 
     def __repr__(self) -> str:

@@ -4,46 +4,13 @@ from __future__ import annotations
 
 from typing import final
 
-# Classes by name, so that nothing has to be imported: torch and JAX, TensorFlow, ONNX Runtime's wrapper, NumPy.
-_NAMES = frozenset({"OutOfMemoryError", "ResourceExhaustedError", "MemoryError", "_ArrayMemoryError"})
-_TEXTS = (
-    "out of memory",
-    "alloc_failed",
-    "cublas_status_not_initialized",  # what cuBLAS says when its handle cannot be allocated
-    "device_allocation_failed",
-    "resource_exhausted",
-    "can't allocate memory",
-    "failed to allocate memory",
-    "not enough memory: you tried to allocate",
-)
+from .._memory_errors import is_out_of_memory as is_out_of_memory
+
 # A batch that uses so much of the ceiling raises it: quickly where memory once sufficed or now does, slowly around the
 # size that failed. Memory that stays short fails again after some 250 such batches, not sooner.
 _NEAR = 0.75
 _QUICK, _SLOW = 1.01, 1.0005
 _AROUND = (0.9, 1.1)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an error means that memory ran out: by the name of its class, by its text, or by one of its causes.
-
-    >>> is_out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
-    True
-    >>> is_out_of_memory(ValueError("out of luck"))
-    False
-    """
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        current = pending.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        if any(kind.__name__ in _NAMES for kind in type(current).__mro__):
-            return True
-        if isinstance(current, RuntimeError) and any(text in str(current).lower() for text in _TEXTS):
-            return True
-        pending += [current.__cause__, current.__context__]
-    return False
 
 
 @final

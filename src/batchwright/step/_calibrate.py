@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from .._progress import ProgressBar
 from ..errors import ArgumentError, BatchwrightError, BudgetError, DoesNotFitError
-from ..plan import MemoryModel
 from ..plan._arrays import as_whole
 from ..plan._features import MIN_ROWS, as_shapes
+from ..plan._phases import MIN_SHAPES, one_phase, peak_of, two_phases
 from ..plan.budget import check_limit
 from ._allocate import step_of_zeros
 from ._probe import Prober
@@ -122,10 +122,11 @@ def _probe_all(
 
 def _predicted(rows: list[Measurement], shape: Shape) -> float:
     """Return the peak expected from what was measured so far, 0 while that is too little."""
-    if len(rows) < MIN_ROWS:
-        return 0.0
     peaks = [float(row.peak_bytes) for row in rows if row.peak_bytes is not None]
-    return float(MemoryModel.fit([row.shape for row in rows], peaks).predict([shape])[0])
+    if len(peaks) < MIN_ROWS:
+        return 0.0
+    shapes, fit = np.array([row.shape for row in rows]), two_phases if len(peaks) >= MIN_SHAPES else one_phase
+    return float(peak_of(fit(shapes, np.array(peaks)), [shape])[0])
 
 
 def _ordered(shapes: npt.ArrayLike) -> list[Shape]:

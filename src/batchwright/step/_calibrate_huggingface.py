@@ -81,7 +81,7 @@ def _grow(measure: Callable[[npt.ArrayLike], Calibration], lengths: npt.ArrayLik
             break
         larger = default_shapes(lengths, found.budget() & MOST_TOKENS)
         # Parameters and optimizer state are there in every probe; what counts is the part that grows with the batch.
-        constant = found.memory.coefficients["1"]
+        constant = found.memory.least_bytes
         is_near = max(found.peak_bytes) - constant >= NEAR * (found.max_bytes - constant)
         if is_near or set(larger) <= set(found.shapes):
             break
@@ -143,7 +143,7 @@ class _Inputs:
         return self._labels_like(self._look_at_logits())
 
     def _look_at_logits(self) -> Tensor:
-        before = Snapshot(self._model, devices_of(self._model))
+        before = Snapshot(self._model.buffers(), devices_of(self._model))
         try:
             with torch.no_grad():
                 logits = getattr(self._model(**self._tokens((1, 4))), "logits", None)

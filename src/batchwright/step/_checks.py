@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def needs_whole_batch(loss_fn: Any) -> bool:
     return bool(getattr(loss_fn, _WHOLE_BATCH, False))
 
 
-def check_split(loss_fn: Any, parts: list[list[int]]) -> None:
+def check_split(loss_fn: Any, parts: Sequence[Sequence[int]]) -> None:
     """Refuse to split a batch whose loss compares its examples."""
     if len(parts) > 1 and needs_whole_batch(loss_fn):
         raise ArgumentError(

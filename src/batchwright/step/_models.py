@@ -82,7 +82,7 @@ def read_loss(model: nn.Module, batch: Mapping[str, Any], labels: Tensor) -> Los
     if counts_tokens(labels) and labels.shape[1] < 3:
         return None
     model = getattr(model, "_orig_mod", model)  # the shapes of two examples are not worth compiling
-    snapshot = Snapshot(model, devices_of(model))
+    snapshot = Snapshot(model.buffers(), devices_of(model))
     try:
         with evaluating(model), torch.no_grad():
             return _Probe(model, batch, labels).read()

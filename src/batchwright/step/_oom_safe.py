@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ArgumentError, DoesNotFitError
 from ._tree import leaves, num_examples, take
@@ -90,7 +90,7 @@ def run_in_pieces(fn: Callable[[Any], Any], piece: Piece, num: int, *, describe:
     while place < num:
         stop = place + _near_equal(num - place, size)
         devices = _devices()
-        snapshot = Snapshot(nn.Module(), devices)
+        snapshot = Snapshot((), devices)
         failure = _attempt(fn, piece(place, stop), results)
         if failure is None:
             place = stop

@@ -9,7 +9,7 @@ from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
-from ._sums import Totals
+from ._sums import Copied, Totals
 from .report import NoiseReport
 
 
@@ -42,13 +42,13 @@ class Pending:
     noise: Callable[[], NoiseReport] | None = None
     is_reduced: bool = False
 
-    def divide_by(self, weight: Tensor | float, num_examples: int, num_all: int) -> float:
+    def divide_by(self, weight: Tensor | Copied | float, num_examples: int, num_all: int) -> float:
         """Return the divisor; the first micro-batch of an update settles it.
 
         Where weights count examples, the whole batch weighs ``num_all``: dividing by that leaves nothing to multiply
         afterwards. Elsewhere a power of two is divided by, which loses no digit.
         """
         if self.divisor is None:
-            counts = not isinstance(weight, Tensor) and weight == num_examples
+            counts = isinstance(weight, float) and weight == num_examples
             self.divisor = float(num_all) if counts else self.fallback
         return self.divisor

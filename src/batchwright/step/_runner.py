@@ -17,15 +17,15 @@ from ._feedback import Feedback
 from ._gradient_slots import drop_gradients
 from ._pending import Pending
 from ._settings import Settings
-from ._split import LogicalBatch, cost_of, split
+from ._split import LogicalBatch, Part, cost_of, split
 from ._sums import MicroSums, Totals
 from .distributed import Ranks
 from .gradients import GradientNorms
 from .limits import MicroLimit
-from .oom import Snapshot, devices_of, free_memory, is_out_of_memory
+from .oom import Buffers, Snapshot, devices_of, free_memory, is_out_of_memory
 
-Parts = list[list[int]]
-_Failure = tuple[float, list[int]]  # cost and examples of the micro-batch that did not fit
+Parts = list[Part]
+_Failure = tuple[float, Part]  # cost and examples of the micro-batch that did not fit
 
 
 @final
@@ -46,6 +46,7 @@ class Runner:
         self._parameters = parameters
         self._device = parameters[0].device
         self._devices = devices_of(ranks.module)
+        self._buffers = Buffers(ranks.module)
         self._norms = norms
         self._feedback = feedback
         self._warned = False
@@ -59,7 +60,7 @@ class Runner:
             pending: the update it belongs to.
             noise_seed: of the random subsets that noise is measured on; None measures none.
         """
-        snapshot = Snapshot(self._ranks.module, self._devices)
+        snapshot = Snapshot(self._buffers, self._devices)
         if self._feedback is not None:
             self._feedback.begin()
         while True:
@@ -97,7 +98,7 @@ class Runner:
     def _attempt(self, logical: LogicalBatch, parts: Parts, pending: Pending, *, measure: bool) -> Totals | _Failure:
         """Run all micro-batches; return their sums, or the micro-batch that ran out of memory."""
         totals = Totals()
-        part: list[int] = []
+        part: Part = []
         try:
             num_parts = self._ranks.agree_on_parts(len(parts), self._device)
             with self._ranks.no_sync():

@@ -18,6 +18,8 @@ from ._checks import check_micro_batch
 from ._split import ExampleBatch, LogicalBatch, TensorBatch
 from .losses import LossFunction
 
+_ITEMS = MaxItems(1)
+
 
 @final
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Settings:
         """Return what a micro-batch is counted in: shares of the budget, items, or None for tokens."""
         if isinstance(self.micro_batch, Budget):
             return self.micro_batch
-        return None if self.micro_batch == "auto" else MaxItems(1)
+        return None if self.micro_batch == "auto" else _ITEMS
 
     @property
     def asked(self) -> float:

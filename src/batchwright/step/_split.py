@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, final
 
 import numpy as np
@@ -16,6 +17,7 @@ from ..plan._arrays import as_lengths
 from ._tree import leaves, num_examples, take
 
 Lengths = npt.NDArray[np.int32]
+Part = Sequence[int]  # the places of a micro-batch's examples; a range where they are neighbours
 
 
 class LogicalBatch(ABC):
@@ -25,7 +27,7 @@ class LogicalBatch(ABC):
     lengths: Lengths | None  # (B, axes) as the micro-batch will be padded
 
     @abstractmethod
-    def take(self, indices: list[int]) -> Any:
+    def take(self, indices: Part) -> Any:
         """Return the micro-batch of some examples."""
 
     @property
@@ -52,9 +54,9 @@ class TensorBatch(LogicalBatch):
             # Rows keep the width of the whole batch, so that is what each costs.
             self.lengths = np.broadcast_to(self.lengths.max(axis=0), self.lengths.shape)
 
-    def take(self, indices: list[int]) -> Any:
+    def take(self, indices: Part) -> Any:
         """Return a slice or selection of every tensor, trimmed."""
-        part = take(self._batch, indices)
+        part = take(self._batch, indices, num=self.num_examples)
         return part if self._trim is None else self._trim(part)
 
     @property
@@ -83,7 +85,7 @@ class ExampleBatch(LogicalBatch):
         found = None if lengths is None else [lengths(example) for example in examples]
         self.lengths = None if found is None else _checked(found, self.num_examples)
 
-    def take(self, indices: list[int]) -> Any:
+    def take(self, indices: Part) -> Any:
         """Return the collated examples."""
         return self._collate([self._examples[index] for index in indices])
 
@@ -113,7 +115,7 @@ def split(
     limit: float,
     order: npt.NDArray[np.int64] | None = None,
     least_parts: int = 1,
-) -> list[list[int]]:
+) -> list[Part]:
     """Cut a logical batch so that every micro-batch costs at most ``limit``; one example may cost more.
 
     Args:
@@ -126,13 +128,15 @@ def split(
     Returns:
         The places of the examples of each micro-batch.
     """
-    if order is None:
-        order = _longest_first(batch) if batch.gains_from_sorting else np.arange(batch.num_examples)
+    if order is None and batch.gains_from_sorting:
+        order = _longest_first(batch)
     most = -(-batch.num_examples // max(1, least_parts))
     if batch.lengths is None:
         most = min(most, batch.num_examples if math.isinf(limit) else max(1, math.floor(limit)))
-        return _near_equal(order, -(-batch.num_examples // most))
-    parts, place = [], 0
+        return _near_equal(order, batch.num_examples, -(-batch.num_examples // most))
+    order = np.arange(batch.num_examples) if order is None else order
+    parts: list[Part] = []
+    place = 0
     while place < len(order):
         size = _longest_prefix(batch.lengths[order[place : place + most]], budget, limit)
         parts.append(order[place : place + size].tolist())
@@ -140,7 +144,7 @@ def split(
     return parts
 
 
-def cost_of(batch: LogicalBatch, part: list[int], budget: Budget | None) -> float:
+def cost_of(batch: LogicalBatch, part: Part, budget: Budget | None) -> float:
     """Return the cost of a micro-batch in the unit of ``split``."""
     if batch.lengths is None:
         return float(len(part))
@@ -166,5 +170,9 @@ def _longest_first(batch: LogicalBatch) -> npt.NDArray[np.int64]:
     return np.argsort(-batch.lengths.sum(axis=1), kind="stable")
 
 
-def _near_equal(order: npt.NDArray[np.int64], num_parts: int) -> list[list[int]]:
-    return [part.tolist() for part in np.array_split(order, num_parts)]
+def _near_equal(order: npt.NDArray[np.int64] | None, num: int, num_parts: int) -> list[Part]:
+    """Return parts that differ by one example at most, the larger ones first, in an order or in that of the batch."""
+    places: Part = range(num) if order is None else order.tolist()
+    size, rest = divmod(num, num_parts)
+    stops = [size * place + min(place, rest) for place in range(num_parts + 1)]
+    return [places[start:stop] for start, stop in pairwise(stops)]

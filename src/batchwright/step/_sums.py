@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import torch
@@ -14,6 +14,24 @@ from ..errors import ArgumentError
 _HOW = "return (loss_sum, weight): the summed loss and how many examples or tokens it sums over"
 
 Sum: TypeAlias = "Tensor | float"  # a float where the loss function counted on the host
+
+
+@final
+class Copied:
+    """A number on its way from a CUDA device; reading it waits for that copy alone, not for what was queued after it.
+
+    The weight of a micro-batch is known before its backward pass: read so, it does not make the host wait for that.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
+        self._host.copy_(value, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record(torch.cuda.current_stream(value.device))
+
+    def __float__(self) -> float:
+        self._done.synchronize()
+        return float(self._host)
 
 
 @final
@@ -33,8 +51,8 @@ class MicroSums:
             raise ArgumentError(
                 "loss_sum does not depend on any trainable parameter; is the model frozen, or under no_grad?"
             )
-        self.loss = loss.reshape(())
-        self.weight = _as_scalar(weight, loss)
+        self.loss = loss.reshape(()) if loss.ndim else loss
+        self.weight = _early(_as_scalar(weight, loss))
         metrics = returned[2] if len(returned) == 3 else {}
         if not isinstance(metrics, Mapping):
             raise ArgumentError(f"the metrics of loss_fn must be a mapping of sums, got {type(metrics).__name__}")
@@ -46,44 +64,72 @@ def _as_scalar(value: Any, like: Tensor) -> Sum:
         return float(value)
     if value.numel() != 1:
         raise ArgumentError(f"weights and metrics must be single numbers, got shape {tuple(value.shape)}")
-    return _widened(value.detach().reshape(()), like.device)
+    return value.detach().reshape(()).to(like.device)
 
 
-def _widened(value: Tensor, device: torch.device) -> Tensor:
-    # Sums of counts need more digits than a half-precision loss has.
-    return value.to(device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
+def _early(weight: Sum) -> Sum | Copied:
+    return Copied(weight) if isinstance(weight, Tensor) and weight.is_cuda else weight
+
+
+def _sum(numbers: Sequence[Sum | Copied]) -> Sum:
+    """Return the sum, in more digits than a half-precision loss has; a float where all are."""
+    values = [float(number) if isinstance(number, Copied) else number for number in numbers]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    on_host = math.fsum(value for value in values if not isinstance(value, Tensor))
+    if not tensors:
+        return on_host
+    wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
+    if any(value.dtype != tensors[0].dtype for value in tensors):
+        tensors = [value.to(wide) for value in tensors]
+    total = torch.stack(tensors).sum(dtype=wide) if len(tensors) > 1 else tensors[0].to(wide)
+    return total + on_host if on_host else total
 
 
 @final
 class Totals:
-    """Sums over the micro-batches of an update, on the device until they are read."""
+    """Sums over the micro-batches of an update; what lies on the device is added up there once, when it is read."""
 
     def __init__(self) -> None:
-        self.loss: Sum = 0.0
-        self.weight: Sum = 0.0
-        self.metrics: dict[str, Sum] = {}
+        self._losses: list[Sum] = []
+        self._weights: list[Sum | Copied] = []
+        self._metrics: dict[str, list[Sum]] = {}
         self.num_examples = 0
-        self.num_micro_batches = 0
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Return how many were added."""
+        return len(self._losses)
+
+    @property
+    def loss(self) -> Sum:
+        """Return the summed loss."""
+        return _sum(self._losses)
+
+    @property
+    def weight(self) -> Sum:
+        """Return what the loss was summed over."""
+        return _sum(self._weights)
+
+    @property
+    def metrics(self) -> dict[str, Sum]:
+        """Return the sum of each metric."""
+        return {name: _sum(values) for name, values in self._metrics.items()}
 
     def add(self, sums: MicroSums, num_examples: int) -> None:
         """Add a micro-batch."""
-        self.loss = self.loss + _widened(sums.loss.detach(), sums.loss.device)
-        self.weight = self.weight + sums.weight
-        self._add_metrics(sums.metrics)
+        self._losses.append(sums.loss.detach())
+        self._weights.append(sums.weight)
+        for name, value in sums.metrics.items():
+            self._metrics.setdefault(name, []).append(value)
         self.num_examples += num_examples
-        self.num_micro_batches += 1
 
     def merge(self, other: Totals) -> None:
         """Add the totals of another batch of the same update."""
-        self.loss = self.loss + other.loss
-        self.weight = self.weight + other.weight
-        self._add_metrics(other.metrics)
+        self._losses += other._losses
+        self._weights += other._weights
+        for name, values in other._metrics.items():
+            self._metrics.setdefault(name, []).extend(values)
         self.num_examples += other.num_examples
-        self.num_micro_batches += other.num_micro_batches
-
-    def _add_metrics(self, metrics: Mapping[str, Sum]) -> None:
-        for name, value in metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + value
 
 
 def check_weight(weight: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,23 +79,24 @@ def num_examples(batch: Any) -> int:
     return sizes[0]
 
 
-def take(batch: Any, indices: list[int]) -> Any:
+def take(batch: Any, indices: Sequence[int], *, num: int | None = None) -> Any:
     """Return the examples at some places; neighbours are sliced without a copy.
 
-    A list of one value an example that holds no tensor, such as texts or names, is cut as the tensors are.
+    ``indices`` is a list, or a range of neighbours; ``num`` the number of examples, where it is known. A list of one
+    value an example that holds no tensor, such as texts or names, is cut as the tensors are.
 
     >>> take({"x": torch.arange(3), "texts": ["a", "b", "c"]}, [0, 2])
     {'x': tensor([0, 2]), 'texts': ['a', 'c']}
     """
-    num = num_examples(batch)
+    num = num_examples(batch) if num is None else num
     start, stop = indices[0], indices[0] + len(indices)
-    if indices == list(range(start, stop)):
+    if isinstance(indices, range) or indices == list(range(start, stop)):
         return _cut(batch, num, indices, lambda tensor: tensor[start:stop])
     index = torch.tensor(indices)
     return _cut(batch, num, indices, lambda tensor: tensor.index_select(0, index.to(tensor.device, non_blocking=True)))
 
 
-def _cut(batch: Any, num: int, indices: list[int], function: Callable[[Tensor], Tensor]) -> Any:
+def _cut(batch: Any, num: int, indices: Sequence[int], function: Callable[[Tensor], Tensor]) -> Any:
     def cut_lists(value: Any) -> Any:
         is_plain = isinstance(value, list) and len(value) == num and next(leaves(value), None) is None
         return [value[index] for index in indices] if is_plain else value

@@ -10,13 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+# On an accelerator gradients up to this size wait for one kernel that takes the norms of many; larger ones do not wait,
+# since a gradient that is held is copied by autograd.
+_SMALL = 1 << 18
+_MAX_WAITING = 128
+
 
 @final
 class GradientNorms:
     """Sums ``|h_i|² / b_i`` over micro-batches, ``h_i`` the gradient that backward adds for micro-batch ``i``.
 
     A hook of a parameter fires once a backward, with the gradient of that backward before it is added to ``.grad``, so
-    no copy of a gradient is needed. Everything stays on the device.
+    no copy of the gradient is needed. Everything stays on the device.
 
     Args:
         parameters: those to watch.
@@ -25,51 +30,45 @@ class GradientNorms:
 
     def __init__(self, parameters: Sequence[nn.Parameter], groups: Sequence[int] | None = None) -> None:
         self.groups = [0] * len(parameters) if groups is None else list(groups)
+        self.num_groups = max(self.groups) + 1
         self._parameters = list(parameters)
         self._handles: list[RemovableHandle] = [
             parameter.register_hook(partial(self._add, group))
             for parameter, group in zip(parameters, self.groups, strict=True)
         ]
-        self._squares: list[Tensor] = []
-        self._fired: list[int] = []
-        self._is_open = False
+        self._open: _Squares | None = None
         self.total: Tensor | None = None  # one sum a group
 
-    @property
-    def num_groups(self) -> int:
-        """Return how many sums there are."""
-        return max(self.groups) + 1
-
     def _add(self, group: int, gradient: Tensor) -> None:
-        if self._is_open:
-            self._squares.append(_square(gradient))
-            self._fired.append(group)
+        if self._open is not None:
+            self._open.add(gradient, group)
 
     def begin(self) -> None:
         """Start a micro-batch."""
-        self._squares, self._fired, self._is_open = [], [], True
+        self._open = _Squares()
 
     def end(self, num_examples: int) -> None:
         """Close a micro-batch of some examples and add its share; one of no examples counts for nothing."""
-        self._is_open = False
-        if not self._squares or num_examples == 0:
+        squares, self._open = self._open, None
+        if squares is None or num_examples == 0:
             return
-        share = _sum_by_group(self._squares, self._fired, self.num_groups) / num_examples
-        self.total = share if self.total is None else self.total + share
+        found = squares.sums(self.num_groups)
+        if found is not None:
+            share = found / num_examples
+            self.total = share if self.total is None else self.total + share
 
     def of_gradients(self) -> Tensor:
         """Return the squared norm of the gradients that are there now, one a group."""
-        found = [
-            (parameter.grad, group)
-            for parameter, group in zip(self._parameters, self.groups, strict=True)
-            if parameter.grad is not None
-        ]
-        squares = [_square(gradient) for gradient, _ in found]
-        return _sum_by_group(squares, [group for _, group in found], self.num_groups)
+        squares = _Squares()
+        for parameter, group in zip(self._parameters, self.groups, strict=True):
+            if parameter.grad is not None:
+                squares.add(parameter.grad, group)
+        found = squares.sums(self.num_groups)
+        return torch.zeros(self.num_groups, dtype=torch.float64) if found is None else found
 
     def reset(self) -> None:
         """Forget the micro-batches so far."""
-        self._squares, self._fired, self._is_open, self.total = [], [], False, None
+        self._open, self.total = None, None
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -77,23 +76,62 @@ class GradientNorms:
             handle.remove()
 
 
+@final
+class _Squares:
+    """Squared norms of gradients as they come, each with its group."""
+
+    def __init__(self) -> None:
+        self._squares: list[Tensor] = []
+        self._groups: list[int] = []
+        self._waiting: list[Tensor] = []
+        self._waiting_groups: list[int] = []
+
+    def add(self, gradient: Tensor, group: int) -> None:
+        """Take the norm of a gradient, now or with others."""
+        if gradient.is_cpu or gradient.is_sparse or gradient.numel() > _SMALL:
+            self._squares.append(_square(gradient))
+            self._groups.append(group)
+            return
+        self._waiting.append(gradient.detach())
+        self._waiting_groups.append(group)
+        if len(self._waiting) >= _MAX_WAITING:
+            self._flush()
+
+    def sums(self, num_groups: int) -> Tensor | None:
+        """Return the sum of each group, None without any gradient."""
+        self._flush()
+        squares = self._squares
+        if not squares:
+            return None
+        device = squares[0].device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        if any(square.device != device or square.dtype != squares[0].dtype for square in squares):
+            squares = [square.to(device=device, dtype=wide) for square in squares]
+        stacked = torch.stack(squares)
+        if num_groups == 1:
+            return stacked.sum(0, keepdim=True, dtype=wide)
+        groups = torch.tensor(self._groups, device=device)
+        return stacked.new_zeros(num_groups, dtype=wide).index_add(0, groups, stacked.to(wide))
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for dtype in dict.fromkeys(gradient.dtype for gradient in waiting):
+            chosen = [place for place, gradient in enumerate(waiting) if gradient.dtype == dtype]
+            norms = torch._foreach_norm([waiting[place] for place in chosen], dtype=_wide(dtype))
+            self._squares += torch._foreach_mul(norms, norms)
+            self._groups += [self._waiting_groups[place] for place in chosen]
+        self._waiting_groups = []
+
+
 def _square(gradient: Tensor) -> Tensor:
     """Return the squared norm of a gradient, in float32 or wider."""
+    if gradient.is_cpu and gradient.dtype is torch.float32 and gradient.is_contiguous():
+        flat = gradient.detach().view(-1)
+        return torch.dot(flat, flat)  # on a CPU twice as fast as a norm
     dense = (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
-    is_wide = dense.dtype in (torch.float32, torch.float64)
-    if is_wide and dense.device.type == "cpu" and dense.is_contiguous():
-        flat = dense.view(-1)
-        return torch.dot(flat, flat)  # on a CPU twice as fast as a norm for small gradients
-    # Squares of half-precision gradients overflow.
-    return torch.linalg.vector_norm(dense, dtype=dense.dtype if is_wide else torch.float32).square()
+    return torch.linalg.vector_norm(dense, dtype=_wide(dense.dtype)).square()
 
 
-def _sum_by_group(squares: Sequence[Tensor], groups: Sequence[int], num_groups: int) -> Tensor:
-    device = squares[0].device
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    if any(square.device != device or square.dtype != squares[0].dtype for square in squares):
-        squares = [square.to(device=device, dtype=wide) for square in squares]
-    stacked = torch.stack(list(squares)).to(wide)
-    if num_groups == 1:
-        return stacked.sum().reshape(1)
-    return stacked.new_zeros(num_groups).index_add(0, torch.tensor(groups, device=device), stacked)
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type to square in: squares of half-precision gradients overflow."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32

@@ -4,56 +4,14 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Texts of errors that are no torch.OutOfMemoryError by type: libraries under torch, other back ends, wrapped errors.
-_TEXTS = (
-    "cuda out of memory",
-    "hip out of memory",
-    "mps backend out of memory",
-    "xpu out of memory",
-    "cublas_status_alloc_failed",
-    "cublas_status_not_initialized",  # what cuBLAS says when its handle cannot be allocated
-    "cudnn_status_alloc_failed",
-    "cudnn_status_internal_error_device_allocation_failed",
-    "cusolver_status_alloc_failed",
-    "cusparse_status_insufficient_resources",
-    "miopenstatusallocfailed",
-    "hipblas_status_alloc_failed",
-    "cuda error: out of memory",
-    "can't allocate memory",
-    "not enough memory: you tried to allocate",
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an error means that memory ran out: by type, by text, or by one of its causes.
-
-    >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
-    True
-    >>> is_out_of_memory(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
-    True
-    >>> is_out_of_memory(ValueError("out of luck"))
-    False
-    """
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        current = pending.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        if isinstance(current, torch.OutOfMemoryError | MemoryError):
-            return True
-        if isinstance(current, RuntimeError) and any(text in str(current).lower() for text in _TEXTS):
-            return True
-        pending += [current.__cause__, current.__context__]
-    return False
+from .._memory_errors import is_out_of_memory as is_out_of_memory
 
 
 def free_memory(devices: Iterable[torch.device]) -> None:
@@ -71,10 +29,10 @@ def free_memory(devices: Iterable[torch.device]) -> None:
 
 @final
 class Snapshot:
-    """Random state and module buffers as they were, to make a second attempt the first one again."""
+    """Random state and a module's buffers as they were, to make a second attempt the first one again."""
 
-    def __init__(self, module: nn.Module, devices: Iterable[torch.device]) -> None:
-        self._buffers: list[tuple[Tensor, Tensor]] = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    def __init__(self, buffers: Iterable[Tensor], devices: Iterable[torch.device]) -> None:
+        self._buffers: list[tuple[Tensor, Tensor]] = [(buffer, buffer.detach().clone()) for buffer in buffers]
         self._python = random.getstate()
         self._numpy = np.random.get_state()
         self._torch = torch.get_rng_state()
@@ -90,6 +48,21 @@ class Snapshot:
         torch.set_rng_state(self._torch)
         for device, state in self._devices:
             _set_device_state(device, state)
+
+
+@final
+class Buffers:
+    """The buffers of a module at any time, without the walk through all its parts that ``module.buffers()`` takes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        # The dictionaries stay the same objects when buffers are added or replaced.
+        self._of_parts = [part._buffers for part in module.modules()]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for buffers in self._of_parts:
+            for buffer in buffers.values():
+                if buffer is not None:
+                    yield buffer
 
 
 def devices_of(module: nn.Module) -> list[torch.device]:

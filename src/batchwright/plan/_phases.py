@@ -1,0 +1,87 @@
+"""Two phases of a step, each with its own peak: the larger one is the peak of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ._arrays import IntArray
+from ._features import MIN_ROWS, Doubles, Terms, fit_terms
+
+Phases: TypeAlias = "tuple[Terms, ...]"
+Fit: TypeAlias = Callable[[IntArray, Doubles], Phases]
+_Mask: TypeAlias = npt.NDArray[np.bool_]
+
+# Two phases have twice the coefficients; fewer shapes could be met by chance.
+MIN_SHAPES = 12
+_MAX_TURNS = 10
+_ROUNDING = 1e-18  # of squared relative errors
+_SHARES = (0.3, 0.5, 0.7)
+
+
+def peak_of(phases: Phases, shapes: npt.ArrayLike) -> Doubles:
+    """Return the larger prediction of the phases for each shape.
+
+    >>> flat, growing = Terms(1, (500.0, 0.0, 0.0, 0.0)), Terms(1, (100.0, 0.0, 3.0, 0.0))
+    >>> peak_of((flat, growing), [[2, 10], [20, 10]]).tolist()
+    [500.0, 700.0]
+    """
+    found = phases[0].predict(shapes)
+    for phase in phases[1:]:
+        found = np.maximum(found, phase.predict(shapes))
+    return found
+
+
+def one_phase(shapes: IntArray, values: Doubles) -> Phases:
+    """Fit one set of terms to all shapes."""
+    return (fit_terms(shapes, values),)
+
+
+def two_phases(shapes: IntArray, values: Doubles) -> Phases:
+    """Fit the larger of two sets of terms, least in the squared relative error; one set where two gain nothing.
+
+    A step of training peaks in the backward pass or in the update, an encoder with a decoder in either. Shapes are
+    divided by a first guess; both parts are fitted, each shape goes to the phase that is larger there, and so on until
+    nothing moves: max-affine regression (Magnani and Boyd 2009). Of several first guesses the best end counts. The
+    first of the two phases is that of the largest shape.
+    """
+    best = one_phase(shapes, values)
+    least = _error(best, shapes, values)
+    for guess in _guesses(best, shapes, values):
+        for phases in _alternate(guess, shapes, values):
+            error = _error(phases, shapes, values)
+            if error < least - _ROUNDING:
+                best, least = phases, error
+    largest = shapes[[int(np.argmax(values))]]
+    return tuple(sorted(best, key=lambda phase: -float(phase.predict(largest)[0])))
+
+
+def _error(phases: Phases, shapes: IntArray, values: Doubles) -> float:
+    return float(((peak_of(phases, shapes) / values - 1) ** 2).sum())
+
+
+def _guesses(one: Phases, shapes: IntArray, values: Doubles) -> Iterator[_Mask]:
+    """Yield divisions: small and large values, rows long on one axis or on another, over and under one fit."""
+    for share in _SHARES:
+        yield values <= np.quantile(values, share)
+    sides = shapes[:, 1:].astype(np.float64)
+    for one_axis in range(sides.shape[1]):
+        for other in range(one_axis):
+            ratio = sides[:, one_axis] / sides[:, other]
+            for share in _SHARES:
+                yield ratio <= np.quantile(ratio, share)
+    yield peak_of(one, shapes) > values
+
+
+def _alternate(mask: _Mask, shapes: IntArray, values: Doubles) -> Iterator[Phases]:
+    seen: set[bytes] = set()
+    while mask.tobytes() not in seen and len(seen) < _MAX_TURNS:
+        seen.add(mask.tobytes())
+        if min(mask.sum(), (~mask).sum()) < MIN_ROWS:
+            return
+        phases = tuple(fit_terms(shapes[part], values[part]) for part in (mask, ~mask))
+        yield phases
+        mask = phases[0].predict(shapes) > phases[1].predict(shapes)
