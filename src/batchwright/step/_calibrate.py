@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,12 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._progress import ProgressBar
-from ..errors import ArgumentError, BatchwrightError, BudgetError, DoesNotFitError
+from ..errors import ArgumentError, BudgetError, DoesNotFitError
 from ..plan._arrays import as_whole
-from ..plan._features import MIN_ROWS, as_shapes
-from ..plan._phases import MIN_SHAPES, one_phase, peak_of, two_phases
+from ..plan._features import as_shapes
 from ..plan.budget import check_limit
 from ._allocate import step_of_zeros
+from ._explore import Explore, Strategy, in_turn
 from ._probe import Prober
 from ._restore import restored
 from .calibration import Calibration, Measurement, Shape
@@ -77,6 +78,33 @@ def calibrate(
     (True, 4, True)
     """
     probes = _ordered(shapes)
+    return calibrate_by(
+        run, partial(in_turn, probes), total=len(probes), restore=restore, max_bytes=max_bytes, repeats=repeats,
+        accumulate=accumulate, device=device, monitor=monitor, progress=progress, clock=clock,
+    )  # fmt: skip
+
+
+def calibrate_by(
+    run: Callable[[Shape], Any],
+    explore: Explore,
+    *,
+    restore: Restorable | Sequence[Restorable],
+    total: int | None = None,
+    max_bytes: float | None = None,
+    repeats: int = 2,
+    accumulate: bool = True,
+    device: torch.device | str | None = None,
+    monitor: MemoryMonitor | None = None,
+    progress: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Calibration:
+    """Measure the shapes that a strategy asks for; what is not named here is as in ``calibrate``.
+
+    Args:
+        run: does one real forward and backward pass for a shape.
+        explore: makes the strategy for a limit in bytes, None on the CPU.
+        total: how many shapes there will be, for the progress bar; None when nobody knows.
+    """
     modules, optimizers = _sort_out(restore)
     device = _one_device(modules) if device is None else torch.device(device)
     if monitor is None and device.type != "cpu":
@@ -89,44 +117,34 @@ def calibrate(
         gradients = [] if accumulate else [parameter for module in modules for parameter in module.parameters()]
         prober = Prober(run, device, monitor, as_whole("repeats", repeats, least=1), gradients, clock)
         limit = None if monitor is None else int(monitor.total_bytes * USABLE if max_bytes is None else max_bytes)
-        rows, stopped = _probe_all(prober, probes, limit, show=progress and len(probes) > MIN_PROBES)
+        show = progress and (total is None or total > MIN_PROBES)
+        with ProgressBar(label="calibrating", total=total, enabled=show) as bar:
+            rows, stopped = _probe(prober, explore(limit), bar)
     free_memory([device])
     return Calibration.fit(rows, max_bytes=limit, stopped=stopped)
 
 
-def _probe_all(
-    prober: Prober, probes: list[Shape], limit: int | None, *, show: bool
-) -> tuple[list[Measurement], str | None]:
-    """Measure shapes until one does not fit; return what was measured and why the rest was not."""
+def _probe(prober: Prober, strategy: Strategy, bar: ProgressBar) -> tuple[list[Measurement], str | None]:
+    """Measure what the strategy asks for; return what was measured and why the rest was not."""
     rows: list[Measurement] = []
-    stopped: str | None = None
-    problem: type[BatchwrightError] = BudgetError
-    with ProgressBar(label="calibrating", total=len(probes), enabled=show) as bar:
-        for shape in probes:
-            if limit is not None and _predicted(rows, shape) > limit:
-                stopped = f"{shape} is predicted over {limit} bytes"
-                break
+    row: Measurement | None = None
+    try:
+        shape = next(strategy)
+        while True:
             row = prober.measure(shape)
-            if row is None:
-                stopped, problem = f"{shape} ran out of memory", DoesNotFitError
-                break
-            rows.append(row)
-            bar.update()
+            if row is not None:
+                rows.append(row)
+                bar.update()
+            shape = strategy.send(row)
+    except StopIteration as end:
+        stopped: str | None = end.value
     if len(rows) < MIN_PROBES:
+        problem = BudgetError if row is not None else DoesNotFitError
         raise problem(
             f"{stopped}, and only {len(rows)} smaller shapes fit; {MIN_PROBES} are needed: give smaller shapes, "
             "or more memory"
         )
     return rows, stopped
-
-
-def _predicted(rows: list[Measurement], shape: Shape) -> float:
-    """Return the peak expected from what was measured so far, 0 while that is too little."""
-    peaks = [float(row.peak_bytes) for row in rows if row.peak_bytes is not None]
-    if len(peaks) < MIN_ROWS:
-        return 0.0
-    shapes, fit = np.array([row.shape for row in rows]), two_phases if len(peaks) >= MIN_SHAPES else one_phase
-    return float(peak_of(fit(shapes, np.array(peaks)), [shape])[0])
 
 
 def _ordered(shapes: npt.ArrayLike) -> list[Shape]:

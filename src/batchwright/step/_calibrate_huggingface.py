@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -14,18 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError
-from ..plan import MaxItems, MaxTokens
-from ._calibrate import calibrate
-from ._probe_shapes import default_shapes
+from ._calibrate import calibrate, calibrate_by
+from ._explore import growing
 from .calibration import Calibration, Shape
 from .oom import Snapshot, devices_of
 
-# Without shapes: a first look at small batches, then up to the memory that is there, but no further than this.
-FIRST_LOOK = MaxItems(4)
-MOST_TOKENS = MaxTokens(2**18)
-# Small batches say little of large ones: the constant hides what an item takes. So look again, a few times.
-MAX_ROUNDS = 3
-NEAR = 0.6
 DEFAULT_LONGEST = 512
 
 
@@ -65,29 +59,10 @@ def calibrate_huggingface(
             loss = inputs.loss(shape)
         loss.backward()
 
-    def measure(wanted: npt.ArrayLike) -> Calibration:
-        return calibrate(run, wanted, restore=(model, optimizer), **options)
-
     if shapes is not None:
-        return measure(shapes)
-    return _grow(measure, _default_lengths(model, inputs.num_axes) if lengths is None else lengths)
-
-
-def _grow(measure: Callable[[npt.ArrayLike], Calibration], lengths: npt.ArrayLike) -> Calibration:
-    """Measure small batches, then those that should just fit, until one comes near the limit."""
-    found = measure(default_shapes(lengths, FIRST_LOOK))
-    for _ in range(MAX_ROUNDS):
-        if found.memory is None or found.peak_bytes is None or found.max_bytes is None or found.stopped:
-            break
-        larger = default_shapes(lengths, found.budget() & MOST_TOKENS)
-        # Parameters and optimizer state are there in every probe; what counts is the part that grows with the batch.
-        constant = found.memory.least_bytes
-        is_near = max(found.peak_bytes) - constant >= NEAR * (found.max_bytes - constant)
-        if is_near or set(larger) <= set(found.shapes):
-            break
-        # What has run already runs again: shapes that fit for sure, should the larger ones not.
-        found = measure([*found.shapes, *larger])
-    return found
+        return calibrate(run, shapes, restore=(model, optimizer), **options)
+    of_data = _default_lengths(model, inputs.num_axes) if lengths is None else lengths
+    return calibrate_by(run, partial(growing, of_data), restore=(model, optimizer), **options)
 
 
 @final

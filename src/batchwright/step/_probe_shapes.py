@@ -37,7 +37,7 @@ def default_shapes(lengths: npt.ArrayLike, budget: Budget | int, *, num: int = 1
     """
     num = as_whole("num", num, least=4)
     limit = MaxItems(budget) if isinstance(budget, int) else check_budget(budget)
-    levels = [_levels(column) for column in as_lengths(lengths).T]
+    levels = [levels_of(column) for column in as_lengths(lengths).T]
     found = dict.fromkeys(_one_side_at_a_time(limit, levels))
     for shape in _candidates(limit, levels):
         if len(found) < num:
@@ -60,7 +60,7 @@ def _one_side_at_a_time(limit: Budget, levels: list[list[int]]) -> Iterator[tupl
         yield shape
 
 
-def _levels(column: npt.NDArray[np.int32]) -> list[int]:
+def levels_of(column: npt.NDArray[np.int32]) -> list[int]:
     """Return a few lengths of an axis, shortest first, the longest last."""
     found = np.unique(np.quantile(column, QUANTILES).astype(np.int64))
     if len(found) < MIN_LENGTHS:  # data of one length: shorter ones tell what a length costs

@@ -1,0 +1,102 @@
+"""Which shapes are probed, against machines whose memory is known."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import batchwright as bw
+from batchwright.step._explore import GROWTH, growing, in_turn
+from batchwright.step.calibration import Calibration, Measurement
+
+GIB = 2**30
+
+
+def translation_model(shape):
+    """The peak of a model with the shape of NLLB-600M, one batch an update: small batches peak in the update."""
+    num, source, target = shape
+    update = 10.85e9 + 4e4 * num * (source + target)
+    loss = 8.66e9 + num * (96e3 + 521e3 * source + 3.127e6 * target + 32.5 * source**2 + 21 * source * target)
+    return max(update, loss)
+
+
+def short_texts(num, seed=0):
+    source = np.exp(np.random.default_rng(seed).normal(np.log(16), 0.95, num))
+    target = source * np.exp(np.random.default_rng(seed + 1).normal(0, 0.25, num))
+    return np.clip(np.round(np.stack([source, target], axis=1)), 3, 512).astype(int)
+
+
+def explore(strategy, peak, total_bytes):
+    """Run a strategy on a machine; return what was measured, what ran out of memory, and why it stopped."""
+    found, failed = [], []
+    try:
+        shape = next(strategy)
+        while True:
+            fits = peak(shape) <= total_bytes
+            (found if fits else failed).append(Measurement(shape, 0.1, 0.1, int(peak(shape))) if fits else shape)
+            shape = strategy.send(found[-1] if fits else None)
+    except StopIteration as end:
+        return found, failed, end.value
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_budget_from_growing_probes_is_kept_and_filled(seed):
+    lengths, limit = short_texts(5_000, seed), int(0.95 * 32 * GIB)
+    found, _, _ = explore(growing(lengths, limit), translation_model, 32 * GIB)
+    budget = Calibration.fit(found, max_bytes=limit).budget()
+    plan = bw.plan_batches(lengths, budget, grouping=bw.Sorted())
+    shapes = [(len(batch), *lengths[np.asarray(batch)].max(axis=0)) for batch in plan]
+    peaks = np.array([translation_model(shape) for shape in shapes])
+    assert peaks.max() <= limit
+    assert np.median(peaks) > 0.97 * limit
+
+
+def test_every_row_of_lengths_is_measured_near_the_limit():
+    lengths, limit = short_texts(5_000), 30 * GIB
+    found, _, _ = explore(growing(lengths, limit), translation_model, 32 * GIB)
+    best = {}
+    for row in found:
+        best[row.shape[1:]] = max(best.get(row.shape[1:], 0), row.peak_bytes)
+    in_step = [tuple(np.quantile(lengths, level, axis=0).astype(int)) for level in (0.1, 0.5, 0.9, 1.0)]
+    assert all(best[row] > 0.75 * limit for row in in_step)
+
+
+def test_no_shape_is_far_from_what_was_measured():
+    found, failed, _ = explore(growing(short_texts(5_000), 30 * GIB), translation_model, 32 * GIB)
+    most = {}
+    for shape in [*(row.shape for row in found[10:]), *failed]:
+        assert shape[0] <= max(GROWTH, GROWTH * most.get(shape[1:], 4))
+        most[shape[1:]] = shape[0]
+
+
+def test_running_out_of_memory_is_not_the_end():
+    found, failed, stopped = explore(growing(short_texts(5_000), 31 * GIB), translation_model, 20 * GIB)
+    assert failed
+    assert stopped == f"{failed[0]} ran out of memory"
+    assert len(found) > 15
+
+
+def test_nothing_as_large_as_what_failed_is_tried_again():
+    _, failed, _ = explore(growing(short_texts(5_000), 31 * GIB), translation_model, 20 * GIB)
+    for place, shape in enumerate(failed):
+        assert not any(all(a >= b for a, b in zip(shape, other, strict=True)) for other in failed[:place])
+
+
+def test_without_memory_to_measure_small_batches_are_all():
+    found, _, stopped = explore(growing([8, 16, 32, 64] * 5, None), lambda shape: 1, 10)
+    assert stopped is None
+    assert max(row.shape[0] for row in found) == 4
+
+
+def test_a_batch_is_never_of_more_than_a_quarter_of_a_million_tokens():
+    found, failed, _ = explore(growing([8, 16, 32, 64] * 5, 10**15), lambda shape: 1000 + shape[0], 10**16)
+    assert not failed
+    assert max(num * length for num, length in (row.shape for row in found)) == 2**18
+
+
+def test_a_list_is_probed_until_a_shape_is_predicted_over_the_limit():
+    found, _, stopped = explore(
+        in_turn([(1, 10), (2, 10), (4, 10), (50, 10), (60, 10)], 1400), lambda shape: 1000 + 10 * shape[0], 10**9
+    )
+    assert [row.shape[0] for row in found] == [1, 2, 4]  # (50, 10) would take 1500
+    assert stopped == "(50, 10) is predicted over 1400 bytes"
