@@ -99,6 +99,7 @@ class Device:
         return {
             "device": platform.machine() if self.is_cpu else torch.cuda.get_device_name(),
             "cap_gib": self.cap_bytes / GIB,
+            "allocator": os.environ["PYTORCH_CUDA_ALLOC_CONF"],
             "cudnn_attention": not self.is_cpu and torch.backends.cuda.cudnn_sdp_enabled(),
             "versions": {name: _version(name) for name in ("batchwright", "numpy", "torch", "transformers")},
             "python": platform.python_version(),

@@ -1,6 +1,7 @@
 """How well a few probes predict peak memory: seven architectures, training and inference, held-out shapes.
 
     python benchmarks/gpu_memory.py --output benchmarks/results/gpu_memory.json
+    python benchmarks/gpu_memory.py --refit benchmarks/results/gpu_memory.json    # fits measured peaks anew, no GPU
     python benchmarks/gpu_memory.py --smoke
 
 Encoder, decoders, sequence-to-sequence models, images (a shape counts patches) and speech (it counts samples), random
@@ -139,24 +140,49 @@ def run_model(architecture: Architecture, device: Device, *, trains: bool) -> Ro
             shapes, found.memory.predict(shapes), found.memory.upper(shapes), strict=True
         )
     ]
-    measured = [row for row in rows if row["peak"] is not None]
-    errors = [abs(row["predict"] / row["peak"] - 1) for row in measured]
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "probes": len(found.shapes),
         "probed": list(zip(found.shapes, found.peak_bytes or (), strict=True)),
         "largest_probe_of_cap": max(found.peak_bytes or [0]) / device.cap_bytes,
-        "margin": found.memory.margin,
-        "coefficients": found.memory.coefficients,
         "stopped": found.stopped,
+        "seconds": time.perf_counter() - start,
+        **judge(found.memory, rows),
+        "rows": rows,
+    }
+
+
+def judge(memory: bw.MemoryModel, rows: list[Row]) -> Row:
+    """Return the errors of a model on measured shapes."""
+    measured = [row for row in rows if row["peak"] is not None]
+    errors = [abs(row["predict"] / row["peak"] - 1) for row in measured]
+    return {
+        "memory": json.loads(memory.to_json()),
+        "margin": memory.margin,
         "held_out": len(rows),
         "mean_error": float(np.mean(errors)),
         "worst_error": float(np.max(errors)),
         "over_upper": sum(row["peak"] > row["upper"] for row in measured),
         "ran_out": len(rows) - len(measured),
-        "seconds": time.perf_counter() - start,
-        "rows": rows,
     }
+
+
+def refit(path: Path) -> list[Row]:
+    """Fit the model to the peaks that were measured before, and judge it on the same held-out shapes."""
+    report = json.loads(path.read_text())
+    for row in report["models"]:
+        if "probed" not in row:
+            continue
+        shapes, peaks = zip(*row["probed"], strict=True)
+        memory = bw.MemoryModel.fit(shapes, peaks)
+        wanted = [held["shape"] for held in row["rows"]]
+        found = zip(row["rows"], memory.predict(wanted), memory.upper(wanted), strict=True)
+        rows = [{**held, "predict": float(one), "upper": float(two)} for held, one, two in found]
+        row.pop("coefficients", None)
+        row.update({**judge(memory, rows), "rows": rows})
+    report["refitted"] = True
+    write(path, report)
+    return list(report["models"])
 
 
 def run(device: Device, architectures: list[Architecture], output: Path | None) -> list[Row]:
@@ -180,7 +206,11 @@ def run(device: Device, architectures: list[Architecture], output: Path | None) 
 def main() -> None:
     parser = make_parser(__doc__, cap_gib=32.0)
     parser.add_argument("--models", default="", help="only those whose name contains this")
+    parser.add_argument("--refit", type=Path, help="a file of results: fit its measured peaks anew, and stop")
     options = parser.parse_args()
+    if options.refit:
+        print(markdown(refit(options.refit), COLUMNS))
+        return
     chosen = [architecture for architecture in ARCHITECTURES if options.models.lower() in architecture.name.lower()]
     with Device((SMOKE_CAP_GIB if options.smoke else options.cap_gib) * GIB, smoke=options.smoke) as device:
         rows = run(device, chosen, options.output)

@@ -65,10 +65,9 @@ def measure(app: Any, rate: float, seconds: float, seed: int) -> dict[str, Any]:
     load = poisson(rate, seconds, seed)
     handle.remote(1).result()  # the handle finds its replicas
     answers = asyncio.run(drive(ask, load))
-    seen = Stub()
-    seen.batches = [handle.stats.remote().result()["mean_items"]]
+    mean_items = handle.stats.remote().result()["mean_items"]
     serve.delete("arm")
-    return summarise(load, answers, seen)
+    return summarise(load, answers, [mean_items])
 
 
 def main() -> None:

@@ -90,7 +90,7 @@ async def _measure(name: str, load: Load) -> Row:
     stub = Stub()
     async with ARMS[name].make(stub) as ask:
         answers = await drive(ask, load)
-    return summarise(load, answers, stub)
+    return summarise(load, answers, stub.batches)
 
 
 def summary(rows: list[Row]) -> list[Row]:

@@ -121,19 +121,21 @@ async def drive(ask: Ask, load: Load) -> Answers:
     return answers
 
 
-def summarise(load: Load, answers: Answers, stub: Stub) -> dict[str, Any]:
+def summarise(
+    load: Load, answers: Answers, batches: Sequence[int], *, deadline_ms: float = DEADLINE_MS
+) -> dict[str, Any]:
     """Figures over the requests that arrived after the warm-up."""
     counted = [value for value, at in zip(answers.seconds, load.arrivals, strict=True) if at >= WARM_UP_SECONDS]
     seconds = float(load.arrivals[-1]) - WARM_UP_SECONDS
     done = np.array([value for value in counted if value is not None])
-    in_time = int((done <= DEADLINE_MS / 1e3).sum())
+    in_time = int((done <= deadline_ms / 1e3).sum())
     return {
         "p50_ms": float(np.percentile(done, 50) * 1e3) if len(done) else None,
         "p99_ms": float(np.percentile(done, 99) * 1e3) if len(done) else None,
         "throughput": len(done) / seconds,
         "goodput": in_time / seconds,
         "missed": 1 - in_time / len(counted),
-        "mean_batch": float(np.mean(stub.batches)) if stub.batches else 0.0,
+        "mean_batch": float(np.mean(batches)) if batches else 0.0,
         "load_lag_p99_ms": answers.lag_seconds * 1e3,
         "errors": {name: count for name, count in answers.errors.items() if count},
     }

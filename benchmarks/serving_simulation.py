@@ -69,7 +69,7 @@ def measure(arm: str, rate: int, seconds: float, seed: int) -> Row:
     stub = Stub()
     row: dict[str, Any] = {"arm": arm, "load": load.name, "rate": rate, "pass": seed}
     policy_arm = arm.removesuffix("-constant")
-    return row | summarise(load, simulate(core_for(policy_arm), load, stub, seed), stub)
+    return row | summarise(load, simulate(core_for(policy_arm), load, stub, seed), stub.batches)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import json
 import random
 
+import numpy as np
 import pytest
 
 from batchwright.errors import ArgumentError, StateMismatchError
@@ -143,3 +144,22 @@ def test_impossible_coefficients_are_refused(wrong):
 def test_an_impossible_decay_is_refused():
     with pytest.raises(ArgumentError, match="decay"):
         LatencyModel(decay=0)
+
+
+def test_a_device_whose_times_vary_is_predicted_by_their_mean():
+    model, rng = LatencyModel(), np.random.default_rng(0)
+    for _ in range(2_000):
+        num, length = int(rng.integers(1, 9)), int(rng.integers(8, 65))
+        # One in two calls takes nine times as long: 10 ms on average beside 10 µs a token.
+        model.observe(num, length, (0.002 if rng.random() < 0.5 else 0.018) + 1e-5 * num * length)
+    assert model.predict(4, 32) == pytest.approx(0.010 + 1e-5 * 4 * 32, rel=0.25)
+
+
+def test_a_hiccup_counts_as_three_times_the_prediction():
+    calm, shaken = LatencyModel(), LatencyModel()
+    for model, longest in ((calm, 0.03), (shaken, 40.0)):
+        for _ in range(104):  # the first is ignored; the fit is renewed with every eighth batch, the 104th the last
+            model.observe(1, 32, 0.01)
+        model.observe(1, 32, longest)
+    assert shaken.predict(1, 32) == pytest.approx(calm.predict(1, 32), rel=1e-9)
+    assert shaken.predict(1, 32) > 0.01

@@ -82,12 +82,12 @@ def _about_memory(machine: Machine) -> list[Advice]:
                 "or a cap hold the rest. Calibrate when they are gone, or give max_bytes.",
             )
         )
-    if "expandable_segments:True" not in machine.allocator:
+    if not any(setting in machine.allocator for setting in ("expandable_segments:True", "cudaMallocAsync")):
         found.append(
             Advice(
                 "memory",
                 "Batches of varying shape leave gaps in the allocator's blocks, and memory runs out before it is full. "
-                "Let blocks grow:",
+                "Let blocks grow, or use backend:cudaMallocAsync, which was faster close to the limit:",
                 "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
             )
         )

@@ -14,6 +14,8 @@ from ._fit import fit_non_negative
 
 # Fewer observations than this decide nothing.
 MIN_OBSERVATIONS = 8
+# A call that took longer than so many times the prediction counts as one that took just that.
+MAX_RATIO = 3.0
 # Until then a call counts as much as this many padded tokens; only the ratio is used.
 NOMINAL_TOKENS = 4096.0
 # The first call of a shape may compile or tune; it is believed only if it was not this much slower.
@@ -34,8 +36,8 @@ class LatencyModel:
 
     ``seconds = a + b·n·L + c·n·L²`` for ``n`` items of padded length ``L``, no coefficient below zero, ``c`` only
     where it removes a tenth of the error. Least squares of the relative error, an observation counting ``decay`` times
-    less with each one after it. The first call of a shape is ignored when nothing alike ran before, or when it took
-    twice what was predicted: it may have compiled or tuned.
+    less with each one after it, and as 3 times the prediction at most: a hiccup is no trend. The first call of a shape
+    is ignored when nothing alike ran before, or when it took twice what was predicted: it may have compiled or tuned.
 
     Args:
         decay: the weight that an observation keeps with each one after it, above 0 and at most 1.
@@ -132,14 +134,17 @@ class LatencyModel:
         """
         if not self._learns or not 0 < seconds < math.inf or self._is_first_call(num_items, length, seconds):
             return
+        # Errors count relative to what was predicted: relative to the seconds themselves, those that happen to be short
+        # would weigh most, and a device whose times vary would be taken for a faster one.
+        scale = self.predict(num_items, length) if self.is_ready else seconds
+        ratio = seconds / scale
         if self.is_ready:
-            self._ratios.append(seconds / self.predict(num_items, length))
-        # Dividing by the seconds makes the squared error a relative one: the aim is 1 everywhere. It also makes a
-        # hiccup count little, however long it was.
-        row = np.array([1.0, num_items * length, num_items * length * float(length)]) / seconds
+            self._ratios.append(ratio)
+        ratio = min(ratio, MAX_RATIO)
+        row = np.array([1.0, num_items * length, num_items * length * float(length)]) / scale
         self._gram = self._gram * self._decay + np.outer(row, row)
-        self._moment = self._moment * self._decay + row
-        self._total = self._total * self._decay + 1.0
+        self._moment = self._moment * self._decay + row * ratio
+        self._total = self._total * self._decay + ratio * ratio
         self._num_observed += 1
         if self._num_observed < REFIT_ALWAYS_BELOW or self._num_observed % REFIT_EVERY == 0:
             a, b, c = fit_non_negative(self._gram, self._moment, self._total).tolist()
