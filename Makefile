@@ -23,15 +23,18 @@ setup: .venv/.ready ## create .venv with everything the other targets need
 	fi
 	@touch $@
 
-# Groups of dependencies need pip 25.1. The stamp keeps later runs from installing anything again.
+# Groups of dependencies need pip 25.1. The stamp keeps later runs from installing anything again. dynabatch goes without
+# its dependencies, which are in the group: by its metadata it would bring GPU libraries that nothing here uses.
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable . --group dev
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps dynabatch==0.2.23
 	@touch $@
 
-demo: .venv/.ready ## train a small model two ways on the standard library and write a page (3 minutes)
+demo: .venv/.ready ## train a small model two ways on the standard library, compare strategies, write two pages (5 minutes)
 	$(BIN)/python -m batchwright demo
+	$(BIN)/python -m batchwright lab run quick --folder demo_out/lab
 
 test: lint types tests ## everything CI runs: lint, types, tests, doctests, README blocks
 

@@ -15,6 +15,7 @@
     ├── QueueFull                (RuntimeError) as many requests wait as are allowed
     ├── ResultError              (RuntimeError) a batched function did not return one result an item
     ├── DeadlineExceeded         (TimeoutError) a request could not finish in time, so it was not run
+    ├── StoreError               (OSError)      results of a lab cannot be written or read
     └── MissingDependencyError   (ImportError)  an optional package is needed; the message names the extra
 """
 
@@ -35,6 +36,7 @@ __all__ = [
     "QueueFull",
     "ResultError",
     "StateMismatchError",
+    "StoreError",
     "TooLarge",
     "UpdateMemoryError",
 ]
@@ -94,6 +96,10 @@ class TooLarge(BudgetError):
 @final
 class ResultError(BatchwrightError, RuntimeError):
     """The function did not return one result for each item."""
+
+
+class StoreError(BatchwrightError, OSError):
+    """Results cannot be written or read; the message says where and why, and what was kept."""
 
 
 @final

@@ -11,15 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from ..errors import BatchwrightError
+from ..errors import StoreError as StoreError
 from ._run_record import Record
 
 # Windows would write other line ends than it is given.
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
-
-
-class StoreError(BatchwrightError, OSError):
-    """Results cannot be written or read; the message says where and why, and what was kept."""
 
 
 @final
