@@ -71,21 +71,31 @@ def _tasks(quick: bool) -> Iterator[Task]:
         ("constant", "constant_large", "constant_large_scaled", *_ANNEALING, "seesaw"),
     )
     yield from _fashion()
-    chars = Cell(dataset="python_chars", model="char_lm", num_epochs=8, optimizer="adam", data={"limit": 600})
-    yield Task("Python source, character LM, Adam", chars, _ADAM_ARMS)
+    yield from _characters()
 
 
 def _fashion() -> Iterator[Task]:
-    """Two tasks: all arms, and the ramp again at half the sizes, to see how near the largest may come to the data."""
-    fashion: dict[str, Any] = {"dataset": "fashion_mnist", "model": "cnn", "num_epochs": 8, "data": {"limit": 2000}}
+    """Two tasks: all arms on a short run, and annealing on one three times as long."""
+    fashion: dict[str, Any] = {"dataset": "fashion_mnist", "model": "cnn", "data": {"limit": 2000}}
     try:
         load("fashion_mnist", limit=2000)
     except ArgumentError as error:
         print(f"Fashion-MNIST is left out: {error}\n", flush=True)
         return
     title = "Fashion-MNIST (1,600 images), CNN with GroupNorm, SGD"
-    yield Task(title, Cell(**fashion), _SGD_ARMS)
-    yield Task(f"{title}, half the sizes", Cell(**fashion, options={"base_size": 8}), ("constant", *_ANNEALING))
+    yield Task(title, Cell(**fashion, num_epochs=8), _SGD_ARMS)
+    yield Task(
+        f"{title}, three times as long", Cell(**fashion, num_epochs=24), ("constant", "constant_large", *_ANNEALING)
+    )
+
+
+def _characters() -> Iterator[Task]:
+    """Two tasks: all arms, and annealing from a quarter of the size, where noise outweighs the gradient."""
+    chars: dict[str, Any] = {"dataset": "python_chars", "model": "char_lm", "optimizer": "adam", "data": {"limit": 600}}
+    title = "Python source, character LM, Adam"
+    yield Task(title, Cell(**chars, num_epochs=8), _ADAM_ARMS)
+    small = Cell(**chars, num_epochs=8, options={"base_size": 2})
+    yield Task(f"{title}, from a batch of 2", small, ("constant", "constant_large", *_ANNEALING, "seesaw"))
 
 
 def main() -> None:

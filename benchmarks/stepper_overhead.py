@@ -2,11 +2,12 @@
 
     python benchmarks/stepper_overhead.py [--steps 200]
 
-Two models: a small transformer (1,024 tokens a step) and a wide MLP (128 rows a step), which has the most parameters to
-touch for its arithmetic and so the most to lose. Weights count examples; the rows marked "tokens" return the weight as
-a tensor that is not the number of examples, so that gradients are multiplied once at the end. accelerate is measured
-where it is installed. Arms take turns step by step, so that all see the same state of the machine; medians of processor
-seconds of the differences within a turn.
+Two models: a small transformer and a wide MLP, which has the most parameters to touch for its arithmetic, so most to
+lose; each with as many rows as take 20 ms by hand on this machine. Weights count examples; the rows marked "tokens"
+return the weight as a tensor that is not the number of examples, so that gradients are multiplied once at the end.
+accelerate is measured where it is installed, and the loop by hand twice: what the second differs by is noise. Arms take
+turns step by step, so that all see the same state of the machine; medians of the ratios of processor seconds within
+four turns.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import nn
 from batchwright.step import Stepper
 
 RESULT = Path(__file__).parent / "results" / "stepper_overhead.json"
+STEP_SECONDS = 0.020
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -42,16 +44,16 @@ class Transformer(nn.Module):
         return self.head(self.layers(self.embed(tokens)))
 
 
-def make_transformer() -> tuple[nn.Module, Batch]:
+def make_transformer(num_rows: int) -> tuple[nn.Module, Batch]:
     torch.manual_seed(0)
-    tokens = torch.randint(0, 256, (32, 33))
+    tokens = torch.randint(0, 256, (num_rows, 33))
     return Transformer(), (tokens[:, :-1], tokens[:, 1:])
 
 
-def make_mlp() -> tuple[nn.Module, Batch]:
+def make_mlp(num_rows: int) -> tuple[nn.Module, Batch]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 256))
-    return model, (torch.randn(128, 256), torch.randint(0, 256, (128,)))
+    return model, (torch.randn(num_rows, 256), torch.randint(0, 256, (num_rows,)))
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -120,6 +122,16 @@ def seconds(step: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
+def rows_of(make: Callable[[int], tuple[nn.Module, Batch]], num_parts: int) -> int:
+    """Return how many rows take about 20 ms by hand, a multiple of the micro-batches."""
+    found = {}
+    for num_rows in (4, 16):
+        step = hand_arm(*make(num_rows * num_parts), num_parts)
+        found[num_rows] = statistics.median(seconds(step) for _ in range(20))
+    per_row = max(1e-6, (found[16] - found[4]) / 12)
+    return num_parts * max(1, round((STEP_SECONDS - found[4]) / per_row + 4))
+
+
 def measure(arms: dict[str, Callable[[], object]], num_steps: int) -> list[dict[str, object]]:
     times: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(num_steps):
@@ -142,19 +154,21 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for model_name, make in (("transformer", make_transformer), ("mlp", make_mlp)):
-        for num_parts in (1, 4):
+        for num_parts in (1, 2, 4):
+            num_rows = rows_of(make, num_parts)
             arms: dict[str, Callable[[], object] | None] = {
-                "hand": hand_arm(*make(), num_parts),
-                "stepper": stepper_arm(*make(), num_parts),
-                "stepper, tokens": stepper_arm(*make(), num_parts, loss_fn=by_token),
-                "accelerate": accelerate_arm(*make(), num_parts),
+                "hand": hand_arm(*make(num_rows), num_parts),
+                "hand again": hand_arm(*make(num_rows), num_parts),
+                "stepper": stepper_arm(*make(num_rows), num_parts),
+                "stepper, tokens": stepper_arm(*make(num_rows), num_parts, loss_fn=by_token),
+                "accelerate": accelerate_arm(*make(num_rows), num_parts),
             }
             if num_parts > 1:
-                arms["stepper, noise"] = stepper_arm(*make(), num_parts, measure_noise=True)
-                arms["stepper, noise/4"] = stepper_arm(*make(), num_parts, measure_noise=4)
+                arms["stepper, noise"] = stepper_arm(*make(num_rows), num_parts, measure_noise=True)
+                arms["stepper, noise/4"] = stepper_arm(*make(num_rows), num_parts, measure_noise=4)
             found = {name: arm for name, arm in arms.items() if arm is not None}
             for row in measure(found, num_steps):
-                rows.append({"model": model_name, "micro_batches": num_parts, **row})
+                rows.append({"model": model_name, "rows": num_rows, "micro_batches": num_parts, **row})
                 print(
                     "{model:12} {micro_batches:3} {arm:16} {ms:8.2f} ms {over_hand:+8.1%}".format(**rows[-1]),
                     flush=True,

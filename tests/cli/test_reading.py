@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from batchwright._cli.formats import read_records
 from batchwright._cli.reading import Source, read_examples
 from batchwright.errors import ArgumentError
 
@@ -85,6 +86,14 @@ def test_csv_with_a_wrong_number_of_cells_names_the_line(tmp_path):
     path.write_text("id,text\n1,one\n2,two,three\n", encoding="utf-8")
     with pytest.raises(ArgumentError, match=r"a\.csv:3: 3 columns, where the first line has 2"):
         rows(path)
+
+
+@pytest.mark.parametrize(("name", "between"), [("a.csv", ","), ("a.tsv", "\t")])
+def test_two_columns_of_one_name_are_refused(tmp_path, name, between):
+    path = tmp_path / name
+    path.write_text(between.join(["text", "id", "text"]) + "\n" + between.join("abc") + "\n", encoding="utf-8")
+    with pytest.raises(ArgumentError, match=r"a\..sv:1: two columns are called 'text'; give every column a name"):
+        list(read_records(path, tsv_header=True))
 
 
 def test_csv_with_an_open_quote_names_the_line(tmp_path):

@@ -78,7 +78,7 @@ def _csv_records(path: Path) -> Iterator[tuple[str, Record | None]]:
         if not cells:
             yield where, None
         elif names is None:
-            names = cells
+            names = _header(cells, where)
         else:
             yield where, _named(names, cells, where)
 
@@ -92,10 +92,17 @@ def _tsv_records(path: Path, has_header: bool) -> Iterator[tuple[str, Record | N
             continue
         cells = line.split("\t")
         if names is None:
-            names = cells if has_header else [str(i) for i in range(1, len(cells) + 1)]
+            names = _header(cells, where) if has_header else [str(i) for i in range(1, len(cells) + 1)]
             if has_header:
                 continue
         yield where, _named(names, cells, where)
+
+
+def _header(names: list[str], where: str) -> list[str]:
+    doubled = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if doubled:
+        raise ArgumentError(f"{where}: two columns are called {doubled[0]!r}; give every column a name of its own")
+    return names
 
 
 def _named(names: list[str], cells: list[str], where: str) -> Record:

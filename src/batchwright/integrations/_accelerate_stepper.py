@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-import torch
-
 from ..errors import StateMismatchError
 from ..step import Stepper, StepReport
 from ._accelerate_loader import PreparedLoader
@@ -24,15 +22,12 @@ class AcceleratedStepper:
         controller: what observes every update, None where there is none.
     """
 
-    def __init__(
-        self, stepper: Stepper, optimizer: Any, loader: Any, scheduler: Any, controller: Any, device: torch.device
-    ) -> None:
+    def __init__(self, stepper: Stepper, optimizer: Any, loader: Any, scheduler: Any, controller: Any) -> None:
         self.stepper = stepper
         self.scheduler = scheduler
         self.controller = controller
         self._optimizer = optimizer
         self._loader = loader if isinstance(loader, PreparedLoader) else None
-        self._device = device
         self._num_applied = 0
         if optimizer.scaler is not None:  # only a scaler leaves updates out
             optimizer.optimizer.register_step_post_hook(self._count)

@@ -18,7 +18,7 @@ from ..plan.budget import Budget
 from ..plan.resizable import ResizableBatchSampler
 from ..plan.sampler import BatchSampler
 from ..step._split import LogicalBatch, split
-from ._lightning_sizes import SizeLog
+from ._size_log import SizeLog
 
 # The examples of the micro-batches that one item of the loader holds.
 Parts: TypeAlias = "list[list[int]]"

@@ -7,8 +7,8 @@ from typing import Any, final
 
 from ..errors import ArgumentError, StateMismatchError
 from ._lightning_lengths import begin_again, is_resuming, num_processed, set_limit, tell_length
-from ._lightning_sizes import log_sizes
 from ._ranked import give_rank, num_batches, sampler_of
+from ._size_log import log_sizes
 
 
 @final

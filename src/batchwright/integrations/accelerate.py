@@ -128,7 +128,7 @@ def prepare(
     if scheduler is not None:
         scheduler = accelerator.prepare(scheduler)
         scheduler.split_batches |= sampler is not None and not is_divided  # then one step an update
-    accelerated = AcceleratedStepper(stepper, optimizer, prepared, scheduler, chosen, accelerator.device)
+    accelerated = AcceleratedStepper(stepper, optimizer, prepared, scheduler, chosen)
     accelerator.register_for_checkpointing(accelerated)
     return Prepared(model, optimizer, prepared, accelerated)
 

@@ -42,10 +42,8 @@ class Arm:
     """
 
     def __init__(self, policy: str, encode: Callable[[list[str]], list[Any]], options: dict[str, Any]) -> None:
-        self._encode = encode
         self.name = policy
-        self.batcher: Batcher[str, Any] = Batcher(self._run, policy=policy, length_of=length_of, **options)
-        self._tokens = (0, 0)
+        self.batcher: Batcher[str, Any] = Batcher(encode, policy=policy, length_of=length_of, **options)
         self._latencies: deque[tuple[float, float]] = deque()
 
     async def ask(self, text: str, due: float) -> None:
@@ -60,16 +58,10 @@ class Arm:
         oldest = time.monotonic() - RECENT_SECONDS
         while self._latencies and self._latencies[0][0] < oldest:
             self._latencies.popleft()
-        figures = figures_of(self.name, self.batcher.stats(), padding=self._tokens)
+        figures = figures_of(self.name, self.batcher.stats())
         seconds = [latency for _, latency in self._latencies]
         p50, p99 = np.percentile(seconds, [50, 99]).tolist() if seconds else (None, None)
         return figures | {"p50_ms": p50 and p50 * 1e3, "p99_ms": p99 and p99 * 1e3}
-
-    def _run(self, texts: list[str]) -> list[Any]:
-        lengths = [length_of(text) for text in texts]
-        real, padded = self._tokens
-        self._tokens = (real + sum(lengths), padded + len(lengths) * max(lengths))
-        return self._encode(texts)
 
 
 @final

@@ -43,17 +43,16 @@ def render_page() -> str:
 
 def figures_of_server(batcher: Batcher[Any, Any]) -> dict[str, Any]:
     """Return what ``/live`` says about one batcher."""
-    arm = figures_of("", batcher.stats(), padding=None)
+    arm = figures_of("", batcher.stats())
     return {"arms": [arm], "deadline_ms": batcher.settings.deadline_ms, "load": None}
 
 
-def figures_of(name: str, stats: Stats, *, padding: tuple[int, int] | None) -> dict[str, Any]:
+def figures_of(name: str, stats: Stats) -> dict[str, Any]:
     """Return the figures of one batcher: counts since the start, of which the page draws the differences.
 
     Args:
         name: of the arm.
         stats: of the batcher.
-        padding: real and padded tokens since the start; None: only the share is known.
     """
     refused = sum(stats.num_refused.values())
     return {
@@ -65,9 +64,8 @@ def figures_of(name: str, stats: Stats, *, padding: tuple[int, int] | None) -> d
         "failed": stats.num_failed,
         "waiting": stats.num_waiting,
         "batches": stats.num_batches,
-        "items": round(stats.mean_items * stats.num_batches),
-        "padding": stats.padding,
-        "tokens": padding,
+        "items": stats.num_items,
+        "tokens": [stats.num_tokens, stats.num_padded_tokens],
         "p50_ms": stats.latency_ms.get("p50"),
         "p99_ms": stats.latency_ms.get("p99"),
     }

@@ -18,14 +18,14 @@ function pointOf(now, before, index) {
   const missed = a.late - b.late + a.shed - b.shed;
   const ended = inTime + missed + a.failed - b.failed;
   const batches = a.batches - b.batches;
-  const real = a.tokens ? a.tokens[0] - b.tokens[0] : 0, padded = a.tokens ? a.tokens[1] - b.tokens[1] : 0;
+  const real = a.tokens[0] - b.tokens[0], padded = a.tokens[1] - b.tokens[1];
   return {
     asked: (a.asked - b.asked) / seconds,
     inTime: inTime / seconds,
     missed: ended ? 100 * missed / ended : null,
     p50: a.p50_ms, p99: a.p99_ms,
     items: batches ? (a.items - b.items) / batches : null,
-    padding: a.tokens ? (padded ? 100 * (1 - real / padded) : null) : (a.batches ? 100 * a.padding : null),
+    padding: padded ? 100 * (1 - real / padded) : null,
     waiting: a.waiting,
   };
 }
@@ -144,10 +144,7 @@ function introduce(latest) {
   find("about").textContent = load
     ? `The same requests, at the same random moments, go to a small encoder (${load.encoder}, this machine's processor) behind each policy, at most ${load.max_items} in a batch. ${due} Texts differ in length; the load rests while nobody looks. All three share the processor, so one that is overrun slows the others too.`
     : due;
-  if (!load) {
-    find("charts").querySelector("[data-key=padding]").append(", since the start");
-    return;
-  }
+  if (!load) return;
   find("title").textContent = "One encoder, one load, three policies";
   find("load").hidden = false;
   const slider = find("rate");

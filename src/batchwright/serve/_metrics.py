@@ -92,10 +92,12 @@ def _requests(stats: Stats) -> Iterator[Metric]:
 def _batches(stats: Stats) -> Iterator[Metric]:
     yield _counters("batches", "Batches formed, by what closed them.", "reason", stats.reasons)
     items = SummaryMetricFamily("batchwright_batch_items", "Requests in a batch.")
-    items.add_metric([], count_value=stats.num_batches, sum_value=round(stats.mean_items * stats.num_batches))
+    items.add_metric([], count_value=stats.num_batches, sum_value=stats.num_items)
     yield items
     yield _counter("calls", "Calls of the function; above the batches where some ran in parts.", stats.num_calls)
     yield _counter("out_of_memory", "Calls that ran out of memory.", stats.num_ooms)
+    tokens = {"real": stats.num_tokens, "padding": stats.num_padded_tokens - stats.num_tokens}
+    yield _counters("tokens", "Tokens in batches, real or padding.", "kind", tokens)
     yield _gauge("padding_ratio", "Share of padded tokens that are padding, since the start.", stats.padding)
     if stats.max_tokens is not None:
         yield _gauge("max_tokens", "Padded tokens that a batch may hold now.", stats.max_tokens)

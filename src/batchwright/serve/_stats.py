@@ -36,6 +36,9 @@ class Stats:
         num_batches: batches formed.
         num_calls: calls of the function; above ``num_batches`` where batches failed and were run in parts.
         num_ooms: calls that ran out of memory.
+        num_items: requests in all batches formed.
+        num_tokens: their lengths, summed.
+        num_padded_tokens: the same as padded, items times the longest of each batch.
         mean_items: requests in a batch, on average.
         padding: share of padded tokens that are padding.
         reasons: batches by what closed them: "all" (everything that waited), "full", "window", "urgent", "rescue",
@@ -59,6 +62,9 @@ class Stats:
     num_batches: int
     num_calls: int
     num_ooms: int
+    num_items: int
+    num_tokens: int
+    num_padded_tokens: int
     mean_items: float
     padding: float
     reasons: dict[str, int]
@@ -116,6 +122,9 @@ class Counters:
             "num_batches": num_batches,
             "num_calls": self.num_calls,
             "num_ooms": self.num_ooms,
+            "num_items": self._num_items,
+            "num_tokens": self._num_tokens,
+            "num_padded_tokens": self._num_padded,
             "mean_items": self._num_items / num_batches if num_batches else 0.0,
             "padding": 1 - self._num_tokens / self._num_padded if self._num_padded else 0.0,
             "reasons": dict(self.reasons),
