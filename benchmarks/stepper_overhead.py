@@ -27,6 +27,7 @@ from batchwright.step import Stepper
 
 RESULT = Path(__file__).parent / "results" / "stepper_overhead.json"
 STEP_SECONDS = 0.020
+MAX_ROWS = 512
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -124,12 +125,14 @@ def seconds(step: Callable[[], object]) -> float:
 
 def rows_of(make: Callable[[int], tuple[nn.Module, Batch]], num_parts: int) -> int:
     """Return how many rows take about 20 ms by hand, a multiple of the micro-batches."""
-    found = {}
-    for num_rows in (4, 16):
+    num_rows, took = 2, 0.0
+    while num_rows < MAX_ROWS:
         step = hand_arm(*make(num_rows * num_parts), num_parts)
-        found[num_rows] = statistics.median(seconds(step) for _ in range(20))
-    per_row = max(1e-6, (found[16] - found[4]) / 12)
-    return num_parts * max(1, round((STEP_SECONDS - found[4]) / per_row + 4))
+        took = statistics.median(seconds(step) for _ in range(20))
+        if took >= 0.9 * STEP_SECONDS:
+            break
+        num_rows = min(MAX_ROWS, max(num_rows + 1, round(num_rows * min(2.0, STEP_SECONDS / took))))
+    return num_parts * num_rows
 
 
 def measure(arms: dict[str, Callable[[], object]], num_steps: int) -> list[dict[str, object]]:

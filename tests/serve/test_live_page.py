@@ -166,7 +166,7 @@ def test_the_page_of_a_server_draws_what_it_did(browser):
         assert page.value("document.querySelectorAll('#charts svg').length") == 6
         assert "due within 5000 ms" in page.value("document.getElementById('about').textContent")
         assert page.value("document.getElementById('load').checkVisibility()") is False
-        assert page.value("document.querySelector('[data-key=padding]').textContent").endswith("since the start")
+        assert page.value("document.querySelector('td[data-name=\"padding\"]').textContent") == "0 %"
         assert page.value("document.querySelector('#charts .line').getAttribute('d')").startswith("M")
         assert page.problems() == []
 

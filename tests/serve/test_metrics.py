@@ -100,9 +100,9 @@ def test_an_answer_after_its_deadline_is_a_miss():
     async def main():
         recorder = Recorder(held=True)
         batcher = Batcher(recorder)
-        task = asyncio.create_task(batcher.submit(1, deadline_ms=10))
+        task = asyncio.create_task(batcher.submit(1, deadline_ms=500))
         await asyncio.to_thread(recorder.started.wait, 30)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.6)
         recorder.gate.set()
         await task
         await batcher.close()
