@@ -20,8 +20,9 @@ MAX_RATIO = 3.0
 NOMINAL_TOKENS = 4096.0
 # The first call of a shape may compile or tune; it is believed only if it was not this much slower.
 FIRST_CALL_RATIO = 2.0
-# So many slow first calls in a row are no first calls: the device has become slower.
-MAX_SLOW = 8
+# So many slow first calls among the latest 32 calls are ignored, not more: the device is slower now, or its times vary.
+MAX_SLOW = 4
+NUM_LATEST = 32
 # Once so much was seen the fit moves slowly, and is renewed with every eighth batch.
 REFIT_ALWAYS_BELOW = 32
 REFIT_EVERY = 8
@@ -63,7 +64,7 @@ class LatencyModel:
         self._ratios: deque[float] = deque(maxlen=NUM_RATIOS)
         self._shapes: set[tuple[int, int]] = set()
         self._sizes: set[tuple[int, int]] = set()
-        self._num_slow = 0
+        self._ignored: deque[bool] = deque(maxlen=NUM_LATEST)
 
     @classmethod
     def fixed(cls, constant: float, per_token: float = 0.0, per_square: float = 0.0) -> LatencyModel:
@@ -132,7 +133,11 @@ class LatencyModel:
             length: what they were padded to.
             seconds: how long it took; what is not above 0 and finite is ignored.
         """
-        if not self._learns or not 0 < seconds < math.inf or self._is_first_call(num_items, length, seconds):
+        if not self._learns or not 0 < seconds < math.inf:
+            return
+        is_ignored = self._is_first_call(num_items, length, seconds)
+        self._ignored.append(is_ignored and self.is_ready)
+        if is_ignored:
             return
         # Errors count relative to what was predicted: relative to the seconds themselves, those that happen to be short
         # would weigh most, and a device whose times vary would be taken for a faster one.
@@ -163,8 +168,7 @@ class LatencyModel:
         if not self.is_ready:
             return is_new_size
         is_slow = seconds > FIRST_CALL_RATIO * self.predict(num_items, length)
-        self._num_slow = self._num_slow + 1 if is_slow else 0
-        return 0 < self._num_slow <= MAX_SLOW
+        return is_slow and sum(self._ignored) < MAX_SLOW
 
     def to_json(self) -> str:
         """Return what was learned as JSON; shapes are left out, since a new process compiles them again."""
