@@ -1,6 +1,7 @@
-"""Ask dynabatch's own regressor about the measured pairs; run it where dynabatch is installed (`make bench` makes one).
+"""Ask dynabatch's own regressor about the measured pairs; run it where dynabatch is installed (`make setup` does).
 
-    .venv-bench/bin/python benchmarks/memory_prior/evaluate_dynabatch.py predictions.json
+    python benchmarks/memory_prior/evaluate_dynabatch.py predictions.json
+    python benchmarks/memory_prior/fit.py --dynabatch predictions.json
 
 Every item of a measured batch has the padded length, so maxima and means are the length. It also wants words and
 characters, which a batch of token ids does not have: three words to four tokens and five characters to a word.
@@ -8,8 +9,8 @@ characters, which a batch of token ids does not have: three words to four tokens
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,11 @@ def features(reference: np.ndarray, batch: np.ndarray) -> dict[str, np.ndarray]:
 
 def main() -> None:
     import pandas
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path, help="the file of predictions, for fit.py --dynabatch")
+    output = parser.parse_args().output
+
     from dynabatch import regressor
 
     model = load_model(regressor)
@@ -49,7 +55,7 @@ def main() -> None:
         pairs = load_pairs(task)
         table = pandas.DataFrame(features(pairs.reference, pairs.batch))
         predictions[task] = np.asarray(model.predict(table[list(model.feature_names_in_)])).tolist()
-    Path(sys.argv[1]).write_text(json.dumps(predictions))
+    output.write_text(json.dumps(predictions))
 
 
 def load_model(regressor: object) -> object:
