@@ -43,7 +43,7 @@ def test_an_encoder_and_a_decoder_may_peak_in_turn():
     model = bw.MemoryModel.fit(shapes, peaks)
     unseen = np.array([(7, 50, 20), (7, 20, 50), (30, 64, 10)])
     expected = np.maximum(encoder.predict(unseen), decoder.predict(unseen))
-    np.testing.assert_allclose(model.predict(unseen), expected, rtol=0.03)  # one phase is 19 % off
+    np.testing.assert_allclose(model.predict(unseen), expected, rtol=0.03)  # one phase is 16 % off
 
 
 def test_a_model_keeps_two_phases_where_they_foretell_better():

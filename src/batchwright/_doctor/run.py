@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from .._progress import ProgressBar
+from ..step._threads import one_thread
 from .attention import BACKENDS, measure_attention
 from .effort import effort_for
 from .launch import measure_launch, sizes
@@ -35,7 +33,7 @@ def examine(*, quick: bool = False, device: torch.device | str | None = None, pr
     total = len(BACKENDS) + len(sizes(effort))
     devices = [chosen] if chosen.type == "cuda" else []
     bar = ProgressBar(label="measuring", total=total, enabled=progress)
-    with torch.random.fork_rng(devices), _one_thread(), bar:
+    with torch.random.fork_rng(devices), one_thread(), bar:
         attention = []
         for backend in BACKENDS:
             attention.append(measure_attention(backend, chosen, effort))
@@ -43,13 +41,3 @@ def examine(*, quick: bool = False, device: torch.device | str | None = None, pr
         launch = measure_launch(chosen, effort, done=bar.update)
         bar.update(total - bar.done)  # sizes that were too long or did not fit are left out
     return Findings(machine=machine, attention=tuple(attention), launch=launch)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch  # noqa: E402
 
 from ..errors import ArgumentError  # noqa: E402
 from ..size._numbers import as_whole  # noqa: E402
+from ..step._threads import one_thread  # noqa: E402
 from ._loop import Loop  # noqa: E402
 from ._records import Dataset  # noqa: E402
 from ._run_difficulty import difficulty_of  # noqa: E402
@@ -63,7 +63,7 @@ def run_one(
     seed = as_whole("seed", seed, least=0)
     settings.check_size_of(len(dataset.train))
     setup = strategy.make(_conditions(dataset, strategy, settings, replay_of))
-    with _one_thread(), torch.random.fork_rng(devices=[]):
+    with one_thread(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         loop = Loop(dataset, model_name, setup, seed, settings)
         loop.run()
@@ -100,14 +100,3 @@ def _conditions(
 
 def _train_loss(loop: Loop, dataset: Dataset) -> float | None:
     return None if loop.has_diverged else evaluate(loop.model, dataset, part="train")["loss"]
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread: runs are small, several go on at once, and sums keep their order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

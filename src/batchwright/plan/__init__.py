@@ -18,10 +18,10 @@ from .grouping import Packed as Packed
 from .grouping import Sorted as Sorted
 from .grouping import WindowSort as WindowSort
 from .lengths import measure_lengths as measure_lengths
-from .models import MaxBytes as MaxBytes
-from .models import MemoryModel as MemoryModel
-from .models import TimeModel as TimeModel
+from .memory_model import MaxBytes as MaxBytes
+from .memory_model import MemoryModel as MemoryModel
 from .resizable import ResizableBatchSampler as ResizableBatchSampler
 from .rows import Rows as Rows
 from .sampler import BatchSampler as BatchSampler
 from .stream import StreamBatcher as StreamBatcher
+from .time_model import TimeModel as TimeModel

@@ -35,7 +35,7 @@ Restorable: TypeAlias = "nn.Module | Optimizer | None"
 
 def calibrate(
     run: Callable[[Shape], Any],
-    shapes: npt.ArrayLike,
+    shapes: npt.ArrayLike | Explore,
     *,
     restore: Restorable | Sequence[Restorable],
     max_bytes: float | None = None,
@@ -56,7 +56,8 @@ def calibrate(
     Args:
         run: does one real forward and backward pass for a shape ``(num_items, padded length per axis)``.
         shapes: at least 4 different ones, ``(M, 1 + axes)``: two numbers of items, three lengths an axis, the longest
-            lengths and a batch near the limit; see ``default_shapes``.
+            lengths and a batch near the limit; see ``default_shapes``. Or a function of the limit in bytes (None on the
+            CPU) that returns a generator: it yields a shape and is sent what that took, None where memory ran out.
         restore: the model and the optimizer, ``(model, optimizer)``; the model alone where nothing is trained.
         max_bytes: no shape predicted over this is run; None is 0.9 of what this process can have. Unused on the CPU.
         repeats: timed runs after the first; their median counts.
@@ -77,34 +78,7 @@ def calibrate(
     >>> found.memory is None, len(found.errors.time), model.weight.grad is None
     (True, 4, True)
     """
-    probes = _ordered(shapes)
-    return calibrate_by(
-        run, partial(in_turn, probes), total=len(probes), restore=restore, max_bytes=max_bytes, repeats=repeats,
-        accumulate=accumulate, device=device, monitor=monitor, progress=progress, clock=clock,
-    )  # fmt: skip
-
-
-def calibrate_by(
-    run: Callable[[Shape], Any],
-    explore: Explore,
-    *,
-    restore: Restorable | Sequence[Restorable],
-    total: int | None = None,
-    max_bytes: float | None = None,
-    repeats: int = 2,
-    accumulate: bool = True,
-    device: torch.device | str | None = None,
-    monitor: MemoryMonitor | None = None,
-    progress: bool = True,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Calibration:
-    """Measure the shapes that a strategy asks for; what is not named here is as in ``calibrate``.
-
-    Args:
-        run: does one real forward and backward pass for a shape.
-        explore: makes the strategy for a limit in bytes, None on the CPU.
-        total: how many shapes there will be, for the progress bar; None when nobody knows.
-    """
+    explore, total = _strategy(shapes)
     modules, optimizers = _sort_out(restore)
     device = _one_device(modules) if device is None else torch.device(device)
     if monitor is None and device.type != "cpu":
@@ -145,6 +119,14 @@ def _probe(prober: Prober, strategy: Strategy, bar: ProgressBar) -> tuple[list[M
             "or more memory"
         )
     return rows, stopped
+
+
+def _strategy(shapes: npt.ArrayLike | Explore) -> tuple[Explore, int | None]:
+    """Return what decides on the next shape, and how many there will be, None when nobody knows."""
+    if callable(shapes):
+        return shapes, None
+    probes = _ordered(shapes)
+    return partial(in_turn, probes), len(probes)
 
 
 def _ordered(shapes: npt.ArrayLike) -> list[Shape]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError
-from ._calibrate import calibrate, calibrate_by
+from ._calibrate import calibrate
 from ._explore import growing
 from .calibration import Calibration, Shape
 from .oom import Snapshot, devices_of
@@ -59,10 +59,9 @@ def calibrate_huggingface(
             loss = inputs.loss(shape)
         loss.backward()
 
-    if shapes is not None:
-        return calibrate(run, shapes, restore=(model, optimizer), **options)
     of_data = _default_lengths(model, inputs.num_axes) if lengths is None else lengths
-    return calibrate_by(run, partial(growing, of_data), restore=(model, optimizer), **options)
+    wanted = partial(growing, of_data) if shapes is None else shapes
+    return calibrate(run, wanted, restore=(model, optimizer), **options)
 
 
 @final

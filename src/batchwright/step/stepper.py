@@ -241,8 +241,7 @@ class Stepper:
         factor = self._lr_factor(pending.summary.num_examples)
         with scaled_lr(self._optimizer, factor):
             apply_update(self._optimizer, self._parameters, scaler)
-        for group in self._optimizer.param_groups:  # as zero_grad does, without the profiler's hooks around it
-            drop_gradients(group["params"])
+        self._optimizer.zero_grad(set_to_none=True)
         drop_gradients(self._parameters)
         self._ranks.share_buffers()
         self._num_updates += 1
