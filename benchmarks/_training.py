@@ -135,12 +135,14 @@ class Arm:
         pairs: the corpus.
         batches: indices, every example once.
         train: of one batch.
+        epoch_seconds: an epoch ends after this.
     """
 
     name: str
     pairs: Pairs
     batches: list[IntArray]
     train: Train
+    epoch_seconds: float
 
     def describe(self) -> Row:
         lengths = self.pairs.lengths
@@ -156,27 +158,30 @@ class Arm:
 class Epoch(NamedTuple):
     num_batches: int
     trained: int
+    tokens: int
     ooms: int
     seconds: float
 
 
-def run_arm(loop: Loop, arm: Arm, *, epoch_seconds: float) -> Row:
+def run_arm(loop: Loop, arm: Arm) -> Row:
     """Run an epoch twice, in random order, and report both.
 
     An epoch that takes longer than ``epoch_seconds`` ends early; the second then runs the same batches, so that it has
     seen every shape. Examples a second count what was trained: a batch that ran out of memory counts in time alone.
+    Tokens are real ones; where an epoch was cut they depend less than examples on which batches it had.
     """
     loop.free()
     loop.device.monitor.reset_peak()
     retries = loop.device.num_retries
     order = np.random.default_rng(2).permutation(len(arm.batches))
-    first = run_epoch(loop, arm, order, epoch_seconds)
+    first = run_epoch(loop, arm, order, arm.epoch_seconds)
     steady = run_epoch(loop, arm, order[: first.num_batches], float("inf"))
     row = {
         **arm.describe(),
         "share_run": first.num_batches / len(arm.batches),
         "first_per_second": first.trained / first.seconds,
         "steady_per_second": steady.trained / steady.seconds,
+        "tokens_per_second": steady.tokens / steady.seconds,
         "ooms": first.ooms + steady.ooms,
         "lost": 2 * int(sum(len(arm.batches[i]) for i in order[: first.num_batches])) - first.trained - steady.trained,
         "retries": loop.device.num_retries - retries,
@@ -189,14 +194,16 @@ def run_arm(loop: Loop, arm: Arm, *, epoch_seconds: float) -> Row:
 def run_epoch(loop: Loop, arm: Arm, order: IntArray, limit_seconds: float) -> Epoch:
     loop.device.synchronize()
     start = time.perf_counter()
-    num = trained = ooms = 0
+    num = trained = tokens = ooms = 0
     for place in order:
-        outcome = arm.train(loop.send(arm.pairs.collate(arm.batches[place])))
+        batch = arm.batches[place]
+        outcome = arm.train(loop.send(arm.pairs.collate(batch)))
         num, trained, ooms = num + 1, trained + outcome.trained, ooms + outcome.ooms
+        tokens += int(arm.pairs.lengths[batch].sum()) * outcome.trained // len(batch)
         if time.perf_counter() - start > limit_seconds:
             break
     loop.device.synchronize()
-    return Epoch(num, trained, ooms, time.perf_counter() - start)
+    return Epoch(num, trained, tokens, ooms, time.perf_counter() - start)
 
 
 def dense_limit(loop: Loop, shapes: list[tuple[int, ...]], tokens_a_pair: float, *, repeats: int = 5) -> Row:

@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 
 SETTINGS = (
-    "expandable_segments:True", "expandable_segments:True,garbage_collection_threshold:0.8",
-    "expandable_segments:False,roundup_power2_divisions:8", "expandable_segments:True,roundup_power2_divisions:8",
-    "backend:cudaMallocAsync", "expandable_segments:False",
+    "expandable_segments:False", "expandable_segments:True", "backend:cudaMallocAsync",
+    "expandable_segments:True,roundup_power2_divisions:8", "expandable_segments:True,garbage_collection_threshold:0.8",
 )  # fmt: skip
 NUM_PAIRS, NUM_CALIBRATED = 40_000, 4_000
 
@@ -40,8 +39,9 @@ def measure(options: argparse.Namespace) -> None:
         budget, _ = calibrated_budget(loop, lengths[:NUM_CALIBRATED], options.fill * device.cap_bytes)
         pairs = Pairs(lengths, loop.vocabulary)
         loop.step(loop.send(pairs.collate(np.arange(2))))
-        arm = Arm("calibrated, Sorted()", pairs, planned(lengths, budget, bw.Sorted()), partial(whole, loop))
-        run_arm(loop, arm, epoch_seconds=options.epoch_seconds)  # prints the row
+        batches = planned(lengths, budget, bw.Sorted())
+        arm = Arm("calibrated, Sorted()", pairs, batches, partial(whole, loop), options.epoch_seconds)
+        print(json.dumps({**run_arm(loop, arm), "about": device.describe()}))
 
 
 def main() -> None:
@@ -61,10 +61,12 @@ def main() -> None:
         command = [sys.executable, __file__, *sys.argv[1:], "--child"]
         environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": setting}
         printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-        rows.append({"allocator": setting, **json.loads(printed.splitlines()[-1])})
+        row = json.loads(printed.splitlines()[-1])
+        about = {**row.pop("about"), "allocator": "by row"}
+        rows.append({"allocator": setting, **row})
         print(json.dumps(rows[-1]), flush=True)
-    if options.output:
-        options.output.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        if options.output:
+            options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ for a smaller card. cuDNN attention is off for every arm, as it plans anew for e
 it on and runs fewer pairs, since the first visit of a shape then takes half a second.
 
 Every arm runs an epoch twice, batches in random order; in the second, `steady`, every shape was seen. An epoch ends
-after `--epoch-seconds`, and its second run takes the same batches. Only examples that an update was made from count as
-trained. dynabatch falls back as its Trainer does (`split_retry`). Its batches are planned beforehand by the package:
+after `--epoch-seconds` (`--large-epoch-seconds` on the large corpus), and its second run takes the same batches. Only
+examples that an update was made from count as trained. dynabatch falls back as its Trainer does (`split_retry`). Its
+batches are planned beforehand by the package:
 
     python benchmarks/gpu_training.py --write-peer-plan        # where dynabatch is installed; needs no GPU
 
@@ -44,6 +45,7 @@ COLUMNS = (
     ("arm", "arm", ""), ("pairs", "pairs", ",d"), ("batches", "batches", ",d"), ("shapes", "shapes", ",d"),
     ("padding", "padding", ".1%"), ("first /s", "first_per_second", ",.0f"), ("steady /s", "steady_per_second", ",.0f"),
     ("÷ fixed", "to_fixed", ".2f"), ("÷ dynabatch", "to_peer", ".2f"), ("÷ limit", "to_limit", ".2f"),
+    ("tokens ÷ limit", "tokens_to_limit", ".2f"),
     ("OOMs", "ooms", "d"), ("lost", "lost", "d"), ("peak/cap", "peak_of_cap", ".1%"),
 )  # fmt: skip
 
@@ -77,21 +79,22 @@ def planned(lengths: IntArray, budget: bw.Budget, grouping: bw.Grouping) -> list
     return [np.asarray(batch) for batch in bw.plan_batches(lengths, budget, grouping=grouping, balance_over=1)]
 
 
-def make_arms(loop: Loop, few: Pairs, many: Pairs, budget: bw.Budget, *, tokens: int, plan_path: Path) -> list[Arm]:
-    alone = partial(whole, loop)
+def make_arms(loop: Loop, few: Pairs, many: Pairs, budget: bw.Budget, options: argparse.Namespace) -> list[Arm]:
+    alone, tokens = partial(whole, loop), 512 if options.smoke else 8_192
+    short, long = options.epoch_seconds, options.large_epoch_seconds
     shuffled = np.random.default_rng(0).permutation(len(few.lengths))
     by_length = np.lexsort((few.lengths[:, 1], few.lengths[:, 0]))
-    peer = read_peer_plan(plan_path, few.lengths[:, 0])
+    peer = read_peer_plan(options.peer_plan, few.lengths[:, 0])
     in_sorted, in_windows = bw.Sorted(), bw.WindowSort()
     return [
-        Arm(f"fixed {SIZE}, shuffled", few, in_parts(shuffled), alone),
-        Arm(f"fixed {SIZE}, sorted", few, in_parts(by_length), alone),
-        *([] if peer is None else [Arm("dynabatch, range 5", few, peer, partial(split_retry, loop, SIZE))]),
-        Arm(f"MaxTokens({tokens})", few, planned(few.lengths, bw.MaxTokens(tokens), in_sorted), alone),
-        Arm("calibrated, Sorted()", few, planned(few.lengths, budget, in_sorted), alone),
-        Arm("the same through Stepper", few, planned(few.lengths, budget, in_sorted), through_stepper(loop)),
-        Arm("calibrated, Sorted()", many, planned(many.lengths, budget, in_sorted), alone),
-        Arm("calibrated, WindowSort()", many, planned(many.lengths, budget, in_windows), alone),
+        Arm(f"fixed {SIZE}, shuffled", few, in_parts(shuffled), alone, short),
+        Arm(f"fixed {SIZE}, sorted", few, in_parts(by_length), alone, short),
+        *([] if peer is None else [Arm("dynabatch, range 5", few, peer, partial(split_retry, loop, SIZE), short)]),
+        Arm(f"MaxTokens({tokens})", few, planned(few.lengths, bw.MaxTokens(tokens), in_sorted), alone, short),
+        Arm("calibrated, Sorted()", few, planned(few.lengths, budget, in_sorted), alone, short),
+        Arm("the same through Stepper", few, planned(few.lengths, budget, in_sorted), through_stepper(loop), short),
+        Arm("calibrated, Sorted()", many, planned(many.lengths, budget, in_sorted), alone, long),
+        Arm("calibrated, WindowSort()", many, planned(many.lengths, budget, in_windows), alone, long),
     ]
 
 
@@ -111,8 +114,10 @@ def add_ratios(rows: list[Row]) -> None:
         "to_peer": speeds.get("dynabatch, range 5"),
         "to_limit": next((speed for arm, speed in speeds.items() if arm.startswith("limit")), None),
     }
+    tokens = rows[-1]["tokens_per_second"]
     for row in rows:
         row.update({key: row["steady_per_second"] / speed for key, speed in against.items() if speed})
+        row["tokens_to_limit"] = row["tokens_per_second"] / tokens
 
 
 def parse() -> argparse.Namespace:
@@ -122,6 +127,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", type=Path, default=None, help="a .npy file of real lengths (N, 2)")
     parser.add_argument("--fill", type=float, default=0.95, help="share of the cap to plan for (default: 0.95)")
     parser.add_argument("--epoch-seconds", type=float, default=None, help="an epoch ends after this (default: 20; 12)")
+    parser.add_argument("--large-epoch-seconds", type=float, default=60.0, help="of the large corpus (default: 60)")
     parser.add_argument("--default-attention", action="store_true", help="leave cuDNN attention on")
     parser.add_argument("--write-peer-plan", action="store_true", help="plan with dynabatch, write the file, stop")
     options = parser.parse_args()
@@ -132,6 +138,7 @@ def parse() -> argparse.Namespace:
         options.epoch_seconds = 12.0 if options.default_attention else 20.0
     if options.smoke:
         options.num, options.num_slow, options.cap_gib, options.epoch_seconds = 300, 100, SMOKE_CAP_GIB, 0.2
+        options.large_epoch_seconds = 0.2
     return options
 
 
@@ -150,9 +157,8 @@ def run(device: Device, options: argparse.Namespace, few: IntArray, many: IntArr
         "calibration": calibration,
         "rows": rows,
     }
-    tokens = 512 if options.smoke else 8_192
-    for arm in make_arms(loop, small, large, budget, tokens=tokens, plan_path=options.peer_plan):
-        rows.append(run_arm(loop, arm, epoch_seconds=options.epoch_seconds))
+    for arm in make_arms(loop, small, large, budget, options):
+        rows.append(run_arm(loop, arm))
         write(options.output, report)
     shapes = dense_shapes(budget, (16, 32) if options.smoke else (16, 32, 64, 128))
     rows.append(dense_limit(loop, shapes, float(many.sum(axis=1).mean())))

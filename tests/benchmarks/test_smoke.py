@@ -115,10 +115,11 @@ def test_an_arm_reports_what_was_lost_in_both_epochs(script, device):
     pairs = script("_pairs").Pairs(np.array([[3, 4]] * 10), 100)
     loop = Loop(device, 4)
     batches = [np.arange(0, 4), np.arange(4, 10)]
-    arm = training.Arm("some", pairs, batches, lambda batch: training.whole(loop, batch))
-    row = training.run_arm(loop, arm, epoch_seconds=60)
-    # The batch of 6 is lost twice; the padding of equal lengths is 0.
+    arm = training.Arm("some", pairs, batches, lambda batch: training.whole(loop, batch), 60)
+    row = training.run_arm(loop, arm)
+    # The batch of 6 is lost twice; the padding of equal lengths is 0; 4 of 7 tokens each are trained.
     assert (row["ooms"], row["lost"], row["share_run"], row["padding"], row["shapes"]) == (2, 12, 1.0, 0.0, 2)
+    assert row["tokens_per_second"] == pytest.approx(7 * row["steady_per_second"])
 
 
 def test_an_epoch_cut_short_repeats_the_same_batches(script, device):
@@ -130,8 +131,8 @@ def test_an_epoch_cut_short_repeats_the_same_batches(script, device):
         seen.append(len(batch["labels"]))
         return training.Outcome(len(batch["labels"]))
 
-    arm = training.Arm("some", pairs, np.split(np.arange(10), [1, 3, 6]), train)
-    row = training.run_arm(Loop(device, 9), arm, epoch_seconds=0)
+    arm = training.Arm("some", pairs, np.split(np.arange(10), [1, 3, 6]), train, 0)
+    row = training.run_arm(Loop(device, 9), arm)
     assert seen == [seen[0]] * 2
     assert row["share_run"] == 0.25
 

@@ -24,6 +24,8 @@ FIRST_LOOK = MaxItems(4)
 MOST_TOKENS = MaxTokens(2**18)
 # A model fitted to small batches says little of large ones, so batches grow by this factor at most at a time.
 GROWTH = 4
+# Rows that are long on one axis alone are the least known, so they stay this far below the limit.
+UNEVEN_SHARE = 0.85
 # Less than this much larger than what was measured tells nothing new.
 WORTHWHILE = 1.25
 
@@ -46,13 +48,15 @@ def growing(lengths: npt.ArrayLike, limit: int | None) -> Strategy:
 
     In each round every row of lengths runs with as many items as are predicted to fit, but at most ``GROWTH`` times as
     many as have run. So no shape is far from what was measured, and in the end each row was measured at the limit,
-    where a budget will use it. A shape that runs out of memory is not the end: no batch as large in all its sides is
-    tried again.
+    where a budget will use it. Of several axes, rows that are long on one alone come last, below the limit: rows whose
+    axes are long together tell how much memory all of them take, but not which. A shape that runs out of memory is not
+    the end: no batch as large in all its sides is tried again.
     """
     found: list[Measurement] = []
     failed: list[Shape] = []
     wanted = default_shapes(lengths, FIRST_LOOK)
-    rows = list(dict.fromkeys(_rows([levels_of(column) for column in as_lengths(lengths).T])))
+    levels = [levels_of(column) for column in as_lengths(lengths).T]
+    rows, uneven = list(dict.fromkeys(_rows(levels))), list(dict.fromkeys(_uneven_rows(levels)))
     while wanted:
         for shape in wanted:
             if any(_is_as_large(shape, other) for other in failed):
@@ -62,7 +66,11 @@ def growing(lengths: npt.ArrayLike, limit: int | None) -> Strategy:
                 failed.append(shape)
             else:
                 found.append(row)
-        wanted = [] if limit is None or len(found) < MIN_ROWS else list(_larger(rows, found, failed, limit))
+        if limit is None or len(found) < MIN_ROWS:
+            break
+        wanted = list(_larger(rows, found, failed, limit))
+        if not wanted and uneven:
+            wanted, uneven = _filling(uneven, found, int(UNEVEN_SHARE * limit)), []
     return f"{failed[0]} ran out of memory" if failed else None
 
 
@@ -81,14 +89,31 @@ def _rows(levels: list[list[int]]) -> Iterator[tuple[int, ...]]:
             yield tuple(axis[-1 if place == long_axis else 0] for place, axis in enumerate(levels))
 
 
-def _larger(rows: list[tuple[int, ...]], found: list[Measurement], failed: list[Shape], limit: int) -> Iterator[Shape]:
-    """Yield the next shape of every row that can still grow, fewest tokens first."""
+def _uneven_rows(levels: list[list[int]]) -> Iterator[tuple[int, ...]]:
+    """Yield rows of lengths with one axis at a middle level, the others at their shortest."""
+    if len(levels) > 1:
+        for long_axis, chosen in enumerate(levels):
+            for level in chosen[1:-1]:
+                yield tuple(level if place == long_axis else axis[0] for place, axis in enumerate(levels))
+
+
+def _fitting(rows: list[tuple[int, ...]], found: list[Measurement], limit: int) -> list[int]:
+    """Return how many items of each row are predicted to fit."""
     phases = _fit(found)
     model = MemoryModel(phases[0], 0.0, phases[1] if len(phases) > 1 else None)
     budget: Budget = model.budget(limit) & MOST_TOKENS
-    fitting = budget.max_items(np.array(rows))
+    most: list[int] = budget.max_items(np.array(rows)).tolist()
+    return most
+
+
+def _filling(rows: list[tuple[int, ...]], found: list[Measurement], limit: int) -> list[Shape]:
+    return [(most, *row) for row, most in zip(rows, _fitting(rows, found, limit), strict=True) if most > 0]
+
+
+def _larger(rows: list[tuple[int, ...]], found: list[Measurement], failed: list[Shape], limit: int) -> Iterator[Shape]:
+    """Yield the next shape of every row that can still grow, fewest tokens first."""
     shapes = []
-    for row, most in zip(rows, fitting.tolist(), strict=True):
+    for row, most in zip(rows, _fitting(rows, found, limit), strict=True):
         ran = max((probe.shape[0] for probe in found if probe.shape[1:] == row), default=0)
         num = min(max(GROWTH * ran, FIRST_LOOK.limit), most)
         while num > ran and any(_is_as_large((num, *row), other) for other in failed):
