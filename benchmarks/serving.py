@@ -121,7 +121,7 @@ def markdown(table: list[Row]) -> str:
             cells = {line["rate"]: _cell(line) for line in lines if line["arm"] == arm}
             parts.append(_line([ARMS[arm].title, *(cells.get(rate, "") for rate in rates)]))
         parts.append("")
-    parts.append("Cells: p50 / p99 ms, mean batch, goodput within 50 ms, missed (range over passes).")
+    parts.append("Cells: p50 / p99 ms, mean batch, goodput within the deadline, missed (range over passes).")
     return "\n".join(parts)
 
 

@@ -1,9 +1,11 @@
 """The serving benchmark in simulated time: the decisions alone, exact to the digit on any machine.
 
     python benchmarks/serving_simulation.py
+    python benchmarks/serving_simulation.py --new-shape-ms 75 --deadline-ms 326 --rates 250 500
 
 The state machine of the batcher runs on a fake clock, with the loads of serving.py and a device that takes up to 4 %
-longer than the stub's formula and 0.2 ms between batches. No thread, no event loop, no other process is in these
+longer than the stub's formula and 0.2 ms between batches. `--new-shape-ms` adds to the first call of every shape, as
+cuDNN attention does. No thread, no event loop, no other process is in these
 figures; serving.py has them.
 """
 
@@ -13,6 +15,7 @@ import argparse
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from serving import Row, markdown, summary
@@ -26,11 +29,24 @@ from batchwright.serve._request import Outcome, Request, State
 OVERHEAD_SECONDS = 0.0002
 
 
-def simulate(core: Core, load: Load, stub: Stub, seed: int) -> Answers:
-    """Serve a load with one worker."""
-    rng = random.Random(seed)
+def make_device(seed: int, new_shape_seconds: float) -> Callable[[int, int], float]:
+    """Return what gives the seconds of a call, by its items and padded length."""
+    rng, seen = random.Random(seed), set[tuple[int, int]]()
+
+    def seconds(num: int, length: int) -> float:
+        is_new = (num, length) not in seen
+        seen.add((num, length))
+        return stub_seconds(num, length) * rng.uniform(1, 1.04) + is_new * new_shape_seconds
+
+    return seconds
+
+
+def simulate(core: Core, load: Load, stub: Stub, device: Callable[[int, int], float], deadline_ms: float) -> Answers:
+    """Serve a load with one worker, after single texts of a few lengths, twice each."""
+    for length in (8, 16, 32, 64, 128) * 2:
+        core.model.observe(1, length, device(1, length))
     requests = [
-        Request(index, length, arrival, arrival + DEADLINE_MS / 1e3)
+        Request(index, length, arrival, arrival + deadline_ms / 1e3)
         for index, (arrival, length) in enumerate(zip(load.arrivals.tolist(), load.lengths.tolist(), strict=True))
     ]
     answers = Answers([None] * len(requests), Counter())
@@ -47,7 +63,7 @@ def simulate(core: Core, load: Load, stub: Stub, seed: int) -> Answers:
             continue
         batch = turn.call.requests
         stub.batches.append(len(batch))
-        seconds = stub_seconds(len(batch), max(request.length for request in batch)) * rng.uniform(1, 1.04)
+        seconds = device(len(batch), max(request.length for request in batch))
         now += seconds + OVERHEAD_SECONDS
         for request in core.complete(turn.call, Outcome(values=batch), now, seconds).ended:
             if request.state is State.ANSWERED:
@@ -55,21 +71,22 @@ def simulate(core: Core, load: Load, stub: Stub, seed: int) -> Answers:
     return answers
 
 
-def core_for(arm: str) -> Core:
+def core_for(arm: str, deadline_ms: float) -> Core:
     policy = arm if arm in ("greedy", "window") else "adaptive"
     factor = {"ours-slow": 1.3, "ours-fast": 0.7}.get(arm)
     constant = stub_seconds(0, 1)
     per_token = stub_seconds(1, 1) - constant
     model = LatencyModel() if factor is None else LatencyModel.fixed(factor * constant, factor * per_token)
-    return Core(Settings(policy=policy, deadline_ms=DEADLINE_MS), model)
+    return Core(Settings(policy=policy, deadline_ms=deadline_ms), model)
 
 
-def measure(arm: str, rate: int, seconds: float, seed: int) -> Row:
-    load = poisson(rate, seconds, seed, constant=ARMS[arm].distribution == "constant")
-    stub = Stub()
+def measure(arm: str, rate: int, seed: int, options: argparse.Namespace) -> Row:
+    load = poisson(rate, options.seconds, seed, constant=ARMS[arm].distribution == "constant")
+    stub, device = Stub(), make_device(seed, options.new_shape_ms / 1e3)
     row: dict[str, Any] = {"arm": arm, "load": load.name, "rate": rate, "pass": seed}
     policy_arm = arm.removesuffix("-constant")
-    return row | summarise(load, simulate(core_for(policy_arm), load, stub, seed), stub.batches)
+    answers = simulate(core_for(policy_arm, options.deadline_ms), load, stub, device, options.deadline_ms)
+    return row | summarise(load, answers, stub.batches, deadline_ms=options.deadline_ms)
 
 
 def main() -> None:
@@ -77,10 +94,12 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", type=int, default=[200, 500, 1000, 2000, 3000, 5000])
     parser.add_argument("--seconds", type=float, default=5 + WARM_UP_SECONDS)
     parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--deadline-ms", type=float, default=DEADLINE_MS)
+    parser.add_argument("--new-shape-ms", type=float, default=0.0, help="what the first call of a shape takes longer")
     options = parser.parse_args()
     arms = ("ours", "greedy", "window", "ours-constant", "greedy-constant", "ours-slow", "ours-fast")
     points = [(arm, rate, seed) for arm in arms for rate in options.rates for seed in range(options.passes)]
-    print(markdown(summary([measure(arm, rate, options.seconds, seed) for arm, rate, seed in points])))
+    print(markdown(summary([measure(arm, rate, seed, options) for arm, rate, seed in points])))
 
 
 if __name__ == "__main__":

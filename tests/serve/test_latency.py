@@ -117,8 +117,8 @@ def test_json_brings_back_the_same_model():
     again = LatencyModel.from_json(model.to_json())
     assert again.predict(9, 99) == model.predict(9, 99)
     assert (again.margin, again.num_observed) == (model.margin, model.num_observed)
-    model.observe(*SHAPES[0], 0.005)
-    again.observe(*SHAPES[0], 0.005)  # a shape of the old process: here it is a first call, but not a slow one
+    model.observe(9, 99, 0.007)
+    again.observe(9, 99, 0.007)  # new to both; a shape of the old process would be new to the second alone
     assert again.to_json() == model.to_json()
 
 
@@ -171,3 +171,34 @@ def test_slow_calls_are_believed_even_if_no_shape_comes_twice():
         # Two in five calls take eight times as long: 57 ms on average.
         model.observe(1 + place % 64, 1 + place // 4, 0.12 if rng.random() < 0.4 else 0.015)
     assert 0.035 < model.predict(32, 100) < 0.065  # four of 32 calls are taken for first ones
+
+
+def new_shapes_are_slow(model, num_calls, seed=0):
+    """Let a device serve that takes 7 ms, and 75 ms more for a shape that it has not seen; return what it has."""
+    rng, seen = random.Random(seed), set()
+    for _ in range(num_calls):
+        shape = (rng.randint(1, 12), rng.randint(8, 60))
+        model.observe(*shape, 0.007 + 1e-6 * shape[0] * shape[1] + 0.075 * (shape not in seen))
+        seen.add(shape)
+    return seen
+
+
+def test_what_new_shapes_take_longer_is_no_time_of_their_tokens():
+    model = LatencyModel()
+    for length in (8, 16, 32, 64, 128) * 2:  # single texts, seen before: fast
+        model.observe(1, length, 0.007)
+    seen = new_shapes_are_slow(model, 200)
+    assert model.coefficients["new"] == pytest.approx(0.075, rel=0.1)
+    assert model.per_item(32) < 1e-3
+    assert len(seen) > 150
+
+
+def test_a_prediction_has_new_shapes_as_often_as_of_late():
+    model = LatencyModel()
+    seen = sorted(new_shapes_are_slow(model, 400))
+    for shape in seen[:16] + [(13, length) for length in range(100, 116)]:  # 16 known, 16 new
+        model.observe(*shape, 0.007 + 0.075 * (shape[0] == 13))
+    assert model.constant == pytest.approx(0.007 + 0.075 / 2, rel=0.1)
+    for shape in seen[:32]:
+        model.observe(*shape, 0.007)
+    assert model.constant == pytest.approx(0.007, rel=0.1)

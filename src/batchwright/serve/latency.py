@@ -28,17 +28,19 @@ REFIT_ALWAYS_BELOW = 32
 REFIT_EVERY = 8
 NUM_RATIOS = 128
 MAX_SHAPES = 65_536
-_VERSION = 1
+_VERSION = 2
 
 
 @final
 class LatencyModel:
     """Seconds of a batch by its shape, learned online.
 
-    ``seconds = a + b·n·L + c·n·L²`` for ``n`` items of padded length ``L``, no coefficient below zero, ``c`` only
-    where it removes a tenth of the error. Least squares of the relative error, an observation counting ``decay`` times
-    less with each one after it, and as 3 times the prediction at most: a hiccup is no trend. The first call of a shape
-    is ignored when nothing alike ran before, or when it took twice what was predicted: it may have compiled or tuned.
+    ``seconds = a + b·n·L + c·n·L² + d·new`` for ``n`` items of padded length ``L``, no coefficient below zero, ``c``
+    and ``d`` only where each removes a tenth of the error. ``new`` is 1 for the first call of a shape, where some
+    kernels are chosen or compiled; a prediction has the share of new shapes among the latest 32 calls. Least squares of
+    the relative error, an observation counting ``decay`` times less with each one after it, and as 3 times the
+    prediction at most: a hiccup is no trend. The first call of a shape is ignored when nothing alike ran before, or
+    when it took twice what was predicted and that is rare.
 
     Args:
         decay: the weight that an observation keeps with each one after it, above 0 and at most 1.
@@ -56,15 +58,16 @@ class LatencyModel:
             raise ArgumentError(f"decay must be above 0 and at most 1, got {decay!r}")
         self._decay = decay
         self._learns = True
-        self._gram = np.zeros((3, 3))
-        self._moment = np.zeros(3)
+        self._gram = np.zeros((4, 4))
+        self._moment = np.zeros(4)
         self._total = 0.0
         self._num_observed = 0
-        self._coefficients = (NOMINAL_TOKENS, 1.0, 0.0)
+        self._coefficients = (NOMINAL_TOKENS, 1.0, 0.0, 0.0)
         self._ratios: deque[float] = deque(maxlen=NUM_RATIOS)
         self._shapes: set[tuple[int, int]] = set()
         self._sizes: set[tuple[int, int]] = set()
         self._ignored: deque[bool] = deque(maxlen=NUM_LATEST)
+        self._new: deque[bool] = deque(maxlen=NUM_LATEST)
 
     @classmethod
     def fixed(cls, constant: float, per_token: float = 0.0, per_square: float = 0.0) -> LatencyModel:
@@ -82,7 +85,7 @@ class LatencyModel:
         if not all(0 <= value < math.inf for value in coefficients) or not any(coefficients):
             raise ArgumentError(f"coefficients must be 0 or more and not all 0, got {coefficients}")
         model = cls()
-        model._coefficients, model._learns = coefficients, False
+        model._coefficients, model._learns = (*coefficients, 0.0), False
         return model
 
     @property
@@ -97,13 +100,14 @@ class LatencyModel:
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """Return seconds by term: ``1``, ``n*L``, ``n*L^2``."""
-        return dict(zip(("1", "n*L", "n*L^2"), self._coefficients, strict=True))
+        """Return seconds by term: ``1``, ``n*L``, ``n*L^2``, ``new``."""
+        return dict(zip(("1", "n*L", "n*L^2", "new"), self._coefficients, strict=True))
 
     @property
     def constant(self) -> float:
-        """Return the seconds that any call takes."""
-        return self._coefficients[0]
+        """Return the seconds that any call takes, new shapes as often as of late."""
+        new = self._coefficients[3]
+        return self._coefficients[0] + (new * sum(self._new) / len(self._new) if new and self._new else 0.0)
 
     @property
     def margin(self) -> float:
@@ -119,7 +123,7 @@ class LatencyModel:
 
     def predict(self, num_items: int, length: float) -> float:
         """Return the seconds expected for a batch."""
-        return self._coefficients[0] + num_items * self.per_item(length)
+        return self.constant + num_items * self.per_item(length)
 
     def upper(self, num_items: int, length: float) -> float:
         """Return the seconds that 95 % of such batches stay below: ``predict × margin``."""
@@ -135,40 +139,45 @@ class LatencyModel:
         """
         if not self._learns or not 0 < seconds < math.inf:
             return
-        is_ignored = self._is_first_call(num_items, length, seconds)
+        is_new, is_ignored = self._visit(num_items, length, seconds)
+        self._new.append(is_new)
         self._ignored.append(is_ignored and self.is_ready)
         if is_ignored:
             return
         # Errors count relative to what was predicted: relative to the seconds themselves, those that happen to be short
         # would weigh most, and a device whose times vary would be taken for a faster one.
-        scale = self.predict(num_items, length) if self.is_ready else seconds
+        scale = self._expected(num_items, length, is_new) if self.is_ready else seconds
         ratio = seconds / scale
         if self.is_ready:
             self._ratios.append(ratio)
         ratio = min(ratio, MAX_RATIO)
-        row = np.array([1.0, num_items * length, num_items * length * float(length)]) / scale
+        row = np.array([1.0, num_items * length, num_items * length * float(length), is_new]) / scale
         self._gram = self._gram * self._decay + np.outer(row, row)
         self._moment = self._moment * self._decay + row * ratio
         self._total = self._total * self._decay + ratio * ratio
         self._num_observed += 1
         if self._num_observed < REFIT_ALWAYS_BELOW or self._num_observed % REFIT_EVERY == 0:
-            a, b, c = fit_non_negative(self._gram, self._moment, self._total).tolist()
-            self._coefficients = (a, b, c)
+            a, b, c, new = fit_non_negative(self._gram, self._moment, self._total).tolist()
+            self._coefficients = (a, b, c, new)
 
-    def _is_first_call(self, num_items: int, length: int, seconds: float) -> bool:
-        """Remember the shape, and say whether this call is to be ignored as its first."""
+    def _expected(self, num_items: int, length: int, is_new: bool) -> float:
+        """Return the seconds of a shape that is known to be new, or not to be."""
+        return self._coefficients[0] + num_items * self.per_item(length) + is_new * self._coefficients[3]
+
+    def _visit(self, num_items: int, length: int, seconds: float) -> tuple[bool, bool]:
+        """Remember the shape; say whether it is new, and whether this call is to be ignored as its first."""
         shape, size = (num_items, length), (num_items.bit_length(), length.bit_length())
         if shape in self._shapes:
-            return False
+            return False, False
         if len(self._shapes) >= MAX_SHAPES:
             self._shapes.clear()
         self._shapes.add(shape)
         is_new_size = size not in self._sizes
         self._sizes.add(size)
         if not self.is_ready:
-            return is_new_size
-        is_slow = seconds > FIRST_CALL_RATIO * self.predict(num_items, length)
-        return is_slow and sum(self._ignored) < MAX_SLOW
+            return True, is_new_size
+        is_slow = seconds > FIRST_CALL_RATIO * self._expected(num_items, length, is_new=True)
+        return True, is_slow and sum(self._ignored) < MAX_SLOW
 
     def to_json(self) -> str:
         """Return what was learned as JSON; shapes are left out, since a new process compiles them again."""
@@ -182,6 +191,7 @@ class LatencyModel:
             "total": self._total,
             "num_observed": self._num_observed,
             "ratios": list(self._ratios),
+            "new": list(self._new),
         }
         return json.dumps(state)
 
@@ -202,8 +212,10 @@ class LatencyModel:
         model._gram, model._moment = np.array(state["gram"]), np.array(state["moment"])
         model._total, model._num_observed = state["total"], state["num_observed"]
         model._ratios.extend(state["ratios"])
+        model._new.extend(state["new"])
         return model
 
     def __repr__(self) -> str:
-        a, b, c = self._coefficients
-        return f"LatencyModel({a:.3g} + {b:.3g}·n·L + {c:.3g}·n·L² s, {self._num_observed} batches)"
+        a, b, c, new = self._coefficients
+        terms = f"{a:.3g} + {b:.3g}·n·L + {c:.3g}·n·L² + {new:.3g}·new"
+        return f"LatencyModel({terms} s, {self._num_observed} batches)"
