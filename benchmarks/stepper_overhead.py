@@ -6,8 +6,8 @@ Two models: a small transformer and a wide MLP, which has the most parameters to
 lose; each with as many rows as take 20 ms by hand on this machine. Weights count examples; the rows marked "tokens"
 return the weight as a tensor that is not the number of examples, so that gradients are multiplied once at the end.
 accelerate is measured where it is installed, and the loop by hand twice: what the second differs by is noise. Arms take
-turns step by step, so that all see the same state of the machine; medians of the ratios of processor seconds within
-four turns.
+turns step by step, in random order, so that all see the same state of the machine and of its caches; medians of the
+ratios of processor seconds within four turns.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -137,9 +138,10 @@ def rows_of(make: Callable[[int], tuple[nn.Module, Batch]], num_parts: int) -> i
 
 def measure(arms: dict[str, Callable[[], object]], num_steps: int) -> list[dict[str, object]]:
     times: dict[str, list[float]] = {name: [] for name in arms}
+    rng = random.Random(0)
     for _ in range(num_steps):
-        for name, step in arms.items():
-            times[name].append(seconds(step))
+        for name in rng.sample(list(arms), len(arms)):
+            times[name].append(seconds(arms[name]))
     hand = [sum(times["hand"][place : place + 4]) for place in range(12, num_steps - 3, 4)]
     rows = []
     for name, values in times.items():

@@ -1,8 +1,10 @@
 """Cutting a batch: what belongs to an example goes with it."""
 
+import pytest
 import torch
 
-from batchwright.step._tree import take
+from batchwright.step._split import TensorBatch
+from batchwright.step._tree import split, take
 
 
 def test_a_list_of_one_value_an_example_is_cut_with_the_tensors():
@@ -19,3 +21,28 @@ def test_a_list_of_tensors_is_cut_tensor_by_tensor():
 
 def test_a_list_of_another_length_is_handed_through():
     assert take({"x": torch.arange(4), "note": ["all"]}, [0, 1])["note"] == ["all"]
+
+
+@pytest.mark.parametrize("batch", [
+    {"x": torch.arange(12).reshape(6, 2), "y": torch.arange(6)},
+    (torch.arange(6), torch.arange(6) * 2),
+    [torch.arange(6)],
+    {"x": torch.arange(6), "texts": list("abcdef")},
+    {"x": {"inner": torch.arange(6)}},
+    torch.arange(6),
+])  # fmt: skip
+@pytest.mark.parametrize("parts", [[range(4), range(4, 6)], [range(6)], [[5, 0, 2], [1, 3, 4]]])
+def test_micro_batches_are_the_same_taken_at_once_or_one_by_one(batch, parts):
+    whole = TensorBatch(batch, lengths=None, trim=None)
+    assert repr(list(whole.take_all(parts))) == repr([take(batch, part) for part in parts])
+
+
+def test_what_is_cut_at_once_takes_no_memory_of_its_own():
+    x = torch.arange(6)
+    first, second = split((x,), [4, 2])
+    assert first[0].untyped_storage().data_ptr() == second[0].untyped_storage().data_ptr() == x.data_ptr()
+
+
+def test_what_is_more_than_a_row_of_tensors_is_not_cut_at_once():
+    assert split({"x": torch.arange(3), "name": "a"}, [2, 1]) is None
+    assert split(torch.arange(3), [2, 1]) is None

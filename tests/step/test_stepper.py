@@ -85,6 +85,18 @@ def test_micro_batches_of_17_3_25_and_15_give_the_same_gradient():
     assert relative_error([parameter.grad for parameter in model.parameters()], expected) < 1e-12
 
 
+@pytest.mark.parametrize("weight", [24, 24.0, torch.tensor(24), torch.tensor(24.0)])
+def test_a_batch_in_one_piece_gives_the_bits_of_the_mean_loss(weight):
+    model, x = nn.Linear(5, 3), torch.randn(7, 5)
+    (model(x).square().sum() / 24).backward()
+    expected = model.weight.grad
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: (m(b).square().sum(), weight))
+    model.zero_grad()
+    stepper.accumulate(x)
+    stepper.reduce()
+    assert torch.equal(model.weight.grad, expected)
+
+
 def test_gradients_that_were_there_are_added_as_backward_would():
     model, batch = make_model(), token_batch()
     expected = whole_gradient(model, batch)

@@ -13,7 +13,8 @@ Held: TypeAlias = "list[tuple[nn.Parameter, Tensor]]"
 def set_aside(parameters: Sequence[nn.Parameter]) -> Held:
     """Return the gradients that are there, and leave none."""
     held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    drop_gradients(parameters)
+    if held:
+        drop_gradients(parameters)
     return held
 
 

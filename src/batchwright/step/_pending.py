@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -45,10 +46,18 @@ class Pending:
     def divide_by(self, weight: Tensor | Copied | float, num_examples: int, num_all: int) -> float:
         """Return the divisor; the first micro-batch of an update settles it.
 
-        Where weights count examples, the whole batch weighs ``num_all``: dividing by that leaves nothing to multiply
-        afterwards. Elsewhere a power of two is divided by, which loses no digit.
+        Where weights count examples, the whole batch weighs ``num_all``, and a micro-batch that is the whole batch has
+        its weight: dividing by that leaves nothing to multiply afterwards. Elsewhere, and where the weight lies on a
+        device that would have to be waited for, a power of two is divided by, which loses no digit.
         """
         if self.divisor is None:
-            counts = isinstance(weight, float) and weight == num_examples
-            self.divisor = float(num_all) if counts else self.fallback
+            self.divisor = self.fallback
+            if isinstance(weight, float) and weight == num_examples:
+                self.divisor = float(num_all)
+            elif num_examples == num_all and _is_on_host(weight) and 0 < float(weight) < math.inf:
+                self.divisor = float(weight)
         return self.divisor
+
+
+def _is_on_host(weight: Tensor | Copied | float) -> bool:
+    return isinstance(weight, float) or (isinstance(weight, Tensor) and weight.is_cpu)

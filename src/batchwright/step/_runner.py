@@ -101,9 +101,10 @@ class Runner:
         part: Part = []
         try:
             num_parts = self._ranks.agree_on_parts(len(parts), self._device)
+            micro_batches = iter(logical.take_all(parts))
             with self._ranks.no_sync():
                 for part in parts:
-                    sums = self._forward(logical.take(part))
+                    sums = self._forward(next(micro_batches))  # no name of its own: it shall not outlive the forward
                     divisor = pending.divide_by(sums.weight, len(part), logical.num_examples)
                     self._backward(sums, divisor, num_measured=len(part) if measure else 0)
                     totals.add(sums, len(part))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, final
 
@@ -15,6 +15,7 @@ from ..errors import ArgumentError
 from ..plan import Budget
 from ..plan._arrays import as_lengths
 from ._tree import leaves, num_examples, take
+from ._tree import split as split_tree
 
 Lengths = npt.NDArray[np.int32]
 Part = Sequence[int]  # the places of a micro-batch's examples; a range where they are neighbours
@@ -29,6 +30,10 @@ class LogicalBatch(ABC):
     @abstractmethod
     def take(self, indices: Part) -> Any:
         """Return the micro-batch of some examples."""
+
+    def take_all(self, parts: Sequence[Part]) -> Iterable[Any]:
+        """Return the micro-batches of all parts, each made when it is asked for."""
+        return map(self.take, parts)
 
     @property
     @abstractmethod
@@ -58,6 +63,14 @@ class TensorBatch(LogicalBatch):
         """Return a slice or selection of every tensor, trimmed."""
         part = take(self._batch, indices, num=self.num_examples)
         return part if self._trim is None else self._trim(part)
+
+    def take_all(self, parts: Sequence[Part]) -> Iterable[Any]:
+        """Return the micro-batches of all parts; neighbours are cut at once, which takes no copy."""
+        if self._trim is None and len(parts) > 1 and all(isinstance(part, range) for part in parts):
+            found = split_tree(self._batch, list(map(len, parts)))
+            if found is not None:
+                return found
+        return map(self.take, parts)
 
     @property
     def gains_from_sorting(self) -> bool:

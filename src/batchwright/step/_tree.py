@@ -96,6 +96,23 @@ def take(batch: Any, indices: Sequence[int], *, num: int | None = None) -> Any:
     return _cut(batch, num, indices, lambda tensor: tensor.index_select(0, index.to(tensor.device, non_blocking=True)))
 
 
+def split(batch: Any, sizes: Sequence[int]) -> list[Any] | None:
+    """Return neighbouring parts of the given sizes, cut in one go; None for a batch that is more than a row of tensors.
+
+    >>> split({"x": torch.arange(3)}, [2, 1])
+    [{'x': tensor([0, 1])}, {'x': tensor([2])}]
+    """
+    if type(batch) not in (dict, tuple, list):  # others may want to be built in their own way
+        return None
+    values = list(batch.values()) if isinstance(batch, dict) else batch
+    if not all(isinstance(value, Tensor) for value in values):
+        return None
+    parts = zip(*(value.split(sizes) for value in values), strict=True)
+    if isinstance(batch, dict):
+        return [dict(zip(batch, part, strict=True)) for part in parts]
+    return list(map(type(batch), parts))
+
+
 def _cut(batch: Any, num: int, indices: Sequence[int], function: Callable[[Tensor], Tensor]) -> Any:
     def cut_lists(value: Any) -> Any:
         is_plain = isinstance(value, list) and len(value) == num and next(leaves(value), None) is None

@@ -8,10 +8,11 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 from torch.utils.hooks import RemovableHandle
 
-# On an accelerator gradients up to this size wait for one kernel that takes the norms of many; larger ones do not wait,
-# since a gradient that is held is copied by autograd.
+# Gradients up to this size wait, so that one call takes the norms of many; larger ones do not: what waits takes memory.
+_SMALL_ON_CPU = 1 << 14
 _SMALL = 1 << 18
 _MAX_WAITING = 128
 
@@ -83,18 +84,17 @@ class _Squares:
     def __init__(self) -> None:
         self._squares: list[Tensor] = []
         self._groups: list[int] = []
-        self._waiting: list[Tensor] = []
-        self._waiting_groups: list[int] = []
+        self._waiting: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
 
     def add(self, gradient: Tensor, group: int) -> None:
         """Take the norm of a gradient, now or with others."""
-        if gradient.is_cpu or gradient.is_sparse or gradient.numel() > _SMALL:
+        if gradient.numel() > (_SMALL_ON_CPU if gradient.is_cpu else _SMALL) or gradient.is_sparse:
             self._squares.append(_square(gradient))
             self._groups.append(group)
             return
-        self._waiting.append(gradient.detach())
-        self._waiting_groups.append(group)
-        if len(self._waiting) >= _MAX_WAITING:
+        alike = self._waiting.setdefault((group, gradient.device, gradient.dtype), [])
+        alike.append(gradient.detach())
+        if len(alike) >= _MAX_WAITING:
             self._flush()
 
     def sums(self, num_groups: int) -> Tensor | None:
@@ -114,13 +114,14 @@ class _Squares:
         return stacked.new_zeros(num_groups, dtype=wide).index_add(0, groups, stacked.to(wide))
 
     def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for dtype in dict.fromkeys(gradient.dtype for gradient in waiting):
-            chosen = [place for place, gradient in enumerate(waiting) if gradient.dtype == dtype]
-            norms = torch._foreach_norm([waiting[place] for place in chosen], dtype=_wide(dtype))
-            self._squares += torch._foreach_mul(norms, norms)
-            self._groups += [self._waiting_groups[place] for place in chosen]
-        self._waiting_groups = []
+        for (group, device, dtype), alike in self._waiting.items():
+            if device.type == "cpu":  # where a call costs more than the copy into one row
+                self._squares.append(_square(_flatten_dense_tensors(alike)))
+            else:
+                norms = torch.stack(torch._foreach_norm(alike, dtype=_wide(dtype)))
+                self._squares.append(torch.dot(norms, norms))
+            self._groups.append(group)
+        self._waiting = {}
 
 
 def _square(gradient: Tensor) -> Tensor:

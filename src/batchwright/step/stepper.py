@@ -188,8 +188,7 @@ class Stepper:
         self._ranks.sum_gradients(self._parameters)
         assert pending.divisor is not None
         factor = 1.0 if pending.weight_known else pending.divisor / summary.weight
-        gradients = present(self._parameters)
-        if factor != 1 and gradients:
+        if factor != 1 and (gradients := present(self._parameters)):
             torch._foreach_mul_(gradients, factor)
         if self._meter is not None and summary.squares is not None and summary.num_micro_batches >= 2:
             # Hooks saw gradients of loss_sum / divisor; per-example gradients are those of B × loss / W.
