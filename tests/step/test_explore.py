@@ -6,7 +6,8 @@ import pytest
 pytest.importorskip("torch")
 
 import batchwright as bw
-from batchwright.step._explore import GROWTH, growing, in_turn
+from batchwright.step import growing_shapes
+from batchwright.step._explore import GROWTH, in_turn
 from batchwright.step.calibration import Calibration, Measurement
 
 GIB = 2**30
@@ -51,7 +52,7 @@ def explore(strategy, peak, total_bytes):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_budget_from_growing_probes_is_kept_and_filled(seed):
     lengths, limit = short_texts(5_000, seed), int(0.95 * 32 * GIB)
-    found, _, _ = explore(growing(lengths, limit), translation_model, 32 * GIB)
+    found, _, _ = explore(growing_shapes(lengths)(limit), translation_model, 32 * GIB)
     budget = Calibration.fit(found, max_bytes=limit).budget()
     plan = bw.plan_batches(lengths, budget, grouping=bw.Sorted())
     shapes = [(len(batch), *lengths[np.asarray(batch)].max(axis=0)) for batch in plan]
@@ -62,11 +63,12 @@ def test_a_budget_from_growing_probes_is_kept_and_filled(seed):
 
 def test_every_row_of_lengths_is_measured_near_the_limit():
     lengths, limit = short_texts(5_000), 30 * GIB
-    found, _, _ = explore(growing(lengths, limit), translation_model, 32 * GIB)
+    found, _, _ = explore(growing_shapes(lengths)(limit), translation_model, 32 * GIB)
     best = {}
     for row in found:
         best[row.shape[1:]] = max(best.get(row.shape[1:], 0), row.peak_bytes)
-    in_step = [tuple(np.quantile(lengths, level, axis=0).astype(int)) for level in (0.1, 0.5, 0.9, 1.0)]
+    levels = [np.quantile(lengths, level, axis=0, method="inverted_cdf") for level in (0.1, 0.5, 0.9, 1.0)]
+    in_step = [tuple(level.tolist()) for level in levels]
     assert all(best[row] > 0.75 * limit for row in in_step)
 
 
@@ -74,7 +76,9 @@ def test_every_row_of_lengths_is_measured_near_the_limit():
 def test_what_one_axis_costs_is_told_from_what_the_other_does(num_bytes):
     rng = np.random.default_rng(7)
     lengths = np.exp(rng.uniform(np.log(24), np.log(512), (500, 2))).astype(int)
-    found, failed, _ = explore(growing(lengths, 29 * GIB), lambda shape: encoder_decoder(shape, num_bytes), 32 * GIB)
+    found, failed, _ = explore(
+        growing_shapes(lengths)(29 * GIB), lambda shape: encoder_decoder(shape, num_bytes), 32 * GIB
+    )
     assert not failed
     budget = Calibration.fit(found, max_bytes=29 * GIB).budget()
     rows = np.exp(rng.uniform(np.log(24), np.log(512), (200, 2))).astype(int)
@@ -86,7 +90,7 @@ def test_what_one_axis_costs_is_told_from_what_the_other_does(num_bytes):
 
 
 def test_no_shape_is_far_from_what_was_measured():
-    found, failed, _ = explore(growing(short_texts(5_000), 30 * GIB), translation_model, 32 * GIB)
+    found, failed, _ = explore(growing_shapes(short_texts(5_000))(30 * GIB), translation_model, 32 * GIB)
     most = {}
     for shape in [*(row.shape for row in found[10:]), *failed]:
         is_new = shape[1:] not in most and shape[0] > 4 * GROWTH
@@ -96,26 +100,26 @@ def test_no_shape_is_far_from_what_was_measured():
 
 
 def test_running_out_of_memory_is_not_the_end():
-    found, failed, stopped = explore(growing(short_texts(5_000), 31 * GIB), translation_model, 20 * GIB)
+    found, failed, stopped = explore(growing_shapes(short_texts(5_000))(31 * GIB), translation_model, 20 * GIB)
     assert failed
     assert stopped == f"{failed[0]} ran out of memory"
     assert len(found) > 15
 
 
 def test_nothing_as_large_as_what_failed_is_tried_again():
-    _, failed, _ = explore(growing(short_texts(5_000), 31 * GIB), translation_model, 20 * GIB)
+    _, failed, _ = explore(growing_shapes(short_texts(5_000))(31 * GIB), translation_model, 20 * GIB)
     for place, shape in enumerate(failed):
         assert not any(all(a >= b for a, b in zip(shape, other, strict=True)) for other in failed[:place])
 
 
 def test_without_memory_to_measure_small_batches_are_all():
-    found, _, stopped = explore(growing([8, 16, 32, 64] * 5, None), lambda shape: 1, 10)
+    found, _, stopped = explore(growing_shapes([8, 16, 32, 64] * 5)(None), lambda shape: 1, 10)
     assert stopped is None
     assert max(row.shape[0] for row in found) == 4
 
 
 def test_a_batch_is_never_of_more_than_a_quarter_of_a_million_tokens():
-    found, failed, _ = explore(growing([8, 16, 32, 64] * 5, 10**15), lambda shape: 1000 + shape[0], 10**16)
+    found, failed, _ = explore(growing_shapes([8, 16, 32, 64] * 5)(10**15), lambda shape: 1000 + shape[0], 10**16)
     assert not failed
     assert max(num * length for num, length in (row.shape for row in found)) == 2**18
 

@@ -8,6 +8,7 @@ require("torch", extra="torch")
 from ._calibrate import calibrate as calibrate  # noqa: E402
 from ._calibrate_huggingface import calibrate_huggingface as calibrate_huggingface  # noqa: E402
 from ._checks import whole_batch as whole_batch  # noqa: E402
+from ._explore import growing_shapes as growing_shapes  # noqa: E402
 from ._generate import generate as generate  # noqa: E402
 from ._huggingface import huggingface_loss as huggingface_loss  # noqa: E402
 from ._oom_safe import merge_padded as merge_padded  # noqa: E402
@@ -49,6 +50,7 @@ __all__ = [
     "default_shapes",
     "entropy_sum",
     "generate",
+    "growing_shapes",
     "huggingface_loss",
     "is_out_of_memory",
     "merge_padded",

@@ -56,8 +56,9 @@ def calibrate(
     Args:
         run: does one real forward and backward pass for a shape ``(num_items, padded length per axis)``.
         shapes: at least 4 different ones, ``(M, 1 + axes)``: two numbers of items, three lengths an axis, the longest
-            lengths and a batch near the limit; see ``default_shapes``. Or a function of the limit in bytes (None on the
-            CPU) that returns a generator: it yields a shape and is sent what that took, None where memory ran out.
+            lengths and a batch near the limit; see ``default_shapes``. Or ``growing_shapes(lengths)``, or any function
+            of the limit in bytes (None on the CPU) that returns a generator: it yields a shape and is sent what that
+            took, None where memory ran out.
         restore: the model and the optimizer, ``(model, optimizer)``; the model alone where nothing is trained.
         max_bytes: no shape predicted over this is run; None is 0.9 of what this process can have. Unused on the CPU.
         repeats: timed runs after the first; their median counts.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..errors import ArgumentError
 from ._calibrate import calibrate
-from ._explore import growing
+from ._explore import growing_shapes
 from .calibration import Calibration, Shape
 from .oom import Snapshot, devices_of
 
@@ -60,7 +59,7 @@ def calibrate_huggingface(
         loss.backward()
 
     of_data = _default_lengths(model, inputs.num_axes) if lengths is None else lengths
-    wanted = partial(growing, of_data) if shapes is None else shapes
+    wanted = growing_shapes(of_data) if shapes is None else shapes
     return calibrate(run, wanted, restore=(model, optimizer), **options)
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..plan import Budget, MaxItems, MaxTokens, MemoryModel
 from ..plan._arrays import as_lengths
 from ..plan._features import MIN_ROWS
-from ..plan._phases import MIN_SHAPES, Phases, one_phase, peak_of, two_phases
+from ..plan._phases import MIN_SHAPES, one_phase, two_phases
 from ._probe_shapes import default_shapes, levels_of
 from .calibration import Measurement, Shape
 
@@ -19,9 +19,8 @@ from .calibration import Measurement, Shape
 Strategy: TypeAlias = Generator[Shape, Measurement | None, str | None]
 Explore: TypeAlias = Callable[[int | None], Strategy]
 
-# A first look at small batches, then up to the memory that is there, but no further than this.
+# A first look at small batches, then up to the memory that is there.
 FIRST_LOOK = MaxItems(4)
-MOST_TOKENS = MaxTokens(2**18)
 # A model fitted to small batches says little of large ones, so batches grow by this factor at most at a time.
 GROWTH = 4
 # Rows that are long on one axis alone are the least known, so they stay this far below the limit.
@@ -34,7 +33,7 @@ def in_turn(probes: Sequence[Shape], limit: int | None) -> Strategy:
     """Probe a list, until a shape runs out of memory or is predicted over the limit."""
     found: list[Measurement] = []
     for shape in probes:
-        if limit is not None and len(found) >= MIN_ROWS and float(peak_of(_fit(found), [shape])[0]) > limit:
+        if limit is not None and len(found) >= MIN_ROWS and float(_fit(found).predict([shape])[0]) > limit:
             return f"{shape} is predicted over {limit} bytes"
         row = yield shape
         if row is None:
@@ -43,15 +42,29 @@ def in_turn(probes: Sequence[Shape], limit: int | None) -> Strategy:
     return None
 
 
-def growing(lengths: npt.ArrayLike, limit: int | None) -> Strategy:
-    """Probe small batches, then larger ones at a few lengths, until all come near the limit.
+def growing_shapes(lengths: npt.ArrayLike, *, max_tokens: int = 2**18) -> Explore:
+    """Choose shapes for ``calibrate`` while they are measured: batches grow until they fill the memory.
 
-    In each round every row of lengths runs with as many items as are predicted to fit, but at most ``GROWTH`` times as
-    many as have run. So no shape is far from what was measured, and in the end each row was measured at the limit,
-    where a budget will use it. Of several axes, rows that are long on one alone come last, below the limit: rows whose
-    axes are long together tell how much memory all of them take, but not which. A shape that runs out of memory is not
-    the end: no batch as large in all its sides is tried again.
+    Small batches run first, then larger ones at a few lengths of the data. In each round every row of lengths runs with
+    as many items as are predicted to fit, but at most 4 times as many as have run. So no shape is far from what was
+    measured, and in the end each row was measured at the limit, where a budget will use it. Of several axes, rows that
+    are long on one alone come last, below the limit: rows whose axes are long together tell how much memory all of them
+    take, but not which. A shape that runs out of memory is not the end: no batch as large in all its sides is tried
+    again. Where memory is not measured, on a CPU without a monitor, small batches are all.
+
+    Args:
+        lengths: of the data, ``(N,)`` or ``(N, axes)``.
+        max_tokens: the most padded tokens of a batch, whatever fits: a shape is worth no more time.
+
+    >>> shapes = growing_shapes([8, 16, 16, 32, 64])(None)  # what calibrate does, without a limit
+    >>> next(shapes)
+    (1, 8)
     """
+    limit_tokens = MaxTokens(max_tokens)
+    return lambda limit: _growing(lengths, limit, limit_tokens)
+
+
+def _growing(lengths: npt.ArrayLike, limit: int | None, limit_tokens: MaxTokens) -> Strategy:
     found: list[Measurement] = []
     failed: list[Shape] = []
     wanted = default_shapes(lengths, FIRST_LOOK)
@@ -68,16 +81,19 @@ def growing(lengths: npt.ArrayLike, limit: int | None) -> Strategy:
                 found.append(row)
         if limit is None or len(found) < MIN_ROWS:
             break
-        wanted = list(_larger(rows, found, failed, limit))
+        model = _fit(found)
+        wanted = list(_larger(rows, found, failed, model.budget(limit) & limit_tokens))
         if not wanted and uneven:
-            wanted, uneven = _filling(uneven, found, int(UNEVEN_SHARE * limit)), []
+            wanted, uneven = _filling(uneven, model.budget(UNEVEN_SHARE * limit) & limit_tokens), []
     return f"{failed[0]} ran out of memory" if failed else None
 
 
-def _fit(found: Sequence[Measurement]) -> Phases:
+def _fit(found: Sequence[Measurement]) -> MemoryModel:
+    """Return the model of what was measured, without a margin."""
     shapes = np.array([row.shape for row in found])
     peaks = np.array([float(row.peak_bytes or 0) for row in found])
-    return (two_phases if len(found) >= MIN_SHAPES else one_phase)(shapes, peaks)
+    phases = (two_phases if len(found) >= MIN_SHAPES else one_phase)(shapes, peaks)
+    return MemoryModel(phases[0], 0.0, phases[1] if len(phases) > 1 else None)
 
 
 def _rows(levels: list[list[int]]) -> Iterator[tuple[int, ...]]:
@@ -97,23 +113,17 @@ def _uneven_rows(levels: list[list[int]]) -> Iterator[tuple[int, ...]]:
                 yield tuple(level if place == long_axis else axis[0] for place, axis in enumerate(levels))
 
 
-def _fitting(rows: list[tuple[int, ...]], found: list[Measurement], limit: int) -> list[int]:
-    """Return how many items of each row are predicted to fit."""
-    phases = _fit(found)
-    model = MemoryModel(phases[0], 0.0, phases[1] if len(phases) > 1 else None)
-    budget: Budget = model.budget(limit) & MOST_TOKENS
-    most: list[int] = budget.max_items(np.array(rows)).tolist()
-    return most
+def _filling(rows: list[tuple[int, ...]], budget: Budget) -> list[Shape]:
+    """Return each row of lengths with as many items as fit."""
+    return [(most, *row) for row, most in zip(rows, budget.max_items(np.array(rows)).tolist(), strict=True) if most]
 
 
-def _filling(rows: list[tuple[int, ...]], found: list[Measurement], limit: int) -> list[Shape]:
-    return [(most, *row) for row, most in zip(rows, _fitting(rows, found, limit), strict=True) if most > 0]
-
-
-def _larger(rows: list[tuple[int, ...]], found: list[Measurement], failed: list[Shape], limit: int) -> Iterator[Shape]:
+def _larger(
+    rows: list[tuple[int, ...]], found: list[Measurement], failed: list[Shape], budget: Budget
+) -> Iterator[Shape]:
     """Yield the next shape of every row that can still grow, fewest tokens first."""
     shapes = []
-    for row, most in zip(rows, _fitting(rows, found, limit), strict=True):
+    for row, most in zip(rows, budget.max_items(np.array(rows)).tolist(), strict=True):
         ran = max((probe.shape[0] for probe in found if probe.shape[1:] == row), default=0)
         num = min(max(GROWTH * ran, FIRST_LOOK.limit), most)
         while num > ran and any(_is_as_large((num, *row), other) for other in failed):

@@ -33,7 +33,7 @@ def default_shapes(lengths: npt.ArrayLike, budget: Budget | int, *, num: int = 1
         Shapes ``(num_items, padded length per axis)``, fewest tokens first.
 
     >>> default_shapes([8, 16, 16, 32, 64], MaxItems(8), num=6)
-    [(3, 16), (8, 11), (3, 51), (3, 64), (8, 51), (8, 64)]
+    [(3, 8), (3, 16), (8, 8), (8, 16), (3, 64), (8, 64)]
     """
     num = as_whole("num", num, least=4)
     limit = MaxItems(budget) if isinstance(budget, int) else check_budget(budget)
@@ -62,7 +62,7 @@ def _one_side_at_a_time(limit: Budget, levels: list[list[int]]) -> Iterator[tupl
 
 def levels_of(column: npt.NDArray[np.int32]) -> list[int]:
     """Return a few lengths of an axis, shortest first, the longest last."""
-    found = np.unique(np.quantile(column, QUANTILES).astype(np.int64))
+    found = np.unique(np.quantile(column, QUANTILES, method="inverted_cdf"))  # lengths that exist: images, frames
     if len(found) < MIN_LENGTHS:  # data of one length: shorter ones tell what a length costs
         found = np.unique([-(-found[-1] // 4), -(-found[-1] // 2), *found])
     return [int(length) for length in found]
