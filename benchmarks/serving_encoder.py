@@ -105,7 +105,7 @@ def tokens(length: int) -> list[int]:
 
 @asynccontextmanager
 async def over_http(arm: str, options: argparse.Namespace, calls: list[Call]) -> AsyncIterator[Callable[..., Any]]:
-    import httpx
+    import aiohttp  # httpx looks through all its connections for every request, and was the limit under load
 
     with socket.socket() as spare, tempfile.TemporaryDirectory() as folder:
         spare.bind(("127.0.0.1", 0))
@@ -115,14 +115,15 @@ async def over_http(arm: str, options: argparse.Namespace, calls: list[Call]) ->
         model = ["--model", options.model] if options.model else []
         command = [sys.executable, __file__, "--serve", arm, "--port", str(port), "--calls", str(noted)]
         process = subprocess.Popen([*command, *shared, *model])
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
+        url, connector = f"http://127.0.0.1:{port}/", aiohttp.TCPConnector(limit=0)
         try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, limits=limits) as client:
-                await _until_ready(client)
+            async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as client:
+                await _until_ready(client, url)
 
                 async def ask(length: int) -> int:
-                    answer = await client.post("/", json=tokens(length))
-                    answer.raise_for_status()
+                    async with client.post(url, json=tokens(length)) as answer:
+                        await answer.read()
+                        answer.raise_for_status()
                     return length
 
                 yield ask
@@ -132,14 +133,15 @@ async def over_http(arm: str, options: argparse.Namespace, calls: list[Call]) ->
         calls += [tuple(call) for call in json.loads(noted.read_text())]
 
 
-async def _until_ready(client: Any) -> None:
-    import httpx
+async def _until_ready(client: Any, url: str) -> None:
+    import aiohttp
 
     for _ in range(600):
         try:
-            if (await client.get("/readyz")).status_code == 200:
-                return
-        except httpx.TransportError:
+            async with client.get(url + "readyz") as answer:
+                if answer.status == 200:
+                    return
+        except aiohttp.ClientConnectionError:
             await asyncio.sleep(0.1)
     raise SystemExit("the server did not start within a minute")
 
