@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import gc
 import json
@@ -20,6 +21,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 from _live_bytes import LiveBytes
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchwright.step import MemoryMonitor
 
@@ -33,17 +35,20 @@ class Device:
 
     Args:
         cap_bytes: the most memory this process may have.
-        smoke: run on the CPU.
+        smoke: run tiny models on the CPU.
+        counted: run models of full size on the CPU, with tensors that have a size but no data.
         cudnn_attention: leave cuDNN among the attention kernels, as PyTorch does.
     """
 
-    def __init__(self, cap_bytes: float, *, smoke: bool, cudnn_attention: bool = False) -> None:
+    def __init__(self, cap_bytes: float, *, smoke: bool, counted: bool = False, cudnn_attention: bool = False) -> None:
         self.cap_bytes = int(cap_bytes)
-        self.is_cpu = smoke
-        self.name = "cpu" if smoke else "cuda"
-        if smoke:
+        self.is_small, self.is_counted, self.is_cpu = smoke, counted, smoke or counted
+        self.name = "cpu" if self.is_cpu else "cuda"
+        self._modes = contextlib.ExitStack()
+        if self.is_cpu:
             torch.set_num_threads(1)
             self._live = LiveBytes(self.cap_bytes)
+            self._fake = FakeTensorMode() if counted else contextlib.nullcontext()
             self.monitor = MemoryMonitor(source=self._live)
             return
         if not torch.cuda.is_available():
@@ -55,12 +60,12 @@ class Device:
     def __enter__(self) -> Device:
         gc.freeze()  # what was imported need not be searched at every collection
         if self.is_cpu:
-            self._live.__enter__()
+            self._modes.enter_context(self._fake)
+            self._modes.enter_context(self._live)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.is_cpu:
-            self._live.__exit__(*error)
+        self._modes.close()
         gc.unfreeze()
 
     def synchronize(self) -> None:

@@ -2,18 +2,20 @@
 
     python benchmarks/gpu_memory.py --output benchmarks/results/gpu_memory.json
     python benchmarks/gpu_memory.py --refit benchmarks/results/gpu_memory.json    # fits measured peaks anew, no GPU
+    python benchmarks/gpu_memory.py --counted --output benchmarks/results/memory_counted.json    # full size, no GPU
     python benchmarks/gpu_memory.py --smoke
 
 Encoder, decoders, sequence-to-sequence models, images (a shape counts patches) and speech (it counts samples), random
 weights. Training is bf16 autocast with AdamW and gradients kept between micro-batches; inference is in bf16. Text in
 training is measured by `calibrate_huggingface` alone, everything else by `calibrate` with a run of its own, in rounds
 that come nearer to the limit. Then shapes that were not probed, half of them near the limit, are measured and compared
-with `predict` and with `upper`. On the CPU the copies that calibration keeps lie in the memory it measures, so
-that the small models of `--smoke` look a few percent larger than they are.
+with `predict` and with `upper`. `--counted` runs the same models with tensors that have a size but no data, and counts
+the bytes of those that live: no workspaces of kernels, no rounding of an allocator, but every operation of the model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from _gpu import GIB, Device, Row, make_parser, markdown, write
 
 import batchwright as bw
 from batchwright.step import Calibration, calibrate, calibrate_huggingface, default_shapes
+from batchwright.step._restore import restored
 
 SMOKE_CAP_GIB = 0.012
 FILL = 0.9
@@ -64,10 +67,10 @@ def make_run(model: Any, architecture: Architecture, device: Device, *, trains: 
 
 def probe(run: Callable[[Shape], None], architecture: Architecture, device: Device, **options: Any) -> Calibration:
     """Measure small batches, then those that should just fit, twice, as each look tells more about the limit."""
-    lengths = architecture.lengths(device.is_cpu)
+    lengths = architecture.lengths(device.is_small)
     found: Calibration | None = None
     most: bw.Budget = bw.MaxItems(4)
-    for _ in range(2 if device.is_cpu else 3):
+    for _ in range(2 if device.is_small else 3):
         shapes = {architecture.snapped(shape) for shape in default_shapes(lengths, most)}
         known = set() if found is None else set(found.shapes)
         if shapes <= known:
@@ -105,7 +108,7 @@ def calibrated(model: Any, architecture: Architecture, device: Device, *, trains
         return probe(run, architecture, device, restore=(model, None), **options), None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **({} if device.is_cpu else {"fused": True}))
     if architecture.is_text:
-        lengths = architecture.lengths(device.is_cpu)
+        lengths = architecture.lengths(device.is_small)
         found = calibrate_huggingface(model, optimizer=optimizer, lengths=lengths, autocast=torch.bfloat16, **options)
         return found, optimizer
     run = make_run(model, architecture, device, trains=True)
@@ -121,25 +124,36 @@ def measure(run: Callable[[Shape], None], shape: Shape, device: Device) -> int |
     return device.monitor.peak_bytes
 
 
+def make_model(architecture: Architecture, device: Device, *, trains: bool) -> Any:
+    dtype = torch.float32 if trains else torch.bfloat16
+    if device.is_counted:  # tensors without data cannot be converted in place
+        torch.set_default_dtype(dtype)
+        model = architecture.make(device.is_small)
+        torch.set_default_dtype(torch.float32)
+    else:
+        model = architecture.make(device.is_small).to(device.name, dtype)
+    return model.train(trains)
+
+
 def run_model(architecture: Architecture, device: Device, *, trains: bool) -> Row:
     torch.manual_seed(0)
     start = time.perf_counter()
-    model = architecture.make(device.is_cpu).to(device.name)
-    model = model.train() if trains else model.to(torch.bfloat16).eval()
+    model = make_model(architecture, device, trains=trains)
     found, optimizer = calibrated(model, architecture, device, trains=trains)
     assert found.memory is not None
-    shapes = held_out(architecture, found.budget(), set(found.shapes), small=device.is_cpu)
-    if trains:  # gradients and the optimizer's state lie there, as in training
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
+    shapes = held_out(architecture, found.budget(), set(found.shapes), small=device.is_small)
     run = make_run(model, architecture, device, trains=trains)
-    rows = [
-        {"shape": shape, "peak": measure(run, shape, device), "predict": float(predicted), "upper": float(upper)}
-        for shape, predicted, upper in zip(
-            shapes, found.memory.predict(shapes), found.memory.upper(shapes), strict=True
-        )
-    ]
+    # Where the host is the device, the copies that calibrate keeps there count as well.
+    with restored([model]) if device.is_cpu else contextlib.nullcontext():
+        if trains:  # gradients and the optimizer's state lie there, as in training
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+        predicted = zip(shapes, found.memory.predict(shapes), found.memory.upper(shapes), strict=True)
+        rows = [
+            {"shape": shape, "peak": measure(run, shape, device), "predict": float(one), "upper": float(two)}
+            for shape, one, two in predicted
+        ]
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "probes": len(found.shapes),
@@ -205,6 +219,7 @@ def run(device: Device, architectures: list[Architecture], output: Path | None) 
 
 def main() -> None:
     parser = make_parser(__doc__, cap_gib=32.0)
+    parser.add_argument("--counted", action="store_true", help="full size without a GPU: tensors without data")
     parser.add_argument("--models", default="", help="only those whose name contains this")
     parser.add_argument("--refit", type=Path, help="a file of results: fit its measured peaks anew, and stop")
     options = parser.parse_args()
@@ -212,7 +227,8 @@ def main() -> None:
         print(markdown(refit(options.refit), COLUMNS))
         return
     chosen = [architecture for architecture in ARCHITECTURES if options.models.lower() in architecture.name.lower()]
-    with Device((SMOKE_CAP_GIB if options.smoke else options.cap_gib) * GIB, smoke=options.smoke) as device:
+    cap_bytes = (SMOKE_CAP_GIB if options.smoke else options.cap_gib) * GIB
+    with Device(cap_bytes, smoke=options.smoke, counted=options.counted) as device:
         rows = run(device, chosen, options.output)
     print(markdown(rows, COLUMNS))
     if any("error" in row for row in rows):

@@ -110,6 +110,17 @@ def test_pieces_that_fit_are_counted_and_those_that_do_not_are_lost(script, devi
     assert training.split_retry(Loop(device, 0), 2, batch_of(4)) == (0, 3)
 
 
+def test_counted_tensors_have_a_size_but_no_data(script):
+    with script("_gpu").Device(2**31, smoke=False, counted=True) as device:
+        device.monitor.reset_peak()
+        weights = torch.empty(2**28)  # 2**30 bytes
+        doubled = weights * 2
+        assert device.monitor.peak_bytes == 2**31
+        assert not device.fits(lambda: doubled + 1)
+        del doubled
+        assert device.fits(lambda: weights + 1)
+
+
 def test_an_arm_reports_what_was_lost_in_both_epochs(script, device):
     training = script("_training")
     pairs = script("_pairs").Pairs(np.array([[3, 4]] * 10), 100)
