@@ -10,7 +10,8 @@ weights. Training is bf16 autocast with AdamW and gradients kept between micro-b
 training is measured by `calibrate_huggingface` alone, everything else by `calibrate` with a run of its own, in rounds
 that come nearer to the limit. Then shapes that were not probed, half of them near the limit, are measured and compared
 with `predict` and with `upper`. `--counted` runs the same models with tensors that have a size but no data, and counts
-the bytes of those that live: no workspaces of kernels, no rounding of an allocator, but every operation of the model.
+the bytes of those that live: no workspaces of kernels, no rounding of an allocator, but every operation of the model. A
+model that reads a number from a tensor cannot be counted.
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ def main() -> None:
     with Device(cap_bytes, smoke=options.smoke, counted=options.counted) as device:
         rows = run(device, chosen, options.output)
     print(markdown(rows, COLUMNS))
-    if any("error" in row for row in rows):
+    if any("error" in row for row in rows) and not options.counted:  # a model that reads its data cannot be counted
         raise SystemExit(1)
 
 
