@@ -113,12 +113,11 @@ def test_pieces_that_fit_are_counted_and_those_that_do_not_are_lost(script, devi
 def test_counted_tensors_have_a_size_but_no_data(script):
     with script("_gpu").Device(2**31, smoke=False, counted=True) as device:
         device.monitor.reset_peak()
-        weights = torch.empty(2**28)  # 2**30 bytes
-        doubled = weights * 2
+        weights = [torch.empty(2**28), torch.empty(2**28)]  # 2**30 bytes each
         assert device.monitor.peak_bytes == 2**31
-        assert not device.fits(lambda: doubled + 1)
-        del doubled
-        assert device.fits(lambda: weights + 1)
+        assert not device.fits(lambda: weights[0] + 1)
+        weights.pop()
+        assert device.fits(lambda: weights[0] + 1)
 
 
 def test_an_arm_reports_what_was_lost_in_both_epochs(script, device):
