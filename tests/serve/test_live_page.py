@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 import re
 import socket
 import threading
@@ -171,6 +172,13 @@ def test_the_page_of_a_server_draws_what_it_did(browser):
         assert page.problems() == []
 
 
+def eventually(holds, seconds=20):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it never became true"
+        time.sleep(0.05)
+
+
 @needs_browser
 def test_the_slider_moves_the_load_of_three_policies(browser, demo, tmp_path):
     with served(make_demo_app(demo)) as address:
@@ -183,7 +191,7 @@ def test_the_slider_moves_the_load_of_three_policies(browser, demo, tmp_path):
         )
         page.wait("document.getElementById('rate-now').textContent === '33'")
         page.wait("document.querySelectorAll('#charts .dot').length >= 18")
-        assert demo.rate == 33
+        eventually(lambda: demo.rate == 33)  # the server may be busy with the load it has
         assert page.problems() == []
         assert page.screenshot(tmp_path / "page.png").stat().st_size > 10_000
 
