@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import json
-import time
 import re
 import socket
 import threading
+import time
 
 import httpx
 import numpy as np
