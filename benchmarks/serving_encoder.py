@@ -171,7 +171,8 @@ async def measure(arm: str, load: Load, options: argparse.Namespace) -> Row:
                 print(f"warm-up: {error!r}", file=sys.stderr)
         answers = await drive(ask, load)
     row = summarise(load, answers, [num for num, *_ in calls], deadline_ms=options.deadline_ms)
-    return {"arm": arm, **row, "prediction_error": prediction_error(calls), "calls": calls}
+    call_ms = [1e3 * float(value) for value in np.quantile([seconds for *_, seconds in calls], (0.1, 0.5, 0.9))]
+    return {"arm": arm, **row, "prediction_error": prediction_error(calls), "call_ms": call_ms, "calls": calls}
 
 
 def prediction_error(calls: list[Call]) -> float | None:

@@ -10,6 +10,7 @@ from torch.func import functional_call, grad, vmap
 from batchwright.errors import ArgumentError
 from batchwright.size.noise import NoiseAverage, estimate_noise, noise_ratio
 from batchwright.step import Stepper
+from batchwright.step.gradients import GradientNorms
 
 NUM = 400
 
@@ -164,3 +165,12 @@ def test_reports_read_late_and_out_of_order_are_those_of_their_updates():
     late = [steppers[1].step(batch) for batch in batches]
     assert [report.noise for report in reversed(late)] == at_once[::-1]
     assert steppers[0].state_dict() == steppers[1].state_dict()
+
+
+def test_more_groups_than_gradients_may_wait_are_kept_apart():
+    # 300 scalars, each a group of its own: more than twice what waits before norms are taken.
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(300)]
+    for value, parameter in enumerate(parameters):
+        parameter.grad = torch.tensor([float(value)])
+    norms = GradientNorms(parameters, range(300))
+    assert norms.of_gradients().tolist() == [value**2 for value in range(300)]

@@ -12,7 +12,7 @@ from ..plan import Budget, MaxItems, MaxTokens, MemoryModel
 from ..plan._arrays import as_lengths
 from ..plan._features import MIN_ROWS
 from ..plan._phases import MIN_SHAPES, one_phase, two_phases
-from ._probe_shapes import default_shapes, levels_of
+from ._probe_shapes import default_shapes, levels_of, one_long
 from .calibration import Measurement, Shape
 
 # Yields a shape, is sent what it took (None: memory ran out), and returns why shapes were left out, None if none were.
@@ -102,7 +102,7 @@ def _rows(levels: list[list[int]]) -> Iterator[tuple[int, ...]]:
         yield tuple(axis[min(place, len(axis) - 1)] for axis in levels)
     if len(levels) > 1:
         for long_axis in range(len(levels)):
-            yield tuple(axis[-1 if place == long_axis else 0] for place, axis in enumerate(levels))
+            yield one_long(levels, long_axis, levels[long_axis][-1])
 
 
 def _uneven_rows(levels: list[list[int]]) -> Iterator[tuple[int, ...]]:
@@ -110,7 +110,7 @@ def _uneven_rows(levels: list[list[int]]) -> Iterator[tuple[int, ...]]:
     if len(levels) > 1:
         for long_axis, chosen in enumerate(levels):
             for level in chosen[1:-1]:
-                yield tuple(level if place == long_axis else axis[0] for place, axis in enumerate(levels))
+                yield one_long(levels, long_axis, level)
 
 
 def _filling(rows: list[tuple[int, ...]], budget: Budget) -> list[Shape]:

@@ -53,11 +53,20 @@ def _one_side_at_a_time(limit: Budget, levels: list[list[int]]) -> Iterator[tupl
     if _shape(limit, tuple(axis[-1] for axis in levels), 1.0) is not None:
         return
     for long_axis in range(len(levels)):
-        row = tuple(axis[-1 if place == long_axis else 0] for place, axis in enumerate(levels))
+        row = one_long(levels, long_axis, levels[long_axis][-1])
         shape = _shape(limit, row, 1.0)
         if shape is None:
             raise BudgetError(f"not one item of length {row} fits {limit}; raise the budget")
         yield shape
+
+
+def one_long(levels: list[list[int]], long_axis: int, length: int) -> tuple[int, ...]:
+    """Return a row with one axis of a given length and the others at their shortest.
+
+    >>> one_long([[8, 16], [4, 9]], 1, 9)
+    (8, 9)
+    """
+    return tuple(length if place == long_axis else axis[0] for place, axis in enumerate(levels))
 
 
 def levels_of(column: npt.NDArray[np.int32]) -> list[int]:

@@ -85,6 +85,7 @@ class _Squares:
         self._squares: list[Tensor] = []
         self._groups: list[int] = []
         self._waiting: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
+        self._num_waiting = 0
 
     def add(self, gradient: Tensor, group: int) -> None:
         """Take the norm of a gradient, now or with others."""
@@ -92,9 +93,9 @@ class _Squares:
             self._squares.append(_square(gradient))
             self._groups.append(group)
             return
-        alike = self._waiting.setdefault((group, gradient.device, gradient.dtype), [])
-        alike.append(gradient.detach())
-        if len(alike) >= _MAX_WAITING:
+        self._waiting.setdefault((group, gradient.device, gradient.dtype), []).append(gradient.detach())
+        self._num_waiting += 1
+        if self._num_waiting >= _MAX_WAITING:  # of all groups together: there may be one for each parameter
             self._flush()
 
     def sums(self, num_groups: int) -> Tensor | None:
@@ -121,7 +122,7 @@ class _Squares:
                 norms = torch.stack(torch._foreach_norm(alike, dtype=_wide(dtype)))
                 self._squares.append(torch.dot(norms, norms))
             self._groups.append(group)
-        self._waiting = {}
+        self._waiting, self._num_waiting = {}, 0
 
 
 def _square(gradient: Tensor) -> Tensor:
