@@ -87,6 +87,7 @@ def main(rank, world_size, path, num_steps):
     print(f"rank {rank}: {ooms} ooms, worst {worst:.3e}")
     assert ooms > 0
     assert worst < 1e-10
+    dist.barrier()  # no rank shall take its connections down while another still uses them
     dist.destroy_process_group()
 
 
