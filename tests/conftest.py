@@ -1,7 +1,8 @@
-"""Shared set-up: one thread for torch, two hypothesis profiles, and the marker of GPU tests."""
+"""Shared set-up: one thread for torch, Ctrl-C as in the foreground, two hypothesis profiles, the marker of GPU tests."""
 
 import importlib.util
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +14,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
 
 
 def pytest_configure(config):
+    # A shell starts what runs in the background with SIGINT ignored, and processes under test would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if importlib.util.find_spec("torch") is not None:
         import torch
 

@@ -19,6 +19,8 @@ from batchwright.size.controller import BatchSizeController
 from batchwright.size.signals import loss_driven
 from batchwright.step import Stepper
 
+from ..processes import leave_group
+
 LENGTHS = np.random.default_rng(0).integers(1, 30, size=61)
 BUDGET = bw.MaxTokens(150)
 INPUTS = torch.randn(61, 4, generator=torch.Generator().manual_seed(0)).double()
@@ -129,7 +131,7 @@ def main(rank, world_size, folder):
     # What every rank measures for itself is the same in their observations, or their sizes would differ.
     observed = agree({"seconds": float(rank), "memory_fraction": None, "loss": 0.5}, torch.device("cpu"))
     assert observed == {"seconds": world_size - 1, "memory_fraction": None, "loss": 0.5}
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

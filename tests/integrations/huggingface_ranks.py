@@ -12,6 +12,7 @@ import batchwright as bw
 from batchwright import size
 from batchwright.size.noise import estimate_noise
 
+from ..processes import leave_group
 from .dynabatch.failing import fail_above
 from .dynabatch.ranks import agree_on_port
 from .huggingface_trainers import (
@@ -29,12 +30,12 @@ from .huggingface_trainers import (
 NUM = 25
 
 
-def main(folder, rank):
+def main(rank, world_size, folder):
     os.environ |= {
         "OMP_NUM_THREADS": "1",
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
     }
     os.environ["MASTER_PORT"] = agree_on_port(folder / "store", rank)
@@ -53,7 +54,7 @@ def main(folder, rank):
         for is_controlled in (False, True):
             check_resume(folder / f"resume{is_controlled}", is_controlled)
         check_evaluation(rank, folder)
-    dist.destroy_process_group()
+    leave_group()
 
 
 def make(name, folder, rank=0, **options):
@@ -181,4 +182,4 @@ def check_evaluation(rank, folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

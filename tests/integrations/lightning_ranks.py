@@ -19,6 +19,8 @@ from batchwright.size.controller import BatchSizeController
 from batchwright.size.signals import loss_driven
 from batchwright.step import Stepper
 
+from ..processes import leave_group
+
 LENGTHS = np.random.default_rng(0).integers(1, 30, size=61)
 INPUTS = torch.randn(61, 4, generator=torch.Generator().manual_seed(0)).double()
 DATA = [{"x": INPUTS[index], "index": index} for index in range(61)]
@@ -134,6 +136,7 @@ def main(rank, world_size, folder):
     assert len(steps) == 13, "six updates in the first epoch, seven in the second"
     steps = check(make_resizable, f"{folder}/resizable.ckpt", rank, world_size)
     assert len({sum(map(len, step)) for step in steps}) > 2, "sizes change"
+    leave_group()
 
 
 if __name__ == "__main__":

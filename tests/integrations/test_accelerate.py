@@ -22,7 +22,7 @@ from batchwright.size.schedules import linear
 from batchwright.size.signals import loss_driven
 from batchwright.step import Stepper
 
-from .processes import run_ranks
+from ..processes import run_ranks
 
 LENGTHS = np.random.default_rng(0).integers(1, 30, size=60)
 BUDGET = bw.MaxTokens(150)
@@ -403,4 +403,4 @@ def test_a_plain_list_of_batches_is_refused():
 
 
 def test_two_ranks_train_as_one_process_would_and_resume(tmp_path):
-    run_ranks("accelerate_ranks.py", 2, tmp_path)
+    run_ranks("tests.integrations.accelerate_ranks", 2, tmp_path)

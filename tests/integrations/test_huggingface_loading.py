@@ -1,10 +1,7 @@
 """What an adaptive trainer is fed: batches, epochs, lengths, and where a checkpoint continues."""
 
 import json
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +15,7 @@ from batchwright.errors import ArgumentError, BudgetError, LengthsError, StateMi
 from batchwright.integrations._huggingface_lengths import measure_examples
 from batchwright.integrations.huggingface import BatchSizeCallback
 
+from ..processes import run_ranks
 from .dynabatch.trainers import make_args
 from .huggingface_trainers import (
     BUDGET,
@@ -30,8 +28,6 @@ from .huggingface_trainers import (
     quick,
     recording,
 )
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -470,10 +466,4 @@ def test_the_callback_follows_a_loader_of_the_users_own(tmp_path):
 
 
 def test_two_ranks_see_every_example_once_and_train_as_one_would(tmp_path):
-    command = [sys.executable, "-W", "error", "-m", "tests.integrations.huggingface_ranks", str(tmp_path)]
-    processes = [
-        subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    run_ranks("tests.integrations.huggingface_ranks", 2, tmp_path, python=("-W", "error"))

@@ -11,6 +11,8 @@ from torch.distributed.fsdp import fully_shard
 import batchwright as bw
 from batchwright.step import Stepper
 
+from ..processes import leave_group
+
 
 def make_model():
     torch.manual_seed(0)
@@ -53,7 +55,7 @@ def main(rank, world_size, path):
         assert report.batch_size == expected.batch_size
     for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(parameter.full_tensor(), other, rtol=1e-9, atol=1e-12)
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ...processes import leave_group
 from .failing import fail_above
 from .models import MODELS, collate, make_examples, make_model
 from .trainers import exact_gradient, make_sampler, make_trainer, relative_error
@@ -29,14 +30,19 @@ def agree_on_port(store, rank):
     return path.read_text()
 
 
-def main(store, rank):
+def main(rank, world_size, store):
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+    }
     os.environ["MASTER_PORT"] = agree_on_port(store, rank)
     for name in ("t5", "llama"):
         check(name, rank)
         check(name, rank, oom_fallback="split_retry", shuffle=True)
-    dist.destroy_process_group()
+    leave_group()
 
 
 def check(name, rank, *, shuffle=False, **options):
@@ -82,4 +88,4 @@ def check(name, rank, *, shuffle=False, **options):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

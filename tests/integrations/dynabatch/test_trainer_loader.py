@@ -1,9 +1,6 @@
 """The loader of a trainer: its own options, our batches; epochs, resuming, ranks."""
 
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +10,9 @@ from transformers import Trainer
 from batchwright.errors import ArgumentError, LengthsError
 from batchwright.integrations.dynabatch import DynabatchTrainerMixin, make_dynabatch_trainer
 
+from ...processes import run_ranks
 from .models import collate, make_examples, make_model
 from .trainers import make_sampler, make_trainer
-
-ROOT = Path(__file__).parents[3]
 
 
 def recording(seen, examples):
@@ -165,13 +161,7 @@ def test_the_mixin_can_be_inherited_from_directly(tmp_path):
 
 
 def test_two_ranks_see_every_example_once_and_train_as_one_would(tmp_path):
-    command = [sys.executable, "-m", "tests.integrations.dynabatch.ranks", str(tmp_path / "store")]
-    processes = [
-        subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=280)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    outputs = run_ranks("tests.integrations.dynabatch.ranks", 2, tmp_path / "store")
     assert all(output.count("updates exact") == 4 for output in outputs)
 
 
