@@ -1,4 +1,4 @@
-"""Shared set-up: one thread for torch, Ctrl-C as in the foreground, two hypothesis profiles, the marker of GPU tests."""
+"""Shared set-up: one thread for torch, Ctrl-C as in the foreground, hypothesis profiles, the marker of GPU tests."""
 
 import importlib.util
 import os

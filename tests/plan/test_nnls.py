@@ -122,3 +122,27 @@ def test_a_nearly_singular_matrix_ends():
     x = nnls(matrix, matrix @ np.ones(12))
     assert (x >= 0).all()
     np.testing.assert_allclose(matrix @ x, matrix.sum(axis=1), rtol=1e-7)
+
+
+@settings(deadline=None, max_examples=200)
+@given(problems(), st.integers(0, 2**32 - 1))
+def test_a_limit_is_a_row_that_may_be_missed_from_below(problem, seed):
+    matrix, target = problem
+    target = np.abs(target)
+    limits = np.random.default_rng(seed).random(len(target)) < 0.5
+    x = nnls(matrix, target, limits=limits)
+    rooms = np.eye(len(target))[:, limits] * max(1.0, float(target.max()))
+    expected = nnls(np.hstack([matrix, rooms]), target)[: matrix.shape[1]]
+
+    def error(found):
+        missed = matrix @ found - target
+        return np.linalg.norm(np.where(limits, np.maximum(missed, 0), missed))
+
+    assert error(x) == pytest.approx(error(expected), rel=1e-6, abs=1e-9 * (1 + np.linalg.norm(target)))
+
+
+def test_a_limit_that_is_passed_counts_and_one_that_is_kept_does_not():
+    # 2 wanted and at most 1: the best is between them. At most 9 says nothing.
+    column, limits = np.ones((3, 1)), np.array([False, True, True])
+    assert nnls(column, np.array([2.0, 9.0, 1.0]), limits=limits) == pytest.approx([1.5])
+    assert nnls(column, np.array([2.0, 9.0, 3.0]), limits=limits) == pytest.approx([2.0])

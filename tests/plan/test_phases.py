@@ -46,6 +46,28 @@ def test_an_encoder_and_a_decoder_may_peak_in_turn():
     np.testing.assert_allclose(model.predict(unseen), expected, rtol=0.03)  # one phase is 16 % off
 
 
+def test_a_phase_seen_at_one_length_alone_takes_no_more_at_others():
+    # An encoder with squared cost beside a decoder: a T5-base without gradients, as measured on a GPU, in kB.
+    encoder = Terms(2, (514e3, 0.0, 0.0, 0.0, 175e-3, 0.0, 0.0))
+    decoder = Terms(2, (520e3, 0.0, 37.0, 110.0, 0.0, 0.0, 0.0))
+    shapes = np.array(
+        [
+            (b, one, two)
+            for b in (1, 8, 64, 200)
+            for one, two in ((24, 24), (110, 110), (512, 512), (24, 512), (512, 24))
+        ]
+    )
+    peaks = np.maximum(encoder.predict(shapes), decoder.predict(shapes))
+    is_encoder = encoder.predict(shapes) > decoder.predict(shapes)
+    assert {tuple(row) for row in shapes[is_encoder, 1:]} == {(512, 24)}
+    phases = two_phases(shapes, peaks)
+    np.testing.assert_allclose(peak_of(phases, shapes), peaks, rtol=1e-6)
+    # Terms that share equally what (512, 24) takes would be 3 times over it at half the length, and 60 % over the peak.
+    unseen = np.array([(100, 256, 24), (100, 110, 24), (50, 300, 300)])
+    expected = np.maximum(encoder.predict(unseen), decoder.predict(unseen))
+    np.testing.assert_allclose(peak_of(phases, unseen), expected, rtol=0.2)
+
+
 def test_a_model_keeps_two_phases_where_they_foretell_better():
     model = bw.MemoryModel.fit(SHAPES, PEAKS)
     assert model.other is not None

@@ -92,7 +92,7 @@ def term_names(num_axes: int) -> tuple[str, ...]:
     return ("1", *(_name(axes) for axes in _products(num_axes)))
 
 
-def fit_terms(shapes: IntArray, values: Doubles) -> Terms:
+def fit_terms(shapes: IntArray, values: Doubles, *, limits: npt.NDArray[np.bool_] | None = None) -> Terms:
     """Fit the terms to measured values, least in the squared relative error ``(cost / value - 1)²``.
 
     Terms that the shapes cannot tell apart (``b``, ``b*L0`` and ``b*L0^2`` where there is one length) share
@@ -102,6 +102,7 @@ def fit_terms(shapes: IntArray, values: Doubles) -> Terms:
     Args:
         shapes: checked shapes ``(M, 1 + axes)``.
         values: what was measured for each, ``(M,)``, above 0.
+        limits: which of them are no more than limits, ``(M,)``: a cost below the value is no error there.
     """
     products = _products(shapes.shape[1] - 1)
     num_items, sides = shapes[:, 0].astype(np.float64), shapes[:, 1:].astype(np.float64).T
@@ -112,7 +113,7 @@ def fit_terms(shapes: IntArray, values: Doubles) -> Terms:
     columns /= units
     group = [_first_equal(columns, index) for index in range(len(terms))]
     heads = sorted(set(group))
-    found = dict(zip(heads, nnls(columns[:, heads], np.ones(len(values))), strict=True))
+    found = dict(zip(heads, nnls(columns[:, heads], np.ones(len(values)), limits=limits), strict=True))
     shares = np.array([found[head] / group.count(head) for head in group])
     return Terms(shapes.shape[1] - 1, tuple((shares / units).tolist()))
 

@@ -8,12 +8,13 @@ import numpy.typing as npt
 from ._arrays import FloatArray
 
 
-def nnls(matrix: FloatArray, target: FloatArray) -> FloatArray:
+def nnls(matrix: FloatArray, target: FloatArray, *, limits: npt.NDArray[np.bool_] | None = None) -> FloatArray:
     """Return the ``x >= 0`` that makes ``|matrix @ x - target|²`` least.
 
     Args:
         matrix: finite numbers of shape ``(rows, columns)``, of any scale and any rank.
         target: finite numbers of shape ``(rows,)``.
+        limits: the rows, ``(rows,)``, where the target is only a limit, above 0: to stay below it is no error.
 
     Returns:
         One coefficient a column, 0 exactly for the columns that are left out. Where several ``x`` are equally
@@ -23,17 +24,25 @@ def nnls(matrix: FloatArray, target: FloatArray) -> FloatArray:
     [3.0, 2.0]
     >>> nnls(np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]), np.array([-1.0, 1.0, 3.0])).round(9).tolist()
     [0.0, 0.714285714]
+    >>> limits = np.array([False, True, True])  # 2 is wanted, 9 is far, 1 is passed
+    >>> nnls(np.ones((3, 1)), np.array([2.0, 9.0, 1.0]), limits=limits).round(9).tolist()
+    [1.5]
     """
     # The active set method of Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23.
     # Columns and target are brought to length 1, so that one tolerance serves coefficients of any size.
     columns, column_sizes = _to_unit_length(np.asarray(matrix, dtype=np.float64))
     goal, goal_size = _to_unit_length(np.asarray(target, dtype=np.float64)[:, None])
-    return _solve(columns, goal[:, 0]) * goal_size / column_sizes
+    # A limit has a variable of its own that fills up what is left below it.
+    rooms = np.eye(len(goal))[:, np.zeros(len(goal), dtype=bool) if limits is None else limits]
+    found = _solve(np.hstack([columns, rooms]), goal[:, 0], columns.shape[1])
+    return found[: columns.shape[1]] * goal_size / column_sizes
 
 
-def _solve(columns: FloatArray, goal: FloatArray) -> FloatArray:
-    x: FloatArray = np.zeros(columns.shape[1])
-    passive = np.zeros(len(x), dtype=bool)  # the columns in use
+def _solve(columns: FloatArray, goal: FloatArray, num_terms: int) -> FloatArray:
+    """Return the best ``x``; all but the first columns, of which each fills a row alone, are in use from the start."""
+    x: FloatArray = columns.T @ goal
+    passive = np.arange(len(x)) >= num_terms  # the columns in use
+    x[~passive] = 0.0
     blocked = np.zeros(len(x), dtype=bool)  # their gradient is a rounding error: they enter and fall out at once
     seen = {passive.tobytes()}  # no set of columns is taken twice, so the search ends whatever the rounding does
     noise = 10 * max(columns.shape) * np.finfo(np.float64).eps

@@ -17,6 +17,8 @@ _Mask: TypeAlias = npt.NDArray[np.bool_]
 
 # Two phases have twice the coefficients; fewer shapes could be met by chance.
 MIN_SHAPES = 12
+# Many shapes tell the phases apart by themselves, and each limit of the other phase makes a fit slower.
+_FEW_SHAPES = 48
 _MAX_TURNS = 10
 _ROUNDING = 1e-18  # of squared relative errors
 _SHARES = (0.3, 0.5, 0.7)
@@ -45,13 +47,15 @@ def two_phases(shapes: IntArray, values: Doubles) -> Phases:
 
     A step of training peaks in the backward pass or in the update, an encoder with a decoder in either. Shapes are
     divided by a first guess; both parts are fitted, each shape goes to the phase that is larger there, and so on until
-    nothing moves: max-affine regression (Magnani and Boyd 2009). Of several first guesses the best end counts. The
-    first of the two phases is that of the largest shape.
+    nothing moves: max-affine regression (Magnani and Boyd 2009). Of the shapes of the other part a phase knows one
+    thing, that it takes no more there: without that, a phase seen at one length alone could say anything about others.
+    Of several first guesses the best end counts. The first of the two phases is that of the largest shape.
     """
     best = one_phase(shapes, values)
     least = _error(best, shapes, values)
+    seen: set[bytes] = set()  # from the same division the same ones follow
     for guess in _guesses(best, shapes, values):
-        for phases in _alternate(guess, shapes, values):
+        for phases in _alternate(guess, shapes, values, seen):
             error = _error(phases, shapes, values)
             if error < least - _ROUNDING:
                 best, least = phases, error
@@ -76,12 +80,17 @@ def _guesses(one: Phases, shapes: IntArray, values: Doubles) -> Iterator[_Mask]:
     yield peak_of(one, shapes) > values
 
 
-def _alternate(mask: _Mask, shapes: IntArray, values: Doubles) -> Iterator[Phases]:
-    seen: set[bytes] = set()
-    while mask.tobytes() not in seen and len(seen) < _MAX_TURNS:
-        seen.add(mask.tobytes())
-        if min(mask.sum(), (~mask).sum()) < MIN_ROWS:
+def _alternate(mask: _Mask, shapes: IntArray, values: Doubles, seen: set[bytes]) -> Iterator[Phases]:
+    for _ in range(_MAX_TURNS):
+        if mask.tobytes() in seen or min(mask.sum(), (~mask).sum()) < MIN_ROWS:
             return
-        phases = tuple(fit_terms(shapes[part], values[part]) for part in (mask, ~mask))
+        seen |= {mask.tobytes(), (~mask).tobytes()}
+        phases = tuple(_fit_part(part, shapes, values) for part in (mask, ~mask))
         yield phases
         mask = phases[0].predict(shapes) > phases[1].predict(shapes)
+
+
+def _fit_part(part: _Mask, shapes: IntArray, values: Doubles) -> Terms:
+    if len(shapes) > _FEW_SHAPES:
+        return fit_terms(shapes[part], values[part])
+    return fit_terms(shapes, values, limits=~part)

@@ -68,8 +68,10 @@ def _growing(lengths: npt.ArrayLike, limit: int | None, limit_tokens: MaxTokens)
     found: list[Measurement] = []
     failed: list[Shape] = []
     wanted = default_shapes(lengths, FIRST_LOOK)
-    levels = [levels_of(column) for column in as_lengths(lengths).T]
-    rows, uneven = list(dict.fromkeys(_rows(levels))), list(dict.fromkeys(_uneven_rows(levels)))
+    columns = as_lengths(lengths).T
+    levels = [levels_of(column) for column in columns]
+    rows = list(dict.fromkeys(_rows(levels)))
+    uneven = [row for row in dict.fromkeys(_uneven_rows(levels, columns)) if row not in rows]
     while wanted:
         for shape in wanted:
             if any(_is_as_large(shape, other) for other in failed):
@@ -105,11 +107,15 @@ def _rows(levels: list[list[int]]) -> Iterator[tuple[int, ...]]:
             yield one_long(levels, long_axis, levels[long_axis][-1])
 
 
-def _uneven_rows(levels: list[list[int]]) -> Iterator[tuple[int, ...]]:
-    """Yield rows of lengths with one axis at a middle level, the others at their shortest."""
+def _uneven_rows(levels: list[list[int]], columns: npt.NDArray[np.int32]) -> Iterator[tuple[int, ...]]:
+    """Yield rows of lengths with one axis at a middle level or half its longest, the others at their shortest.
+
+    Where an encoder takes more than its decoder only if the source is long, one length would not tell how it grows.
+    """
     if len(levels) > 1:
-        for long_axis, chosen in enumerate(levels):
-            for level in chosen[1:-1]:
+        for long_axis, (chosen, column) in enumerate(zip(levels, columns, strict=True)):
+            half = int(column[np.abs(2 * column.astype(np.int64) - column.max()).argmin()])
+            for level in (*chosen[1:-1], half):
                 yield one_long(levels, long_axis, level)
 
 
