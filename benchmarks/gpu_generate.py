@@ -33,12 +33,12 @@ from torch import Tensor
 from transformers import LogitsProcessor, M2M100Config, M2M100ForConditionalGeneration
 
 import batchwright as bw
-from batchwright.step import Calibration, calibrate, default_shapes, generate
+from batchwright.step import Calibration, calibrate, generate, growing_shapes
 
 PEER_PLAN = Path(__file__).parent / "results" / "dynabatch_generate_plan.json"
 NUM, SIZE, MOST_NEW = 1_500, 64, 128
 SMOKE_NUM, SMOKE_MOST_NEW, SMOKE_CAP_GIB = 96, 12, 0.02
-# A first guess of what fits, only to place the probes; running out of memory ends their list.
+# More than is worth the time of a probe.
 PROBE_TOKENS, SMOKE_PROBE_TOKENS = 200_000, 2_000
 COLUMNS = (
     ("arm", "arm", ""), ("batches", "batches", ",d"), ("first /s", "first_per_second", ",.0f"),
@@ -162,9 +162,9 @@ def calibrated(model: Translator, device: Device, pairs: IntArray, max_bytes: fl
         with torch.inference_mode():
             model.generate(ids, mask, max_new_tokens=new)
 
-    most = bw.MaxTokens(SMOKE_PROBE_TOKENS if device.is_cpu else PROBE_TOKENS) & bw.MaxItems(len(pairs))
+    most = SMOKE_PROBE_TOKENS if device.is_cpu else PROBE_TOKENS
     return calibrate(
-        run, default_shapes(pairs, most, num=10), restore=(model, None), max_bytes=max_bytes, repeats=1,
+        run, growing_shapes(pairs, max_tokens=most), restore=(model, None), max_bytes=max_bytes, repeats=1,
         monitor=device.monitor, progress=False,
     )  # fmt: skip
 

@@ -7,8 +7,8 @@
 
 Encoder, decoders, sequence-to-sequence models, images (a shape counts patches) and speech (it counts samples), random
 weights. Training is bf16 autocast with AdamW and gradients kept between micro-batches; inference is in bf16. Text in
-training is measured by `calibrate_huggingface` alone, everything else by `calibrate` with a run of its own, in rounds
-that come nearer to the limit. Then shapes that were not probed, half of them near the limit, are measured and compared
+training is measured by `calibrate_huggingface` alone, everything else by `calibrate` with a run of its own and
+`growing_shapes`. Then shapes that were not probed, half of them near the limit, are measured and compared
 with `predict` and with `upper`. `--counted` runs the same models with tensors that have a size but no data, and counts
 the bytes of those that live: no workspaces of kernels, no rounding of an allocator, but every operation of the model. A
 model that reads a number from a tensor cannot be counted.
@@ -29,7 +29,7 @@ from _architectures import ARCHITECTURES, Architecture, Shape
 from _gpu import GIB, Device, Row, make_parser, markdown, write
 
 import batchwright as bw
-from batchwright.step import Calibration, calibrate, calibrate_huggingface, default_shapes
+from batchwright.step import Calibration, calibrate, calibrate_huggingface, growing_shapes
 from batchwright.step._restore import restored
 
 SMOKE_CAP_GIB = 0.012
@@ -66,22 +66,6 @@ def make_run(model: Any, architecture: Architecture, device: Device, *, trains: 
     return train if trains else infer
 
 
-def probe(run: Callable[[Shape], None], architecture: Architecture, device: Device, **options: Any) -> Calibration:
-    """Measure small batches, then those that should just fit, twice, as each look tells more about the limit."""
-    lengths = architecture.lengths(device.is_small)
-    found: Calibration | None = None
-    most: bw.Budget = bw.MaxItems(4)
-    for _ in range(2 if device.is_small else 3):
-        shapes = {architecture.snapped(shape) for shape in default_shapes(lengths, most)}
-        known = set() if found is None else set(found.shapes)
-        if shapes <= known:
-            break
-        found = calibrate(run, sorted(known | shapes), **options)
-        most = found.budget() & bw.MaxItems(MOST_ITEMS)
-    assert found is not None
-    return found
-
-
 def held_out(architecture: Architecture, budget: bw.Budget, known: set[Shape], *, small: bool) -> list[Shape]:
     """Return shapes that fit the budget and were not probed, random in size and length, half near the limit."""
     rng = np.random.default_rng(1)
@@ -100,20 +84,21 @@ def held_out(architecture: Architecture, budget: bw.Budget, known: set[Shape], *
 
 def calibrated(model: Any, architecture: Architecture, device: Device, *, trains: bool) -> tuple[Calibration, Any]:
     """Probe as a user would; return what was found, and the optimizer that training goes on with."""
+    lengths = architecture.lengths(device.is_small)
     options: dict[str, Any] = {
         "max_bytes": FILL * device.cap_bytes, "monitor": device.monitor, "progress": False,
         "repeats": 1,  # memory repeats itself; a second run would only tell about time
     }  # fmt: skip
+    growing = growing_shapes(lengths, max_tokens=MOST_ITEMS * int(lengths.max(axis=0).sum()))
     if not trains:
         run = make_run(model, architecture, device, trains=False)
-        return probe(run, architecture, device, restore=(model, None), **options), None
+        return calibrate(run, growing, restore=(model, None), **options), None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **({} if device.is_cpu else {"fused": True}))
     if architecture.is_text:
-        lengths = architecture.lengths(device.is_small)
         found = calibrate_huggingface(model, optimizer=optimizer, lengths=lengths, autocast=torch.bfloat16, **options)
         return found, optimizer
     run = make_run(model, architecture, device, trains=True)
-    return probe(run, architecture, device, restore=(model, optimizer), **options), optimizer
+    return calibrate(run, growing, restore=(model, optimizer), **options), optimizer
 
 
 def measure(run: Callable[[Shape], None], shape: Shape, device: Device) -> int | None:

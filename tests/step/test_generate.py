@@ -8,7 +8,9 @@ from torch import nn
 
 import batchwright as bw
 from batchwright.errors import ArgumentError, DoesNotFitError, LengthsError
+from batchwright.step import MemoryMonitor
 from batchwright.step._generate import generate
+from batchwright.testing import FakeMemory
 
 NUM_TOKENS = 29
 ENDS = list(range(4, 12))  # so many that results end at many lengths
@@ -75,14 +77,16 @@ def alone(model, ids, **options):
 
 
 class Recorded(nn.Module):
-    """A model that remembers its batches and cannot take more than ``most`` padded tokens."""
+    """A model that remembers its batches and cannot take more than ``most`` padded tokens, or than a memory has."""
 
-    def __init__(self, model, most=10**9):
+    def __init__(self, model, most=10**9, memory=None):
         super().__init__()
-        self.module, self.most, self.shapes = model, most, []
+        self.module, self.most, self.memory, self.shapes = model, most, memory, []
 
     def generate(self, **batch):
         self.shapes.append(tuple(batch["input_ids"].shape))
+        if self.memory is not None:
+            self.memory.run_batch(*batch["input_ids"].shape)
         if batch["input_ids"].numel() > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return self.module.generate(**batch)
@@ -191,6 +195,32 @@ def test_without_a_budget_batches_double_while_they_fit():
     generate(recorded, [[11, 12, 13]] * 100, max_new_tokens=2)
     # 8 of the longest, then twice the tokens, at most 32 examples on a CPU; what is left is 100 - 88.
     assert [rows for rows, _ in recorded.shapes] == [8, 16, 32, 32, 12]
+
+
+def test_without_a_budget_the_peak_of_a_batch_says_how_large_the_next_can_be():
+    # A token takes 10 bytes, 2 new ones an example. Of 4,000 bytes 1,000 are taken: 0.8 x 4,000 - 1,000 are 220 tokens.
+    memory = FakeMemory(4000, used_bytes=1000, bytes_of=lambda num, length: 10 * num * (length + 2))
+    recorded = Recorded(make_model("LlamaForCausalLM"), memory=memory)
+    generate(recorded, [[11] * 3] * 100, max_new_tokens=2, memory=MemoryMonitor(source=memory))
+    # 8 examples first, of 5 tokens each; 220 tokens are 44 of them.
+    assert recorded.shapes == [(8, 3), (44, 3), (44, 3), (4, 3)]
+
+
+def test_a_small_batch_is_followed_by_one_at_most_32_times_as_large():
+    memory = FakeMemory(10**9)
+    recorded = Recorded(make_model("LlamaForCausalLM"), memory=memory)
+    generate(recorded, [[11] * 3] * 2000, max_new_tokens=2, memory=MemoryMonitor(source=memory))
+    assert recorded.shapes == [(8, 3), (256, 3), (1024, 3), (712, 3)]
+
+
+def test_a_peak_that_promised_too_much_is_survived():
+    # The first batch takes little, others ten times as much a token.
+    memory = FakeMemory(4000, bytes_of=lambda num, length: (1 if num == 8 else 10) * num * (length + 2))
+    recorded = Recorded(make_model("LlamaForCausalLM"), memory=memory)
+    found = generate(recorded, [[11] * 3] * 300, max_new_tokens=2, memory=MemoryMonitor(source=memory))
+    assert len(found) == 300
+    assert recorded.shapes[:3] == [(8, 3), (256, 3), (128, 3)]  # 256 take 12,800 bytes and are split
+    assert max(num for num, _ in recorded.shapes[-3:]) <= 64
 
 
 def test_without_a_budget_what_fitted_is_kept_after_running_out_of_memory():
