@@ -33,12 +33,12 @@ from torch import Tensor
 from transformers import LogitsProcessor, M2M100Config, M2M100ForConditionalGeneration
 
 import batchwright as bw
-from batchwright.step import Calibration, calibrate, generate, growing_shapes
+from batchwright.step import Calibration, MemoryMonitor, calibrate, default_shapes, generate
 
 PEER_PLAN = Path(__file__).parent / "results" / "dynabatch_generate_plan.json"
 NUM, SIZE, MOST_NEW = 1_500, 64, 128
 SMOKE_NUM, SMOKE_MOST_NEW, SMOKE_CAP_GIB = 96, 12, 0.02
-# More than is worth the time of a probe.
+# A first guess of what fits, only to place the probes; running out of memory ends their list.
 PROBE_TOKENS, SMOKE_PROBE_TOKENS = 200_000, 2_000
 COLUMNS = (
     ("arm", "arm", ""), ("batches", "batches", ",d"), ("first /s", "first_per_second", ",.0f"),
@@ -68,8 +68,10 @@ class EndLikeInput(LogitsProcessor):
 class Translator(M2M100ForConditionalGeneration):
     """A model that was not trained and ends its sentences all the same."""
 
+    monitor: MemoryMonitor
     num_calls = 0
     num_ooms = 0
+    most_bytes = 0
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
         """Generate as every model does, and count calls and those that ran out of memory."""
@@ -82,6 +84,13 @@ class Translator(M2M100ForConditionalGeneration):
         except torch.OutOfMemoryError:
             Translator.num_ooms += 1
             raise
+        finally:  # here, since an arm may begin a new peak with every batch
+            Translator.most_bytes = max(Translator.most_bytes, Translator.monitor.peak_bytes)
+
+    def generate_exactly(self, num_new: int, input_ids: Tensor, attention_mask: Tensor) -> None:
+        """Generate so many tokens for every row, whatever its input has."""
+        ids = {"input_ids": input_ids, "attention_mask": attention_mask}
+        super().generate(**ids, min_new_tokens=num_new, max_new_tokens=num_new, do_sample=False)
 
 
 def make_model(device: Device) -> Translator:
@@ -93,6 +102,7 @@ def make_model(device: Device) -> Translator:
         decoder_ffn_dim=4 * width, encoder_attention_heads=heads, decoder_attention_heads=heads, vocab_size=vocabulary,
     )  # fmt: skip
     model = Translator(config)
+    Translator.monitor = device.monitor
     return model.eval() if small else model.half().cuda().eval()
 
 
@@ -137,7 +147,7 @@ def run_arm(device: Device, name: str, call: Callable[[], Any], num: int) -> Row
     row: Row = {"arm": name}
     device.free()
     device.monitor.reset_peak()
-    Translator.num_ooms = 0
+    Translator.num_ooms = Translator.most_bytes = 0
     for visit in ("first", "steady"):
         Translator.num_calls = 0
         device.synchronize()
@@ -146,7 +156,8 @@ def run_arm(device: Device, name: str, call: Callable[[], Any], num: int) -> Row
         device.synchronize()
         row[f"{visit}_per_second"] = num / (time.perf_counter() - start)
         row["batches"] = Translator.num_calls
-    row.update(ooms=Translator.num_ooms, **device.peak())
+    most = Translator.most_bytes
+    row.update(ooms=Translator.num_ooms, peak_gib=most / GIB, peak_of_cap=most / device.cap_bytes)
     print(json.dumps(row), flush=True)
     return row
 
@@ -160,11 +171,12 @@ def calibrated(model: Translator, device: Device, pairs: IntArray, max_bytes: fl
         mask = torch.ones_like(ids)
         mask[1:, -1] = 0  # as in real batches: without padding some attention kernels take less memory
         with torch.inference_mode():
-            model.generate(ids, mask, max_new_tokens=new)
+            model.generate_exactly(new, ids, mask)
 
-    most = SMOKE_PROBE_TOKENS if device.is_cpu else PROBE_TOKENS
+    most = bw.MaxTokens(SMOKE_PROBE_TOKENS if device.is_cpu else PROBE_TOKENS) & bw.MaxItems(len(pairs))
+    # A list, not growing shapes: an output of 128 tokens takes a second whatever its batch, so few are measured.
     return calibrate(
-        run, growing_shapes(pairs, max_tokens=most), restore=(model, None), max_bytes=max_bytes, repeats=1,
+        run, default_shapes(pairs, most, num=16), restore=(model, None), max_bytes=max_bytes, repeats=1,
         monitor=device.monitor, progress=False,
     )  # fmt: skip
 

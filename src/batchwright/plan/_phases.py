@@ -20,6 +20,7 @@ MIN_SHAPES = 12
 # Many shapes tell the phases apart by themselves, and each limit of the other phase makes a fit slower.
 _FEW_SHAPES = 48
 _MAX_TURNS = 10
+_NUM_WORST = 3
 _ROUNDING = 1e-18  # of squared relative errors
 _SHARES = (0.3, 0.5, 0.7)
 
@@ -49,16 +50,19 @@ def two_phases(shapes: IntArray, values: Doubles) -> Phases:
     divided by a first guess; both parts are fitted, each shape goes to the phase that is larger there, and so on until
     nothing moves: max-affine regression (Magnani and Boyd 2009). Of the shapes of the other part a phase knows one
     thing, that it takes no more there: without that, a phase seen at one length alone could say anything about others.
-    Of several first guesses the best end counts. The first of the two phases is that of the largest shape.
+    Of several first guesses the best end counts, and shapes that it fits badly are tried in the other phase. The first
+    of the two phases is that of the largest shape.
     """
     best = one_phase(shapes, values)
-    least = _error(best, shapes, values)
     seen: set[bytes] = set()  # from the same division the same ones follow
     for guess in _guesses(best, shapes, values):
-        for phases in _alternate(guess, shapes, values, seen):
-            error = _error(phases, shapes, values)
-            if error < least - _ROUNDING:
-                best, least = phases, error
+        best = _descend(best, guess, shapes, values, seen)
+    for _ in range(_MAX_TURNS):
+        before = best
+        for guess in _neighbours(best, shapes, values):
+            best = _descend(best, guess, shapes, values, seen)
+        if best is before:
+            break
     largest = shapes[[int(np.argmax(values))]]
     return tuple(sorted(best, key=lambda phase: -float(phase.predict(largest)[0])))
 
@@ -78,6 +82,28 @@ def _guesses(one: Phases, shapes: IntArray, values: Doubles) -> Iterator[_Mask]:
             for share in _SHARES:
                 yield ratio <= np.quantile(ratio, share)
     yield peak_of(one, shapes) > values
+
+
+def _neighbours(phases: Phases, shapes: IntArray, values: Doubles) -> Iterator[_Mask]:
+    """Yield divisions in which one of the shapes that are fitted worst goes to the other phase."""
+    if len(phases) < 2:
+        return
+    mask = phases[0].predict(shapes) > phases[1].predict(shapes)
+    errors = np.abs(peak_of(phases, shapes) / values - 1)
+    for row in np.argsort(-errors, kind="stable")[:_NUM_WORST]:
+        changed = mask.copy()
+        changed[row] = not changed[row]
+        yield changed
+
+
+def _descend(best: Phases, mask: _Mask, shapes: IntArray, values: Doubles, seen: set[bytes]) -> Phases:
+    """Return the best phases on the way down from a division, or those that were better before."""
+    least = _error(best, shapes, values)
+    for phases in _alternate(mask, shapes, values, seen):
+        error = _error(phases, shapes, values)
+        if error < least - _ROUNDING:
+            best, least = phases, error
+    return best
 
 
 def _alternate(mask: _Mask, shapes: IntArray, values: Doubles, seen: set[bytes]) -> Iterator[Phases]:
