@@ -112,6 +112,18 @@ def test_how_an_encoder_grows_is_told_where_only_long_sources_peak_there(max_tok
     assert np.abs(ratios - 1).max() < 0.015
 
 
+def test_a_row_that_runs_out_of_memory_is_measured_with_fewer_items():
+    lengths = np.array([(24, 24), (110, 110), (256, 256), (512, 512)] * 5)
+
+    def surprising(shape):
+        return encoder_decoder_without_gradients(shape) * (4 if shape[1] < shape[2] < 512 else 1)
+
+    found, failed, stopped = explore(growing_shapes(lengths)(29 * GIB), surprising, 32 * GIB)
+    assert {shape[1:] for shape in failed} == {(24, 256)}
+    assert {row.shape[1:] for row in found} >= {(24, 110), (24, 256), (110, 24), (256, 24)}
+    assert stopped == f"{failed[0]} ran out of memory"
+
+
 def test_no_shape_is_far_from_what_was_measured():
     found, failed, _ = explore(growing_shapes(short_texts(5_000))(30 * GIB), translation_model, 32 * GIB)
     most = {}

@@ -85,8 +85,9 @@ def _growing(lengths: npt.ArrayLike, limit: int | None, limit_tokens: MaxTokens)
             break
         model = _fit(found)
         wanted = list(_larger(rows, found, failed, model.budget(limit) & limit_tokens))
-        if not wanted and uneven:
-            wanted, uneven = _filling(uneven, model.budget(UNEVEN_SHARE * limit) & limit_tokens), []
+        if not wanted:
+            uneven = [lengths_of for lengths_of in uneven if all(row.shape[1:] != lengths_of for row in found)]
+            wanted = list(_filling(uneven, failed, model.budget(UNEVEN_SHARE * limit) & limit_tokens))
     return f"{failed[0]} ran out of memory" if failed else None
 
 
@@ -119,9 +120,14 @@ def _uneven_rows(levels: list[list[int]], columns: npt.NDArray[np.int32]) -> Ite
                 yield one_long(levels, long_axis, level)
 
 
-def _filling(rows: list[tuple[int, ...]], budget: Budget) -> list[Shape]:
-    """Return each row of lengths with as many items as fit."""
-    return [(most, *row) for row, most in zip(rows, budget.max_items(np.array(rows)).tolist(), strict=True) if most]
+def _filling(rows: list[tuple[int, ...]], failed: list[Shape], budget: Budget) -> Iterator[Shape]:
+    """Yield each row of lengths with as many items as fit, or half as many as ran out of memory."""
+    for row in rows:
+        num = int(budget.max_items(np.array([row]))[0])
+        while num and any(_is_as_large((num, *row), other) for other in failed):
+            num //= 2
+        if num:
+            yield (num, *row)
 
 
 def _larger(
