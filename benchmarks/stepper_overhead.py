@@ -1,13 +1,13 @@
 """What `Stepper` costs over the loop one would write by hand: same model, same batches, steps of about 20 ms.
 
-    python benchmarks/stepper_overhead.py [--steps 200]
+    python benchmarks/stepper_overhead.py [--steps 400]
 
 Two models: a small transformer and a wide MLP, which has the most parameters to touch for its arithmetic, so most to
 lose; each with as many rows as take 20 ms by hand on this machine. Weights count examples; the rows marked "tokens"
 return the weight as a tensor that is not the number of examples, so that gradients are multiplied once at the end.
 accelerate is measured where it is installed, and the loop by hand twice: what the second differs by is noise. Arms take
-turns step by step, in random order, so that all see the same state of the machine and of its caches; medians of the
-ratios of processor seconds within four turns.
+turns of eight steps, in random order, after one step that is not counted: in training the step before was one of the
+same loop too. Medians of the ratios of processor seconds, turn by turn.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from batchwright.step import Stepper
 RESULT = Path(__file__).parent / "results" / "stepper_overhead.json"
 STEP_SECONDS = 0.020
 MAX_ROWS = 512
+STEPS_A_TURN = 8  # "noise/4" measures in two of them
+NUM_FIRST_TURNS = 2
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -137,24 +139,26 @@ def rows_of(make: Callable[[int], tuple[nn.Module, Batch]], num_parts: int) -> i
 
 
 def measure(arms: dict[str, Callable[[], object]], num_steps: int) -> list[dict[str, object]]:
+    """Return the milliseconds of each arm, and the median of its ratios to the loop by hand, turn by turn."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     rng = random.Random(0)
-    for _ in range(num_steps):
+    for _ in range(NUM_FIRST_TURNS + num_steps // STEPS_A_TURN):
         for name in rng.sample(list(arms), len(arms)):
-            times[name].append(seconds(arms[name]))
-    hand = [sum(times["hand"][place : place + 4]) for place in range(12, num_steps - 3, 4)]
+            arms[name]()  # brings its own model and code into the caches, as every step before does in training
+            times[name].append(sum(seconds(arms[name]) for _ in range(STEPS_A_TURN)))
+    hand = times["hand"][NUM_FIRST_TURNS:]
     rows = []
     for name, values in times.items():
-        # Sums of four steps in a row: "noise/4" measures in one of them.
-        fours = [sum(values[place : place + 4]) for place in range(12, num_steps - 3, 4)]
-        ratio = statistics.median(four / base for four, base in zip(fours, hand, strict=True))
-        rows.append({"arm": name, "ms": 250 * statistics.median(fours), "over_hand": ratio - 1})
+        turns = values[NUM_FIRST_TURNS:]
+        ratio = statistics.median(turn / base for turn, base in zip(turns, hand, strict=True))
+        milliseconds = 1000 * statistics.median(turns) / STEPS_A_TURN
+        rows.append({"arm": name, "ms": milliseconds, "over_hand": ratio - 1})
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=400, help="counted steps of every arm")
     num_steps = parser.parse_args().steps
     torch.set_num_threads(1)
     rows = []

@@ -213,6 +213,16 @@ def test_a_small_batch_is_followed_by_one_at_most_32_times_as_large():
     assert recorded.shapes == [(8, 3), (256, 3), (1024, 3), (712, 3)]
 
 
+def test_with_a_budget_the_peaks_of_others_are_left_alone():
+    memory = FakeMemory(10**6)
+    memory.run_batch(700, 100)
+    options = {"max_new_tokens": 1, "memory": MemoryMonitor(source=memory)}
+    generate(make_model("LlamaForCausalLM"), [[11]], budget=bw.MaxItems(4), **options)
+    assert memory.peak_bytes == 70_000
+    generate(make_model("LlamaForCausalLM"), [[11]], **options)
+    assert memory.peak_bytes == 0
+
+
 def test_a_peak_that_promised_too_much_is_survived():
     # The first batch takes little, others ten times as much a token.
     memory = FakeMemory(4000, bytes_of=lambda num, length: (1 if num == 8 else 10) * num * (length + 2))
