@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.step import MemoryMonitor, Stepper
+from batchwright.step.distributed import Ranks
 from batchwright.testing import FakeMemory
 
 from ..processes import leave_group
@@ -58,6 +59,8 @@ def main(rank, world_size, path, num_steps):
     torch.manual_seed(0)
     model = Model().double()
     ddp = DistributedDataParallel(model)
+    # A number of Python keeps its digits: 2**24 + 1 tokens are not 2**24.
+    assert Ranks(ddp).sum([16_777_217.0], torch.device("cpu")) == [16_777_217.0 * world_size]
     chance = random.Random(rank)
     ooms, worst = 0, 0.0
 

@@ -400,3 +400,26 @@ def test_a_step_whose_weight_is_known_on_the_host_never_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
     assert report.loss > 0
     assert report.noise is not None
+
+
+def test_an_optimizer_that_clears_gradients_in_its_own_way_does_so():
+    class Counting(torch.optim.SGD):
+        cleared = 0
+
+        def zero_grad(self, set_to_none=True):
+            self.cleared += 1
+            super().zero_grad(set_to_none)
+
+    model = nn.Linear(2, 1)
+    optimizer = Counting(model.parameters(), lr=0.1)
+    Stepper(model, optimizer, lambda m, x: (m(x).sum(), len(x))).step(torch.ones(3, 2))
+    assert optimizer.cleared == 1
+
+
+def test_gradients_of_parameters_that_only_the_optimizer_knows_are_cleared_too():
+    model, other = nn.Linear(2, 1), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*model.parameters(), other], lr=0.1)
+    other.grad = torch.ones(2)
+    Stepper(model, optimizer, lambda m, x: (m(x).sum(), len(x))).step(torch.ones(3, 2))
+    assert other.grad is None
+    assert other.tolist() == pytest.approx([0.9, 0.9])

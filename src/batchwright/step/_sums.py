@@ -72,8 +72,8 @@ def _early(weight: Sum) -> Sum | Copied:
 
 
 def _sum(numbers: Sequence[Sum | Copied]) -> Sum:
-    """Return the sum, in more digits than a half-precision loss has; a float where all are."""
-    values = [float(number) if isinstance(number, Copied) else number for number in numbers]
+    """Return the sum, in more digits than a half-precision loss has; a float where all are on the host."""
+    values = [number if isinstance(number, Tensor) and not number.is_cpu else float(number) for number in numbers]
     tensors = [value for value in values if isinstance(value, Tensor)]
     on_host = math.fsum(value for value in values if not isinstance(value, Tensor))
     if not tensors:

@@ -45,7 +45,7 @@ class Ranks:
         if self.world_size == 1:
             return [float(value) for value in values]
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        packed = torch.stack([torch.as_tensor(value).to(device=device, dtype=dtype) for value in values])
+        packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in values])
         if self.world_size > 1:
             dist.all_reduce(packed, group=self.group)
         return packed.tolist()

@@ -17,7 +17,7 @@ from ..size.noise import NoiseAverage
 from ._allocate import allocate_state
 from ._apply import apply_update
 from ._feedback import Feedback
-from ._gradient_slots import add_back, drop_gradients, present, set_aside
+from ._gradient_slots import add_back, clear, drop_gradients, present, set_aside
 from ._noise_meter import NoiseMeter
 from ._pending import Pending, Summary
 from ._runner import Runner
@@ -144,7 +144,7 @@ class Stepper:
         logical = self._settings.wrap(batch)
         is_new = self._pending is None
         pending = self._pending or self._begin(batch, logical, total_weight)
-        held = set_aside(self._parameters)
+        held = [] if is_new else set_aside(self._parameters)  # what was there before a new one is aside already
         try:
             due = self._meter is not None and self._num_updates % int(self._settings.measure_noise) == 0
             totals = self._runner.run(logical, pending, noise_seed=self._num_updates if due else None)
@@ -240,7 +240,7 @@ class Stepper:
         factor = self._lr_factor(pending.summary.num_examples)
         with scaled_lr(self._optimizer, factor):
             apply_update(self._optimizer, self._parameters, scaler)
-        self._optimizer.zero_grad(set_to_none=True)
+        clear(self._optimizer)
         drop_gradients(self._parameters)
         self._ranks.share_buffers()
         self._num_updates += 1
