@@ -44,9 +44,6 @@ class Architecture:
     def is_text(self) -> bool:
         return "tokens" in self.kind
 
-    def snapped(self, shape: Shape) -> Shape:
-        return (shape[0], *(self.snap(length) for length in shape[1:]))
-
 
 def make_text(shape: Shape, device: str) -> Inputs:
     """Return token ids, a mask of rows that end one token earlier, and labels."""

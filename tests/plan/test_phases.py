@@ -62,7 +62,7 @@ def test_a_phase_seen_at_one_length_alone_takes_no_more_at_others():
     assert {tuple(row) for row in shapes[is_encoder, 1:]} == {(512, 24)}
     phases = two_phases(shapes, peaks)
     np.testing.assert_allclose(peak_of(phases, shapes), peaks, rtol=1e-6)
-    # Terms that share equally what (512, 24) takes would be 3 times over it at half the length, and 60 % over the peak.
+    # Terms that share equally what (512, 24) takes would be 2.3 times it at half the length, and 66 % over the peak.
     unseen = np.array([(100, 256, 24), (100, 110, 24), (50, 300, 300)])
     expected = np.maximum(encoder.predict(unseen), decoder.predict(unseen))
     np.testing.assert_allclose(peak_of(phases, unseen), expected, rtol=0.2)

@@ -108,7 +108,7 @@ def test_how_an_encoder_grows_is_told_where_only_long_sources_peak_there(max_tok
     rows = np.exp(rng.uniform(np.log(24), np.log(512), (300, 2))).astype(int)
     shapes = [(1 + num // 3, *row) for num, row in zip(memory.budget(29 * GIB).max_items(rows), rows, strict=True)]
     ratios = memory.predict(shapes) / [encoder_decoder_without_gradients(shape) for shape in shapes]
-    # Without rows of half the longest source 3 % too little, with phases that know nothing of each other 15 % off.
+    # Without rows of half the longest source 2 % too little, with phases that know nothing of each other 15 % off.
     assert np.abs(ratios - 1).max() < 0.015
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 Held: TypeAlias = "list[tuple[nn.Parameter, Tensor]]"
 
@@ -23,18 +22,6 @@ def drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Set every gradient to None."""
     for parameter in parameters:
         parameter.grad = None
-
-
-def clear(optimizer: Optimizer) -> None:
-    """Do what ``optimizer.zero_grad()`` does.
-
-    PyTorch's own takes a tenth of a millisecond for a line in its profiler. One that somebody wrote is called.
-    """
-    if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
-        optimizer.zero_grad(set_to_none=True)
-        return
-    for group in optimizer.param_groups:
-        drop_gradients(group["params"])
 
 
 def add_back(held: Held) -> None:

@@ -17,7 +17,7 @@ from ..size.noise import NoiseAverage
 from ._allocate import allocate_state
 from ._apply import apply_update
 from ._feedback import Feedback
-from ._gradient_slots import add_back, clear, drop_gradients, present, set_aside
+from ._gradient_slots import add_back, drop_gradients, present, set_aside
 from ._noise_meter import NoiseMeter
 from ._pending import Pending, Summary
 from ._runner import Runner
@@ -240,7 +240,7 @@ class Stepper:
         factor = self._lr_factor(pending.summary.num_examples)
         with scaled_lr(self._optimizer, factor):
             apply_update(self._optimizer, self._parameters, scaler)
-        clear(self._optimizer)
+        self._optimizer.zero_grad(set_to_none=True)
         drop_gradients(self._parameters)
         self._ranks.share_buffers()
         self._num_updates += 1
