@@ -201,7 +201,7 @@ def test_every_architecture_takes_its_inputs(script):
     kinds = [architecture.kind for architecture in architectures]
     assert {"patches of an image", "samples of sound"} <= set(kinds)
     for architecture in architectures:
-        shape = architecture.snapped((2, *architecture.lengths(True)[0].tolist()))
+        shape = (2, *map(architecture.snap, architecture.lengths(True)[0].tolist()))
         loss = architecture.make(True)(**architecture.inputs(shape, "cpu")).loss
         assert loss.isfinite(), architecture.name
 
