@@ -15,6 +15,11 @@ PACKAGE = Path(bw.__file__).parent
 LEVELS = {
     "errors": 0,
     "_version": 0,
+    "_types": 0,
+    "_checks": 1,
+    "_files": 1,
+    "_lengths": 1,
+    "_machine": 1,
     "_optional": 1,
     "_progress": 1,
     "_fakes": 1,

@@ -35,7 +35,7 @@ class Untouched(bw.Budget):
         ([[1, 2], [3]], "with as many lengths for every example"),
         ([[[1]]], r"shape \(N,\) or \(N, axes\), got \(1, 1, 1\)"),
         (np.empty((3, 0), dtype=int), r"got \(3, 0\)"),
-        ("some text", r"got \(\); give one row of lengths an example"),
+        ("some text", r"got \(\); give one row of lengths per example"),
         (7, r"got \(\)"),
         (None, r"got \(\)"),
         (iter([1, 2]), r"got \(\)"),

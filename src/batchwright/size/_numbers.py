@@ -3,47 +3,14 @@
 from __future__ import annotations
 
 import math
-import operator
-from numbers import Real
-from typing import Any, SupportsIndex
+from typing import Any
 
-from ..errors import ArgumentError
+from .._checks import as_number as as_number
+from .._checks import as_whole as as_whole
 
 # The most a policy asks for. Above every batch size, and far enough below infinity to be multiplied and kept in JSON.
 LARGEST = 1e300
 TIMES = "\N{MULTIPLICATION SIGN}"
-
-
-def as_whole(name: str, value: SupportsIndex, *, least: int) -> int:
-    """Return a whole number of at least ``least`` as a plain ``int``; NumPy's integers count.
-
-    >>> as_whole("period", 3, least=1)
-    3
-    """
-    try:
-        whole = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        whole = least - 1
-    if whole < least:
-        raise ArgumentError(f"{name} must be a whole number of {least} or more, got {value!r}")
-    return whole
-
-
-def as_number(name: str, value: Any, *, least: float = -math.inf, above: float = -math.inf) -> float:
-    """Return a finite number of at least ``least`` and above ``above`` as a plain ``float``.
-
-    >>> as_number("slope", 8)
-    8.0
-    """
-    try:
-        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number) or number < least or number <= above:
-        wish = "" if least == -math.inf else f" of {least:g} or more"
-        wish = wish if above == -math.inf else f" above {above:g}"
-        raise ArgumentError(f"{name} must be a number{wish}, got {value!r}")
-    return number
 
 
 def as_size(value: Any) -> float:

@@ -1,0 +1,232 @@
+"""The checks that arguments and saved states pass: one version of each, for every room.
+
+A check either returns the value as a plain Python value or raises an error that says what came and what is allowed.
+NumPy's numbers count as numbers everywhere; what is kept is the plain number, so that it can be saved as JSON.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Protocol, final
+
+import numpy as np
+
+from .errors import ArgumentError, StateMismatchError
+
+
+def is_number(value: object) -> bool:
+    """Say whether a value is a real number of Python or NumPy; True and False are none.
+
+    >>> is_number(3), is_number(np.float32(0.5)), is_number(True), is_number("3"), is_number(None)
+    (True, True, False, False, False)
+    """
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def as_whole(name: str, value: Any, *, least: int) -> int:
+    """Return a whole number of at least ``least`` as a plain ``int``; NumPy's integers count.
+
+    >>> as_whole("seed", np.int64(3), least=0)
+    3
+    >>> as_whole("seed", True, least=0)
+    Traceback (most recent call last):
+        ...
+    batchwright.errors.ArgumentError: seed must be a whole number of 0 or more, got True
+    """
+    whole = _whole(value)
+    if whole is None or whole < least:
+        raise ArgumentError(f"{name} must be a whole number of {least} or more, got {value!r}")
+    return whole
+
+
+def as_number(
+    name: str,
+    value: Any,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+    infinite: bool = False,
+) -> float:
+    """Return a finite number as a plain ``float``, if ``least <= number <= most`` and ``above < number < below``.
+
+    Args:
+        name: what the number is called, for the error.
+        value: a number of Python or NumPy.
+        least: the smallest allowed.
+        above: a bound that the number must exceed.
+        most: the largest allowed.
+        below: a bound that the number must stay under.
+        infinite: whether infinity is allowed too, where the bounds let it.
+
+    >>> as_number("slope", np.float64(8))
+    8.0
+    >>> as_number("alpha", 1.5, above=0, below=1)
+    Traceback (most recent call last):
+        ...
+    batchwright.errors.ArgumentError: alpha must be a number above 0 and below 1, got 1.5
+    """
+    try:
+        number = float(value) if is_number(value) else math.nan
+    except OverflowError:
+        number = math.inf if value > 0 else -math.inf
+    is_allowed = math.isfinite(number) or (infinite and not math.isnan(number))
+    # Only bounds that were given are compared: infinity is not below an infinity that stands for "no bound".
+    exceeds = above == -math.inf or number > above
+    if is_allowed and least <= number <= most and exceeds and (below == math.inf or number < below):
+        return number
+    raise ArgumentError(f"{name} must be a number{_bounds(least, above, most, below)}, got {value!r}")
+
+
+def as_flag(name: str, value: object) -> bool:
+    """Return True or False, or refuse anything else; NumPy's booleans count.
+
+    >>> as_flag("shuffle", np.True_)
+    True
+    >>> as_flag("shuffle", 1)
+    Traceback (most recent call last):
+        ...
+    batchwright.errors.ArgumentError: shuffle must be True or False, got 1
+    """
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise ArgumentError(f"{name} must be True or False, got {value!r}")
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> None:
+    """Refuse a value that is not one of the allowed words.
+
+    >>> check_choice("remainder", "keep", ("spread", "drop"))
+    Traceback (most recent call last):
+        ...
+    batchwright.errors.ArgumentError: remainder must be one of 'spread', 'drop', got 'keep'
+    """
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
+        raise ArgumentError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def check_order(low_name: str, low: float, high_name: str, high: float) -> None:
+    """Refuse two limits that leave no room between them."""
+    if not low < high:
+        raise ArgumentError(f"{low_name} must be below {high_name}, got {low_name}={low!r}, {high_name}={high!r}")
+
+
+def check_ranks(rank: Any, world_size: Any) -> tuple[int, int]:
+    """Return the rank and the number of ranks as plain numbers, or refuse a rank outside the world.
+
+    >>> check_ranks(np.int64(1), 2)
+    (1, 2)
+    """
+    world_size = as_whole("world_size", world_size, least=1)
+    rank = as_whole("rank", rank, least=0)
+    if rank >= world_size:
+        raise ArgumentError(f"rank must be below world_size, got rank {rank} of {world_size}; ranks count from 0")
+    return rank, world_size
+
+
+class HasSize(Protocol):
+    """Anything that knows how many examples the next update uses, over all ranks."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of examples."""
+
+
+@final
+@dataclass(frozen=True)
+class FixedSize:
+    """A size that never changes: what a plain number means where a controller may stand."""
+
+    size: int
+
+
+def has_size(value: object) -> bool:
+    """Say whether a value is a controller, that is, has a ``.size``; arrays have one too, of another meaning.
+
+    >>> has_size(FixedSize(3)), has_size(np.int64(3)), has_size(np.arange(3)), has_size(3)
+    (True, False, False, False)
+    """
+    return hasattr(value, "size") and not hasattr(value, "__array__")
+
+
+def as_sized(name: str, value: Any) -> HasSize:
+    """Return a controller; a whole number becomes a size that never changes.
+
+    >>> as_sized("controller", np.int64(3))
+    FixedSize(size=3)
+    >>> as_sized("controller", "64")
+    Traceback (most recent call last):
+        ...
+    batchwright.errors.ArgumentError: controller must be a whole number of 1 or more, or have one as .size as a \
+BatchSizeController has, got '64'
+    """
+    if has_size(value):
+        read_size(value, name)
+        return value
+    whole = _whole(value)
+    if whole is None or whole < 1:
+        raise ArgumentError(
+            f"{name} must be a whole number of 1 or more, or have one as .size as a BatchSizeController has, "
+            f"got {value!r}"
+        )
+    return FixedSize(whole)
+
+
+def read_size(controller: HasSize, name: str = "controller") -> int:
+    """Return the size that a controller wants now, as a plain ``int`` of 1 or more."""
+    return as_whole(f"{name}.size", controller.size, least=1)
+
+
+def check_same(name: str, saved: Any, mine: Any) -> None:
+    """Refuse a saved value that differs from ours, naming both; mappings are compared key by key.
+
+    >>> check_same("seed", 1, 2)
+    Traceback (most recent call last):
+        ...
+    batchwright.errors.StateMismatchError: the state was saved with seed = 1, here it is 2; use the same data and \
+settings, or start without the state
+    """
+    if isinstance(mine, dict) and isinstance(saved, Mapping):
+        for key in sorted(mine.keys() | saved.keys()):
+            check_same(key, saved.get(key), mine.get(key))
+    elif saved != mine:
+        raise StateMismatchError(
+            f"the state was saved with {name} = {saved!r}, here it is {mine!r}; "
+            "use the same data and settings, or start without the state"
+        )
+
+
+def read_whole(state: Mapping[str, Any], name: str) -> int:
+    """Return a whole number of 0 or more from a saved state as a plain ``int``, or refuse the state.
+
+    >>> read_whole({"epoch": 3}, "epoch")
+    3
+    """
+    value = state.get(name)
+    whole = _whole(value)
+    if whole is None or whole < 0:
+        raise StateMismatchError(f"the state needs {name} as a whole number of 0 or more, got {value!r}")
+    return whole
+
+
+def _whole(value: Any) -> int | None:
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def _bounds(least: float, above: float, most: float, below: float) -> str:
+    words = [
+        f"of {least:g} or more" if least > -math.inf else "",
+        f"above {above:g}" if above > -math.inf else "",
+        f"of at most {most:g}" if most < math.inf else "",
+        f"below {below:g}" if below < math.inf else "",
+    ]
+    said = " and ".join(word for word in words if word)
+    return f" {said}" if said else ""
