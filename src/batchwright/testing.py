@@ -14,8 +14,8 @@ import numpy.typing as npt
 from ._check_policy import check_policy as check_policy
 from ._fakes import FakeClock as FakeClock
 from ._fakes import FakeMemory as FakeMemory
+from ._lengths import as_lengths
 from .plan import Budget
-from .plan._arrays import as_lengths
 
 MakeSampler = Callable[..., Any]
 Batches = list[list[Any]]  # a batch is a list of indices, or of rows of them

@@ -2,7 +2,7 @@ import pytest
 
 from batchwright._cli.tokenizer import load_tokenizer, unit_of
 from batchwright.errors import ArgumentError
-from batchwright.plan.lengths import measure_lengths
+from batchwright.plan.lengths.measuring import measure_lengths
 
 
 def count(name, text):

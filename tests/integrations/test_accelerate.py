@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 import batchwright as bw
 from batchwright.errors import ArgumentError, StateMismatchError
 from batchwright.integrations.accelerate import _collate_and_move, _mover, prepare
-from batchwright.plan._regroup import regroup
-from batchwright.plan.resizable import ResizableBatchSampler
+from batchwright.plan.sampler.regrouping import regroup
+from batchwright.plan.sampler.resizable import ResizableBatchSampler
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.schedules import linear
 from batchwright.size.signals import loss_driven

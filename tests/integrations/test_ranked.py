@@ -7,8 +7,8 @@ from torch.utils.data.distributed import DistributedSampler
 import batchwright as bw
 from batchwright.errors import ArgumentError
 from batchwright.integrations._ranked import controller_of, give_rank, is_at_end, num_batches, sampler_of
-from batchwright.plan._regroup import regroup
-from batchwright.plan.resizable import ResizableBatchSampler
+from batchwright.plan.sampler.regrouping import regroup
+from batchwright.plan.sampler.resizable import ResizableBatchSampler
 
 DATA = list(range(8))
 

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.errors import ArgumentError
-from batchwright.plan._arrays import as_lengths, as_whole, pad_up
+from batchwright._lengths import as_lengths, pad_up
+from batchwright._checks import as_whole
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int32, np.uint32, np.int64, np.uint64])

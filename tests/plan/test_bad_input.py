@@ -96,7 +96,7 @@ def test_a_budget_must_be_a_budget(budget, message):
         ({"size_ladder": "pow2", "size_multiple_of": 6}, "no size on the ladder 'pow2' is a multiple of 6"),
         ({"oversize": "skip"}, "oversize must be one of 'error', 'alone', 'drop', 'truncate', got 'skip'"),
         ({"remainder": "pad"}, "remainder must be one of 'spread', 'drop', got 'pad'"),
-        ({"shuffle": 1}, "shuffle must be one of True, False, got 1"),
+        ({"shuffle": 1}, "shuffle must be True or False, got 1"),
         ({"drop_last": None}, "drop_last must be one of True, False, got None"),
         ({"cost": 5}, r"cost must be None or a function of \(num_items, padded_lengths\), got 5"),
     ],

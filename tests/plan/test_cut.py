@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchwright as bw
-from batchwright.plan._cut import cut_falling, cut_rest
-from batchwright.plan.shapes import SizeRounding
+from batchwright.plan.grouping._cutting import cut_falling, cut_rest
+from batchwright.plan.grouping.base import SizeRounding
 
 from .strategies import cases
 

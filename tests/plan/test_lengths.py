@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from batchwright.errors import ArgumentError, BatchwrightError, LengthsError
-from batchwright.plan.lengths import BATCHES_IN_FLIGHT_PER_WORKER, measure_lengths
+from batchwright.plan.lengths.measuring import BATCHES_IN_FLIGHT_PER_WORKER, measure_lengths
 
 SENTENCES = ["the cat sat on the mat", "a dog", "", "the long road goes ever on and on and on"]
 PAIRS = [("the cat", "le chat dort"), ["a dog", ""], ("on and on", "la route")]

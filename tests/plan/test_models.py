@@ -6,11 +6,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from batchwright.errors import ArgumentError, BudgetError
-from batchwright.plan._arrays import MAX_INT32
-from batchwright.plan._features import Terms, fit_terms
+from batchwright._types import MAX_INT32
+from batchwright.plan.models._terms import Terms, fit_terms
 from batchwright.plan.budget import MaxItems
-from batchwright.plan.memory_model import MaxBytes, MemoryModel
-from batchwright.plan.time_model import TimeModel, _first_to_reach
+from batchwright.plan.models.memory import MaxBytes, MemoryModel
+from batchwright.plan.models.time import TimeModel, _first_to_reach
 
 GIB = 2**30
 ONE_AXIS = np.array([[1, 64], [8, 64], [8, 128], [4, 256], [2, 512], [6, 300], [1, 512], [16, 100]])

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 import batchwright as bw
 from batchwright.errors import BudgetError
-from batchwright.plan._arrays import as_lengths
+from batchwright._lengths import as_lengths
 from batchwright.plan._batches import batch_cost, make_batches
 from batchwright.plan._oversize import admit
-from batchwright.plan._plan import make_problem
+from batchwright.plan.plan import make_problem
 from batchwright.plan._settings import PlanSettings
 
 LENGTHS = [5, 30, 8, 12, 7]

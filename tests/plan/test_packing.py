@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import batchwright as bw
 from batchwright._optional import is_installed
 from batchwright.errors import ArgumentError, BudgetError
-from batchwright.plan import _packing
-from batchwright.plan._packing import pack_rows
+from batchwright.plan.grouping import packed as _packing
+from batchwright.plan.grouping.packed import pack_rows
 
 needs_numba = pytest.mark.skipif(not is_installed("numba"), reason="compares with compiled code")
 

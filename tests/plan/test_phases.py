@@ -7,8 +7,8 @@ import pytest
 
 import batchwright as bw
 from batchwright.errors import ArgumentError
-from batchwright.plan._features import Terms
-from batchwright.plan._phases import one_phase, peak_of, two_phases
+from batchwright.plan.models._terms import Terms
+from batchwright.plan.models.memory import one_phase, peak_of, two_phases
 
 UPDATE = Terms(1, (5000.0, 0.0, 0.5, 0.0))
 LOSS = Terms(1, (2000.0, 0.0, 3.0, 0.0))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import batchwright as bw
 from batchwright.errors import ArgumentError
-from batchwright.plan._prior import MemoryPrior
+from batchwright.plan.models.prior import MemoryPrior
 
 PRIOR = MemoryPrior("generate", fixed=10.0, per_item=20.0, square=0.0, longer_square=0.01)
 sizes = st.integers(1, 2000)

@@ -1,7 +1,7 @@
 import numpy as np
 
 import batchwright as bw
-from batchwright.plan._random import Purpose, below, bit_stream, permutation, words
+from batchwright._random import Purpose, below, bit_stream, permutation, words
 
 
 def test_streams_of_seeds_epochs_and_purposes_differ():

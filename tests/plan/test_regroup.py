@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 import batchwright as bw
 from batchwright.errors import ArgumentError, StateMismatchError
-from batchwright.plan._regroup import Regrouped, regroup
-from batchwright.plan.resizable import ResizableBatchSampler
+from batchwright.plan.sampler.regrouping import Regrouped, regroup
+from batchwright.plan.sampler.resizable import ResizableBatchSampler
 
 NUM = 100
 DATA = list(range(NUM))

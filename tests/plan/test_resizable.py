@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import batchwright as bw
 from batchwright.errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
-from batchwright.plan.resizable import ResizableBatchSampler
+from batchwright.plan.sampler.resizable import ResizableBatchSampler
 from batchwright.testing import check_batch_sampler
 
 NUM = 300
@@ -503,7 +503,7 @@ def test_a_change_of_the_callers_lengths_changes_nothing():
         ({"budget": BUDGET}, "lengths and budget go together, lengths is missing"),
         ({"lengths": LENGTHS, "budget": 64}, r"write MaxItems\(64\) or MaxTokens\(64\)"),
         ({"seed": -1}, "seed must be a whole number of 0 or more"),
-        ({"shuffle": 1}, "shuffle must be one of True, False"),
+        ({"shuffle": 1}, "shuffle must be True or False"),
         ({"rank": 2, "world_size": 2}, "rank must be below world_size, got rank 2 of 2"),
         ({"world_size": 0}, "world_size must be a whole number of 1 or more"),
     ],

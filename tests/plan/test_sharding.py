@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import batchwright as bw
-from batchwright.plan._random import Purpose, bit_stream
-from batchwright.plan.sharding import gather, order_batches, split_evenly, spread_tail, step_cost, sum_work
+from batchwright._random import Purpose, bit_stream
+from batchwright.plan._order import gather, order_batches, step_cost, sum_work
+from batchwright.plan._ranks import split_evenly, spread_tail
 
 
 def order_of(cost, *, seed=0, run_length=64, keep_first=0, demand=None):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.step import MemoryMonitor, Stepper
-from batchwright.step.distributed import Ranks
+from batchwright._ranks import Ranks
 from batchwright.testing import FakeMemory
 
 from ..processes import leave_group

@@ -9,8 +9,8 @@ from torch import nn
 
 from batchwright._fakes import FakeMemory
 from batchwright.errors import ArgumentError
-from batchwright.step._calibrate_huggingface import calibrate_huggingface
-from batchwright.step.memory import MemoryMonitor
+from batchwright.step.calibration.huggingface import calibrate_huggingface
+from batchwright.step.memory.monitor import MemoryMonitor
 
 transformers = pytest.importorskip("transformers")
 

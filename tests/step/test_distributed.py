@@ -3,7 +3,7 @@ import torch.distributed as dist
 from torch import nn
 
 from batchwright.errors import ArgumentError
-from batchwright.step.distributed import Ranks
+from batchwright._ranks import Ranks
 
 from ..processes import run_ranks
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import batchwright as bw
-from batchwright.plan._features import Terms
+from batchwright.plan.models._terms import Terms
 from batchwright.step import MemoryMonitor, Stepper
-from batchwright.step.tracker import RELAX_AFTER
+from batchwright.step.memory.budget_tracker import RELAX_AFTER
 from batchwright.testing import FakeMemory
 
 # 100 bytes and one a token, 10 % to spare: a budget of 330 bytes lets 200 tokens through.

@@ -12,8 +12,8 @@ from torch import nn
 
 from batchwright._fakes import FakeMemory
 from batchwright.errors import ArgumentError
-from batchwright.step.fit import FORGET_AFTER, FitToMemory, MemoryRule
-from batchwright.step.memory import MemoryMonitor
+from batchwright.step.memory.fit_to_memory import FORGET_AFTER, FitToMemory, MemoryRule
+from batchwright.step.memory.monitor import MemoryMonitor
 from batchwright.step.stepper import Stepper
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from batchwright.errors import ArgumentError
 from batchwright.step import Stepper
-from batchwright.step._huggingface import huggingface_loss
+from batchwright.step.huggingface import huggingface_loss
 from batchwright.step.losses import entropy_sum
 
 NUM_TOKENS = 23

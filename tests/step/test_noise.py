@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, vmap
 from batchwright.errors import ArgumentError
 from batchwright.size.noise import NoiseAverage, estimate_noise, noise_ratio
 from batchwright.step import Stepper
-from batchwright.step.gradients import GradientNorms
+from batchwright.step.noise import GradientNorms
 
 NUM = 400
 

@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import batchwright as bw
 from batchwright.errors import ArgumentError
-from batchwright.step.packing import PackCollator
+from batchwright.step.collators import PackCollator
 
 
 def make_model(name, attention="sdpa"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias, final
 
+from .._lengths import as_lengths
+from .._types import IntArray
 from ..errors import BatchwrightError
-from ..plan._arrays import IntArray, as_lengths
 from .compare import Comparison, Entry, Settings, compare, groupings, plan_entry
 from .table import percent
 

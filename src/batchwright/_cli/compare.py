@@ -9,10 +9,11 @@ import numpy as np
 
 import batchwright as bw
 
+from .._lengths import as_lengths, pad_up
+from .._types import IntArray
 from ..errors import ArgumentError
-from ..plan._arrays import IntArray, as_lengths, pad_up
 from ..plan.budget import Budget
-from ..plan.grouping import Grouping
+from ..plan.grouping.base import Grouping
 from .histogram import percentile
 
 # With fewer batches an epoch, the last, partly filled ones would blur every figure.

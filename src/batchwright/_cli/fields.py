@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .._types import MAX_INT32
 from ..errors import ArgumentError
-from ..plan._arrays import MAX_INT32
 
 
 def choose_fields(record: Mapping[str, Any], field: str | None, *, pairs: bool, where: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import final
 
 import numpy as np
 
-from ..plan._arrays import IntArray
+from .._types import IntArray
 
 # A row of eighths: the bar of a count ends in the block that is nearest to it.
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")

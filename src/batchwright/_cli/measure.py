@@ -8,9 +8,9 @@ from typing import Any, cast, final
 import numpy as np
 import numpy.typing as npt
 
+from .._types import IntArray
 from ..errors import ArgumentError
-from ..plan._arrays import IntArray
-from ..plan.lengths import measure_lengths
+from ..plan.lengths.measuring import measure_lengths
 from .histogram import percentile
 from .reading import Source, read_examples
 from .tokenizer import load_tokenizer, unit_of

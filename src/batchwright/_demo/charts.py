@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from .._cli.compare import Entry
 from .._cli.histogram import make_bins
 from .._cli.table import percent
-from ..plan._arrays import IntArray
+from .._types import IntArray
 from .results import ArmResult, Check
 from .svg import Frame, Scale, figure, hover, marker, tag, text
 

@@ -10,7 +10,7 @@ from typing import final
 
 from .._cli.compare import Comparison
 from .._cli.table import percent, times
-from ..plan._arrays import IntArray
+from .._types import IntArray
 from .charts import batch_shapes, legend, length_histogram, loss_by_examples, loss_by_seconds, padding_bars, work_bars
 from .results import ArmResult
 from .settings import DemoSettings

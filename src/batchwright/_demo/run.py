@@ -17,8 +17,8 @@ import batchwright as bw
 from .._cli.compare import Settings, compare
 from .._cli.screen import Screen
 from .._cli.table import percent, render_table, times
+from .._types import IntArray
 from ..errors import ArgumentError
-from ..plan._arrays import IntArray
 from .arms import make_arms
 from .corpus import lengths_of, load_corpus
 from .model import make_model

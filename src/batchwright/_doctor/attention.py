@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..step._probe import Prober
+from ..step.calibration.running import Prober
 from .effort import Effort
 from .records import Attention, Visits
 

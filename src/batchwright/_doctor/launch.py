@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import DoesNotFitError
-from ..step._probe import Prober
+from ..step.calibration.running import Prober
 from .effort import Effort
 from .records import Launch, LaunchRow
 

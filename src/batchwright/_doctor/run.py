@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .._machine import one_thread
 from .._progress import ProgressBar
-from ..step._threads import one_thread
 from .attention import BACKENDS, measure_attention
 from .effort import effort_for
 from .launch import measure_launch, sizes

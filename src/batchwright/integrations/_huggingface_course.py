@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..size.noise import NoiseAverage
-from ..step._noise_meter import NoiseMeter
-from ..step.report import NoiseReport
+from ..step.noise import NoiseMeter, NoiseReport
 
 # Places in the sums of an update: labels or examples that count, examples, tokens, padded tokens, micro-batches, and
 # how often a rank ran out of memory since training began.

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from .._types import IntArray
 from ..errors import ArgumentError
-from ..plan._arrays import IntArray
-from ..plan._plan import plan_batches
 from ..plan.budget import Budget, MaxCost
-from ..plan.grouping import Sorted
+from ..plan.grouping.sorting import Sorted
+from ..plan.plan import plan_batches
 from ._huggingface_loader import options_of
 
 

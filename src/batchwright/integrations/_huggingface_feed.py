@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
+from .._lengths import as_lengths, pad_up
 from ..errors import StateMismatchError
-from ..plan._arrays import as_lengths, pad_up
 from ..plan.budget import Budget
-from ..plan.resizable import ResizableBatchSampler
-from ..plan.sampler import BatchSampler
+from ..plan.sampler.planned import BatchSampler
+from ..plan.sampler.resizable import ResizableBatchSampler
 from ..step._split import LogicalBatch, split
 from ._size_log import SizeLog
 

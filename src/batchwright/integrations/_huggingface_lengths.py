@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from .._progress import progress
+from .._types import IntArray
 from ..errors import LengthsError
-from ..plan._arrays import IntArray
 
 _SOURCE, _TARGET = "input_ids", "labels"
 _CHUNK = 1000

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, SequentialSampler
 
+from .._lengths import as_lengths, pad_up
+from .._types import IntArray
 from ..errors import LengthsError, StateMismatchError
-from ..plan._arrays import IntArray, as_lengths, pad_up
 from ..plan.budget import MaxItems
-from ..plan.grouping import WindowSort
-from ..plan.resizable import ResizableBatchSampler
-from ..plan.sampler import BatchSampler
+from ..plan.grouping.sorting import WindowSort
+from ..plan.sampler.planned import BatchSampler
+from ..plan.sampler.resizable import ResizableBatchSampler
 from ..size.noise import NoiseAverage
 from ._huggingface_course import Course, Noise
 from ._huggingface_feed import Feed, PlannedFeed, ResizableFeed

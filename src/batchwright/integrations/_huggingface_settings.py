@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from ..errors import ArgumentError, MissingDependencyError
 from ..plan.budget import Budget, MaxItems, check_budget
-from ..plan.grouping import Grouping, check_grouping
+from ..plan.grouping.base import Grouping, check_grouping
 from ..size.learning_rate import Rule, get_rule
-from ..step.memory import MemoryMonitor
+from ..step.memory.monitor import MemoryMonitor
 from ._ranked import controller_of
 
 Weighting: TypeAlias = Literal["tokens", "examples"]

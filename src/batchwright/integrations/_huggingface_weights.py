@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
-from ..step._models import IGNORED, counts_tokens
+from ..step.huggingface import IGNORED, counts_tokens
 from ._huggingface_settings import Weighting
 from ._trainer_step import Weighing, find_weighing, weighted
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ArgumentError
-from ..plan.resizable import ResizableBatchSampler
+from ..plan.sampler.resizable import ResizableBatchSampler
 
 _PARTS = ("rank", "world_size", "epoch", "set_epoch", "state_dict", "load_state_dict")
 # Figures of a report that every rank measures for itself.

@@ -23,9 +23,9 @@ transformers = require("transformers", extra="hf")
 
 # After the check, so that its message is read.
 from ..plan.budget import Budget  # noqa: E402
-from ..plan.grouping import Grouping  # noqa: E402
+from ..plan.grouping.base import Grouping  # noqa: E402
 from ..size.learning_rate import Rule  # noqa: E402
-from ..step.memory import MemoryMonitor  # noqa: E402
+from ..step.memory.monitor import MemoryMonitor  # noqa: E402
 from ._huggingface_course import Course, Noise  # noqa: E402
 from ._huggingface_evaluating import EvaluatingMixin  # noqa: E402
 from ._huggingface_evaluation import EvaluationRun  # noqa: E402

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from .._checks import as_whole
 from ..errors import ArgumentError
-from ..plan._arrays import as_whole
 from ._assemble import MIN_EXAMPLES
 from ._builtin import load_breast_cancer, load_diabetes, load_digits, load_wine
 from ._fashion import load_fashion_mnist

@@ -13,8 +13,8 @@ require("torch", extra="lab")
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
+from .._checks import as_whole  # noqa: E402
 from ..errors import ArgumentError  # noqa: E402
-from ..plan._arrays import as_whole  # noqa: E402
 from ._cnn import make_cnn  # noqa: E402
 from ._collate import collate_for as collate_for  # noqa: E402
 from ._dense import BagOfTokens, make_linear, make_mlp  # noqa: E402

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC
+from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
-from ._arrays import FloatArray, IntArray, pad_up
+from .._lengths import pad_up
+from .._random import Purpose, bit_stream
+from .._types import FloatArray, IntArray
+from ._order import gather, order_batches, step_cost, sum_work
 from ._oversize import Admitted
-from ._problem import Groups, Problem
-from ._random import Purpose, bit_stream
 from ._settings import PlanSettings
 from .budget import Budget, evaluate
-from .sharding import gather, order_batches, step_cost, sum_work
+from .grouping.base import Groups, Problem
 
 
 @final
@@ -54,6 +57,27 @@ class Batches(NamedTuple):
         indices, unit_offsets = gather(self.indices, self.unit_starts[unit_order], self.unit_sizes[unit_order])
         shapes = np.concatenate([self.num_items[:, None], self.padded], axis=1)[order].astype(np.int32)
         return OrderedBatches(indices, unit_offsets[first], shapes, unit_offsets if self.packed else None)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PlanArrays(ABC):
+    """The fields of a ``Plan``, apart from what can be done with one: dividing and measuring need only these."""
+
+    indices: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+    shapes: npt.NDArray[np.int32]
+    row_offsets: npt.NDArray[np.int64] | None
+    world_size: int
+    num_repeated: int
+    num_dropped: int
+    num_truncated: int
+    lengths: npt.NDArray[np.int32]
+    budget: Budget
+    settings: PlanSettings
+    epoch: int
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ._arrays import FloatArray
+from .._types import FloatArray
 
 
 def nnls(matrix: FloatArray, target: FloatArray, *, limits: npt.NDArray[np.bool_] | None = None) -> FloatArray:

@@ -7,11 +7,12 @@ from typing import NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
+from .._lengths import pad_up
+from .._types import MAX_INT32, IntArray
 from ..errors import BudgetError, LengthsError
-from ._arrays import MAX_INT32, IntArray, pad_up
-from ._problem import distinct, to_units
 from ._settings import PlanSettings
 from .budget import Budget
+from .grouping.base import distinct, to_units
 
 
 @final

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, final, get_args
 
+from .._checks import as_flag, as_whole, check_choice
 from ..errors import ArgumentError
-from ._arrays import as_whole
 from .budget import Cost, name_of
-from .grouping import Grouping, WindowSort, check_grouping
-from .shapes import SizeLadder, SizeRounding
+from .grouping.base import Grouping, SizeLadder, SizeRounding, check_grouping
+from .grouping.sorting import WindowSort
 
 Oversize = Literal["error", "alone", "drop", "truncate"]
 Remainder = Literal["spread", "drop"]
@@ -42,10 +42,10 @@ class PlanSettings:
             object.__setattr__(self, name, as_whole(name, getattr(self, name), least=least))
         if self.cost is not None and not callable(self.cost):
             raise ArgumentError(f"cost must be None or a function of (num_items, padded_lengths), got {self.cost!r}")
-        _check_choice("oversize", self.oversize, get_args(Oversize))
-        _check_choice("remainder", self.remainder, get_args(Remainder))
+        check_choice("oversize", self.oversize, get_args(Oversize))
+        check_choice("remainder", self.remainder, get_args(Remainder))
         for name in ("shuffle", "drop_last"):
-            _check_choice(name, getattr(self, name), (True, False))
+            object.__setattr__(self, name, as_flag(name, getattr(self, name)))
         capacity = self.grouping.row_capacity
         if capacity is not None and capacity % self.pad_multiple_of:
             raise ArgumentError(
@@ -61,25 +61,6 @@ class PlanSettings:
     def to_state(self) -> dict[str, Any]:
         """Return the settings as JSON values, for comparing a saved state with this run."""
         return {item.name: _plain(getattr(self, item.name)) for item in fields(self) if item.name != "seed"}
-
-
-def check_whole(name: str, value: int, *, least: int) -> None:
-    """Refuse anything but a whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ArgumentError(f"{name} must be a whole number of {least} or more, got {value!r}")
-
-
-def check_ranks(rank: int, world_size: int) -> None:
-    """Refuse ranks outside the world."""
-    check_whole("world_size", world_size, least=1)
-    check_whole("rank", rank, least=0)
-    if rank >= world_size:
-        raise ArgumentError(f"rank must be below world_size, got rank {rank} of {world_size}; ranks count from 0")
-
-
-def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
-        raise ArgumentError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def _plain(value: Any) -> Any:

@@ -12,8 +12,8 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from .._types import MAX_INT32, FloatArray, IntArray
 from ..errors import ArgumentError, BudgetError
-from ._arrays import MAX_INT32, FloatArray, IntArray
 
 Cost = Callable[[IntArray, IntArray], npt.NDArray[Any]]
 

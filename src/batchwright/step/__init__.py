@@ -5,31 +5,31 @@ from .._optional import require
 require("torch", extra="torch")
 
 # After the check, so that its message is read.
-from ._calibrate import calibrate as calibrate  # noqa: E402
-from ._calibrate_huggingface import calibrate_huggingface as calibrate_huggingface  # noqa: E402
-from ._checks import whole_batch as whole_batch  # noqa: E402
-from ._explore import growing_shapes as growing_shapes  # noqa: E402
-from ._generate import generate as generate  # noqa: E402
-from ._huggingface import huggingface_loss as huggingface_loss  # noqa: E402
-from ._oom_safe import merge_padded as merge_padded  # noqa: E402
-from ._oom_safe import oom_safe as oom_safe  # noqa: E402
-from ._probe_shapes import default_shapes as default_shapes  # noqa: E402
-from ._sources import MemorySource as MemorySource  # noqa: E402
-from .calibration import Calibration as Calibration  # noqa: E402
-from .calibration import HeldOutErrors as HeldOutErrors  # noqa: E402
-from .collate import PadCollator as PadCollator  # noqa: E402
-from .fit import FitToMemory as FitToMemory  # noqa: E402
-from .fit import MemoryRule as MemoryRule  # noqa: E402
+from .calibration.huggingface import calibrate_huggingface as calibrate_huggingface  # noqa: E402
+from .calibration.result import Calibration as Calibration  # noqa: E402
+from .calibration.result import HeldOutErrors as HeldOutErrors  # noqa: E402
+from .calibration.running import calibrate as calibrate  # noqa: E402
+from .calibration.shapes import default_shapes as default_shapes  # noqa: E402
+from .calibration.shapes import growing_shapes as growing_shapes  # noqa: E402
+from .collators import PackCollator as PackCollator  # noqa: E402
+from .collators import PadCollator as PadCollator  # noqa: E402
+from .generation import generate as generate  # noqa: E402
+from .huggingface import huggingface_loss as huggingface_loss  # noqa: E402
+from .inference import merge_padded as merge_padded  # noqa: E402
+from .inference import oom_safe as oom_safe  # noqa: E402
 from .losses import entropy_sum as entropy_sum  # noqa: E402
 from .losses import supervised_loss as supervised_loss  # noqa: E402
-from .memory import MemoryMonitor as MemoryMonitor  # noqa: E402
-from .memory import NvmlMemory as NvmlMemory  # noqa: E402
+from .losses import whole_batch as whole_batch  # noqa: E402
+from .memory.budget_tracker import BudgetTracker as BudgetTracker  # noqa: E402
+from .memory.fit_to_memory import FitToMemory as FitToMemory  # noqa: E402
+from .memory.fit_to_memory import MemoryRule as MemoryRule  # noqa: E402
+from .memory.monitor import MemoryMonitor as MemoryMonitor  # noqa: E402
+from .memory.monitor import NvmlMemory as NvmlMemory  # noqa: E402
+from .memory.sources import MemorySource as MemorySource  # noqa: E402
+from .noise import NoiseReport as NoiseReport  # noqa: E402
 from .oom import is_out_of_memory as is_out_of_memory  # noqa: E402
-from .packing import PackCollator as PackCollator  # noqa: E402
-from .report import NoiseReport as NoiseReport  # noqa: E402
 from .report import StepReport as StepReport  # noqa: E402
 from .stepper import Stepper as Stepper  # noqa: E402
-from .tracker import BudgetTracker as BudgetTracker  # noqa: E402
 
 __all__ = [
     "BudgetTracker",

@@ -1,4 +1,4 @@
-"""Runner: the micro-batches of a logical batch, again and smaller until they fit."""
+"""The micro-batches of a logical batch, run again and smaller until they fit."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import DoesNotFitError
-from ._checks import batch_norm_warning, check_split, does_not_fit
-from ._feedback import Feedback
-from ._gradient_slots import drop_gradients
-from ._pending import Pending
+from .._ranks import Ranks
+from ..errors import ArgumentError, DoesNotFitError
 from ._settings import Settings
 from ._split import LogicalBatch, Part, cost_of, split
-from ._sums import MicroSums, Totals
-from .distributed import Ranks
-from .gradients import GradientNorms
-from .limits import MicroLimit
-from .oom import Buffers, Snapshot, devices_of, free_memory, is_out_of_memory
+from ._sums import MicroSums, Pending, Totals
+from ._tree import leaves
+from .losses import needs_whole_batch
+from .memory.budget_tracker import Feedback
+from .noise import GradientNorms
+from .oom import Buffers, MicroLimit, Snapshot, devices_of, drop_gradients, free_memory, is_out_of_memory
 
 Parts = list[Part]
 _Failure = tuple[float, Part]  # cost and examples of the micro-batch that did not fit
@@ -152,3 +151,38 @@ class Runner:
         if len(part) == 1:
             raise DoesNotFitError(does_not_fit(logical, part[0], self._device))
         self.limit = self.limit.after_failure(cost)
+
+
+def check_split(loss_fn: Any, parts: Sequence[Sequence[int]]) -> None:
+    """Refuse to split a batch whose loss compares its examples."""
+    if len(parts) > 1 and needs_whole_batch(loss_fn):
+        raise ArgumentError(
+            f"this loss compares the examples of a batch, so {len(parts)} micro-batches would change it; "
+            "use a smaller logical batch, activation checkpointing, or a loss with cached embeddings"
+        )
+
+
+def batch_norm_warning(module: nn.Module) -> str | None:
+    """Return what to say of BatchNorm in training mode, None where there is none."""
+    for name, part in module.named_modules():
+        if isinstance(part, _BatchNorm) and part.training:
+            return (
+                f"BatchNorm in training mode ({name}) sees micro-batches, not the batch: its statistics, and so the "
+                "update, depend on the split. Use GroupNorm or LayerNorm, or put it into eval mode"
+            )
+    return None
+
+
+def does_not_fit(logical: LogicalBatch, index: int, device: torch.device) -> str:
+    """Return the complaint about one example that runs out of memory alone."""
+    length = "" if logical.lengths is None else f" of length {logical.lengths[index].tolist()}"
+    tensors = [(tuple(tensor.shape), tensor.nbytes) for tensor in leaves(logical.take([index]))]
+    size = sum(num_bytes for _, num_bytes in tensors)
+    free = ""
+    if device.type == "cuda":
+        available, total = torch.cuda.mem_get_info(device)
+        free = f"; {available / 2**30:.2f} of {total / 2**30:.2f} GiB are free on {device}"
+    return (
+        f"example {index} of the batch{length} does not fit alone: tensors {[shape for shape, _ in tensors]}, "
+        f"{size:,} bytes of input{free}. Shorten it, use a smaller model or activation checkpointing"
+    )

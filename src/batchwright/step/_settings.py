@@ -14,7 +14,6 @@ from torch import Tensor
 from ..errors import ArgumentError
 from ..plan import Budget, MaxItems
 from ..size.learning_rate import Rule, get_rule
-from ._checks import check_micro_batch
 from ._split import ExampleBatch, LogicalBatch, TensorBatch
 from .losses import LossFunction
 
@@ -91,3 +90,15 @@ class Settings:
     def precision(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return the context of a forward pass."""
         return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
+
+
+def check_micro_batch(value: Any, lengths: Any) -> Any:
+    """Return the micro-batch setting, or say which there are."""
+    if isinstance(value, Budget):
+        if lengths is None:
+            raise ArgumentError(f"micro_batch={value} needs lengths=, the lengths of the examples of a batch")
+        return value
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if is_number or (isinstance(value, str) and value == "auto") or hasattr(value, "size"):
+        return value
+    raise ArgumentError(f"micro_batch must be 'auto', a number of 1 or more, a budget or a controller, got {value!r}")

@@ -11,9 +11,9 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from .._lengths import as_lengths
 from ..errors import ArgumentError
 from ..plan import Budget
-from ..plan._arrays import as_lengths
 from ._tree import leaves, num_examples, take
 from ._tree import split as split_tree
 

@@ -122,3 +122,23 @@ def _is_cross_entropy(loss: Callable[..., Tensor]) -> bool:
         F.cross_entropy,
         F.nll_loss,
     )
+
+
+_WHOLE_BATCH = "batchwright_needs_whole_batch"
+
+
+def whole_batch(loss_fn: Any) -> Any:
+    """Declare that a loss needs all examples at once (in-batch negatives, contrastive losses): splitting is refused.
+
+    >>> @whole_batch
+    ... def contrastive(model, batch): ...
+    >>> needs_whole_batch(contrastive)
+    True
+    """
+    setattr(loss_fn, _WHOLE_BATCH, True)
+    return loss_fn
+
+
+def needs_whole_batch(loss_fn: Any) -> bool:
+    """Return whether a loss was declared to need all examples at once."""
+    return bool(getattr(loss_fn, _WHOLE_BATCH, False))

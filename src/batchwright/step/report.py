@@ -3,36 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 from torch import Tensor
 
-
-@final
-@dataclass(frozen=True)
-class NoiseReport:
-    """Gradient noise of an update, in examples.
-
-    Attributes:
-        s: trace of the covariance of the per-example gradient, unbiased.
-        g2: squared norm of the true gradient, unbiased; may be below 0.
-        num_parts: gradients it was estimated from.
-        reliable: whether the average over recent updates is far enough from its own error.
-        groups: ``(s, g2)`` of each group of parameters, where ``noise_groups`` was given; they sum to the whole.
-    """
-
-    s: float
-    g2: float
-    num_parts: int
-    reliable: bool
-    unit: str = "examples"
-    groups: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-    @property
-    def scale(self) -> float | None:
-        """Return the simple noise scale ``s / g2`` of this update alone, None where ``g2`` is not above 0."""
-        return self.s / self.g2 if self.g2 > 0 else None
+from .noise import NoiseReport
 
 
 @final

@@ -10,25 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._ranks import Ranks
 from ..errors import ArgumentError
 from ..plan import Budget
 from ..size.learning_rate import Rule, adascale, get_rule
 from ..size.noise import NoiseAverage
-from ._allocate import allocate_state
-from ._apply import apply_update
-from ._feedback import Feedback
-from ._gradient_slots import add_back, drop_gradients, present, set_aside
-from ._noise_meter import NoiseMeter
-from ._pending import Pending, Summary
 from ._runner import Runner
 from ._settings import Settings
 from ._split import LogicalBatch
-from ._sums import check_weight
+from ._sums import Pending, Summary, check_weight
+from ._update import allocate_state, apply_update
 from .couple import scaled_lr
-from .distributed import Ranks
-from .limits import MicroLimit
 from .losses import LossFunction
-from .memory import MemoryMonitor
+from .memory.budget_tracker import Feedback
+from .memory.monitor import MemoryMonitor
+from .noise import NoiseMeter
+from .oom import MicroLimit, add_back, drop_gradients, present, set_aside
 from .report import StepReport
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from batchwright.integrations.dynabatch._choose import SizeRule, choose_sizes
 from batchwright.integrations.dynabatch._prior import relative_memory
-from batchwright.plan.shapes import SizeRounding
+from batchwright.plan.grouping.base import SizeRounding
 
 
 def sizes_of(lengths, batch_size=4, max_batch_size=8, threshold=0.9, max_diff=None, task="train", **rounding):

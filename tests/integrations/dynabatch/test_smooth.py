@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.integrations.dynabatch._smooth import Sizes, growth_step
-from batchwright.plan.shapes import SizeRounding
+from batchwright.plan.grouping.base import SizeRounding
 
 ROUNDINGS = [SizeRounding(), SizeRounding(2), SizeRounding(ladder="pow2x3"), SizeRounding(2, "pow2x3")]
 

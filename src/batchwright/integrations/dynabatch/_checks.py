@@ -10,8 +10,8 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
+from ..._lengths import as_lengths
 from ...errors import ArgumentError, LengthsError
-from ...plan._arrays import as_lengths
 from ._prior import Task
 
 

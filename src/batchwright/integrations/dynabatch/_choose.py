@@ -8,9 +8,8 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from ...plan._arrays import FloatArray, IntArray
-from ...plan._problem import distinct
-from ...plan.shapes import SizeRounding
+from ..._types import FloatArray, IntArray
+from ...plan.grouping.base import SizeRounding, distinct
 from ._prior import Task, relative_memory
 from ._smooth import Sizes, growth_step
 

@@ -8,13 +8,12 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
+from ..._random import Purpose, words
+from ..._types import IntArray
 from ...plan import Grouping
-from ...plan._arrays import IntArray
-from ...plan._problem import Groups, Problem
-from ...plan._random import Purpose, words
-from ...plan._window import sort_windows
-from ...plan.shapes import SizeRounding
-from ...plan.sharding import order_batches, step_cost
+from ...plan._order import order_batches, step_cost
+from ...plan.grouping.base import Groups, Problem, SizeRounding
+from ...plan.grouping.sorting import sort_windows
 from ._choose import SizeRule, choose_sizes
 
 

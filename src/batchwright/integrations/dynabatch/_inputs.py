@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...plan._arrays import as_whole
+from ..._checks import as_whole
 from .._inputs import num_rows, take_rows
 
 

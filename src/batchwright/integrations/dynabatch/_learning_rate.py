@@ -6,8 +6,8 @@ import copy
 import math
 from typing import Any
 
+from ..._checks import as_whole
 from ...errors import ArgumentError
-from ...plan._arrays import as_whole
 from ...size.learning_rate import Rule, get_rule
 
 

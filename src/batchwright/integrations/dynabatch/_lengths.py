@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..._checks import as_whole
 from ...plan import measure_lengths
-from ...plan._arrays import as_whole
 
 # Fewer texts are measured sooner than worker processes start.
 MIN_TEXTS_FOR_WORKERS = 5_000

@@ -9,8 +9,8 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader, Dataset
 
+from ..._checks import as_whole
 from ...errors import ArgumentError, LengthsError
-from ...plan._arrays import as_whole
 from ._checks import as_array, warn_about_long
 from ._lengths import measure_tokens, truncated
 from ._prior import Task

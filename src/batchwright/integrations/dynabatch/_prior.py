@@ -12,9 +12,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ..._types import FloatArray
 from ...plan import MemoryModel
-from ...plan._arrays import FloatArray
-from ...plan._prior import Task as Task
+from ...plan.models.prior import Task as Task
 
 # New tokens of every item, as a share of the longest input.
 ASSUMED_OUTPUT = 0.5

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...plan._arrays import FloatArray, IntArray
+from ..._types import FloatArray, IntArray
 from ._choose import SizeRule
 
 Features = dict[str, list[Any]]

@@ -9,11 +9,9 @@ from typing import Any, TypeVar, final
 import numpy as np
 from torch.utils.data import Sampler
 
+from ..._checks import as_whole, check_ranks, read_whole
 from ...plan import BatchSampler, MaxItems, Plan, PlanReport
-from ...plan._arrays import as_whole
-from ...plan._settings import check_ranks
-from ...plan._state import read_whole
-from ...plan.shapes import SizeRounding
+from ...plan.grouping.base import SizeRounding
 from ._checks import check_lengths, check_number, check_task
 from ._choose import SizeRule
 from ._grouping import LongestFirst

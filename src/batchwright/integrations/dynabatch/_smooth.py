@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import final
 
-from ...plan.shapes import SizeRounding
+from ...plan.grouping.base import SizeRounding
 
 
 def growth_step(batch_size: int, max_diff: float, rounding: SizeRounding) -> int:

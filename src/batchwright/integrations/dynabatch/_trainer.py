@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 
+from ..._checks import as_whole
 from ...errors import ArgumentError
-from ...plan._arrays import as_whole
 from .._trainer_step import SafeSteps, Weighing, find_weighing, weighted
 from ._learning_rate import scale_lr_for_dynabatch
 from ._train_loader import check_dataset, replace_batches

@@ -1,0 +1,136 @@
+"""The order of batches: near-equal cost in a step, random otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from .._random import below, permutation, words
+from .._types import FloatArray, IntArray
+
+
+def step_cost(num_items: IntArray, padded: IntArray) -> FloatArray:
+    """Return the work of a batch where nothing was measured: ``tokens × (1 + L / 1024)``, L the sum of the axes.
+
+    The second factor stands for attention, whose work grows with the square of the length.
+
+    >>> step_cost(np.array([2, 1]), np.array([[512], [1024]])).tolist()
+    [1536.0, 2048.0]
+    """
+    total = np.asarray(padded).sum(axis=1, dtype=np.float64)
+    return np.asarray(num_items) * total * (1 + total / 1024)
+
+
+def order_batches(
+    cost: FloatArray,
+    demand: FloatArray,
+    stream: np.random.PCG64,
+    *,
+    run_length: int,
+    keep_first: int = 0,
+) -> IntArray:
+    """Return a random order in which aligned blocks of batches cost nearly the same, for every block size at once.
+
+    Batches sorted by cost form runs of ``run_length``; inside a run halves are swapped at random at every level, and
+    the runs are shuffled. So the W batches of a step are neighbours in cost for every W that divides the run, and
+    the order is the same for all of them.
+
+    Args:
+        cost: expected work of each batch; ranks wait for the largest of a step.
+        demand: how likely each batch is to run out of memory.
+        stream: random bits.
+        run_length: batches of a run; 1 gives a wholly random order.
+        keep_first: this many batches of the largest demand come first.
+    """
+    run = fitting_run(len(cost), run_length)
+    first = np.lexsort((np.arange(len(cost)), -demand))[:keep_first]
+    left = np.ones(len(cost), dtype=bool)
+    left[first] = False
+    by_cost = np.lexsort((words(len(cost), stream), -cost))
+    by_cost = by_cost[left[by_cost]]
+    fill, by_cost = _take_slice(by_cost, -len(first) % run, stream)
+    last, by_cost = _take_slice(by_cost, len(by_cost) % run, stream)
+    runs = _swap_halves(by_cost.reshape(-1, run), stream)
+    runs = runs[permutation(len(runs), stream)]
+    return np.concatenate([first, fill, runs.ravel(), last])
+
+
+def fitting_run(num_batches: int, run_length: int) -> int:
+    """Halve the run until an epoch holds at least 16 of them, or 4 of at most 8 batches.
+
+    Long runs serve many ranks, many runs keep the order random; an epoch of few batches cannot have both.
+
+    >>> fitting_run(10_000, 64), fitting_run(300, 64), fitting_run(56, 64), fitting_run(5, 64)
+    (64, 16, 8, 1)
+    """
+    longest = max(num_batches // 16, min(8, num_batches // 4), 1)
+    while run_length > longest:
+        run_length = run_length // 2 if run_length % 2 == 0 else 1
+    return run_length
+
+
+def _take_slice(by_cost: IntArray, num: int, stream: np.random.PCG64) -> tuple[IntArray, IntArray]:
+    """Take ``num`` neighbours in cost from a random place, in random order; return them and the others."""
+    num = min(num, len(by_cost))
+    start = below(len(by_cost) - num + 1, stream)
+    taken = by_cost[start : start + num]
+    return taken[permutation(num, stream)], np.concatenate([by_cost[:start], by_cost[start + num :]])
+
+
+def _swap_halves(runs: IntArray, stream: np.random.PCG64) -> IntArray:
+    """Swap the halves of every block at random: whole runs first, then halves, …; an odd block is shuffled."""
+    shape = runs.shape
+    block = shape[1]
+    while block > 1:
+        if block % 2:
+            blocks = runs.reshape(-1, block)
+            chance = words(blocks.size, stream).reshape(blocks.shape)
+            return np.take_along_axis(blocks, np.argsort(chance, axis=1), axis=1).reshape(shape)
+        halves = runs.reshape(-1, 2, block // 2)
+        swap = (words(len(halves), stream) & np.uint64(1)).astype(bool)
+        runs = np.where(swap[:, None, None], halves[:, ::-1], halves).reshape(shape)
+        block //= 2
+    return runs
+
+
+def gather(
+    indices: npt.NDArray[np.int32], starts: IntArray, sizes: IntArray
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Copy slices one behind the other.
+
+    Returns:
+        The copied indices, and the offset of each slice with the total at the end.
+    """
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    copied = np.empty(offsets[-1], dtype=np.int32)
+    for begin, end in _pieces(offsets):
+        copied[offsets[begin] : offsets[end]] = indices[_positions(starts, sizes, offsets, begin, end)]
+    return copied, offsets
+
+
+def sum_work(indices: npt.NDArray[np.int32], starts: IntArray, sizes: IntArray, lengths: IntArray) -> FloatArray:
+    """Return the summed ``step_cost`` of the examples in each slice, as if every example were alone."""
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    sums = np.empty(len(sizes))
+    for begin, end in _pieces(offsets):
+        examples = indices[_positions(starts, sizes, offsets, begin, end)]
+        work = step_cost(np.array(1), lengths[examples])
+        sums[begin:end] = np.add.reduceat(work, offsets[begin:end] - offsets[begin])
+    return sums
+
+
+def _pieces(offsets: IntArray) -> Iterator[tuple[int, int]]:
+    """Walk over slices in pieces of about 65,536 positions, which stay in the cache and bound the memory."""
+    begin = 0
+    while begin < len(offsets) - 1:
+        end = max(begin + 1, int(np.searchsorted(offsets, offsets[begin] + (1 << 16), side="right")) - 1)
+        yield begin, end
+        begin = end
+
+
+def _positions(starts: IntArray, sizes: IntArray, offsets: IntArray, begin: int, end: int) -> IntArray:
+    positions = np.repeat(starts[begin:end] - offsets[begin:end], sizes[begin:end])
+    positions += np.arange(offsets[begin], offsets[end])
+    return positions

@@ -1,0 +1,158 @@
+"""Divide a plan over ranks: equal steps for every rank, the last step cut into one piece per rank."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+from typing import NamedTuple, TypeVar, final
+
+import numpy as np
+import numpy.typing as npt
+
+from .._lengths import pad_up
+from .._types import IntArray
+from ._batches import PlanArrays
+
+AnyPlan = TypeVar("AnyPlan", bound=PlanArrays)
+
+
+def shard(plan: AnyPlan, world_size: int, *, first_batch: int = 0) -> AnyPlan:
+    """Divide a plan over ranks: batches ``i × world_size + rank`` form step ``i``.
+
+    Args:
+        plan: an epoch as planned for one rank.
+        world_size: ranks.
+        first_batch: the batches before this one were consumed already.
+    """
+    tail = len(plan) - (len(plan) - first_batch) % world_size  # the first batch that fills no step
+    if plan.settings.remainder == "drop":
+        return _part(plan, first_batch, tail, world_size)
+    whole = _part(plan, first_batch, len(plan), world_size)
+    return whole if tail == len(plan) else _spread(whole, tail - first_batch)
+
+
+def _part(plan: AnyPlan, first: int, last: int, world_size: int) -> AnyPlan:
+    if first == 0 and last == len(plan):
+        return replace(plan, world_size=world_size)
+    start, stop = int(plan.offsets[first]), int(plan.offsets[last])
+    rows = plan.row_offsets
+    if rows is not None:
+        low, high = np.searchsorted(rows, [start, stop])
+        rows = rows[low : high + 1] - start
+    return replace(
+        plan,
+        indices=plan.indices[start:stop],
+        offsets=plan.offsets[first : last + 1] - start,
+        shapes=plan.shapes[first:last],
+        row_offsets=rows,
+        world_size=world_size,
+        num_dropped=plan.num_dropped + int(plan.offsets[-1]) - stop,
+    )
+
+
+@final
+class _Tail(NamedTuple):
+    """The batches of the last step, counted from their first example."""
+
+    unit_offsets: IntArray  # where a piece may begin
+    group_bounds: IntArray  # a piece lies between two of these
+    pieces_are_rows: bool
+
+
+def _tail_of(plan: PlanArrays, tail: int) -> _Tail:
+    start = int(plan.offsets[tail])
+    bounds = plan.offsets[tail:] - start
+    examples = np.arange(bounds[-1] + 1)
+    if plan.row_offsets is None:
+        return _Tail(examples, bounds, pieces_are_rows=False)
+    rows = plan.row_offsets[np.searchsorted(plan.row_offsets, start) :] - start
+    if len(rows) > plan.world_size:
+        return _Tail(rows, bounds, pieces_are_rows=False)
+    return _Tail(examples, rows, pieces_are_rows=True)  # fewer rows than ranks: rows are cut too
+
+
+def _spread(plan: AnyPlan, tail: int) -> AnyPlan:
+    """Replace the batches from ``tail`` on by one piece a rank."""
+    start = int(plan.offsets[tail])
+    parts = _tail_of(plan, tail)
+    counts = np.diff(np.searchsorted(parts.unit_offsets, parts.group_bounds)).tolist()
+    pieces, missing = spread_tail(counts, plan.world_size)
+    cuts = start + parts.unit_offsets[np.concatenate([[0], np.cumsum(pieces)])]
+    cuts = np.concatenate([cuts, cuts[-1] + 1 + np.arange(missing)]).astype(np.int64)
+    rows = plan.row_offsets
+    if rows is not None and parts.pieces_are_rows:
+        rows = np.concatenate([rows[: np.searchsorted(rows, start)], cuts])
+    indices = plan.indices
+    if missing:
+        indices = np.concatenate([indices, np.resize(indices[start:], missing)])
+    num_items = np.ones(plan.world_size, dtype=np.int64)
+    if not parts.pieces_are_rows:
+        num_items[: len(pieces)] = pieces
+    sources = np.searchsorted(plan.offsets, cuts[:-1], side="right") - 1
+    sources[len(pieces) :] = np.resize(sources[: len(pieces)], missing)  # every piece is one example then
+    padded = _padded(plan, indices, cuts, sources)
+    return replace(
+        plan,
+        indices=indices,
+        offsets=np.concatenate([plan.offsets[:tail], cuts]),
+        shapes=np.concatenate([plan.shapes[:tail], np.column_stack([num_items, padded]).astype(np.int32)]),
+        row_offsets=rows,
+        num_repeated=missing,
+    )
+
+
+def _padded(plan: PlanArrays, indices: npt.NDArray[np.int32], cuts: IntArray, sources: IntArray) -> IntArray:
+    """Return what each piece pads to: the length of its batch where that is static, else of its own examples."""
+    if plan.settings.grouping.is_static:
+        return plan.shapes[sources, 1:]
+    longest = np.maximum.reduceat(plan.lengths[indices[cuts[0] : cuts[-1]]], cuts[:-1] - cuts[0], axis=0)
+    return pad_up(longest, plan.settings.pad_multiple_of)
+
+
+def split_evenly(sizes: list[int], parts: int) -> list[list[int]]:
+    """Split groups into ``parts`` pieces in all, none empty, the largest pieces as small as can be.
+
+    Args:
+        sizes: items of each group; their sum is at least ``parts``, which is at least their number.
+        parts: pieces wanted.
+
+    Returns:
+        The piece sizes of each group.
+
+    >>> split_evenly([5, 2], 4)
+    [[2, 2, 1], [2]]
+    """
+    pieces = [1] * len(sizes)
+    heap = [(-float(size), place) for place, size in enumerate(sizes)]
+    heapq.heapify(heap)
+    for _ in range(parts - len(sizes)):
+        _, place = heapq.heappop(heap)
+        pieces[place] += 1
+        heapq.heappush(heap, (-sizes[place] / pieces[place], place))
+    return [_near_equal(size, num) for size, num in zip(sizes, pieces, strict=True)]
+
+
+def _near_equal(size: int, num: int) -> list[int]:
+    small, extra = divmod(size, num)
+    return [small + 1] * extra + [small] * (num - extra)
+
+
+def spread_tail(unit_counts: list[int], world_size: int) -> tuple[list[int], int]:
+    """Cut the batches of the last, incomplete step into one piece a rank.
+
+    Args:
+        unit_counts: units (examples, or packed rows) of each of its batches, fewer than ``world_size`` of them.
+        world_size: ranks.
+
+    Returns:
+        ``(pieces, repeated)``: the units of each piece in order, and how many ranks are left without one because
+        there are fewer units than ranks; those repeat units.
+
+    >>> spread_tail([5, 2], 4)
+    ([2, 2, 1, 2], 0)
+    >>> spread_tail([2], 4)
+    ([1, 1], 2)
+    """
+    parts = min(world_size, sum(unit_counts))
+    pieces = [size for group in split_evenly(unit_counts, parts) for size in group]
+    return pieces, world_size - parts

@@ -1,0 +1,315 @@
+"""Buckets: a few static lengths with bounds of least padding, for one axis or two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..._checks import as_whole
+from ..._random import Purpose
+from ..._types import IntArray
+from ...errors import ArgumentError
+from ._cutting import cut_rest, fill_cells
+from ._sort_keys import UInt64Array, sort_examples
+from .base import Grouping, Groups, Problem, distinct, to_units
+
+_MAX_TABLE = 1 << 20
+
+
+def bucket_bounds(problem: Problem, count: int, batches_per_bucket: float) -> IntArray:
+    """Return bounds in units of padding, fewer than ``count`` where a bucket would hold too few batches."""
+    table = problem.table
+    useful = max(1, int(table.num_batches / batches_per_bucket))
+    return least_padding_bounds(table.values, table.counts, min(count, useful))
+
+
+def group_buckets(problem: Problem, bounds: IntArray) -> Groups:
+    """Batch the examples of one axis bucket by bucket, from the shortest bound up.
+
+    Buckets lie one behind the other, so what fills no batch in one simply begins the next.
+    """
+    bucket_of = _bucket_lookup(bounds)
+
+    def fields(start: int, stop: int, chance: UInt64Array) -> tuple[UInt64Array, UInt64Array]:
+        units = to_units(problem.lengths[start:stop, 0], problem.pad_multiple_of)
+        return bucket_of(units), np.zeros(stop - start, dtype=np.uint64)
+
+    keys = sort_examples(
+        problem.num_examples,
+        fields,
+        num_groups=len(bounds),
+        max_value=0,
+        stream=problem.stream(Purpose.GROUP),
+    )
+    padded = (bounds * problem.pad_multiple_of)[:, None]
+    batches = fill_cells(np.diff(keys.group_offsets), problem.sizes(padded))
+    return batches.to_groups(problem, keys.indices, padded)
+
+
+def _bucket_lookup(bounds: IntArray) -> Callable[[IntArray], UInt64Array]:
+    """Return the function from units to buckets: a table where that is small, bisection otherwise."""
+    if bounds[-1] > _MAX_TABLE:
+        return lambda units: np.searchsorted(bounds, units).astype(np.uint64)
+    table = np.searchsorted(bounds, np.arange(int(bounds[-1]) + 1)).astype(np.uint64)
+    return lambda units: table[units]
+
+
+_Part: TypeAlias = tuple[npt.NDArray[np.int32], IntArray, IntArray]  # examples of batches in turn, sizes, shapes
+
+
+@final
+class Grid(NamedTuple):
+    """Bounds of the first axis, those of the second within each row, and shapes of their own for the misfits.
+
+    A cell may be too large for the budget though each of its examples fits alone (one is long on the first axis, the
+    other on the second). Such examples are misfits: they are batched at their own lengths.
+    """
+
+    row_bounds: IntArray  # (rows,)
+    cell_bounds: list[IntArray]  # for each row, ascending; only cells that fit
+    misfits: IntArray  # (shapes, 2)
+
+    def cells(self) -> IntArray:
+        """Return every static shape, in units of padding."""
+        rows = [
+            np.stack([np.full(len(cells), row), cells], axis=1)
+            for row, cells in zip(self.row_bounds, self.cell_bounds, strict=True)
+        ]
+        return np.concatenate([*rows, self.misfits])
+
+
+def make_grid(problem: Problem, counts: tuple[int, int], batches_per_bucket: float) -> Grid:
+    """Bound the first axis, then the second within each row, by the least padding."""
+    units = to_units(problem.lengths, problem.pad_multiple_of)
+    useful = max(1.0, problem.num_batches / batches_per_bucket)
+    row_bounds = least_padding_bounds(*distinct(units[:, 0]), max(1, min(counts[0], round(math.sqrt(useful)))))
+    row_of = np.searchsorted(row_bounds, units[:, 0])
+    cell_bounds, misfits = [], [np.empty((0, 2), dtype=np.int64)]
+    for row, bound in enumerate(row_bounds):
+        members = units[row_of == row]
+        share = max(1, round(useful * len(members) / problem.num_examples))
+        cells = least_padding_bounds(*distinct(members[:, 1]), min(counts[1], share))
+        fits = problem.budget.max_items(_shapes(problem, int(bound), cells)) > 0
+        # Budgets grow with length, so the cells that fit come first and the misfits lie above the last of them.
+        top = int(cells[fits][-1]) if fits.any() else 0
+        misfits.append(np.unique(members[members[:, 1] > top], axis=0).astype(np.int64))
+        cell_bounds.append(cells[fits])
+    return Grid(row_bounds, cell_bounds, np.concatenate(misfits))
+
+
+def group_grid(problem: Problem, grid: Grid) -> Groups:
+    """Batch the examples cell by cell; leftovers join the next cell of the row, the last of a row stay short."""
+
+    def fields(start: int, stop: int, chance: UInt64Array) -> tuple[UInt64Array, UInt64Array]:
+        units = to_units(problem.lengths[start:stop, 0], problem.pad_multiple_of)
+        row = np.searchsorted(grid.row_bounds, units)
+        return row.astype(np.uint64), np.zeros(stop - start, dtype=np.uint64)
+
+    keys = sort_examples(
+        problem.num_examples,
+        fields,
+        num_groups=len(grid.row_bounds),
+        max_value=0,
+        stream=problem.stream(Purpose.GROUP),
+    )
+    layout = _Layout(problem)
+    strays = []
+    for row, (start, stop) in enumerate(zip(keys.group_offsets[:-1], keys.group_offsets[1:], strict=True)):
+        strays.append(_fill_row(layout, grid, row, keys.indices[start:stop]))
+    _fill_misfits(layout, np.concatenate(strays))
+    return layout.groups()
+
+
+@final
+class _Layout:
+    """Collects batches: the examples of each in turn, its size and its static shape."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._parts: tuple[list[_Part], list[_Part]] = ([], [])  # full batches, short ones
+
+    def units(self, indices: npt.NDArray[np.int32]) -> IntArray:
+        return to_units(self.problem.lengths[indices], self.problem.pad_multiple_of)
+
+    def fill(self, indices: npt.NDArray[np.int32], counts: IntArray, shapes: IntArray) -> None:
+        """Cut cells that lie one behind the other; what is left at the end becomes short batches."""
+        sizes = self.problem.sizes(shapes)
+        cut = fill_cells(counts, sizes)
+        num_full = len(indices) - cut.rest
+        self.add(indices[:num_full], cut.sizes, shapes[cut.cells])
+        short = self.cut_rest(cut.rest, sizes[-1])
+        self.add(indices[num_full:], short, shapes[np.full(len(short), -1)], short=True)
+
+    def add(self, indices: npt.NDArray[np.int32], sizes: IntArray, shapes: IntArray, *, short: bool = False) -> None:
+        self._parts[short].append((indices, sizes, shapes))
+
+    def cut_rest(self, num_items: int, size: int) -> IntArray:
+        return np.array(cut_rest(int(num_items), int(size), self.problem.rounding), dtype=np.int64)
+
+    def groups(self) -> Groups:
+        full, short = self._parts
+        indices, sizes, padded = (np.concatenate(part) for part in zip(*full, *short, strict=True))
+        num_short = sum(len(sizes) for _, sizes, _ in short)
+        return Groups(indices, np.cumsum(sizes) - sizes, sizes, padded, num_short=num_short)
+
+
+def _fill_row(layout: _Layout, grid: Grid, row: int, indices: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Fill the cells of a row and return the examples that fit none of them."""
+    bounds = grid.cell_bounds[row]
+    cell = np.searchsorted(bounds, layout.units(indices)[:, 1])
+    inside = indices[cell < len(bounds)]
+    if len(inside):
+        cell_inside = cell[cell < len(bounds)]
+        by_cell = inside[np.argsort(cell_inside, kind="stable")]
+        shapes = _shapes(layout.problem, int(grid.row_bounds[row]), bounds)
+        layout.fill(by_cell, np.bincount(cell_inside, minlength=len(bounds)), shapes)
+    return indices[cell == len(bounds)]
+
+
+def _fill_misfits(layout: _Layout, indices: npt.NDArray[np.int32]) -> None:
+    """Batch examples of equal lengths."""
+    shapes, which, counts = np.unique(layout.units(indices), axis=0, return_inverse=True, return_counts=True)
+    shapes = shapes.astype(np.int64) * layout.problem.pad_multiple_of
+    sizes = layout.problem.sizes(shapes)
+    by_shape = indices[np.argsort(which.reshape(-1), kind="stable")]
+    full = counts // sizes
+    place = np.arange(len(indices)) - np.repeat(np.cumsum(counts) - counts, counts)
+    in_full = place < np.repeat(full * sizes, counts)
+    layout.add(by_shape[in_full], np.repeat(sizes, full), np.repeat(shapes, full, axis=0))
+    rests = [layout.cut_rest(rest, size) for rest, size in zip(counts - full * sizes, sizes, strict=True)]
+    num_short = [len(rest) for rest in rests]
+    short = np.concatenate([np.empty(0, dtype=np.int64), *rests])
+    layout.add(by_shape[~in_full], short, np.repeat(shapes, num_short, axis=0), short=True)
+
+
+def _shapes(problem: Problem, row_bound: int, cell_bounds: IntArray) -> IntArray:
+    cells = np.stack([np.full(len(cell_bounds), row_bound), cell_bounds], axis=1)
+    return cells.astype(np.int64) * problem.pad_multiple_of
+
+
+@final
+@dataclass(frozen=True)
+class Buckets(Grouping):
+    """At most ``count`` static lengths an axis, bounds of least padding; rows are padded to the bound.
+
+    Inside a bucket examples are drawn at random; what fills no batch moves up to the next bucket. With two axes the
+    second is bounded within each bucket of the first, and ``count`` may be a pair. Few shapes are what
+    ``torch.compile``, CUDA graphs and attention kernels with a plan per shape want.
+    """
+
+    count: int | tuple[int, int] = 64
+
+    def __post_init__(self) -> None:
+        if isinstance(self.count, tuple) and len(self.count) != 2:
+            raise ArgumentError(f"Buckets: count must be one number or a pair, one an axis, got {self.count!r}")
+        first, second = (as_whole("Buckets: count", count, least=1) for count in self._pair())
+        object.__setattr__(self, "count", (first, second) if isinstance(self.count, tuple) else first)
+
+    def group(self, problem: Problem) -> Groups:
+        """Find the bounds and fill the buckets."""
+        if problem.num_axes == 2:
+            return group_grid(problem, make_grid(problem, self._pair(), _BATCHES_PER_BUCKET))
+        return group_buckets(problem, bucket_bounds(problem, self._pair()[0], _BATCHES_PER_BUCKET))
+
+    def check_axes(self, num_axes: int) -> None:
+        """Refuse more than two axes."""
+        if num_axes > 2:
+            raise ArgumentError(
+                f"Buckets bounds one or two axes, got lengths with {num_axes}; use WindowSort() or Sorted()"
+            )
+
+    @property
+    def is_static(self) -> bool:
+        """Return True: batches are padded to the bound of their bucket."""
+        return True
+
+    def static_shapes(self, problem: Problem) -> IntArray | None:
+        """Return the bounds, ``(K, axes)``."""
+        if problem.num_axes == 2:
+            grid = make_grid(problem, self._pair(), _BATCHES_PER_BUCKET)
+            return grid.cells() * problem.pad_multiple_of
+        bounds = bucket_bounds(problem, self._pair()[0], _BATCHES_PER_BUCKET)
+        return bounds[:, None] * problem.pad_multiple_of
+
+    def _pair(self) -> tuple[int, int]:
+        return self.count if isinstance(self.count, tuple) else (self.count, self.count)
+
+
+# Below about one batch a bucket, leftovers moved up cost more padding than finer bounds save.
+_BATCHES_PER_BUCKET = 1.0
+
+
+# Four candidates a bound, and at least 256, bring the padded tokens within two thousandths of what every length would
+# give; the table of the dynamic programme has the square of this many entries.
+_MIN_CANDIDATES = 256
+
+
+_MAX_CANDIDATES = 512
+
+
+def least_padding_bounds(values: IntArray, counts: IntArray, num_bounds: int) -> IntArray:
+    """Return the bucket bounds that leave the fewest padded tokens, by dynamic programming.
+
+    With bounds ``b_1 < … < b_K`` every length is padded to the next bound; the padded tokens are
+    ``sum_k b_k × #(lengths in (b_{k-1}, b_k])``. The best last bound of ``k`` buckets up to length ``i`` is
+    ``min_j cost_{k-1}(j) + b_i × (C_i − C_j)``, with ``C`` the number of examples up to a length.
+
+    Args:
+        values: distinct lengths, ascending.
+        counts: examples of each length.
+        num_bounds: how many bounds at the most.
+
+    Returns:
+        At most ``num_bounds`` bounds, ascending; the last is the longest length.
+
+    >>> least_padding_bounds(np.array([1, 2, 10]), np.array([5, 5, 1]), 2).tolist()
+    [2, 10]
+    """
+    if len(values) <= num_bounds:
+        return values
+    bounds, totals = _candidates(values, counts, min(_MAX_CANDIDATES, max(_MIN_CANDIDATES, 4 * num_bounds)))
+    cost = bounds * totals  # one bucket
+    choices = []
+    earlier = np.tril(np.ones((len(bounds), len(bounds)), dtype=bool), -1)
+    penalty = np.where(earlier, 0.0, np.inf) - np.outer(bounds, totals)
+    for _ in range(min(num_bounds, len(bounds)) - 1):
+        table = cost + penalty
+        choice = np.argmin(table, axis=1)
+        best = table[np.arange(len(bounds)), choice] + bounds * totals
+        choices.append(np.where(best < cost, choice, -1))
+        cost = np.minimum(best, cost)
+    return _walk_back(bounds, choices)
+
+
+def _candidates(values: IntArray, counts: IntArray, most: int) -> tuple[IntArray, IntArray]:
+    """Thin the lengths to those it would cost most to do without, the longest among them; count examples up to each.
+
+    Lengths left out are padded to the next candidate. With candidates a distance h apart among f examples a length
+    that adds about f × h² / 2 tokens each, least in all where their density follows sqrt(f); a length before a gap
+    weighs as much as the gap is wide.
+    """
+    totals = np.cumsum(counts)
+    if len(values) > most:
+        weights = np.sqrt(counts * np.diff(values, append=values[-1] + 1).astype(np.float64))
+        for _ in range(8):  # one length is one candidate, however much it weighs
+            weights = np.minimum(weights, weights.sum() / most)
+        shares = np.cumsum(weights)
+        inner = np.searchsorted(shares, np.linspace(0, shares[-1], most + 1)[1:-1])
+        chosen = np.unique(np.append(inner, len(values) - 1))
+        values, totals = values[chosen], totals[chosen]
+    return values.astype(np.int64), totals.astype(np.int64)
+
+
+def _walk_back(bounds: IntArray, choices: list[IntArray]) -> IntArray:
+    place = len(bounds) - 1
+    taken = [place]
+    for choice in reversed(choices):
+        if choice[place] >= 0:
+            place = int(choice[place])
+            taken.append(place)
+    return bounds[taken[::-1]]

@@ -1,0 +1,257 @@
+"""Groupings that sort examples by length: not at all, all at once, or window by window."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..._checks import as_whole
+from ..._random import Purpose
+from ..._types import IntArray
+from ._cutting import cut_falling, cut_rest, cut_running
+from ._sort_keys import SortedKeys, UInt64Array, sort_examples
+from .base import Grouping, Groups, Problem, SizeRounding, distinct, to_units
+
+# Small epochs get at least this many windows, so that neighbours change there too.
+_MIN_WINDOWS = 4
+_MIN_BATCHES_PER_WINDOW = 32
+
+
+@final
+@dataclass(frozen=True)
+class InOrder(Grouping):
+    """Data order, cut when the budget is reached; never shuffled."""
+
+    def group(self, problem: Problem) -> Groups:
+        """Cut the examples as they stand."""
+        return cut_in_order(problem, np.arange(problem.num_examples, dtype=np.int32))
+
+    @property
+    def keeps_order(self) -> bool:
+        """Return True: data order is the point."""
+        return True
+
+
+@final
+@dataclass(frozen=True)
+class Sorted(Grouping):
+    """One global sort: the least padding, the same neighbours in every epoch; shuffling moves whole batches."""
+
+    def group(self, problem: Problem) -> Groups:
+        """Sort all examples and cut them."""
+        if problem.num_axes > 1:
+            return group_strata(problem, 1, shuffle=False)
+        return group_windows(problem, 1, shuffle=False)
+
+
+@final
+@dataclass(frozen=True)
+class WindowSort(Grouping):
+    """Shuffle, sort inside windows worth ``batches_per_window`` batches: new neighbours every epoch. The default.
+
+    Larger windows pad less and repeat neighbours more. Small epochs get four windows where each still holds 32 batches.
+    """
+
+    batches_per_window: int = 256
+
+    def __post_init__(self) -> None:
+        per_window = as_whole("WindowSort: batches_per_window", self.batches_per_window, least=1)
+        object.__setattr__(self, "batches_per_window", per_window)
+
+    def group(self, problem: Problem) -> Groups:
+        """Send examples to windows, sort and cut each."""
+        windows = self._num_windows(problem)
+        if problem.num_axes > 1:
+            return group_strata(problem, windows, shuffle=problem.shuffle)
+        return group_windows(problem, windows, shuffle=problem.shuffle)
+
+    def _num_windows(self, problem: Problem) -> int:
+        num_batches = problem.num_batches
+        per_window = min(self.batches_per_window, max(_MIN_BATCHES_PER_WINDOW, num_batches / _MIN_WINDOWS))
+        return min(max(1, round(num_batches / per_window)), problem.num_examples)
+
+
+_HALF = np.uint64(32)
+
+
+def window_of(
+    start: int, stop: int, chance: UInt64Array, *, windows: int, num_examples: int, shuffle: bool
+) -> UInt64Array:
+    """Return the window of each example: by chance, or in the order of the data without shuffling."""
+    if shuffle:
+        return ((chance >> _HALF) * np.uint64(windows)) >> _HALF
+    return np.arange(start, stop, dtype=np.uint64) * np.uint64(windows) // np.uint64(num_examples)
+
+
+def sort_windows(problem: Problem, windows: int, *, shuffle: bool) -> SortedKeys:
+    """Order the examples of one axis window by window, each by falling length.
+
+    Returns:
+        The examples, their lengths in units of padding, and where each window starts.
+    """
+    longest = int(problem.table.values[-1])
+
+    def fields(start: int, stop: int, chance: UInt64Array) -> tuple[UInt64Array, UInt64Array]:
+        units = to_units(problem.lengths[start:stop, 0], problem.pad_multiple_of)
+        window = window_of(start, stop, chance, windows=windows, num_examples=problem.num_examples, shuffle=shuffle)
+        return window, (longest - units).astype(np.uint64)
+
+    keys = sort_examples(
+        problem.num_examples,
+        fields,
+        num_groups=windows,
+        max_value=longest,
+        stream=problem.stream(Purpose.GROUP) if shuffle else None,
+    )
+    return keys._replace(values=np.subtract(longest, keys.values, out=keys.values))
+
+
+def group_windows(problem: Problem, windows: int, *, shuffle: bool) -> Groups:
+    """Cut every window into full batches; what fills none, its shortest examples, goes on to the next window."""
+    keys = sort_windows(problem, windows, shuffle=shuffle)
+    size_at = problem.table.size_at()
+    starts: list[int] = []
+    carried = _Carried(keys, size_at)
+    for start, stop in zip(keys.group_offsets[:-1].tolist(), keys.group_offsets[1:].tolist(), strict=True):
+        rest = cut_falling(keys.values, start, stop, size_at, starts)
+        if rest < stop:
+            carried.add(range(rest, stop))
+    num_short = carried.finish(problem.rounding)
+    units = np.concatenate([keys.values[starts], np.array(carried.units, dtype=np.int32)])
+    sizes = [size_at[unit] for unit in keys.values[starts].tolist()] + carried.sizes
+    behind = np.array(carried.places, dtype=np.int64)
+    carried_sizes = np.array(carried.sizes, dtype=np.int64)
+    carried_starts = len(keys.indices) + np.cumsum(carried_sizes) - carried_sizes
+    return Groups(
+        indices=np.concatenate([keys.indices, keys.indices[behind]]),
+        starts=np.concatenate([np.array(starts, dtype=np.int64), carried_starts]),
+        sizes=np.array(sizes, dtype=np.int64),
+        padded=units.astype(np.int64)[:, None] * problem.pad_multiple_of,
+        num_short=num_short,
+    )
+
+
+@final
+class _Carried:
+    """The examples that filled no batch in their window, and the batches they fill together with the next ones."""
+
+    def __init__(self, keys: SortedKeys, size_at: dict[int, int]) -> None:
+        self._unit_at: memoryview[int] = memoryview(keys.values)  # type: ignore[arg-type]
+        self._size_at = size_at
+        self._waiting: list[int] = []
+        self.places: list[int] = []
+        self.sizes: list[int] = []
+        self.units: list[int] = []
+
+    def add(self, rest: range) -> None:
+        """Join the rest of a window with what waits, longest first, and cut full batches."""
+        waiting = sorted([*self._waiting, *rest], key=self._unit_at.__getitem__, reverse=True)
+        while waiting and len(waiting) >= self._limit(waiting):
+            size = self._limit(waiting)
+            self._close(waiting[:size])
+            waiting = waiting[size:]
+        self._waiting = waiting
+
+    def finish(self, rounding: SizeRounding) -> int:
+        """Batch what still waits; return how many batches that takes."""
+        if not self._waiting:
+            return 0
+        sizes = cut_rest(len(self._waiting), self._limit(self._waiting), rounding)
+        for end, size in zip(accumulate(sizes), sizes, strict=True):
+            self._close(self._waiting[end - size : end])
+        return len(sizes)
+
+    def _limit(self, waiting: list[int]) -> int:
+        return self._size_at[self._unit_at[waiting[0]]]
+
+    def _close(self, batch: list[int]) -> None:
+        self.places += batch
+        self.sizes.append(len(batch))
+        self.units.append(self._unit_at[batch[0]])
+
+
+_SAMPLE = 32_768  # examples on which the number of strata is tried
+_MAX_STRATA = 64
+
+
+def group_strata(problem: Problem, windows: int, *, shuffle: bool) -> Groups:
+    """Group examples with several lengths, window by window."""
+    bounds = _best_bounds(problem, windows)
+    keys = _sort(problem, problem.lengths, windows, bounds, shuffle=shuffle)
+    return cut_in_order(problem, keys.indices)
+
+
+def cut_in_order(problem: Problem, indices: npt.NDArray[np.int32]) -> Groups:
+    """Cut a sequence as it stands; the last batches are short when more would have fitted."""
+    starts, padded, first_open = cut_running(problem, problem.lengths[indices])
+    sizes = np.diff(np.append(starts, len(indices)))
+    # All batches from the first open one on are short, but that one itself may have been just full.
+    is_full = sizes[first_open] >= problem.sizes(padded)[first_open]
+    return Groups(indices, starts, sizes, padded, num_short=len(starts) - first_open - int(is_full))
+
+
+def _sort(
+    problem: Problem, lengths: npt.NDArray[np.int32], windows: int, bounds: IntArray, *, shuffle: bool
+) -> SortedKeys:
+    strata = len(bounds) + 1
+    num = len(lengths)
+    widest = int(_others(lengths, problem.pad_multiple_of).max())
+
+    def fields(start: int, stop: int, chance: UInt64Array) -> tuple[UInt64Array, UInt64Array]:
+        part = lengths[start:stop]
+        window = window_of(start, stop, chance, windows=windows, num_examples=num, shuffle=shuffle)
+        backwards = (window & np.uint64(1)).astype(bool)
+        stratum = strata - 1 - np.searchsorted(bounds, to_units(part[:, 0], problem.pad_multiple_of))
+        others = _others(part, problem.pad_multiple_of)
+        value = np.where((stratum % 2 == 1) ^ backwards, others, widest - others)
+        stratum = np.where(backwards, strata - 1 - stratum, stratum)
+        return window * np.uint64(strata) + stratum.astype(np.uint64), value.astype(np.uint64)
+
+    return sort_examples(
+        num,
+        fields,
+        num_groups=windows * strata,
+        max_value=widest,
+        stream=problem.stream(Purpose.GROUP) if shuffle else None,
+    )
+
+
+def _others(lengths: IntArray, multiple: int) -> IntArray:
+    return to_units(lengths[:, 1:], multiple).sum(axis=1, dtype=np.int64)
+
+
+def _best_bounds(problem: Problem, windows: int) -> IntArray:
+    """Try 1, 2, 4, … strata on a sample the size of a window and keep the number with the fewest padded tokens."""
+    units = to_units(problem.lengths[:, 0], problem.pad_multiple_of)
+    values, counts = distinct(units)
+    tokens: npt.NDArray[np.float64] = np.cumsum(values * counts, dtype=np.float64)
+    per_window = max(1, problem.num_examples // windows)
+    sample = problem.lengths[:: max(1, problem.num_examples // min(per_window, _SAMPLE))]
+    best, fewest = 1, math.inf
+    strata = 1
+    while strata <= min(_MAX_STRATA, len(values)):
+        padded = _padded_tokens(problem, sample, _equal_tokens(values, tokens, strata))
+        if padded < fewest:
+            best, fewest = strata, padded
+        strata *= 2
+    # A window larger than the sample holds finer strata at the same number of batches in each.
+    finer = math.sqrt(per_window / len(sample))
+    return _equal_tokens(values, tokens, max(1, round(best * max(1.0, finer))))
+
+
+def _equal_tokens(values: IntArray, tokens: npt.NDArray[np.float64], strata: int) -> IntArray:
+    """Return the inner bounds that cut the first axis into strata of equal tokens."""
+    shares = np.arange(1, strata) * (tokens[-1] / strata)
+    return np.unique(values[np.searchsorted(tokens, shares)])
+
+
+def _padded_tokens(problem: Problem, sample: npt.NDArray[np.int32], bounds: IntArray) -> float:
+    keys = _sort(problem, sample, 1, bounds, shuffle=False)
+    starts, padded, _ = cut_running(problem, sample[keys.indices])
+    sizes = np.diff(np.append(starts, len(sample)))
+    return float((sizes * padded.sum(axis=1)).sum())

@@ -1,0 +1,1 @@
+"""The lengths of examples: measured once and kept."""

@@ -1,0 +1,253 @@
+"""One face for every kind of tokenizer: count tokens, and say who you are.
+
+A tokenizer is recognised by what it can do, so that neither transformers nor tokenizers is imported here.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import numbers
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, final
+
+from ...errors import ArgumentError, LengthsError
+
+# How far a description follows closures and attributes: a tokenizer in a partial in a closure is found.
+DESCRIPTION_DEPTH = 4
+SCALARS = (type(None), bool, int, float, complex, str, bytes, type(...))
+
+
+class TokenCounter(ABC):
+    """Counts the tokens of texts; it pickles where its tokenizer does, so that a worker can be given one."""
+
+    @abstractmethod
+    def count(self, texts: Sequence[str]) -> list[int]:
+        """Return the number of tokens of each text, truncated if a maximum was given."""
+
+    @abstractmethod
+    def identity(self) -> bytes:
+        """Return bytes that differ where the counts could; the maximum length is not part of them."""
+
+
+def adapt(tokenizer: Any, max_length: int | None) -> TokenCounter:
+    """Return the counter for a tokenizer, or say which kinds there are.
+
+    Args:
+        tokenizer: of transformers (fast or slow), of tokenizers, or a function from str to int or sequence.
+        max_length: the most tokens a text may have; None does not truncate.
+
+    Returns:
+        A counter around the tokenizer.
+
+    >>> adapt(str.split, 2).count(["a", "a b c"])
+    [1, 2]
+    """
+    is_class = isinstance(tokenizer, type)
+    if not is_class and _is_transformers(tokenizer):
+        return TransformersCounter(tokenizer, max_length)
+    if not is_class and _is_backend(tokenizer):
+        return _backend_counter(tokenizer, max_length)
+    if callable(tokenizer) and not (is_class and hasattr(tokenizer, "get_vocab")):
+        return FunctionCounter(tokenizer, max_length)
+    what = f"the class {tokenizer.__name__}; pass a tokenizer made from it" if is_class else repr(tokenizer)[:80]
+    hint = "; pass its method, e.g. tokenizer.encode" if not is_class and hasattr(tokenizer, "encode") else ""
+    raise ArgumentError(
+        "tokenizer must be a transformers tokenizer, a tokenizers.Tokenizer or a function from str to int "
+        f"or sequence, got {what}{hint}"
+    )
+
+
+@final
+@dataclass(frozen=True)
+class TransformersCounter(TokenCounter):
+    """Counts with a tokenizer of transformers, fast or slow: ``len(tokenizer(text)["input_ids"])``."""
+
+    tokenizer: Any
+    max_length: int | None
+
+    def count(self, texts: Sequence[str]) -> list[int]:
+        """Return the number of ids of each text, with special tokens and without padding."""
+        truncate = {} if self.max_length is None else {"truncation": True, "max_length": self.max_length}
+        # verbose=False keeps quiet about texts longer than the model allows: here that is no mistake.
+        encoded = self.tokenizer(list(texts), return_attention_mask=False, verbose=False, **truncate)
+        return [len(ids) for ids in encoded["input_ids"]]
+
+    def identity(self) -> bytes:
+        """Return class and backend of a fast tokenizer; class, vocabulary and settings of a slow one."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        state = _slow_state(self.tokenizer) if backend is None else _fast_state(self.tokenizer, backend)
+        return json.dumps([_name(type(self.tokenizer)), state], sort_keys=True, default=repr).encode()
+
+
+@final
+@dataclass(frozen=True)
+class BackendCounter(TokenCounter):
+    """Counts with a ``tokenizers.Tokenizer`` whose padding is off and whose truncation is as wanted."""
+
+    tokenizer: Any
+    encode_special_tokens: bool
+
+    def count(self, texts: Sequence[str]) -> list[int]:
+        """Return the number of ids of each text, with special tokens."""
+        # Neither copying nor pickling a tokenizer keeps this setting.
+        if getattr(self.tokenizer, "encode_special_tokens", False) != self.encode_special_tokens:
+            self.tokenizer.encode_special_tokens = self.encode_special_tokens
+        encode = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)
+        return [len(encoding) for encoding in encode(list(texts))]
+
+    def identity(self) -> bytes:
+        """Return the tokenizer as it serialises itself."""
+        return f"{self.encode_special_tokens} {_serialise(self.tokenizer)}".encode()
+
+
+@final
+@dataclass(frozen=True)
+class FunctionCounter(TokenCounter):
+    """Counts with a function: its integer, or the length of its sequence, at most ``max_length``."""
+
+    function: Callable[[str], Any]
+    max_length: int | None
+
+    def count(self, texts: Sequence[str]) -> list[int]:
+        """Return the function's number for each text."""
+        lengths = [_as_length(self.function(text), text) for text in texts]
+        return lengths if self.max_length is None else [min(length, self.max_length) for length in lengths]
+
+    def identity(self) -> bytes:
+        """Return the function's name, code, defaults, closure and the globals it names."""
+        description = _describe(self.function, DESCRIPTION_DEPTH)
+        return repr((description, _describe_globals(self.function))).encode("utf-8", "backslashreplace")
+
+
+def _is_transformers(tokenizer: Any) -> bool:
+    return callable(tokenizer) and hasattr(tokenizer, "convert_tokens_to_ids") and hasattr(tokenizer, "get_vocab")
+
+
+def _is_backend(tokenizer: Any) -> bool:
+    return all(hasattr(tokenizer, name) for name in ("encode_batch", "enable_truncation", "no_padding", "to_str"))
+
+
+def _backend_counter(tokenizer: Any, max_length: int | None) -> BackendCounter:
+    """Make a counter that leaves the user's tokenizer as it is: a copy gets the settings that must change."""
+    encode_special_tokens = bool(getattr(tokenizer, "encode_special_tokens", False))
+    if max_length is not None or tokenizer.padding is not None:
+        try:
+            tokenizer = copy.deepcopy(tokenizer)
+        except Exception as error:  # tokenizers raises a bare Exception
+            raise ArgumentError(
+                f"the tokenizer cannot be copied ({error}), so its truncation and padding cannot be changed; "
+                "turn padding off, leave max_length out and use np.minimum(lengths, max_length)"
+            ) from error
+        tokenizer.no_padding()
+        if max_length is not None:
+            tokenizer.enable_truncation(max_length=max_length)
+    return BackendCounter(tokenizer, encode_special_tokens)
+
+
+def _serialise(tokenizer: Any) -> str:
+    try:
+        return str(tokenizer.to_str())
+    except Exception as error:  # tokenizers raises a bare Exception
+        raise ArgumentError(
+            f"the tokenizer cannot be serialised ({error}), so its lengths cannot be cached; pass cache=None"
+        ) from error
+
+
+def _fast_state(tokenizer: Any, backend: Any) -> list[Any]:
+    state = json.loads(_serialise(backend))
+    # The last call left its own truncation and padding there, and the next call replaces them.
+    state.pop("truncation", None)
+    state.pop("padding", None)
+    return [bool(getattr(tokenizer, "split_special_tokens", False)), state]
+
+
+def _slow_state(tokenizer: Any) -> list[Any]:
+    # Switches such as lower-casing are plain attributes, and the attributes hold what is true now.
+    settings = {key: value for key, value in vars(tokenizer).items() if isinstance(value, SCALARS)}
+    return [tokenizer.get_vocab(), getattr(tokenizer, "special_tokens_map", None), settings]
+
+
+def _as_length(result: Any, text: str) -> int:
+    """Read a function's result as a length; what would only look like one is refused."""
+    if isinstance(result, numbers.Integral) and not isinstance(result, bool) and int(result) >= 0:
+        return int(result)
+    # len() of a mapping counts its keys, and len() of a tensor with a batch axis is 1.
+    is_sequence = hasattr(result, "__len__") and not isinstance(result, Mapping)
+    if is_sequence and getattr(result, "ndim", 1) == 1:
+        return len(result)
+    raise LengthsError(
+        f"tokenizer must return a length of 0 or more or a flat sequence of tokens, got {_brief(result)} "
+        f"for the text {_brief(text)}; return e.g. tokenizer(text)['input_ids']"
+    )
+
+
+def _brief(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return f"{text[:40]}… ({type(value).__name__})" if len(text) > 40 else f"{text} ({type(value).__name__})"
+
+
+def _name(value: Any) -> str:
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def _describe(value: Any, depth: int) -> Any:
+    """Turn a function and what it holds into nested lists of text. Mutable containers are named, not read."""
+    if isinstance(value, SCALARS):
+        return repr(value)
+    if isinstance(value, tuple):
+        return [_describe(item, depth) for item in value]
+    if isinstance(value, frozenset):  # its order changes from process to process
+        return sorted(repr(_describe(item, depth)) for item in value)
+    if isinstance(value, CodeType):
+        return [value.co_code, value.co_names, _describe(value.co_consts, depth)]
+    if isinstance(value, re.Pattern):
+        return [repr(value.pattern), value.flags]
+    if isinstance(value, type | ModuleType):
+        return [_name(value), value.__name__]
+    if depth == 0:
+        return _name(type(value))
+    if _is_transformers(value) or _is_backend(value):
+        return adapt(value, None).identity()
+    return [_name(value), *_describe_parts(value, depth - 1)]
+
+
+def _describe_parts(value: Any, depth: int) -> list[Any]:
+    """Describe what makes one function or object differ from another of the same name."""
+    if isinstance(value, FunctionType):
+        cells = tuple(_cell_contents(cell) for cell in value.__closure__ or ())
+        keywords = tuple(sorted((value.__kwdefaults__ or {}).items()))
+        return [_describe(part, depth) for part in (value.__code__, value.__defaults__, keywords, cells)]
+    if isinstance(value, functools.partial):
+        return [_describe(part, depth) for part in (value.func, value.args, tuple(sorted(value.keywords.items())))]
+    if isinstance(value, MethodType | BuiltinMethodType):
+        return [_describe(getattr(value, "__func__", None), depth), _describe(value.__self__, depth)]
+    call = inspect.getattr_static(type(value), "__call__", None)
+    attributes = sorted(getattr(value, "__dict__", {}).items())
+    return [_describe(part, depth) for part in (call, *attributes)]
+
+
+def _cell_contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that has no value yet
+        return None
+
+
+def _describe_globals(function: Any) -> Any:
+    """Describe the globals a function names: in a notebook the tokenizer is usually one of them."""
+    if not isinstance(function, FunctionType):
+        return None
+    names = sorted(_names(function.__code__) & function.__globals__.keys())
+    return [[name, _describe(function.__globals__[name], DESCRIPTION_DEPTH)] for name in names]
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*inner)

@@ -1,0 +1,268 @@
+"""Measure once how many tokens every text has."""
+
+from __future__ import annotations
+
+import multiprocessing
+import numbers
+import os
+import pickle
+import signal
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ..._progress import ProgressBar
+from ...errors import ArgumentError, BatchwrightError, LengthsError
+from ._cache import ContentHash, LengthCache
+from ._tokenizers import TokenCounter, adapt
+
+Lengths: TypeAlias = npt.NDArray[np.int32]
+
+# Enough that no worker waits for the reader, few enough that a stream is never held in memory.
+BATCHES_IN_FLIGHT_PER_WORKER = 3
+
+
+class TextBatch(NamedTuple):
+    """Neighbouring examples, checked: each is one text, or each is a pair."""
+
+    num_sides: int
+    examples: list[Any]
+
+    def texts(self) -> list[str]:
+        """Return all texts, one side after the other."""
+        if self.num_sides == 1:
+            return self.examples
+        return [pair[side] for side in range(self.num_sides) for pair in self.examples]
+
+
+def measure_lengths(
+    texts: Iterable[str | Sequence[str]],
+    tokenizer: Any,
+    *,
+    max_length: int | None = None,
+    num_workers: int = 0,
+    batch_size: int = 1000,
+    progress: bool = True,
+    cache: str | os.PathLike[str] | None = None,
+) -> Lengths:
+    """Count the tokens of every text, special tokens included: ``len(tokenizer(text)["input_ids"])``.
+
+    Texts are read and counted in batches; the ids of a batch are dropped before the next. A text without any
+    token has length 0, which ``plan_batches`` refuses by position.
+
+    Args:
+        texts: an iterable of str, or of pairs ``(source, target)`` whose sides are counted each on its own.
+        tokenizer: a tokenizer of transformers (fast or slow), a ``tokenizers.Tokenizer``, or a function from
+            str to int or to a sequence, e.g. ``str.split``. A ``tokenizers.Tokenizer`` is left as it is; its
+            padding is not counted, and its own truncation holds where ``max_length`` is None.
+        max_length: count as ``tokenizer(text, truncation=True, max_length=max_length)`` does, or at most this
+            many for a function; None does not truncate.
+        num_workers: processes that count; 0 counts here, where a fast tokenizer uses all cores already. They
+            start as ``multiprocessing`` is set to start them, and the tokenizer must pickle.
+        batch_size: texts a call of the tokenizer. It changes the speed, never the lengths.
+        progress: show a bar on stderr.
+        cache: a directory for the lengths, or None. They are found again by the texts, the tokenizer and
+            ``max_length``, without calling the tokenizer. An iterable that is not a sequence is gathered into
+            a list first. A function is known by its name, code, defaults, closure and the globals it names;
+            its hidden state is not seen: the content of lists and dicts, files, other functions' globals.
+
+    Returns:
+        ``int32`` of shape ``(N,)``, or ``(N, 2)`` for pairs, in the order of the texts.
+
+    >>> measure_lengths(["a b", "a b c"], str.split, progress=False).tolist()
+    [2, 3]
+    >>> measure_lengths([("a b", "x"), ("c", "x y z")], str.split, max_length=2, progress=False).tolist()
+    [[2, 1], [1, 2]]
+    """
+    num_workers = _checked_count("num_workers", num_workers, minimum=0)
+    batch_size = _checked_count("batch_size", batch_size, minimum=1)
+    if max_length is not None:
+        max_length = _checked_count("max_length", max_length, minimum=1)
+    _check_iterable(texts)
+    counter = adapt(tokenizer, max_length)
+    # What cannot reach a worker is said now, not after the texts were hashed.
+    payload = _pickled(counter) if num_workers else b""
+    store = None if cache is None else LengthCache.open(cache)
+    if store is None:
+        return _measure(texts, counter, payload, num_workers, batch_size, progress)
+
+    if not (hasattr(texts, "__len__") and hasattr(texts, "__getitem__")):
+        texts = list(texts)
+    key, shape = _content_key(texts, counter, max_length, batch_size)
+    lengths = store.load(key, shape)
+    if lengths is None:
+        lengths = _measure(texts, counter, payload, num_workers, batch_size, progress)
+        store.save(key, lengths)
+    return lengths
+
+
+def _measure(
+    texts: Iterable[Any],
+    counter: TokenCounter,
+    payload: bytes,
+    num_workers: int,
+    batch_size: int,
+    progress: bool,
+) -> Lengths:
+    total = len(texts) if isinstance(texts, Sized) else None
+    batches = _read_batches(texts, batch_size)
+    counts = _count_in_pool(batches, payload, num_workers) if num_workers else _count_here(batches, counter)
+    parts = []
+    # Closing ends the workers at once when anything here fails or is interrupted.
+    with ProgressBar(label="measuring lengths", total=total, enabled=progress) as bar, closing(counts):
+        for part in counts:
+            parts.append(part)
+            bar.update(len(part))
+    return np.concatenate(parts)
+
+
+def _count_here(batches: Iterator[TextBatch], counter: TokenCounter) -> Generator[Lengths, None, None]:
+    for batch in batches:
+        yield _count_batch(counter, batch)
+
+
+def _count_batch(counter: TokenCounter, batch: TextBatch) -> Lengths:
+    """Return the lengths of a batch, one row an example."""
+    counts = np.array(counter.count(batch.texts()), dtype=np.int32)
+    return counts if batch.num_sides == 1 else np.ascontiguousarray(counts.reshape(batch.num_sides, -1).T)
+
+
+def _read_batches(texts: Iterable[Any], batch_size: int) -> Iterator[TextBatch]:
+    """Cut the texts into batches and refuse the first example that is not like the others."""
+    examples = iter(texts)
+    start = num_sides = 0
+    while chunk := list(islice(examples, batch_size)):
+        num_sides = num_sides or _num_sides(chunk[0])
+        for offset, example in enumerate(chunk):
+            if num_sides == 0 or _num_sides(example) != num_sides:
+                expected = ("str, or all pairs of two str", "str", "pairs of two str")[num_sides]
+                raise LengthsError(
+                    f"texts must be all {expected}, got {_describe(example)} at example {start + offset}; "
+                    "pass the column of texts, e.g. [row['text'] for row in data]"
+                )
+        yield TextBatch(num_sides, chunk)
+        start += len(chunk)
+    if start == 0:
+        raise LengthsError("texts is empty; there is nothing to measure")
+
+
+def _num_sides(example: Any) -> int:
+    """Return 1 for a text, 2 for a pair of texts, 0 for anything else."""
+    if isinstance(example, str):
+        return 1
+    is_pair = isinstance(example, tuple | list) and len(example) == 2 and all(isinstance(x, str) for x in example)
+    return 2 if is_pair else 0
+
+
+def _describe(example: Any) -> str:
+    if isinstance(example, tuple | list) and len(example) <= 3:
+        return f"{type(example).__name__} of ({', '.join(type(side).__name__ for side in example)})"
+    return type(example).__name__ + (f" of {len(example)} items" if isinstance(example, tuple | list) else "")
+
+
+def _content_key(
+    texts: Iterable[Any], counter: TokenCounter, max_length: int | None, batch_size: int
+) -> tuple[str, tuple[int, ...]]:
+    """Return the key of the texts, the tokenizer and the maximum, and the shape their lengths will have."""
+    content = ContentHash().add(counter.identity()).add(repr(max_length).encode())
+    num_examples = num_sides = 0
+    for batch in _read_batches(texts, batch_size):
+        if num_examples == 0:
+            content.add(str(batch.num_sides).encode())
+        num_examples, num_sides = num_examples + len(batch.examples), batch.num_sides
+        for example in batch.examples:
+            content.add_texts((example,) if num_sides == 1 else example)
+    return content.key(), (num_examples,) if num_sides == 1 else (num_examples, num_sides)
+
+
+def _pickled(counter: TokenCounter) -> bytes:
+    try:
+        return pickle.dumps(counter)
+    except Exception as error:  # a failing pickle raises nearly anything
+        raise ArgumentError(
+            f"the tokenizer cannot be sent to worker processes ({error}); "
+            "pass num_workers=0, or a function defined at the top of a module"
+        ) from error
+
+
+def _count_in_pool(batches: Iterator[TextBatch], payload: bytes, num_workers: int) -> Generator[Lengths, None, None]:
+    """Count batches in processes, in order, with a bounded number of them under way."""
+    context = multiprocessing.get_context()
+    waiting: deque[Future[Lengths]] = deque()
+    with _sequential_tokenizers():
+        pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(payload,))
+        try:
+            for batch in batches:
+                waiting.append(pool.submit(_count_in_worker, batch))
+                if len(waiting) > BATCHES_IN_FLIGHT_PER_WORKER * num_workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise BatchwrightError(
+                "a worker process ended before its work; put what the script runs under "
+                "`if __name__ == '__main__':`, use fewer workers if memory ran out, or pass num_workers=0"
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _sequential_tokenizers() -> Iterator[None]:
+    """Make tokenizers in child processes use one thread each: threads do not survive a fork."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+# Set once in each worker process, by its initializer.
+_worker_counter: TokenCounter | ArgumentError | None = None
+
+
+def _start_worker(payload: bytes) -> None:
+    global _worker_counter
+    # The parent is the one to answer an interrupt; otherwise every worker prints a traceback of its own.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        _worker_counter = pickle.loads(payload)
+    except Exception as error:  # kept for the first batch: an error here would only break the pool, without its reason
+        _worker_counter = ArgumentError(
+            f"the tokenizer cannot be loaded in a worker process ({error}); "
+            "define it in a module that can be imported, or pass num_workers=0"
+        )
+
+
+def _count_in_worker(batch: TextBatch) -> Lengths:
+    if isinstance(_worker_counter, ArgumentError):
+        raise _worker_counter
+    assert _worker_counter is not None
+    return _count_batch(_worker_counter, batch)
+
+
+def _checked_count(name: str, value: Any, *, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < minimum:
+        raise ArgumentError(f"{name} must be a whole number of {minimum} or more, got {value!r}")
+    return int(value)
+
+
+def _check_iterable(texts: Any) -> None:
+    is_iterable = hasattr(texts, "__iter__") or hasattr(texts, "__getitem__")
+    if not is_iterable or isinstance(texts, str | bytes | Mapping):
+        raise LengthsError(
+            f"texts must be an iterable of str or of pairs of str, got {type(texts).__name__}; "
+            "wrap one text in a list, pass one column of a table"
+        )

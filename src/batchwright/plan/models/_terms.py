@@ -1,0 +1,282 @@
+"""What the memory and the time of a batch are made of: terms in its shape, fitted to a few measured ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..._types import IntArray
+from ...errors import ArgumentError
+from .._nnls import nnls
+
+Doubles: TypeAlias = npt.NDArray[np.float64]
+Predict: TypeAlias = Callable[[IntArray, Doubles, IntArray], Doubles]
+
+MIN_ROWS = 3
+# Leaving out one shape at a time costs a fit each; beyond this many shapes several leave together.
+MAX_FOLDS = 64
+JSON_VERSION = 1
+
+
+@final
+@dataclass(frozen=True)
+class Terms:
+    """A cost that grows with the number of items ``b`` and the padded lengths ``L0, L1, …``.
+
+    ``c + b × (d + sum of e_i·L_i + sum of f_i·L_i² + sum over i < j of g_ij·L_i·L_j)``, none of them below 0.
+
+    Args:
+        num_axes: how many padded lengths a shape has.
+        values: the coefficients, in the order of ``term_names(num_axes)``.
+
+    >>> Terms(1, (100.0, 0.0, 3.0, 0.0)).predict([[2, 10]]).tolist()
+    [160.0]
+    """
+
+    num_axes: int
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        names = term_names(self.num_axes)
+        if len(self.values) != len(names):
+            raise ArgumentError(f"{self.num_axes} axes need {len(names)} coefficients, got {len(self.values)}")
+        if not all(math.isfinite(value) and value >= 0 for value in self.values) or not any(self.values):
+            raise ArgumentError(f"coefficients must be finite, none below 0, one above 0, got {self.values}")
+
+    @property
+    def constant(self) -> float:
+        """The part that is there whatever the batch."""
+        return self.values[0]
+
+    def per_item(self, lengths: IntArray) -> Doubles:
+        """Return what one more item costs at each row of padded lengths ``(M, axes)``."""
+        sides = np.asarray(lengths, dtype=np.float64).T
+        cost = np.zeros(len(lengths))
+        # One term after the other, not a matrix product: so a row gives the same bits in every call, and
+        # rounding keeps the order, so that a longer batch never costs less.
+        for value, axes in zip(self.values[1:], _products(self.num_axes), strict=True):
+            if value:
+                cost += value * _product(sides, axes)
+        return cost
+
+    def predict(self, shapes: npt.ArrayLike) -> Doubles:
+        """Return the cost of each shape ``(M, 1 + axes)``."""
+        checked = as_shapes(shapes, num_axes=self.num_axes)
+        return self.constant + checked[:, 0] * self.per_item(checked[:, 1:])
+
+    def named(self) -> dict[str, float]:
+        """Return the coefficients by name: ``1``, ``b``, ``b*L0``, ``b*L0^2``, ``b*L0*L1``."""
+        return dict(zip(term_names(self.num_axes), self.values, strict=True))
+
+    def __repr__(self) -> str:
+        # What is 0 is left out; the rest is written with the digits that give the same float back.
+        found = ", ".join(f"{name}: {float(value)!r}" for name, value in self.named().items() if value)
+        return f"{found}, num_axes={self.num_axes}"
+
+
+def term_names(num_axes: int) -> tuple[str, ...]:
+    """Return the names of the terms, the constant first.
+
+    >>> term_names(2)
+    ('1', 'b', 'b*L0', 'b*L1', 'b*L0^2', 'b*L1^2', 'b*L0*L1')
+    """
+    return ("1", *(_name(axes) for axes in _products(num_axes)))
+
+
+def fit_terms(shapes: IntArray, values: Doubles, *, limits: npt.NDArray[np.bool_] | None = None) -> Terms:
+    """Fit the terms to measured values, least in the squared relative error ``(cost / value - 1)²``.
+
+    Terms that the shapes cannot tell apart (``b``, ``b*L0`` and ``b*L0^2`` where there is one length) share
+    equally what was found for them. At other lengths that is never below giving all to ``b*L0``, since
+    ``(1 + r + r²) / 3 >= r``.
+
+    Args:
+        shapes: checked shapes ``(M, 1 + axes)``.
+        values: what was measured for each, ``(M,)``, above 0.
+        limits: which of them are no more than limits, ``(M,)``: a cost below the value is no error there.
+    """
+    products = _products(shapes.shape[1] - 1)
+    num_items, sides = shapes[:, 0].astype(np.float64), shapes[:, 1:].astype(np.float64).T
+    terms = [np.ones(len(shapes)), *(num_items * _product(sides, axes) for axes in products)]
+    columns = np.stack(terms, axis=1) / values[:, None]
+    # Each column in units of its own size, so that those which differ by a factor alone become equal.
+    units = np.sqrt((columns * columns).sum(axis=0))
+    columns /= units
+    group = [_first_equal(columns, index) for index in range(len(terms))]
+    heads = sorted(set(group))
+    found = dict(zip(heads, nnls(columns[:, heads], np.ones(len(values)), limits=limits), strict=True))
+    shares = np.array([found[head] / group.count(head) for head in group])
+    return Terms(shapes.shape[1] - 1, tuple((shares / units).tolist()))
+
+
+def seen_margin(predicted: Doubles, values: Doubles, level: float) -> float:
+    """Return the least margin with ``value <= predicted × (1 + margin)`` for the share ``level`` of the values."""
+    ratio = np.quantile(values / predicted, level, method="higher")
+    return float(ratio) * (1 + 1e-12) - 1  # a little more, or rounding undoes it
+
+
+def unseen_errors(predict: Predict, shapes: IntArray, values: Doubles) -> Doubles:
+    """Return the relative error of each distinct shape, predicted from the others.
+
+    Args:
+        predict: ``predict(shapes, values, others)`` fits to shapes and returns what it makes of others.
+        shapes: checked shapes ``(M, 1 + axes)``.
+        values: what was measured for each.
+    """
+    distinct, which = np.unique(shapes, axis=0, return_inverse=True)
+    which = which.reshape(-1)
+    errors = np.empty(len(values))
+    for fold in range(min(len(distinct), MAX_FOLDS)):
+        out = which % MAX_FOLDS == fold  # repeats of a shape leave together: they would give its answer away
+        errors[out] = np.abs(values[out] / predict(shapes[~out], values[~out], shapes[out]) - 1)
+    worst = np.zeros(len(distinct))
+    np.maximum.at(worst, which, errors)
+    return worst
+
+
+def unseen_margin(errors: Doubles, level: float) -> float:
+    """Return the margin for a shape not measured, from the errors of shapes that were left out.
+
+    The rank ``ceil(level × (n + 1))`` is that of conformal prediction: one more error of the same kind is at
+    most the error of that rank with probability ``level`` or more.
+    """
+    rank = math.ceil(level * (len(errors) + 1))
+    return float(np.sort(errors)[min(rank, len(errors)) - 1]) * max(1.0, rank / len(errors))
+
+
+def _first_equal(columns: Doubles, index: int) -> int:
+    distances = np.abs(columns[:, : index + 1] - columns[:, [index]]).max(axis=0)
+    return int(np.argmax(distances <= 1e-12))
+
+
+def _products(num_axes: int) -> list[tuple[int, ...]]:
+    """Return the axes whose lengths are multiplied in each term per item."""
+    axes = range(num_axes)
+    return [(), *((axis,) for axis in axes), *((axis, axis) for axis in axes), *combinations(axes, 2)]
+
+
+def _product(sides: Doubles, axes: tuple[int, ...]) -> Doubles:
+    result = np.ones(sides.shape[1])
+    for axis in axes:
+        result *= sides[axis]
+    return result
+
+
+def _name(axes: tuple[int, ...]) -> str:
+    if len(axes) == 2 and axes[0] == axes[1]:
+        return f"b*L{axes[0]}^2"
+    return "*".join(["b", *(f"L{axis}" for axis in axes)])
+
+
+def as_shapes(shapes: npt.ArrayLike, *, num_axes: int | None = None) -> npt.NDArray[np.int64]:
+    """Check shapes and return them as ``int64`` of shape ``(M, 1 + axes)``.
+
+    >>> as_shapes([[8, 128]]).tolist()
+    [[8, 128]]
+    """
+    try:
+        array = np.asarray(shapes)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"shapes must form an array of shape (M, 1 + axes): {error}") from error
+    if array.ndim != 2 or array.shape[1] < 2:
+        raise ArgumentError(
+            f"shapes must have shape (M, 1 + axes), got {array.shape}; "
+            "give one row (num_items, padded length per axis) a batch, e.g. [[8, 128]]"
+        )
+    if num_axes is not None and array.shape[1] != 1 + num_axes:
+        raise ArgumentError(f"the model has {num_axes} length axes, got shapes with {array.shape[1] - 1}")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ArgumentError(f"shapes must be integers, got {array.dtype}")
+    if len(array) and array.min() < 1:
+        row = int(np.argmax((array < 1).any(axis=1)))
+        raise ArgumentError(f"shapes must be 1 or more, got {array[row].tolist()} in row {row}")
+    return array.astype(np.int64)
+
+
+def as_probes(shapes: npt.ArrayLike, values: npt.ArrayLike, *, name: str) -> tuple[IntArray, Doubles]:
+    """Check what a model is fitted from: shapes, and one value above 0 for each."""
+    checked, measured = as_shapes(shapes), as_positive(values, name=name)
+    if measured.shape != (len(checked),):
+        raise ArgumentError(f"{name} must hold one number a shape, {(len(checked),)}, got {measured.shape}")
+    if len(checked) < MIN_ROWS:
+        raise ArgumentError(f"a fit needs at least {MIN_ROWS} measured shapes, got {len(checked)}")
+    if (checked == checked[0]).all():
+        raise ArgumentError(f"all shapes are {checked[0].tolist()}; measure several sizes and lengths")
+    return checked, measured
+
+
+def as_positive(values: npt.ArrayLike, *, name: str) -> Doubles:
+    """Return numbers as ``float64``, or say which is not finite and above 0."""
+    try:
+        array = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(f"{name} must be numbers: {error}") from error
+    wrong = ~(np.isfinite(array) & (array > 0))
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        raise ArgumentError(f"{name} must be finite and above 0, got {array.flat[first]} at {first}")
+    return array
+
+
+def check_fraction(name: str, value: float, *, one_allowed: bool) -> float:
+    """Return a share between 0 and 1, 0 not allowed."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if is_number and (0 < value < 1 or (one_allowed and value == 1)):
+        return float(value)
+    most = "at most" if one_allowed else "below"
+    raise ArgumentError(f"{name} must be above 0 and {most} 1, got {value!r}")
+
+
+def dump_terms(kind: str, terms: Terms, **extra: Any) -> str:
+    """Write terms and further values as JSON; every float comes back the same."""
+    head = {"kind": f"batchwright.{kind}", "version": JSON_VERSION, "num_axes": terms.num_axes}
+    return json.dumps({**head, "coefficients": terms.named(), **extra})
+
+
+def load_terms(kind: str, text: str, *, extra: str) -> tuple[Terms, float]:
+    """Read the terms and a number that ``dump_terms`` wrote, or say what the text is instead."""
+    state = read_state(kind, text)
+    return read_terms(kind, state, "coefficients"), read_number(kind, state, extra)
+
+
+def read_state(kind: str, text: str) -> dict[str, Any]:
+    """Read JSON that ``dump_terms`` wrote, or say what it is instead."""
+    try:
+        state = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ArgumentError(f"this is not the JSON of a {kind}: {error}") from error
+    found = state.get("kind") if isinstance(state, dict) else state
+    if found != f"batchwright.{kind}":
+        raise ArgumentError(f"expected the JSON of a batchwright.{kind}, got {str(found)[:80]!r}")
+    version = state.get("version")
+    if type(version) is not int or version != JSON_VERSION:
+        raise ArgumentError(f"this {kind} is of version {version!r}, not {JSON_VERSION}; fit it again")
+    return dict(state)
+
+
+def read_terms(kind: str, state: dict[str, Any], key: str) -> Terms:
+    """Return the terms under a key of a state."""
+    num_axes, coefficients = state.get("num_axes"), state.get(key)
+    if type(num_axes) is not int or not 1 <= num_axes <= 100:
+        raise ArgumentError(f"the JSON of a {kind} needs num_axes, 1 to 100, got {num_axes!r}")
+    names = term_names(num_axes)
+    if not isinstance(coefficients, dict) or set(coefficients) != set(names):
+        raise ArgumentError(f"the JSON of a {kind} needs {key} {names}, got {coefficients!r}")
+    return Terms(num_axes, tuple(read_number(kind, coefficients, name) for name in names))
+
+
+def read_number(kind: str, state: dict[str, Any], name: str) -> float:
+    """Return a number of 0 or more under a name of a state."""
+    value = state.get(name)
+    if isinstance(value, int | float) and type(value) is not bool and 0 <= value <= sys.float_info.max:
+        return float(value)
+    raise ArgumentError(f"the JSON of a {kind} needs {name}, a number of 0 or more, got {value!r}")

@@ -1,0 +1,1 @@
+"""Batches for a loader: planned, resizable, regrouped or streamed."""

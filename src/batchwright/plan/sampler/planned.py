@@ -1,0 +1,218 @@
+"""BatchSampler: a plan an epoch, one planned batch an update, exact resume."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from functools import cached_property
+from typing import Any, TypeVar, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..._checks import check_ranks, check_same, read_whole
+from ..._lengths import as_lengths
+from ...errors import LengthsError, StateMismatchError
+from .._oversize import admit
+from .._ranks import shard
+from .._settings import Oversize, PlanSettings, Remainder
+from ..budget import Budget, Cost, check_budget
+from ..collating import PadTo
+from ..grouping.base import Grouping, SizeLadder
+from ..grouping.sorting import WindowSort
+from ..plan import Batch, Plan, make_problem, plan_epoch
+from ..report import PlanReport
+from ._progress import Cursor, Progress
+
+Item = TypeVar("Item")
+
+# Raise it when the same settings begin to give other batches: a state of another version cannot be continued.
+STATE_VERSION = 1
+
+
+@final
+class BatchSampler:
+    """Planned batches for ``DataLoader(dataset, batch_sampler=sampler)``, or any loop over indices.
+
+    ``iter()`` fixes its epoch; only exhausting it moves to the next. Every rank makes the same plan from the seed, so
+    no communication is needed; each takes every ``world_size``-th batch, and all take equally many.
+
+    The state is plain JSON and holds neither rank nor world size: it counts the examples consumed, in the order of
+    the plan. Resuming plans the epoch again and continues there, on any world size.
+
+    Args:
+        lengths: as for ``plan_batches``.
+        budget: as for ``plan_batches``.
+        rank: this process, from 0.
+        world_size: processes.
+        dataset: if given, checked to have one length an example; not kept.
+        grouping: and all other options: as for ``plan_batches``.
+
+    >>> from batchwright import InOrder, MaxTokens
+    >>> sampler = BatchSampler([3, 5, 2, 9], MaxTokens(10), grouping=InOrder())
+    >>> len(sampler), list(sampler), sampler.epoch
+    (3, [[0, 1], [2], [3]], 1)
+    """
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        budget: Budget,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        dataset: Sized | None = None,
+        grouping: Grouping = WindowSort(),  # noqa: B008 - frozen
+        shuffle: bool = True,
+        seed: int = 0,
+        size_multiple_of: int = 1,
+        size_ladder: SizeLadder | None = None,
+        pad_multiple_of: int = 1,
+        keep_first: int = 0,
+        oversize: Oversize = "error",
+        drop_last: bool = False,
+        remainder: Remainder = "spread",
+        balance_over: int = 64,
+        cost: Cost | None = None,
+    ) -> None:
+        self.rank, self.world_size = check_ranks(rank, world_size)
+        self.budget = check_budget(budget)
+        self.settings = PlanSettings(
+            grouping=grouping,
+            shuffle=shuffle,
+            seed=seed,
+            size_multiple_of=size_multiple_of,
+            size_ladder=size_ladder,
+            pad_multiple_of=pad_multiple_of,
+            keep_first=keep_first,
+            oversize=oversize,
+            drop_last=drop_last,
+            remainder=remainder,
+            balance_over=balance_over,
+            cost=cost,
+        )
+        self._lengths = as_lengths(lengths).copy()  # a change of the caller's array must not change later epochs
+        if dataset is not None:
+            self._check_dataset(dataset)
+        self._progress = Progress()
+        # Planned now, so that data that do not fit the budget are refused here and not in the first epoch.
+        self._epoch_plan: Plan | None = plan_epoch(self._lengths, self.budget, self.settings, 0)
+        self._fingerprint: str | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch the next ``iter()`` runs."""
+        return self._progress.epoch
+
+    @property
+    def plan(self) -> Plan:
+        """Return what is left of the current epoch, for all ranks: batch ``i × world_size + rank`` is ours."""
+        base = self._base(self._progress.epoch)
+        return shard(base, self.world_size, first_batch=int(np.searchsorted(base.offsets, self._progress.start)))
+
+    @cached_property
+    def pad_to(self) -> PadTo:
+        """Return the function a collator pads with: ``sampler.pad_to(lengths of a batch)``."""
+        admitted = admit(self._lengths, self.budget, self.settings)
+        problem = make_problem(admitted, self.budget, self.settings, 0)
+        multiple, capacity = self.settings.pad_multiple_of, self.settings.grouping.row_capacity
+        shapes = self.settings.grouping.static_shapes(problem) if problem.num_examples else None
+        if capacity is not None:  # the lengths are those of packed rows
+            shapes = np.array([[capacity]])
+        if shapes is None:
+            return PadTo(multiple_of=multiple)
+        sizes = problem.sizes(shapes).tolist()
+        return PadTo(tuple(map(tuple, shapes.tolist())), tuple(sizes), multiple)
+
+    def report(self, *, world_size: int | None = None) -> PlanReport:
+        """Measure the plan of the current epoch."""
+        return self.plan.report(world_size=world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch; a position restored within that very epoch is kept."""
+        self._progress.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.plan) // self.world_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        # Not a generator: the epoch is fixed now, not at the first next().
+        plan = self.plan
+        return self._run(plan, self._progress.begin(len(plan) // self.world_size))
+
+    def _run(self, plan: Plan, cursor: Cursor) -> Iterator[Batch]:
+        ends = plan.offsets[self.world_size :: self.world_size].tolist()
+        num_distinct = len(plan.indices) - plan.num_repeated  # repeated examples stand at the very end
+        for step, end in enumerate(ends):
+            cursor.give(cursor.start + min(end, num_distinct) - cursor.given)
+            yield plan[step * self.world_size + self.rank]
+        self._progress.end(cursor)
+
+    def track(self, loader: Iterable[Item]) -> Iterator[Item]:
+        """Iterate over a loader of this sampler, counting what the loop receives instead of what was prefetched.
+
+        The loader must hand out one item a batch, in order; wrappers such as ``tqdm(loader)`` may stand around it.
+        torchdata's ``StatefulDataLoader`` counts for itself: loop over it directly and save its own state.
+
+        >>> from batchwright import MaxTokens
+        >>> sampler = BatchSampler([3, 5, 2, 9], MaxTokens(10))
+        >>> for batch in sampler.track(sampler):  # a DataLoader with workers in real life
+        ...     state = sampler.state_dict()
+        """
+        dataset = getattr(loader, "dataset", None)
+        if isinstance(dataset, Sized):
+            self._check_dataset(dataset)
+        return self._progress.track(loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the newest iterator stands, as JSON values."""
+        return {
+            "version": STATE_VERSION,
+            "num_examples": len(self._lengths),
+            "lengths": self._hash(),
+            "budget": repr(self.budget),
+            "settings": self.settings.to_state(),
+            "seed": self.settings.seed,
+            "epoch": self._progress.epoch,
+            "position": self._progress.position,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was taken, on this or another world size.
+
+        Raises:
+            StateMismatchError: the state is of other lengths, another budget, other settings or another version;
+                the sampler stays as it was.
+        """
+        mine = self.state_dict()
+        for key in ("version", "num_examples", "lengths", "budget", "settings", "seed"):
+            check_same(key, state.get(key), mine[key])
+        epoch, position = read_whole(state, "epoch"), read_whole(state, "position")
+        if position not in self._base(epoch).offsets:
+            raise StateMismatchError(
+                f"position {position} of the state is not where a batch of epoch {epoch} begins; "
+                "the state was changed by hand"
+            )
+        self._progress.move(epoch, position)
+
+    def _base(self, epoch: int) -> Plan:
+        if self._epoch_plan is None or self._epoch_plan.epoch != epoch:
+            self._epoch_plan = plan_epoch(self._lengths, self.budget, self.settings, epoch)
+        return self._epoch_plan
+
+    def _hash(self) -> str:
+        if self._fingerprint is None:
+            digest = hashlib.blake2b(repr(self._lengths.shape).encode(), digest_size=16)
+            digest.update(self._lengths.reshape(-1).data)
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
+
+    def _check_dataset(self, dataset: Sized) -> None:
+        if len(dataset) != len(self._lengths):
+            raise LengthsError(
+                f"the data set has {len(dataset)} examples but there are {len(self._lengths)} lengths; measure the "
+                "lengths of the data set that is loaded"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_epoch_plan": None}

@@ -1,0 +1,305 @@
+"""regroup: batches of the controller's size, made in the main process from whatever the workers loaded."""
+
+from __future__ import annotations
+
+import base64
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar, final
+
+import numpy as np
+
+from ..._checks import HasSize, as_sized, check_ranks, check_same, read_size, read_whole
+from ...errors import ArgumentError, StateMismatchError
+from ._progress import Cursor, Progress
+from .planned import BatchSampler
+from .resizable import ResizableBatchSampler
+
+Example = TypeVar("Example")
+STATE_VERSION = 1
+
+
+def regroup(
+    loader: Iterable[Sequence[Example]],
+    controller: HasSize,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    drop_last: bool = False,
+) -> Regrouped[Example]:
+    """Turn a loader of lists of examples into batches of ``controller.size``, a new size at once.
+
+    The size is read when a batch is asked for, whatever the workers have prefetched. Every example comes once an
+    epoch; the last batch is what is left. ``Stepper`` with ``collate`` takes the batches as they are.
+
+    Ranks: the size counts over all of them, and each reads its own loader. Example ``i`` of the epoch is number
+    ``i // world_size`` of rank ``i % world_size``, so shares and totals stay within one of each other. All ranks end at
+    the same step if every loader gives equally many examples, as ``DistributedSampler`` makes sure; nothing is
+    communicated. So that every rank has an example in every step, a size below ``world_size`` counts as
+    ``world_size``, and fewer than ``world_size`` examples left over join the last batch.
+
+    Args:
+        loader: yields lists, ``DataLoader(…, collate_fn=list)``; a batch is as large as the controller says, so chunks
+            of about 32 examples serve.
+        controller: has ``.size``, a whole number of 1 or more; a ``BatchSizeController``.
+        rank: this process, from 0.
+        world_size: processes.
+        drop_last: leave out a last batch that is short of examples.
+
+    Returns:
+        An object to iterate over, one epoch a loop, with ``state_dict`` and ``load_state_dict``.
+
+    >>> from types import SimpleNamespace
+    >>> list(regroup([["a", "b"], ["c", "d"], ["e"]], SimpleNamespace(size=3)))
+    [['a', 'b', 'c'], ['d', 'e']]
+    """
+    return Regrouped(loader, controller, rank=rank, world_size=world_size, drop_last=drop_last)
+
+
+@final
+class Regrouped(Generic[Example]):
+    """Batches of the controller's size; what ``regroup`` makes.
+
+    ``iter()`` fixes its epoch; only exhausting it moves to the next. A sampler with ``set_epoch`` is told the epoch, so
+    a loop that was left begins the same order again.
+
+    The state counts the examples consumed, over all ranks; save it instead of that of the loader or its sampler, and
+    ``controller.state_dict()`` beside it. Resuming reads the epoch again and skips what was consumed, which takes the
+    time of loading it. Over a ``BatchSampler`` or ``ResizableBatchSampler`` nothing but a part of one batch is loaded
+    again. A sampler that draws from a generator, as ``DataLoader(shuffle=True, generator=g)`` has, adds the state of
+    the generator, about 7 kB. Without a generator its order cannot be repeated, and ``load_state_dict`` says so; other
+    sources must yield the same order again.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Sequence[Example]],
+        controller: HasSize,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+    ) -> None:
+        check_ranks(rank, world_size)
+        if not isinstance(drop_last, bool):
+            raise ArgumentError(f"drop_last must be True or False, got {drop_last!r}")
+        self.rank = rank
+        self.world_size = world_size
+        self.drop_last = drop_last
+        self.controller = as_sized("controller", controller)
+        self._source = Source(loader, rank=rank, world_size=world_size)
+        self._progress = Progress()
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch the next ``iter()`` runs."""
+        return self._progress.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch; a place restored within that very epoch is kept."""
+        self._progress.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[Example]]:
+        # Not a generator: the epoch is fixed now, not at the first next().
+        return self._run(self._progress.begin())
+
+    def _run(self, cursor: Cursor) -> Iterator[list[Example]]:
+        num_own = self._num_own(cursor.start)
+        stream = _Stream(self._source.open(cursor.epoch, num_own), num_own)
+        while (stop := self._next_stop(stream, cursor.given)) > cursor.given:
+            num_own = self._num_own(stop) - self._num_own(cursor.given)
+            cursor.give(stop - cursor.given)
+            yield stream.take(num_own)
+        self._progress.end(cursor)
+
+    def _num_own(self, num_examples: int) -> int:
+        """Return how many of the first examples of the epoch are ours: those with ``i % world_size == rank``."""
+        return (num_examples - self.rank + self.world_size - 1) // self.world_size
+
+    def _next_stop(self, stream: _Stream[Example], start: int) -> int:
+        """Return where the batch that begins at ``start`` ends, counted over all ranks; ``start`` at the end.
+
+        All ranks give ``n`` examples, ``n × world_size`` in all. A rank that finds its own end within what it reads
+        ahead knows ``n``, and what it reads ahead is the same on every rank: so all find the last batch in one step.
+        """
+        stop = start + max(read_size(self.controller), self.world_size)
+        needed = -(-stop // self.world_size)
+        if stop % self.world_size and not self.drop_last:
+            needed += 1  # to see whether fewer examples than ranks would be left
+        num_seen = stream.read_up_to(needed)
+        if num_seen == needed:
+            return stop
+        return start if self.drop_last else num_seen * self.world_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the newest iterator stands, as JSON values; the state of the controller is its own."""
+        return {
+            "version": STATE_VERSION,
+            "world_size": self.world_size,
+            "epoch": self._progress.epoch,
+            "consumed": self._progress.position,
+            "generator": self._source.generator_at(self._progress.epoch),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was taken, on the same world size: how samplers divide the data is not known here.
+
+        Raises:
+            StateMismatchError: the state is of another version or world size; nothing changes.
+            ArgumentError: the order of the loader cannot be repeated.
+        """
+        self._source.check_repeatable()
+        check_same("version", state.get("version"), STATE_VERSION)
+        check_same("world_size", state.get("world_size"), self.world_size)
+        epoch, consumed = read_whole(state, "epoch"), read_whole(state, "consumed")
+        self._source.set_generator(epoch, state.get("generator"))
+        self._progress.move(epoch, consumed)
+
+
+@final
+class _Stream(Generic[Example]):
+    """The examples of this rank, read ahead only as far as asked."""
+
+    def __init__(self, chunks: Iterator[Sequence[Example]], num_seen: int) -> None:
+        self._chunks = chunks
+        self._waiting: deque[Example] = deque()
+        self._num_seen = num_seen
+
+    def read_up_to(self, num: int) -> int:
+        """Read until ``num`` examples of the epoch were seen; return ``num``, or how many there are if fewer."""
+        while self._num_seen < num:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                break
+            self._waiting.extend(chunk)
+            self._num_seen += len(chunk)
+        return min(num, self._num_seen)
+
+    def take(self, num: int) -> list[Example]:
+        """Return the next ``num`` examples."""
+        return [self._waiting.popleft() for _ in range(num)]
+
+
+@final
+class Source(Generic[Example]):
+    """The examples of a loader, chunk by chunk, in an order that belongs to the epoch.
+
+    Samplers with ``set_epoch`` are told the epoch. Where the sampler draws from a generator, the state of the
+    generator before the first chunk is kept, and the epoch begins from it again.
+    """
+
+    def __init__(self, loader: Iterable[Sequence[Example]], *, rank: int, world_size: int) -> None:
+        if not isinstance(loader, Iterable):
+            raise ArgumentError(f"loader must be iterable, got {type(loader).__name__}")
+        if getattr(getattr(loader, "collate_fn", None), "__name__", "") == "default_collate":
+            raise ArgumentError("the loader must yield lists of examples, it has the default collate; collate_fn=list")
+        self._loader = loader
+        self._batch_sampler: Any = getattr(loader, "batch_sampler", None)
+        self._sampler: Any = getattr(self._batch_sampler, "sampler", None)
+        self._draws: tuple[int, str] | None = None  # an epoch, and the generator before its first chunk
+        _check_ranks(self._batch_sampler, self._sampler, rank, world_size)
+
+    def open(self, epoch: int, num_consumed: int) -> Iterator[Sequence[Example]]:
+        """Begin an epoch behind so many of its examples."""
+        for part in (self._loader, self._batch_sampler, self._sampler, getattr(self._loader, "dataset", None)):
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)  # type: ignore[union-attr]
+        self._draw_again(epoch)
+        skip = seek(self._batch_sampler, epoch, num_consumed)
+        for chunk in self._loader:
+            if not isinstance(chunk, list | tuple):
+                raise ArgumentError(
+                    f"the loader must yield lists of examples, got {type(chunk).__name__}; pass collate_fn=list"
+                )
+            yield chunk[skip:]
+            skip = max(0, skip - len(chunk))
+        if skip:
+            raise StateMismatchError(
+                f"the loader ended {skip} examples before the place of the state, {num_consumed} examples; "
+                "give the same data"
+            )
+
+    def check_repeatable(self) -> None:
+        """Refuse a loader that cannot give the order of an epoch again, where that can be seen."""
+        if not getattr(self._loader, "in_order", True):
+            raise ArgumentError(
+                "the loader has in_order=False, so its order cannot be repeated; leave it at True to resume"
+            )
+        if hasattr(self._sampler, "generator") and self._sampler.generator is None:
+            raise ArgumentError(
+                f"the order of a {type(self._sampler).__name__} without a generator cannot be repeated; pass "
+                "generator=torch.Generator() with a seed, or a sampler with set_epoch, to resume"
+            )
+
+    def generator_at(self, epoch: int) -> str | None:
+        """Return the state of the sampler's generator before the first chunk of an epoch, None without one."""
+        generator = getattr(self._sampler, "generator", None)
+        if generator is None:
+            return None
+        if self._draws is not None and self._draws[0] == epoch:
+            return self._draws[1]
+        return base64.b64encode(bytes(generator.get_state().tolist())).decode()
+
+    def set_generator(self, epoch: int, state: str | None) -> None:
+        """Let an epoch begin from a saved state of the sampler's generator."""
+        has_generator = getattr(self._sampler, "generator", None) is not None
+        if has_generator != isinstance(state, str):
+            raise StateMismatchError(
+                f"the state was saved {'with' if isinstance(state, str) else 'without'} a generator of the sampler, "
+                f"here there is {'one' if has_generator else 'none'}; use the same loader"
+            )
+        self._draws = None if state is None else (epoch, state)
+
+    def _draw_again(self, epoch: int) -> None:
+        state = self.generator_at(epoch)
+        if state is None:
+            return
+        if self._draws is not None and self._draws[0] == epoch:
+            generator = self._sampler.generator
+            generator.set_state(generator.get_state().new_tensor(list(base64.b64decode(state))))
+        self._draws = (epoch, state)
+
+
+def seek(batch_sampler: Any, epoch: int, num_examples: int) -> int:
+    """Move a sampler of ours as near behind so many examples as a batch begins.
+
+    Returns:
+        How many examples are still to be skipped; all of them where the sampler is not ours.
+    """
+    if not _is_ours(batch_sampler):
+        return num_examples
+    batch_sampler.set_epoch(epoch)
+    state = {**batch_sampler.state_dict(), "position": 0}
+    batch_sampler.load_state_dict(state)
+    start = _last_start(batch_sampler, num_examples)
+    batch_sampler.load_state_dict({**state, "position": start})
+    return num_examples - start
+
+
+def _is_ours(batch_sampler: Any) -> bool:
+    return isinstance(batch_sampler, BatchSampler | ResizableBatchSampler)
+
+
+def _last_start(batch_sampler: BatchSampler | ResizableBatchSampler, num_examples: int) -> int:
+    if isinstance(batch_sampler, ResizableBatchSampler):
+        return num_examples  # a batch may begin anywhere
+    plan = batch_sampler.plan
+    if plan.row_offsets is not None:  # the loader hands out rows, the plan counts the examples inside
+        return 0
+    return int(plan.offsets[np.searchsorted(plan.offsets, num_examples, side="right") - 1])
+
+
+def _check_ranks(batch_sampler: Any, sampler: Any, rank: int, world_size: int) -> None:
+    if _is_ours(batch_sampler) and max(world_size, batch_sampler.world_size) > 1:
+        raise ArgumentError(
+            f"regroup over ranks needs equally many examples on every rank, which {type(batch_sampler).__name__} does "
+            "not promise; use DataLoader(sampler=DistributedSampler(dataset), batch_size=32, collate_fn=list)"
+        )
+    for part in (batch_sampler, sampler):
+        told = (rank, world_size)
+        found = (getattr(part, "rank", rank), getattr(part, "num_replicas", world_size))
+        if found != told:
+            raise ArgumentError(
+                f"the loader is sampled for rank {found[0]} of {found[1]}, regroup was told {told[0]} of {told[1]}; "
+                "pass the same rank and world_size"
+            )

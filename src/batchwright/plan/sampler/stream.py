@@ -1,0 +1,244 @@
+"""StreamBatcher: the same budgets and groupings over an iterable, through a bounded buffer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from inspect import GEN_CLOSED, getgeneratorstate
+from itertools import islice
+from typing import Any, Generic, TypeVar, final
+
+from ..._checks import as_whole, check_same, read_whole
+from ..._lengths import as_lengths
+from ...errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
+from .._oversize import fits
+from .._settings import Oversize, PlanSettings
+from ..budget import Budget, check_budget
+from ..grouping.base import Grouping, SizeLadder
+from ..grouping.sorting import WindowSort
+from ..plan import Batch, Plan, plan_epoch
+
+Example = TypeVar("Example")
+STATE_VERSION = 1
+
+
+@final
+class StreamBatcher(Generic[Example]):
+    """Batches of examples from an iterable: read a buffer, plan it, hand out its batches, read the next.
+
+    Memory is bounded by ``buffer_size`` examples. A buffer is planned as an epoch of ``plan_batches`` is, so budgets,
+    groupings and ``pad_multiple_of`` mean the same; each ends with at most one batch that is short of examples (a few
+    with a size ladder or buckets on two axes). Read with workers by giving a ``DataLoader`` with ``batch_size=None``.
+
+    One pass is under way at a time, as with a file: after a ``break``, ``iter()`` goes on where the loop was left;
+    after the end it begins the next pass.
+
+    ``state_dict`` holds the state of the source where the current buffer begins, and the batches handed out since. A
+    source with ``state_dict`` and ``load_state_dict`` continues there; any other is read again from its start and
+    skipped, which is exact when it yields the same examples again. A source with ``set_epoch`` is told the pass.
+
+    Args:
+        source: anything that can be iterated; for several passes, several times.
+        length_of: the length of an example, or a tuple of lengths.
+        budget: what a batch may cost.
+        grouping: as for ``plan_batches``.
+        buffer_size: examples held at the most.
+        seed: with the number of the pass and of the buffer, the source of all chance.
+        shuffle: and the other options: as for ``plan_batches``.
+
+    >>> from batchwright import InOrder, MaxTokens
+    >>> list(StreamBatcher(["aa", "b", "cccc"], length_of=len, budget=MaxTokens(4), grouping=InOrder()))
+    [['aa', 'b'], ['cccc']]
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Example],
+        *,
+        length_of: Callable[[Example], int | tuple[int, ...]],
+        budget: Budget,
+        grouping: Grouping = WindowSort(),  # noqa: B008 - frozen
+        buffer_size: int = 20_000,
+        seed: int = 0,
+        shuffle: bool = True,
+        size_multiple_of: int = 1,
+        size_ladder: SizeLadder | None = None,
+        pad_multiple_of: int = 1,
+        oversize: Oversize = "error",
+    ) -> None:
+        if not isinstance(source, Iterable):
+            raise ArgumentError(f"source must be iterable, got {type(source).__name__}")
+        if not callable(length_of):
+            raise ArgumentError(f"length_of must be a function from an example to its length, got {length_of!r}")
+        buffer_size = as_whole("buffer_size", buffer_size, least=1)
+        if oversize == "truncate":
+            raise ArgumentError(
+                'a stream cannot truncate: no plan outlives its buffer to say how far; cut in the source or pass "drop"'
+            )
+        self.source = source
+        self.budget = check_budget(budget)
+        self.buffer_size = buffer_size
+        self.settings = PlanSettings(
+            grouping=grouping,
+            shuffle=shuffle,
+            seed=seed,
+            size_multiple_of=size_multiple_of,
+            size_ladder=size_ladder,
+            pad_multiple_of=pad_multiple_of,
+            oversize=oversize,
+            balance_over=1,  # a stream is not divided over ranks here
+        )
+        self._reader = _Reader(source, length_of, self.budget, self.settings, buffer_size)
+        self._running: Generator[Any, None, None] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Return the pass over the source that the next ``iter()`` begins or continues."""
+        return self._reader.place.epoch
+
+    def __iter__(self) -> Iterator[list[Example] | list[list[Example]]]:
+        # A source that can be read only once could not begin again, and a long one should not.
+        if self._running is None or getgeneratorstate(self._running) == GEN_CLOSED:
+            self._running = self._reader.run()
+        return self._running
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the pass under way stands; JSON values, if the state of the source is."""
+        return {
+            "version": STATE_VERSION,
+            "budget": repr(self.budget),
+            "settings": self.settings.to_state(),
+            "seed": self.settings.seed,
+            "buffer_size": self.buffer_size,
+            **self._reader.place.to_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was taken.
+
+        Raises:
+            StateMismatchError: the state is of another budget, other settings or another version; nothing changes.
+        """
+        mine = self.state_dict()
+        for key in ("version", "budget", "settings", "seed", "buffer_size"):
+            check_same(key, state.get(key), mine[key])
+        counts = {name: read_whole(state, name) for name in ("epoch", "buffer", "num_read", "num_given")}
+        source = state.get("source")
+        if source is not None and not _is_stateful(self.source):
+            raise StateMismatchError(
+                f"the state holds the state of a source, {type(self.source).__name__} has no load_state_dict; "
+                "give the same source"
+            )
+        if self._running is not None:
+            self._running.close()  # a loop over it ends
+        self._reader.place = _Place(**counts, source=source)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_running": None}
+
+
+@final
+@dataclass(frozen=True)
+class _Place:
+    """Where a stream stands: the pass, the buffer and what was read before it, the batches given out since."""
+
+    epoch: int = 0
+    buffer: int = 0
+    num_read: int = 0
+    num_given: int = 0
+    source: Any = None  # the state of the source where the buffer begins
+
+    def next_buffer(self, num_examples: int) -> _Place:
+        return _Place(self.epoch, self.buffer + 1, self.num_read + num_examples)
+
+    def to_state(self) -> dict[str, Any]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+@final
+@dataclass
+class _Reader(Generic[Example]):
+    """What a pass needs; it knows no batcher, for a cycle would keep the workers of a source alive."""
+
+    source: Iterable[Example]
+    length_of: Callable[[Example], int | tuple[int, ...]]
+    budget: Budget
+    settings: PlanSettings
+    buffer_size: int
+    place: _Place = _Place()
+
+    def run(self) -> Generator[Any, None, None]:
+        place = self.place
+        stream = self._open(place)
+        skip = place.num_given
+        while True:
+            state = place.source if skip else _state_of(self.source)
+            examples = list(islice(stream, self.buffer_size))
+            batches = self._plan(examples, place)
+            _check_reached(len(batches), skip, place)
+            for index in range(skip, len(batches)):
+                self.place = replace(place, num_given=index + 1, source=state)
+                yield _pick(examples, batches[index])
+            if not examples:
+                break
+            skip, place = 0, place.next_buffer(len(examples))
+            del examples  # before the next buffer is read, so that one is held and not two
+        self.place = _Place(epoch=place.epoch + 1)
+
+    def _open(self, place: _Place) -> Iterator[Example]:
+        source: Any = self.source
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(place.epoch)
+        if place.source is not None:
+            source.load_state_dict(copy.deepcopy(place.source))  # a copy, which the source may change as it reads
+            return iter(source)
+        stream: Iterator[Example] = iter(source)
+        _skip(stream, place.num_read)
+        return stream
+
+    def _plan(self, examples: list[Example], place: _Place) -> Plan | list[Batch]:
+        if not examples:
+            return []
+        # One number for the pass and the buffer: chance differs in every buffer of every pass.
+        epoch = (place.epoch << 32) | place.buffer
+        lengths = [self.length_of(example) for example in examples]
+        try:
+            array = as_lengths(lengths)
+            if self.settings.oversize == "drop" and not fits(array, self.budget, self.settings).any():
+                return []
+            return plan_epoch(array, self.budget, self.settings, epoch)
+        except (BudgetError, LengthsError) as error:
+            raise type(error)(f"in the buffer that begins at example {place.num_read}: {error}") from None
+
+
+def _is_stateful(source: object) -> bool:
+    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+
+
+def _state_of(source: Any) -> Any:
+    # Copied, for it is kept while the source reads on.
+    return copy.deepcopy(source.state_dict()) if _is_stateful(source) else None
+
+
+def _check_reached(num_batches: int, num_given: int, place: _Place) -> None:
+    if num_given > num_batches:
+        raise StateMismatchError(
+            f"the state was taken after {num_given} batches of the buffer that begins at example {place.num_read}, "
+            f"which holds {num_batches}; give the same source, from its start"
+        )
+
+
+def _skip(stream: Iterator[Any], num: int) -> None:
+    skipped = sum(1 for _ in islice(stream, num))
+    if skipped < num:
+        raise StateMismatchError(
+            f"the stream ended after {skipped} examples, the state was taken after {num}; "
+            "give the same source, from its start"
+        )
+
+
+def _pick(examples: list[Example], batch: Any) -> Any:
+    if batch and isinstance(batch[0], list):
+        return [[examples[index] for index in row] for row in batch]
+    return [examples[index] for index in batch]

@@ -1,0 +1,186 @@
+"""One batch through ``model.generate``: padded, run, and cut to what each example alone would give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._lengths import as_lengths
+from ..errors import ArgumentError
+from ..plan import PadTo
+from ._tree import map_leaves
+from .huggingface import unwrapped
+
+Collate = Callable[[list[Any]], Mapping[str, Any]]
+
+# What transformers does where nobody has said how many.
+_DEFAULT_NEW_TOKENS = 20
+_PER_EXAMPLE = {"inputs", "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "encoder_outputs"}
+
+
+@final
+class Decoder:
+    """Runs one batch, and cuts its results to what each example alone would give."""
+
+    def __init__(
+        self, model: Any, kwargs: dict[str, Any], collate: Collate | None, pad_token_id: int | None, multiple_of: int
+    ) -> None:
+        self.base: Any = unwrapped(model)
+        self._model: Any = model if hasattr(model, "generate") else self.base
+        if not hasattr(self._model, "generate"):
+            raise ArgumentError(
+                f"the model must have generate(), as transformers models do, got {type(model).__name__}"
+            )
+        self._kwargs = dict(kwargs)
+        self._is_encoder_decoder = bool(getattr(getattr(self.base, "config", None), "is_encoder_decoder", False))
+        self._check()
+        self.device = next(self.base.parameters()).device
+        ends = self._setting("eos_token_id")
+        self._ends = torch.as_tensor([] if ends is None else ends, dtype=torch.long).reshape(-1).cpu()
+        known = self._setting("pad_token_id") if pad_token_id is None else pad_token_id
+        known = None if known is None or known < 0 else int(known)  # some configurations write -1 for none
+        self._pad = known if known is not None else int(self._ends[0]) if len(self._ends) else 0
+        if known is None or pad_token_id is not None:
+            self._kwargs["pad_token_id"] = self._pad
+        self._collate = collate or partial(
+            _pad, pad_id=known, on_left=not self._is_encoder_decoder, multiple_of=multiple_of
+        )
+        # These end rows without an end-of-sequence token; what follows is padding.
+        self._strips_padding = any(self._setting(name) for name in ("stop_strings", "stopping_criteria"))
+
+    def _setting(self, name: str) -> Any:
+        """Return a setting of generate() in its own order: arguments, given configuration, the model's."""
+        if name in self._kwargs:
+            return self._kwargs[name]
+        configs = (self._kwargs.get("generation_config"), getattr(self.base, "generation_config", None))
+        return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
+
+    def _check(self) -> None:
+        given = sorted(_PER_EXAMPLE & self._kwargs.keys())
+        if given:
+            raise ArgumentError(f"{given[0]} belongs to each example: give mappings with it, or a collate=")
+        if self._setting("return_dict_in_generate") or (self._setting("num_return_sequences") or 1) != 1:
+            raise ArgumentError(
+                "generate returns the token ids of one sequence an example, not return_dict_in_generate or "
+                "num_return_sequences; call model.generate in oom_safe for those"
+            )
+        if not self._is_encoder_decoder and self._setting("min_length"):
+            raise ArgumentError("min_length counts padding too, and so depends on the batch; use min_new_tokens")
+        looks_ahead = (self._setting("num_beams") or 1) > 1 or self._setting("forced_eos_token_id") is not None
+        if self._max_length is not None and looks_ahead:
+            # Cutting the result of a longer search is not what a shorter search would find.
+            raise ArgumentError("max_length with beams or a forced end counts padding too; use max_new_tokens")
+
+    @property
+    def _max_length(self) -> int | None:
+        """Return the most tokens of prompt and result together, where that is what was asked for."""
+        if self._is_encoder_decoder or self._setting("max_new_tokens") is not None:
+            return None
+        max_length: int | None = self._setting("max_length")
+        return max_length
+
+    def lengths(self, examples: Sequence[Any], given: Any, *, with_output: bool) -> npt.NDArray[np.int32]:
+        """Return the lengths ``(N, axes)`` that the budget counts."""
+        if given is None:
+            given = [len(_ids(example)) for example in examples]
+        axes = as_lengths([given(example) for example in examples] if callable(given) else given)
+        if len(axes) != len(examples):
+            raise ArgumentError(f"lengths must give one row an example, {len(examples)}, got {len(axes)}")
+        if not with_output:
+            return axes
+        most = self._setting("max_new_tokens") or self._setting("max_length") or _DEFAULT_NEW_TOKENS
+        new = np.full((len(axes), 1), most) if self._max_length is None else np.maximum(1, most - axes[:, :1])
+        return as_lengths(np.hstack([axes, new]))
+
+    def run(self, examples: list[Any]) -> list[Tensor]:
+        """Return the token ids of each example."""
+        batch = map_leaves(dict(self._collate(examples)), lambda tensor: tensor.to(self.device))
+        most = self._most_new(batch)
+        kwargs = self._kwargs
+        if most is not None:
+            kwargs = {**kwargs, "max_length": batch["input_ids"].shape[1] + int(most.max())}
+        sequences = self._model.generate(**batch, **kwargs).cpu()
+        if len(sequences) != len(examples):
+            raise ArgumentError(f"model.generate gave {len(sequences)} rows for {len(examples)} examples")
+        return [self._cut(row, batch, None if most is None else int(most[i])) for i, row in enumerate(sequences)]
+
+    def _most_new(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """Return how many tokens each row may get under max_length, which would else count padding."""
+        if self._is_encoder_decoder or "input_ids" not in batch:
+            return None
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        if not mask[:, -1].all():
+            raise ArgumentError(
+                "a decoder-only model continues the last column of input_ids: collate must pad on the left"
+            )
+        if self._max_length is None:
+            return None
+        most: Tensor = self._max_length - mask.sum(dim=1).cpu()
+        if most.min() < 1:
+            raise ArgumentError(
+                f"an example has {self._max_length - int(most.min())} tokens and max_length={self._max_length} leaves "
+                "no room for new ones; use max_new_tokens"
+            )
+        return most
+
+    def _cut(self, row: Tensor, batch: Mapping[str, Any], most: int | None) -> Tensor:
+        prompt = batch.get("decoder_input_ids" if self._is_encoder_decoder else "input_ids")
+        start = int(self._is_encoder_decoder) if prompt is None else prompt.shape[1]
+        new = row[start:][:most]
+        ends = torch.isin(new, self._ends).nonzero()
+        if len(ends):
+            new = new[: int(ends[0]) + 1]
+        elif self._strips_padding:
+            new = new[: len(new) - int((new == self._pad).flip(0).cumprod(0).sum())]
+        return row[: start + len(new)] if self._is_encoder_decoder else new
+
+
+def _ids(example: Any) -> Any:
+    ids = example.get("input_ids") if isinstance(example, Mapping) else example
+    if isinstance(ids, str) or not hasattr(ids, "__len__") or getattr(ids, "ndim", 1) != 1:
+        raise ArgumentError(
+            f"an example must be token ids or a mapping with input_ids, got {type(example).__name__}; "
+            "tokenize texts first, without padding, or give collate= and lengths="
+        )
+    return ids
+
+
+def _pad(examples: list[Any], *, pad_id: int | None, on_left: bool, multiple_of: int) -> dict[str, Tensor]:
+    """Pad token ids and what runs beside them, with a mask; stack the rest."""
+    rows = [_fields(example) for example in examples]
+    if any(row.keys() != rows[0].keys() for row in rows):
+        raise ArgumentError(f"examples need the same fields, got {sorted({str(sorted(row)) for row in rows})}")
+    (width,) = PadTo(multiple_of=multiple_of)([len(row["input_ids"]) for row in rows])
+    fills = {"input_ids": pad_id}
+    return {name: _column(name, rows, partial(_row, width, fills.get(name, 0), on_left)) for name in rows[0]}
+
+
+def _fields(example: Any) -> dict[str, Tensor]:
+    ids = torch.as_tensor(_ids(example), dtype=torch.long)
+    given = {name: torch.as_tensor(value) for name, value in example.items()} if isinstance(example, Mapping) else {}
+    return {"attention_mask": torch.ones_like(ids), **given, "input_ids": ids}
+
+
+def _column(name: str, rows: list[dict[str, Tensor]], pad: Callable[[Tensor], Tensor]) -> Tensor:
+    values = [row[name] for row in rows]
+    # What the decoder is given has a length of its own, even where that is the same by chance.
+    if not name.startswith("decoder_") and all(row[name].shape == row["input_ids"].shape for row in rows):
+        values = [pad(value) for value in values]
+    if len({value.shape for value in values}) > 1:
+        raise ArgumentError(f"field {name!r} has unequal lengths that are not those of input_ids; give a collate=")
+    return torch.stack(values)
+
+
+def _row(width: int, fill: int | None, on_left: bool, values: Tensor) -> Tensor:
+    # A model without a padding token gets the row's own first token: a penalty on repetition has seen that anyway,
+    # where the end-of-sequence token would be held against the row.
+    filler = int(values[0]) if fill is None else fill
+    gap = width - len(values)
+    return F.pad(values, (gap, 0) if on_left else (0, gap), value=filler)

@@ -1,0 +1,1 @@
+"""How much memory and time batches take, measured by running them."""

@@ -1,0 +1,248 @@
+"""Collators: examples padded to a common length, or packed into rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, Literal, TypeAlias, final, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._checks import as_whole
+from ..errors import ArgumentError
+from ..plan import PadTo
+
+PadFunction = Callable[[Any], tuple[int, ...]]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PadCollator:
+    """Turn a list of examples into padded tensors, as wide as the plan says.
+
+    An example is a mapping of fields (``{"input_ids": […], "labels": […]}``); a field that is a sequence is padded on
+    the right, a number is stacked. Give ``sampler.pad_to`` and the tensors have the shapes of the plan, so that bucket
+    bounds reach the model and ``torch.compile`` sees few shapes.
+
+    Args:
+        pad_to: lengths of a batch to padded lengths; ``sampler.pad_to`` of a ``BatchSampler``.
+        axis_fields: the field that carries the length of each axis; the first is the source.
+        same_axis: further fields and the axis each is padded along; fields not named follow the first axis.
+        pad_values: what a field is padded with; where it is not named, -100 for ``labels`` and 0 for all others.
+        mask_field: a mask of real tokens along the first axis, added when the examples have none; None adds none.
+
+    >>> collate = PadCollator(pad_to=PadTo(multiple_of=4))
+    >>> collate([{"input_ids": [5, 6], "label": 1}, {"input_ids": [7], "label": 0}])["input_ids"].tolist()
+    [[5, 6, 0, 0], [7, 0, 0, 0]]
+    """
+
+    pad_to: PadFunction = field(default_factory=PadTo)
+    axis_fields: tuple[str, ...] = ("input_ids",)
+    same_axis: Mapping[str, int] = field(default_factory=dict)
+    pad_values: Mapping[str, int | float] = field(default_factory=dict)
+    mask_field: str | None = "attention_mask"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.axis_fields, str):
+            raise ArgumentError(f"axis_fields must be a tuple, got {self.axis_fields!r}; write ({self.axis_fields!r},)")
+        for name, axis in self.same_axis.items():
+            if axis not in range(len(self.axis_fields)):
+                raise ArgumentError(
+                    f"same_axis puts {name!r} on axis {axis!r}, there are {len(self.axis_fields)} from 0: "
+                    f"{self.axis_fields}; name the field of that axis in axis_fields"
+                )
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return the tensors of a batch, by field."""
+        self._check_fields(examples)
+        lengths = np.array([[len(example[name]) for name in self.axis_fields] for example in examples])
+        widths = self.pad_to(lengths)
+        batch = {name: self._column(name, [example[name] for example in examples], widths) for name in examples[0]}
+        if self.mask_field is not None and self.mask_field not in batch:
+            real = torch.as_tensor(lengths[:, :1])
+            batch[self.mask_field] = (torch.arange(widths[0]) < real).to(torch.int64)
+        return batch
+
+    def _check_fields(self, examples: Sequence[Mapping[str, Any]]) -> None:
+        if not examples:
+            raise ArgumentError("a batch needs at least one example, got none")
+        strange = next((example for example in examples if not isinstance(example, Mapping)), None)
+        if strange is not None:
+            raise ArgumentError(f"examples must be mappings of fields, got {type(strange).__name__}")
+        missing = [name for name in self.axis_fields if name not in examples[0]]
+        if missing:
+            raise ArgumentError(f"examples have the fields {sorted(examples[0])}, not {missing}; pass axis_fields=…")
+        for place, example in enumerate(examples):
+            if example.keys() != examples[0].keys():
+                raise ArgumentError(
+                    f"examples of a batch need the same fields, example 0 has {sorted(examples[0])} and "
+                    f"example {place} has {sorted(example)}"
+                )
+
+    def _column(self, name: str, values: list[Any], widths: tuple[int, ...]) -> Tensor:
+        rows = [_as_tensor(name, value) for value in values]
+        if rows[0].ndim == 0:
+            return torch.stack(rows)
+        width = widths[self._axis(name)]
+        longest = max(len(row) for row in rows)
+        if longest > width:
+            raise ArgumentError(
+                f"field {name!r} has {longest} tokens but is padded to {width}; it follows axis {self._axis(name)} of "
+                f"{self.axis_fields}, say otherwise with same_axis={{{name!r}: …}}"
+            )
+        # An empty row says nothing of its type; torch takes [] for floats.
+        dtypes = [row.dtype for row in rows if len(row)] or [rows[0].dtype]
+        shape = (len(rows), width, *rows[0].shape[1:])
+        fill = self.pad_values.get(name, -100 if name == "labels" else 0)
+        padded = torch.full(shape, fill, dtype=reduce(torch.promote_types, dtypes))
+        for place, row in enumerate(rows):
+            padded[place, : len(row)] = row
+        return padded
+
+    def _axis(self, name: str) -> int:
+        if name in self.axis_fields:
+            return self.axis_fields.index(name)
+        return self.same_axis.get(name, 0)
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
+        value = value.copy()  # torch warns of arrays that it could not write to, as memory-mapped ones
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"field {name!r} cannot become a tensor: {error}; leave it out of the examples") from None
+
+
+Layout: TypeAlias = Literal["positions", "flat", "block"]
+Example: TypeAlias = "Mapping[str, Any]"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PackCollator:
+    """Turn packed rows into one batch for a decoder-only model; examples of a row never see each other.
+
+    For ``DataLoader(bw.Rows(dataset), batch_sampler=…, collate_fn=PackCollator())`` with a plan of ``bw.Packed``.
+    Positions begin at 0 with every example. The first label of every example is masked: it would be predicted from the
+    last token of its neighbour.
+
+    - ``"positions"``: ``(rows, width)``. Models of transformers 5 find the borders in ``position_ids`` and mask
+      attention themselves, with any kernel; but only without a cache, so the batch says ``use_cache=False``.
+    - ``"flat"``: one row of all examples without padding, with ``cu_seq_lens_q`` and its kin for variable-length flash
+      attention.
+    - ``"block"``: ``(rows, width)`` with a mask ``(rows, 1, width, width)``, for models that know nothing of packing.
+
+    Args:
+        layout: as above.
+        width: of a row, such as the capacity of ``Packed``; None takes the longest row of the batch.
+        pad_id: the token that fills rows up.
+        mask_dtype: of the block mask: ``torch.bool`` is True where a token may look, a floating type is added to the
+            scores.
+
+    >>> rows = [[{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], [{"input_ids": [4]}]]
+    >>> batch = PackCollator()(rows)
+    >>> batch["position_ids"].tolist(), batch["labels"].tolist()
+    ([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]], [[-100, 6, 7, -100, 9], [-100, -100, -100, -100, -100]])
+    """
+
+    layout: Layout = "positions"
+    width: int | None = None
+    pad_id: int = 0
+    mask_dtype: torch.dtype = torch.bool
+
+    def __post_init__(self) -> None:
+        if self.layout not in get_args(Layout):
+            raise ArgumentError(f"layout must be one of {get_args(Layout)}, got {self.layout!r}")
+        if self.width is not None:
+            as_whole("width", self.width, least=1)
+
+    def __call__(self, rows: Sequence[Sequence[Example]]) -> dict[str, Any]:
+        """Return the tensors of a batch of rows."""
+        packed = [_pack(row) for row in rows]
+        if not packed:
+            raise ArgumentError("a batch needs at least one row, got none")
+        return self._flat(packed) if self.layout == "flat" else self._padded(packed)
+
+    def _flat(self, rows: Sequence[_Row]) -> dict[str, Any]:
+        lengths = torch.cat([row.lengths for row in rows])
+        borders = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).to(torch.int32)])
+        longest = int(lengths.max())
+        return {
+            "input_ids": torch.cat([row.tokens for row in rows])[None],
+            "labels": torch.cat([row.labels for row in rows])[None],
+            "position_ids": torch.cat([row.positions for row in rows])[None],
+            "cu_seq_lens_q": borders,
+            "cu_seq_lens_k": borders,
+            "max_length_q": longest,
+            "max_length_k": longest,
+            "use_cache": False,
+        }
+
+    def _padded(self, rows: Sequence[_Row]) -> dict[str, Any]:
+        longest = max(len(row.tokens) for row in rows)
+        width = longest if self.width is None else self.width
+        if longest > width:
+            raise ArgumentError(f"a row has {longest} tokens and the width is {width}; plan with Packed({width})")
+        batch: dict[str, Any] = {
+            "input_ids": torch.stack([_filled(row.tokens, width, self.pad_id) for row in rows]),
+            "labels": torch.stack([_filled(row.labels, width, -100) for row in rows]),
+            "position_ids": torch.stack([_counted_on(row.positions, width) for row in rows]),
+            "use_cache": False,
+        }
+        if self.layout == "block":
+            batch["attention_mask"] = self._mask(batch["position_ids"])
+        return batch
+
+    def _mask(self, positions: Tensor) -> Tensor:
+        """Return who may look at whom: the same example, not later; padding is an example of its own."""
+        example = (positions == 0).cumsum(1)
+        same = example[:, :, None] == example[:, None, :]
+        allowed = (same & torch.ones_like(same[0]).tril())[:, None]
+        if self.mask_dtype == torch.bool:
+            return allowed
+        least = torch.finfo(self.mask_dtype).min
+        return torch.zeros(allowed.shape, dtype=self.mask_dtype).masked_fill(~allowed, least)
+
+
+@final
+@dataclass(frozen=True)
+class _Row:
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    lengths: Tensor
+
+
+def _pack(row: Sequence[Example]) -> _Row:
+    if not row or not all(isinstance(example, Mapping) and "input_ids" in example for example in row):
+        raise ArgumentError(
+            "a row must be a list of examples with 'input_ids'; wrap the data set in bw.Rows and plan with bw.Packed"
+        )
+    tokens = [torch.as_tensor(example["input_ids"], dtype=torch.int64) for example in row]
+    labels = [_labels(example, ids) for example, ids in zip(row, tokens, strict=True)]
+    return _Row(
+        torch.cat(tokens),
+        torch.cat(labels),
+        torch.cat([torch.arange(len(ids)) for ids in tokens]),
+        torch.tensor([len(ids) for ids in tokens]),
+    )
+
+
+def _labels(example: Example, ids: Tensor) -> Tensor:
+    labels = torch.as_tensor(example.get("labels", ids), dtype=torch.int64).clone()
+    if labels.shape != ids.shape:
+        raise ArgumentError(f"labels must be as long as input_ids, {len(ids)}, got {len(labels)}")
+    labels[:1] = -100
+    return labels
+
+
+def _filled(values: Tensor, width: int, fill: int) -> Tensor:
+    return torch.cat([values, torch.full((width - len(values),), fill, dtype=torch.int64)])
+
+
+def _counted_on(positions: Tensor, width: int) -> Tensor:
+    return torch.cat([positions, torch.arange(width - len(positions))])

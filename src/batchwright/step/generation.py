@@ -1,0 +1,193 @@
+"""generate: text for any number of prompts, in batches that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .._lengths import pad_up
+from .._progress import ProgressBar
+from ..errors import ArgumentError
+from ..plan import Budget, MaxItems, MaxTokens, Plan, Sorted, plan_batches
+from ..plan.budget import check_budget
+from ._decoding import Collate, Decoder
+from .huggingface import evaluating
+from .inference import Pieces, run_in_pieces
+from .memory.monitor import MemoryMonitor
+
+
+def generate(
+    model: Any,
+    examples: Sequence[Any],
+    *,
+    budget: Budget | None = None,
+    collate: Collate | None = None,
+    lengths: npt.ArrayLike | Callable[[Any], Any] | None = None,
+    count_output: bool = False,
+    pad_token_id: int | None = None,
+    pad_multiple_of: int = 1,
+    memory: MemoryMonitor | None = None,
+    progress: bool = False,
+    **generate_kwargs: Any,
+) -> list[Tensor]:
+    """Generate from every example with ``model.generate``, in batches of similar length that fit.
+
+    Decoder-only models are padded on the left and give their new tokens; encoder-decoders are padded on the right and
+    give what ``model.generate`` does, start token included. A result ends with its first end-of-sequence token, so that
+    greedy and beam search give for each example what they give for it alone; sampling draws otherwise. The longest
+    examples run first: what does not fit shows at once.
+
+    Args:
+        model: a transformers model in any mode; it generates in evaluation mode.
+        examples: token ids (lists or 1-D tensors), or mappings with ``input_ids``; anything with ``collate``.
+        budget: what a batch may cost. A batch that runs out of memory all the same is split, and later batches stay at
+            the tokens that fitted. None begins with 8 examples and lets the peak of each batch say how large the next
+            can be, up to 0.8 of the memory; on a CPU it doubles up to 32 examples.
+        collate: makes the keyword arguments of ``model.generate`` from a list of examples.
+        lengths: ``(N,)`` or ``(N, axes)``, or a function of an example; None counts the ids.
+        count_output: the most new tokens are one more axis of length that the budget counts.
+        pad_token_id: None takes the model's, else its end-of-sequence token.
+        pad_multiple_of: pad to multiples of this, for few shapes.
+        memory: where peaks are read, and begun anew with every batch, without a budget; None is the CUDA device's.
+        progress: show a progress bar.
+        **generate_kwargs: for ``model.generate``, e.g. ``max_new_tokens=128, num_beams=4``.
+
+    Returns:
+        One 1-D tensor of token ids an example, on the CPU, in the order of the examples.
+
+    >>> import torch
+    >>> class Echo(torch.nn.Linear):
+    ...     def generate(self, input_ids, attention_mask, **options):
+    ...         return torch.cat([input_ids, input_ids[:, -1:]], dim=1)
+    >>> generate(Echo(1, 1), [[3, 4], [5]], max_new_tokens=1)
+    [tensor([4]), tensor([5])]
+    """
+    if isinstance(examples, Mapping | str):
+        raise ArgumentError(f"examples must be a list, one entry an example, got {type(examples).__name__}")
+    if len(examples) == 0:
+        return []
+    decoder = Decoder(model, generate_kwargs, collate, pad_token_id, pad_multiple_of)
+    axes = decoder.lengths(examples, lengths, with_output=count_output or budget is None)
+    meter = Meter.of(budget, memory, decoder.device)
+    limit = first_limit(budget, int(pad_up(axes, pad_multiple_of).sum(axis=1).max()), decoder.device, meter)
+    results: dict[int, Tensor] = {}
+    with ProgressBar(label="generating", total=len(examples), enabled=progress) as bar, evaluating(model):
+        waiting = np.arange(len(examples))
+        while len(waiting):
+            plan = limit.plan(axes[waiting], pad_multiple_of)
+            for number in np.argsort(-plan.shapes[:, 1:].sum(axis=1), kind="stable"):
+                indices = waiting[plan[number]].tolist()
+                meter.begin()
+                pieces = _run(decoder, examples, indices, axes)
+                # Cloned here, under no inference mode: tensors made there cannot be trained on.
+                rows = [row.clone() for piece in pieces.results for row in piece]
+                results.update(zip(indices, rows, strict=True))
+                bar.update(len(indices))
+                before, limit = limit, limit.after(plan.shapes[number].tolist(), pieces.size, meter)
+                if limit != before:
+                    break
+            waiting = np.setdiff1d(waiting, list(results))
+    return [results[index] for index in range(len(examples))]
+
+
+def _run(decoder: Decoder, examples: Sequence[Any], indices: list[int], axes: npt.NDArray[np.int32]) -> Pieces:
+    return run_in_pieces(
+        lambda chosen: decoder.run([examples[index] for index in chosen]),
+        lambda start, stop: indices[start:stop],
+        len(indices),
+        describe=lambda place: f"example {indices[place]} of length {axes[indices[place]].tolist()}",
+    )
+
+
+# Without a budget: so many of the longest examples first, then as many as the peak says will fit.
+_FIRST_ITEMS = 8
+# A small batch says little about a far larger one, and the allocator cannot fill a device to the last byte.
+_MOST_GROWTH, _USABLE = 32, 0.8
+# Where no peak is measured.
+_BLIND_GROWTH = 2
+# Less than this much larger is not worth a new plan.
+_WORTHWHILE = 1.25
+# Wider batches gain little; fewer where no peak is measured. A CPU out of memory ends the process: still fewer there.
+_MOST_ITEMS, _MOST_ITEMS_BLIND, _MOST_ITEMS_ON_CPU = 1024, 256, 32
+
+
+@final
+@dataclass(frozen=True)
+class Limit:
+    """What a batch may cost, and what running taught."""
+
+    budget: Budget
+    tokens: int | None = None  # most padded tokens a batch; None leaves it to the budget
+    grows: bool = False
+
+    def plan(self, lengths: npt.NDArray[np.int32], pad_multiple_of: int) -> Plan:
+        """Sort examples into batches; one that is over the budget alone runs alone."""
+        budget = self.budget if self.tokens is None else self.budget & MaxTokens(self.tokens)
+        return plan_batches(
+            lengths, budget, grouping=Sorted(), shuffle=False, pad_multiple_of=pad_multiple_of, oversize="alone"
+        )
+
+    def after(self, shape: list[int], num_fitting: int, meter: Meter) -> Limit:
+        """Return the limit after a batch of this shape, of which so many examples fitted at once."""
+        num_items, width = shape[0], sum(shape[1:])
+        if num_fitting < num_items:
+            return replace(self, tokens=num_fitting * width, grows=False)
+        if not self.grows or self.tokens is None or 2 * num_items * width <= self.tokens:
+            return self  # fewer examples were left than the limit allows: their peak says little
+        room = meter.room()
+        tokens = _BLIND_GROWTH * self.tokens if room is None else int(min(room, _MOST_GROWTH) * num_items * width)
+        return replace(self, tokens=tokens) if tokens > _WORTHWHILE * self.tokens else self
+
+
+@final
+class Meter:
+    """How many times the last batch would fit into the memory."""
+
+    def __init__(self, memory: MemoryMonitor | None) -> None:
+        self._memory, self._before = memory, 0
+
+    @staticmethod
+    def of(budget: Budget | None, memory: MemoryMonitor | None, device: torch.device) -> Meter:
+        """Return a meter of a memory, or of a CUDA device; a budget needs none, and peaks are left alone."""
+        if budget is not None:
+            return Meter(None)
+        return Meter(MemoryMonitor(device) if memory is None and device.type == "cuda" else memory)
+
+    @property
+    def measures(self) -> bool:
+        """Return whether peaks are measured."""
+        return self._memory is not None
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        if self._memory is not None:
+            self._memory.reset_peak()
+            self._before = self._memory.used_bytes
+
+    def room(self) -> float | None:
+        """Return ``(usable − before) / (peak − before)``, None where no peak is measured."""
+        if self._memory is None or self._memory.peak_bytes <= self._before:
+            return None
+        usable = _USABLE * self._memory.total_bytes
+        return max(0.0, usable - self._before) / (self._memory.peak_bytes - self._before)
+
+
+def first_limit(budget: Budget | None, longest: int, device: torch.device, meter: Meter) -> Limit:
+    """Return the limit of the first batch: the budget, or 8 of the longest examples.
+
+    Args:
+        budget: what a batch may cost; None lets batches grow.
+        longest: tokens of the longest example, input and output.
+        device: of the model.
+        meter: whether peaks are measured.
+    """
+    if budget is not None:
+        return Limit(check_budget(budget))
+    most = _MOST_ITEMS_ON_CPU if device.type == "cpu" else _MOST_ITEMS_BLIND
+    return Limit(MaxItems(_MOST_ITEMS if meter.measures else most), tokens=_FIRST_ITEMS * longest, grows=True)

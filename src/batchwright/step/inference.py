@@ -1,0 +1,225 @@
+"""oom_safe: run a function on a batch in pieces that fit, results in input order."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import ArgumentError, DoesNotFitError
+from ._tree import leaves, num_examples, take
+from .oom import Snapshot, free_memory, is_out_of_memory
+
+Piece = Callable[[int, int], Any]  # the examples from a place up to another
+
+
+def oom_safe(fn: Callable[[Any], Any], batch: Any, *, merge: Callable[[list[Any]], Any] | None = None) -> Any:
+    """Run ``fn(batch)`` for inference; where memory runs out, run halves, and halves of halves.
+
+    A batch that fits is run once and its result returned as it is. Pieces keep the order; the random state of a failed
+    attempt is put back, so the result is that of a run that began with the smaller pieces. Any other error is raised
+    unchanged. ``fn`` runs under ``torch.inference_mode``; ``.clone()`` a result to train on it.
+
+    Args:
+        fn: takes a batch, returns one result an example: tensors, arrays, lists, or mappings, tuples and dataclasses of
+            such.
+        batch: a list of examples, or nested tensors that share their first dimension. A collated batch that is a list
+            must be given as a tuple.
+        merge: joins the results of pieces; None joins tensors along their first dimension and lists end to end. For
+            token ids of unequal width ``functools.partial(merge_padded, pad_value=0)``.
+
+    Returns:
+        The result of the whole batch.
+
+    >>> def fn(x):
+    ...     if len(x) > 2:
+    ...         raise torch.OutOfMemoryError("CUDA out of memory.")
+    ...     return {"double": 2 * x}
+    >>> oom_safe(fn, torch.arange(5))
+    {'double': tensor([0, 2, 4, 6, 8])}
+    """
+    num, piece = _divisible(batch)
+    pieces = run_in_pieces(fn, piece, num, describe=lambda place: _described(place, piece(place, place + 1)))
+    if len(pieces.results) == 1:
+        return pieces.results[0]
+    with torch.inference_mode():
+        return (_merged if merge is None else merge)(pieces.results)
+
+
+def merge_padded(results: list[Any], *, pad_value: float) -> Any:
+    """Join the results of pieces as ``oom_safe`` does, tensors of unequal width padded on the right.
+
+    Args:
+        results: of the pieces, in order.
+        pad_value: fills the second dimension up to the widest.
+
+    Returns:
+        The result of the whole batch.
+
+    >>> merge_padded([torch.tensor([[1, 2, 3]]), torch.tensor([[4]])], pad_value=0).tolist()
+    [[1, 2, 3], [4, 0, 0]]
+    """
+    return _merged(results, join=partial(_join_padded, pad_value=pad_value))
+
+
+class Pieces(NamedTuple):
+    """Results in order, and how many examples fitted at once: all of them, or at most ``size``."""
+
+    results: list[Any]
+    size: int
+
+
+def run_in_pieces(fn: Callable[[Any], Any], piece: Piece, num: int, *, describe: Callable[[int], str]) -> Pieces:
+    """Run ``num`` examples at once, or in near-equal pieces of at most half of what ran out of memory last.
+
+    Args:
+        fn: takes a piece.
+        piece: returns the examples from a place up to another.
+        num: examples in all.
+        describe: says which example it is, for the error about one that does not fit alone.
+    """
+    results: list[Any] = []
+    place, size = 0, num
+    while place < num:
+        stop = place + _near_equal(num - place, size)
+        devices = _devices()
+        snapshot = Snapshot((), devices)
+        failure = _attempt(fn, piece(place, stop), results)
+        if failure is None:
+            place = stop
+            continue
+        # Not in the except block: there the traceback still holds what the attempt had allocated.
+        free_memory(devices)
+        snapshot.restore()
+        if stop - place == 1:
+            raise DoesNotFitError(_complaint(describe(place), failure))
+        size = -(-(stop - place) // 2)
+    return Pieces(results, size)
+
+
+def _near_equal(num: int, size: int) -> int:
+    return -(-num // -(-num // size))
+
+
+def _attempt(fn: Callable[[Any], Any], part: Any, results: list[Any]) -> str | None:
+    """Add the result of a piece, or return what was said about memory."""
+    try:
+        with torch.inference_mode():
+            results.append(fn(part))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return textwrap.shorten(str(error), width=160, placeholder=" …")
+    return None
+
+
+def _devices() -> list[torch.device]:
+    """Return the devices whose random state and memory an attempt may have touched."""
+    if torch.cuda.is_initialized():
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [torch.device("mps")] if torch.backends.mps.is_available() else []
+
+
+def _divisible(batch: Any) -> tuple[int, Piece]:
+    if isinstance(batch, list | np.ndarray):
+        if len(batch) == 0:
+            raise ArgumentError("the batch is empty; give at least one example")
+        return len(batch), lambda start, stop: batch[start:stop]
+    if next(leaves(batch), None) is None:
+        raise ArgumentError(f"the batch must be nested tensors or a list of examples, got {type(batch).__name__}")
+    return num_examples(batch), lambda start, stop: take(batch, list(range(start, stop)))
+
+
+def _merged(results: list[Any], *, join: Callable[[list[Tensor]], Tensor] | None = None) -> Any:
+    first = results[0]
+    if any(type(result) is not type(first) for result in results):
+        raise _unmergeable(f"results of types {sorted({type(result).__name__ for result in results})}")
+    if isinstance(first, Tensor):
+        return (join or _join)(results)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(results)
+    if isinstance(first, list):
+        return [item for result in results for item in result]
+    merged = partial(_merged, join=join)
+    if isinstance(first, Mapping):
+        return _like(first, _by_name([dict(result) for result in results], merged))
+    if isinstance(first, tuple):
+        values = [merged(list(column)) for column in _columns(results)]
+        return type(first)(*values) if hasattr(first, "_fields") else tuple(values)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        return dataclasses.replace(first, **_by_name([_fields(result) for result in results], merged))
+    if first is None:
+        return None
+    raise _unmergeable(type(first).__name__)
+
+
+def _by_name(results: list[dict[Any, Any]], merged: Callable[[list[Any]], Any]) -> dict[Any, Any]:
+    if any(result.keys() != results[0].keys() for result in results):
+        raise _unmergeable(f"mappings with the keys {[sorted(map(str, result)) for result in results]}")
+    return {name: merged([result[name] for result in results]) for name in results[0]}
+
+
+def _columns(results: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    if len({len(result) for result in results}) > 1:
+        raise _unmergeable(f"tuples of {sorted({len(result) for result in results})} parts")
+    return list(zip(*results, strict=True))
+
+
+def _fields(result: Any) -> dict[str, Any]:
+    return {item.name: getattr(result, item.name) for item in dataclasses.fields(result)}
+
+
+def _like(first: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    try:
+        return type(first)(values)  # type: ignore[call-arg]  # dicts and model outputs alike take a dict
+    except TypeError:
+        return values
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    shapes = {tensor.shape[1:] for tensor in tensors}
+    if tensors[0].ndim == 0:
+        raise _unmergeable("single numbers")
+    if len(shapes) > 1:
+        raise _unmergeable(f"tensors of shapes {[tuple(tensor.shape) for tensor in tensors]}")
+    return torch.cat(list(tensors))
+
+
+def _join_padded(tensors: Sequence[Tensor], *, pad_value: float) -> Tensor:
+    if any(tensor.ndim < 2 for tensor in tensors):
+        return _join(tensors)
+    width = max(tensor.shape[1] for tensor in tensors)
+    # F.pad counts dimensions from the last.
+    before = [0, 0] * (tensors[0].ndim - 2)
+    return _join([F.pad(tensor, [*before, 0, width - tensor.shape[1]], value=pad_value) for tensor in tensors])
+
+
+def _unmergeable(what: str) -> ArgumentError:
+    return ArgumentError(
+        f"the results of pieces cannot be joined: {what}; return only what you need from fn, give "
+        "merge=partial(merge_padded, pad_value=…) for unequal widths, or a merge= of your own"
+    )
+
+
+def _described(place: int, part: Any) -> str:
+    tensors = list(leaves(part))
+    if not tensors:
+        return f"example {place} of the batch"
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    return f"example {place} of the batch with tensors {shapes}, {sum(tensor.nbytes for tensor in tensors):,} bytes,"
+
+
+def _complaint(what: str, failure: str) -> str:
+    free = ""
+    for device in _devices():
+        if device.type == "cuda":
+            available, total = torch.cuda.mem_get_info(device)
+            free += f"{available:,} of {total:,} bytes are free on {device}; "
+    return f"{what} does not fit alone; {free}{failure.rstrip('.')}. Shorten it, or use a smaller model"

@@ -1,0 +1,248 @@
+"""Gradient noise: measured from the norms of micro-batches, reported per update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
+from torch.utils.hooks import RemovableHandle
+
+from ..size.noise import NoiseAverage, estimate_noise
+
+# Unread samples are small tensors on the device; so many are copied at once even if nobody reads them.
+_MAX_UNREAD = 256
+
+
+@final
+@dataclass
+class _Sample:
+    """What an update measured, and its report once it was read."""
+
+    q: Tensor  # sum of |h_i|² / b_i, one a group
+    gb: Tensor  # squared norm of the summed gradient, one a group
+    q_factor: float
+    gb_factor: float
+    num_examples: int
+    num_parts: int
+    report: NoiseReport | None = None
+
+
+@final
+class NoiseMeter:
+    """Measures micro-batches by hooks, keeps the average over updates, and reads late.
+
+    Args:
+        named_parameters: trainable parameters and their names.
+        group_of: the group of a parameter's name; None keeps no groups.
+    """
+
+    def __init__(
+        self, named_parameters: Sequence[tuple[str, nn.Parameter]], group_of: Callable[[str], str] | None = None
+    ) -> None:
+        names = ["" if group_of is None else group_of(name) for name, _ in named_parameters]
+        self._names = list(dict.fromkeys(names))
+        self.norms = GradientNorms(
+            [parameter for _, parameter in named_parameters], [self._names.index(name) for name in names]
+        )
+        self._average = NoiseAverage()
+        self._unread: list[_Sample] = []
+
+    @property
+    def average(self) -> NoiseAverage:
+        """Return the average over all updates so far."""
+        self._read()
+        return self._average
+
+    @average.setter
+    def average(self, value: NoiseAverage) -> None:
+        self._unread, self._average = [], value
+
+    def add(
+        self, q: Tensor, *, q_factor: float, gb_factor: float, num_examples: int, num_parts: int
+    ) -> Callable[[], NoiseReport]:
+        """Take the sums of one update, with its gradient in ``.grad``, and return what reads its report."""
+        sample = _Sample(q, self.norms.of_gradients(), q_factor, gb_factor, num_examples, num_parts)
+        self._unread.append(sample)
+        if len(self._unread) > _MAX_UNREAD:
+            self._read()
+        return lambda: self._report(sample)
+
+    def _report(self, sample: _Sample) -> NoiseReport:
+        if sample.report is None:
+            self._read()
+        assert sample.report is not None
+        return sample.report
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        for sample in unread:
+            self._evaluate(sample)
+
+    def _evaluate(self, sample: _Sample) -> None:
+        counts: dict[str, Any] = {"num_examples": sample.num_examples, "num_parts": sample.num_parts}
+        pairs = zip(sample.q.tolist(), sample.gb.tolist(), strict=True)
+        noises = [estimate_noise(q * sample.q_factor, gb * sample.gb_factor, **counts) for q, gb in pairs]
+        # Sums over groups are those of the whole gradient, since squared norms add up; ratios do not.
+        s, g2 = sum(noise[0] for noise in noises), sum(noise[1] for noise in noises)
+        self._average = self._average.update(s, g2, num_examples=sample.num_examples)
+        groups = dict(zip(self._names, noises, strict=True)) if len(self._names) > 1 else {}
+        sample.report = NoiseReport(s, g2, sample.num_parts, self._average.is_reliable, groups=groups)
+
+
+# Gradients up to this size wait, so that one call takes the norms of many; larger ones do not: what waits takes memory.
+_SMALL_ON_CPU = 1 << 14
+_SMALL = 1 << 18
+_MAX_WAITING = 128
+
+
+@final
+class GradientNorms:
+    """Sums ``|h_i|² / b_i`` over micro-batches, ``h_i`` the gradient that backward adds for micro-batch ``i``.
+
+    A hook of a parameter fires once a backward, with the gradient of that backward before it is added to ``.grad``, so
+    no copy of the gradient is needed. Everything stays on the device.
+
+    Args:
+        parameters: those to watch.
+        groups: the group of each parameter, 0, 1, …; sums are kept apart by group. None: one group.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], groups: Sequence[int] | None = None) -> None:
+        self.groups = [0] * len(parameters) if groups is None else list(groups)
+        self.num_groups = max(self.groups) + 1
+        self._parameters = list(parameters)
+        self._handles: list[RemovableHandle] = [
+            parameter.register_hook(partial(self._add, group))
+            for parameter, group in zip(parameters, self.groups, strict=True)
+        ]
+        self._open: _Squares | None = None
+        self.total: Tensor | None = None  # one sum a group
+
+    def _add(self, group: int, gradient: Tensor) -> None:
+        if self._open is not None:
+            self._open.add(gradient, group)
+
+    def begin(self) -> None:
+        """Start a micro-batch."""
+        self._open = _Squares()
+
+    def end(self, num_examples: int) -> None:
+        """Close a micro-batch of some examples and add its share; one of no examples counts for nothing."""
+        squares, self._open = self._open, None
+        if squares is None or num_examples == 0:
+            return
+        found = squares.sums(self.num_groups)
+        if found is not None:
+            share = found / num_examples
+            self.total = share if self.total is None else self.total + share
+
+    def of_gradients(self) -> Tensor:
+        """Return the squared norm of the gradients that are there now, one a group."""
+        squares = _Squares()
+        for parameter, group in zip(self._parameters, self.groups, strict=True):
+            if parameter.grad is not None:
+                squares.add(parameter.grad, group)
+        found = squares.sums(self.num_groups)
+        return torch.zeros(self.num_groups, dtype=torch.float64) if found is None else found
+
+    def reset(self) -> None:
+        """Forget the micro-batches so far."""
+        self._open, self.total = None, None
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+@final
+class _Squares:
+    """Squared norms of gradients as they come, each with its group."""
+
+    def __init__(self) -> None:
+        self._squares: list[Tensor] = []
+        self._groups: list[int] = []
+        self._waiting: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
+        self._num_waiting = 0
+
+    def add(self, gradient: Tensor, group: int) -> None:
+        """Take the norm of a gradient, now or with others."""
+        if gradient.numel() > (_SMALL_ON_CPU if gradient.is_cpu else _SMALL) or gradient.is_sparse:
+            self._squares.append(_square(gradient))
+            self._groups.append(group)
+            return
+        self._waiting.setdefault((group, gradient.device, gradient.dtype), []).append(gradient.detach())
+        self._num_waiting += 1
+        if self._num_waiting >= _MAX_WAITING:  # of all groups together: there may be one for each parameter
+            self._flush()
+
+    def sums(self, num_groups: int) -> Tensor | None:
+        """Return the sum of each group, None without any gradient."""
+        self._flush()
+        squares = self._squares
+        if not squares:
+            return None
+        device = squares[0].device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        if any(square.device != device or square.dtype != squares[0].dtype for square in squares):
+            squares = [square.to(device=device, dtype=wide) for square in squares]
+        stacked = torch.stack(squares)
+        if num_groups == 1:
+            return stacked.sum(0, keepdim=True, dtype=wide)
+        groups = torch.tensor(self._groups, device=device)
+        return stacked.new_zeros(num_groups, dtype=wide).index_add(0, groups, stacked.to(wide))
+
+    def _flush(self) -> None:
+        for (group, device, dtype), alike in self._waiting.items():
+            if device.type == "cpu":  # where a call costs more than the copy into one row
+                self._squares.append(_square(_flatten_dense_tensors(alike)))
+            else:
+                norms = torch.stack(torch._foreach_norm(alike, dtype=_wide(dtype)))
+                self._squares.append(torch.dot(norms, norms))
+            self._groups.append(group)
+        self._waiting, self._num_waiting = {}, 0
+
+
+def _square(gradient: Tensor) -> Tensor:
+    """Return the squared norm of a gradient, in float32 or wider."""
+    if gradient.is_cpu and gradient.dtype is torch.float32 and gradient.is_contiguous():
+        flat = gradient.detach().view(-1)
+        return torch.dot(flat, flat)  # on a CPU twice as fast as a norm
+    dense = (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
+    return torch.linalg.vector_norm(dense, dtype=_wide(dense.dtype)).square()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type to square in: squares of half-precision gradients overflow."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+@final
+@dataclass(frozen=True)
+class NoiseReport:
+    """Gradient noise of an update, in examples.
+
+    Attributes:
+        s: trace of the covariance of the per-example gradient, unbiased.
+        g2: squared norm of the true gradient, unbiased; may be below 0.
+        num_parts: gradients it was estimated from.
+        reliable: whether the average over recent updates is far enough from its own error.
+        groups: ``(s, g2)`` of each group of parameters, where ``noise_groups`` was given; they sum to the whole.
+    """
+
+    s: float
+    g2: float
+    num_parts: int
+    reliable: bool
+    unit: str = "examples"
+    groups: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def scale(self) -> float | None:
+        """Return the simple noise scale ``s / g2`` of this update alone, None where ``g2`` is not above 0."""
+        return self.s / self.g2 if self.g2 > 0 else None
