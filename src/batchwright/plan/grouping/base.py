@@ -13,8 +13,9 @@ import numpy.typing as npt
 from ..._checks import as_whole
 from ..._lengths import pad_up
 from ..._random import Purpose, bit_stream
-from ..._types import IntArray
+from ..._types import FloatArray, IntArray
 from ...errors import ArgumentError
+from .._order import order_batches, step_cost
 from ..budget import Budget
 
 _SAMPLE = 32_768
@@ -46,6 +47,23 @@ class Problem:
     def stream(self, purpose: Purpose) -> np.random.PCG64 | None:
         """Return the random bits of a purpose, None without shuffling."""
         return bit_stream(self.seed, self.epoch, purpose) if self.shuffle else None
+
+    def order(self, groups: Groups, demand: FloatArray, *, run_length: int, keep_first: int) -> IntArray:
+        """Return a random order of batches for a grouping that orders its own, with near-equal cost in a run.
+
+        Args:
+            groups: the batches.
+            demand: what the ``keep_first`` batches have most of.
+            run_length: how many neighbours in cost stay together.
+            keep_first: how many batches come first.
+        """
+        return order_batches(
+            step_cost(groups.sizes, groups.padded),
+            demand,
+            bit_stream(self.seed, self.epoch, Purpose.ORDER),
+            run_length=run_length,
+            keep_first=keep_first,
+        )
 
     def sizes(self, padded: IntArray) -> IntArray:
         """Return the allowed number of items at padded lengths ``(M, axes)``, at least one."""

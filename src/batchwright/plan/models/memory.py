@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from ..._types import MAX_INT32, FloatArray, IntArray
 from ...errors import ArgumentError, BudgetError
-from ..budget import Budget, check_limit
+from ..budget import Budget, as_limit
+from ._terms import MIN_ROWS as MIN_ROWS
 from ._terms import (
-    MIN_ROWS,
     Doubles,
     Predict,
     Terms,
@@ -168,7 +168,7 @@ class MaxBytes(Budget):
     def __post_init__(self) -> None:
         if not isinstance(self.model, MemoryModel):
             raise ArgumentError(f"MaxBytes needs a MemoryModel, got {self.model!r}; see MemoryModel.fit")
-        check_limit("MaxBytes", self.max_bytes)
+        object.__setattr__(self, "max_bytes", as_limit("MaxBytes", self.max_bytes))
 
     def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
         """Return ``model.upper / max_bytes``."""

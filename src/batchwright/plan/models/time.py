@@ -8,10 +8,10 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from ..._lengths import as_lengths
+from ..._lengths import as_lengths, as_shapes
 from ..._types import MAX_INT32, FloatArray
 from ...errors import ArgumentError
-from ._terms import Doubles, Terms, as_positive, as_probes, as_shapes, check_fraction, dump_terms, fit_terms, load_terms
+from ._terms import Doubles, Terms, as_positive, as_probes, check_fraction, dump_terms, fit_terms, load_terms
 
 
 @final
