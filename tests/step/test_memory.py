@@ -77,9 +77,7 @@ def test_the_limit_of_a_container_is_the_total(monkeypatch, tmp_path):
     limit, none = tmp_path / "memory.max", tmp_path / "none"
     limit.write_text("12345\n")
     none.write_text("max\n")
-    monkeypatch.setattr(
-        "batchwright.step.memory.sources._CONTAINER_LIMITS", [str(none), str(tmp_path / "absent")]
-    )
+    monkeypatch.setattr("batchwright.step.memory.sources._CONTAINER_LIMITS", [str(none), str(tmp_path / "absent")])
     assert CpuMemory().total_bytes > 12345
     monkeypatch.setattr("batchwright.step.memory.sources._CONTAINER_LIMITS", [str(none), str(limit)])
     assert CpuMemory().total_bytes == 12345

@@ -54,7 +54,7 @@ class Budget(ABC):
 @final
 @dataclass(frozen=True, repr=False)
 class MaxItems(Budget):
-    """At most ``limit`` examples a batch.
+    """At most ``limit`` examples per batch.
 
     >>> MaxItems(64).max_items(np.array([[10], [500]])).tolist()
     [64, 64]
@@ -80,7 +80,7 @@ class MaxItems(Budget):
 @final
 @dataclass(frozen=True, repr=False)
 class MaxTokens(Budget):
-    """At most ``limit`` padded tokens a batch: ``num_items × sum over axes of the padded length``.
+    """At most ``limit`` padded tokens per batch: ``num_items × sum over axes of the padded length``.
 
     >>> MaxTokens(8192).max_items(np.array([[512], [100]])).tolist()
     [16, 81]
@@ -220,7 +220,7 @@ def evaluate(cost: Cost, num_items: IntArray, lengths: IntArray) -> FloatArray:
     costs = np.asarray(cost(num_items, lengths), dtype=np.float64)
     if costs.shape != num_items.shape:
         raise BudgetError(
-            f"cost must return one number a shape, {num_items.shape}, got {costs.shape}; "
+            f"cost must return one number per shape, {num_items.shape}, got {costs.shape}; "
             "it receives num_items (M,) and padded_lengths (M, axes) and returns (M,)"
         )
     if np.isnan(costs).any():

@@ -24,7 +24,7 @@ _SAMPLE = 32_768
 @final
 @dataclass(frozen=True)
 class Problem:
-    """Examples that each fit the budget alone, and the rules their batches keep."""
+    """Examples that each fit the budget by themselves, and the rules their batches keep."""
 
     lengths: npt.NDArray[np.int32]  # (N, axes)
     budget: Budget
@@ -156,7 +156,7 @@ class SizeRounding:
 
     ``multiple_of=8`` allows 8, 16, 24, …; ``ladder="pow2"`` allows 1, 2, 4, 8, …; ``"pow2x3"`` adds 3, 6, 12, ….
     With both, a size is on the ladder and a multiple. Where fewer than ``multiple_of`` items fit, the multiple cannot
-    hold and the ladder alone counts.
+    hold, and only the ladder counts.
 
     >>> SizeRounding(multiple_of=8).round(np.array([5, 8, 30])).tolist()
     [5, 8, 24]

@@ -66,7 +66,7 @@ def measure_lengths(
             many for a function; None does not truncate.
         num_workers: processes that count; 0 counts here, where a fast tokenizer uses all cores already. They
             start as ``multiprocessing`` is set to start them, and the tokenizer must pickle.
-        batch_size: texts a call of the tokenizer. It changes the speed, never the lengths.
+        batch_size: texts per call of the tokenizer. It changes the speed, never the lengths.
         progress: show a bar on stderr.
         cache: a directory for the lengths, or None. They are found again by the texts, the tokenizer and
             ``max_length``, without calling the tokenizer. An iterable that is not a sequence is gathered into
@@ -129,7 +129,7 @@ def _count_here(batches: Iterator[TextBatch], counter: TokenCounter) -> Generato
 
 
 def _count_batch(counter: TokenCounter, batch: TextBatch) -> Lengths:
-    """Return the lengths of a batch, one row an example."""
+    """Return the lengths of a batch, one row per example."""
     counts = np.array(counter.count(batch.texts()), dtype=np.int32)
     return counts if batch.num_sides == 1 else np.ascontiguousarray(counts.reshape(batch.num_sides, -1).T)
 

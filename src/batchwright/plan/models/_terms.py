@@ -103,13 +103,13 @@ def fit_terms(shapes: IntArray, values: Doubles, *, limits: npt.NDArray[np.bool_
     Args:
         shapes: checked shapes ``(M, 1 + axes)``.
         values: what was measured for each, ``(M,)``, above 0.
-        limits: which of them are no more than limits, ``(M,)``: a cost below the value is no error there.
+        limits: which of them are only limits, ``(M,)``: a cost below such a value is not an error.
     """
     products = _products(shapes.shape[1] - 1)
     num_items, sides = shapes[:, 0].astype(np.float64), shapes[:, 1:].astype(np.float64).T
     terms = [np.ones(len(shapes)), *(num_items * _product(sides, axes) for axes in products)]
     columns = np.stack(terms, axis=1) / values[:, None]
-    # Each column in units of its own size, so that those which differ by a factor alone become equal.
+    # Each column in units of its own size, so that those which differ only by a factor become equal.
     units = np.sqrt((columns * columns).sum(axis=0))
     columns /= units
     group = [_first_equal(columns, index) for index in range(len(terms))]
@@ -182,7 +182,7 @@ def as_probes(shapes: npt.ArrayLike, values: npt.ArrayLike, *, name: str) -> tup
     """Check what a model is fitted from: shapes, and one value above 0 for each."""
     checked, measured = as_shapes(shapes), as_positive(values, name=name)
     if measured.shape != (len(checked),):
-        raise ArgumentError(f"{name} must hold one number a shape, {(len(checked),)}, got {measured.shape}")
+        raise ArgumentError(f"{name} must hold one number per shape, {(len(checked),)}, got {measured.shape}")
     if len(checked) < MIN_ROWS:
         raise ArgumentError(f"a fit needs at least {MIN_ROWS} measured shapes, got {len(checked)}")
     if (checked == checked[0]).all():
