@@ -1,7 +1,7 @@
 """The right batch at every step.
 
 ``plan`` decides which examples share a batch, within a budget of items, tokens or memory; ``size`` how many the next
-update uses. Importing batchwright needs NumPy alone; parts that need more live in modules of their own.
+update uses. Importing batchwright needs only NumPy; parts that need more live in their own modules.
 """
 
 from typing import TYPE_CHECKING, Any

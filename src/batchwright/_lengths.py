@@ -1,4 +1,4 @@
-"""The check that every array of lengths passes once, and how lengths are padded."""
+"""The checks that every array of lengths or shapes passes once, and how lengths are padded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._types import MAX_INT32, IntArray
-from .errors import LengthsError
+from .errors import ArgumentError, LengthsError
 
 
 def as_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
@@ -43,6 +43,31 @@ def as_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
     if array.ndim == 1:
         array = array[:, None]
     return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def as_shapes(shapes: npt.ArrayLike, *, num_axes: int | None = None) -> npt.NDArray[np.int64]:
+    """Check shapes and return them as ``int64`` of shape ``(M, 1 + axes)``.
+
+    >>> as_shapes([[8, 128]]).tolist()
+    [[8, 128]]
+    """
+    try:
+        array = np.asarray(shapes)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"shapes must form an array of shape (M, 1 + axes): {error}") from error
+    if array.ndim != 2 or array.shape[1] < 2:
+        raise ArgumentError(
+            f"shapes must have shape (M, 1 + axes), got {array.shape}; "
+            "give one row (num_items, padded length per axis) per batch, e.g. [[8, 128]]"
+        )
+    if num_axes is not None and array.shape[1] != 1 + num_axes:
+        raise ArgumentError(f"the model has {num_axes} length axes, got shapes with {array.shape[1] - 1}")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ArgumentError(f"shapes must be integers, got {array.dtype}")
+    if len(array) and array.min() < 1:
+        row = int(np.argmax((array < 1).any(axis=1)))
+        raise ArgumentError(f"shapes must be 1 or more, got {array[row].tolist()} in row {row}")
+    return array.astype(np.int64)
 
 
 def pad_up(lengths: IntArray, multiple: int) -> IntArray:

@@ -6,10 +6,10 @@
     ├── ArgumentError            (ValueError)   an argument is not one of the allowed ones
     │   ├── LengthsError                        the lengths are empty, negative, not integers, …
     │   ├── BudgetError                         the budget is impossible, or an example does not fit it
-    │   │   └── TooLarge                        one request alone is over the batcher's limit
+    │   │   └── TooLarge                        one request is over the batcher's limit by itself
     │   └── MissingSignalError                  a policy needs a figure that it was not given
     ├── StateMismatchError       (ValueError)   a saved state belongs to other data or settings
-    ├── DoesNotFitError          (RuntimeError) one example alone runs out of memory
+    ├── DoesNotFitError          (RuntimeError) one example runs out of memory by itself
     ├── UpdateMemoryError        (RuntimeError) the optimizer ran out of memory; its update may be half done
     ├── Closed                   (RuntimeError) a batcher takes no more requests
     ├── QueueFull                (RuntimeError) as many requests wait as are allowed
@@ -55,7 +55,7 @@ class LengthsError(ArgumentError):
 
 
 class BudgetError(ArgumentError):
-    """The budget is impossible, or an example alone does not fit it."""
+    """The budget is impossible, or an example does not fit it by itself."""
 
 
 class MissingSignalError(ArgumentError):
@@ -67,7 +67,7 @@ class StateMismatchError(BatchwrightError, ValueError):
 
 
 class DoesNotFitError(BatchwrightError, RuntimeError):
-    """One example alone runs out of memory; the message gives its shape and the bytes."""
+    """One example runs out of memory by itself; the message gives its shape and the bytes."""
 
 
 class UpdateMemoryError(BatchwrightError, RuntimeError):
@@ -90,7 +90,7 @@ class QueueFull(BatchwrightError, RuntimeError):
 
 @final
 class TooLarge(BudgetError):
-    """The item alone is over ``max_tokens``."""
+    """The item is over ``max_tokens`` by itself."""
 
 
 @final
@@ -110,7 +110,8 @@ class DeadlineExceeded(BatchwrightError, TimeoutError):
         message: says how long it waited and when it would have finished.
         waited_seconds: from its submission to the refusal.
         deadline_seconds: what was allowed, from its submission.
-        predicted_seconds: when it would have finished alone, from its submission; None where nothing was measured yet.
+        predicted_seconds: when it would have finished by itself, from its submission; None where nothing was
+            measured yet.
     """
 
     def __init__(

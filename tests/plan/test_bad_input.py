@@ -97,7 +97,7 @@ def test_a_budget_must_be_a_budget(budget, message):
         ({"oversize": "skip"}, "oversize must be one of 'error', 'alone', 'drop', 'truncate', got 'skip'"),
         ({"remainder": "pad"}, "remainder must be one of 'spread', 'drop', got 'pad'"),
         ({"shuffle": 1}, "shuffle must be True or False, got 1"),
-        ({"drop_last": None}, "drop_last must be one of True, False, got None"),
+        ({"drop_last": None}, "drop_last must be True or False, got None"),
         ({"cost": 5}, r"cost must be None or a function of \(num_items, padded_lengths\), got 5"),
     ],
 )
@@ -135,7 +135,7 @@ def test_more_axes_than_a_grouping_knows_are_refused_before_any_work(lengths, gr
         (lambda: bw.WindowSort(0), "WindowSort: batches_per_window must be a whole number of 1 or more, got 0"),
         (lambda: bw.Buckets(2.5), "Buckets: count must be a whole number of 1 or more, got 2.5"),
         (lambda: bw.Buckets((4, 0)), "Buckets: count must be a whole number of 1 or more, got 0"),
-        (lambda: bw.Buckets((4,)), r"Buckets: count must be one number or a pair, one an axis, got \(4,\)"),
+        (lambda: bw.Buckets((4,)), r"Buckets: count must be one number, or a pair with one per axis, got \(4,\)"),
         (lambda: bw.Packed(True), "Packed: capacity must be a whole number of 1 or more, got True"),
         (lambda: bw.Packed(2**31), "Packed: capacity must be at most 2147483647, got 2147483648"),
     ],
@@ -169,7 +169,7 @@ def test_lengths_that_padding_takes_beyond_32_bits_are_refused(pad):
     ("cost", "message"),
     [
         (lambda num_items, padded: num_items * np.nan, "cost is NaN"),
-        (lambda num_items, padded: 1.0, "cost must return one number a shape"),
+        (lambda num_items, padded: 1.0, "cost must return one number per shape"),
     ],
 )
 def test_a_cost_for_balancing_must_return_one_number_a_batch(cost, message):

@@ -140,8 +140,8 @@ def test_a_cost_may_be_infinite_for_what_does_not_fit():
         (lambda n, lengths: lengths[:, 0] / n, r"1 for 1 items of length \[1, 2\], 0.5 with one item more"),
         (lambda n, lengths: n / lengths[:, 1], r"0.5 for 1 items of length \[1, 2\], 0.333333 with one more on axis 1"),
         (lambda n, lengths: n * np.nan, r"NaN for 1 items of length \[1, 2\]"),
-        (lambda n, lengths: 1.0, r"one number a shape, \(1,\), got \(\)"),
-        (lambda n, lengths: n[:, None] * lengths, r"one number a shape, \(1,\), got \(1, 2\)"),
+        (lambda n, lengths: 1.0, r"one number per shape, \(1,\), got \(\)"),
+        (lambda n, lengths: n[:, None] * lengths, r"one number per shape, \(1,\), got \(1, 2\)"),
     ],
 )
 def test_a_cost_that_breaks_the_contract_is_refused(cost, message):

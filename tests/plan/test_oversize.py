@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import batchwright as bw
-from batchwright.errors import BudgetError
 from batchwright._lengths import as_lengths
+from batchwright.errors import BudgetError
 from batchwright.plan._batches import batch_cost, make_batches
 from batchwright.plan._oversize import admit
-from batchwright.plan.plan import make_problem
 from batchwright.plan._settings import PlanSettings
+from batchwright.plan.plan import make_problem
 
 LENGTHS = [5, 30, 8, 12, 7]
 BUDGET = bw.MaxTokens(10)

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from batchwright.step import MemoryMonitor, Stepper
 from batchwright._ranks import Ranks
+from batchwright.step import MemoryMonitor, Stepper
 from batchwright.testing import FakeMemory
 
 from ..processes import leave_group

@@ -13,9 +13,9 @@ from torch import nn
 from batchwright._fakes import FakeClock, FakeMemory
 from batchwright.errors import ArgumentError, BudgetError, DoesNotFitError
 from batchwright.plan import MaxItems, MaxTokens
+from batchwright.step.calibration.result import Calibration
 from batchwright.step.calibration.running import calibrate
 from batchwright.step.calibration.shapes import default_shapes
-from batchwright.step.calibration.result import Calibration
 from batchwright.step.memory.monitor import MemoryMonitor
 
 SHAPES = [(1, 16), (4, 16), (4, 32), (8, 32), (8, 64), (16, 64), (16, 128), (32, 128)]

@@ -2,8 +2,8 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from batchwright.errors import ArgumentError
 from batchwright._ranks import Ranks
+from batchwright.errors import ArgumentError
 
 from ..processes import run_ranks
 

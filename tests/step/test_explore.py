@@ -7,8 +7,8 @@ pytest.importorskip("torch")
 
 import batchwright as bw
 from batchwright.step import growing_shapes
-from batchwright.step.calibration.shapes import GROWTH, in_turn
 from batchwright.step.calibration.result import Calibration, Measurement
+from batchwright.step.calibration.shapes import GROWTH, in_turn
 
 GIB = 2**30
 

@@ -9,8 +9,8 @@ import torch
 
 from batchwright._fakes import FakeMemory
 from batchwright.errors import ArgumentError, MissingDependencyError
-from batchwright.step.memory.sources import CpuMemory
 from batchwright.step.memory.monitor import MemoryMonitor, NvmlMemory
+from batchwright.step.memory.sources import CpuMemory
 
 MIB = 2**20
 
@@ -77,15 +77,15 @@ def test_the_limit_of_a_container_is_the_total(monkeypatch, tmp_path):
     limit, none = tmp_path / "memory.max", tmp_path / "none"
     limit.write_text("12345\n")
     none.write_text("max\n")
-    monkeypatch.setattr("batchwright.step.memory.monitor.sources._CONTAINER_LIMITS", [str(none), str(tmp_path / "absent")])
+    monkeypatch.setattr("batchwright.step.memory.sources._CONTAINER_LIMITS", [str(none), str(tmp_path / "absent")])
     assert CpuMemory().total_bytes > 12345
-    monkeypatch.setattr("batchwright.step.memory.monitor.sources._CONTAINER_LIMITS", [str(none), str(limit)])
+    monkeypatch.setattr("batchwright.step.memory.sources._CONTAINER_LIMITS", [str(none), str(limit)])
     assert CpuMemory().total_bytes == 12345
 
 
 def test_a_mark_that_cannot_be_reset_is_not_the_peak_since_then(monkeypatch):
     memory = CpuMemory()
-    monkeypatch.setattr("batchwright.step.memory.monitor.sources._reset_mark", lambda: False)
+    monkeypatch.setattr("batchwright.step.memory.sources._reset_mark", lambda: False)
     monkeypatch.setattr(CpuMemory, "used_bytes", property(lambda self: 7))
     memory.reset_peak()
     assert memory.peak_bytes == 7

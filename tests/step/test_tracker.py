@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from batchwright.errors import ArgumentError
 from batchwright.plan import MemoryModel
 from batchwright.plan.models._terms import Terms
-from batchwright.step.memory.budget_tracker import BudgetTracker, RELAX_AFTER
+from batchwright.step.memory.budget_tracker import RELAX_AFTER, BudgetTracker
 
 # 100 bytes and one a token, 10 % to spare.
 MODEL = MemoryModel(Terms(1, (100.0, 0.0, 1.0, 0.0)), margin=0.1)

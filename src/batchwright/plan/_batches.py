@@ -37,7 +37,7 @@ class Batches(NamedTuple):
         return self._replace(indices=kept[self.indices].astype(np.int32))
 
     def joined(self, lone: npt.NDArray[np.int32], padded: IntArray) -> Batches:
-        """Return the batches with others behind them that hold one example each."""
+        """Return the batches, followed by others that hold one example each."""
         ones = np.ones(len(lone), dtype=np.int64)
         return Batches(
             indices=np.concatenate([self.indices, lone]),
@@ -51,7 +51,7 @@ class Batches(NamedTuple):
         )
 
     def ordered(self, order: IntArray) -> OrderedBatches:
-        """Lay the batches one behind the other in an order."""
+        """Lay the batches out in the given order."""
         units = np.arange(len(self.unit_sizes), dtype=np.int32)
         unit_order, first = gather(units, self.first_unit[order], self.num_units[order])
         indices, unit_offsets = gather(self.indices, self.unit_starts[unit_order], self.unit_sizes[unit_order])
@@ -91,7 +91,7 @@ class OrderedBatches(NamedTuple):
 
 
 def make_batches(problem: Problem, admitted: Admitted, settings: PlanSettings) -> Batches:
-    """Group the examples, drop the short batches if asked, and give oversize examples batches of their own."""
+    """Group the examples, drop the short batches if asked, and give oversize examples their own batches."""
     batches = _group(problem, settings)
     if admitted.kept is not None:
         batches = batches.renumbered(admitted.kept)

@@ -14,10 +14,10 @@ def nnls(matrix: FloatArray, target: FloatArray, *, limits: npt.NDArray[np.bool_
     Args:
         matrix: finite numbers of shape ``(rows, columns)``, of any scale and any rank.
         target: finite numbers of shape ``(rows,)``.
-        limits: the rows, ``(rows,)``, where the target is only a limit, above 0: to stay below it is no error.
+        limits: the rows, ``(rows,)``, where the target is only a limit, above 0: staying below it is not an error.
 
     Returns:
-        One coefficient a column, 0 exactly for the columns that are left out. Where several ``x`` are equally
+        One coefficient per column, exactly 0 for the columns that are left out. Where several ``x`` are equally
         good, it is one that needs few columns.
 
     >>> nnls(np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]), np.array([5.0, 7.0, 9.0])).round(9).tolist()
@@ -39,7 +39,7 @@ def nnls(matrix: FloatArray, target: FloatArray, *, limits: npt.NDArray[np.bool_
 
 
 def _solve(columns: FloatArray, goal: FloatArray, num_terms: int) -> FloatArray:
-    """Return the best ``x``; all but the first columns, of which each fills a row alone, are in use from the start."""
+    """Return the best ``x``; the columns of the limits, each of which fills only its own row, start in use."""
     x: FloatArray = columns.T @ goal
     passive = np.arange(len(x)) >= num_terms  # the columns in use
     x[~passive] = 0.0

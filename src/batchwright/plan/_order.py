@@ -41,7 +41,7 @@ def order_batches(
         cost: expected work of each batch; ranks wait for the largest of a step.
         demand: how likely each batch is to run out of memory.
         stream: random bits.
-        run_length: batches of a run; 1 gives a wholly random order.
+        run_length: batches of a run; 1 gives a completely random order.
         keep_first: this many batches of the largest demand come first.
     """
     run = fitting_run(len(cost), run_length)
@@ -98,7 +98,7 @@ def _swap_halves(runs: IntArray, stream: np.random.PCG64) -> IntArray:
 def gather(
     indices: npt.NDArray[np.int32], starts: IntArray, sizes: IntArray
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Copy slices one behind the other.
+    """Copy slices one after the other.
 
     Returns:
         The copied indices, and the offset of each slice with the total at the end.
@@ -111,7 +111,7 @@ def gather(
 
 
 def sum_work(indices: npt.NDArray[np.int32], starts: IntArray, sizes: IntArray, lengths: IntArray) -> FloatArray:
-    """Return the summed ``step_cost`` of the examples in each slice, as if every example were alone."""
+    """Return the summed ``step_cost`` of the examples in each slice, as if every example ran by itself."""
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     sums = np.empty(len(sizes))
     for begin, end in _pieces(offsets):

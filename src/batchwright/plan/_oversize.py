@@ -1,4 +1,4 @@
-"""Examples that do not fit the budget even alone."""
+"""Examples that do not fit the budget even in a batch of their own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def admit(lengths: npt.NDArray[np.int32], budget: Budget, settings: PlanSettings
 
 
 def fits(lengths: IntArray, budget: Budget, settings: PlanSettings) -> npt.NDArray[np.bool_]:
-    """Return whether an example of each length ``(M, axes)`` fits a batch, or a packed row, alone."""
+    """Return whether an example of each length ``(M, axes)`` fits a batch, or a packed row, by itself."""
     if settings.grouping.row_capacity is not None:
         return np.all(lengths <= settings.grouping.row_capacity, axis=1)
     return budget.fraction(np.ones(len(lengths), dtype=np.int64), pad_up(lengths, settings.pad_multiple_of)) <= 1
@@ -77,7 +77,7 @@ def _complaint(lengths: IntArray, over: IntArray, budget: Budget, settings: Plan
     capacity = settings.grouping.row_capacity
     limit = repr(budget) if capacity is None else f"Packed(capacity={capacity})"
     return (
-        f"example {first}{more} of length {shown} is over {limit} alone; raise the limit, "
+        f"example {first}{more} of length {shown} is over {limit} by itself; raise the limit, "
         'or pass oversize="alone", "drop" or "truncate"'
     )
 

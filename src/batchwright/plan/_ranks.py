@@ -72,12 +72,14 @@ def _tail_of(plan: PlanArrays, tail: int) -> _Tail:
 
 
 def _spread(plan: AnyPlan, tail: int) -> AnyPlan:
-    """Replace the batches from ``tail`` on by one piece a rank."""
+    """Replace the batches from ``tail`` on by one piece per rank."""
     start = int(plan.offsets[tail])
     parts = _tail_of(plan, tail)
+    # Units per batch of the tail, cut into pieces; ``cuts`` are the borders of the pieces, counted in examples.
     counts = np.diff(np.searchsorted(parts.unit_offsets, parts.group_bounds)).tolist()
     pieces, missing = spread_tail(counts, plan.world_size)
     cuts = start + parts.unit_offsets[np.concatenate([[0], np.cumsum(pieces)])]
+    # Ranks without a piece get one repeated example each, appended to the indices below.
     cuts = np.concatenate([cuts, cuts[-1] + 1 + np.arange(missing)]).astype(np.int64)
     rows = plan.row_offsets
     if rows is not None and parts.pieces_are_rows:
@@ -88,6 +90,7 @@ def _spread(plan: AnyPlan, tail: int) -> AnyPlan:
     num_items = np.ones(plan.world_size, dtype=np.int64)
     if not parts.pieces_are_rows:
         num_items[: len(pieces)] = pieces
+    # The batch that each piece comes from, for its static shape; repeated pieces take that of what they repeat.
     sources = np.searchsorted(plan.offsets, cuts[:-1], side="right") - 1
     sources[len(pieces) :] = np.resize(sources[: len(pieces)], missing)  # every piece is one example then
     padded = _padded(plan, indices, cuts, sources)
@@ -138,7 +141,7 @@ def _near_equal(size: int, num: int) -> list[int]:
 
 
 def spread_tail(unit_counts: list[int], world_size: int) -> tuple[list[int], int]:
-    """Cut the batches of the last, incomplete step into one piece a rank.
+    """Cut the batches of the last, incomplete step into one piece per rank.
 
     Args:
         unit_counts: units (examples, or packed rows) of each of its batches, fewer than ``world_size`` of them.

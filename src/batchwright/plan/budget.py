@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
+from .._checks import is_number
 from .._types import MAX_INT32, FloatArray, IntArray
 from ..errors import ArgumentError, BudgetError
 
@@ -53,7 +54,7 @@ class Budget(ABC):
 @final
 @dataclass(frozen=True, repr=False)
 class MaxItems(Budget):
-    """At most ``limit`` examples a batch.
+    """At most ``limit`` examples per batch.
 
     >>> MaxItems(64).max_items(np.array([[10], [500]])).tolist()
     [64, 64]
@@ -62,7 +63,7 @@ class MaxItems(Budget):
     limit: int
 
     def __post_init__(self) -> None:
-        _check_count("MaxItems", self.limit)
+        object.__setattr__(self, "limit", _as_count("MaxItems", self.limit))
 
     def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
         """Return ``num_items / limit``."""
@@ -79,7 +80,7 @@ class MaxItems(Budget):
 @final
 @dataclass(frozen=True, repr=False)
 class MaxTokens(Budget):
-    """At most ``limit`` padded tokens a batch: ``num_items × sum over axes of the padded length``.
+    """At most ``limit`` padded tokens per batch: ``num_items × sum over axes of the padded length``.
 
     >>> MaxTokens(8192).max_items(np.array([[512], [100]])).tolist()
     [16, 81]
@@ -88,7 +89,7 @@ class MaxTokens(Budget):
     limit: int
 
     def __post_init__(self) -> None:
-        _check_count("MaxTokens", self.limit)
+        object.__setattr__(self, "limit", _as_count("MaxTokens", self.limit))
 
     def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
         """Return ``num_items × sum(lengths) / limit``."""
@@ -96,7 +97,7 @@ class MaxTokens(Budget):
 
     def max_items(self, lengths: IntArray) -> IntArray:
         """Return ``limit // sum(lengths)``."""
-        return np.minimum(min(int(self.limit), _MAX_INT64) // _tokens(lengths), MAX_INT32)
+        return np.minimum(min(self.limit, _MAX_INT64) // _tokens(lengths), MAX_INT32)
 
     def __repr__(self) -> str:
         return f"MaxTokens({self.limit})"
@@ -125,7 +126,7 @@ class MaxCost(Budget):
     def __post_init__(self) -> None:
         if not callable(self.cost):
             raise ArgumentError(f"MaxCost needs a function of (num_items, padded_lengths), got {self.cost!r}")
-        check_limit("MaxCost", self.limit)
+        object.__setattr__(self, "limit", as_limit("MaxCost", self.limit))
 
     def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
         """Return ``cost(num_items, lengths) / limit``."""
@@ -208,7 +209,7 @@ def check_budget(budget: Budget) -> Budget:
     """Return the budget, or say what a budget is."""
     if isinstance(budget, Budget):
         return budget
-    is_count = isinstance(budget, numbers.Integral) and not isinstance(budget, bool)
+    is_count = isinstance(budget, Integral) and not isinstance(budget, bool)
     hint = f"; write MaxItems({budget}) or MaxTokens({budget})" if is_count else ""
     raise ArgumentError(f"budget must be a Budget such as MaxTokens(8192), got {budget!r}{hint}")
 
@@ -219,7 +220,7 @@ def evaluate(cost: Cost, num_items: IntArray, lengths: IntArray) -> FloatArray:
     costs = np.asarray(cost(num_items, lengths), dtype=np.float64)
     if costs.shape != num_items.shape:
         raise BudgetError(
-            f"cost must return one number a shape, {num_items.shape}, got {costs.shape}; "
+            f"cost must return one number per shape, {num_items.shape}, got {costs.shape}; "
             "it receives num_items (M,) and padded_lengths (M, axes) and returns (M,)"
         )
     if np.isnan(costs).any():
@@ -242,13 +243,14 @@ def _tokens(lengths: IntArray) -> IntArray:
     return np.asarray(lengths).sum(axis=1, dtype=np.int64)
 
 
-def _check_count(name: str, limit: int) -> None:
-    if isinstance(limit, bool) or not isinstance(limit, numbers.Integral):
-        raise BudgetError(f"{name} needs a whole number, got {limit!r}")
-    check_limit(name, limit)
-
-
-def check_limit(name: str, limit: float) -> None:
-    """Refuse a limit that is no number above 0."""
-    if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or not 0 < limit < math.inf:
+def as_limit(name: str, limit: Any) -> Any:
+    """Return a limit as a plain number above 0: an ``int`` where it is whole by type, else a ``float``."""
+    if not is_number(limit) or not 0 < limit < math.inf:
         raise BudgetError(f"{name} needs a finite limit above 0, got {limit!r}")
+    return int(limit) if isinstance(limit, Integral) else float(limit)
+
+
+def _as_count(name: str, limit: Any) -> int:
+    if not isinstance(limit, Integral) or isinstance(limit, bool):
+        raise BudgetError(f"{name} needs a whole number, got {limit!r}")
+    return int(as_limit(name, limit))

@@ -21,10 +21,10 @@ class PadTo:
 
     Without static shapes a batch is padded to its longest example, rounded up to ``multiple_of``. With them it is
     padded to the shape the plan gave it: the first shape that holds the batch and whose full size is that of the batch.
-    A batch of no full size, which was short of examples, gets the shape of the fewest tokens that holds it.
+    A batch that is not full, because examples ran out, gets the shape with the fewest tokens that holds it.
 
     Args:
-        shapes: static lengths, one tuple of lengths a shape, in the order of the plan.
+        shapes: static lengths, one tuple of lengths per shape, in the order of the plan.
         sizes: items that fit at each.
         multiple_of: what padded lengths are a multiple of.
 
@@ -56,7 +56,7 @@ class PadTo:
             if size >= num_items and all(map(le, padded, shape))
         ]
         full = [shape for shape, size in holding if size == num_items]
-        if padded in full:  # examples that fit no cell of a grid have shapes of their own, behind all cells
+        if padded in full:  # examples that fit no cell of a grid have their own shapes, after all cells
             return padded
         return full[0] if full else min((shape for shape, _ in holding), key=sum, default=None)
 

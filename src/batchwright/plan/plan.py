@@ -15,8 +15,10 @@ from .._lengths import as_lengths
 from .._types import IntArray
 from ._batches import PlanArrays, choose_order, make_batches
 from ._oversize import Admitted, admit
+from ._oversize import fits as fits
 from ._ranks import shard
-from ._settings import Oversize, PlanSettings, Remainder
+from ._settings import Oversize, Remainder
+from ._settings import PlanSettings as PlanSettings
 from .budget import Budget, Cost, check_budget
 from .grouping.base import Grouping, Problem, SizeLadder
 from .grouping.sorting import WindowSort
@@ -28,10 +30,10 @@ Batch = list[int] | list[list[int]]
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(PlanArrays):
-    """Batches of one epoch as arrays; no object a batch exists until it is asked for.
+    """Batches of one epoch as arrays; a batch becomes an object only when it is asked for.
 
     Attributes:
-        indices: examples, batch behind batch, ``int32``.
+        indices: examples, batch after batch, ``int32``.
         offsets: batch ``i`` is ``indices[offsets[i]:offsets[i + 1]]``.
         shapes: ``(num_items, padded length per axis)`` of each batch.
         row_offsets: where each packed row starts, None without packing.
@@ -97,7 +99,7 @@ def plan_batches(
     """Decide which examples share a batch, for one epoch.
 
     Args:
-        lengths: integers of 1 or more, shape ``(N,)`` or ``(N, axes)``; axes are padded separately.
+        lengths: whole numbers of 1 or more, shape ``(N,)`` or ``(N, axes)``; axes are padded separately.
         budget: what a batch may cost; never exceeded, counted on lengths as padded.
         grouping: ``InOrder``, ``Sorted``, ``WindowSort``, ``Buckets`` or ``Packed``.
         shuffle: new neighbours and a new order every epoch; the order of the data otherwise.
@@ -107,12 +109,12 @@ def plan_batches(
         size_multiple_of: round the number of items down to a multiple.
         size_ladder: round it down to ``"pow2"`` (1, 2, 4, …) or ``"pow2x3"`` (1, 2, 3, 4, 6, 8, 12, …).
         pad_multiple_of: padded lengths are multiples of this; it counts in the budget.
-        keep_first: so many of the most demanding batches come first, to run out of memory early or never.
-        oversize: an example over the budget alone: ``"error"``, ``"alone"``, ``"drop"`` or ``"truncate"``.
+        keep_first: this many of the most demanding batches come first, so that memory runs out early or never.
+        oversize: an example that is over the budget by itself: ``"error"``, ``"alone"``, ``"drop"`` or ``"truncate"``.
         drop_last: leave out the batches that end only because the data end.
         remainder: batches that fill no step: ``"spread"`` splits them over the ranks, ``"drop"`` leaves them out.
         balance_over: near-equal-cost batches form runs of this many, so steps are balanced and the order is the same
-            for every world size dividing it; 1 gives a wholly random order.
+            for every world size dividing it; 1 gives a completely random order.
         cost: work of a batch as ``cost(num_items, padded_lengths)``, for balancing ranks; None takes
             ``tokens × (1 + L / 1024)``.
 

@@ -23,7 +23,7 @@ class PlanReport:
         num_batches: batches, over all ranks.
         padding: share of padded tokens that are padding.
         budget_used: mean share of the budget that a batch uses, padding included.
-        largest: the largest share; above 1 only for oversize examples left alone.
+        largest: the largest share; above 1 only for oversize examples that run alone.
         num_shapes: distinct shapes ``(num_items, padded lengths)``.
         straggler_waste: share of time that ranks wait for the slowest of a step, by the cost of the plan.
         recurrence: probability that two examples sharing a batch share one again in the next epoch.

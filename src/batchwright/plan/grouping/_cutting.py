@@ -148,12 +148,15 @@ class _OnAxes:
 
         ``maxima[k]`` holds the lengths that 2**k examples from each place pad to.
         """
+        # A sparse table: the maximum of 2**(k+1) places is that of two neighbouring blocks of 2**k.
         maxima = [padded]
         for level in range(_LEVELS - 1):
             maxima.append(np.maximum(maxima[-1][: -(1 << level)], maxima[-1][1 << level :]))
         places = np.arange(min(_CHUNK, len(padded)))
         counts = np.zeros(len(places), dtype=np.int64)
         tops = np.zeros((len(places), padded.shape[1]), dtype=padded.dtype)
+        # Binary lifting, from the largest block down: every place takes a block whenever the batch it makes still fits.
+        # Budgets grow with the batch, so the count that results is the largest that fits.
         for level, table in reversed([item for item in enumerate(maxima) if len(item[1])]):
             more = counts + (1 << level)
             taller = np.maximum(tops, table[np.minimum(places + counts, len(table) - 1)])
@@ -166,7 +169,7 @@ class _OnAxes:
 @final
 @dataclass(frozen=True)
 class Cells:
-    """Batches cut from cells that lie one behind the other: cell and size of each, and a rest of the last cell."""
+    """Batches cut from consecutive cells: the cell and size of each, and what is left of the last cell."""
 
     cells: IntArray
     sizes: IntArray

@@ -100,7 +100,7 @@ def _sort_wide(num_examples: int, fields: Fields, num_groups: int, stream: np.ra
     """Sort by three separate arrays: lengths so large that they and the index do not share 64 bits."""
     chance = _chance(num_examples, stream)
     group, value = fields(0, num_examples, chance)
-    # The low half alone decides ties: the high half may have chosen the group.
+    # Only the low half decides ties: the high half may have chosen the group.
     indices = np.lexsort((chance & np.uint64(0xFFFFFFFF), value, group))
     offsets = np.searchsorted(group[indices], np.arange(num_groups + 1, dtype=np.uint64))
     return SortedKeys(indices.astype(np.int32), value[indices].astype(np.int32), offsets.astype(np.int64))

@@ -13,8 +13,9 @@ import numpy.typing as npt
 from ..._checks import as_whole
 from ..._lengths import pad_up
 from ..._random import Purpose, bit_stream
-from ..._types import IntArray
+from ..._types import FloatArray, IntArray
 from ...errors import ArgumentError
+from .._order import order_batches, step_cost
 from ..budget import Budget
 
 _SAMPLE = 32_768
@@ -23,7 +24,7 @@ _SAMPLE = 32_768
 @final
 @dataclass(frozen=True)
 class Problem:
-    """Examples that each fit the budget alone, and the rules their batches keep."""
+    """Examples that each fit the budget by themselves, and the rules their batches keep."""
 
     lengths: npt.NDArray[np.int32]  # (N, axes)
     budget: Budget
@@ -46,6 +47,23 @@ class Problem:
     def stream(self, purpose: Purpose) -> np.random.PCG64 | None:
         """Return the random bits of a purpose, None without shuffling."""
         return bit_stream(self.seed, self.epoch, purpose) if self.shuffle else None
+
+    def order(self, groups: Groups, demand: FloatArray, *, run_length: int, keep_first: int) -> IntArray:
+        """Return a random order of batches for a grouping that orders its own, with near-equal cost in a run.
+
+        Args:
+            groups: the batches.
+            demand: what the ``keep_first`` batches have most of.
+            run_length: how many neighbours in cost stay together.
+            keep_first: how many batches come first.
+        """
+        return order_batches(
+            step_cost(groups.sizes, groups.padded),
+            demand,
+            bit_stream(self.seed, self.epoch, Purpose.ORDER),
+            run_length=run_length,
+            keep_first=keep_first,
+        )
 
     def sizes(self, padded: IntArray) -> IntArray:
         """Return the allowed number of items at padded lengths ``(M, axes)``, at least one."""
@@ -138,7 +156,7 @@ class SizeRounding:
 
     ``multiple_of=8`` allows 8, 16, 24, …; ``ladder="pow2"`` allows 1, 2, 4, 8, …; ``"pow2x3"`` adds 3, 6, 12, ….
     With both, a size is on the ladder and a multiple. Where fewer than ``multiple_of`` items fit, the multiple cannot
-    hold and the ladder alone counts.
+    hold, and only the ladder counts.
 
     >>> SizeRounding(multiple_of=8).round(np.array([5, 8, 30])).tolist()
     [5, 8, 24]

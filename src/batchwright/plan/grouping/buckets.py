@@ -31,7 +31,7 @@ def bucket_bounds(problem: Problem, count: int, batches_per_bucket: float) -> In
 def group_buckets(problem: Problem, bounds: IntArray) -> Groups:
     """Batch the examples of one axis bucket by bucket, from the shortest bound up.
 
-    Buckets lie one behind the other, so what fills no batch in one simply begins the next.
+    Buckets follow each other, so what does not fill a batch in one simply begins the next.
     """
     bucket_of = _bucket_lookup(bounds)
 
@@ -66,8 +66,8 @@ _Part: TypeAlias = tuple[npt.NDArray[np.int32], IntArray, IntArray]  # examples 
 class Grid(NamedTuple):
     """Bounds of the first axis, those of the second within each row, and shapes of their own for the misfits.
 
-    A cell may be too large for the budget though each of its examples fits alone (one is long on the first axis, the
-    other on the second). Such examples are misfits: they are batched at their own lengths.
+    A cell may be too large for the budget though each of its examples fits by itself (one is long on the first axis,
+    the other on the second). Such examples are misfits: they are batched at their own lengths.
     """
 
     row_bounds: IntArray  # (rows,)
@@ -137,7 +137,7 @@ class _Layout:
         return to_units(self.problem.lengths[indices], self.problem.pad_multiple_of)
 
     def fill(self, indices: npt.NDArray[np.int32], counts: IntArray, shapes: IntArray) -> None:
-        """Cut cells that lie one behind the other; what is left at the end becomes short batches."""
+        """Cut consecutive cells; what is left at the end becomes short batches."""
         sizes = self.problem.sizes(shapes)
         cut = fill_cells(counts, sizes)
         num_full = len(indices) - cut.rest
@@ -195,7 +195,7 @@ def _shapes(problem: Problem, row_bound: int, cell_bounds: IntArray) -> IntArray
 @final
 @dataclass(frozen=True)
 class Buckets(Grouping):
-    """At most ``count`` static lengths an axis, bounds of least padding; rows are padded to the bound.
+    """At most ``count`` static lengths per axis, with bounds of least padding; rows are padded to the bound.
 
     Inside a bucket examples are drawn at random; what fills no batch moves up to the next bucket. With two axes the
     second is bounded within each bucket of the first, and ``count`` may be a pair. Few shapes are what
@@ -206,7 +206,7 @@ class Buckets(Grouping):
 
     def __post_init__(self) -> None:
         if isinstance(self.count, tuple) and len(self.count) != 2:
-            raise ArgumentError(f"Buckets: count must be one number or a pair, one an axis, got {self.count!r}")
+            raise ArgumentError(f"Buckets: count must be one number, or a pair with one per axis, got {self.count!r}")
         first, second = (as_whole("Buckets: count", count, least=1) for count in self._pair())
         object.__setattr__(self, "count", (first, second) if isinstance(self.count, tuple) else first)
 
@@ -240,11 +240,11 @@ class Buckets(Grouping):
         return self.count if isinstance(self.count, tuple) else (self.count, self.count)
 
 
-# Below about one batch a bucket, leftovers moved up cost more padding than finer bounds save.
+# Below about one batch per bucket, leftovers moved up cost more padding than finer bounds save.
 _BATCHES_PER_BUCKET = 1.0
 
 
-# Four candidates a bound, and at least 256, bring the padded tokens within two thousandths of what every length would
+# Four candidates per bound, and at least 256, bring the padded tokens within two thousandths of what every length would
 # give; the table of the dynamic programme has the square of this many entries.
 _MIN_CANDIDATES = 256
 
@@ -289,7 +289,7 @@ def least_padding_bounds(values: IntArray, counts: IntArray, num_bounds: int) ->
 def _candidates(values: IntArray, counts: IntArray, most: int) -> tuple[IntArray, IntArray]:
     """Thin the lengths to those it would cost most to do without, the longest among them; count examples up to each.
 
-    Lengths left out are padded to the next candidate. With candidates a distance h apart among f examples a length
+    Lengths left out are padded to the next candidate. With candidates a distance h apart among f examples per length
     that adds about f × h² / 2 tokens each, least in all where their density follows sqrt(f); a length before a gap
     weighs as much as the gap is wide.
     """

@@ -76,7 +76,7 @@ def pack_rows(lengths: Int32Array, capacity: int, *, compiled: bool | None = Non
     """Return the row of each example; windows of falling lengths share the rows that still have room.
 
     Args:
-        lengths: at most ``capacity`` each; falling within a window, windows one behind the other.
+        lengths: at most ``capacity`` each; falling within a window, window after window.
         capacity: tokens a row holds.
         compiled: use numba; None uses it when it is installed and the data are worth its start-up.
 
@@ -203,7 +203,7 @@ def _pack_loop(lengths: Any, capacity: int, most_rows: int, row_of: Any) -> None
 @final
 @dataclass(frozen=True)
 class Packed(Grouping):
-    """Several examples a row of ``capacity`` tokens, by windowed best-fit decreasing.
+    """Several examples per row of ``capacity`` tokens, by windowed best-fit decreasing.
 
     The budget counts rows as items of length ``capacity``; a batch is a list of rows.
     """

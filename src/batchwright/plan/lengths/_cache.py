@@ -42,7 +42,7 @@ class ContentHash:
     def add_texts(self, texts: Iterable[str]) -> ContentHash:
         """Add each text as one part."""
         for text in texts:
-            # A lone surrogate is no valid text, but the tokenizer is the one to say so.
+            # A lone surrogate is not valid text, but that is for the tokenizer to say.
             self.add(text.encode("utf-8", "surrogatepass"))
         return self
 

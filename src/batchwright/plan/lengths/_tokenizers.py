@@ -41,7 +41,7 @@ def adapt(tokenizer: Any, max_length: int | None) -> TokenCounter:
 
     Args:
         tokenizer: of transformers (fast or slow), of tokenizers, or a function from str to int or sequence.
-        max_length: the most tokens a text may have; None does not truncate.
+        max_length: the largest number of tokens per text; None does not truncate.
 
     Returns:
         A counter around the tokenizer.
@@ -75,7 +75,7 @@ class TransformersCounter(TokenCounter):
     def count(self, texts: Sequence[str]) -> list[int]:
         """Return the number of ids of each text, with special tokens and without padding."""
         truncate = {} if self.max_length is None else {"truncation": True, "max_length": self.max_length}
-        # verbose=False keeps quiet about texts longer than the model allows: here that is no mistake.
+        # verbose=False keeps quiet about texts longer than the model allows: here that is not a mistake.
         encoded = self.tokenizer(list(texts), return_attention_mask=False, verbose=False, **truncate)
         return [len(ids) for ids in encoded["input_ids"]]
 

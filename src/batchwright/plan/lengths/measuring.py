@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import numbers
 import os
 import pickle
 import signal
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ..._checks import as_whole
 from ..._progress import ProgressBar
 from ...errors import ArgumentError, BatchwrightError, LengthsError
 from ._cache import ContentHash, LengthCache
@@ -66,7 +66,7 @@ def measure_lengths(
             many for a function; None does not truncate.
         num_workers: processes that count; 0 counts here, where a fast tokenizer uses all cores already. They
             start as ``multiprocessing`` is set to start them, and the tokenizer must pickle.
-        batch_size: texts a call of the tokenizer. It changes the speed, never the lengths.
+        batch_size: texts per call of the tokenizer. It changes the speed, never the lengths.
         progress: show a bar on stderr.
         cache: a directory for the lengths, or None. They are found again by the texts, the tokenizer and
             ``max_length``, without calling the tokenizer. An iterable that is not a sequence is gathered into
@@ -81,10 +81,10 @@ def measure_lengths(
     >>> measure_lengths([("a b", "x"), ("c", "x y z")], str.split, max_length=2, progress=False).tolist()
     [[2, 1], [1, 2]]
     """
-    num_workers = _checked_count("num_workers", num_workers, minimum=0)
-    batch_size = _checked_count("batch_size", batch_size, minimum=1)
+    num_workers = as_whole("num_workers", num_workers, least=0)
+    batch_size = as_whole("batch_size", batch_size, least=1)
     if max_length is not None:
-        max_length = _checked_count("max_length", max_length, minimum=1)
+        max_length = as_whole("max_length", max_length, least=1)
     _check_iterable(texts)
     counter = adapt(tokenizer, max_length)
     # What cannot reach a worker is said now, not after the texts were hashed.
@@ -129,7 +129,7 @@ def _count_here(batches: Iterator[TextBatch], counter: TokenCounter) -> Generato
 
 
 def _count_batch(counter: TokenCounter, batch: TextBatch) -> Lengths:
-    """Return the lengths of a batch, one row an example."""
+    """Return the lengths of a batch, one row per example."""
     counts = np.array(counter.count(batch.texts()), dtype=np.int32)
     return counts if batch.num_sides == 1 else np.ascontiguousarray(counts.reshape(batch.num_sides, -1).T)
 
@@ -251,12 +251,6 @@ def _count_in_worker(batch: TextBatch) -> Lengths:
         raise _worker_counter
     assert _worker_counter is not None
     return _count_batch(_worker_counter, batch)
-
-
-def _checked_count(name: str, value: Any, *, minimum: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < minimum:
-        raise ArgumentError(f"{name} must be a whole number of {minimum} or more, got {value!r}")
-    return int(value)
 
 
 def _check_iterable(texts: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import numbers
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
+from ..._checks import as_number
+from ..._lengths import as_shapes
 from ..._types import IntArray
 from ...errors import ArgumentError
 from .._nnls import nnls
@@ -102,13 +103,13 @@ def fit_terms(shapes: IntArray, values: Doubles, *, limits: npt.NDArray[np.bool_
     Args:
         shapes: checked shapes ``(M, 1 + axes)``.
         values: what was measured for each, ``(M,)``, above 0.
-        limits: which of them are no more than limits, ``(M,)``: a cost below the value is no error there.
+        limits: which of them are only limits, ``(M,)``: a cost below such a value is not an error.
     """
     products = _products(shapes.shape[1] - 1)
     num_items, sides = shapes[:, 0].astype(np.float64), shapes[:, 1:].astype(np.float64).T
     terms = [np.ones(len(shapes)), *(num_items * _product(sides, axes) for axes in products)]
     columns = np.stack(terms, axis=1) / values[:, None]
-    # Each column in units of its own size, so that those which differ by a factor alone become equal.
+    # Each column in units of its own size, so that those which differ only by a factor become equal.
     units = np.sqrt((columns * columns).sum(axis=0))
     columns /= units
     group = [_first_equal(columns, index) for index in range(len(terms))]
@@ -177,36 +178,11 @@ def _name(axes: tuple[int, ...]) -> str:
     return "*".join(["b", *(f"L{axis}" for axis in axes)])
 
 
-def as_shapes(shapes: npt.ArrayLike, *, num_axes: int | None = None) -> npt.NDArray[np.int64]:
-    """Check shapes and return them as ``int64`` of shape ``(M, 1 + axes)``.
-
-    >>> as_shapes([[8, 128]]).tolist()
-    [[8, 128]]
-    """
-    try:
-        array = np.asarray(shapes)
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"shapes must form an array of shape (M, 1 + axes): {error}") from error
-    if array.ndim != 2 or array.shape[1] < 2:
-        raise ArgumentError(
-            f"shapes must have shape (M, 1 + axes), got {array.shape}; "
-            "give one row (num_items, padded length per axis) a batch, e.g. [[8, 128]]"
-        )
-    if num_axes is not None and array.shape[1] != 1 + num_axes:
-        raise ArgumentError(f"the model has {num_axes} length axes, got shapes with {array.shape[1] - 1}")
-    if not np.issubdtype(array.dtype, np.integer):
-        raise ArgumentError(f"shapes must be integers, got {array.dtype}")
-    if len(array) and array.min() < 1:
-        row = int(np.argmax((array < 1).any(axis=1)))
-        raise ArgumentError(f"shapes must be 1 or more, got {array[row].tolist()} in row {row}")
-    return array.astype(np.int64)
-
-
 def as_probes(shapes: npt.ArrayLike, values: npt.ArrayLike, *, name: str) -> tuple[IntArray, Doubles]:
     """Check what a model is fitted from: shapes, and one value above 0 for each."""
     checked, measured = as_shapes(shapes), as_positive(values, name=name)
     if measured.shape != (len(checked),):
-        raise ArgumentError(f"{name} must hold one number a shape, {(len(checked),)}, got {measured.shape}")
+        raise ArgumentError(f"{name} must hold one number per shape, {(len(checked),)}, got {measured.shape}")
     if len(checked) < MIN_ROWS:
         raise ArgumentError(f"a fit needs at least {MIN_ROWS} measured shapes, got {len(checked)}")
     if (checked == checked[0]).all():
@@ -229,11 +205,7 @@ def as_positive(values: npt.ArrayLike, *, name: str) -> Doubles:
 
 def check_fraction(name: str, value: float, *, one_allowed: bool) -> float:
     """Return a share between 0 and 1, 0 not allowed."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if is_number and (0 < value < 1 or (one_allowed and value == 1)):
-        return float(value)
-    most = "at most" if one_allowed else "below"
-    raise ArgumentError(f"{name} must be above 0 and {most} 1, got {value!r}")
+    return as_number(name, value, above=0, most=1) if one_allowed else as_number(name, value, above=0, below=1)
 
 
 def dump_terms(kind: str, terms: Terms, **extra: Any) -> str:

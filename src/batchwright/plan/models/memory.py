@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from ..._types import MAX_INT32, FloatArray, IntArray
 from ...errors import ArgumentError, BudgetError
-from ..budget import Budget, check_limit
+from ..budget import Budget, as_limit
+from ._terms import MIN_ROWS as MIN_ROWS
 from ._terms import (
-    MIN_ROWS,
     Doubles,
     Predict,
     Terms,
@@ -44,7 +44,7 @@ class MemoryModel:
     peak elsewhere than large ones (in the update, not in the loss), ``other`` holds the terms of that phase, and the
     larger of the two counts.
 
-    The model is as good as its probes. Measure at least two numbers of items, three lengths an axis, the
+    The model is as good as its probes. Measure at least two numbers of items, three lengths per axis, the
     longest lengths and a batch near the limit; beyond what was measured ``upper`` covers less than it says.
     """
 
@@ -59,7 +59,7 @@ class MemoryModel:
         ``upper`` adds a margin to ``predict``. To find it, each shape is left out in turn and predicted
         from the others: that is the error for a shape never seen, and with 4 to 12 probes much wider than
         the error of the fit itself. The margin is the ``ceil(quantile × (n + 1))``-th smallest of the ``n``
-        errors ``|peak / predicted - 1|``. Fewer than 19 shapes do not have so many at 0.95; then it is the
+        errors ``|peak / predicted - 1|``. Fewer than 19 shapes do not have that many at 0.95; then it is the
         largest error × ``(n + 1) / n``. It also covers that quantile of the measured peaks, all of them at
         1.0, and is at least 0.5 %. Probes too few to foretell each other give a wide margin; measure more.
         Two phases are fitted from 12 shapes on, and kept where they halve the mean error of one.
@@ -79,7 +79,7 @@ class MemoryModel:
         fit, errors = one_phase, unseen_errors(_by(one_phase), probes, peaks)
         if errors.max() > MIN_MARGIN and len(errors) >= MIN_SHAPES:
             others = unseen_errors(_by(two_phases), probes, peaks)
-            # Twice the coefficients follow noise as well: a little less error is no sign of a second phase.
+            # Twice the coefficients follow noise as well: a slightly smaller error is not a sign of a second phase.
             if others.mean() < errors.mean() / 2:
                 fit, errors = two_phases, others
         phases = fit(probes, peaks)
@@ -168,7 +168,7 @@ class MaxBytes(Budget):
     def __post_init__(self) -> None:
         if not isinstance(self.model, MemoryModel):
             raise ArgumentError(f"MaxBytes needs a MemoryModel, got {self.model!r}; see MemoryModel.fit")
-        check_limit("MaxBytes", self.max_bytes)
+        object.__setattr__(self, "max_bytes", as_limit("MaxBytes", self.max_bytes))
 
     def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
         """Return ``model.upper / max_bytes``."""
@@ -254,7 +254,7 @@ def two_phases(shapes: IntArray, values: Doubles) -> Phases:
     A step of training peaks in the backward pass or in the update, an encoder with a decoder in either. Shapes are
     divided by a first guess; both parts are fitted, each shape goes to the phase that is larger there, and so on until
     nothing moves: max-affine regression (Magnani and Boyd 2009). Of the shapes of the other part a phase knows one
-    thing, that it takes no more there: without that, a phase seen at one length alone could say anything about others.
+    thing, that it takes no more there: without that, a phase seen at only one length could say anything about others.
     Of several first guesses the best end counts, and shapes that it fits badly are tried in the other phase. The first
     of the two phases is that of the largest shape.
     """
@@ -312,7 +312,9 @@ def _descend(best: Phases, mask: _Mask, shapes: IntArray, values: Doubles, seen:
 
 
 def _alternate(mask: _Mask, shapes: IntArray, values: Doubles, seen: set[bytes]) -> Iterator[Phases]:
+    """Yield the fits of a division, of the division that these fits imply, and so on."""
     for _ in range(_MAX_TURNS):
+        # A phase needs enough rows for its terms, and a division seen before leads to ends seen before.
         if mask.tobytes() in seen or min(mask.sum(), (~mask).sum()) < MIN_ROWS:
             return
         seen |= {mask.tobytes(), (~mask).tobytes()}
@@ -322,6 +324,7 @@ def _alternate(mask: _Mask, shapes: IntArray, values: Doubles, seen: set[bytes])
 
 
 def _fit_part(part: _Mask, shapes: IntArray, values: Doubles) -> Terms:
+    # With few shapes the others bound the phase from above: it takes no more than was measured there.
     if len(shapes) > _FEW_SHAPES:
         return fit_terms(shapes[part], values[part])
     return fit_terms(shapes, values, limits=~part)

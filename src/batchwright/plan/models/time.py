@@ -8,10 +8,10 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from ..._lengths import as_lengths
+from ..._lengths import as_lengths, as_shapes
 from ..._types import MAX_INT32, FloatArray
 from ...errors import ArgumentError
-from ._terms import Doubles, Terms, as_positive, as_probes, as_shapes, check_fraction, dump_terms, fit_terms, load_terms
+from ._terms import Doubles, Terms, as_positive, as_probes, check_fraction, dump_terms, fit_terms, load_terms
 
 
 @final
@@ -82,7 +82,7 @@ class TimeModel:
             tolerance: the share of the best throughput to give up, above 0 and below 1.
 
         Returns:
-            One number a length; 2**31 - 1 where an item takes no time and nothing limits the batch.
+            One number per length; 2**31 - 1 where an item takes no time and nothing limits the batch.
 
         >>> model = TimeModel(Terms(1, (0.08, 0.0, 1e-5, 0.0)))
         >>> model.knee([30, 300]).tolist(), model.knee([30, 300], max_items=400).tolist()
@@ -125,7 +125,7 @@ class TimeModel:
 def _median_extra(first_visit_seconds: npt.ArrayLike, steady: Doubles) -> float:
     first = as_positive(first_visit_seconds, name="first_visit_seconds")
     if first.shape not in ((), steady.shape):
-        wanted = f"one number or one a shape, {steady.shape}"
+        wanted = f"one number or one per shape, {steady.shape}"
         raise ArgumentError(f"first_visit_seconds must be {wanted}, got {first.shape}")
     return max(0.0, float(np.median(first - steady)))
 

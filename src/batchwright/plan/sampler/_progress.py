@@ -91,7 +91,7 @@ class Progress:
     def end(self, cursor: Cursor) -> None:
         """Note that an iterator is exhausted."""
         cursor.has_ended = True
-        if cursor.num_received is None:  # otherwise only the prefetcher has come to the end
+        if cursor.num_received is None:  # otherwise only the prefetcher has reached the end
             self._finish(cursor)
 
     def _finish(self, cursor: Cursor) -> None:
@@ -112,7 +112,7 @@ class Progress:
         before, place = self.newest, (self.epoch, self.start)
         cursor = None
         for item in loader:
-            # Looked up now: a wrapper may begin its loader no sooner than the first item.
+            # Looked up now: a wrapper may begin its loader as late as the first item.
             cursor = cursor or self._begin_tracking(before, place)
             cursor.receive()
             yield item

@@ -1,4 +1,4 @@
-"""BatchSampler: a plan an epoch, one planned batch an update, exact resume."""
+"""BatchSampler: one plan per epoch, one planned batch per update, exact resume."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BatchSampler:
     """Planned batches for ``DataLoader(dataset, batch_sampler=sampler)``, or any loop over indices.
 
     ``iter()`` fixes its epoch; only exhausting it moves to the next. Every rank makes the same plan from the seed, so
-    no communication is needed; each takes every ``world_size``-th batch, and all take equally many.
+    no communication is needed; each rank takes every ``world_size``-th batch, and all take the same number.
 
     The state is plain JSON and holds neither rank nor world size: it counts the examples consumed, in the order of
     the plan. Resuming plans the epoch again and continues there, on any world size.
@@ -45,7 +45,7 @@ class BatchSampler:
         budget: as for ``plan_batches``.
         rank: this process, from 0.
         world_size: processes.
-        dataset: if given, checked to have one length an example; not kept.
+        dataset: if given, checked to have one length per example; not kept.
         grouping: and all other options: as for ``plan_batches``.
 
     >>> from batchwright import InOrder, MaxTokens
@@ -151,7 +151,7 @@ class BatchSampler:
     def track(self, loader: Iterable[Item]) -> Iterator[Item]:
         """Iterate over a loader of this sampler, counting what the loop receives instead of what was prefetched.
 
-        The loader must hand out one item a batch, in order; wrappers such as ``tqdm(loader)`` may stand around it.
+        The loader must hand out one item per batch, in order; wrappers such as ``tqdm(loader)`` may stand around it.
         torchdata's ``StatefulDataLoader`` counts for itself: loop over it directly and save its own state.
 
         >>> from batchwright import MaxTokens

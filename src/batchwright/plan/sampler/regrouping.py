@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 
-from ..._checks import HasSize, as_sized, check_ranks, check_same, read_size, read_whole
+from ..._checks import HasSize, as_flag, as_sized, check_ranks, check_same, read_size, read_whole
 from ...errors import ArgumentError, StateMismatchError
 from ._progress import Cursor, Progress
 from .planned import BatchSampler
@@ -27,27 +27,27 @@ def regroup(
     world_size: int = 1,
     drop_last: bool = False,
 ) -> Regrouped[Example]:
-    """Turn a loader of lists of examples into batches of ``controller.size``, a new size at once.
+    """Turn a loader of lists of examples into batches of ``controller.size``; a new size applies at once.
 
-    The size is read when a batch is asked for, whatever the workers have prefetched. Every example comes once an
+    The size is read when a batch is asked for, whatever the workers have prefetched. Every example comes once per
     epoch; the last batch is what is left. ``Stepper`` with ``collate`` takes the batches as they are.
 
     Ranks: the size counts over all of them, and each reads its own loader. Example ``i`` of the epoch is number
     ``i // world_size`` of rank ``i % world_size``, so shares and totals stay within one of each other. All ranks end at
-    the same step if every loader gives equally many examples, as ``DistributedSampler`` makes sure; nothing is
+    the same step if every loader gives the same number of examples, as ``DistributedSampler`` ensures; nothing is
     communicated. So that every rank has an example in every step, a size below ``world_size`` counts as
     ``world_size``, and fewer than ``world_size`` examples left over join the last batch.
 
     Args:
         loader: yields lists, ``DataLoader(…, collate_fn=list)``; a batch is as large as the controller says, so chunks
             of about 32 examples serve.
-        controller: has ``.size``, a whole number of 1 or more; a ``BatchSizeController``.
+        controller: a ``BatchSizeController``, anything else with a ``.size``, or a fixed number of examples.
         rank: this process, from 0.
         world_size: processes.
-        drop_last: leave out a last batch that is short of examples.
+        drop_last: leave out a last batch that has too few examples.
 
     Returns:
-        An object to iterate over, one epoch a loop, with ``state_dict`` and ``load_state_dict``.
+        An object to iterate over, one epoch per loop, with ``state_dict`` and ``load_state_dict``.
 
     >>> from types import SimpleNamespace
     >>> list(regroup([["a", "b"], ["c", "d"], ["e"]], SimpleNamespace(size=3)))
@@ -65,7 +65,7 @@ class Regrouped(Generic[Example]):
 
     The state counts the examples consumed, over all ranks; save it instead of that of the loader or its sampler, and
     ``controller.state_dict()`` beside it. Resuming reads the epoch again and skips what was consumed, which takes the
-    time of loading it. Over a ``BatchSampler`` or ``ResizableBatchSampler`` nothing but a part of one batch is loaded
+    time of loading it. Over a ``BatchSampler`` or ``ResizableBatchSampler`` only part of one batch is loaded
     again. A sampler that draws from a generator, as ``DataLoader(shuffle=True, generator=g)`` has, adds the state of
     the generator, about 7 kB. Without a generator its order cannot be repeated, and ``load_state_dict`` says so; other
     sources must yield the same order again.
@@ -80,14 +80,10 @@ class Regrouped(Generic[Example]):
         world_size: int = 1,
         drop_last: bool = False,
     ) -> None:
-        check_ranks(rank, world_size)
-        if not isinstance(drop_last, bool):
-            raise ArgumentError(f"drop_last must be True or False, got {drop_last!r}")
-        self.rank = rank
-        self.world_size = world_size
-        self.drop_last = drop_last
+        self.rank, self.world_size = check_ranks(rank, world_size)
+        self.drop_last = as_flag("drop_last", drop_last)
         self.controller = as_sized("controller", controller)
-        self._source = Source(loader, rank=rank, world_size=world_size)
+        self._source = Source(loader, rank=self.rank, world_size=self.world_size)
         self._progress = Progress()
 
     @property
@@ -200,7 +196,7 @@ class Source(Generic[Example]):
         _check_ranks(self._batch_sampler, self._sampler, rank, world_size)
 
     def open(self, epoch: int, num_consumed: int) -> Iterator[Sequence[Example]]:
-        """Begin an epoch behind so many of its examples."""
+        """Begin an epoch after the first ``num_consumed`` of its examples."""
         for part in (self._loader, self._batch_sampler, self._sampler, getattr(self._loader, "dataset", None)):
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)  # type: ignore[union-attr]
@@ -246,7 +242,7 @@ class Source(Generic[Example]):
         if has_generator != isinstance(state, str):
             raise StateMismatchError(
                 f"the state was saved {'with' if isinstance(state, str) else 'without'} a generator of the sampler, "
-                f"here there is {'one' if has_generator else 'none'}; use the same loader"
+                f"here there is {'one' if has_generator else 'no generator'}; use the same loader"
             )
         self._draws = None if state is None else (epoch, state)
 
@@ -261,7 +257,7 @@ class Source(Generic[Example]):
 
 
 def seek(batch_sampler: Any, epoch: int, num_examples: int) -> int:
-    """Move a sampler of ours as near behind so many examples as a batch begins.
+    """Move one of our samplers to the last batch that begins at or before this many examples.
 
     Returns:
         How many examples are still to be skipped; all of them where the sampler is not ours.
@@ -292,8 +288,8 @@ def _last_start(batch_sampler: BatchSampler | ResizableBatchSampler, num_example
 def _check_ranks(batch_sampler: Any, sampler: Any, rank: int, world_size: int) -> None:
     if _is_ours(batch_sampler) and max(world_size, batch_sampler.world_size) > 1:
         raise ArgumentError(
-            f"regroup over ranks needs equally many examples on every rank, which {type(batch_sampler).__name__} does "
-            "not promise; use DataLoader(sampler=DistributedSampler(dataset), batch_size=32, collate_fn=list)"
+            f"regroup over ranks needs the same number of examples on every rank, which {type(batch_sampler).__name__} "
+            "does not promise; use DataLoader(sampler=DistributedSampler(dataset), batch_size=32, collate_fn=list)"
         )
     for part in (batch_sampler, sampler):
         told = (rank, world_size)

@@ -32,13 +32,13 @@ class ResizableBatchSampler:
     """Batches of ``controller.size`` examples for ``DataLoader(dataset, batch_sampler=sampler)``.
 
     The size counts over all ranks and is read when a batch is formed; each rank gets its share of the same batch,
-    within one of the others. Every rank must see the same sizes: feed controllers with figures that are global, as a
-    ``StepReport`` has them. Every example comes once an epoch, and the last batch is what is left. All ranks take
-    equally many steps, so a rank has at least one example a step: a size below ``world_size`` counts as
+    within one of the others. Every rank must see the same sizes: feed controllers with global figures, such as
+    those of a ``StepReport``. Every example comes once per epoch, and the last batch is what is left. All ranks take
+    the same number of steps, so a rank has at least one example per step: a size below ``world_size`` counts as
     ``world_size``, and only when fewer examples than ranks are left are some repeated, never lost.
 
     With ``lengths`` and a ``budget`` an epoch is planned into micro-batches of similar lengths as ``BatchSampler``
-    does, in random order. A batch takes them one behind the other; one that would overshoot is cut, and its rest opens
+    does, in random order. A batch takes them one after the other; one that would overshoot is cut, and its rest opens
     the next batch. Ranks are dealt the examples of a batch in turn, so all get the same mixture of lengths. Let the
     loader collate with ``list`` and give ``Stepper`` the same budget as ``micro_batch``, with ``lengths`` and
     ``collate``: it cuts a share into pieces of similar lengths again, so that little is padded. A budget that admits
@@ -49,14 +49,14 @@ class ResizableBatchSampler:
 
     The state is plain JSON and counts the examples consumed. It holds neither rank nor world size, so it resumes on
     any world size, and not the state of the controller: save ``controller.state_dict()`` beside it. With both
-    restored, the batches are those of a run without a break; batches that workers had formed ahead are formed again, at
-    the size of then.
+    restored, the batches are those of a run without a break; batches that workers had formed ahead are formed
+    again, with the size that the controller has at that time.
 
     Args:
         num_examples: indices are ``range(num_examples)``.
-        controller: has ``.size``, a whole number of 1 or more; a ``BatchSizeController``.
+        controller: a ``BatchSizeController``, anything else with a ``.size``, or a fixed number of examples.
         lengths: as for ``plan_batches``, with ``budget``.
-        budget: what a micro-batch may cost, with ``lengths``; every example must fit it alone.
+        budget: what a micro-batch may cost, with ``lengths``; every example must fit it by itself.
         curriculum: has ``num_examples`` and ``prefix(epoch)``, the indices that an epoch covers; a ``size.Curriculum``.
         shuffle: a new order every epoch; the order of the data, or of the prefix, otherwise.
         seed: the same seed and epoch give the same order on every machine.
@@ -89,7 +89,7 @@ class ResizableBatchSampler:
     ) -> None:
         self.rank, self.world_size = check_ranks(rank, world_size)
         self.controller = as_sized("controller", controller)
-        # A batch mixes micro-batches, so they stand in wholly random order and not in runs of equal cost.
+        # A batch mixes micro-batches, so they stand in completely random order, not in runs of equal cost.
         self._settings = PlanSettings(shuffle=shuffle, seed=seed, balance_over=1)
         self._ordering = make_ordering(num_examples, lengths, budget, curriculum, self._settings)
         self._lengths_hash = None if self._ordering.lengths is None else fingerprint(self._ordering.lengths)
@@ -141,7 +141,7 @@ class ResizableBatchSampler:
     def track(self, loader: Iterable[Item]) -> Iterator[Item]:
         """Iterate over a loader of this sampler, counting what the loop receives instead of what was prefetched.
 
-        The loader must hand out one item a batch, in order; wrappers such as ``tqdm(loader)`` may stand around it.
+        The loader must hand out one item per batch, in order; wrappers such as ``tqdm(loader)`` may stand around it.
         torchdata's ``StatefulDataLoader`` counts for itself: loop over it directly and save its own state.
 
         >>> from types import SimpleNamespace
@@ -187,7 +187,7 @@ class ResizableBatchSampler:
         check_same("curriculum", state.get("curriculum"), order.curriculum)
         if position > len(order.indices):
             raise StateMismatchError(
-                f"position {position} of the state is behind the {len(order.indices)} examples of epoch {epoch}; "
+                f"position {position} of the state is after the {len(order.indices)} examples of epoch {epoch}; "
                 "the state was changed by hand"
             )
         self._progress.move(epoch, position)
@@ -230,7 +230,7 @@ class Ordering:
     """Puts the examples of an epoch in order.
 
     Without lengths the order is shuffled. With them the epoch is planned into micro-batches of similar lengths under
-    the budget, and these stand one behind the other in random order, each from its longest example to its shortest.
+    the budget, and these follow each other in random order, each from its longest example to its shortest.
     """
 
     num_examples: int
@@ -294,14 +294,14 @@ def fingerprint(array: Int32Array) -> str:
 
 def _check_lengths(lengths: Int32Array, num_examples: int, budget: Budget, settings: PlanSettings) -> None:
     if len(lengths) != num_examples:
-        raise LengthsError(f"there are {len(lengths)} lengths but num_examples is {num_examples}; give one an example")
+        raise LengthsError(f"there are {len(lengths)} lengths but num_examples is {num_examples}; give one per example")
     over = np.flatnonzero(~fits(lengths, budget, settings))
     if len(over):
         length = lengths[over[0]].tolist()
         shown = length[0] if len(length) == 1 else tuple(length)
         more = f" (and {len(over) - 1} more)" if len(over) > 1 else ""
         raise BudgetError(
-            f"example {over[0]}{more} of length {shown} is over {budget} alone; raise the budget or leave it out"
+            f"example {over[0]}{more} of length {shown} is over {budget} by itself; raise the budget or leave it out"
         )
 
 
@@ -313,7 +313,7 @@ def _check_curriculum(curriculum: HasPrefix, num_examples: int) -> None:
     if curriculum.num_examples != num_examples:
         raise ArgumentError(
             f"the curriculum has {curriculum.num_examples} examples but num_examples is {num_examples}; "
-            "give one difficulty an example"
+            "give one difficulty per example"
         )
 
 

@@ -28,7 +28,7 @@ class StreamBatcher(Generic[Example]):
     """Batches of examples from an iterable: read a buffer, plan it, hand out its batches, read the next.
 
     Memory is bounded by ``buffer_size`` examples. A buffer is planned as an epoch of ``plan_batches`` is, so budgets,
-    groupings and ``pad_multiple_of`` mean the same; each ends with at most one batch that is short of examples (a few
+    groupings and ``pad_multiple_of`` mean the same; each ends with at most one batch that has too few examples (a few
     with a size ladder or buckets on two axes). Read with workers by giving a ``DataLoader`` with ``batch_size=None``.
 
     One pass is under way at a time, as with a file: after a ``break``, ``iter()`` goes on where the loop was left;
@@ -43,8 +43,8 @@ class StreamBatcher(Generic[Example]):
         length_of: the length of an example, or a tuple of lengths.
         budget: what a batch may cost.
         grouping: as for ``plan_batches``.
-        buffer_size: examples held at the most.
-        seed: with the number of the pass and of the buffer, the source of all chance.
+        buffer_size: the largest number of examples held.
+        seed: decides all random choices, together with the number of the pass and of the buffer.
         shuffle: and the other options: as for ``plan_batches``.
 
     >>> from batchwright import InOrder, MaxTokens

@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..._checks import as_whole
+from ..._lengths import as_shapes
 from ..._progress import ProgressBar
 from ...errors import ArgumentError, BudgetError, DoesNotFitError
-from ...plan.budget import check_limit
-from ...plan.models._terms import as_shapes
+from ...plan.budget import as_limit
 from .._update import step_of_zeros
 from ..memory.monitor import MemoryMonitor
 from ..oom import devices_of, free_memory, is_out_of_memory
@@ -84,7 +84,7 @@ def calibrate(
     if monitor is None and device.type != "cpu":
         monitor = MemoryMonitor(device)
     if max_bytes is not None:
-        check_limit("max_bytes", max_bytes)
+        max_bytes = as_limit("max_bytes", max_bytes)
     with restored(modules, optimizers):
         for optimizer in optimizers:
             step_of_zeros(optimizer)

@@ -13,8 +13,7 @@ from ..._lengths import as_lengths
 from ...errors import BudgetError
 from ...plan import Budget, MaxItems, MaxTokens, MemoryModel
 from ...plan.budget import check_budget
-from ...plan.models._terms import MIN_ROWS
-from ...plan.models.memory import MIN_SHAPES, one_phase, two_phases
+from ...plan.models.memory import MIN_ROWS, MIN_SHAPES, one_phase, two_phases
 from .result import Measurement, Shape
 
 QUANTILES = (0.1, 0.5, 0.9, 1.0)

@@ -35,7 +35,7 @@ class BudgetTracker:
         model: the model the budget was made from.
         release: how fast lower ratios count, above 0 and at most 1.
 
-    >>> from batchwright.plan._features import Terms
+    >>> from batchwright.plan.models._terms import Terms
     >>> tracker = BudgetTracker(MemoryModel(Terms(1, (100.0, 0.0, 1.0, 0.0)), margin=0.1))
     >>> tracker = tracker.observe((10, 90), 1250)  # 1000 predicted, 1100 allowed for
     >>> tracker.ratio, tracker.factor

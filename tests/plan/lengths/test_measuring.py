@@ -440,7 +440,7 @@ def test_a_global_that_a_function_names_is_part_of_it(tmp_path, monkeypatch):
 
 def test_the_key_of_a_function_is_the_same_in_every_process(tmp_path):
     script = (
-        "import sys; from batchwright.plan.lengths import measure_lengths\n"
+        "import sys; from batchwright import measure_lengths\n"
         "function = lambda text: [word for word in text.split() if word in {'a', 'b', 'c', 'd'}]\n"
         "measure_lengths(['a b'], function, progress=False, cache=sys.argv[1])"
     )

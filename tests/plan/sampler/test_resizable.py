@@ -514,18 +514,25 @@ def test_bad_options_are_refused(options, complaint):
 
 
 def test_lengths_of_another_number_of_examples_are_refused():
-    with pytest.raises(LengthsError, match="there are 299 lengths but num_examples is 300; give one an example"):
+    with pytest.raises(LengthsError, match="there are 299 lengths but num_examples is 300; give one per example"):
         make(lengths=LENGTHS[:-1], budget=BUDGET)
 
 
 def test_an_example_over_the_budget_alone_is_refused_by_its_index():
-    with pytest.raises(BudgetError, match=r"example 1 \(and 1 more\) of length 9 is over MaxTokens\(8\) alone; raise"):
+    with pytest.raises(
+        BudgetError, match=r"example 1 \(and 1 more\) of length 9 is over MaxTokens\(8\) by itself; raise"
+    ):
         make(num_examples=3, lengths=[3, 9, 10], budget=bw.MaxTokens(8))
 
 
-@pytest.mark.parametrize("controller", [64, None, "64", object()])
+@pytest.mark.parametrize("size", [3, np.int64(3), np.int32(3), np.uint8(3)])
+def test_a_whole_number_is_a_size_that_never_changes(size):
+    assert [len(batch) for batch in bw.ResizableBatchSampler(6, size)] == [3, 3]
+
+
+@pytest.mark.parametrize("controller", [0, True, 2.0, None, "64", object(), np.arange(3), np.float64(3)])
 def test_something_without_a_size_is_no_controller(controller):
-    with pytest.raises(ArgumentError, match=r"controller must have a whole number \.size"):
+    with pytest.raises(ArgumentError, match=r"controller must be a whole number of 1 or more, or have one as \.size"):
         ResizableBatchSampler(NUM, controller)
 
 

@@ -9,7 +9,7 @@ import batchwright as bw
 from batchwright.plan.grouping._cutting import cut_falling, cut_rest
 from batchwright.plan.grouping.base import SizeRounding
 
-from .strategies import cases
+from ..strategies import cases
 
 
 def greedy(lengths, budget, pad, rounding):

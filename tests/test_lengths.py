@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright.errors import ArgumentError
-from batchwright._lengths import as_lengths, pad_up
 from batchwright._checks import as_whole
+from batchwright._lengths import as_lengths, pad_up
+from batchwright.errors import ArgumentError
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int32, np.uint32, np.int64, np.uint64])

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import batchwright as bw
+from batchwright._random import Purpose, bit_stream
 from batchwright.plan.grouping import _sort_keys as _keys
 from batchwright.plan.grouping._sort_keys import sort_examples
-from batchwright._random import Purpose, bit_stream
 
 GROUPINGS = [bw.InOrder(), bw.Sorted(), bw.WindowSort(1), bw.Buckets(3)]
 ALWAYS_WIDE = 65  # random bits wanted of a key that has 64 in all

@@ -12,7 +12,7 @@ from batchwright.errors import ArgumentError
 from batchwright.plan.grouping.base import SizeRounding
 from batchwright.plan.grouping.buckets import least_padding_bounds
 
-from .strategies import cases
+from ..strategies import cases
 
 POWERS = {2**k for k in range(20)}
 LADDERS = {None: set(range(1, 5001)), "pow2": POWERS, "pow2x3": POWERS | {3 * power for power in POWERS}}

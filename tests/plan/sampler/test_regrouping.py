@@ -377,7 +377,7 @@ BAD_STATES = {
     "world_size": ({"world_size": 2}, "saved with world_size = 2, here it is 1"),
     "epoch": ({"epoch": -1}, "epoch as a whole number"),
     "consumed": ({"consumed": 1.5}, "consumed as a whole number"),
-    "generator": ({"generator": "AAAA"}, "saved with a generator of the sampler, here there is none"),
+    "generator": ({"generator": "AAAA"}, "saved with a generator of the sampler, here there is no generator"),
 }
 
 
@@ -467,7 +467,7 @@ def test_a_loader_that_collates_is_refused():
     ("arguments", "options", "complaint"),
     [
         ((3, Sizes(4)), {}, "loader must be iterable, got int"),
-        (([], 4), {}, r"controller must have a whole number \.size"),
+        (([], 0), {}, r"controller must be a whole number of 1 or more, or have one as \.size"),
         (([], Sizes(0)), {}, r"controller\.size must be a whole number of 1 or more, got 0"),
         (([], Sizes(4)), {"rank": 1}, "rank must be below world_size"),
         (([], Sizes(4)), {"drop_last": 1}, "drop_last must be True or False, got 1"),
@@ -476,6 +476,11 @@ def test_a_loader_that_collates_is_refused():
 def test_bad_arguments_are_refused(arguments, options, complaint):
     with pytest.raises(ArgumentError, match=complaint):
         regroup(*arguments, **options)
+
+
+@pytest.mark.parametrize("size", [3, np.int64(3)])
+def test_a_whole_number_is_a_size_that_never_changes(size):
+    assert [len(batch) for batch in regroup([[1, 2, 3, 4], [5, 6]], size)] == [3, 3]
 
 
 def test_regroup_makes_a_regrouped():

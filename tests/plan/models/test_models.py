@@ -5,10 +5,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from batchwright.errors import ArgumentError, BudgetError
 from batchwright._types import MAX_INT32
-from batchwright.plan.models._terms import Terms, fit_terms
+from batchwright.errors import ArgumentError, BudgetError
 from batchwright.plan.budget import MaxItems
+from batchwright.plan.models._terms import Terms, fit_terms
 from batchwright.plan.models.memory import MaxBytes, MemoryModel
 from batchwright.plan.models.time import TimeModel, _first_to_reach
 
