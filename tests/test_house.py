@@ -13,8 +13,8 @@ import pytest
 import batchwright as bw
 
 TOOL = Path(__file__).parents[1] / "tools" / "house.py"
-# Rooms from the ground up. A room imports only from rooms below it, so neighbours do not import each other. The front is
-# what ``import batchwright`` runs; rooms above it may use it as a user does.
+# Rooms from the ground up. A room imports only from rooms below it, so neighbours do not import each other.
+# The front is what ``import batchwright`` runs; rooms above it may use it as a user does.
 LEVELS = {
     "ground floor": 0,
     "plan": 1,
@@ -150,7 +150,7 @@ def test_the_front_stands_between_the_lower_and_the_upper_rooms(make):
     )
     assert rules.upward_imports(tree, LEVELS) == []
     tree = make({"__init__.py": "from .cli import b"})
-    assert lines(rules.upward_imports(tree, LEVELS)) == ": line 1 imports cli.b, which is not below front"
+    assert lines(rules.upward_imports(tree, LEVELS)) == "the front: line 1 imports cli.b, which is not below front"
 
 
 def test_neighbours_may_not_import_each_other(make):

@@ -36,7 +36,7 @@ class Problem:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.text}"
+        return f"{self.name or 'the front'}: {self.text}"
 
 
 def modules_of(tree: Tree) -> list[Module]:
