@@ -5,7 +5,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 HYPOTHESIS_JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types tests bench clean
+.PHONY: help setup demo test check lint types tests bench house clean
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
@@ -61,6 +61,9 @@ bench: .venv-bench/.ready ## measure the planner beside its peers, three distrib
 	.venv-bench/bin/python -m pip install $(PIP_FLAGS) --no-deps --requirement benchmarks/requirements-no-deps.txt
 	.venv-bench/bin/python -m pip install $(PIP_FLAGS) --no-deps --editable .
 	@touch $@
+
+house: .venv/.ready ## print the table of the house: how the package is cut into files, and which rules break
+	$(BIN)/python tools/house.py
 
 clean: ## remove environments, caches and the demo's page
 	rm -rf .venv .venv-bench demo_out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
