@@ -24,6 +24,20 @@ class Case:
     tolerance: float = 1e-12
 
 
+@dataclass(frozen=True)
+class FolderCase:
+    """One saved folder: ``save(folder)`` makes it, ``go_on(folder)`` returns what follows and leaves it as it is.
+
+    ``state(folder)`` returns what batchwright itself has put into it.
+    """
+
+    name: str
+    save: Callable[[Path], None]
+    go_on: Callable[[Path], Any]
+    state: Callable[[Path], Any]
+    tolerance: float
+
+
 def plain(value: Any) -> Any:
     """Return a value as it comes back from JSON."""
     return json.loads(json.dumps(value))

@@ -2,15 +2,23 @@
 
 import copy
 import json
+import shutil
 from functools import cache
 
 import pytest
 
-from . import plan, size, step
+from . import frameworks, lab, plan, size, step
 from .cases import DATA, difference, plain, without_words
 
 ROOMS = {"plan": plan.CASES, "size": size.CASES, "step": step.CASES}
 CASES = [pytest.param(room, case, id=f"{room}: {case.name}") for room, cases in ROOMS.items() for case in cases]
+FOLDERS = [pytest.param(case, id=case.name) for case in (*frameworks.CASES, *lab.CASES)]
+
+# What Lightning says about small examples as these.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .* does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
 
 
 @cache
@@ -30,9 +38,33 @@ def test_the_same_state_would_be_saved_today(room, case):
     assert difference(state, without_words(read(room)[case.name]["state"]), case.tolerance) is None
 
 
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_saved_folder_continues_as_it_did(case):
+    folder = DATA / case.name
+    before = contents(folder)
+    assert difference(plain(case.go_on(folder)), read(case.name), case.tolerance) is None
+    assert contents(folder) == before, "the recorded folder is only read"
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_the_same_folder_would_be_saved_today(case, tmp_path):
+    case.save(tmp_path / "new")
+    new, old = (without_words(plain(case.state(folder))) for folder in (tmp_path / "new", DATA / case.name))
+    assert difference(new, old, case.tolerance) is None
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_recorded_state_is_tried(room):
     assert read(room).keys() == {case.name for case in ROOMS[room]}
+
+
+def test_every_recorded_folder_is_tried_and_all_are_small():
+    assert {path.name for path in DATA.iterdir() if path.is_dir()} == {case.values[0].name for case in FOLDERS}
+    assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 1_000_000
 
 
 def test_a_state_is_json_without_surprises():
@@ -61,3 +93,12 @@ def test_a_sampler_that_continues_elsewhere_is_found():
     record = read("plan")[case.name]
     moved = {**record["state"], "epoch": record["state"]["epoch"] + 1, "position": 0}
     assert difference(plain(case.go_on(moved)), record["after"], case.tolerance) is not None
+
+
+def test_a_checkpoint_whose_place_is_lost_is_found(tmp_path):
+    case = next(case for case in frameworks.CASES if case.name == "huggingface_controlled")
+    folder = shutil.copytree(DATA / case.name, tmp_path / case.name)
+    state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    state["stateful_callbacks"]["batchwright"]["controller"]["size"] -= 1
+    (folder / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
+    assert difference(plain(case.go_on(folder)), read(case.name), case.tolerance) is not None
