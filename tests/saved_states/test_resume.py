@@ -1,0 +1,104 @@
+"""States that an earlier version saved are continued as that version continued them. ``make.py`` recorded them."""
+
+import copy
+import json
+import shutil
+from functools import cache
+
+import pytest
+
+from . import frameworks, lab, plan, size, step
+from .cases import DATA, difference, plain, without_words
+
+ROOMS = {"plan": plan.CASES, "size": size.CASES, "step": step.CASES}
+CASES = [pytest.param(room, case, id=f"{room}: {case.name}") for room, cases in ROOMS.items() for case in cases]
+FOLDERS = [pytest.param(case, id=case.name) for case in (*frameworks.CASES, *lab.CASES)]
+
+# What Lightning says about small examples as these.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .* does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+
+
+@cache
+def read(room):
+    return json.loads((DATA / f"{room}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("room", "case"), CASES)
+def test_a_saved_state_continues_as_it_did(room, case):
+    record = copy.deepcopy(read(room)[case.name])
+    assert difference(plain(case.go_on(record["state"])), record["after"], case.tolerance) is None
+
+
+@pytest.mark.parametrize(("room", "case"), CASES)
+def test_the_same_state_would_be_saved_today(room, case):
+    state = without_words(plain(case.save()))
+    assert difference(state, without_words(read(room)[case.name]["state"]), case.tolerance) is None
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_saved_folder_continues_as_it_did(case):
+    folder = DATA / case.name
+    before = contents(folder)
+    assert difference(plain(case.go_on(folder)), read(case.name), case.tolerance) is None
+    assert contents(folder) == before, "the recorded folder is only read"
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_the_same_folder_would_be_saved_today(case, tmp_path):
+    case.save(tmp_path / "new")
+    new, old = (without_words(plain(case.state(folder))) for folder in (tmp_path / "new", DATA / case.name))
+    assert difference(new, old, case.tolerance) is None
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_recorded_state_is_tried(room):
+    assert read(room).keys() == {case.name for case in ROOMS[room]}
+
+
+def test_every_recorded_folder_is_tried_and_all_are_small():
+    assert {path.name for path in DATA.iterdir() if path.is_dir()} == {case.values[0].name for case in FOLDERS}
+    assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 1_000_000
+
+
+def test_a_state_is_json_without_surprises():
+    for room in ROOMS:
+        json.dumps([case.save() for case in ROOMS[room]], allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        ({"a": [1, 2.0], "b": None}, None),
+        ({"a": [1, 2.0 + 1e-13], "b": None}, None),
+        ({"a": [1, 2.0 + 1e-9], "b": None}, ".a[1]: 2.000000001 and not 2.0"),
+        ({"a": [2, 2.0], "b": None}, ".a[0]: 2 and not 1"),
+        ({"a": [1.0, 2.0], "b": None}, ".a[0]: 1.0 and not 1"),
+        ({"a": [1], "b": None}, ".a: 1 items and not 2"),
+        ({"a": [1, 2.0]}, ": ['a'] and not ['a', 'b']"),
+    ],
+)
+def test_a_difference_is_found(found, line):
+    assert difference(found, {"a": [1, 2.0], "b": None}, 1e-12) == line
+
+
+def test_a_sampler_that_continues_elsewhere_is_found():
+    case = next(case for case in plan.CASES if case.name == "sampler: window, 1")
+    record = read("plan")[case.name]
+    moved = {**record["state"], "epoch": record["state"]["epoch"] + 1, "position": 0}
+    assert difference(plain(case.go_on(moved)), record["after"], case.tolerance) is not None
+
+
+def test_a_checkpoint_whose_place_is_lost_is_found(tmp_path):
+    case = next(case for case in frameworks.CASES if case.name == "huggingface_controlled")
+    folder = shutil.copytree(DATA / case.name, tmp_path / case.name)
+    state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    state["stateful_callbacks"]["batchwright"]["controller"]["size"] -= 1
+    (folder / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
+    assert difference(plain(case.go_on(folder)), read(case.name), case.tolerance) is not None

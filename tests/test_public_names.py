@@ -1,0 +1,116 @@
+"""Every public name and signature as recorded in ``tests/data/public_names.json`` by ``tools/public_names.py``."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+TOOL = HERE.parent / "tools" / "public_names.py"
+
+# name: (as recorded, as it is now or None where it is gone, why). Names are "front.name" or "front.Class.member".
+CHANGED: dict[str, tuple[str, str | None, str]] = {}
+# Names that came since.
+ADDED: set[str] = set()
+
+
+def load_tool():
+    spec = importlib.util.spec_from_file_location("public_names", TOOL)
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool
+
+
+def differences(recorded, present, changed=CHANGED, added=ADDED):
+    """Return one line for each name that is missing, changed or new without being listed."""
+    lines = []
+    for name in sorted(recorded.keys() | present.keys()):
+        old, new = recorded.get(name), present.get(name)
+        if old is None:
+            if name not in added:
+                lines.append(f"{name} is new: {new}")
+        elif (old, new) not in [(old, old), changed.get(name, ())[:2]]:
+            lines.append(f"{name} was {old!r} and is {new!r}" if new else f"{name} is missing: {old!r}")
+    return lines
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return json.loads((HERE / "data" / "public_names.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def present():
+    for package in ("torch", "transformers", "accelerate", "lightning", "ray", "sklearn", "starlette"):
+        pytest.importorskip(package)
+    return load_tool().public_names()
+
+
+def test_no_public_name_is_missing_changed_or_unlisted(recorded, present):
+    assert differences(recorded, present) == []
+
+
+def test_what_is_listed_as_changed_or_added_is_so(recorded, present):
+    assert {name: (recorded.get(name), present.get(name)) for name in CHANGED} == {
+        name: change[:2] for name, change in CHANGED.items()
+    }
+    assert present.keys() >= ADDED
+    assert not recorded.keys() & ADDED
+    assert all(reason for *_, reason in CHANGED.values())
+
+
+def test_the_record_holds_functions_classes_members_and_aliases(recorded):
+    assert recorded["batchwright.size.constant"] == "function(size)"
+    assert recorded["batchwright.plan.BatchSampler"] == "is batchwright.BatchSampler"
+    assert recorded["batchwright.BatchSampler.report"] == "method(self, *, world_size=None)"
+    assert (
+        recorded["batchwright.errors.ArgumentError"]
+        == "class, bases: BaseException, BatchwrightError, Exception, ValueError"
+    )
+    assert "clip_norm=None" in recorded["batchwright.step.Stepper"]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"front.f": None}, "front.f is missing: 'function(a, *, b=1)'"),
+        ({"front.f": "function(a, b=1)"}, "front.f was 'function(a, *, b=1)' and is 'function(a, b=1)'"),
+        ({"front.C.m": "attribute"}, "front.C.m was 'method(self)' and is 'attribute'"),
+        ({"front.g": "function()"}, "front.g is new: function()"),
+    ],
+)
+def test_a_difference_is_found_and_can_be_listed(change, line):
+    recorded = {"front.f": "function(a, *, b=1)", "front.C": "class(), bases: none", "front.C.m": "method(self)"}
+    present = {name: text for name, text in {**recorded, **change}.items() if text is not None}
+    assert differences(recorded, present) == [line]
+    ((name, new),) = change.items()
+    if name in recorded:
+        assert differences(recorded, present, changed={name: (recorded[name], new, "why")}) == []
+        assert differences(recorded, present, changed={name: (recorded[name], "class", "why")}) == [line]
+    else:
+        assert differences(recorded, present, added={name}) == []
+
+
+def test_a_renamed_option_of_a_real_class_is_found(recorded, present, monkeypatch):
+    import batchwright as bw
+
+    def __init__(self, tokens): ...
+
+    monkeypatch.setattr(bw.MaxTokens, "__init__", __init__)
+    monkeypatch.delattr(bw.ResizableBatchSampler, "state_dict")
+    found = differences(recorded, load_tool().public_names())
+    assert {line.split()[0] for line in found} == {
+        "batchwright.MaxTokens",
+        "batchwright.ResizableBatchSampler.state_dict",
+    }
+
+
+def test_spelling_and_places_of_types_do_not_matter():
+    tool = load_tool()
+
+    def plain(a, b=dict, *rest, c=print): ...
+
+    def annotated(a: "int", b: type = dict, *rest: tuple[int], c: object = print) -> None: ...
+
+    assert tool.signature_of(plain) == tool.signature_of(annotated) == "(a, b=dict, *rest, c=print)"
