@@ -380,7 +380,7 @@ def test_a_data_set_of_another_size_is_refused():
 
 
 def test_data_over_the_budget_are_refused_when_the_sampler_is_made():
-    with pytest.raises(BudgetError, match=r"example 1 of length 9 is over MaxTokens\(8\) alone"):
+    with pytest.raises(BudgetError, match=r"example 1 of length 9 is over MaxTokens\(8\) by itself"):
         bw.BatchSampler([3, 9], bw.MaxTokens(8))
 
 
