@@ -23,7 +23,7 @@ LEVELS = {
     "_optional": 1,
     "_progress": 1,
     "_fakes": 1,
-    "_memory_errors": 1,
+    "_oom": 1,
     "plan": 2,
     "size": 2,
     "serve": 2,
