@@ -79,7 +79,7 @@ def test_endless_items_are_read_only_as_far_as_needed():
 
 
 class FailThenHold:
-    """Fails on 3, and holds everything behind it until the gate opens."""
+    """Fails on 3, and holds everything after it until the gate opens."""
 
     def __init__(self):
         self.gate, self.run = threading.Event(), []
@@ -92,7 +92,7 @@ class FailThenHold:
         return items
 
 
-def test_the_first_error_ends_it_and_what_waits_behind_it_is_not_run():
+def test_the_first_error_ends_it_and_what_waits_after_it_is_not_run():
     async def main():
         function = FailThenHold()
         async with Batcher(function, max_items=1) as batcher:

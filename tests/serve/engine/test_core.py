@@ -233,7 +233,7 @@ def test_the_long_item_eleventh_of_211_is_served_before_any_that_came_a_deadline
         call = turn.call
     assert long.state is State.ANSWERED
     later = [end for request, end in ends.items() if request.arrival > long.arrival + 0.05]
-    assert len(later) == 150  # the 200 behind it, less those of the first 50 ms
+    assert len(later) == 150  # the 200 after it, less those of the first 50 ms
     assert ends[long] < min(later)
 
 

@@ -1,4 +1,4 @@
-"""A bad item fails alone, its mates are answered, and few calls are needed."""
+"""A bad item fails alone, the other items are answered, and few calls are needed."""
 
 import math
 import random
@@ -13,7 +13,7 @@ from batchwright.serve._engine.request import Outcome, Request, State
 
 
 class Device:
-    """Runs what an isolation asks for: some items are bad, and only so many fit."""
+    """Runs what an isolation asks for: some items are bad, and only a few fit."""
 
     def __init__(self, num_items, *, bad=(), most=10**9, during_call=None, **options):
         self.requests = [Request(index, 1, 0.0) for index in range(num_items)]

@@ -15,7 +15,7 @@ from ..stats import Stats
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Seconds of a response: from a quick model on the same machine to a long queue.
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-# Refused requests read the figures anew only this often: there may be thousands of them per second.
+# Refused requests read new figures only this often: there may be thousands of them per second.
 _STALE_SECONDS = 0.5
 _ENDS = ("answered", "failed", "shed", "cancelled", "closed")
 

@@ -71,4 +71,4 @@ def figures_of(name: str, stats: Stats) -> dict[str, Any]:
 
 
 def _file(name: str) -> str:
-    return importlib.resources.files(__package__).joinpath("live", name).read_text(encoding="utf-8")
+    return (importlib.resources.files(__package__) / "live" / name).read_text(encoding="utf-8")
