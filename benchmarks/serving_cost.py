@@ -14,8 +14,8 @@ import numpy as np
 from serving_load import DEADLINE_MS, poisson, stub_seconds
 
 from batchwright.serve import LatencyModel, Settings
-from batchwright.serve._pick import pick
-from batchwright.serve._request import Request
+from batchwright.serve._engine.policies import pick
+from batchwright.serve._engine.request import Request
 
 WAITING = (1, 8, 32, 64, 128, 192, 256, 1000)
 NUM_QUEUES = 5

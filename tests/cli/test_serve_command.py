@@ -15,7 +15,7 @@ import pytest
 from batchwright._cli.serve import add_serve, load
 from batchwright.cli import main
 from batchwright.errors import ArgumentError
-from batchwright.serve._settings import POLICIES
+from batchwright.serve.settings import POLICIES
 
 MODEL = """
 import time

@@ -25,11 +25,11 @@ def plan_of(oversize, lengths=LENGTHS, budget=BUDGET, **options):
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [
-        (LENGTHS, {}, r"example 1 \(and 1 more\) of length 30 is over MaxTokens\(10\) alone"),
-        ([5, 11], {}, r"example 1 of length 11 is over MaxTokens\(10\) alone"),
-        ([[5, 5], [6, 5]], {}, r"example 1 of length \(6, 5\) is over MaxTokens\(10\) alone"),
-        ([5, 10], {"pad_multiple_of": 8}, r"example 1 of length 10 is over MaxTokens\(10\) alone"),
-        ([5, 9], {"grouping": bw.Packed(8)}, r"example 1 of length 9 is over Packed\(capacity=8\) alone"),
+        (LENGTHS, {}, r"example 1 \(and 1 more\) of length 30 is over MaxTokens\(10\) by itself"),
+        ([5, 11], {}, r"example 1 of length 11 is over MaxTokens\(10\) by itself"),
+        ([[5, 5], [6, 5]], {}, r"example 1 of length \(6, 5\) is over MaxTokens\(10\) by itself"),
+        ([5, 10], {"pad_multiple_of": 8}, r"example 1 of length 10 is over MaxTokens\(10\) by itself"),
+        ([5, 9], {"grouping": bw.Packed(8)}, r"example 1 of length 9 is over Packed\(capacity=8\) by itself"),
     ],
 )
 def test_the_error_names_the_example_its_length_and_the_limit(lengths, options, message):

@@ -166,7 +166,7 @@ def test_a_raising_length_of_fails_only_its_request():
     run(main())
 
 
-@pytest.mark.parametrize(("length", "message"), [(1.5, "whole number, got 1.5"), (-1, "0 or more, got -1")])
+@pytest.mark.parametrize(("length", "message"), [(1.5, "whole number of 0 or more, got 1.5"), (-1, "or more, got -1")])
 def test_a_length_that_is_none_is_refused(length, message):
     async def main():
         async with Batcher(list, length_of=lambda item: length) as batcher:
@@ -285,7 +285,7 @@ def test_a_full_queue_refuses_one_more():
 def test_an_item_too_large_alone_is_refused():
     async def main():
         async with Batcher(list, length_of=len, max_tokens=4) as batcher:
-            with pytest.raises(TooLarge, match="length 5 is over max_tokens=4"):
+            with pytest.raises(TooLarge, match="length 5 alone is over max_tokens=4"):
                 await batcher.submit("12345")
 
     run(main())

@@ -5,10 +5,12 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchwright.errors import ArgumentError, StateMismatchError
 from batchwright.serve import LatencyModel
-from batchwright.serve.latency import MIN_OBSERVATIONS
+from batchwright.serve.latency import MIN_OBSERVATIONS, fit_non_negative
 
 SHAPES = [(n, length) for n in (1, 2, 5, 16, 40) for length in (8, 30, 100, 400)]
 
@@ -124,7 +126,7 @@ def test_json_brings_back_the_same_model():
 
 def test_json_of_another_version_is_refused():
     state = json.loads(LatencyModel().to_json()) | {"version": 99}
-    with pytest.raises(StateMismatchError, match="version 99"):
+    with pytest.raises(StateMismatchError, match="version = 99"):
         LatencyModel.from_json(json.dumps(state))
 
 
@@ -135,10 +137,27 @@ def test_a_fixed_model_learns_nothing():
     assert model.predict(10, 64) == pytest.approx(linear(10, 64))
 
 
-@pytest.mark.parametrize("wrong", [(-1.0, 0.0, 0.0), (0.0, 0.0, 0.0), (float("nan"), 1.0, 0.0)])
-def test_impossible_coefficients_are_refused(wrong):
-    with pytest.raises(ArgumentError, match="coefficients must be"):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ((-1.0, 0.0, 0.0), "constant must be a number of 0 or more, got -1.0"),
+        ((0.0, 0.0, 0.0), "give a coefficient above 0"),
+        ((float("nan"), 1.0, 0.0), "constant must be"),
+        ((1.0, "2"), "per_token must be"),
+        ((1.0, 0.0, float("inf")), "per_square must be"),
+    ],
+)
+def test_impossible_coefficients_are_refused(wrong, message):
+    with pytest.raises(ArgumentError, match=message):
         LatencyModel.fixed(*wrong)
+
+
+def test_numbers_of_numpy_are_learned_and_saved_as_plain_ones():
+    plain, numpy = LatencyModel(decay=0.5), LatencyModel(decay=np.float32(0.5))
+    for n, length in SHAPES * 2:
+        plain.observe(n, length, 0.5 * n)
+        numpy.observe(np.int64(n), np.int64(length), np.float32(0.5 * n))
+    assert numpy.to_json() == plain.to_json()
 
 
 def test_an_impossible_decay_is_refused():
@@ -202,3 +221,37 @@ def test_a_prediction_has_new_shapes_as_often_as_of_late():
     for shape in seen[:32]:
         model.observe(*shape, 0.007)
     assert model.constant == pytest.approx(0.007, rel=0.1)
+
+
+def sums(rows, values):
+    rows, values = np.array(rows, dtype=float), np.array(values, dtype=float)
+    return rows.T @ rows, rows.T @ values, float(values @ values)
+
+
+def test_a_coefficient_that_would_be_negative_is_zero():
+    # 10 - x: the best constant and slope are 10 and -1; without a negative slope the mean is best, (9 + 8 + 6) / 3.
+    fit = fit_non_negative(*sums([[1, 1, 1, 0], [1, 2, 4, 0], [1, 4, 16, 0]], [9, 8, 6]))
+    assert fit.tolist() == pytest.approx([23 / 3, 0, 0, 0])
+
+
+def test_a_term_that_holds_for_some_rows_alone_is_found():
+    # 2 + x, and 5 more in the second and the fourth row.
+    fit = fit_non_negative(*sums([[1, 1, 1, 0], [1, 2, 4, 1], [1, 4, 16, 0], [1, 3, 9, 1]], [3, 9, 6, 10]))
+    assert fit.tolist() == pytest.approx([2, 1, 0, 5])
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 500)), min_size=3, max_size=20), st.integers(0, 2**31))
+def test_no_other_answer_without_negatives_is_better(shapes, seed):
+    rng = np.random.default_rng(seed)
+    rows = np.array([[1.0, n * length, n * length * length, n % 2] for n, length in shapes])
+    rows /= np.maximum(rows.max(axis=0), 1.0)
+    values = rows @ rng.uniform(0, 1, 4) + 0.1 * rng.normal(size=len(rows))
+    found = fit_non_negative(*sums(rows, values))
+    assert (found >= 0).all()
+
+    def error(answer):
+        return float(((rows @ answer - values) ** 2).sum())
+
+    # A tenth: so much the third and the fourth term must each remove before they are taken.
+    for answer in np.abs(found + rng.normal(scale=0.1, size=(50, 4))):
+        assert error(found) <= error(answer) / 0.9**2 + 1e-9

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from batchwright.errors import ArgumentError
@@ -11,22 +12,41 @@ from batchwright.serve import Batcher, Settings
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"policy": "fifo"}, "policy must be one of adaptive, greedy, window, got 'fifo'"),
+        ({"policy": "fifo"}, "policy must be one of 'adaptive', 'greedy', 'window', got 'fifo'"),
         ({"max_items": 0}, "max_items must be a whole number of 1 or more, got 0"),
         ({"max_items": True}, "max_items"),
         ({"max_queue": 1.5}, "max_queue"),
         ({"max_tokens": -1}, "max_tokens"),
-        ({"max_wait_ms": -1}, "max_wait_ms must be a finite number of 0 or more"),
+        ({"max_wait_ms": -1}, "max_wait_ms must be a number of 0 or more"),
         ({"max_wait_ms": math.inf}, "max_wait_ms"),
         ({"deadline_ms": 0}, "deadline_ms must be a number above 0"),
         ({"deadline_ms": math.nan}, "deadline_ms"),
-        ({"on_error": "ignore"}, "on_error must be one of bisect, raise"),
-        ({"on_oom": "retry"}, "on_oom must be one of split, raise"),
+        ({"on_error": "ignore"}, "on_error must be one of 'bisect', 'raise'"),
+        ({"on_oom": "retry"}, "on_oom must be one of 'split', 'raise'"),
     ],
 )
 def test_an_impossible_setting_is_refused(wrong, message):
     with pytest.raises(ArgumentError, match=message):
         Settings(**wrong)
+
+
+def test_numbers_of_numpy_become_plain_ones():
+    settings = Settings(
+        max_items=np.int64(4),
+        max_queue=np.uint8(9),
+        max_tokens=np.int32(512),
+        max_wait_ms=np.float32(2.5),
+        deadline_ms=np.int64(50),
+    )
+    numbers = {name: value for name, value in vars(settings).items() if not isinstance(value, str)}
+    assert numbers == {"max_items": 4, "max_queue": 9, "max_tokens": 512, "max_wait_ms": 2.5, "deadline_ms": 50}
+    assert {type(value) for value in numbers.values()} == {int, float}
+
+
+def test_a_request_takes_numbers_of_numpy():
+    with Batcher(list, num_workers=np.int64(1), length_of=np.size) as batcher:
+        assert batcher.submit_sync("one", deadline_ms=np.float32(5000), priority=np.int64(2)) == "one"
+        assert list(batcher.map(["two"], max_in_flight=np.int64(3))) == ["two"]
 
 
 def test_the_batcher_refuses_what_is_no_function_and_no_workers():

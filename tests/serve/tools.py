@@ -2,7 +2,7 @@
 
 import threading
 
-from batchwright.serve._request import Request, State
+from batchwright.serve._engine.request import Request, State
 
 
 def make_requests(lengths, *, gap_seconds=0.001, deadline_seconds=float("inf")):

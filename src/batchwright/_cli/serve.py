@@ -188,8 +188,7 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _demo_app(arguments: argparse.Namespace) -> Starlette:
-    from ..serve._http_demo import Demo, make_demo_app
-    from ..serve._http_encoder import DemoEncoder
+    from ..serve.demo import Demo, DemoEncoder, make_demo_app
 
     refused = [name for name in ("policy", "length_of", "workers", "no_page") if getattr(arguments, name)]
     if refused:

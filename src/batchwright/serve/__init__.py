@@ -1,20 +1,20 @@
-"""When does a batch of live requests close? asyncio and NumPy only.
+"""Serve live requests in batches, with only asyncio and NumPy.
 
-``Batcher`` and ``batched`` collect single requests into batches: by length, deadline and a learned time model.
+``Batcher`` and ``batched`` collect single requests into batches by length, deadline and a learned time model.
 """
 
-from ._decorator import BatchedFunction as BatchedFunction
-from ._decorator import batched as batched
-from ._errors import Closed as Closed
-from ._errors import DeadlineExceeded as DeadlineExceeded
-from ._errors import QueueFull as QueueFull
-from ._errors import ResultError as ResultError
-from ._errors import TooLarge as TooLarge
-from ._map import Mapped as Mapped
-from ._settings import Settings as Settings
-from ._stats import Stats as Stats
+from ..errors import Closed as Closed
+from ..errors import DeadlineExceeded as DeadlineExceeded
+from ..errors import QueueFull as QueueFull
+from ..errors import ResultError as ResultError
+from ..errors import TooLarge as TooLarge
 from .batcher import Batcher as Batcher
+from .decorator import BatchedFunction as BatchedFunction
+from .decorator import batched as batched
 from .latency import LatencyModel as LatencyModel
+from .mapping import Mapped as Mapped
+from .settings import Settings as Settings
+from .stats import Stats as Stats
 
 __all__ = [
     "BatchedFunction",

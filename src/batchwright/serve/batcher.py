@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import inspect
 import math
 import time
 import weakref
@@ -12,16 +13,16 @@ from collections.abc import AsyncIterable, Callable, Iterable
 from types import TracebackType
 from typing import Any, Generic, TypeVar, final
 
+from .._checks import as_whole
 from ..errors import ArgumentError
-from ._checks import as_length, has_running_loop, is_coroutine_function
-from ._core import Core
-from ._map import Mapped
-from ._request import Request
-from ._settings import Settings, check_count, check_deadline, check_priority
-from ._stats import Stats
-from ._waiters import Waiter, waiter_for_loop, waiter_for_thread
-from ._workers import Workers
+from ._engine.core import Core
+from ._engine.request import Request
+from ._engine.waiters import Waiter, waiter_for_loop, waiter_for_thread
+from ._engine.workers import Workers
 from .latency import LatencyModel
+from .mapping import Mapped
+from .settings import Settings, as_deadline, as_priority
+from .stats import Stats
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -31,33 +32,34 @@ Result = TypeVar("Result")
 class Batcher(Generic[Item, Result]):
     """Collects single requests into batches for a function that takes a list and returns a list.
 
-    A plain function runs in a thread of its own, a coroutine function in the event loop of its callers. Requests may
-    come from any number of loops and threads. A batch closes when a worker is free to run it; ``policy`` decides which
+    A plain function runs in its own thread, a coroutine function in the event loop of its callers. Requests may come
+    from any number of loops and threads. A batch closes when a worker is free to run it; ``policy`` decides which
     requests it holds:
 
-    - "adaptive": grouped by length, the most urgent first, sized by a learned time model so that deadlines are met;
-    - "greedy": whatever waits, in order;
-    - "window": whatever arrives within ``max_wait_ms`` of the first request, in order.
+    - "adaptive": requests of similar length, the most urgent first, as many as a learned time model says will finish in
+      time;
+    - "greedy": all requests that wait, in order;
+    - "window": all requests that arrive within ``max_wait_ms`` of the first one, in order.
 
-    An item that makes the function raise fails alone, its mates are run again without it: the function must bear being
-    called twice with the same item, or be given ``on_error="raise"``. It may also return an exception object in place
-    of a result.
+    An item that makes the function raise fails alone, and the other items are run again without it. The function must
+    therefore accept the same item twice; if it cannot, use ``on_error="raise"``. It may also return an exception object
+    in place of a result.
 
     Args:
-        run: takes a list of items, returns one result for each, in order.
+        run: takes a list of items, returns one result per item, in order.
         policy: "adaptive", "greedy" or "window".
         max_items: the most requests in a batch.
-        max_wait_ms: the window of policy "window"; the others never wait on purpose.
-        deadline_ms: what a request is allowed from submission to answer; None: no limit. One that cannot meet it even
-            alone ends with ``DeadlineExceeded`` and is not run.
-        length_of: the length of an item, in the caller's thread; None: all alike.
+        max_wait_ms: the window of policy "window"; the other policies never wait on purpose.
+        deadline_ms: the time a request may take from submission to answer; None: no limit. A request that could not
+            meet it even alone ends with ``DeadlineExceeded`` and is not run.
+        length_of: returns the length of an item, called in the caller's thread; None: all items have the same length.
         max_tokens: the most ``num_items × longest`` in a batch; None: no limit.
-        max_queue: the most requests that wait; one more is refused with ``QueueFull``.
+        max_queue: the most requests that wait; further requests are refused with ``QueueFull``.
         num_workers: how many batches may run at once.
-        on_error: "bisect" finds the bad item and answers its mates; "raise" fails the whole batch.
-        on_oom: "split" runs a batch that ran out of memory in halves; "raise" treats it as any error.
+        on_error: "bisect" finds the bad item and answers the others; "raise" fails the whole batch.
+        on_oom: "split" runs a batch that ran out of memory in halves; "raise" treats it like any other error.
         time_model: a ``LatencyModel`` from an earlier run; None: a new one.
-        clock: seconds that never go back.
+        clock: returns seconds that never go back.
 
     >>> batcher = Batcher(lambda texts: [text.upper() for text in texts], length_of=len)
     >>> batcher.submit_sync("one")
@@ -86,7 +88,7 @@ class Batcher(Generic[Item, Result]):
     ) -> None:
         if not callable(run):
             raise ArgumentError(f"run must be a function of a list of items, got {run!r}")
-        check_count("num_workers", num_workers)
+        self._num_workers = as_whole("num_workers", num_workers, least=1)
         self._settings = Settings(
             policy=policy,
             max_items=max_items,
@@ -98,21 +100,20 @@ class Batcher(Generic[Item, Result]):
             on_oom=on_oom,
         )
         self._length_of = length_of
-        self._num_workers = num_workers
-        self._is_coroutine = is_coroutine_function(run)
+        self._is_coroutine = _is_coroutine_function(run)
         self._time_model = LatencyModel() if time_model is None else time_model
         core = Core(self._settings, self._time_model)
-        self._workers = Workers(core, run, num_workers=num_workers, clock=clock)
+        self._workers = Workers(core, run, num_workers=self._num_workers, clock=clock)
         weakref.finalize(self, self._workers.abandon)
 
     @property
     def settings(self) -> Settings:
-        """Return the settings in force."""
+        """Return the current settings."""
         return self._settings
 
     @property
     def is_open(self) -> bool:
-        """Say whether requests are taken; False from the start of a drain or close on."""
+        """Say whether requests are taken; False once a drain or close has begun."""
         return self._workers.is_open
 
     @property
@@ -123,12 +124,12 @@ class Batcher(Generic[Item, Result]):
     async def submit(self, item: Item, *, deadline_ms: float | None = None, priority: float = 0) -> Result:
         """Return the answer to one item.
 
-        Cancel it as any coroutine: an item that still waits is then never run.
+        Cancel it like any coroutine: an item that still waits is then never run.
 
         Args:
-            item: what the function's list shall hold.
-            deadline_ms: what this request is allowed; None: the batcher's, ``math.inf``: no limit.
-            priority: each step up halves the time after which others may not go before it.
+            item: one element of the list that the function takes.
+            deadline_ms: the time this request may take; None: the batcher's deadline, ``math.inf``: no limit.
+            priority: from -10 to 10; each step up halves the time during which later requests may overtake this one.
         """
         waiter = waiter_for_loop()
         request = self._enter(item, waiter, deadline_ms, priority)
@@ -143,7 +144,7 @@ class Batcher(Generic[Item, Result]):
 
     def submit_sync(self, item: Item, *, deadline_ms: float | None = None, priority: float = 0) -> Result:
         """Return the answer to one item, from a thread without an event loop; options as in ``submit``."""
-        if self._is_coroutine and has_running_loop():
+        if self._is_coroutine and _has_running_loop():
             raise ArgumentError("submit_sync would block the event loop that runs the function; await submit(item)")
         waiter = waiter_for_thread()
         request = self._enter(item, waiter, deadline_ms, priority)
@@ -165,18 +166,18 @@ class Batcher(Generic[Item, Result]):
         """Return the answers to many items, in order, with a bounded number in flight.
 
         ``await`` it for a list, or loop over it with ``async for``, or with ``for`` in a thread. The first error ends
-        it. A full queue makes it wait.
+        it. While the queue is full it waits.
 
         Args:
-            items: read only as fast as they are answered.
-            deadline_ms: what each is allowed; None: no limit, whatever the batcher's own is.
+            items: are read only as fast as they are answered.
+            deadline_ms: the time each item may take; None: no limit, even if the batcher has one.
             priority: as in ``submit``.
             max_in_flight: how many are submitted at once; None: twice what the workers hold, within ``max_queue``.
         """
         if max_in_flight is None:
             settings = self._settings
-            max_in_flight = max(1, min(2 * self._num_workers * settings.max_items, settings.max_queue))
-        check_count("max_in_flight", max_in_flight)
+            max_in_flight = min(2 * self._num_workers * settings.max_items, settings.max_queue)
+        max_in_flight = as_whole("max_in_flight", max_in_flight, least=1)
         allowed = math.inf if deadline_ms is None else deadline_ms
 
         def enter(item: Any, waiter: Waiter) -> Request:
@@ -189,7 +190,7 @@ class Batcher(Generic[Item, Result]):
     def configure(self, **changes: Any) -> None:
         """Change settings while it runs: policy, max_items, max_wait_ms, deadline_ms, max_tokens, max_queue, …
 
-        They hold from the next decision on; ``deadline_ms`` for requests that come later.
+        They hold from the next decision on, ``deadline_ms`` from the next request on.
 
         >>> batcher = Batcher(list)
         >>> batcher.configure(max_items=32)
@@ -204,11 +205,11 @@ class Batcher(Generic[Item, Result]):
         self._workers.configure(self._settings)
 
     def stats(self) -> Stats:
-        """Return what it has done so far."""
+        """Return the figures so far."""
         return self._workers.stats()
 
     async def drain(self) -> None:
-        """Take no more requests and wait until all that were taken have ended; ``submit`` then raises ``Closed``."""
+        """Take no more requests and wait until those that were taken have ended; ``submit`` then raises ``Closed``."""
         self._workers.stop(drop=False)
         await asyncio.wrap_future(self._workers.when_idle())
 
@@ -216,8 +217,8 @@ class Batcher(Generic[Item, Result]):
         """Take no more requests and end the workers.
 
         Args:
-            drain: run what waits; False ends it with ``Closed``. What runs is finished either way.
-            timeout_seconds: wait no longer than this; what still waits then ends with ``Closed``.
+            drain: run the requests that wait; False ends them with ``Closed``. Batches that run finish either way.
+            timeout_seconds: wait no longer than this; requests that still wait then end with ``Closed``.
         """
         self._workers.stop(drop=not drain)
         idle = asyncio.wrap_future(self._workers.when_idle())
@@ -226,7 +227,7 @@ class Batcher(Generic[Item, Result]):
         idle.cancel()
 
     def close_sync(self, *, drain: bool = True, timeout_seconds: float | None = None) -> None:
-        """Do as ``close`` does, from a thread without an event loop."""
+        """Do the same as ``close``, from a thread without an event loop."""
         self._workers.stop(drop=not drain)
         concurrent.futures.wait([self._workers.when_idle()], timeout=timeout_seconds)
         self._workers.stop(drop=True)
@@ -248,12 +249,12 @@ class Batcher(Generic[Item, Result]):
         self.close_sync(drain=kind is None)
 
     def _enter(self, item: Any, waiter: Waiter, deadline_ms: float | None, priority: float) -> Request:
-        """Measure and queue an item; what is wrong with it is raised here, to its caller alone."""
-        length = 1 if self._length_of is None else as_length(self._length_of(item))
-        allowed = self._settings.deadline_ms if deadline_ms is None else deadline_ms
-        if deadline_ms is not None:
-            check_deadline(deadline_ms)
-        check_priority(priority)
+        """Measure and queue an item; what is wrong with it is raised here, only to its caller."""
+        length = 1
+        if self._length_of is not None:  # an empty item still takes a place
+            length = as_whole("the result of length_of", self._length_of(item), least=0) or 1
+        allowed = self._settings.deadline_ms if deadline_ms is None else as_deadline(deadline_ms)
+        priority = as_priority(priority)
         now = self._workers.clock()
         deadline = math.inf if allowed is None else now + allowed / 1e3
         request = Request(item, length, now, deadline, priority, waiter)
@@ -261,7 +262,7 @@ class Batcher(Generic[Item, Result]):
         return request
 
     def _set_timer(self, request: Request) -> asyncio.TimerHandle | None:
-        """Give a request up at its deadline even while every worker is busy."""
+        """Give up a request at its deadline even while every worker is busy."""
         loop: asyncio.AbstractEventLoop | None = request.waiter.loop
         if loop is None or request.deadline == math.inf:
             return None
@@ -275,7 +276,22 @@ class Batcher(Generic[Item, Result]):
             concurrent.futures.wait([future])
 
     def _forget(self, request: Request) -> None:
-        """Cancel a request that nobody waits for; one that has ended is left alone."""
+        """Cancel a request that nobody waits for; a request that has ended stays as it is."""
         if request.state.is_live:
             self._workers.cancel(request)
         request.waiter.abandon()
+
+
+def _is_coroutine_function(run: Any) -> bool:
+    """Say whether a call of ``run`` must be awaited: a function, a method, or an object with such a ``__call__``."""
+    unwrapped = inspect.unwrap(run)
+    return inspect.iscoroutinefunction(unwrapped) or inspect.iscoroutinefunction(type(unwrapped).__call__)
+
+
+def _has_running_loop() -> bool:
+    """Say whether an event loop runs in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

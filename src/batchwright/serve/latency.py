@@ -5,25 +5,27 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
+from itertools import product
 from typing import Any, final
 
 import numpy as np
 
-from ..errors import ArgumentError, StateMismatchError
-from ._fit import fit_non_negative
+from .._checks import as_number, check_same
+from .._types import FloatArray
+from ..errors import ArgumentError
 
 # Fewer observations than this decide nothing.
 MIN_OBSERVATIONS = 8
-# A call that took longer than so many times the prediction counts as one that took just that.
-MAX_RATIO = 3.0
-# Until then a call counts as much as this many padded tokens; only the ratio is used.
+# Until then a call is taken to cost as much as this many padded tokens; only the ratio is used.
 NOMINAL_TOKENS = 4096.0
-# The first call of a shape may compile or tune; it is believed only if it was not this much slower.
+# A call that took longer than this many times the prediction counts as this many times the prediction.
+MAX_RATIO = 3.0
+# The first call of a shape may compile or tune; if it was this many times slower than predicted, it is ignored.
 FIRST_CALL_RATIO = 2.0
-# So many slow first calls among the latest 32 calls are ignored, not more: the device is slower now, or its times vary.
+# At most this many of the latest 32 calls are ignored: with more, the device is slower now, or its times vary.
 MAX_SLOW = 4
 NUM_LATEST = 32
-# Once so much was seen the fit moves slowly, and is renewed with every eighth batch.
+# From this many observations on the fit moves slowly, and every eighth batch renews it.
 REFIT_ALWAYS_BELOW = 32
 REFIT_EVERY = 8
 NUM_RATIOS = 128
@@ -35,15 +37,17 @@ _VERSION = 2
 class LatencyModel:
     """Seconds of a batch by its shape, learned online.
 
-    ``seconds = a + b·n·L + c·n·L² + d·new`` for ``n`` items of padded length ``L``, no coefficient below zero, ``c``
-    and ``d`` only where each removes a tenth of the error. ``new`` is 1 for the first call of a shape, where some
-    kernels are chosen or compiled; a prediction has the share of new shapes among the latest 32 calls. Least squares of
-    the relative error, an observation counting ``decay`` times less with each one after it, and as 3 times the
-    prediction at most: a hiccup is no trend. The first call of a shape is ignored when nothing alike ran before, or
-    when it took twice what was predicted and that is rare.
+    ``seconds = a + b·n·L + c·n·L² + d·new`` for ``n`` items of padded length ``L``. No coefficient is below zero;
+    ``c`` and ``d`` are used only if each removes a tenth of the error. ``new`` is 1 for the first call of a shape, when
+    some kernels are chosen or compiled; predictions use the share of new shapes among the latest 32 calls.
+
+    The fit is least squares of the relative error. Each new observation multiplies the weight of the earlier ones by
+    ``decay``. An observation counts as 3 times the prediction at most, so that a hiccup is not taken for a trend. The
+    first call of a shape is ignored if nothing similar ran before, or if it took more than twice the prediction and
+    that is rare.
 
     Args:
-        decay: the weight that an observation keeps with each one after it, above 0 and at most 1.
+        decay: the share of its weight that an observation keeps with each later one, above 0 and at most 1.
 
     >>> model = LatencyModel()
     >>> for _ in range(2):
@@ -54,9 +58,7 @@ class LatencyModel:
     """
 
     def __init__(self, *, decay: float = 0.99) -> None:
-        if not 0 < decay <= 1:
-            raise ArgumentError(f"decay must be above 0 and at most 1, got {decay!r}")
-        self._decay = decay
+        self._decay = as_number("decay", decay, above=0, most=1)
         self._learns = True
         self._gram = np.zeros((4, 4))
         self._moment = np.zeros(4)
@@ -74,38 +76,40 @@ class LatencyModel:
         """Return a model of known coefficients that learns nothing.
 
         Args:
-            constant: seconds of any call, ``a``.
-            per_token: seconds of a padded token, ``b``.
-            per_square: seconds of an item by the square of its padded length, ``c``.
+            constant: ``a``, the seconds that any call takes.
+            per_token: ``b``, the seconds per padded token.
+            per_square: ``c``, the seconds per item and square of its padded length.
 
         >>> LatencyModel.fixed(0.004, 1e-5).predict(10, 100)
         0.014
         """
-        coefficients = (float(constant), float(per_token), float(per_square))
-        if not all(0 <= value < math.inf for value in coefficients) or not any(coefficients):
-            raise ArgumentError(f"coefficients must be 0 or more and not all 0, got {coefficients}")
+        a = as_number("constant", constant, least=0)
+        b = as_number("per_token", per_token, least=0)
+        c = as_number("per_square", per_square, least=0)
+        if not (a or b or c):
+            raise ArgumentError("a model that predicts 0 seconds is of no use; give a coefficient above 0")
         model = cls()
-        model._coefficients, model._learns = (*coefficients, 0.0), False
+        model._coefficients, model._learns = (a, b, c, 0.0), False
         return model
 
     @property
     def is_ready(self) -> bool:
-        """Say whether ``predict`` means seconds; before that only the ratio of its terms is of use."""
+        """Say whether ``predict`` returns seconds; before that, only the ratio of its terms means something."""
         return not self._learns or self._num_observed >= MIN_OBSERVATIONS
 
     @property
     def num_observed(self) -> int:
-        """Return how many batches were learned from."""
+        """Return how many batches the model has learned from."""
         return self._num_observed
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """Return seconds by term: ``1``, ``n*L``, ``n*L^2``, ``new``."""
+        """Return the seconds per term: ``1``, ``n*L``, ``n*L^2``, ``new``."""
         return dict(zip(("1", "n*L", "n*L^2", "new"), self._coefficients, strict=True))
 
     @property
     def constant(self) -> float:
-        """Return the seconds that any call takes, new shapes as often as of late."""
+        """Return the seconds that any call takes, with new shapes as often as among the latest calls."""
         new = self._coefficients[3]
         return self._coefficients[0] + (new * sum(self._new) / len(self._new) if new and self._new else 0.0)
 
@@ -118,11 +122,11 @@ class LatencyModel:
         return max(1.0, ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))])
 
     def per_item(self, length: float) -> float:
-        """Return the seconds of one item more at a padded length: ``b·L + c·L²``."""
+        """Return the seconds of one more item at a padded length: ``b·L + c·L²``."""
         return length * (self._coefficients[1] + self._coefficients[2] * length)
 
     def predict(self, num_items: int, length: float) -> float:
-        """Return the seconds expected for a batch."""
+        """Return the expected seconds of a batch."""
         return self.constant + num_items * self.per_item(length)
 
     def upper(self, num_items: int, length: float) -> float:
@@ -134,18 +138,19 @@ class LatencyModel:
 
         Args:
             num_items: how many items it had.
-            length: what they were padded to.
-            seconds: how long it took; what is not above 0 and finite is ignored.
+            length: the length that they were padded to.
+            seconds: how long it took; only a finite time above 0 counts.
         """
         if not self._learns or not 0 < seconds < math.inf:
             return
+        seconds = float(seconds)  # a number of NumPy would stay in what is saved
         is_new, is_ignored = self._visit(num_items, length, seconds)
         self._new.append(is_new)
         self._ignored.append(is_ignored and self.is_ready)
         if is_ignored:
             return
-        # Errors count relative to what was predicted: relative to the seconds themselves, those that happen to be short
-        # would weigh most, and a device whose times vary would be taken for a faster one.
+        # Errors count relative to the prediction. Relative to the seconds themselves, short times would weigh most, and
+        # a device whose times vary would be taken for a faster one.
         scale = self._expected(num_items, length, is_new) if self.is_ready else seconds
         ratio = seconds / scale
         if self.is_ready:
@@ -161,14 +166,15 @@ class LatencyModel:
             self._coefficients = (a, b, c, new)
 
     def _expected(self, num_items: int, length: int, is_new: bool) -> float:
-        """Return the seconds of a shape that is known to be new, or not to be."""
+        """Return the expected seconds of a shape that is known to be new or not."""
         return self._coefficients[0] + num_items * self.per_item(length) + is_new * self._coefficients[3]
 
     def _visit(self, num_items: int, length: int, seconds: float) -> tuple[bool, bool]:
-        """Remember the shape; say whether it is new, and whether this call is to be ignored as its first."""
-        shape, size = (num_items, length), (num_items.bit_length(), length.bit_length())
+        """Remember the shape; say whether it is new, and whether this first call of it is ignored."""
+        shape = (num_items, length)
         if shape in self._shapes:
             return False, False
+        size = (int(num_items).bit_length(), int(length).bit_length())
         if len(self._shapes) >= MAX_SHAPES:
             self._shapes.clear()
         self._shapes.add(shape)
@@ -180,7 +186,7 @@ class LatencyModel:
         return True, is_slow and sum(self._ignored) < MAX_SLOW
 
     def to_json(self) -> str:
-        """Return what was learned as JSON; shapes are left out, since a new process compiles them again."""
+        """Return what was learned as JSON, without the shapes: a new process compiles them again."""
         state = {
             "version": _VERSION,
             "decay": self._decay,
@@ -203,9 +209,7 @@ class LatencyModel:
         0.014
         """
         state: dict[str, Any] = json.loads(text)
-        if state.get("version") != _VERSION:
-            wanted = f"a LatencyModel of version {_VERSION}"
-            raise StateMismatchError(f"expected {wanted}, got version {state.get('version')!r}; measure anew")
+        check_same("version", state.get("version"), _VERSION)
         model = cls(decay=state["decay"])
         model._learns = state["learns"]
         model._coefficients = tuple(state["coefficients"])
@@ -219,3 +223,44 @@ class LatencyModel:
         a, b, c, new = self._coefficients
         terms = f"{a:.3g} + {b:.3g}·n·L + {c:.3g}·n·L² + {new:.3g}·new"
         return f"LatencyModel({terms} s, {self._num_observed} batches)"
+
+
+# Every choice of terms that may be above zero, those with fewer of the third and fourth term first: the earlier wins
+# among equals.
+_CHOICES = np.array([c for c in product((1.0, 0.0), repeat=4) if any(c)])
+_CHOICES = _CHOICES[np.argsort(_CHOICES[:, 2:].sum(axis=1), kind="stable")]
+_MASKS = _CHOICES[:, :, None] * _CHOICES[:, None, :]
+_IDENTITY = np.eye(4)
+# The third and the fourth term must each remove this share of the error before they are used.
+_WORTH_A_TERM = 0.1
+_PENALTY = (1 - _WORTH_A_TERM) ** -_CHOICES[:, 2:].sum(axis=1)
+_RIDGE = 1e-9
+
+
+def fit_non_negative(gram: FloatArray, moment: FloatArray, total: float) -> FloatArray:
+    """Return the ``t >= 0`` with the least ``total - 2·t·moment + t·gram·t``, third and fourth term only if they help.
+
+    All choices of terms are solved at once, and the best one without a negative coefficient wins. With four terms that
+    is exact and needs no iteration. It works on sums that decay, since the observations themselves are not kept.
+
+    Args:
+        gram: the sum of ``x·xᵀ`` over the observations, shape ``(4, 4)``.
+        moment: the sum of ``x·y``, shape ``(4,)``.
+        total: the sum of ``y²``.
+
+    >>> rows = np.array([[1.0, 2, 4, 0], [1, 5, 25, 1], [1, 9, 81, 0], [1, 3, 9, 1]])
+    >>> seconds = 3 + 2 * rows[:, 1]
+    >>> fit_non_negative(rows.T @ rows, rows.T @ seconds, float(seconds @ seconds)).round(4).tolist()
+    [3.0, 2.0, 0.0, 0.0]
+    """
+    scale = np.sqrt(np.diag(gram))
+    scale[scale == 0] = 1.0  # the coefficient of a term that was never seen stays zero
+    unit = gram / np.outer(scale, scale)
+    aim = moment / scale
+    # Rows and columns of the terms left out become those of the identity, so that their coefficients are exactly zero.
+    systems = unit * _MASKS + _IDENTITY * (1 - _MASKS) + _IDENTITY * _RIDGE
+    answers = np.linalg.solve(systems, (aim * _CHOICES)[:, :, None])[:, :, 0]
+    errors = total - 2 * answers @ aim + np.einsum("ki,ij,kj->k", answers, unit, answers)
+    errors = (np.maximum(errors, 0.0) + total * 1e-12) * _PENALTY
+    errors[(answers < 0).any(axis=1)] = np.inf
+    return np.asarray(answers[int(np.argmin(errors))] / scale)

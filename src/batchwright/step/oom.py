@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .._memory_errors import is_out_of_memory as is_out_of_memory
+from .._oom import is_out_of_memory as is_out_of_memory
 
 
 def free_memory(devices: Iterable[torch.device]) -> None:

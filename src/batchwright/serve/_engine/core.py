@@ -1,0 +1,275 @@
+"""Core: every move a request can make, without a clock, a thread or a loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from ...errors import Closed, DeadlineExceeded, QueueFull, TooLarge
+from ..latency import LatencyModel
+from ..settings import Settings
+from ..stats import Counters, Stats
+from .isolation import Isolation
+from .memory import Ceiling
+from .policies import pick
+from .request import Outcome, Request, State, longest
+
+# After this many requests were given up only by prediction, one is run all the same: a wrong prediction must not last.
+MAX_SHED_IN_A_ROW = 16
+
+
+@final
+@dataclass(frozen=True)
+class Call:
+    """A group of requests to run now; hand its outcome to ``Core.complete``."""
+
+    requests: list[Request]
+    steps: Generator[list[Request], Outcome, None] = field(repr=False)
+
+    @property
+    def items(self) -> list[Any]:
+        """Return the list that the function is called with."""
+        return [request.item for request in self.requests]
+
+
+@final
+@dataclass(frozen=True)
+class Turn:
+    """What follows a move: a call to run, requests that have ended, when to ask again."""
+
+    call: Call | None = None
+    ended: list[Request] = field(default_factory=list)
+    wake_seconds: float | None = None
+
+
+@final
+class Core:
+    """The state machine of a batcher.
+
+    Every move takes the time as an argument and returns what follows from it. A core does nothing by itself and is not
+    safe between threads: its driver holds a lock, runs the calls and wakes the callers.
+
+    Args:
+        settings: policy and limits.
+        model: how long batches take; it learns from every call that works.
+    """
+
+    def __init__(self, settings: Settings, model: LatencyModel) -> None:
+        self.settings = self._limited = settings
+        self.model = model
+        self.is_open = True
+        self.counters = Counters()
+        self._queue: dict[Request, None] = {}
+        self._running: dict[Request, None] = {}
+        self._num_jobs = 0
+        self._num_shed_in_a_row = 0
+        self._ceiling = Ceiling()
+        self._ended: list[Request] = []
+        self._now = 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many requests wait."""
+        return len(self._queue)
+
+    @property
+    def is_idle(self) -> bool:
+        """Say whether nothing waits and nothing runs."""
+        return not self._queue and not self._num_jobs
+
+    def add(self, request: Request) -> None:
+        """Take a request in, or say why not."""
+        limit = self.settings.max_tokens
+        if not self.is_open:
+            self.counters.refused["closed"] += 1
+            raise Closed("the batcher is closed; make a new one")
+        if limit is not None and request.length > limit:
+            self.counters.refused["too_large"] += 1
+            raise _too_large(request, limit)
+        if len(self._queue) >= self.settings.max_queue:
+            self.counters.refused["queue_full"] += 1
+            raise QueueFull(
+                f"{len(self._queue)} requests wait, max_queue is {self.settings.max_queue}; try again later"
+            )
+        self.counters.num_submitted += 1
+        self._queue[request] = None
+
+    def cancel(self, request: Request, now: float) -> None:
+        """Drop a request: if it waits it is never run, if it runs its answer is dropped."""
+        if request.state.is_live:
+            self._end(request, State.CANCELLED, now)
+            self._take_ended()  # nobody waits for it
+
+    def expire(self, request: Request, now: float) -> list[Request]:
+        """Give up a request that still waits at its deadline; a request that runs may finish."""
+        if request.state is State.WAITING:
+            self._shed(request, now)
+        return self._take_ended()
+
+    def take(self, now: float) -> Turn:
+        """Decide what a free worker does."""
+        decision = pick(list(self._queue), now, self.model, self._limits())
+        shed, batch, reason = decision.shed, decision.batch, decision.reason
+        if not batch and shed:
+            batch, reason = self._probe(shed, now), "probe"
+        chosen = set(map(id, batch))
+        for request in shed:
+            if id(request) not in chosen:
+                self._shed(request, now)
+        if not batch:
+            return Turn(None, self._take_ended(), decision.wake_seconds)
+        if decision.passed is not None:
+            decision.passed.passed_over += 1
+        return Turn(self._start(batch, reason, now), self._take_ended())
+
+    def complete(self, call: Call, outcome: Outcome, now: float, seconds: float) -> Turn:
+        """Take in the outcome of a call, and return the next call of the same batch if it needs one.
+
+        Args:
+            call: what was run.
+            outcome: one value per request, or an error.
+            now: the time.
+            seconds: how long the call took.
+        """
+        self._learn(call.requests, outcome, seconds)
+        self._now = now
+        try:
+            following = Call(call.steps.send(outcome), call.steps)
+            self.counters.num_calls += 1
+        except StopIteration:
+            following = None
+            self._num_jobs = max(0, self._num_jobs - 1)  # a crash has counted it as over
+        return Turn(following, self._take_ended())
+
+    def configure(self, settings: Settings, now: float) -> list[Request]:
+        """Change the settings; requests that wait and no longer fit end with ``TooLarge``."""
+        self.settings = self._limited = settings
+        limit = math.inf if settings.max_tokens is None else settings.max_tokens
+        for request in [request for request in self._queue if request.length > limit]:
+            request.error = _too_large(request, limit)
+            self._end(request, State.FAILED, now)
+        return self._take_ended()
+
+    def stop(self) -> None:
+        """Take no more requests; those that wait will still run."""
+        self.is_open = False
+
+    def drop(self, now: float) -> list[Request]:
+        """End every request that waits with ``Closed``."""
+        return self._close(self._queue, "the batcher was closed before this request ran", now)
+
+    def crash(self, error: BaseException, now: float) -> list[Request]:
+        """End every request with ``Closed``: the driver of the core has failed, and nothing would ever run."""
+        self.stop()
+        self._num_jobs = 0
+        return self._close({**self._queue, **self._running}, f"the batcher failed: {error!r}", now)
+
+    def stats(self) -> Stats:
+        """Return the figures so far."""
+        model = {**self.model.coefficients, "margin": self.model.margin, "num_observed": self.model.num_observed}
+        return Stats(
+            num_waiting=len(self._queue),
+            num_running=len(self._running),
+            max_tokens=self._ceiling.limit(self.settings.max_tokens),
+            time_model=model,
+            **self.counters.figures(),
+        )
+
+    def _limits(self) -> Settings:
+        """Return the settings with the limits of this moment: memory may be short, a closed batcher does not wait."""
+        tokens = self._ceiling.limit(self.settings.max_tokens)
+        wait = self.settings.max_wait_ms if self.is_open else 0.0
+        if (self._limited.max_tokens, self._limited.max_wait_ms) != (tokens, wait):
+            self._limited = dataclasses.replace(self.settings, max_tokens=tokens, max_wait_ms=wait)
+        return self._limited
+
+    def _probe(self, shed: list[Request], now: float) -> list[Request]:
+        """Return, now and then, a request to run although it is predicted to be late."""
+        candidates = [request for request in shed if request.deadline > now]
+        self._num_shed_in_a_row += len(candidates)
+        if not candidates or self._num_shed_in_a_row < MAX_SHED_IN_A_ROW:
+            return []
+        return [min(candidates, key=lambda request: request.length)]
+
+    def _start(self, batch: list[Request], reason: str, now: float) -> Call:
+        for request in batch:
+            del self._queue[request]
+            self._running[request] = None
+            request.state = State.RUNNING
+        self._num_jobs += 1
+        self._num_shed_in_a_row = 0
+        self.counters.start(batch, reason, now)
+        self.counters.num_calls += 1
+        steps = Isolation(
+            self._settle, bisect=self.settings.on_error == "bisect", split_oom=self.settings.on_oom == "split"
+        ).run(batch)
+        return Call(next(steps), steps)
+
+    def _learn(self, group: list[Request], outcome: Outcome, seconds: float) -> None:
+        length = longest(group)
+        if outcome.error is None:
+            self.model.observe(len(group), length, seconds)
+            self._ceiling.rise(len(group) * length)
+        elif outcome.is_oom:
+            self.counters.num_ooms += 1
+            if len(group) > 1 and self.settings.on_oom == "split":
+                self._ceiling.lower(len(group) * length)
+
+    def _settle(self, group: list[Request], outcome: Outcome) -> None:
+        values = outcome.values if outcome.error is None else [outcome.error] * len(group)
+        for request, value in zip(group, values, strict=True):
+            if not request.state.is_live:
+                continue
+            if isinstance(value, BaseException):
+                request.error = value
+                self._end(request, State.FAILED, self._now)
+            else:
+                request.result = value
+                self._end(request, State.ANSWERED, self._now)
+
+    def _close(self, requests: Iterable[Request], why: str, now: float) -> list[Request]:
+        for request in list(requests):
+            request.error = Closed(why)
+            self._end(request, State.CLOSED, now)
+        return self._take_ended()
+
+    def _shed(self, request: Request, now: float) -> None:
+        request.error = _deadline_exceeded(request, now, self.model)
+        self._end(request, State.SHED, now)
+
+    def _end(self, request: Request, state: State, now: float) -> None:
+        assert request.state.is_live, f"{request} ended twice"
+        if request.state is State.WAITING:
+            del self._queue[request]
+        else:
+            del self._running[request]
+        request.state = state
+        self.counters.end(request, now)
+        self._ended.append(request)
+
+    def _take_ended(self) -> list[Request]:
+        ended, self._ended = self._ended, []
+        return ended
+
+
+def _too_large(request: Request, limit: float) -> TooLarge:
+    return TooLarge(
+        f"an item of length {request.length} alone is over max_tokens={limit}; shorten it or raise the limit"
+    )
+
+
+def _deadline_exceeded(request: Request, now: float, model: LatencyModel) -> DeadlineExceeded:
+    waited, predicted, alone = now - request.arrival, None, ""
+    if model.is_ready:
+        predicted = waited + model.predict(1, request.length)
+        alone = f"; even alone it would have finished after {predicted * 1e3:.1f} ms"
+    return DeadlineExceeded(
+        f"not run: waited {waited * 1e3:.1f} ms of the {request.allowance * 1e3:.1f} ms allowed{alone}; "
+        "raise deadline_ms or send fewer requests",
+        waited_seconds=waited,
+        deadline_seconds=request.allowance,
+        predicted_seconds=predicted,
+    )

@@ -1,0 +1,74 @@
+"""The live page and the figures it draws."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from ..batcher import Batcher
+from ..stats import Stats
+
+# The page holds its own style and script, and asks only this server for figures.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+_HEADERS = {"Cache-Control": "no-store", "Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
+
+
+def page_routes(read: Callable[[], dict[str, Any]]) -> list[Route]:
+    """Return the routes of the page.
+
+    Args:
+        read: returns the figures of ``/live``: ``arms``, ``deadline_ms``, ``load``.
+    """
+    content = render_page()
+
+    async def show_page(request: Request) -> Response:
+        return HTMLResponse(content, headers=_HEADERS)
+
+    async def show_figures(request: Request) -> Response:
+        return JSONResponse(read(), headers={"Cache-Control": "no-store"})
+
+    return [Route("/", show_page), Route("/live", show_figures)]
+
+
+def render_page() -> str:
+    """Return the page as HTML that needs no other file."""
+    return _file("page.html").replace("/* style */", _file("style.css")).replace("/* script */", _file("script.js"))
+
+
+def figures_of_server(batcher: Batcher[Any, Any]) -> dict[str, Any]:
+    """Return the figures of ``/live`` for one batcher."""
+    arm = figures_of("", batcher.stats())
+    return {"arms": [arm], "deadline_ms": batcher.settings.deadline_ms, "load": None}
+
+
+def figures_of(name: str, stats: Stats) -> dict[str, Any]:
+    """Return the figures of one batcher: counts since the start; the page draws their differences.
+
+    Args:
+        name: the name of the arm.
+        stats: the figures of its batcher.
+    """
+    refused = sum(stats.num_refused.values())
+    return {
+        "name": name,
+        "asked": stats.num_submitted + refused,
+        "answered": stats.num_answered,
+        "late": stats.num_missed,
+        "shed": stats.num_shed + refused,
+        "failed": stats.num_failed,
+        "waiting": stats.num_waiting,
+        "batches": stats.num_batches,
+        "items": stats.num_items,
+        "tokens": [stats.num_tokens, stats.num_padded_tokens],
+        "p50_ms": stats.latency_ms.get("p50"),
+        "p99_ms": stats.latency_ms.get("p99"),
+    }
+
+
+def _file(name: str) -> str:
+    return (importlib.resources.files(__package__) / "live" / name).read_text(encoding="utf-8")

@@ -1,0 +1,147 @@
+"""A bad item fails alone, the other items are answered, and few calls are needed."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchwright.errors import DoesNotFitError
+from batchwright.serve._engine.isolation import Isolation
+from batchwright.serve._engine.request import Outcome, Request, State
+
+
+class Device:
+    """Runs what an isolation asks for: some items are bad, and only a few fit."""
+
+    def __init__(self, num_items, *, bad=(), most=10**9, during_call=None, **options):
+        self.requests = [Request(index, 1, 0.0) for index in range(num_items)]
+        self.bad, self.most, self.during_call = set(bad), most, during_call
+        self.ends, self.calls = {}, []
+        steps = Isolation(self.settle, **options).run(self.requests)
+        outcome = None
+        try:
+            while True:
+                group = [request.item for request in steps.send(outcome)]
+                self.calls.append(group)
+                outcome = self.run(group)
+        except StopIteration:
+            pass
+
+    def run(self, group):
+        if self.during_call is not None:
+            self.during_call(self, len(self.calls))
+        if len(group) > self.most:
+            return Outcome(error=MemoryError("full"), is_oom=True)
+        bad = [item for item in group if item in self.bad]
+        return Outcome(error=ValueError(bad[-1])) if bad else Outcome(values=[10 * item for item in group])
+
+    def settle(self, group, outcome):
+        for index, request in enumerate(group):
+            if request.state.is_live:
+                assert request.item not in self.ends, "settled twice"
+                request.state = State.ANSWERED
+                self.ends[request.item] = outcome.error or outcome.values[index]
+
+    def cancel(self, *items):
+        for item in items:
+            self.requests[item].state = State.CANCELLED
+
+    def is_right(self, item):
+        end = self.ends[item]
+        return end.args == (item,) if item in self.bad else end == 10 * item
+
+
+def test_of_four_with_one_bad_the_three_mates_are_answered_with_three_more_calls():
+    device = Device(4, bad=[1])
+    assert [device.ends[item] for item in (0, 2, 3)] == [0, 20, 30]
+    assert isinstance(device.ends[1], ValueError)
+    assert len(device.calls) - 1 <= 3  # log2(4) + 1
+
+
+@pytest.mark.parametrize("num_items", [1, 2, 3, 5, 8, 17, 64, 100])
+def test_one_bad_item_anywhere_takes_at_most_log2_and_one_more_calls(num_items):
+    for bad in range(num_items):
+        device = Device(num_items, bad=[bad])
+        assert all(map(device.is_right, range(num_items)))
+        assert len(device.calls) - 1 <= math.ceil(math.log2(num_items)) + 1
+
+
+def test_a_function_that_always_fails_is_not_called_for_ever():
+    device = Device(64, bad=range(64))
+    assert all(map(device.is_right, range(64)))
+    assert len(device.calls) <= 2.5 * 64
+
+
+@given(st.integers(1, 70), st.integers(0, 2**31), st.sampled_from([1, 3, 10, 1000]))
+def test_any_number_of_bad_items_and_any_memory_gives_each_its_own_end(num_items, seed, most):
+    rng = random.Random(seed)
+    device = Device(num_items, bad=rng.sample(range(num_items), rng.randint(0, num_items)), most=most)
+    assert device.ends.keys() == set(range(num_items))
+    assert all(map(device.is_right, range(num_items)))
+
+
+def test_a_passing_fault_fails_nobody():
+    def fault(device, num_calls):
+        device.bad = {3} if num_calls == 1 else set()
+
+    device = Device(8, during_call=fault)
+    assert [device.ends[item] for item in range(8)] == [10 * item for item in range(8)]
+
+
+def test_out_of_memory_runs_the_halves():
+    device = Device(8, most=2)
+    assert [len(call) for call in device.calls] == [8, 4, 2, 2, 4, 2, 2]
+    assert all(map(device.is_right, range(8)))
+
+
+def test_an_item_that_does_not_fit_alone_says_so():
+    device = Device(2, most=0)
+    assert isinstance(device.ends[0], DoesNotFitError)
+    assert isinstance(device.ends[0].__cause__, MemoryError)
+
+
+def test_a_cancelled_request_is_in_no_later_call():
+    def cancel(device, num_calls):
+        if num_calls == 1:
+            device.cancel(6, 7)
+
+    device = Device(8, bad=[2], during_call=cancel)
+    assert all(6 not in call and 7 not in call for call in device.calls[1:])
+    assert device.ends.keys() == set(range(6))
+    assert all(map(device.is_right, range(6)))
+
+
+def test_a_bad_item_cancelled_during_the_search_is_not_run_again_and_nobody_is_blamed():
+    def cancel(device, num_calls):
+        if num_calls == 2:
+            device.cancel(0)
+
+    device = Device(4, bad=[0], during_call=cancel)
+    assert [device.ends[item] for item in (1, 2, 3)] == [10, 20, 30]
+    assert all(0 not in call for call in device.calls[2:])
+
+
+def test_without_bisection_the_whole_batch_has_the_error():
+    device = Device(4, bad=[1], bisect=False)
+    assert len(device.calls) == 1
+    assert {type(end) for end in device.ends.values()} == {ValueError}
+
+
+def test_without_splitting_out_of_memory_is_an_error_like_others():
+    device = Device(4, most=2, bisect=False, split_oom=False)
+    assert len(device.calls) == 1
+    assert {type(end) for end in device.ends.values()} == {MemoryError}
+
+
+def test_the_frames_of_an_out_of_memory_error_are_let_go_before_the_halves_run():
+    error = None
+    try:
+        raise MemoryError("full")
+    except MemoryError as caught:
+        error = caught
+    steps = Isolation(lambda group, outcome: None).run([Request(index, 1, 0.0) for index in range(2)])
+    next(steps)
+    steps.send(Outcome(error=error, is_oom=True))
+    assert error.__traceback__ is None

@@ -1,0 +1,290 @@
+"""Many loops and threads, loops that die, forks, and the end of the interpreter."""
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from batchwright.errors import ArgumentError
+from batchwright.serve import Batcher, Closed
+
+from ..tools import Recorder
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+async def double_slowly(items):
+    await asyncio.sleep(0.001)
+    return [2 * item for item in items]
+
+
+@pytest.mark.parametrize("function", [lambda items: [2 * item for item in items], double_slowly])
+def test_threads_and_loops_share_one_batcher(function):
+    async def from_a_loop(batcher, start):
+        return await asyncio.gather(*(batcher.submit(start + item) for item in range(50)))
+
+    with Batcher(function) as batcher, ThreadPoolExecutor(8) as pool:
+        loops = [pool.submit(lambda start=start: run(from_a_loop(batcher, start))) for start in (0, 1000, 2000)]
+        threads = [pool.submit(batcher.submit_sync, item) for item in range(5000, 5050)]
+        for start, loop in zip((0, 1000, 2000), loops, strict=True):
+            assert loop.result(30) == [2 * (start + item) for item in range(50)]
+        assert [thread.result(30) for thread in threads] == [2 * item for item in range(5000, 5050)]
+
+
+def test_a_coroutine_function_needs_no_loop_of_the_caller():
+    with Batcher(double_slowly) as batcher:
+        assert [batcher.submit_sync(item) for item in range(3)] == [0, 2, 4]
+
+
+def test_a_batcher_outlives_the_loop_that_used_it_first():
+    batcher = Batcher(double_slowly)
+    assert run(batcher.submit(1)) == 2
+    assert run(batcher.submit(2)) == 4
+    assert batcher.submit_sync(3) == 6
+    batcher.close_sync()
+
+
+def test_a_caller_whose_loop_is_closed_does_not_disturb_the_others():
+    recorder = Recorder(held=True)
+    with Batcher(recorder) as batcher:
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(batcher.submit(1))
+        loop.run_until_complete(asyncio.sleep(0.01))
+        recorder.started.wait(30)
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(batcher.submit_sync, 2)
+            loop.close()
+            recorder.gate.set()
+            assert other.result(30) == 4
+    assert not task.done()
+    task._log_destroy_pending = False  # that a task was left behind is the point of this test
+
+
+class Lost:
+    """A coroutine function that never returns in one loop, and works in every other."""
+
+    def __init__(self):
+        self.loop, self.gate, self.entered = asyncio.new_event_loop(), threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+
+    async def __call__(self, items):
+        if items == [0]:
+            self.gate.wait(30)  # in the worker's own loop: 0 comes from a thread
+        if asyncio.get_running_loop() is self.loop:
+            self.entered.set()
+            await asyncio.sleep(3600)
+        return [2 * item for item in items]
+
+    def submit_two_in_one_batch(self, batcher, pool):
+        """Have 1 of the doomed loop and 2 of a thread share a batch, which then runs in that loop."""
+        first = pool.submit(batcher.submit_sync, 0)
+        while not batcher.stats().num_running:
+            time.sleep(0.001)
+        asyncio.run_coroutine_threadsafe(batcher.submit(1), self.loop)
+        second = pool.submit(batcher.submit_sync, 2)
+        while batcher.stats().num_waiting < 2:
+            time.sleep(0.001)
+        self.gate.set()
+        assert first.result(30) == 0
+        assert self.entered.wait(30)
+        return second
+
+    def close(self):
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(30)
+        for task in asyncio.all_tasks(self.loop):
+            task._log_destroy_pending = False  # that tasks are left behind is the point of the test
+        self.loop.close()
+
+
+def test_a_batch_whose_loop_is_closed_under_it_is_answered_in_another():
+    lost = Lost()
+    with Batcher(lost) as batcher, ThreadPoolExecutor(2) as pool:
+        second = lost.submit_two_in_one_batch(batcher, pool)
+        lost.close()
+        assert second.result(30) == 4
+
+
+def test_a_batch_whose_loop_is_closed_under_it_ends_with_a_clear_error_if_nothing_may_run_twice():
+    lost = Lost()
+    with Batcher(lost, on_error="raise") as batcher, ThreadPoolExecutor(2) as pool:
+        second = lost.submit_two_in_one_batch(batcher, pool)
+        lost.close()
+        with pytest.raises(Closed, match="the event loop that ran the batch has stopped"):
+            second.result(30)
+
+
+def test_a_coroutine_function_that_cancels_itself_ends_its_requests():
+    async def main():
+        async def cancelled(items):
+            raise asyncio.CancelledError
+
+        async with Batcher(cancelled) as batcher:
+            with pytest.raises(RuntimeError, match="CancelledError"):
+                await batcher.submit(1)
+
+    run(main())
+
+
+def test_waiting_in_the_loop_that_would_have_to_run_the_function_is_refused():
+    async def main():
+        async with Batcher(double_slowly) as batcher:
+            with pytest.raises(ArgumentError, match="await submit"):
+                batcher.submit_sync(1)
+
+    run(main())
+
+
+def test_a_function_that_submits_to_its_own_batcher_is_refused():
+    def nested(items):
+        return [batcher.submit_sync(item) for item in items]
+
+    batcher = Batcher(nested)
+    with pytest.raises(ArgumentError, match="its own batcher"):
+        batcher.submit_sync(1)
+    batcher.close_sync()
+
+
+def test_a_function_may_submit_to_another_batcher():
+    with Batcher(lambda items: [item + 1 for item in items]) as inner:
+        with Batcher(lambda items: [2 * inner.submit_sync(item) for item in items]) as outer:
+            assert outer.submit_sync(3) == 8
+
+
+def test_a_forgotten_batcher_ends_its_threads():
+    batcher = Batcher(list)
+    batcher.submit_sync(1)
+    [thread] = batcher._workers._threads
+    gone = weakref.ref(batcher)
+    del batcher
+    gc.collect()
+    assert gone() is None
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_the_threads_end_with_a_drain():
+    batcher = Batcher(list, num_workers=3)
+    batcher.submit_sync(1)
+    batcher.close_sync()
+    for thread in batcher._workers._threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def run_script(text):
+    code = textwrap.dedent(text)
+    return subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_the_interpreter_ends_with_work_pending():
+    done = run_script("""
+        import threading, time
+        from batchwright.serve import Batcher
+
+        def slow(items):
+            time.sleep(0.2)
+            return items
+
+        batcher = Batcher(slow, max_items=1)
+        for item in range(200):
+            threading.Thread(target=lambda: batcher.submit_sync(0), daemon=True).start()
+        while batcher.stats().num_waiting < 100:
+            time.sleep(0.01)
+        print("end")
+    """)
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+
+
+def test_a_thread_that_waits_at_the_end_of_the_program_still_gets_its_answer():
+    done = run_script("""
+        import threading, time
+        from batchwright.serve import Batcher
+
+        def slow(items):
+            time.sleep(0.2)
+            return items
+
+        batcher = Batcher(slow)
+        threading.Thread(target=lambda: print(batcher.submit_sync(7))).start()
+    """)
+    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
+
+
+def test_a_batch_that_runs_at_the_end_of_the_program_is_finished_and_what_waits_is_not_run():
+    done = run_script("""
+        import threading, time
+        from batchwright.serve import Batcher
+
+        def slow(items):
+            started.set()
+            time.sleep(0.3)
+            print("ran", *items)
+            return items
+
+        started = threading.Event()
+        batcher = Batcher(slow, max_items=1)
+        for item in range(3):
+            threading.Thread(target=lambda: batcher.submit_sync(0), daemon=True).start()
+        started.wait()
+    """)
+    assert (done.returncode, done.stdout) == (0, "ran 0\n"), done.stderr
+
+
+def test_a_program_that_leaves_a_loop_with_requests_in_it_ends():
+    done = run_script("""
+        import asyncio, time
+        from batchwright.serve import Batcher
+
+        def slow(items):
+            time.sleep(0.2)
+            return items
+
+        batcher = Batcher(slow, max_items=1)
+
+        async def main():
+            tasks = [asyncio.create_task(batcher.submit(item)) for item in range(50)]
+            await tasks[0]
+
+        asyncio.run(main())
+        print(batcher.stats().num_cancelled)
+    """)
+    assert (done.returncode, done.stdout) == (0, "49\n"), done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_after_a_fork_the_child_is_told_and_does_not_hang():
+    done = run_script("""
+        import os
+        from batchwright.serve import Batcher, Closed
+
+        batcher, unused = Batcher(list), Batcher(list)
+        batcher.submit_sync(1)
+        child = os.fork()
+        if child == 0:
+            try:
+                batcher.submit_sync(2)
+            except Closed as error:
+                assert "before a fork" in str(error)
+                assert unused.submit_sync(3) == 3
+                os._exit(7)
+            os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), batcher.submit_sync(4))
+    """)
+    assert (done.returncode, done.stdout) == (0, "7 4\n"), done.stderr
+
+
+def test_serving_imports_no_torch():
+    done = run_script("import sys, batchwright.serve; print('torch' in sys.modules)")
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
