@@ -1,6 +1,6 @@
 """How the learning rate follows the batch size: pure rules from sizes to a factor.
 
-There are two ways to couple the two. *Annealing* grows the batch where a schedule would shrink the rate, and keeps the
+There are two ways to couple them. *Annealing* grows the batch where a schedule would shrink the rate, and keeps the
 rate constant: the noise of the update falls. *Scaling*, the rules here, raises the rate with the batch: the noise stays
 and there are fewer updates. Linear scaling undoes annealing, so choose one.
 """
@@ -53,7 +53,7 @@ def adascale(batch_size: int, base_size: int, *, s: float, g2: float) -> float:
 
 
 def get_rule(rule: str | Rule | None) -> Rule | Literal["adascale"] | None:
-    """Return the function of a rule, ``"adascale"`` as it is, or say which rules there are."""
+    """Return the function of a rule, or ``"adascale"`` as it is; refuse an unknown name."""
     if rule is None or callable(rule) or rule == "adascale":
         return rule  # type: ignore[return-value]
     known: dict[str, Rule] = {"linear": linear, "sqrt": sqrt, "none": none}

@@ -39,7 +39,7 @@ SOURCES = {
 class Observation:
     """The course of training so far; a figure that was not measured is None.
 
-    Counts are of what is *completed*: ``epoch=3`` asks for the size of the epoch with index 3.
+    Counts say what is *completed*: ``epoch=3`` asks for the size of the epoch with index 3.
 
     Attributes:
         epoch: epochs completed.
