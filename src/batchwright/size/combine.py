@@ -11,6 +11,7 @@ from ..errors import ArgumentError
 from .observation import Observation, Unit, check_counting, index_of
 from .policy import Named, Policy, State, as_size, check_policies, show, word
 from .schedules import as_pairs, find_last
+from .transforms import Chain as Chain
 from .transforms import chain as chain
 from .transforms import clamp as clamp
 from .transforms import cooldown as cooldown
