@@ -240,7 +240,7 @@ def test_explain_says_why_the_size_stays():
     controller = control(Echo(math.nan), initial=64)
     assert controller.explain() == "nothing was observed since the controller was made or loaded; the size is 64"
     controller.observe()
-    assert controller.explain() == "the policy answered nan, which is no size; it stays at 64"
+    assert controller.explain() == "the policy answered nan, which is not a size; it stays at 64"
     assert controller.history == ()
 
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.errors import ArgumentError, MissingSignalError
-from batchwright.size._numbers import TIMES
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.curriculum import Curriculum
 from batchwright.size.observation import Observation
+from batchwright.size.policy import TIMES
 
 
 def test_the_easiest_examples_come_first():
@@ -107,12 +107,12 @@ def test_infinite_scores_are_the_hardest():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"difficulty": []}, r"one score an example, shape \(N,\), got \(0,\)"),
+        ({"difficulty": []}, r"one score per example, shape \(N,\), got \(0,\)"),
         ({"difficulty": [[1, 2]]}, r"got \(1, 2\)"),
         ({"difficulty": [1.0, math.nan]}, "difficulty is NaN at example 1"),
         ({"difficulty": ["easy", "hard"]}, "difficulty must be numbers"),
-        ({"start_fraction": 0}, "start_fraction must be above 0 and at most 1, got 0"),
-        ({"start_fraction": 1.1}, "start_fraction must be above 0 and at most 1, got 1.1"),
+        ({"start_fraction": 0}, "start_fraction must be a number above 0 and of at most 1, got 0"),
+        ({"start_fraction": 1.1}, "start_fraction must be a number above 0 and of at most 1, got 1.1"),
         ({"full_at": 0}, "full_at must be a number above 0, got 0"),
         ({"full_at": math.inf}, "full_at must be a number above 0, got inf"),
         ({"shape": "cubic"}, "shape must be one of 'linear', 'geometric', 'sqrt', got 'cubic'"),

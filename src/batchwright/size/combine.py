@@ -1,26 +1,25 @@
-"""Policies made of parts: transforms behind a policy, one policy after another, the largest of several."""
+"""Policies made of parts: one policy after another, the largest of several, and everything for a chain."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, final
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, SupportsIndex, final
 
-from ..errors import ArgumentError, MissingSignalError
-from ._holding import cooldown as cooldown
-from ._holding import hysteresis as hysteresis
-from ._holding import monotone as monotone
-from ._named import Named
-from ._numbers import as_size
-from ._several import check_policies
-from ._several import maximum as maximum
-from ._several import switch as switch
-from ._transforms import clamp as clamp
-from ._transforms import multiple_of as multiple_of
-from ._transforms import rate_limit as rate_limit
-from ._transforms import smooth as smooth
-from .observation import Observation
-from .policy import Policy, State, Transform
+from ..errors import ArgumentError
+from .observation import Observation, Unit, check_counting, index_of
+from .policy import Named, Policy, State, as_size, check_policies, show, word
+from .schedules import as_pairs, find_last
+from .transforms import Chain as Chain
+from .transforms import chain as chain
+from .transforms import clamp as clamp
+from .transforms import cooldown as cooldown
+from .transforms import hysteresis as hysteresis
+from .transforms import monotone as monotone
+from .transforms import multiple_of as multiple_of
+from .transforms import rate_limit as rate_limit
+from .transforms import smooth as smooth
 
 __all__ = [
     "chain",
@@ -38,73 +37,108 @@ __all__ = [
 
 @final
 @dataclass(frozen=True, repr=False)
-class Chain(Named, Policy):
-    """A policy whose answer goes through transforms."""
+class Switch(Named, Policy):
+    """One policy after another; the state holds the state of each."""
 
-    name: ClassVar[str] = "chain"
-    policy: Policy
-    transforms: tuple[Transform, ...]
+    name: ClassVar[str] = "switch"
+    policies: tuple[tuple[int, Policy], ...]
+    _: KW_ONLY
+    per: Unit = "epoch"
+    every: int = 1
 
     def init(self) -> State:
-        """Return the states of all parts."""
-        return {"policy": self.policy.init(), "transforms": [transform.init() for transform in self.transforms]}
+        """Return the states of all policies."""
+        return [policy.init() for _, policy in self.policies]
 
     def update(self, state: State, observation: Observation) -> tuple[float, State]:
-        """Return the transformed size; NaN, which holds the size, passes by what is behind it."""
-        wanted, inner = self.policy.update(state["policy"], observation)
-        size, after = as_size(wanted), list(state["transforms"])
-        for index, transform in enumerate(self.transforms):
-            if math.isnan(size):
-                break
-            changed, after[index] = transform.update(after[index], observation, size)
-            size = as_size(changed)
-        return size, {"policy": inner, "transforms": after}
+        """Return the answer of the policy in charge; the others see nothing."""
+        active, after = self._active(observation), list(state)
+        size, after[active] = self.policies[active][1].update(after[active], observation)
+        return size, after
 
     def start(self) -> float | None:
-        """Return the policy's start, transformed with fresh states."""
-        size = self.policy.start()
-        for transform in self.transforms if size is not None else ():
-            try:
-                size, _ = transform.update(transform.init(), _BEGINNING, as_size(size))
-            except MissingSignalError:  # a transform of what is measured has nothing to say yet
-                continue
-        return size
+        """Return the first policy's start."""
+        return self.policies[0][1].start()
 
     def explain(self, state: State, observation: Observation) -> str:
-        """Join the words of all parts that change something."""
-        words = [self.policy.explain(state["policy"], observation)]
-        size = as_size(self.policy.update(state["policy"], observation)[0])
-        for transform, memory in zip(self.transforms, state["transforms"], strict=True):
-            if math.isnan(size):
-                break
-            words.append(transform.explain(memory, observation, size))
-            size = as_size(transform.update(memory, observation, size)[0])
-        return "; ".join(word for word in words if word)
+        """Return the words of the policy in charge."""
+        active = self._active(observation)
+        at, policy = self.policies[active]
+        return f"switch: the policy from {at} on; {policy.explain(state[active], observation)}"
 
-    def _arguments(self) -> list[str]:
-        return [repr(part) for part in (self.policy, *self.transforms)]
+    def _active(self, observation: Observation) -> int:
+        return find_last(self.policies, index_of(observation, self.per, self.every, by=self.name))
 
 
-_BEGINNING = Observation(epoch=0, step=0, examples=0, tokens=0)
+def switch(policies: Mapping[int, Policy], *, per: Unit = "epoch", every: SupportsIndex | None = None) -> Policy:
+    """Return a policy that hands over from one policy to the next at given counts.
 
-
-def chain(policy: Policy, *transforms: Transform) -> Policy:
-    """Return a policy whose answer goes through transforms, first to last.
+    Only the policy in charge is updated: the next one starts without having seen what came before. Counts do not
+    restart, so a schedule that takes over at epoch 10 starts with its size for epoch 10.
 
     Args:
-        policy: what asks for a size.
-        *transforms: what shapes the answer; put ``clamp`` last.
+        policies: the policy from each count on; the count 0 must be there.
+        per: what the keys count: ``"epoch"``, ``"step"`` or ``"examples"``.
+        every: units per count of the keys, usually 1.
 
-    >>> from .schedules import exponential
-    >>> policy = chain(exponential(30, 3), rate_limit(2), multiple_of(8), clamp(32, 4096))
-    >>> policy.explain(policy.init(), Observation(epoch=2, size=85))
-    'exponential: 30 × 3^2 = 270 at epoch 2; rate_limit(2) allows 170; multiple_of(8) makes it 168'
+    >>> from .schedules import constant, linear
+    >>> policy = switch({0: constant(32), 10: linear(64, 8)})
+    >>> [policy.update(policy.init(), Observation(epoch=epoch))[0] for epoch in (9, 10)]
+    [32.0, 144.0]
     """
-    check_policies("chain", (policy,))
-    for transform in transforms:
-        if not isinstance(transform, Transform):
-            raise ArgumentError(
-                f"chain takes a policy and then transforms, got {transform!r}; "
-                "several policies go into maximum or switch"
-            )
-    return Chain(policy, transforms)
+    blocks = check_counting(per, every, by="switch")
+    pairs = as_pairs("switch", policies, example="{0: linear(32, 8), 10: constant(256)}")
+    check_policies("switch", tuple(policy for _, policy in pairs))
+    return Switch(tuple(pairs), per=per, every=blocks)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Maximum(Named, Policy):
+    """The largest of several answers; the state holds the state of each policy."""
+
+    name: ClassVar[str] = "maximum"
+    policies: tuple[Policy, ...]
+
+    def init(self) -> State:
+        """Return the states of all policies."""
+        return [policy.init() for policy in self.policies]
+
+    def update(self, state: State, observation: Observation) -> tuple[float, State]:
+        """Return the largest answer; NaN, which holds the size, loses against every number."""
+        answers = [policy.update(memory, observation) for policy, memory in zip(self.policies, state, strict=True)]
+        return _largest([as_size(size) for size, _ in answers]), [after for _, after in answers]
+
+    def start(self) -> float | None:
+        """Return the largest start, None if no policy has one."""
+        return max((start for policy in self.policies if (start := policy.start()) is not None), default=None)
+
+    def explain(self, state: State, observation: Observation) -> str:
+        """Return all answers, and the words of the policy that wins."""
+        pairs = list(zip(self.policies, state, strict=True))
+        sizes = [as_size(policy.update(memory, observation)[0]) for policy, memory in pairs]
+        largest = _largest(sizes)
+        winner, memory = pairs[0 if math.isnan(largest) else sizes.index(largest)]
+        return f"maximum of {', '.join(map(show, sizes))}; {winner.explain(memory, observation)}"
+
+    def arguments(self) -> list[str]:
+        """Return the policies."""
+        return [word(policy) for policy in self.policies]
+
+
+def _largest(sizes: list[float]) -> float:
+    return max((size for size in sizes if not math.isnan(size)), default=math.nan)
+
+
+def maximum(*policies: Policy) -> Policy:
+    """Return a policy that asks for the most that any of several policies asks for; all of them are updated.
+
+    >>> from .schedules import constant, linear
+    >>> policy = maximum(constant(64), linear(32, 8))
+    >>> [policy.update(policy.init(), Observation(epoch=epoch))[0] for epoch in (0, 4, 5)]
+    [64.0, 64.0, 72.0]
+    """
+    if not policies:
+        raise ArgumentError("maximum needs at least one policy, got none")
+    check_policies("maximum", policies)
+    return Maximum(policies)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, SupportsIndex, final
 
+import numpy as np
+
+from .._checks import as_whole, check_same
 from ..errors import ArgumentError, StateMismatchError
-from ._named import describe
-from ._numbers import as_size, as_whole
-from ._reading import COUNTS, Counts, count_on, read_fields
-from .observation import Observation
-from .policy import Policy, State
+from .observation import COUNTS, Counts, Observation, count_on, read_fields
+from .policy import Policy, State, as_size, has_text
 
 STATE_VERSION = 1
 
@@ -24,12 +25,12 @@ class Decision:
     """A change of the batch size.
 
     Attributes:
-        epoch: epochs completed, None where they were not observed.
-        step: updates completed, likewise.
-        examples: examples seen, likewise.
+        epoch: epochs completed, None if they were not observed.
+        step: updates completed, None if they were not observed.
+        examples: examples seen, None if they were not observed.
         old: the size before.
         new: the size after.
-        wanted: what the policy asked for, before rounding and bounds.
+        wanted: the size that the policy asked for, before rounding and bounds.
         reason: why, in words.
     """
 
@@ -49,16 +50,17 @@ class Decision:
 
 @final
 class BatchSizeController:
-    """The batch size of a training run: what the policy asks for, as a whole number between two bounds.
+    """The batch size of a training run: the size that a policy asks for, as a whole number between two bounds.
 
-    ``size = min(max(round(wanted), min_size), max_size)``. A policy that answers NaN, or no number at all, holds the
-    size. On several ranks give every controller the same figures, as those of ``StepReport`` are: then all agree.
+    ``size = min(max(round(wanted), min_size), max_size)``. A policy that answers NaN, or something that is not a
+    number, holds the size. On several ranks, give every controller the same figures, as ``StepReport`` does; then all
+    of them agree.
 
     Args:
-        policy: what asks for a size.
-        min_size: the least size, 1 or more.
+        policy: asks for a size.
+        min_size: the smallest size, 1 or more.
         max_size: the largest size.
-        initial: the size before anything was observed; None takes the policy's start, else ``min_size``.
+        initial: the size before anything is observed; None takes the policy's start, or ``min_size`` if it has none.
 
     >>> from .schedules import linear
     >>> controller = BatchSizeController(linear(32, 8), min_size=16, max_size=64)
@@ -102,11 +104,11 @@ class BatchSizeController:
     def observe(self, **figures: Any) -> int:
         """Take in what training did and return the size of the next batch.
 
-        Updates and examples are counted where ``batch_size`` is given and they are not; a count that was given once
-        holds until the next.
+        If ``batch_size`` is given, updates and examples are counted from it, unless they are given too. A count stays
+        until the next one comes.
 
         Args:
-            **figures: any fields of ``Observation`` but ``size``; None counts as not given.
+            **figures: any fields of ``Observation`` except ``size``; None counts as not given.
         """
         observed = read_fields(figures)
         counts = count_on(self._counts, observed)
@@ -121,7 +123,7 @@ class BatchSizeController:
         return size
 
     def explain(self) -> str:
-        """Say in words why the last observation changed the size or left it."""
+        """Say in words why the last observation changed the size or kept it."""
         if self._last is None:
             return f"nothing was observed since the controller was made or loaded; the size is {self._size}"
         return self._reason(*self._last)
@@ -138,16 +140,18 @@ class BatchSizeController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a state was taken.
+        """Continue from a saved state.
 
         The bounds may have changed, as long as the saved size is between them.
 
         Raises:
-            StateMismatchError: the state is of another version or policy, its size is outside the bounds, or a part is
-                missing; the controller stays as it was.
+            StateMismatchError: the state is from another version or policy, its size is outside the bounds, or a part
+                is missing; the controller stays as it was.
         """
-        for key, mine in (("version", STATE_VERSION), ("policy", describe(self.policy))):
-            _check_same(key, state.get(key), mine)
+        check_same("version", state.get("version"), STATE_VERSION)
+        saved, mine = state.get("policy"), describe(self.policy)
+        if _with_plain_numbers(saved) != _with_plain_numbers(mine):
+            check_same("policy", saved, mine)
         try:
             size, counts = as_whole("size", state["size"], least=1), _read_counts(state["counts"])
             history = [Decision(**decision) for decision in state["history"]]
@@ -175,7 +179,7 @@ class BatchSizeController:
         return first
 
     def _fit(self, wanted: float, size: int) -> int:
-        """Return the wanted size as a whole number within the bounds, ``size`` where it is NaN."""
+        """Return the wanted size as a whole number within the bounds, ``size`` if it is NaN."""
         return size if math.isnan(wanted) else min(max(round(wanted), self.min_size), self.max_size)
 
     def _decide(self, size: int, state: State, observation: Observation, answer: Any) -> Decision:
@@ -191,10 +195,10 @@ class BatchSizeController:
         )
 
     def _reason(self, state: State, observation: Observation, answer: Any) -> str:
-        """Return the policy's words, and what the bounds made of its answer."""
+        """Return the policy's words, and the bound that held its answer."""
         wanted = as_size(answer)
         if math.isnan(wanted):
-            return f"the policy answered {answer!r}, which is no size; it stays at {observation.size}"
+            return f"the policy answered {answer!r}, which is not a size; it stays at {observation.size}"
         reason = self.policy.explain(state, observation)
         if round(wanted) > self.max_size:
             return f"{reason}; held at max_size {self.max_size}"
@@ -205,12 +209,51 @@ class BatchSizeController:
         return f"BatchSizeController({self.policy!r}, {bounds}, size={self._size})"
 
 
-def _check_same(name: str, saved: Any, mine: Any) -> None:
-    if saved != mine:
-        raise StateMismatchError(
-            f"the state was saved with {name} = {saved}, here it is {mine}; "
-            "use the same policy and settings, or start without the state"
-        )
+def describe(settings: Any) -> str:
+    """Return settings as text that is the same in every run: a saved state is loaded only into the same settings.
+
+    Functions are left out, as their addresses change. So are fields that do not take part in comparisons.
+
+    >>> from .schedules import from_lr
+    >>> describe(from_lr(lambda i: 0.5**i, start=32))
+    "FromLr(start_size=32.0, power=1.0, per='epoch', every=1, after=0, max_factor=None)"
+    """
+    if is_dataclass(settings) and not isinstance(settings, type):
+        parts = [(item.name, getattr(settings, item.name)) for item in fields(settings) if item.compare]
+        inside = ", ".join(f"{name}={describe(value)}" for name, value in parts if not callable(value))
+        return f"{type(settings).__name__}({inside})"
+    if isinstance(settings, Mapping):
+        return "{" + ", ".join(f"{describe(key)}: {describe(value)}" for key, value in settings.items()) + "}"
+    if isinstance(settings, (list, tuple)):
+        return "(" + ", ".join(describe(value) for value in settings if not callable(value)) + ")"
+    if isinstance(settings, np.generic):
+        settings = settings.item()
+    return repr(settings) if has_text(settings) else type(settings).__name__
+
+
+def _with_plain_numbers(text: Any) -> Any:
+    """Return the text of settings with numbers in one form: states of earlier versions say ``2`` or NumPy's names.
+
+    >>> _with_plain_numbers("NoiseScale(target=np.float64(2.0), horizon=1e+16, gain=1.05)")
+    'NoiseScale(target=2, horizon=10000000000000000, gain=1.05)'
+    """
+    if not isinstance(text, str):
+        return text
+    text = re.sub(rf"\bnp\.(float16|float32|float64|u?int\d+)\((-?{_NUMBER})\)", _numpy_number, text)
+    return re.sub(rf"(?<![\w.]){_NUMBER}(?![\w.])", _whole_number, text)
+
+
+_NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
+
+
+def _numpy_number(match: re.Match[str]) -> str:
+    kind, digits = match.groups()
+    return repr(float(getattr(np, kind)(digits))) if kind.startswith("float") else digits
+
+
+def _whole_number(match: re.Match[str]) -> str:
+    # A text of digits only stays as it is: a large whole number must not be rounded.
+    return match[0] if match[0].isdigit() or not float(match[0]).is_integer() else str(int(float(match[0])))
 
 
 def _read_counts(counts: Mapping[str, Any]) -> Counts:

@@ -1,8 +1,8 @@
 """How the learning rate follows the batch size: pure rules from sizes to a factor.
 
-Two different tools share the name of coupling. *Annealing* grows the batch where a schedule would shrink the rate, and
-leaves the rate alone: the noise of the update falls. *Scaling*, the rules here, raises the rate with the batch: the
-noise stays and there are fewer updates. Linear scaling undoes annealing, so choose one.
+There are two ways to couple them. *Annealing* grows the batch where a schedule would shrink the rate, and keeps the
+rate constant: the noise of the update falls. *Scaling*, the rules here, raises the rate with the batch: the noise stays
+and there are fewer updates. Linear scaling undoes annealing, so choose one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def linear(batch_size: int, base_size: int) -> float:
     >>> linear(256, 64)
     4.0
     """
-    return batch_size / base_size
+    return float(batch_size / base_size)
 
 
 def sqrt(batch_size: int, base_size: int) -> float:
-    """Return ``sqrt(B / B0)``: for Adam and its kin.
+    """Return ``sqrt(B / B0)``: for Adam and similar optimizers.
 
     >>> sqrt(256, 64)
     2.0
@@ -49,11 +49,11 @@ def adascale(batch_size: int, base_size: int, *, s: float, g2: float) -> float:
     (4.0, 1.0)
     """
     top, bottom = max(s, 0.0) / base_size + max(g2, 0.0), max(s, 0.0) / batch_size + max(g2, 0.0)
-    return top / bottom if bottom > 0 else 1.0
+    return float(top / bottom) if bottom > 0 else 1.0
 
 
 def get_rule(rule: str | Rule | None) -> Rule | Literal["adascale"] | None:
-    """Return the function of a rule, ``"adascale"`` as it is, or say which rules there are."""
+    """Return the function of a rule, or ``"adascale"`` as it is; refuse an unknown name."""
     if rule is None or callable(rule) or rule == "adascale":
         return rule  # type: ignore[return-value]
     known: dict[str, Rule] = {"linear": linear, "sqrt": sqrt, "none": none}

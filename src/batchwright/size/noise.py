@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
+from .._checks import as_number
 from ..errors import ArgumentError
 
 # An average over fewer updates than this says nothing about its own error.
@@ -59,7 +60,7 @@ def noise_ratio(s: float, g2: float, *, num_examples: int, num_parts: int) -> fl
 @final
 @dataclass(frozen=True)
 class NoiseAverage:
-    """Moving averages of ``S`` and ``G2``, kept apart and divided last; a value, replaced and never changed.
+    """Moving averages of ``S`` and ``G2``, kept apart and divided last; a value that is replaced and never changed.
 
     A mean of ratios would be biased, often several-fold. The average forgets by examples, not by updates, so that it
     means the same at every batch size.
@@ -78,12 +79,12 @@ class NoiseAverage:
     weight_square: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.horizon > 0:
-            raise ArgumentError(f"horizon must be a number of examples above 0, got {self.horizon!r}")
+        object.__setattr__(self, "horizon", as_number("horizon", self.horizon, above=0, infinite=True))
 
     def update(self, s: float, g2: float, *, num_examples: int) -> NoiseAverage:
         """Return the average with one more update; a value that is not finite, or whose square is not, is left out."""
-        if not (abs(s) < _TOO_LARGE and abs(g2) < _TOO_LARGE):
+        s, g2, num_examples = float(s), float(g2), int(num_examples)
+        if not (abs(s) < _TOO_LARGE and abs(g2) < _TOO_LARGE) or num_examples < 1:
             return self
         keep, new = math.exp(-num_examples / self.horizon), -math.expm1(-num_examples / self.horizon)
         weight = keep * self.weight + new
@@ -104,7 +105,7 @@ class NoiseAverage:
 
     @property
     def scale(self) -> float | None:
-        """Return the noise scale ``S / G2`` in examples, None where ``G2`` is not above 0."""
+        """Return the noise scale ``S / G2`` in examples, None if ``G2`` is not above 0."""
         return self.s / self.g2 if self.g2 > 0 else None
 
     @property

@@ -1,11 +1,19 @@
-"""Observation: what a policy sees of the course of training."""
+"""Observation: what a policy sees of the course of training, and the counts that schedules read from it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, final
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any, Literal, SupportsIndex, TypeAlias, final, get_args
 
-from ..errors import MissingSignalError
+from .._checks import as_whole, check_choice
+from ..errors import ArgumentError, MissingSignalError
+
+Counts: TypeAlias = dict[str, int | None]
+Unit: TypeAlias = Literal["epoch", "step", "examples"]
+
+COUNTS = ("epoch", "step", "examples", "tokens")
 
 # Where each figure comes from, for the error that a policy without it raises.
 SOURCES = {
@@ -29,9 +37,9 @@ SOURCES = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """The course of training so far; what was not measured is None.
+    """The course of training so far; a figure that was not measured is None.
 
-    Counts are of what is *completed*: ``epoch=3`` asks for the size of the epoch with index 3.
+    Counts say what is *completed*: ``epoch=3`` asks for the size of the epoch with index 3.
 
     Attributes:
         epoch: epochs completed.
@@ -44,8 +52,8 @@ class Observation:
         entropy: mean entropy of the model's output.
         noise_s: trace of the covariance of the per-example gradient.
         noise_g2: squared norm of the true gradient.
-        noise_reliable: whether their average is far enough from its own error.
-        noise_parts: micro-batches they were estimated from.
+        noise_reliable: whether the average of the noise is large beside its own error.
+        noise_parts: micro-batches that the noise was estimated from.
         seconds: duration of the update.
         memory_fraction: share of memory in use at the peak.
         size: the batch size in force; the controller fills it in.
@@ -71,10 +79,10 @@ class Observation:
     size: int | None = None
 
     def need(self, name: str, *, by: str = "this policy") -> Any:
-        """Return a figure, or say that it is missing and where it comes from.
+        """Return a figure, or raise an error that says where it comes from.
 
         Args:
-            name: of the field.
+            name: the field.
             by: who needs it, for the message.
         """
         value = getattr(self, name)
@@ -84,6 +92,86 @@ class Observation:
 
     @property
     def current(self) -> int:
-        """Return the size in force: the controller's, or that of the batch that ran."""
+        """Return the size in force: the controller's, or the size of the batch that ran."""
         value: int = self.size if self.size is not None else self.need("batch_size")
         return value
+
+
+_LEAST = {**dict.fromkeys(COUNTS, 0), "batch_size": 1, "noise_parts": 1}
+# The controller itself fills in the size in force.
+_KNOWN = tuple(item.name for item in fields(Observation) if item.name != "size")
+
+
+def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was observed as plain numbers, without the figures that are None.
+
+    >>> read_fields({"epoch": 3, "loss": 1, "entropy": None})
+    {'epoch': 3, 'loss': 1.0}
+    """
+    unknown = [name for name in given if name not in _KNOWN]
+    if unknown:
+        raise ArgumentError(f"observe knows {', '.join(_KNOWN)}; got {', '.join(unknown)}")
+    return {name: _read(name, value) for name, value in given.items() if value is not None}
+
+
+def _read(name: str, value: Any) -> int | float | bool:
+    if name in _LEAST:
+        return as_whole(name, value, least=_LEAST[name])
+    if name == "noise_reliable":
+        return bool(value)
+    # A tensor or an array of one number counts as that number: the state of a policy must stay plain JSON.
+    if not isinstance(value, (bool, str, bytes)):
+        with suppress(TypeError, ValueError, OverflowError):
+            return float(value)
+    raise ArgumentError(f"{name} must be a number, got {value!r}")
+
+
+def count_on(counts: Counts, observed: Mapping[str, Any]) -> Counts:
+    """Return the counts after an observation.
+
+    A count that is given wins. With ``batch_size``, one update and its examples are added to the counts that are not
+    given. A count that was never started stays None, so that a policy that needs it says so.
+
+    >>> count_on({"epoch": 2, "step": 9, "examples": None, "tokens": None}, {"batch_size": 64})
+    {'epoch': 2, 'step': 10, 'examples': 64, 'tokens': None}
+    """
+    after = dict(counts)
+    if "batch_size" in observed:
+        after["step"] = (counts["step"] or 0) + 1
+        after["examples"] = (counts["examples"] or 0) + observed["batch_size"]
+    return {name: observed.get(name, count) for name, count in after.items()}
+
+
+def check_counting(per: str, every: SupportsIndex | None, *, by: str, needs_every: bool = False) -> int:
+    """Check a unit and return the size of a block, 1 if none is given.
+
+    Args:
+        per: the unit.
+        every: units in one block.
+        by: the policy, for the message.
+        needs_every: whether counting single examples is surely a mistake.
+    """
+    check_choice("per", per, get_args(Unit))
+    if every is None and per == "examples" and needs_every:
+        raise ArgumentError(f"{by} per examples needs every, the examples of one block, e.g. every=50_000")
+    return 1 if every is None else as_whole("every", every, least=1)
+
+
+def index_of(observation: Observation, per: Unit, every: int, *, by: str) -> int:
+    """Return the index of the block that comes next, ``count // every``, or say that the count is missing.
+
+    >>> index_of(Observation(examples=120_000), "examples", 50_000, by="linear")
+    2
+    """
+    count: int = observation.need(per, by=by)
+    return count // every
+
+
+def when(observation: Observation, per: Unit) -> str:
+    """Say how far training is.
+
+    >>> when(Observation(epoch=3), "epoch"), when(Observation(examples=500), "examples")
+    ('at epoch 3', 'after 500 examples')
+    """
+    count = getattr(observation, per)
+    return f"after {count} examples" if per == "examples" else f"at {per} {count}"

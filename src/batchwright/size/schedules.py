@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, SupportsIndex, final
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, ClassVar, Literal, SupportsIndex, TypeVar, final
 
-from ._annealing import from_lr as from_lr
-from ._annealing import seesaw as seesaw
-from ._counting import Unit, check_counting
-from ._cyclic import cyclic as cyclic
-from ._named import Named
-from ._numbers import TIMES, as_number, as_size, grow, show
-from ._ramps import milestones as milestones
-from ._ramps import warm_up as warm_up
-from ._schedule import Schedule
-from .observation import Observation
-from .policy import Policy, State
+from .._checks import as_number, as_whole, check_choice
+from ..errors import ArgumentError
+from .from_learning_rate import from_lr as from_lr
+from .from_learning_rate import seesaw as seesaw
+from .observation import Observation, Unit, check_counting, index_of, when
+from .policy import TIMES, Answer, Named, Policy, ReasoningPolicy, State, as_size, grow, show
 
 __all__ = ["constant", "cyclic", "exponential", "from_lr", "linear", "milestones", "seesaw", "warm_up"]
+
+Value = TypeVar("Value")
 
 
 @final
 @dataclass(frozen=True, repr=False)
-class Constant(Named, Policy):
-    """The same size for ever."""
+class Constant(ReasoningPolicy):
+    """The same size throughout."""
 
     name: ClassVar[str] = "constant"
     size: float
-
-    def init(self) -> State:
-        """Return None: there is nothing to remember."""
-        return None
-
-    def update(self, state: State, observation: Observation) -> tuple[float, State]:
-        """Return the size."""
-        return self.size, state
 
     def start(self) -> float:
         """Return the size."""
         return self.size
 
-    def explain(self, state: State, observation: Observation) -> str:
-        """Say which size it is."""
-        return f"constant: {show(self.size)}"
+    def decide(self, state: State, observation: Observation) -> Answer:
+        """Return the size."""
+        return Answer(self.size, state, f"constant: {show(self.size)}")
 
 
 def constant(size: float) -> Policy:
@@ -52,6 +44,38 @@ def constant(size: float) -> Policy:
     64.0
     """
     return Constant(as_number("size", size, least=1))
+
+
+class Schedule(ReasoningPolicy):
+    """A size that depends only on the number of completed epochs, updates or examples; abstract.
+
+    It is computed from the index and never from the size before it, so that rounding errors do not add up.
+
+    Attributes:
+        per: what is counted.
+        every: how many make one index.
+    """
+
+    per: Unit
+    every: int
+
+    @abstractmethod
+    def size_at(self, index: int) -> float:
+        """Return the size at an index."""
+
+    @abstractmethod
+    def words_at(self, index: int) -> str:
+        """Say how the size at an index is computed."""
+
+    def start(self) -> float:
+        """Return the size at index 0."""
+        return self.size_at(0)
+
+    def decide(self, state: State, observation: Observation) -> Answer:
+        """Return the size at the index that comes next."""
+        index = index_of(observation, self.per, self.every, by=self.name)
+        reason = f"{self.name}: {self.words_at(index)} {when(observation, self.per)}"
+        return Answer(self.size_at(index), state, reason)
 
 
 @final
@@ -82,7 +106,7 @@ def linear(start: float, slope: float, *, per: Unit = "epoch", every: SupportsIn
         start: the size at the beginning, ``B_0``.
         slope: examples added per index; below 0 the size shrinks.
         per: what ``i`` counts: ``"epoch"``, ``"step"`` or ``"examples"``.
-        every: units that make one index, ``i = count // every``; needed for examples.
+        every: units per index, ``i = count // every``; needed for examples.
 
     >>> policy = linear(32, 8)
     >>> policy.update(policy.init(), Observation(epoch=3))
@@ -120,7 +144,7 @@ def exponential(start: float, factor: float, *, per: Unit = "epoch", every: Supp
         start: the size at the beginning, ``B_0``.
         factor: growth per index; below 1 the size shrinks.
         per: what ``i`` counts: ``"epoch"``, ``"step"`` or ``"examples"``.
-        every: units that make one index, ``i = count // every``; needed for examples.
+        every: units per index, ``i = count // every``; needed for examples.
 
     >>> policy = exponential(32, 2, every=5)
     >>> policy.update(policy.init(), Observation(epoch=11))
@@ -128,3 +152,181 @@ def exponential(start: float, factor: float, *, per: Unit = "epoch", every: Supp
     """
     blocks = check_counting(per, every, by="exponential", needs_every=True)
     return Exponential(as_number("start", start, least=1), as_number("factor", factor, above=0), per=per, every=blocks)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class WarmUp(Schedule):
+    """From one size to another within some counts, then the other size."""
+
+    name: ClassVar[str] = "warm_up"
+    start_size: float
+    end_size: float
+    over: int
+    _: KW_ONLY
+    mode: Literal["linear", "geometric"] = "linear"
+    per: Unit = "epoch"
+    every: int = 1
+
+    def size_at(self, index: int) -> float:
+        """Return the size on the way, and the last size from ``over`` on."""
+        if index >= self.over:
+            return self.end_size
+        done = index / self.over
+        if self.mode == "geometric":
+            return grow(self.start_size, self.end_size / self.start_size, done)
+        return as_size(self.start_size + (self.end_size - self.start_size) * done)
+
+    def words_at(self, index: int) -> str:
+        """Say how much of the way is done."""
+        done = f"{min(index, self.over)}/{self.over} from {show(self.start_size)} to {show(self.end_size)}"
+        return f"{done} = {show(self.size_at(index))}"
+
+
+def warm_up(
+    start: float,
+    end: float,
+    over: SupportsIndex,
+    *,
+    mode: Literal["linear", "geometric"] = "linear",
+    per: Unit = "epoch",
+    every: SupportsIndex | None = None,
+) -> Policy:
+    """Return a policy that climbs from one size to another and stays there.
+
+    With ``p = min(1, i / over)``::
+
+        linear     B_i = start + (end − start) × p
+        geometric  B_i = start × (end / start)^p
+
+    Args:
+        start: the size at the beginning.
+        end: the size from index ``over`` on.
+        over: the number of indices in between.
+        mode: ``"linear"`` adds the same number each time, ``"geometric"`` multiplies by the same factor.
+        per: what ``i`` counts: ``"epoch"``, ``"step"`` or ``"examples"``.
+        every: units per index, ``i = count // every``.
+
+    >>> policy = warm_up(64, 1024, over=4, mode="geometric")
+    >>> [policy.update(None, Observation(epoch=epoch))[0] for epoch in range(6)]
+    [64.0, 128.0, 256.0, 512.0, 1024.0, 1024.0]
+    """
+    check_choice("mode", mode, ("linear", "geometric"))
+    blocks = check_counting(per, every, by="warm_up")
+    sizes = as_number("start", start, least=1), as_number("end", end, least=1)
+    return WarmUp(*sizes, as_whole("over", over, least=1), mode=mode, per=per, every=blocks)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Milestones(Schedule):
+    """The size of the last milestone that was reached."""
+
+    name: ClassVar[str] = "milestones"
+    sizes: tuple[tuple[int, float], ...]
+    _: KW_ONLY
+    per: Unit = "epoch"
+    every: int = 1
+
+    def size_at(self, index: int) -> float:
+        """Return the size of the last milestone at or before the index."""
+        return self.sizes[find_last(self.sizes, index)][1]
+
+    def words_at(self, index: int) -> str:
+        """Return the size and its milestone."""
+        at, size = self.sizes[find_last(self.sizes, index)]
+        return f"{show(size)} from milestone {at},"
+
+
+def milestones(sizes: Mapping[int, float], *, per: Unit = "epoch", every: SupportsIndex | None = None) -> Policy:
+    """Return a policy that changes the size at given counts.
+
+    Args:
+        sizes: the size from each count on; the count 0 must be there.
+        per: what the keys count: ``"epoch"``, ``"step"`` or ``"examples"``.
+        every: units per count of the keys, usually 1.
+
+    >>> policy = milestones({0: 64, 50_000: 256}, per="examples")
+    >>> [policy.update(None, Observation(examples=examples))[0] for examples in (0, 49_999, 50_000)]
+    [64.0, 64.0, 256.0]
+    """
+    blocks = check_counting(per, every, by="milestones")
+    pairs = as_pairs("milestones", sizes, example="{0: 64, 10: 256}")
+    checked = tuple((at, as_number(f"the size at {at}", size, least=1)) for at, size in pairs)
+    return Milestones(checked, per=per, every=blocks)
+
+
+def as_pairs(name: str, mapping: Mapping[int, Value], *, example: str) -> list[tuple[int, Value]]:
+    """Check a mapping from counts and return its pairs, sorted by count."""
+    if not isinstance(mapping, Mapping) or not mapping:
+        raise ArgumentError(f"{name} needs a mapping from counts, e.g. {example}, got {mapping!r}")
+    pairs = {as_whole(f"a key of {name}", at, least=0): value for at, value in mapping.items()}
+    if 0 not in pairs:
+        raise ArgumentError(f"{name} must say what holds at 0, e.g. {example}, got the keys {sorted(pairs)}")
+    return sorted(pairs.items(), key=lambda pair: pair[0])
+
+
+def find_last(pairs: tuple[tuple[int, Any], ...], index: int) -> int:
+    """Return the position of the last pair whose count is at most ``index``.
+
+    >>> find_last(((0, "a"), (10, "b")), 10)
+    1
+    """
+    return bisect_right([at for at, _ in pairs], index) - 1
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Cyclic(Named, Policy):
+    """Another policy that sees a count that starts again."""
+
+    name: ClassVar[str] = "cyclic"
+    inner: Policy
+    period: int
+    _: KW_ONLY
+    per: Unit = "epoch"
+    every: int = 1
+
+    def init(self) -> State:
+        """Return the inner policy's state."""
+        return self.inner.init()
+
+    def update(self, state: State, observation: Observation) -> tuple[float, State]:
+        """Return the inner policy's answer at the folded count."""
+        return self.inner.update(state, self._fold(observation))
+
+    def start(self) -> float | None:
+        """Return the inner policy's start."""
+        return self.inner.start()
+
+    def explain(self, state: State, observation: Observation) -> str:
+        """Say which cycle it is, and give the inner policy's words."""
+        cycle = index_of(observation, self.per, self.every, by=self.name) // self.period
+        return f"cycle {cycle} {when(observation, self.per)}; {self.inner.explain(state, self._fold(observation))}"
+
+    def _fold(self, observation: Observation) -> Observation:
+        count = observation.need(self.per, by=self.name)
+        return replace(observation, **{self.per: count % (self.period * self.every)})
+
+
+def cyclic(inner: Policy, period: SupportsIndex, *, per: Unit = "epoch", every: SupportsIndex | None = None) -> Policy:
+    """Return a policy that restarts another policy: ``inner`` at ``i mod period``.
+
+    Args:
+        inner: the policy of one cycle.
+        period: indices per cycle.
+        per: the count that starts again: ``"epoch"``, ``"step"`` or ``"examples"``; the other counts go on.
+        every: units per index, ``i = count // every``; ``inner`` still counts units.
+
+    >>> policy = cyclic(linear(32, 32), 4)
+    >>> [policy.update(None, Observation(epoch=epoch))[0] for epoch in range(6)]
+    [32.0, 64.0, 96.0, 128.0, 32.0, 64.0]
+    """
+    blocks = check_counting(per, every, by="cyclic")
+    if not isinstance(inner, Policy):
+        raise ArgumentError(f"cyclic repeats a policy, got {inner!r}; e.g. cyclic(linear(32, 8), 4)")
+    if isinstance(inner, Schedule) and inner.per != per:
+        raise ArgumentError(
+            f"cyclic per {per} would never restart {inner!r}, which counts per {inner.per}; use the same unit"
+        )
+    return Cyclic(inner, as_whole("period", period, least=1), per=per, every=blocks)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchwright._checks import as_number, as_whole
 from batchwright.errors import ArgumentError
-from batchwright.size._numbers import LARGEST, as_number, as_size, as_whole, grow, show
+from batchwright.size.policy import LARGEST, as_size, grow, show
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)])

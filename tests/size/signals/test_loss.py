@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.errors import ArgumentError, MissingSignalError
-from batchwright.size._numbers import TIMES
-from batchwright.size._variation import Difference, Variance
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.observation import Observation
+from batchwright.size.policy import TIMES
 from batchwright.size.signals import loss_driven
+from batchwright.size.signals.loss import Difference, Variance
 
 NAN, INF = math.nan, math.inf
 
@@ -269,11 +269,11 @@ def test_what_is_missing_is_named():
     [
         ({"measure": "median"}, "measure must be one of 'difference', 'ema', 'variance', got 'median'"),
         ({"mode": "cubic"}, "mode must be one of 'exponential', 'linear', got 'cubic'"),
-        ({"per": "batch"}, "per 'epoch', 'step' or 'examples', got per='batch'"),
+        ({"per": "batch"}, "per must be one of 'epoch', 'step', 'examples', got 'batch'"),
         ({"per": "examples"}, "needs every"),
         ({"every": 0}, "every must be a whole number of 1 or more, got 0"),
-        ({"alpha": 1.0}, "alpha must be above 0 and below 1, got 1.0"),
-        ({"measure": "ema", "alpha": 0.0}, "alpha must be above 0 and below 1, got 0.0"),
+        ({"alpha": 1.0}, "alpha must be a number above 0 and below 1, got 1.0"),
+        ({"measure": "ema", "alpha": 0.0}, "alpha must be a number above 0 and below 1, got 0.0"),
         ({"window": 1}, "window must be a whole number of 2 or more, got 1"),
         ({"measure": "variance", "window": 2, "detrend": True}, "window must be a whole number of 3 or more, got 2"),
         ({"tolerance": -0.1}, "tolerance must be a number of 0 or more, got -0.1"),

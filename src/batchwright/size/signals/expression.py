@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias, final
+from typing import Any, ClassVar, TypeAlias, final
 
-from ..errors import ArgumentError, BatchwrightError, MissingSignalError
-from ._answer import Answer, ReasoningPolicy, ask, hold
-from ._noise_driven import need_two
-from ._noise_signal import add_noise, check_horizon
-from .noise import NoiseAverage
-from .observation import SOURCES, Observation
-from .policy import Policy, State
+from ...errors import ArgumentError, BatchwrightError, MissingSignalError
+from ..noise import NoiseAverage
+from ..observation import SOURCES, Observation
+from ..policy import Answer, Policy, ReasoningPolicy, State, ask, hold
+from .noise_scale import HORIZON, add_noise, as_horizon, need_two
 
 Expression: TypeAlias = Callable[[Observation], float]
 
@@ -44,22 +42,23 @@ class _Reader:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Track(ReasoningPolicy):
     """Asks for the value of an expression."""
 
+    name: ClassVar[str] = "track"
     expression: Expression
-    needs: tuple[str, ...]
-    horizon: float | None
+    needs: tuple[str, ...] = ()
+    horizon: float | None = HORIZON
 
     def init(self) -> State:
-        """Return averages of nothing, or None where nothing is averaged."""
+        """Return empty averages, or None if nothing is averaged."""
         return None if self.horizon is None else NoiseAverage(self.horizon).to_state()
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Evaluate the expression on averaged noise; hold while it is not reliable."""
         for name in self.needs:
-            observation.need(name, by="track")
+            observation.need(name, by=self.name)
         observed, state = self._average(state, observation)
         reader = _Reader(observed)
         size = self._evaluate(reader)
@@ -73,14 +72,14 @@ class Track(ReasoningPolicy):
         if state is None:
             return observation, state
         if observation.noise_s is not None:
-            state = add_noise(state, observation, by="track").to_state()
+            state = add_noise(state, observation, by=self.name).to_state()
         average = NoiseAverage(**state)
         if average.weight == 0:
             return observation, state
         return replace(observation, noise_s=average.s, noise_g2=average.g2, noise_reliable=average.is_reliable), state
 
     def _evaluate(self, reader: _Reader) -> float | None:
-        """Return the value, NaN where it cannot be computed, None where one example alone has no noise."""
+        """Return the value, NaN if it cannot be computed, None if a single example has no noise."""
         try:
             value = self.expression(reader)  # type: ignore[arg-type]
         except ArithmeticError:
@@ -92,7 +91,7 @@ class Track(ReasoningPolicy):
                 raise
             raise _missing(reader) from error
         except ValueError as error:
-            # The root of an estimate below 0; a figure that is asked for and missing is another matter.
+            # The root of an estimate below 0 holds the size; a figure that is needed and missing is an error.
             if isinstance(error, BatchwrightError) or not {"noise_s", "noise_g2"} & reader.names:
                 raise
             return math.nan
@@ -105,7 +104,7 @@ def _can_be_trusted(reader: _Reader, state: State) -> bool:
         return "noise_g2" not in reader.names or reader.noise_g2 is None or reader.noise_g2 > 0
     if "noise_g2" in reader.names:
         return average.is_reliable
-    # S alone is known well after one update; only the quotient takes long.
+    # S is known well after one update; only the quotient takes long.
     return "noise_s" not in reader.names or average.s > 0
 
 
@@ -123,7 +122,7 @@ def _as_number(value: Any) -> float:
         raise ArgumentError(f"the expression of track must return a number of examples, got {value!r}") from error
 
 
-def track(expression: Expression, *, needs: Sequence[str] = (), horizon: float | None = 100_000.0) -> Policy:
+def track(expression: Expression, *, needs: Sequence[str] = (), horizon: float | None = HORIZON) -> Policy:
     """Ask for the value of an expression: most published rules are one line.
 
     With ``S`` the trace of the gradient's covariance and ``G2`` the squared norm of the true gradient::
@@ -132,19 +131,19 @@ def track(expression: Expression, *, needs: Sequence[str] = (), horizon: float |
         track(lambda o: delta * (1 + o.noise_s / o.noise_g2))       # DiveBatch
         track(lambda o: o.lr * o.noise_s / o.loss)                  # CABS
 
-    The expression sees ``noise_s`` and ``noise_g2`` averaged over recent examples, since their values of one update are
-    too noisy to divide. While it reads ``noise_g2`` and that is not two standard errors above 0, the size holds. Other
-    figures are those of the last update; put ``smooth`` behind the policy where they jump. A value that is not
-    finite or not above 0, or a division by 0, holds the size.
+    The expression sees ``noise_s`` and ``noise_g2`` averaged over recent examples, as the values of a single update are
+    too noisy to divide. If it reads ``noise_g2``, the size holds until that is two standard errors above 0. Other
+    figures come from the last update; put ``smooth`` after the policy if they jump. A value that is not finite or not
+    above 0, or a division by 0, holds the size.
 
     Args:
         expression: takes an observation, returns a number of examples.
-        needs: names of figures without which the expression makes no sense; asked for before it is called.
-        horizon: examples over which the averages forget; None shows the raw values of each update, and holds where
+        needs: names of figures that the expression cannot do without; they are checked before it is called.
+        horizon: examples over which the averages forget; None shows the raw values of each update, and holds if
             ``noise_g2`` is not above 0.
 
     Returns:
-        A policy that needs what the expression reads; a figure that is missing is named.
+        A policy that needs the figures that the expression reads, and names one that is missing.
 
     >>> policy = track(lambda o: 32 + 16 * o.epoch, needs=["epoch"])
     >>> policy.update(policy.init(), Observation(epoch=2, batch_size=32))[0]
@@ -156,6 +155,4 @@ def track(expression: Expression, *, needs: Sequence[str] = (), horizon: float |
     unknown = [name for name in names if name not in SOURCES]
     if unknown:
         raise ArgumentError(f"needs must be names of figures, {', '.join(SOURCES)}, got {unknown[0]!r}")
-    if horizon is not None:
-        check_horizon(horizon)
-    return Track(expression, names, horizon)
+    return Track(expression, names, None if horizon is None else as_horizon(horizon))

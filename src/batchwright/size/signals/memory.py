@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, SupportsIndex, final
 
-from ..errors import ArgumentError
-from ._answer import Answer, ReasoningPolicy, hold
-from ._numbers import as_number, as_whole
-from ._response import Response
-from ._signal_checks import check_flag, check_order
-from .observation import Observation
-from .policy import Policy, State
+from ..._checks import as_flag, as_number, as_whole, check_order
+from ..observation import Observation
+from ..policy import Answer, Policy, ReasoningPolicy, State, hold, options
+from ._base import Response, make_response
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryDriven(ReasoningPolicy):
     """Shrinks the batch above one share of memory, grows it below another."""
 
+    name: ClassVar[str] = "memory_driven"
     high: float
     low: float
     response: Response
@@ -27,19 +25,19 @@ class MemoryDriven(ReasoningPolicy):
     patience: int
 
     def init(self) -> State:
-        """Return that no size was too large yet."""
+        """Return a state in which no size was too large."""
         return {"too_large": None, "num_fitting": 0}
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Compare the share with the limits."""
-        fraction = float(observation.need("memory_fraction", by="memory_driven"))
+        fraction = float(observation.need("memory_fraction", by=self.name))
         current, ran = observation.current, observation.batch_size
         if not (math.isfinite(fraction) and fraction >= 0):
-            return hold(observation, state, f"memory use of {fraction} is no share")
+            return hold(observation, state, f"memory use of {fraction} is not a share")
         if fraction > self.high:
             return self._change(observation, {"too_large": current, "num_fitting": 0}, fraction, -1)
         if ran is not None and ran < current:
-            return hold(observation, state, f"a batch of {ran} says little of the size in force")
+            return hold(observation, state, f"a batch of {ran} says little about the size in force")
         state = self._weigh(state, current, fraction)
         if fraction >= self.low:
             return hold(observation, state, f"{self._words(fraction)}, between the limits")
@@ -49,10 +47,10 @@ class MemoryDriven(ReasoningPolicy):
         return self._change(observation, state, fraction, 1)
 
     def _weigh(self, state: State, size: int, fraction: float) -> State:
-        """Count the readings in a row by which the size that was too large would fit, and forget it after enough."""
+        """Count the readings in a row that say that the size that was too large would fit; after enough, forget it."""
         if state["too_large"] is None:
             return state
-        # Memory is at most proportional to the items, so this is never too low.
+        # Memory grows at most in proportion to the items, so this estimate is never too low.
         fits = fraction * max(1.0, state["too_large"] / size) <= self.high
         num_fitting = state["num_fitting"] + 1 if fits else 0
         return self.init() if num_fitting >= self.patience else {**state, "num_fitting": num_fitting}
@@ -64,21 +62,31 @@ class MemoryDriven(ReasoningPolicy):
     def _words(self, fraction: float) -> str:
         return f"memory {100 * fraction:.1f} % full (low {100 * self.low:g} %, high {100 * self.high:g} %)"
 
+    def arguments(self) -> list[str]:
+        """Return the arguments of the call; the response has one factor for both directions."""
+        return options(
+            high=(self.high, 0.8),
+            low=(self.low, 0.48),
+            factor=(self.response.up, 2),
+            remember=(self.remember, True),
+            patience=(self.patience, 10),
+        )
+
 
 def memory_driven(
-    high: float = 0.8, low: float = 0.48, factor: float = 2, *, remember: bool = True, patience: int = 10
+    high: float = 0.8, low: float = 0.48, factor: float = 2, *, remember: bool = True, patience: SupportsIndex = 10
 ) -> Policy:
     """Shrink the batch when memory runs full, grow it when there is room.
 
     Above ``high`` the size is divided by ``factor``, below ``low`` multiplied by it, else it holds.
 
-    Taken alone that swings for ever where ``low × factor`` is above ``high``, as it is by default: at 0.45 the batch
+    By itself this rule swings for ever if ``low × factor`` is above ``high``, as it is by default: at 0.45 the batch
     doubles, at 0.9 it is halved, and so on. So a size that passed ``high`` is remembered, and the batch does not grow
-    back to it until ``patience`` readings in a row say that it would fit, memory taken as proportional to the items.
-    A reading from a batch smaller than the size in force, such as the last of an epoch, never grows the size.
+    back to it until ``patience`` readings in a row say that it would fit, with memory in proportion to the items.
+    A reading from a batch smaller than the size in force, such as the last one of an epoch, never grows the size.
 
     This changes the update. To keep the update and split it instead, give ``step.FitToMemory`` to
-    ``Stepper(micro_batch=…)``: it follows the same rule for micro-batches. Behind a Stepper that splits, memory depends
+    ``Stepper(micro_batch=…)``: it follows the same rule for micro-batches. With a Stepper that splits, memory depends
     on the micro-batch and hardly on the size that this policy sets.
 
     Args:
@@ -100,11 +108,9 @@ def memory_driven(
     >>> sizes
     [64, 128, 64, 64, 64]
     """
-    as_number("low", low, above=0)
+    low, high = as_number("low", low, above=0), as_number("high", high, most=1)
     check_order("low", low, "high", high)
-    if high > 1:
-        raise ArgumentError(f"high must be a share of memory, at most 1, got {high!r}")
-    as_number("factor", factor, above=1)
-    check_flag("remember", remember)
-    as_whole("patience", patience, least=1)
-    return MemoryDriven(high, low, Response("exponential", up=factor, down=1 / factor), remember, patience)
+    factor = as_number("factor", factor, above=1)
+    response = make_response(factor, 1 / factor)
+    remember, patience = as_flag("remember", remember), as_whole("patience", patience, least=1)
+    return MemoryDriven(high, low, response, remember, patience)

@@ -127,7 +127,7 @@ def test_it_explains_itself():
         ({"expression": 64}, "track needs a function of an observation, got 64"),
         ({"needs": ["noise"]}, "needs must be names of figures, .*, got 'noise'"),
         ({"needs": "speed"}, "got 'speed'"),
-        ({"horizon": -1}, "horizon must be a number of examples above 0"),
+        ({"horizon": -1}, "horizon must be a number above 0"),
     ],
 )
 def test_nonsense_is_refused_when_the_policy_is_made(arguments, message):

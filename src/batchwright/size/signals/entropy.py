@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, final, get_args
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, SupportsIndex, TypeAlias, final, get_args
 
-from ..errors import ArgumentError
-from ._answer import Answer, ReasoningPolicy, hold
-from ._counting import Unit
-from ._numbers import TIMES, as_number, as_whole, show
-from ._periods import Period, make_period
-from ._response import Response
-from ._signal_checks import check_choice, check_order, refuse_given
-from .observation import Observation
-from .policy import Policy, State
+from ..._checks import as_number, as_whole, check_choice, check_order
+from ...errors import ArgumentError
+from ..observation import Observation, Unit
+from ..policy import TIMES, Answer, Part, Policy, ReasoningPolicy, State, hold, options, show
+from ._base import Period, Response, make_period, make_response, refuse_given
 
 EntropyMode: TypeAlias = Literal["track", "threshold"]
 
 
 @final
-@dataclass(frozen=True)
-class EntropyRange:
+@dataclass(frozen=True, kw_only=True)
+class EntropyRange(Part):
     """A size for every entropy: from ``smallest`` at ``h = 1`` to ``largest`` at ``h = 0``.
 
-    >>> EntropyRange(16, 256).answer(64, 0.5)[0]
+    >>> EntropyRange(smallest=16, largest=256).answer(64, 0.5)[0]
     64.0
     """
 
@@ -40,12 +36,13 @@ class EntropyRange:
 
 @final
 @dataclass(frozen=True)
-class EntropyLimits:
+class EntropyLimits(Part):
     """Grow below one entropy, shrink above another."""
 
-    low: float
-    high: float
-    response: Response
+    fixed: ClassVar[tuple[str, ...]] = ("mode='threshold'",)
+    low: float = 0.3
+    high: float = 0.7
+    response: Response = field(kw_only=True)
 
     def answer(self, current: int, h: float) -> tuple[float, str]:
         """Return the size after one step, and the step in words."""
@@ -54,26 +51,28 @@ class EntropyLimits:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EntropyDriven(ReasoningPolicy):
-    """Turns the mean entropy of a period, as a share of the largest there can be, into a size."""
+    """Turns the mean entropy of a period, as a share of the largest possible entropy, into a size."""
 
+    name: ClassVar[str] = "entropy_driven"
     most: float
     rule: EntropyRange | EntropyLimits
     period: Period
+    num_classes: int = field(compare=False)  # only ``most`` matters for the size
 
     def init(self) -> State:
         """Return a period without entropies."""
         return self.period.init()
 
     def start(self) -> float | None:
-        """Return the size of an uncertain model, which every model is at first."""
+        """Return the size for an uncertain model, as every model is at first."""
         return self.rule.smallest if isinstance(self.rule, EntropyRange) else None
 
     def decide(self, state: State, observation: Observation) -> Answer:
-        """Gather entropies, and at the end of a period answer their mean."""
-        entropy = self.period.read(state, observation, "entropy", by="entropy_driven")
-        mean, state = self.period.gather(state, observation, entropy, by="entropy_driven")
+        """Gather entropies, and at the end of a period turn their mean into a size."""
+        entropy = self.period.read(state, observation, "entropy", by=self.name)
+        mean, state = self.period.gather(state, observation, entropy, by=self.name)
         if mean is None:
             found = "gathering the entropy" if math.isfinite(entropy) else f"entropy is {entropy} and left out"
             return hold(observation, state, f"{found} of {self.period.span()}")
@@ -81,9 +80,14 @@ class EntropyDriven(ReasoningPolicy):
         size, words = self.rule.answer(observation.current, h)
         return Answer(size, state, f"entropy {show(mean)} of at most {show(self.most)}, h = {show(h)}; {words}")
 
+    def arguments(self) -> list[str]:
+        """Return the arguments of the call; the largest entropy is one of them if it is not ``log C``."""
+        reference = options(reference=(self.most, math.log(self.num_classes)))
+        return [str(self.num_classes), *self.rule.arguments(), *reference, *self.period.arguments()]
+
 
 def entropy_driven(
-    num_classes: int,
+    num_classes: SupportsIndex,
     *,
     mode: EntropyMode = "track",
     smallest: float | None = None,
@@ -94,24 +98,24 @@ def entropy_driven(
     down: float | None = None,
     reference: float | None = None,
     per: Unit = "epoch",
-    every: int | None = None,
+    every: SupportsIndex | None = None,
 ) -> Policy:
     """Grow the batch as the model becomes certain: low entropy of its output, large batch.
 
-    The entropy ``H = −sum_i p_i log p_i`` in nats is 0 for certainty and ``log C`` for none. Its mean over a period is
-    taken as a share ``h = H / log C``, kept from 0 to 1::
+    The entropy ``H = −sum_i p_i log p_i`` in nats is 0 for a certain model and ``log C`` for one that knows nothing.
+    Its mean over a period is taken as a share ``h = H / log C``, kept from 0 to 1::
 
         track       B = smallest · (largest / smallest)^(1 − h)
         threshold   h < low: B × up,   h > high: B × down,   else B holds
 
-    ``"track"`` is the default. It gives every entropy its size, the same whatever came before, and comes back when the
-    model grows uncertain again. ``"threshold"`` is the rule as usually written. It says in which direction and not how
-    far, so an entropy that stays low takes the size to its maximum, one step a period.
+    ``"track"`` is the default. It gives every entropy its size, whatever came before, and comes back when the model
+    grows uncertain again. ``"threshold"`` is the rule as usually written. It says in which direction but not how far,
+    so an entropy that stays low takes the size to its maximum, one step per period.
 
     Confident is not correct: a model that memorises takes the batch to its maximum. Label smoothing keeps ``h`` above
     0, and language models with a large vocabulary begin far below 1; ``reference`` sets what counts as uncertain.
 
-    The mean leaves out padding if ``step.entropy_sum(logits, targets)`` is given the targets.
+    Give the targets to ``step.entropy_sum(logits, targets)`` to leave padding out of the mean.
 
     Args:
         num_classes: ``C``, at least 2.
@@ -124,7 +128,7 @@ def entropy_driven(
         down: threshold: factor to shrink by, 0.5 by default.
         reference: the entropy that counts as ``h = 1``, such as the first one measured; None is ``log C``.
         per: a period: ``"epoch"``, ``"step"`` or ``"examples"``.
-        every: how many make a period; needed for examples.
+        every: units per period; needed for examples.
 
     Returns:
         A policy that needs ``entropy``, and ``epoch`` or ``batch_size`` for its periods.
@@ -135,30 +139,28 @@ def entropy_driven(
     128.0
     """
     check_choice("mode", mode, get_args(EntropyMode))
-    most = math.log(as_whole("num_classes", num_classes, least=2))
-    if reference is not None:
-        most = as_number("reference", reference, above=0)
+    num_classes = as_whole("num_classes", num_classes, least=2)
+    most = math.log(num_classes) if reference is None else as_number("reference", reference, above=0)
     rule: EntropyRange | EntropyLimits
     if mode == "track":
         refuse_given({"low": low, "high": high, "up": up, "down": down}, belong_to="mode='threshold'")
         rule = _range(smallest, largest)
     else:
         refuse_given({"smallest": smallest, "largest": largest}, belong_to="mode='track'")
-        rule = _limits(0.3 if low is None else low, 0.7 if high is None else high, up, down)
-    return EntropyDriven(most, rule, make_period(per, every, by="entropy_driven"))
+        rule = _limits(0.3 if low is None else low, 0.7 if high is None else high, make_response(up, down))
+    return EntropyDriven(most, rule, make_period(per, every, by="entropy_driven"), num_classes)
 
 
 def _range(smallest: float | None, largest: float | None) -> EntropyRange:
     if smallest is None or largest is None:
-        wish = "the sizes of an uncertain and of a certain model, e.g. smallest=32, largest=1024"
+        wish = "the sizes for an uncertain and for a certain model, e.g. smallest=32, largest=1024"
         raise ArgumentError(f"entropy_driven needs smallest and largest, {wish}; or mode='threshold'")
-    as_number("smallest", smallest, least=1)
+    smallest, largest = as_number("smallest", smallest, least=1), as_number("largest", largest)
     check_order("smallest", smallest, "largest", largest)
-    return EntropyRange(smallest, largest)
+    return EntropyRange(smallest=smallest, largest=largest)
 
 
-def _limits(low: float, high: float, up: float | None, down: float | None) -> EntropyLimits:
+def _limits(low: float, high: float, response: Response) -> EntropyLimits:
+    low, high = as_number("low", low, above=0, below=1), as_number("high", high, above=0, below=1)
     check_order("low", low, "high", high)
-    if not (0 < low and high < 1):
-        raise ArgumentError(f"low and high are shares of the largest entropy, above 0 and below 1, got {low}, {high}")
-    return EntropyLimits(low, high, Response("exponential", 2.0 if up is None else up, 0.5 if down is None else down))
+    return EntropyLimits(low=low, high=high, response=response)

@@ -8,10 +8,10 @@ import pytest
 
 from batchwright.errors import ArgumentError, MissingSignalError
 from batchwright.plan import TimeModel
-from batchwright.size._goodput import StepTime
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.observation import Observation
 from batchwright.size.signals import goodput
+from batchwright.size.signals.throughput import StepTime
 
 
 class Seconds:
@@ -153,11 +153,11 @@ class Broken:
         ({"gain": 0.9}, "gain must be a number of 1 or more, got 0.9"),
         ({"num_candidates": 1}, "num_candidates must be a whole number of 2 or more, got 1"),
         ({"length": 0}, "length must be a whole number of 1 or more, got 0"),
-        ({"length": ()}, "length must be a whole number, or one an axis"),
+        ({"length": ()}, "length must be a whole number, or one per axis"),
         ({"world_size": 0}, "world_size must be a whole number of 1 or more, got 0"),
         ({"max_items": 0}, "max_items must be a whole number of 1 or more, got 0"),
-        ({"horizon": 0}, "horizon must be a number of examples above 0"),
-        ({"time_model": Broken()}, "must foretell seconds above 0"),
+        ({"horizon": 0}, "horizon must be a number above 0"),
+        ({"time_model": Broken()}, "must predict seconds above 0"),
     ],
 )
 def test_nonsense_is_refused_when_the_policy_is_made(arguments, message):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.errors import ArgumentError, MissingSignalError
-from batchwright.size._numbers import TIMES
 from batchwright.size.observation import Observation
+from batchwright.size.policy import TIMES
 from batchwright.size.signals import entropy_driven
 
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.errors import ArgumentError, MissingSignalError
-from batchwright.size._numbers import TIMES
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.observation import Observation
+from batchwright.size.policy import TIMES
 from batchwright.size.signals import memory_driven
 
 
@@ -101,7 +101,7 @@ def test_what_is_missing_is_named():
     [
         ({"low": 0.8}, "low must be below high, got low=0.8, high=0.8"),
         ({"low": 0}, "low must be a number above 0, got 0"),
-        ({"high": 80}, "high must be a share of memory, at most 1, got 80"),
+        ({"high": 80}, "high must be a number of at most 1, got 80"),
         ({"factor": 1}, "factor must be a number above 1, got 1"),
         ({"patience": 0}, "patience must be a whole number of 1 or more, got 0"),
         ({"remember": None}, "remember must be True or False, got None"),

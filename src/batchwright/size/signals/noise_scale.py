@@ -1,0 +1,217 @@
+"""noise_driven: the batch follows the noise of its gradient, averaged over recent examples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, SupportsIndex, TypeAlias, final, get_args
+
+from ..._checks import as_number, as_whole, check_choice, check_order
+from ..noise import NoiseAverage, noise_ratio
+from ..observation import Observation, Unit
+from ..policy import Answer, Policy, ReasoningPolicy, State, ask, hold, show
+from ._base import Period, Response, make_period, make_response, refuse_given
+
+Estimator: TypeAlias = Literal["unbiased", "ratio"]
+
+# Examples over which averages of noise forget.
+HORIZON = 100_000.0
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class NoiseScale(ReasoningPolicy):
+    """Asks for ``target × S / G2``, once the averages are reliable."""
+
+    name: ClassVar[str] = "noise_driven"
+    target: float = 1.0
+    horizon: float = HORIZON
+    num_examples: int | None = None
+
+    def init(self) -> State:
+        """Return empty averages."""
+        return NoiseAverage(self.horizon).to_state()
+
+    def decide(self, state: State, observation: Observation) -> Answer:
+        """Average the noise, and follow it."""
+        if not has_noise(observation, by=self.name):
+            return need_two(observation, state)
+        average = add_noise(state, observation, by=self.name, num_examples=self.num_examples)
+        scale, state = scale_of(average), average.to_state()
+        if scale is None:
+            return hold(observation, state, scale_words(average))
+        return ask(observation, state, self.target * scale, f"{scale_words(average)}, target {show(self.target)}")
+
+
+@final
+@dataclass(frozen=True, repr=False, kw_only=True)
+class NoiseRatio(ReasoningPolicy):
+    """Grows the batch if the textbook ratio is high, shrinks it if the ratio is low."""
+
+    name: ClassVar[str] = "noise_driven"
+    fixed: ClassVar[tuple[str, ...]] = ("estimator='ratio'",)
+    target: float = 1.0
+    high: float | None = None
+    low: float | None = None
+    response: Response
+    period: Period
+
+    def init(self) -> State:
+        """Return a period without ratios."""
+        return self.period.init()
+
+    def decide(self, state: State, observation: Observation) -> Answer:
+        """Gather ratios, and at the end of a period compare their mean with the limits."""
+        if not has_noise(observation, by=self.name):
+            return need_two(observation, state)
+        num_parts = int(observation.need("noise_parts", by=self.name))
+        ratio = noise_ratio(
+            float(observation.need("noise_s")),
+            float(observation.need("noise_g2")),
+            num_examples=int(observation.need("batch_size", by=self.name)),
+            num_parts=num_parts,
+        )
+        mean, state = self.period.gather(state, observation, ratio, by=self.name)
+        if mean is None:
+            return hold(observation, state, f"gathering the noise of {self.period.span()}")
+        low, high = self._limits(num_parts)
+        size, words = self.response.apply(observation.current, (mean > high) - (mean < low))
+        found = f"noise ratio {show(mean)} over {self.period.span()} of {num_parts} parts"
+        return Answer(size, state, f"{found} (low {show(low)}, high {show(high)}): {words}")
+
+    def _limits(self, num_parts: int) -> tuple[float, float]:
+        """Return the given limits, or limits half a step either side of the target."""
+        if self.high is not None or self.low is not None:
+            return (-math.inf if self.low is None else self.low), (math.inf if self.high is None else self.high)
+        # The ratio is about (k − 1) / (1 + B / N); B / N is the target at the middle, and half a step off it here.
+        most = num_parts - 1
+        low, high = (self.target / math.sqrt(factor) for factor in (self.response.down, self.response.up))
+        return most / (1 + low), most / (1 + high)
+
+
+def noise_driven(
+    target: float = 1.0,
+    *,
+    estimator: Estimator = "unbiased",
+    horizon: float | None = None,
+    num_examples: SupportsIndex | None = None,
+    high: float | None = None,
+    low: float | None = None,
+    up: float | None = None,
+    down: float | None = None,
+    per: Unit | None = None,
+    every: SupportsIndex | None = None,
+) -> Policy:
+    """Follow the noise of the gradient: a noisy one deserves a larger batch.
+
+    ``estimator="unbiased"`` averages ``S``, the trace of the gradient's covariance, and ``G2``, the squared norm of the
+    true gradient, over recent examples, and divides last::
+
+        B = target · S / G2
+
+    ``S / G2`` is the simple noise scale of McCandlish et al. 2018, a number of examples. At ``target=1`` a run needs
+    twice the updates of an endless batch and twice the examples of the smallest batch; a larger batch saves updates, a
+    smaller one saves examples. The size holds until ``G2`` is two standard errors above 0. The first answer can be far
+    from the size in force: put ``rate_limit`` after it. The noise scale is a proxy: for language models it was found
+    to understate how large a batch may be.
+
+    ``estimator="ratio"`` is the rule as usually taught. With ``k`` micro-batches of mean gradients ``g_i``::
+
+        gns = 1/k · sum_i |g_i − g_m|² / |g_m|²,   squares summed over all parameters
+
+    The mean of ``gns`` over a period above ``high`` grows the batch, below ``low`` shrinks it. Beware: ``gns`` is about
+    ``(k − 1)·N / (B + N)`` for a noise scale ``N`` and a batch ``B``. It saturates at ``k − 1`` however noisy the
+    gradient is, and a limit that suits one ``k`` means nothing at another. If no limits are given, they are set where
+    the batch is ``√up`` times smaller and ``1 / √down`` times larger than ``target · N``, for the current ``k``.
+
+    Args:
+        target: batch size in units of the noise scale, above 0.
+        estimator: ``"unbiased"`` or ``"ratio"``.
+        horizon: unbiased: examples over which the averages forget, 100,000 by default. A batch above a quarter of it
+            leaves too few updates in the average to be reliable, and the size holds.
+        num_examples: unbiased: size of the training set, if the batch is a large share of it. The noise is then
+            measured against the gradient of that set, ``G2 + S / num_examples``, and never asks for more than the set.
+        high: ratio: grow above this; with only ``low`` it never grows.
+        low: ratio: shrink below this; with only ``high`` it never shrinks.
+        up: ratio: factor to grow by, 2 by default.
+        down: ratio: factor to shrink by, 0.5 by default.
+        per: ratio: a period: ``"epoch"`` (default), ``"step"`` or ``"examples"``.
+        every: ratio: units per period; needed for examples.
+
+    Returns:
+        A policy that needs ``noise_s``, ``noise_g2``, ``batch_size``, and for the ratio ``noise_parts``.
+
+    >>> policy = noise_driven()
+    >>> state = policy.init()
+    >>> for _ in range(10):
+    ...     size, state = policy.update(state, Observation(batch_size=64, noise_s=90.0, noise_g2=0.5))
+    >>> round(size, 6)
+    180.0
+    >>> noise_driven(0.5, horizon=50_000)
+    noise_driven(target=0.5, horizon=50000)
+    """
+    check_choice("estimator", estimator, get_args(Estimator))
+    target = as_number("target", target, above=0)
+    if estimator == "unbiased":
+        ratio_only = {"high": high, "low": low, "up": up, "down": down, "per": per, "every": every}
+        refuse_given(ratio_only, belong_to="estimator='ratio'")
+        set_size = None if num_examples is None else as_whole("num_examples", num_examples, least=1)
+        return NoiseScale(target, HORIZON if horizon is None else as_horizon(horizon), set_size)
+    refuse_given({"horizon": horizon, "num_examples": num_examples}, belong_to="estimator='unbiased'")
+    high = None if high is None else as_number("high", high, least=0)
+    low = None if low is None else as_number("low", low, least=0)
+    if high is not None and low is not None:
+        check_order("low", low, "high", high)
+    period = make_period(per or "epoch", every, by="noise_driven")
+    return NoiseRatio(target=target, high=high, low=low, response=make_response(up, down), period=period)
+
+
+def as_horizon(horizon: float) -> float:
+    """Return a number of examples, or refuse one so large that a single example does not count in it."""
+    return as_number("horizon", horizon, above=0, most=1e12)
+
+
+def has_noise(observation: Observation, *, by: str) -> bool:
+    """Return whether noise was observed; only a batch of one example may lack it."""
+    if observation.noise_s is None and observation.batch_size == 1:
+        return False
+    observation.need("noise_s", by=by)
+    observation.need("noise_g2", by=by)
+    return True
+
+
+def need_two(observation: Observation, state: State) -> Answer:
+    """Return the answer after a batch of one example, which has no parts to compare."""
+    if observation.current > 1:
+        return hold(observation, state, "a single example has no noise")
+    return Answer(2.0, state, "a single example has no noise: 2")
+
+
+def add_noise(state: State, observation: Observation, *, by: str, num_examples: int | None = None) -> NoiseAverage:
+    """Return the average with the noise of one more update.
+
+    Drawn without replacement from ``N`` examples, the squared norm of the gradient of all of them is
+    ``GB − (1 − B/N)·S/B``, which is ``G2 + S/N``.
+
+    Args:
+        state: the average so far.
+        observation: has noise.
+        by: who asks, for the message.
+        num_examples: ``N``; None takes examples as drawn from an endless source.
+    """
+    s, g2 = float(observation.need("noise_s", by=by)), float(observation.need("noise_g2", by=by))
+    corrected = g2 if num_examples is None else g2 + s / num_examples
+    return NoiseAverage(**state).update(s, corrected, num_examples=int(observation.need("batch_size", by=by)))
+
+
+def scale_of(average: NoiseAverage) -> float | None:
+    """Return the noise scale in examples, None while it is not reliable."""
+    scale = average.scale if average.is_reliable else None
+    return scale if scale is not None and math.isfinite(scale) else None
+
+
+def scale_words(average: NoiseAverage) -> str:
+    """Return the noise scale in words."""
+    updates = f"{average.num_updates:.0f} updates"
+    scale = scale_of(average)
+    return f"noise scale not reliable after {updates}" if scale is None else f"noise scale {show(scale)} over {updates}"
