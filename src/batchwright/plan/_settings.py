@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, final, get_args
 
@@ -52,6 +53,12 @@ class PlanSettings:
                 f"Packed(capacity={capacity}) is not a multiple of pad_multiple_of={self.pad_multiple_of}; "
                 "rows are as long as the capacity, so choose a capacity that is"
             )
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], **fixed: Any) -> PlanSettings:
+        """Return the settings among a function's arguments: ``PlanSettings.of(locals())`` as its first statement."""
+        names = {item.name for item in fields(cls)}
+        return cls(**{name: value for name, value in arguments.items() if name in names}, **fixed)
 
     @property
     def rounding(self) -> SizeRounding:

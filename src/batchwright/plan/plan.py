@@ -126,20 +126,7 @@ def plan_batches(
     >>> list(plan), plan.shapes.tolist()
     ([[0, 1], [2], [3]], [[2, 5], [1, 2], [1, 9]])
     """
-    settings = PlanSettings(
-        grouping=grouping,
-        shuffle=shuffle,
-        seed=seed,
-        size_multiple_of=size_multiple_of,
-        size_ladder=size_ladder,
-        pad_multiple_of=pad_multiple_of,
-        keep_first=keep_first,
-        oversize=oversize,
-        drop_last=drop_last,
-        remainder=remainder,
-        balance_over=balance_over,
-        cost=cost,
-    )
+    settings = PlanSettings.of(locals())
     epoch, world_size = as_whole("epoch", epoch, least=0), as_whole("world_size", world_size, least=1)
     return shard(plan_epoch(as_lengths(lengths), check_budget(budget), settings, epoch), world_size)
 

@@ -84,6 +84,22 @@ class Terms:
         return f"{found}, num_axes={self.num_axes}"
 
 
+class FittedTerms(ABC):
+    """A model made of terms: its axes and its coefficients by name."""
+
+    terms: Terms
+
+    @property
+    def num_axes(self) -> int:
+        """Return how many padded lengths a shape has."""
+        return self.terms.num_axes
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """Return the cost by term: ``1``, ``b`` (items), ``b*L0``, ``b*L0^2``, ``b*L0*L1`` and so on."""
+        return self.terms.named()
+
+
 def term_names(num_axes: int) -> tuple[str, ...]:
     """Return the names of the terms, the constant first.
 

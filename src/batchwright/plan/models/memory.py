@@ -15,6 +15,7 @@ from ..budget import Budget, as_limit
 from ._terms import MIN_ROWS as MIN_ROWS
 from ._terms import (
     Doubles,
+    FittedTerms,
     Predict,
     Terms,
     as_probes,
@@ -36,7 +37,7 @@ MIN_MARGIN = 0.005
 
 @final
 @dataclass(frozen=True, repr=False)
-class MemoryModel:
+class MemoryModel(FittedTerms):
     """Peak memory by batch shape; made by ``MemoryModel.fit`` or ``MemoryModel.from_json``.
 
     ``bytes = c + b × (d + e·L + f·L²)`` for ``b`` items of padded length ``L``; of several axes each has its
@@ -115,16 +116,6 @@ class MemoryModel:
         [7, 28]
         """
         return load_prior(task)
-
-    @property
-    def num_axes(self) -> int:
-        """How many padded lengths a shape has."""
-        return self.terms.num_axes
-
-    @property
-    def coefficients(self) -> dict[str, float]:
-        """Bytes by term: ``1``, ``b`` (items), ``b*L0``, ``b*L0^2``, ``b*L0*L1``; of the phase of large batches."""
-        return self.terms.named()
 
     @property
     def least_bytes(self) -> float:

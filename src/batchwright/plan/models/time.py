@@ -11,12 +11,22 @@ import numpy.typing as npt
 from ..._lengths import as_lengths, as_shapes
 from ..._types import MAX_INT32, FloatArray
 from ...errors import ArgumentError
-from ._terms import Doubles, Terms, as_positive, as_probes, check_fraction, dump_terms, fit_terms, load_terms
+from ._terms import (
+    Doubles,
+    FittedTerms,
+    Terms,
+    as_positive,
+    as_probes,
+    check_fraction,
+    dump_terms,
+    fit_terms,
+    load_terms,
+)
 
 
 @final
 @dataclass(frozen=True, repr=False)
-class TimeModel:
+class TimeModel(FittedTerms):
     """Seconds of a step by batch shape; made by ``TimeModel.fit`` or ``TimeModel.from_json``.
 
     ``seconds = c + b × (d + e·L + f·L²)`` as in ``MemoryModel``; ``c`` is what the smallest step takes. The
@@ -98,16 +108,6 @@ class TimeModel:
         most = _as_counts(max_items, len(checked))
         goal, step = (1 - given_up) * constant * most, constant + given_up * per_item * most
         return np.minimum(_first_to_reach(goal, step), most)
-
-    @property
-    def num_axes(self) -> int:
-        """How many padded lengths a shape has."""
-        return self.terms.num_axes
-
-    @property
-    def coefficients(self) -> dict[str, float]:
-        """Seconds by term: ``1``, ``b`` (items), ``b*L0``, ``b*L0^2``, ``b*L0*L1`` and so on."""
-        return self.terms.named()
 
     def to_json(self) -> str:
         """Return the model as JSON; ``from_json`` gives an equal one."""

@@ -132,3 +132,19 @@ class Progress:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "newest": None}
+
+
+class AbstractEpochs:
+    """Epochs that begin with ``iter()`` and end when an iterator is exhausted."""
+
+    def __init__(self) -> None:
+        self._progress = Progress()
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch the next ``iter()`` runs."""
+        return self._progress.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch; a place restored within that very epoch is kept."""
+        self._progress.set_epoch(epoch)

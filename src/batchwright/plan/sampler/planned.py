@@ -22,7 +22,7 @@ from ..grouping.base import Grouping, SizeLadder
 from ..grouping.sorting import WindowSort
 from ..plan import Batch, Plan, make_problem, plan_epoch
 from ..report import PlanReport
-from ._progress import Cursor, Progress
+from ._progress import AbstractEpochs, Cursor
 
 Item = TypeVar("Item")
 
@@ -31,7 +31,7 @@ STATE_VERSION = 1
 
 
 @final
-class BatchSampler:
+class BatchSampler(AbstractEpochs):
     """Planned batches for ``DataLoader(dataset, batch_sampler=sampler)``, or any loop over indices.
 
     ``iter()`` fixes its epoch; only exhausting it moves to the next. Every rank makes the same plan from the seed, so
@@ -75,34 +75,16 @@ class BatchSampler:
         balance_over: int = 64,
         cost: Cost | None = None,
     ) -> None:
+        self.settings = PlanSettings.of(locals())
         self.rank, self.world_size = check_ranks(rank, world_size)
         self.budget = check_budget(budget)
-        self.settings = PlanSettings(
-            grouping=grouping,
-            shuffle=shuffle,
-            seed=seed,
-            size_multiple_of=size_multiple_of,
-            size_ladder=size_ladder,
-            pad_multiple_of=pad_multiple_of,
-            keep_first=keep_first,
-            oversize=oversize,
-            drop_last=drop_last,
-            remainder=remainder,
-            balance_over=balance_over,
-            cost=cost,
-        )
         self._lengths = as_lengths(lengths).copy()  # a change of the caller's array must not change later epochs
         if dataset is not None:
             self._check_dataset(dataset)
-        self._progress = Progress()
+        super().__init__()
         # Planned now, so that data that do not fit the budget are refused here and not in the first epoch.
         self._epoch_plan: Plan | None = plan_epoch(self._lengths, self.budget, self.settings, 0)
         self._fingerprint: str | None = None
-
-    @property
-    def epoch(self) -> int:
-        """Return the epoch the next ``iter()`` runs."""
-        return self._progress.epoch
 
     @property
     def plan(self) -> Plan:
@@ -127,10 +109,6 @@ class BatchSampler:
     def report(self, *, world_size: int | None = None) -> PlanReport:
         """Measure the plan of the current epoch."""
         return self.plan.report(world_size=world_size)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch; a position restored within that very epoch is kept."""
-        self._progress.set_epoch(epoch)
 
     def __len__(self) -> int:
         return len(self.plan) // self.world_size

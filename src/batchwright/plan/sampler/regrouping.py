@@ -11,7 +11,7 @@ import numpy as np
 
 from ..._checks import HasSize, as_flag, as_sized, check_ranks, check_same, read_size, read_whole
 from ...errors import ArgumentError, StateMismatchError
-from ._progress import Cursor, Progress
+from ._progress import AbstractEpochs, Cursor
 from .planned import BatchSampler
 from .resizable import ResizableBatchSampler
 
@@ -57,7 +57,7 @@ def regroup(
 
 
 @final
-class Regrouped(Generic[Example]):
+class Regrouped(AbstractEpochs, Generic[Example]):
     """Batches of the controller's size; what ``regroup`` makes.
 
     ``iter()`` fixes its epoch; only exhausting it moves to the next. A sampler with ``set_epoch`` is told the epoch, so
@@ -84,16 +84,7 @@ class Regrouped(Generic[Example]):
         self.drop_last = as_flag("drop_last", drop_last)
         self.controller = as_sized("controller", controller)
         self._source = Source(loader, rank=self.rank, world_size=self.world_size)
-        self._progress = Progress()
-
-    @property
-    def epoch(self) -> int:
-        """Return the epoch the next ``iter()`` runs."""
-        return self._progress.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch; a place restored within that very epoch is kept."""
-        self._progress.set_epoch(epoch)
+        super().__init__()
 
     def __iter__(self) -> Iterator[list[Example]]:
         # Not a generator: the epoch is fixed now, not at the first next().

@@ -19,7 +19,7 @@ from .._oversize import fits
 from .._settings import PlanSettings
 from ..budget import Budget, check_budget
 from ..plan import plan_epoch
-from ._progress import Cursor, Progress
+from ._progress import AbstractEpochs, Cursor
 
 Item = TypeVar("Item")
 
@@ -28,7 +28,7 @@ STATE_VERSION = 1
 
 
 @final
-class ResizableBatchSampler:
+class ResizableBatchSampler(AbstractEpochs):
     """Batches of ``controller.size`` examples for ``DataLoader(dataset, batch_sampler=sampler)``.
 
     The size counts over all ranks and is read when a batch is formed; each rank gets its share of the same batch,
@@ -93,22 +93,13 @@ class ResizableBatchSampler:
         self._settings = PlanSettings(shuffle=shuffle, seed=seed, balance_over=1)
         self._ordering = make_ordering(num_examples, lengths, budget, curriculum, self._settings)
         self._lengths_hash = None if self._ordering.lengths is None else fingerprint(self._ordering.lengths)
-        self._progress = Progress()
+        super().__init__()
         self._order: EpochOrder | None = None
-
-    @property
-    def epoch(self) -> int:
-        """Return the epoch the next ``iter()`` runs."""
-        return self._progress.epoch
 
     @property
     def num_repeated(self) -> int:
         """Return how many examples the newest iterator gave out twice because fewer than ranks were left."""
         return 0 if self._progress.newest is None else self._progress.newest.num_repeated
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch; a position restored within that very epoch is kept."""
-        self._progress.set_epoch(epoch)
 
     def __len__(self) -> int:
         raise TypeError("the number of batches is not known: the controller decides the size of each as it is formed")

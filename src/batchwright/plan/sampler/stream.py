@@ -67,6 +67,7 @@ class StreamBatcher(Generic[Example]):
         pad_multiple_of: int = 1,
         oversize: Oversize = "error",
     ) -> None:
+        self.settings = PlanSettings.of(locals(), balance_over=1)  # a stream is not divided over ranks here
         if not isinstance(source, Iterable):
             raise ArgumentError(f"source must be iterable, got {type(source).__name__}")
         if not callable(length_of):
@@ -79,16 +80,6 @@ class StreamBatcher(Generic[Example]):
         self.source = source
         self.budget = check_budget(budget)
         self.buffer_size = buffer_size
-        self.settings = PlanSettings(
-            grouping=grouping,
-            shuffle=shuffle,
-            seed=seed,
-            size_multiple_of=size_multiple_of,
-            size_ladder=size_ladder,
-            pad_multiple_of=pad_multiple_of,
-            oversize=oversize,
-            balance_over=1,  # a stream is not divided over ranks here
-        )
         self._reader = _Reader(source, length_of, self.budget, self.settings, buffer_size)
         self._running: Generator[Any, None, None] | None = None
 
