@@ -59,7 +59,7 @@ class Batches(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PlanArrays(ABC):
+class PlanArrays:
     """The fields of a ``Plan``, apart from what can be done with one: dividing and measuring need only these."""
 
     indices: npt.NDArray[np.int32]

@@ -84,7 +84,7 @@ class Terms:
         return f"{found}, num_axes={self.num_axes}"
 
 
-class FittedTerms(ABC):
+class FittedTerms:
     """A model made of terms: its axes and its coefficients by name."""
 
     terms: Terms
