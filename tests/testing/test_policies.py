@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from batchwright._check_policy import check_policy
+from batchwright.testing import check_policy
 from batchwright.errors import MissingSignalError
 from batchwright.size.combine import chain
 from batchwright.size.controller import BatchSizeController
@@ -168,15 +168,15 @@ def test_nan_is_a_way_to_hold():
 @pytest.mark.parametrize(
     ("policy", "rule"),
     [
-        (NoNumber, "update answers with a number, NaN to hold the size: got None"),
+        (NoNumber, "update answers with a number, or NaN to keep the size: got None"),
         (NoPair, "update returns a pair of the size and the next state: got 64.0"),
         (ArrayInState, "the state survives JSON"),
         (TupleInState, "the state survives JSON: (1, 2) became [1, 2]"),
         (NanInState, "the state survives JSON"),
         (InfinityInState, "the state survives JSON"),
-        (ChangesItsState, "update leaves the state that it is given alone: [] became [1]"),
-        (ChangesItsStateInWords, "explain leaves the state that it is given alone: [] became [1]"),
-        (ChangesItself, "a policy does not change, the state does: {'num': 0} became {'num': 1}"),
+        (ChangesItsState, "update does not change the state it is given: [] became [1]"),
+        (ChangesItsStateInWords, "explain does not change the state it is given: [] became [1]"),
+        (ChangesItself, "a policy never changes, only its state does: {'num': 0} became {'num': 1}"),
         (HidesItsMemory, "the same arguments give the same answer: got 65.0 and 67.0"),
         (Random, "the same arguments give the same answer"),
         (CountsRuns, "the same observations give the same sizes"),
@@ -184,7 +184,7 @@ def test_nan_is_a_way_to_hold():
         (Forgetful, "resuming after 1 of 40 observations gives the same sizes"),
         (Speechless, "explain returns words: got 64"),
         (NoStart, "start answers with a number"),
-        (Oscillating, "the size settles while every figure stays the same: it goes [64, 32, 64, 32]"),
+        (Oscillating, "the size settles while every figure stays the same: the last ones are [64, 32, 64, 32]"),
         (Locked, "a policy can be copied"),
     ],
 )

@@ -191,13 +191,13 @@ class GivesEmptyBatches(Honest):
 
 
 FAULTS = {
-    Duplicates: r"every index appears once an epoch: .* repeated on 1 ranks",
-    Loses: r"every index appears once an epoch: 1 lost on 1 ranks, e\.g\. \[7\]",
+    Duplicates: r"every index appears once per epoch: .* repeated on 1 ranks",
+    Loses: r"every index appears once per epoch: 1 lost on 1 ranks, e\.g\. \[7\]",
     Negative: r"indices are from 0 to 149: got \[-1\]",
     Joins: r"the budget is kept: .* of MaxTokens\(200\)",
     Unequal: "every rank takes the same number of steps",
     CountsIterations: "the order depends on the epoch, not on how often the sampler was iterated",
-    MovesOnAtOnce: "only exhausting an epoch moves to the next",
+    MovesOnAtOnce: "only a finished epoch leads to the next",
     ForgetsItsPlace: r"resuming after \d+ of \d+ batches continues there",
     CountsItsOwnBatches: "resuming on 2 ranks after 1 loses nothing",
     StateOfBytes: "the state survives JSON: .* bytes",

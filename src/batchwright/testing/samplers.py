@@ -1,4 +1,4 @@
-"""Contract checks for parts that users write themselves; ours pass them too."""
+"""The contract of a batch sampler, checked on several numbers of ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ._check_policy import check_policy as check_policy
-from ._fakes import FakeClock as FakeClock
-from ._fakes import FakeMemory as FakeMemory
-from .plan import Budget
-from .plan._arrays import as_lengths
+from .._lengths import as_lengths
+from ..plan import Budget
 
 MakeSampler = Callable[..., Any]
 Batches = list[list[Any]]  # a batch is a list of indices, or of rows of them
@@ -29,19 +26,24 @@ def check_batch_sampler(
     budget: Budget | None = None,
     world_sizes: Sequence[int] = (1, 2, 3, 8),
 ) -> None:
-    """Check that a batch sampler keeps the contract, or raise an AssertionError that names the broken rule.
+    """Check that a batch sampler keeps its contract, or raise an AssertionError that names the broken rule.
 
-    The rules: every index once an epoch; the budget kept; the same order for the same seed and epoch, however often
-    anything was iterated before; a loop that was left begins its epoch again; equal steps on every rank and an exact
-    ``len()``; resume at the start, in the middle, at the end and on another world size, from a state that survives
-    JSON; pickling; two iterators at once.
+    The rules:
+
+    - every index comes once per epoch, and no batch exceeds the budget;
+    - the order depends only on the seed and the epoch, not on what was iterated before;
+    - a loop that is left early starts its epoch again, and two iterators do not disturb each other;
+    - every rank takes the same number of steps, and ``len()`` is exact;
+    - a state saved at the start, in the middle or at the end survives JSON and resumes there, also on another
+      number of ranks;
+    - a sampler can be pickled.
 
     Args:
-        make_sampler: called as ``make_sampler(rank=…, world_size=…)``; each call returns a fresh sampler of the same
-            data and seed.
-        num_examples: indices are ``range(num_examples)``.
-        lengths: with ``budget``, the lengths that batches are checked against.
-        budget: the budget every batch must keep, padded as ``sampler.pad_to`` says, or to the longest example.
+        make_sampler: called as ``make_sampler(rank=…, world_size=…)``; each call returns a fresh sampler over the same
+            data with the same seed.
+        num_examples: the indices are ``range(num_examples)``.
+        lengths: the length of each example; needed with ``budget``.
+        budget: the budget that every batch must keep, padded as ``sampler.pad_to`` says, or to the longest example.
         world_sizes: the numbers of ranks to try.
 
     >>> import batchwright as bw
@@ -64,7 +66,7 @@ def check_batch_sampler(
 
 
 def _flat(batch: Iterable[Any]) -> list[int]:
-    """Return the examples of a batch, of packed rows too."""
+    """Return the examples of a batch, which may hold packed rows."""
     return list(chain.from_iterable(item if isinstance(item, list) else [item] for item in batch))
 
 
@@ -95,11 +97,11 @@ def _check_every_index_once(ranks: list[Batches], num_examples: int, world_size:
     assert not strange, f"indices are from 0 to {num_examples - 1}: got {strange[:5]}"
     counts = np.bincount(np.array(given, dtype=np.int64), minlength=num_examples)
     lost = np.flatnonzero(counts == 0).tolist()
-    assert not lost, f"every index appears once an epoch: {len(lost)} lost on {world_size} ranks, e.g. {lost[:5]}"
+    assert not lost, f"every index appears once per epoch: {len(lost)} lost on {world_size} ranks, e.g. {lost[:5]}"
     num_repeated = len(given) - num_examples
     twice = np.flatnonzero(counts > 1).tolist()
     assert num_repeated < world_size, (
-        f"every index appears once an epoch: {twice[:5]} repeated on {world_size} ranks, "
+        f"every index appears once per epoch: {twice[:5]} repeated on {world_size} ranks, "
         f"{num_repeated} times in all; fewer than {world_size} are allowed, to fill the last step"
     )
 
@@ -132,10 +134,10 @@ def _check_order_does_not_depend_on_iteration(make_sampler: MakeSampler) -> None
         "exhausting epoch 0 and set_epoch(1) differ"
     )
     _epoch(left, 1)
-    assert first == _epoch(left), "only exhausting an epoch moves to the next: a loop that was left begins it again"
+    assert first == _epoch(left), "only a finished epoch leads to the next: a loop that is left early starts its epoch again"
     _epoch(again, 1)
     again.set_epoch(1)
-    assert following == _epoch(again), "an iterator left in the middle does not change the order of another epoch"
+    assert following == _epoch(again), "an iterator left in the middle does not change the order of other epochs"
 
 
 def _check_two_iterators(make_sampler: MakeSampler) -> None:
@@ -152,8 +154,8 @@ def _check_pickles(make_sampler: MakeSampler) -> None:
     try:
         copy = pickle.loads(pickle.dumps(sampler))
     except Exception as error:
-        raise AssertionError(f"a sampler can be pickled, as workers need: {error}") from error
-    assert _epoch(copy) == _epoch(sampler), "a pickled sampler gives the same batches, as workers need"
+        raise AssertionError(f"a sampler can be pickled, because workers need a copy: {error}") from error
+    assert _epoch(copy) == _epoch(sampler), "a pickled sampler gives the same batches, because workers need a copy"
 
 
 def _check_resume(make_sampler: MakeSampler) -> None:
@@ -164,8 +166,8 @@ def _check_resume(make_sampler: MakeSampler) -> None:
         resumed.load_state_dict(state)
         announced, rest = len(resumed), _epoch(resumed)
         assert rest == full[num:], (
-            f"resuming after {num} of {len(full)} batches continues there: got {len(rest)} batches more, "
-            f"the first {rest[:1]}, expected {full[num : num + 1]}"
+            f"resuming after {num} of {len(full)} batches continues there: got {len(rest)} more batches, "
+            f"the first is {rest[:1]}, expected {full[num : num + 1]}"
         )
         assert announced == len(rest), (
             f"len() is exact: after resuming it announced {announced} batches and gave {len(rest)}"
