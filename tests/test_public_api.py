@@ -16,6 +16,8 @@ LEVELS = {
     "errors": 0,
     "_version": 0,
     "_types": 0,
+    "_charts": 1,
+    "_stdlib_source": 1,
     "_checks": 1,
     "_files": 1,
     "_lengths": 1,
@@ -34,7 +36,6 @@ LEVELS = {
     "lab": 5,
     "_cli": 5,
     "_demo": 5,
-    "_doctor": 5,
     "cli": 6,
     "__main__": 7,
 }

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from batchwright.testing import FakeClock, FakeMemory
 from batchwright.errors import ArgumentError
+from batchwright.testing import FakeClock, FakeMemory
 
 
 def test_the_peak_is_the_most_in_use_since_it_was_reset():

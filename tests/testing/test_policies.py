@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from batchwright.testing import check_policy
 from batchwright.errors import MissingSignalError
 from batchwright.size.combine import chain
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.observation import Observation
 from batchwright.size.policy import Policy, Transform
 from batchwright.size.schedules import constant
+from batchwright.testing import check_policy
 
 
 class Good(Policy):

@@ -82,6 +82,7 @@ class FakeClock:
         self._now_seconds = now_seconds
 
     def __call__(self) -> float:
+        """Return the time in seconds."""
         return self._now_seconds
 
     def advance(self, seconds: float) -> None:

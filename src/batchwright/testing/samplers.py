@@ -134,7 +134,9 @@ def _check_order_does_not_depend_on_iteration(make_sampler: MakeSampler) -> None
         "exhausting epoch 0 and set_epoch(1) differ"
     )
     _epoch(left, 1)
-    assert first == _epoch(left), "only a finished epoch leads to the next: a loop that is left early starts its epoch again"
+    assert first == _epoch(left), (
+        "only a finished epoch leads to the next: a loop that is left early starts its epoch again"
+    )
     _epoch(again, 1)
     again.set_epoch(1)
     assert following == _epoch(again), "an iterator left in the middle does not change the order of other epochs"
