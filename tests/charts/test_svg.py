@@ -1,10 +1,12 @@
+"""Charts in Python: escaping, scales, ticks and marks."""
+
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright._charts.svg import Scale, figure, hover, marker, tag, text
+from batchwright._charts.svg import Scale, figure, hover, legend, marker, tag, text
 
 
 def test_text_and_attributes_are_escaped():
@@ -52,3 +54,10 @@ def test_a_figure_names_itself():
 def test_a_scale_is_monotone():
     scale = Scale(low=1, high=100, start=0, stop=1, log=True)
     assert scale(10) == pytest.approx(math.log(10) / math.log(100))
+
+
+def test_a_legend_shows_the_mark_of_each_series_and_escapes_its_name():
+    found = legend(["a", "<b>"])
+    assert found.count("<li>") == 2
+    assert "&lt;b&gt;" in found
+    assert marker(1, 11, 7) in found

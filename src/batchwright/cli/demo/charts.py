@@ -49,7 +49,7 @@ def padding_bars(entries: Sequence[Entry]) -> str:
         ]
     parts += [
         tag("line", x1=_BARS, x2=_BARS, y1=4, y2=height - 34, class_="axis"),
-        text("share of the padded tokens that is padding", _BARS, height - 10, class_="name"),
+        text("padding as a share of the padded tokens", WIDTH - _RIGHT, height - 10, class_="name end"),
     ]
     return figure("".join(parts), width=WIDTH, height=height, title="Padding by grouping")
 
