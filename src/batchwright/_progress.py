@@ -125,7 +125,7 @@ def progress(
 
 
 def _live_bar(stream: TextIO, label: str, total: int | None) -> Any:
-    """Return a tqdm bar that removes itself at the end; None if the stream is no terminal or tqdm is missing."""
+    """Return a tqdm bar that removes itself at the end; None if the stream is not a terminal or tqdm is missing."""
     if not stream.isatty():
         return None
     try:

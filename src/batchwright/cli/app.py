@@ -12,7 +12,7 @@ from ..errors import BatchwrightError, MissingDependencyError
 from .demo.command import add_demo
 from .doctor.command import add_doctor
 from .lab import add_lab
-from .planning import add_advise, add_plan
+from .planning import add_planning
 from .serve import add_serve
 
 _DESCRIPTION = """\
@@ -58,6 +58,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"batchwright {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_plan, add_advise, add_doctor, add_lab, add_serve, add_demo):
+    for add in (add_planning, add_doctor, add_lab, add_serve, add_demo):
         add(commands)
     return parser

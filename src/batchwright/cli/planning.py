@@ -58,30 +58,25 @@ _ADVISE_EXAMPLES = """\
 """
 
 
-def add_plan(commands: Commands) -> None:
-    """Add the command ``plan``."""
-    command = add_command(
+def add_planning(commands: Commands) -> None:
+    """Add the commands ``plan`` and ``advise``, which take the same options."""
+    plan = add_command(
         commands,
         "plan",
         summary="show the lengths of a file and how each grouping would batch them",
         description=_PLAN,
         examples=_PLAN_EXAMPLES,
     )
-    _add_options(command)
-    command.set_defaults(run=_plan)
-
-
-def add_advise(commands: Commands) -> None:
-    """Add the command ``advise``."""
-    command = add_command(
+    advice = add_command(
         commands,
         "advise",
         summary="say whether planned batches would pay off for a file, and what to set",
         description=_ADVISE,
         examples=_ADVISE_EXAMPLES,
     )
-    _add_options(command)
-    command.set_defaults(run=_advise)
+    for command, run in ((plan, _plan), (advice, _advise)):
+        _add_options(command)
+        command.set_defaults(run=run)
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import batchwright as bw
 
-from ..._files import write_atomic
+from ..._files import make_folder, write_atomic
 from ..._machine import one_thread, versions_of
 from ..._optional import require
 from ..._types import IntArray
-from ...errors import ArgumentError
 from ..compare import Settings, compare
 from ..options import Commands, add_command
 from ..screen import Screen, render_table
@@ -76,7 +75,7 @@ def run_demo(output: Path, *, quick: bool = False) -> Path:
     start = time.perf_counter()
     screen = Screen.of_stdout()
     settings = QUICK if quick else FULL
-    _make_folder(output)
+    make_folder(output)
     with one_thread():  # two threads on shared cores are slower than one, and their times vary more
         screen.show(["Reading the functions of Python's standard library …"])
         corpus = load_corpus(settings)
@@ -108,13 +107,6 @@ def _data_line(lengths: IntArray, num_parameters: int, max_tokens: int) -> str:
         f"{len(lengths):,} functions, {int(lengths.sum()):,} tokens, the longest has {int(lengths.max())}; "
         f"a model with {num_parameters:,} parameters; at most {max_tokens:,} padded tokens per batch"
     )
-
-
-def _make_folder(output: Path) -> None:
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArgumentError(f"cannot make the folder {output}: {error.strerror}; name another with --output") from None
 
 
 def _write(run: Run, output: Path) -> Path:

@@ -196,16 +196,7 @@ CPU = Effort(
     max_items=128,
     most_seconds=0.5,
 )
-GPU = Effort(
-    width=1024,
-    num_layers=12,
-    num_attention_layers=12,
-    num_shapes=5,
-    repeats=3,
-    length=64,
-    max_items=1024,
-    most_seconds=0.5,
-)
+GPU = replace(CPU, width=1024, num_layers=12, num_attention_layers=12, num_shapes=5, length=64, max_items=1024)
 
 
 def effort_for(machine: Machine, *, quick: bool) -> Effort:
