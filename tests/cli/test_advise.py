@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import batchwright as bw
-from batchwright._cli.advise import advise, caveats, snippet
-from batchwright._cli.compare import Settings
-from batchwright._cli.screen import Screen
-from batchwright._cli.show import advice_lines, answer
+from batchwright.cli.advise import advise, caveats, snippet
+from batchwright.cli.compare import Settings
+from batchwright.cli.screen import Screen
+from batchwright.cli.show import advice_lines, answer
 
 
 def heavy_tailed(num=5000):
@@ -42,7 +42,7 @@ def test_one_long_example_among_equal_ones_gains_steps_only():
     advice = advise(np.array([50] * 2000 + [500]), Settings(max_tokens=1000))
     assert advice.verdict == "fewer steps only"
     assert advice.against_shuffled.launch_bound > 9
-    assert answer(advice).startswith("Only where steps are launch-bound.")
+    assert answer(advice).startswith("Only if your steps are launch-bound.")
 
 
 def test_the_snippet_runs():
@@ -75,9 +75,9 @@ def test_ranks_are_part_of_the_snippet():
 
 def test_few_batches_are_a_caveat():
     few = caveats(advise(heavy_tailed(300), Settings(max_tokens=8000)))
-    assert any(note.startswith("Only ") and "batches an epoch" in note for note in few)
+    assert any(note.startswith("Only ") and "batches per epoch" in note for note in few)
     many = caveats(advise(heavy_tailed(), Settings(max_tokens=2000)))
-    assert not any("batches an epoch" in note for note in many)
+    assert not any("batches per epoch" in note for note in many)
 
 
 def test_fewer_updates_are_a_caveat():

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from batchwright._cli.compare import Settings, compare, default_max_tokens, fixed_size
+from batchwright.cli.compare import Settings, compare, default_max_tokens, fixed_size
 from batchwright.errors import ArgumentError
 
 
@@ -86,7 +86,7 @@ def test_the_budget_chosen_for_little_data_leaves_50_batches():
 
 
 def test_the_budget_chosen_holds_four_of_the_longest():
-    assert default_max_tokens(np.array([5] * 1000 + [3000])) == (12288, "4 times the longest")
+    assert default_max_tokens(np.array([5] * 1000 + [3000])) == (12288, "4 times the longest example")
 
 
 def test_a_comparison_is_plain_data():

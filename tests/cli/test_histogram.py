@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright._cli.histogram import Bin, is_heavy_tailed, make_bins, percentile, render_bars
+from batchwright.cli.histogram import Bin, is_heavy_tailed, make_bins, percentile, render_bars
 
 
 def test_bars_are_drawn_in_eighths_of_a_cell():

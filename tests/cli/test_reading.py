@@ -3,8 +3,8 @@ import json
 
 import pytest
 
-from batchwright._cli.formats import read_records
-from batchwright._cli.reading import Source, read_examples
+from batchwright._files import read_records
+from batchwright.cli.reading import Source, read_examples
 from batchwright.errors import ArgumentError
 
 

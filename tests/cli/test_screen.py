@@ -1,5 +1,4 @@
-from batchwright._cli.screen import Screen
-from batchwright._cli.table import percent, render_table, times
+from batchwright.cli.screen import Screen, percent, render_table, times
 
 
 def test_a_screen_without_unicode_gets_ascii(capsys):

@@ -5,12 +5,12 @@ import sys
 import pytest
 import torch
 
-from batchwright._fakes import FakeMemory
 from batchwright._optional import is_installed
 from batchwright.errors import ArgumentError, MissingDependencyError
 from batchwright.lab.callbacks import StepLogger, TensorBoardLogger, figures_of
 from batchwright.size import BatchSizeController, linear
 from batchwright.step import MemoryMonitor, Stepper, entropy_sum
+from batchwright.testing import FakeMemory
 
 
 class Notebook:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright._check_policy import check_policy
 from batchwright.size.combine import (
     chain,
     clamp,
@@ -33,6 +32,7 @@ from batchwright.size.schedules import (
     seesaw,
     warm_up,
 )
+from batchwright.testing import check_policy
 
 
 class Wild(Policy):

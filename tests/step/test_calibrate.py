@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from batchwright._fakes import FakeClock, FakeMemory
 from batchwright.errors import ArgumentError, BudgetError, DoesNotFitError
 from batchwright.plan import MaxItems, MaxTokens
 from batchwright.step.calibration.result import Calibration
 from batchwright.step.calibration.running import calibrate
 from batchwright.step.calibration.shapes import default_shapes
 from batchwright.step.memory.monitor import MemoryMonitor
+from batchwright.testing import FakeClock, FakeMemory
 
 SHAPES = [(1, 16), (4, 16), (4, 32), (8, 32), (8, 64), (16, 64), (16, 128), (32, 128)]
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from batchwright._fakes import FakeMemory
 from batchwright.errors import ArgumentError
 from batchwright.step.calibration.huggingface import calibrate_huggingface
 from batchwright.step.memory.monitor import MemoryMonitor
+from batchwright.testing import FakeMemory
 
 transformers = pytest.importorskip("transformers")
 

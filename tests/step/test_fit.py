@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from batchwright._fakes import FakeMemory
 from batchwright.errors import ArgumentError
 from batchwright.step.memory.fit_to_memory import FORGET_AFTER, FitToMemory, MemoryRule
 from batchwright.step.memory.monitor import MemoryMonitor
 from batchwright.step.stepper import Stepper
+from batchwright.testing import FakeMemory
 
 
 class Training:

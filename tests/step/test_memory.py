@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from batchwright._fakes import FakeMemory
 from batchwright.errors import ArgumentError, MissingDependencyError
 from batchwright.step.memory.monitor import MemoryMonitor, NvmlMemory
 from batchwright.step.memory.sources import CpuMemory
+from batchwright.testing import FakeMemory
 
 MIB = 2**20
 

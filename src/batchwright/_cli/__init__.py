@@ -1,1 +1,1 @@
-"""What the command line does: read a file, measure it, compare groupings, advise. Needs numpy only."""
+"""Names that have moved to the ground floor."""

@@ -1,1 +1,1 @@
-"""The demo: a small language model trained with fixed-size and with planned batches, and a page about it."""
+"""Names that have moved to the ground floor."""

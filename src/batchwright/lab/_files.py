@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._cli.formats import Record, read_records
+from .._files import Record, read_records
 from ..errors import ArgumentError
 from ._assemble import MIN_EXAMPLES, assemble_arrays, assemble_texts
 from ._columns import Columns, FileTask, encode_target

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias, final, get_args
 import numpy as np
 import numpy.typing as npt
 
+from .._checks import as_number, as_whole
 from ..errors import ArgumentError
-from ..size._numbers import as_number, as_whole
 
 OptimizerName: TypeAlias = Literal["sgd", "adam"]
 LrFactor: TypeAlias = Callable[[int], float]

@@ -13,9 +13,9 @@ require("torch", extra="lab")
 # After the check, so that its message is read.
 import torch  # noqa: E402
 
+from .._checks import as_whole  # noqa: E402
 from .._machine import one_thread  # noqa: E402
 from ..errors import ArgumentError  # noqa: E402
-from ..size._numbers import as_whole  # noqa: E402
 from ._loop import Loop  # noqa: E402
 from ._records import Dataset  # noqa: E402
 from ._run_difficulty import difficulty_of  # noqa: E402

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, final
 
+from .._checks import as_whole
 from .._optional import is_installed
 from ..errors import ArgumentError, MissingDependencyError
 from ..size import BatchSizeController
-from ..size._numbers import as_whole
 
 if TYPE_CHECKING:
     from ..step.report import StepReport

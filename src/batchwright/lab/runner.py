@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
+from .._checks import as_whole
 from .._progress import ProgressBar
 from ..errors import ArgumentError, StateMismatchError
-from ..size._numbers import as_whole
 from . import presets
 from ._matrix import Cell as Cell
 from ._matrix import Job, LabPlan, plan_jobs, tuning_jobs

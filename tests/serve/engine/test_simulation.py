@@ -4,13 +4,13 @@ import heapq
 import itertools
 import random
 
-from batchwright._fakes import FakeClock
 from batchwright.errors import Closed, DeadlineExceeded, DoesNotFitError, QueueFull, TooLarge
 from batchwright.serve._engine.core import Core
 from batchwright.serve._engine.policies import MAX_PASSED_OVER
 from batchwright.serve._engine.request import Outcome, Request, State
 from batchwright.serve.latency import LatencyModel
 from batchwright.serve.settings import Settings
+from batchwright.testing import FakeClock
 
 NUM_WORKERS = 2
 

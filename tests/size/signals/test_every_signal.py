@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright._check_policy import check_policy
 from batchwright.size import signals
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.curriculum import Curriculum
 from batchwright.size.observation import Observation
 from batchwright.size.policy import Policy
+from batchwright.testing import check_policy
 
 
 class Seconds:

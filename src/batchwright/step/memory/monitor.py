@@ -27,7 +27,7 @@ class MemoryMonitor:
         device: ``"cuda:0"``, ``"mps"``, ``"cpu"`` or a ``torch.device``; None is the accelerator torch finds, else CPU.
         source: any ``MemorySource`` instead, such as ``NvmlMemory("cuda")`` or ``testing.FakeMemory``.
 
-    >>> from batchwright._fakes import FakeMemory
+    >>> from batchwright.testing import FakeMemory
     >>> memory = FakeMemory(1000, used_bytes=200)
     >>> monitor = MemoryMonitor(source=memory)
     >>> memory.run_batch(8, 50)

@@ -1,0 +1,104 @@
+"""The frame of a page that needs nothing else: its style, script and numbers are inside it."""
+
+from __future__ import annotations
+
+import html
+import importlib.resources
+from collections.abc import Iterable, Mapping, Sequence
+from typing import final
+
+# A page runs only what it holds, and may ask only its own server for figures.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
+
+
+def render_page(
+    title: str, body: str, *, scripts: Sequence[str] = (), attributes: Mapping[str, str] | None = None
+) -> str:
+    """Return a whole page with the shared style sheet.
+
+    Args:
+        title: what the window is called.
+        body: markup.
+        scripts: the page's own scripts, in order; they can use every name of ``svg.js``.
+        attributes: attributes of the body, such as ``data-…`` for the scripts.
+    """
+    given = "".join(f' {name}="{html.escape(value)}"' for name, value in (attributes or {}).items())
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            # A page with scripts is also served, and a browser would ask its server for an icon.
+            *(['<link rel="icon" href="data:,">'] if scripts else []),
+            f"<title>{html.escape(title)}</title><style>{read_asset(__package__, 'style.css')}</style></head>",
+            f"<body{given}>",
+            body,
+            *([_script(scripts)] if scripts else []),
+            "</body></html>",
+            "",
+        ]
+    )
+
+
+def read_asset(package: str, name: str) -> str:
+    """Return a text file that lies beside the modules of a package.
+
+    >>> read_asset("batchwright._charts", "svg.js").startswith("// Elements")
+    True
+    """
+    return importlib.resources.files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+@final
+class Markup(str):
+    """Text that is markup already and is not escaped again."""
+
+    __slots__ = ()
+
+
+def render_table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    caption: str = "",
+    numbers_from: int | None = None,
+    cards: bool = False,
+) -> str:
+    """Return a table that scrolls sideways when it is too wide.
+
+    Args:
+        head: the names of the columns; empty for a table without a head.
+        rows: the cells as text, or as ``Markup``.
+        caption: what the table shows.
+        numbers_from: the first column of numbers, which are aligned right; None for no numbers.
+        cards: whether the table is as wide as the page, with numbers after the first column, and turns into cards on
+            a phone.
+
+    >>> "<td>&lt;b&gt;</td>" in render_table(["a"], [["<b>"]])
+    True
+    """
+    names = [f' data-name="{html.escape(name)}"' if cards and name else "" for name in head]
+    top = "".join(f'<th scope="col"{_kind(place, numbers_from)}>{_cell(name)}</th>' for place, name in enumerate(head))
+    lines = []
+    for row in rows:
+        kinds = [_kind(place, numbers_from) + (names[place] if names else "") for place in range(len(row))]
+        cells = "".join(f"<td{kind}>{_cell(cell)}</td>" for kind, cell in zip(kinds, row, strict=True))
+        lines.append(f"<tr>{cells}</tr>")
+    opening = '<table class="cards">' if cards else "<table>"
+    title = f"<caption><span>{html.escape(caption)}</span></caption>" if caption else ""
+    first = f"<thead><tr>{top}</tr></thead>" if head else ""
+    return f'<div class="wide">{opening}{title}{first}<tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _script(scripts: Sequence[str]) -> str:
+    joined = "\n".join([read_asset(__package__, "svg.js"), *scripts])
+    return f'<script>(() => {{\n"use strict";\n{joined}}})();</script>'
+
+
+def _kind(place: int, numbers_from: int | None) -> str:
+    return ' class="number"' if numbers_from is not None and place >= numbers_from else ""
+
+
+def _cell(content: str) -> str:
+    return content if isinstance(content, Markup) else html.escape(content)

@@ -1,1 +1,0 @@
-"""What ``batchwright doctor`` runs: measure this machine and say what that means for batches."""

@@ -1,0 +1,166 @@
+"""A small decoder-only transformer, and the training of one arm."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import batchwright as bw
+
+from ..._progress import ProgressBar
+from .data import PADDING, Arm, Corpus, collate, lengths_of
+from .records import ArmResult, Check, DemoSettings
+
+# For Adam the learning rate grows with the square root of the tokens per update; this many get the base rate.
+_TOKENS_AT_BASE_RATE = 1000
+_WARM_UP = 0.2
+_LAST_RATE = 0.1
+
+
+def train_arm(arm: Arm, corpus: Corpus, settings: DemoSettings) -> ArmResult:
+    """Train a fresh model on every example once, and validate it at even intervals.
+
+    Args:
+        arm: the batches.
+        corpus: the examples; every arm is validated on the same ones.
+        settings: the settings of the demo.
+    """
+    model = make_model(settings, len(corpus.vocabulary))
+    num_tokens = int(lengths_of(corpus.train).sum())
+    rate = settings.base_rate * math.sqrt(num_tokens / arm.num_steps / _TOKENS_AT_BASE_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, arm.num_steps))
+    valid = valid_batches(corpus, settings)
+    checks: list[Check] = []
+    shapes: list[tuple[int, int]] = []
+    num_examples, seconds = 0, 0.0
+    with ProgressBar(label=f"{arm.name:<22}", total=len(corpus.train)) as bar:
+        # Processor time does not count other programs on the machine; on one thread it is otherwise the same as time.
+        start = time.process_time()
+        for batch in arm.loader:
+            train_step(model, optimizer, batch)
+            schedule.step()
+            seconds += time.process_time() - start
+            shapes.append((batch.shape[0], batch.shape[1] - 1))
+            num_examples += batch.shape[0]
+            if num_examples * settings.num_checks >= (len(checks) + 1) * len(corpus.train):
+                checks.append(Check(num_examples=num_examples, seconds=seconds, loss=validate(model, valid)))
+            bar.update(batch.shape[0])
+            start = time.process_time()
+    return ArmResult(
+        name=arm.name,
+        what=arm.what,
+        rate=rate,
+        seconds=seconds,
+        num_tokens=num_tokens,
+        checks=tuple(checks),
+        shapes=tuple(shapes),
+    )
+
+
+def train_step(model: LanguageModel, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    """Make one update on the mean loss per token of a batch."""
+    total, num_tokens = loss_sum(model, batch)
+    torch.autograd.backward(total / num_tokens)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def rate_factor(step: int, num_steps: int) -> float:
+    """Return the learning rate relative to its peak: a linear rise, then half a cosine.
+
+    >>> [round(rate_factor(step, 20), 2) for step in (0, 3, 11, 19)]
+    [0.25, 1.0, 0.55, 0.1]
+    """
+    warm_up = max(1, round(_WARM_UP * num_steps))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    done = min(1.0, (step - warm_up + 1) / max(1, num_steps - warm_up))
+    return _LAST_RATE + (1 - _LAST_RATE) * (1 + math.cos(math.pi * done)) / 2
+
+
+def valid_batches(corpus: Corpus, settings: DemoSettings) -> list[Tensor]:
+    """Return the validation examples in batches with little padding, the same for every arm."""
+    plan = bw.plan_batches(lengths_of(corpus.valid), bw.MaxTokens(settings.max_tokens), grouping=bw.Sorted())
+    batches = np.split(plan.indices, plan.offsets[1:-1])
+    return [collate([corpus.valid[i] for i in indices]) for indices in batches]
+
+
+@torch.no_grad()
+def validate(model: LanguageModel, batches: Sequence[Tensor]) -> float:
+    """Return the mean loss per token over all batches together."""
+    losses = [loss_sum(model, batch) for batch in batches]
+    return float(sum(total for total, _ in losses)) / sum(count for _, count in losses)
+
+
+@final
+class Block(nn.Module):
+    """Causal self-attention and a feed-forward layer, each added to its normalised input."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, width)
+        self.norm_feed = nn.LayerNorm(width)
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return hidden states of the same shape, ``(items, length, width)``."""
+        items, length, width = x.shape
+        heads = self.query_key_value(self.norm_attention(x)).view(items, length, 3, self.num_heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        # Padding is on the right, where the causal mask already hides it from every real token.
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.mix(attended.transpose(1, 2).reshape(items, length, width))
+        fed: Tensor = self.feed(self.norm_feed(x))
+        return x + fed
+
+
+@final
+class LanguageModel(nn.Module):
+    """Predicts the next token at every position."""
+
+    def __init__(self, settings: DemoSettings, vocabulary_size: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary_size, settings.width)
+        self.positions = nn.Embedding(settings.max_length, settings.width)
+        self.blocks = nn.Sequential(*(Block(settings.width, settings.num_heads) for _ in range(settings.num_layers)))
+        self.norm = nn.LayerNorm(settings.width)
+        self.output = nn.Linear(settings.width, vocabulary_size, bias=False)
+        for table in (self.tokens, self.positions, self.output):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits ``(items, length, vocabulary)`` for ids ``(items, length)``."""
+        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+        logits: Tensor = self.output(self.norm(self.blocks(x)))
+        return logits
+
+
+def make_model(settings: DemoSettings, vocabulary_size: int) -> LanguageModel:
+    """Return a model whose initial weights depend only on the seed, the same for every arm."""
+    torch.manual_seed(settings.seed)
+    return LanguageModel(settings, vocabulary_size)
+
+
+def loss_sum(model: LanguageModel, batch: Tensor) -> tuple[Tensor, int]:
+    """Return the summed cross-entropy of the real tokens of a batch, and their number.
+
+    Args:
+        model: the model.
+        batch: ids ``(items, length + 1)``, padded on the right.
+    """
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    logits = model(inputs)
+    total = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="sum")
+    return total, int((targets != PADDING).sum())

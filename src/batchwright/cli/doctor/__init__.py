@@ -1,0 +1,1 @@
+"""The command ``doctor``: measure this machine and say what that means for batches."""

@@ -1,0 +1,124 @@
+"""The command ``doctor``: its options and the text that it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from ..._optional import require
+from ..options import Commands, add_command
+from ..screen import Screen, render_table
+from .advice import GIB, advise
+from .records import Advice, Attention, Findings, Launch, Machine
+
+_DOCTOR = """\
+Measure this machine and say what that means for batches:
+
+  memory      how much this process can use, and what holds the rest
+  attention   which attention kernels run here, and what a new batch shape costs with each of them: some
+              plan again for every shape, and then few shapes or another kernel save time
+  sizes       the batch size below which a step takes only as long as launching its kernels, and the one
+              above which throughput hardly grows
+
+Takes about half a minute on a GPU or a CPU. It trains small models of its own and changes nothing.
+"""
+
+_EXAMPLES = """\
+  batchwright doctor
+  batchwright doctor --quick            a few seconds, rougher numbers
+  batchwright doctor --json > machine.json
+"""
+
+_ATTENTION_LEGEND = (
+    "The time of a step through a stack of attention layers, forward and backward: the first one with a shape, and a "
+    "later one. Batches are padded and masked if the kernel takes a mask."
+)
+
+
+def add_doctor(commands: Commands) -> None:
+    """Add the command ``doctor``."""
+    command = add_command(
+        commands,
+        "doctor",
+        summary="measure this machine and say what to set (needs torch)",
+        description=_DOCTOR,
+        examples=_EXAMPLES,
+    )
+    command.add_argument("--quick", action="store_true", help="measure fewer shapes and sizes: a few seconds")
+    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    command.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    require("torch", extra="torch")
+    from .examine import examine
+
+    findings = examine(quick=arguments.quick, progress=sys.stderr.isatty() and not arguments.json)
+    found = advise(findings)
+    if arguments.json:
+        print(json.dumps({**findings.to_dict(), "advice": [vars(advice) for advice in found]}, indent=2))
+        return 0
+    screen = Screen.of_stdout()
+    screen.show([*findings_lines(findings, screen), *advice_lines(found, screen)])
+    return 0
+
+
+def findings_lines(findings: Findings, screen: Screen) -> list[str]:
+    """Write everything that was measured."""
+    return [
+        *machine_lines(findings.machine),
+        "",
+        *attention_lines(findings.attention),
+        *screen.wrap(_ATTENTION_LEGEND),
+        "",
+        *launch_lines(findings.launch),
+        "",
+    ]
+
+
+def machine_lines(machine: Machine) -> list[str]:
+    """Describe the machine: device, memory, versions and missing packages."""
+    where = "no GPU" if machine.device == "cpu" else machine.device
+    count = f"{machine.num_devices} x " if machine.num_devices > 1 else ""
+    known = ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version is not None)
+    missing = [name for name, version in machine.versions.items() if version is None]
+    return [
+        f"device    {count}{machine.name} ({where}), {machine.num_cores} cores",
+        f"memory    {machine.free_bytes / GIB:.1f} of {machine.total_bytes / GIB:.1f} GiB free",
+        f"versions  {known}",
+        *([f"missing   {', '.join(missing)}"] if missing else []),
+    ]
+
+
+def attention_lines(entries: tuple[Attention, ...]) -> list[str]:
+    """Lay out the attention kernels side by side."""
+    return render_table(
+        ["attention", "new shape", "seen before", "extra", "padding"], [_row(entry) for entry in entries]
+    )
+
+
+def launch_lines(launch: Launch) -> list[str]:
+    """Lay out training steps by their tokens."""
+    rows = [
+        [f"{row.tokens:,}", f"{1000 * row.seconds:.1f} ms", f"{row.tokens / row.seconds:,.0f}"] for row in launch.rows
+    ]
+    return render_table([f"tokens per step, {launch.model}", "time", "tokens/s"], rows)
+
+
+def advice_lines(found: list[Advice], screen: Screen) -> list[str]:
+    """Write numbered advice, each with its line to copy below it."""
+    lines: list[str] = []
+    for number, advice in enumerate(found, start=1):
+        lines += screen.wrap(f"{number}. {advice.text}", indent="   ")
+        lines += [f"       {advice.code}"] if advice.code else []
+    return lines
+
+
+def _row(entry: Attention) -> list[str]:
+    name = entry.backend if entry.picks is None else f"{entry.backend} ({entry.picks})"
+    visits = entry.visits
+    if visits is None:
+        return [name, "not here", "", "", ""]
+    seconds = (visits.first_seconds, visits.later_seconds, visits.extra_seconds)
+    return [name, *(f"{1000 * each:.1f} ms" for each in seconds), "masked" if entry.takes_mask else "none"]

@@ -1,0 +1,209 @@
+"""What is measured and how much of it, as plain records; the advice depends on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple, final
+
+# A step counts as no longer than the shortest one if it takes at most this much more.
+FLAT = 0.25
+# The best throughput counts as reached at this share of it.
+REACHED = 0.9
+# A GPU with less free memory is measured with a smaller model.
+_SMALL_DEVICE_BYTES = 8 * 2**30
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The device and the software on it.
+
+    Attributes:
+        device: ``"cuda"``, ``"mps"`` or ``"cpu"``.
+        name: the name of the device, as its maker calls it.
+        num_devices: how many devices of that kind there are.
+        total_bytes: the memory of one device.
+        free_bytes: how much of it this process can use.
+        has_bfloat16: whether it computes in bfloat16.
+        allocator: the settings in ``PYTORCH_CUDA_ALLOC_CONF``.
+        num_cores: the processor cores that this process may use.
+        versions: the versions of Python, CUDA, cuDNN and packages; None for what is not installed.
+    """
+
+    device: str
+    name: str
+    num_devices: int
+    total_bytes: int
+    free_bytes: int
+    has_bfloat16: bool
+    allocator: str
+    num_cores: int
+    versions: Mapping[str, str | None]
+
+
+@final
+@dataclass(frozen=True)
+class Visits:
+    """The seconds of a step: the first with its shape, and a later one."""
+
+    first_seconds: float
+    later_seconds: float
+
+    @property
+    def extra_seconds(self) -> float:
+        """Return how much longer the first visit takes."""
+        return max(0.0, self.first_seconds - self.later_seconds)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """How long steps with one attention kernel take.
+
+    Attributes:
+        backend: ``"default"``, ``"flash"``, ``"efficient"``, ``"cudnn"`` or ``"math"``.
+        visits: the shortest times over several shapes; None if the kernel cannot run here.
+        takes_mask: whether it can run padded batches; if not, it was measured without padding.
+        picks: for the default, the kernel that torch chose for such batches; None if torch does not say.
+    """
+
+    backend: str
+    visits: Visits | None = None
+    takes_mask: bool = False
+    picks: str | None = None
+
+
+class LaunchRow(NamedTuple):
+    """The tokens of a training step, and its seconds once its shape is known."""
+
+    tokens: int
+    seconds: float
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How long a training step takes, depending on the tokens of its batch.
+
+    Attributes:
+        model: the model that was trained, in words.
+        rows: at least one, with rising tokens and seconds.
+        kernel_seconds: the time to launch one small operation, without waiting for it.
+        noise: the largest factor by which a step took longer than a larger one; 1 on a quiet machine.
+
+    >>> rows = (LaunchRow(64, 0.010), LaunchRow(128, 0.011), LaunchRow(256, 0.016), LaunchRow(512, 0.030))
+    >>> found = Launch(model="any", rows=rows, kernel_seconds=1e-5)
+    >>> found.floor_seconds, found.flat_tokens, found.knee_tokens
+    (0.01, 128, 256)
+    """
+
+    model: str
+    rows: tuple[LaunchRow, ...]
+    kernel_seconds: float
+    noise: float = 1.0
+
+    @property
+    def floor_seconds(self) -> float:
+        """Return the time of the shortest step."""
+        return min(row.seconds for row in self.rows)
+
+    @property
+    def flat_tokens(self) -> int:
+        """Return the most tokens whose step takes at most a quarter more than the shortest."""
+        flat = self.rows[0].tokens
+        for row in self.rows:
+            if row.seconds > (1 + FLAT) * self.floor_seconds:
+                break
+            flat = row.tokens
+        return flat
+
+    @property
+    def knee_tokens(self) -> int:
+        """Return the fewest tokens with nine tenths of the best throughput."""
+        best = max(row.tokens / row.seconds for row in self.rows)
+        return next(row.tokens for row in self.rows if row.tokens / row.seconds >= REACHED * best)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """Everything that was measured."""
+
+    machine: Machine
+    attention: tuple[Attention, ...]
+    launch: Launch
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, including what follows from the measurements."""
+        launch = self.launch
+        derived = {
+            "floor_seconds": launch.floor_seconds,
+            "flat_tokens": launch.flat_tokens,
+            "knee_tokens": launch.knee_tokens,
+        }
+        rows = [row._asdict() for row in launch.rows]
+        return {
+            "machine": asdict(self.machine),
+            "attention": [asdict(entry) for entry in self.attention],
+            "launch": {**asdict(launch), "rows": rows, **derived},
+        }
+
+
+@final
+@dataclass(frozen=True)
+class Advice:
+    """One or two sentences, and a line of code to copy if there is one."""
+
+    topic: str
+    text: str
+    code: str = ""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much to measure.
+
+    Args:
+        width: the width of the models.
+        num_layers: the layers of the model whose steps are timed.
+        num_attention_layers: the layers of the stack whose attention is timed.
+        num_shapes: the number of new shapes per attention kernel.
+        repeats: the timed runs of a shape after the first.
+        length: the length of the examples of a step.
+        max_items: the largest batch, a power of two.
+        most_seconds: after a step of this length, no larger batch is run.
+    """
+
+    width: int
+    num_layers: int
+    num_attention_layers: int
+    num_shapes: int
+    repeats: int
+    length: int
+    max_items: int
+    most_seconds: float
+
+
+CPU = Effort(
+    width=64,
+    num_layers=2,
+    num_attention_layers=2,
+    num_shapes=4,
+    repeats=3,
+    length=16,
+    max_items=128,
+    most_seconds=0.5,
+)
+GPU = replace(CPU, width=1024, num_layers=12, num_attention_layers=12, num_shapes=5, length=64, max_items=1024)
+
+
+def effort_for(machine: Machine, *, quick: bool) -> Effort:
+    """Return what a machine can measure in about half a minute, or with ``quick`` in a few seconds."""
+    full = CPU if machine.device == "cpu" else GPU
+    if full is GPU and machine.free_bytes < _SMALL_DEVICE_BYTES:
+        full = replace(GPU, width=512)
+    if not quick:
+        return full
+    return replace(full, num_shapes=3, max_items=full.max_items // 4, most_seconds=full.most_seconds / 4)

@@ -1,0 +1,115 @@
+"""What the options of all commands share: how a command is added, and how its values are read."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ..errors import ArgumentError
+
+# In quotes, because argparse's classes are generic only for type checkers.
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_command(
+    commands: Commands, name: str, *, summary: str, description: str, examples: str = ""
+) -> argparse.ArgumentParser:
+    """Add a command.
+
+    Args:
+        commands: the commands so far.
+        name: what the user types.
+        summary: its line in the list of commands.
+        description: what its help says before the options.
+        examples: what its help says after them.
+    """
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=f"examples:\n{examples}" if examples else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def positive(text: str) -> int:
+    """Read a whole number of 1 or more."""
+    return count(text, least=1)
+
+
+def count(text: str, *, least: int = 0) -> int:
+    """Read a whole number; underscores and commas may group its digits.
+
+    >>> count("16,384")
+    16384
+    """
+    try:
+        number = int(text.replace(",", ""))
+    except ValueError:
+        number = -1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"needs a whole number of {least} or more, got {text!r}")
+    return number
+
+
+def names(text: str) -> list[str]:
+    """Read names separated by commas.
+
+    >>> names("linear, loss")
+    ['linear', 'loss']
+    """
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"needs names separated by commas, got {text!r}")
+    return found
+
+
+def load_object(name: str) -> Any:
+    """Return the object that ``module:name`` stands for; dots in the name look inside an object.
+
+    >>> load_object("os.path:basename")("a/b")
+    'b'
+    """
+    module_name, colon, path = name.partition(":")
+    if not (module_name and colon and path):
+        raise ArgumentError(f"{name!r} is not module:function; write for example my_model:embed")
+    found = _import(module_name)
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ArgumentError(f"{module_name} has no {path!r}{_suggestion(part, found)}")
+        found = getattr(found, part)
+    return found
+
+
+def load_function(name: str) -> Any:
+    """Return the function that ``module:function`` stands for, or say what stands there instead."""
+    found = load_object(name)
+    if not callable(found):
+        raise ArgumentError(f"{name} is of type {type(found).__name__} and cannot be called; name a function")
+    return found
+
+
+def _import(name: str) -> Any:
+    # Unlike `python -m`, a console script does not search for modules in the folder where it was started.
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise ArgumentError(
+                f"there is no module {error.name!r} in this folder or among the installed packages"
+            ) from None
+        raise ArgumentError(f"importing {name} failed: {error}") from error
+    except Exception as error:  # a module may raise anything while it is imported
+        raise ArgumentError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def _suggestion(name: str, holder: Any) -> str:
+    public = [known for known in vars(holder) if not known.startswith("_")] if hasattr(holder, "__dict__") else []
+    close = difflib.get_close_matches(name, public, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

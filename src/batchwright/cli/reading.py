@@ -1,0 +1,172 @@
+"""Examples from a file: which fields hold them, and one text or a pair of texts per example."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+from .._files import Record, file_format, read_records
+from .._types import MAX_INT32
+from ..errors import ArgumentError
+
+Value: TypeAlias = str | int
+Row: TypeAlias = Value | tuple[Value, ...]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where the examples come from.
+
+    Args:
+        path: the file.
+        field: the name of the field or column; None to choose.
+        pairs: whether an example has a source and a target.
+        limit: the most examples to read; None for all.
+        holds_lengths: whether the field holds lengths instead of texts.
+    """
+
+    path: Path
+    field: str | None = None
+    pairs: bool = False
+    limit: int | None = None
+    holds_lengths: bool = False
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    """The examples of a file: one value each, or a tuple of two for pairs."""
+
+    rows: list[Row]
+    num_blank: int
+
+
+def read_examples(source: Source) -> Examples:
+    """Read the examples of a file; blank lines are skipped and counted.
+
+    Args:
+        source: the file and which part of it to read.
+
+    Returns:
+        The examples in file order.
+    """
+    if file_format(source.path) == ".txt" and (source.pairs or source.field is not None):
+        raise ArgumentError(f"{source.path.name} has one text per line and no fields; leave out --field and --pairs")
+    rows: list[Row] = []
+    num_blank = 0
+    names: list[str] | None = None
+    for where, record in read_records(source.path, tsv_header=_has_header(source)):
+        if record is None:
+            num_blank += 1
+            continue
+        if names is None:
+            names = choose_fields(record, _field(source), pairs=source.pairs, where=where)
+        rows.append(_row(record, names, where, source))
+        if len(rows) == source.limit:
+            break
+    if not rows:
+        raise ArgumentError(f"{source.path} holds no examples ({num_blank} blank lines); there is nothing to plan")
+    return Examples(rows=rows, num_blank=num_blank)
+
+
+def choose_fields(record: Record, field: str | None, *, pairs: bool, where: str) -> list[str]:
+    """Return the names of the one or two fields to read, from the first record of a file.
+
+    Args:
+        record: the first record.
+        field: what the user named: ``name``, or ``source,target`` with ``pairs``; None to choose.
+        pairs: whether two fields are wanted.
+        where: ``file:line`` for messages.
+
+    >>> choose_fields({"text": "a", "label": "b"}, None, pairs=False, where="data.jsonl:1")
+    ['text']
+    >>> choose_fields({"en": "a", "de": "b"}, None, pairs=True, where="data.jsonl:1")
+    ['en', 'de']
+    """
+    if field is not None:
+        names = _split_names(field, pairs=pairs)
+        for name in names:
+            _check_has(record, name, where)
+        return names
+    if not pairs and "text" in record:
+        return ["text"]
+    texts = [name for name, value in record.items() if isinstance(value, str)]
+    if len(texts) != (2 if pairs else 1):
+        wanted = "two fields, for example --field source,target" if pairs else "the field with the text, --field NAME"
+        raise ArgumentError(f"{where}: name {wanted}; fields here: {_listed(record)}")
+    return texts
+
+
+def as_length(value: Any, name: str, where: str) -> int:
+    """Return a length that the data holds: a whole number, or the number of items of a list.
+
+    >>> as_length("12", "n", "data.csv:2"), as_length([5, 7], "input_ids", "data.jsonl:1")
+    (12, 2)
+    """
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return len(value)
+    try:
+        if isinstance(value, bool) or value is None or int(value) != float(value) or not 0 <= int(value) <= MAX_INT32:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise ArgumentError(
+            f"{where}: --tokenizer lengths needs a whole number or a list in field {name!r}, "
+            f"got {_kind(value)}: {str(value)[:40]!r}"
+        ) from None
+    return int(value)
+
+
+def _as_text(value: Any, name: str, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    raise ArgumentError(
+        f"{where}: field {name!r} holds {_kind(value)}, not text; "
+        "name a text field, or use --tokenizer lengths if it holds lengths or token ids"
+    )
+
+
+def _row(record: Record, names: list[str], where: str, source: Source) -> Row:
+    take = as_length if source.holds_lengths else _as_text
+    values: list[Value] = []
+    for name in names:
+        _check_has(record, name, where)
+        values.append(take(record[name], name, where))
+    return tuple(values) if source.pairs else values[0]
+
+
+def _field(source: Source) -> str | None:
+    """Return the field to look for; the columns of a file without names are called 1, 2, …"""
+    if source.field is None and file_format(source.path) == ".tsv":
+        return "1,2" if source.pairs else "1"
+    return source.field
+
+
+def _has_header(source: Source) -> bool:
+    """Say whether the user named columns, so that the first line must hold names, or numbered them."""
+    field = _field(source)
+    return field is not None and not all(name.isdigit() for name in _split_names(field, pairs=source.pairs))
+
+
+def _split_names(field: str, *, pairs: bool) -> list[str]:
+    """Split ``source,target`` for pairs; a single name may hold commas."""
+    names = [name.strip() for name in field.split(",")] if pairs else [field]
+    if pairs and (len(names) != 2 or not all(names)):
+        raise ArgumentError(f"--pairs needs two fields, --field source,target; got --field {field}")
+    return names
+
+
+def _check_has(record: Record, name: str, where: str) -> None:
+    if name not in record:
+        raise ArgumentError(f"{where}: no field {name!r}; fields here: {_listed(record)}")
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", type(None): "null", bool: "true or false", str: "text"}
+    return names.get(type(value), "a number")
+
+
+def _listed(record: Record) -> str:
+    return ", ".join(map(str, record)) or "none"

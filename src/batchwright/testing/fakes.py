@@ -1,0 +1,94 @@
+"""Stand-ins for tests: memory of any size, and a clock that moves only when it is told to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import final
+
+from .._checks import as_number, as_whole
+from ..errors import ArgumentError
+
+
+@final
+class FakeMemory:
+    """Memory that a test controls: its size, how much is in use, and how much a batch takes.
+
+    It can be the ``source`` of a ``MemoryMonitor``. Nothing is allocated.
+
+    Args:
+        total_bytes: the size of the memory.
+        used_bytes: how much is in use at the start; set ``memory.used_bytes`` to change it.
+        bytes_of: ``bytes_of(*shape)`` is what a batch takes while it runs; None: one byte per element of the shape.
+
+    >>> memory = FakeMemory(1000, used_bytes=100, bytes_of=lambda num_items, length: 2 * num_items * length)
+    >>> memory.run_batch(4, 50)
+    >>> memory.used_bytes, memory.peak_bytes
+    (100, 500)
+    >>> memory.run_batch(10, 50)
+    Traceback (most recent call last):
+        ...
+    MemoryError: a batch of shape (10, 50) takes 1000 bytes; 900 of 1000 are free
+    """
+
+    def __init__(self, total_bytes: int, *, used_bytes: int = 0, bytes_of: Callable[..., float] | None = None) -> None:
+        self.total_bytes = as_whole("total_bytes", total_bytes, least=1)
+        self._bytes_of = _num_elements if bytes_of is None else bytes_of
+        self._peak_bytes = 0
+        self.used_bytes = used_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Return how much is in use now."""
+        return self._used_bytes
+
+    @used_bytes.setter
+    def used_bytes(self, value: int) -> None:
+        used = as_whole("used_bytes", value, least=0)
+        if used > self.total_bytes:
+            raise ArgumentError(f"used_bytes must be at most total_bytes, {self.total_bytes}, got {value!r}")
+        self._used_bytes = used
+        self._peak_bytes = max(self._peak_bytes, used)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most that was in use since ``reset_peak``."""
+        return self._peak_bytes
+
+    def reset_peak(self) -> None:
+        """Forget the peak: it becomes what is in use now."""
+        self._peak_bytes = self._used_bytes
+
+    def run_batch(self, *shape: int) -> None:
+        """Take the memory of a batch and give it back, or raise ``MemoryError`` if that much is not free."""
+        needed, free = round(self._bytes_of(*shape)), self.total_bytes - self._used_bytes
+        if needed > free:
+            self._peak_bytes = self.total_bytes  # a device is full when it runs out
+            raise MemoryError(f"a batch of shape {shape} takes {needed} bytes; {free} of {self.total_bytes} are free")
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes + needed)
+
+
+@final
+class FakeClock:
+    """A clock that moves only when it is told to; call it for the time in seconds.
+
+    >>> clock = FakeClock()
+    >>> clock.advance(1.5)
+    >>> clock()
+    1.5
+    """
+
+    def __init__(self, now_seconds: float = 0.0) -> None:
+        self._now_seconds = now_seconds
+
+    def __call__(self) -> float:
+        """Return the time in seconds."""
+        return self._now_seconds
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; it never goes back."""
+        self._now_seconds += as_number("seconds", seconds, least=0)
+
+
+def _num_elements(*shape: int) -> int:
+    return math.prod(shape)

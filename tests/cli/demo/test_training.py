@@ -1,0 +1,96 @@
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from batchwright.cli.demo.data import Corpus, collate, lengths_of, make_arms  # noqa: E402
+from batchwright.cli.demo.records import QUICK  # noqa: E402
+from batchwright.cli.demo.training import (  # noqa: E402
+    loss_sum,
+    make_model,
+    rate_factor,
+    train_arm,
+    valid_batches,
+    validate,
+)
+
+SMALL = replace(QUICK, max_length=64, max_tokens=256, width=16, num_heads=2, num_checks=2, vocabulary_size=20)
+
+
+def make_corpus(num=40):
+    rng = np.random.default_rng(0)
+    lengths = [64, *np.clip(rng.lognormal(2, 1, num - 1), 2, 64).astype(int)]
+    examples = [rng.integers(4, 20, length + 1) for length in lengths]
+    return Corpus(train=examples, valid=examples[:6], vocabulary=tuple(map(str, range(20))))
+
+
+def test_padding_does_not_change_the_loss():
+    model = make_model(SMALL, 20)
+    short, long = torch.randint(4, 20, (5,)), torch.randint(4, 20, (30,))
+    together, count = loss_sum(model, collate([short.numpy(), long.numpy()]))
+    alone = [loss_sum(model, ids[None]) for ids in (short, long)]
+    # A text of n ids has n - 1 tokens to predict.
+    assert count == 4 + 29
+    assert together.item() == pytest.approx(sum(total.item() for total, _ in alone), rel=1e-5)
+
+
+def test_the_model_does_not_see_the_future():
+    model = make_model(SMALL, 20)
+    ids = torch.randint(4, 20, (1, 20))
+    changed = ids.clone()
+    changed[0, 10:] = 4
+    assert torch.equal(model(ids)[0, :10], model(changed)[0, :10])
+
+
+def test_an_untrained_model_knows_nothing():
+    corpus = make_corpus()
+    # Weights are small at the start, so each of the 20 tokens is about as likely.
+    assert validate(make_model(SMALL, 20), valid_batches(corpus, SMALL)) == pytest.approx(math.log(20), abs=0.1)
+
+
+def test_every_arm_sees_every_example_once_within_the_budget():
+    corpus = make_corpus()
+    arms = make_arms(corpus.train, SMALL)
+    real = int(lengths_of(corpus.train).sum())
+    for arm in arms:
+        batches = list(arm.loader)
+        assert len(batches) == arm.num_steps
+        assert sum(len(batch) for batch in batches) == 40
+        assert sum(int((batch[:, 1:] != 0).sum()) for batch in batches) == real
+        assert max(batch[:, 1:].numel() for batch in batches) <= SMALL.max_tokens
+
+
+def test_the_last_arm_makes_no_fewer_updates_than_the_first():
+    first, _, full, small = make_arms(make_corpus(200).train, replace(SMALL, max_tokens=640))
+    assert first.num_steps == 20  # 640 padded tokens hold 10 of the longest, 64
+    assert full.num_steps < first.num_steps <= small.num_steps
+
+
+def test_training_lowers_the_loss_and_counts_what_it_did():
+    corpus = make_corpus(200)
+    settings = replace(SMALL, base_rate=1e-2)
+    result = train_arm(make_arms(corpus.train, settings)[0], corpus, settings)
+    assert [check.num_examples for check in result.checks] == [100, 200]
+    assert result.loss < math.log(20)
+    assert result.num_tokens == lengths_of(corpus.train).sum()
+    assert result.padded_tokens == sum(items * length for items, length in result.shapes)
+    assert 0 < result.padding < 1
+
+
+def test_the_learning_rate_follows_the_root_of_the_tokens():
+    corpus = make_corpus()
+    arm = make_arms(corpus.train, SMALL)[0]
+    tokens = lengths_of(corpus.train).sum() / arm.num_steps
+    assert train_arm(arm, corpus, SMALL).rate == pytest.approx(SMALL.base_rate * math.sqrt(tokens / 1000))
+
+
+def test_the_learning_rate_rises_then_falls():
+    factors = [rate_factor(step, 50) for step in range(50)]
+    # A fifth of 50 steps is the rise; a tenth of the rate is left at the end.
+    assert factors[9] == 1.0
+    assert factors[:10] == sorted(factors[:10])
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert factors[-1] == pytest.approx(0.1)

@@ -1,0 +1,151 @@
+from dataclasses import replace
+
+import pytest
+
+from batchwright.cli.doctor.advice import advise
+from batchwright.cli.doctor.records import Attention, Findings, LaunchRow, Visits
+
+from .made import ATTENTION, GIB, H200, LAPTOP, LAUNCH, ON_H200
+
+
+def topics(findings):
+    return [advice.topic for advice in advise(findings)]
+
+
+def about(topic, findings):
+    return next(advice for advice in advise(findings) if advice.topic == topic)
+
+
+def with_attention(*entries, machine=H200):
+    return Findings(machine=machine, attention=entries, launch=LAUNCH)
+
+
+def test_an_h200_in_good_order_hears_only_of_shapes_and_sizes():
+    assert topics(ON_H200) == ["shapes", "sizes"]
+
+
+def test_cudnn_attention_on_an_h200_is_to_be_turned_off():
+    advice = about("shapes", ON_H200)
+    assert "takes 510 ms with the default attention (cudnn), a later one 85 ms." in advice.text
+    assert "With efficient attention it is 140 ms and 97 ms: turn cudnn attention off" in advice.text
+    # (425 - 43) ms saved once per shape, 12 ms lost per step: 382 / 12 = 31.8.
+    assert "fewer than about 32 times" in advice.text
+    assert advice.code == "torch.backends.cuda.enable_cudnn_sdp(False)"
+
+
+def test_a_kernel_that_takes_no_mask_is_no_way_out_for_padded_batches():
+    default, flash, *_ = ATTENTION
+    advice = about("shapes", with_attention(default, flash))
+    assert "No other kernel is better, so plan few shapes." in advice.text
+    assert "Buckets" in advice.code
+
+
+def test_without_padding_such_a_kernel_will_do():
+    default, flash, *_ = ATTENTION
+    advice = about("shapes", with_attention(replace(default, takes_mask=False), flash))
+    # flash is faster later too, so nothing speaks for the default.
+    assert "With flash attention it is 90 ms and 80 ms: turn cudnn attention off, or plan few shapes" in advice.text
+
+
+def test_a_kernel_that_saves_less_than_half_is_not_worth_a_change():
+    default, *_ = ATTENTION
+    slow = Attention(backend="efficient", visits=Visits(0.400, 0.100), takes_mask=True)  # 300 of 425 ms remain
+    assert "No other kernel is better" in about("shapes", with_attention(default, slow)).text
+
+
+def test_shapes_that_cost_little_may_vary():
+    cheap = Attention(backend="default", visits=Visits(0.110, 0.100), takes_mask=True, picks="efficient")
+    advice = about("shapes", with_attention(cheap))
+    assert advice.text.startswith("A new batch shape costs little here: 110 ms, compared with 100 ms later.")
+    assert advice.code == ""
+
+
+def test_a_few_milliseconds_are_no_cost_whatever_the_ratio():
+    quick = Attention(backend="default", visits=Visits(0.006, 0.002), takes_mask=True)
+    assert "costs little here: 6.0 ms, compared with 2.0 ms" in about("shapes", with_attention(quick)).text
+
+
+def test_the_default_is_believed_as_little_as_the_kernel_it_picks():
+    default, *_ = ATTENTION
+    same = Attention(backend="cudnn", visits=Visits(0.090, 0.085), takes_mask=True)
+    # 510 ms were an accident: the same kernel, asked for by name, took 90 ms.
+    assert "costs little here: 90 ms, compared with 85 ms" in about("shapes", with_attention(default, same)).text
+
+
+def test_a_default_that_does_not_say_what_it_picks_gets_few_shapes():
+    default, _, efficient, *_ = ATTENTION
+    advice = about("shapes", with_attention(replace(default, picks=None), efficient))
+    assert "turn the default off" in advice.text
+    assert "Buckets(count=16)" in advice.code
+
+
+@pytest.mark.parametrize("entries", [(), (Attention(backend="default"),)])
+def test_attention_that_was_not_timed_is_admitted(entries):
+    assert "could not be timed" in about("shapes", with_attention(*entries)).text
+
+
+def test_steps_below_8k_tokens_are_launch_bound_on_an_h200():
+    advice = about("sizes", ON_H200)
+    assert "Steps of up to 8,192 tokens all take 85 ms" in advice.text
+    assert "launching kernels (9 us each)" in advice.text
+    # 16,384 / 0.149 = 110k tokens/s is over nine tenths of 32,768 / 0.290 = 113k.
+    assert "reached at 16,384 tokens" in advice.text
+    assert advice.code == "bw.MaxTokens(16384)"
+
+
+def test_steps_that_grow_from_the_start_have_no_floor():
+    launch = replace(LAUNCH, rows=(LaunchRow(64, 0.01), LaunchRow(128, 0.02), LaunchRow(256, 0.04)))
+    text = about("sizes", replace(ON_H200, launch=launch)).text
+    assert "The time of a step grows from 64 tokens on: no batch is too small." in text
+    assert "reached at 64 tokens" in text
+
+
+def test_throughput_that_still_grows_is_not_called_a_limit():
+    launch = replace(LAUNCH, rows=(LaunchRow(64, 0.010), LaunchRow(128, 0.010)))
+    text = about("sizes", replace(ON_H200, launch=launch)).text
+    assert "Throughput still grew at 128 tokens, the largest batch that was tried." in text
+
+
+def test_a_machine_without_a_gpu_is_told_so_first():
+    found = advise(replace(ON_H200, machine=LAPTOP))
+    assert [advice.topic for advice in found] == ["device", "shapes", "sizes"]
+    assert "torch sees no GPU" in found[0].text
+    # Whatever was timed, a CPU plans nothing for a shape, and launches nothing.
+    assert "On a CPU, attention plans nothing for a shape (510 ms when new, 85 ms later)" in found[1].text
+    assert "calling operations" in found[2].text
+
+
+def test_a_busy_machine_is_not_trusted():
+    found = advise(replace(ON_H200, launch=replace(LAUNCH, noise=2.34)))
+    assert found[0].topic == "noise"
+    assert "2.3 times as long" in found[0].text
+
+
+def test_memory_that_others_hold_is_named():
+    busy = replace(H200, free_bytes=100 * GIB)
+    assert "Only 100.0 of 140.0 GiB are free" in about("memory", replace(ON_H200, machine=busy)).text
+
+
+def test_an_allocator_that_fragments_gets_its_setting():
+    plain = replace(H200, allocator="")
+    advice = about("memory", replace(ON_H200, machine=plain))
+    assert advice.code == "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+def test_without_bfloat16_a_scaler_is_needed():
+    old = replace(H200, name="Tesla T4", has_bfloat16=False)
+    advice = about("numbers", replace(ON_H200, machine=old))
+    assert advice.text.startswith("Tesla T4 does not compute in bfloat16.")
+    assert "GradScaler" in advice.code
+
+
+def test_a_missing_numba_is_named():
+    bare = replace(H200, versions={"numba": None})
+    assert about("packages", replace(ON_H200, machine=bare)).code == "pip install 'batchwright[numba]'"
+
+
+def test_every_sentence_ends():
+    for machine in (H200, LAPTOP, replace(H200, allocator="", has_bfloat16=False, free_bytes=0, versions={})):
+        for advice in advise(replace(ON_H200, machine=machine)):
+            assert advice.text.endswith((".", ":"))
+            assert "  " not in advice.text

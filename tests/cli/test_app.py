@@ -1,0 +1,248 @@
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import batchwright as bw
+from batchwright.cli import main
+
+# Twelve texts of 1 to 12 words and one of 100: a heavy tail.
+TEXTS = ["w " * num for num in [*range(1, 13), 100]]
+
+
+def jsonl(path, texts=TEXTS):
+    content = "".join(json.dumps({"text": text.strip(), "label": 0}) + "\n" for text in texts)
+    path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())
+    return str(path)
+
+
+def run(capsys, *arguments):
+    """Return exit code, standard output and standard error of a command."""
+    code = main([*map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def heavy(tmp_path):
+    """A file of 2,000 lengths with a heavy tail, as numbers."""
+    path = tmp_path / "lengths.txt"
+    lengths = np.clip(np.random.default_rng(0).lognormal(3, 1, 2000).astype(int), 1, 500)
+    path.write_text("\n".join(map(str, lengths)) + "\n")
+    return str(path)
+
+
+def test_plan_shows_histogram_table_and_recommendation(tmp_path, capsys):
+    code, out, err = run(capsys, "plan", jsonl(tmp_path / "data.jsonl"), "--max-tokens", 200)
+    assert (code, err) == (0, "")
+    assert "data.jsonl: 13 examples" in out
+    # 13 lengths, 1 to 12 and 100: the seventh is 7, the twelfth 12.
+    assert "words: median 7 · p90 12 · p99 100 · max 100" in out
+    assert "64-95" in out
+    for name in ("fixed 2, shuffled", "fixed 2, sorted", "InOrder()", "Sorted()", "WindowSort()", "Buckets(count=16)"):
+        assert name in out
+    assert "Use WindowSort():" in out
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "tsv", "txt"])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_every_format_gives_the_same_lengths(tmp_path, capsys, suffix, zipped):
+    texts = ["a b c", "d"]
+    content = {
+        "jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts),
+        "csv": "text\n" + "\n".join(texts) + "\n",
+        "tsv": "\n".join(f"{text}\tother" for text in texts),
+        "txt": "\n".join(texts),
+    }[suffix].encode()
+    path = tmp_path / (f"data.{suffix}.gz" if zipped else f"data.{suffix}")
+    path.write_bytes(gzip.compress(content) if zipped else content)
+    code, out, _ = run(capsys, "plan", path, "--json")
+    assert code == 0
+    assert json.loads(out)["data"]["lengths"][0]["mean"] == 2.0
+
+
+def test_json_holds_what_the_planner_says(heavy, capsys):
+    code, out, _ = run(capsys, "plan", heavy, "--tokenizer", "lengths", "--max-tokens", 4000, "--seed", 3, "--json")
+    entries = {entry["name"]: entry for entry in json.loads(out)["entries"]}
+    lengths = [int(line) for line in Path(heavy).read_text().split()]
+    report = bw.plan_batches(lengths, bw.MaxTokens(4000), seed=3).report()
+    assert code == 0
+    assert entries["WindowSort()"]["padding"] == report.padding
+    assert entries["WindowSort()"]["num_batches"] == report.num_batches
+
+
+def test_pairs_have_two_histograms(tmp_path, capsys):
+    path = tmp_path / "en-de.tsv"
+    path.write_text("one two\teins zwei drei\nthree\tvier\n")
+    code, out, _ = run(capsys, "plan", path, "--pairs", "--max-tokens", 10)
+    assert code == 0
+    assert "source words: median 1 · p90 2 · p99 2 · max 2" in out
+    assert "target words: median 1 · p90 3 · p99 3 · max 3" in out
+
+
+def test_what_was_left_out_is_counted(tmp_path, capsys):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a b c d"}\n\n{"text": "  "}\n{"text": "a b"}\n')
+    code, out, _ = run(capsys, "plan", path, "--max-length", 3)
+    assert code == 0
+    assert "2 examples (1 blank lines skipped, 1 empty examples skipped, 1 cut to --max-length)" in out
+    assert "max 3" in out
+
+
+def test_a_chosen_budget_says_where_it_comes_from(heavy, capsys):
+    _, out, _ = run(capsys, "plan", heavy, "--tokenizer", "lengths")
+    assert "padded tokens per batch (" in out
+    assert "set your own with --max-tokens" in out
+    _, out, _ = run(capsys, "plan", heavy, "--tokenizer", "lengths", "--max-tokens", "4,000")
+    assert "budget: 4,000 padded tokens per batch\n" in out
+
+
+def test_quiet_prints_the_result_alone(heavy, capsys):
+    _, out, _ = run(capsys, "plan", heavy, "--tokenizer", "lengths", "--quiet")
+    assert out.startswith("grouping")
+    assert "median" not in out
+
+
+def test_several_ranks_show_how_long_they_wait(heavy, capsys):
+    _, out, _ = run(capsys, "plan", heavy, "--tokenizer", "lengths", "--world-size", 4, "--quiet")
+    assert "ranks wait" in out
+
+
+def test_the_histogram_fits_the_terminal(heavy, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    _, out, _ = run(capsys, "plan", heavy, "--tokenizer", "lengths")
+    bars = [line for line in out.splitlines() if "█" in line]
+    assert {len(line) for line in bars} == {60}
+
+
+def test_advise_says_yes_with_numbers_and_a_snippet(heavy, capsys):
+    code, out, _ = run(capsys, "advise", heavy, "--tokenizer", "lengths", "--max-tokens", 4000)
+    assert code == 0
+    assert "Yes. An epoch should be" in out
+    assert "bw.BatchSampler(lengths, bw.MaxTokens(4000)" in out
+    assert "compute-bound: the time of a step grows" in out
+
+
+def test_advise_says_no_for_constant_lengths(tmp_path, capsys):
+    path = tmp_path / "same.txt"
+    path.write_text("one two three four\n" * 400)
+    code, out, _ = run(capsys, "advise", path, "--max-tokens", 80)
+    assert code == 0
+    # 80 padded tokens hold 20 texts of 4 words.
+    assert "No. The lengths hardly vary: keep DataLoader(batch_size=20)." in out
+    assert "BatchSampler" not in out
+
+
+def test_advise_as_json(heavy, capsys):
+    code, out, _ = run(capsys, "advise", heavy, "--tokenizer", "lengths", "--max-tokens", 4000, "--json")
+    found = json.loads(out)
+    assert (code, found["verdict"]) == (0, "yes")
+    assert found["against_shuffled"]["launch_bound"] > found["against_shuffled"]["compute_bound"] > 1
+    assert "BatchSampler" in found["snippet"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        ("empty.jsonl", b"", [], "empty.jsonl holds no examples"),
+        ("data.parquet", b"", [], "cannot tell the format of data.parquet"),
+        ("data.jsonl", b'{"text": "a"}\n{oops\n', [], "data.jsonl:2: not JSON"),
+        ("data.jsonl", b'{"body": "a", "title": "b"}\n', ["--field", "text"], "fields here: body, title"),
+        ("data.txt", b"a\xff\n", [], "data.txt:1: not UTF-8"),
+        ("data.txt.gz", b"no gzip", [], "is not a readable gzip file"),
+        ("data.txt", b" a b c\n", ["--max-tokens", "2"], "raise --max-tokens, or cut texts with --max-length 2"),
+        ("data.txt", b"a\n", ["--tokenizer", "gpt2"], "no such file or folder"),
+        ("data.txt", b"a\n", ["--pairs"], "no fields"),
+        ("data.txt", b"\x00\x01\n", ["--tokenizer", "lengths"], "data.txt:1: --tokenizer lengths needs"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "advise"])
+def test_unusable_input_is_one_line_and_exit_code_2(tmp_path, capsys, command, name, content, options, message):
+    (tmp_path / name).write_bytes(content)
+    code, out, err = run(capsys, command, tmp_path / name, *options)
+    assert (code, out) == (2, "")
+    assert err.startswith("batchwright: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_a_missing_file_is_named(tmp_path, capsys):
+    code, _, err = run(capsys, "plan", tmp_path / "absent.jsonl")
+    assert code == 2
+    assert err == f"batchwright: error: no such file: {tmp_path / 'absent.jsonl'}\n"
+
+
+def test_a_text_without_any_token_is_not_planned(tmp_path, capsys):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": " "}\n')
+    code, _, err = run(capsys, "plan", path)
+    assert code == 2
+    assert "is empty when counted in words" in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["plan"], ["plan", "a.txt", "--max-tokens", "0"], ["plan", "a.txt", "--seed", "-1"], ["nonsense"], []]
+)
+def test_wrong_options_exit_with_2_and_the_usage(capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "usage: batchwright" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_quietly(tmp_path, capsys, monkeypatch):
+    # A tokenizer is the user's own code: what interrupts it interrupts the command.
+    (tmp_path / "interrupting_rule.py").write_text("def count(text):\n    raise KeyboardInterrupt\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = jsonl(tmp_path / "data.jsonl")
+    assert run(capsys, "plan", path, "--tokenizer", "interrupting_rule:count") == (130, "", "")
+
+
+@pytest.mark.parametrize("command", ["plan", "advise", "demo"])
+def test_help_teaches_with_examples(capsys, command):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert f"examples:\n  batchwright {command}" in out
+    assert "default" in out
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"batchwright {bw.__version__}\n"
+
+
+def test_planning_needs_numpy_alone(tmp_path):
+    path = jsonl(tmp_path / "data.jsonl.gz")
+    code = (
+        "import sys; from batchwright.cli import main; main(['advise', sys.argv[1]]); "
+        "assert not {'torch', 'transformers', 'tokenizers'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_demo_without_torch_says_how_to_get_it(tmp_path):
+    # None in sys.modules makes the import fail as if the package were absent.
+    code = (
+        "import sys; sys.modules['torch'] = None; from batchwright.cli import main; "
+        "sys.exit(main(['demo', '--output', sys.argv[1]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "batchwright: error: torch is not installed; run: pip install 'batchwright[torch]'\n"
+
+
+def test_a_closed_pipe_ends_quietly(tmp_path):
+    path = jsonl(tmp_path / "data.jsonl")
+    command = [sys.executable, "-m", "batchwright", "plan", path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()  # as `head` does once it has seen enough
+        assert process.stderr.read() == b""
+    assert process.returncode == 1

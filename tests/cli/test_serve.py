@@ -1,0 +1,196 @@
+"""``batchwright serve`` as a user runs it."""
+
+import argparse
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+
+from batchwright.cli import main
+from batchwright.cli.serve import add_serve, load
+from batchwright.errors import ArgumentError
+from batchwright.serve.settings import POLICIES
+
+MODEL = """
+import time
+from batchwright.serve import Batcher, batched
+
+answer = 42
+
+def embed(texts):
+    time.sleep(0.05)
+    return [[len(text), text.count("a")] for text in texts]
+
+def hang(texts):
+    print("hanging", flush=True)
+    time.sleep(600)
+
+def count_tokens(text):
+    return len(text.split())
+
+@batched(max_items=4)
+def shout(texts):
+    return [text.upper() for text in texts]
+
+batcher = Batcher(embed)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "my_model.py").write_text(MODEL)
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    (tmp_path / "raising.py").write_text("raise RuntimeError('no weights')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in ("my_model", "broken", "raising"):
+        sys.modules.pop(name, None)
+
+
+@contextlib.contextmanager
+def serving(folder, *arguments):
+    """Run the command and yield the process and its address."""
+    command = [sys.executable, "-m", "batchwright", "serve", *arguments, "--port", "0"]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        address = re.search(r"http://\S+:\d+", line)
+        assert address, process.communicate(timeout=30)[1]
+        yield process, address[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def fails(capsys, *arguments):
+    """Return what the command says when it refuses."""
+    assert main(["serve", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_function_is_served_with_its_options(folder):
+    options = ("--length-of", "my_model:count_tokens", "--max-tokens", "3", "--deadline-ms", "10000")
+    with serving(folder, "my_model:embed", *options) as (process, address):
+        assert httpx.post(address, json="a banana").json() == [8, 4]
+        assert httpx.post(address, json="one two three four").json()["error"] == "TooLarge"
+        assert httpx.get(f"{address}/live").json()["deadline_ms"] == 10_000
+        assert "<!doctype html>" in httpx.get(address).text
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+
+
+def test_sigterm_answers_what_was_taken_and_ends_with_success(folder):
+    answers = []
+    with serving(folder, "my_model:embed", "--max-items", "1", "--no-page") as (process, address):
+        with httpx.Client() as client:
+
+            def ask():
+                answers.append(client.post(address, json="banana", timeout=30).json())
+
+            threads = [threading.Thread(target=ask) for _ in range(10)]
+            for thread in threads:
+                thread.start()
+            while "submitted_requests_total 10.0" not in httpx.get(f"{address}/metrics").text:
+                pass
+            process.send_signal(signal.SIGTERM)
+            for thread in threads:
+                thread.join(30)
+        code, (_, said) = process.wait(timeout=30), process.communicate()
+    assert answers == [[6, 3]] * 10
+    assert (code, said) == (0, "")
+
+
+def test_a_function_that_never_returns_does_not_keep_the_server_from_ending(folder):
+    with serving(folder, "my_model:hang", "--drain-seconds", "1") as (process, address):
+
+        def ask():
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.post(address, json="a", timeout=60)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert process.stdout.readline() == "hanging\n"
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+        thread.join(30)
+
+
+def test_a_batched_function_keeps_its_own_options_but_for_those_given(folder):
+    with serving(folder, "my_model:shout", "--deadline-ms", "5000") as (_, address):
+        assert httpx.post(address, json="hello").json() == "HELLO"
+        assert httpx.get(f"{address}/live").json()["deadline_ms"] == 5000
+
+
+def test_a_name_of_another_machine_is_not_answered_unless_it_is_allowed(folder):
+    with serving(folder, "my_model:shout", "--allow-host", "inside.example") as (_, address):
+        hosts = ("evil.example", "inside.example", "localhost")
+        statuses = [httpx.get(f"{address}/healthz", headers={"Host": host}).status_code for host in hosts]
+    assert statuses == [400, 200, 200]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_model", "'my_model' is not module:function"),
+        ("my_model:", "is not module:function"),
+        ("my_modle:embed", "there is no module 'my_modle'"),
+        ("my_model.part:embed", "there is no module 'my_model.part'"),
+        ("my_model:embd", "my_model has no 'embd'; did you mean 'embed'?"),
+        ("my_model:answer", "my_model:answer is of type int and cannot be called"),
+        ("broken:embed", "importing broken failed: No module named 'no_such_package'"),
+        ("raising:embed", "importing raising failed: RuntimeError: no weights"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_explained(folder, name, message):
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        load(name)
+
+
+def test_a_batcher_can_be_named(folder):
+    assert load("my_model:batcher").settings.max_items == 64
+
+
+def test_a_function_or_the_demo_must_be_named(capsys):
+    assert "give module:function" in fails(capsys)
+    assert "give module:function" in fails(capsys, "my_model:embed", "--demo")
+
+
+def test_a_length_for_what_is_batched_already_is_refused(folder, capsys):
+    said = fails(capsys, "my_model:shout", "--length-of", "my_model:count_tokens", "--port", "0")
+    assert "my_model:shout is already batched" in said
+
+
+def test_an_option_without_a_meaning_for_the_demo_is_refused(capsys):
+    assert "--policy has no meaning with --demo" in fails(capsys, "--demo", "--policy", "greedy", "--port", "0")
+
+
+def test_a_deadline_of_nothing_is_refused(folder, capsys):
+    said = fails(capsys, "my_model:embed", "--deadline-ms", "0", "--port", "0")
+    assert "deadline_ms must be a number above 0" in said
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_can_be_named(policy):
+    arguments = argparse.ArgumentParser()
+    add_serve(arguments.add_subparsers())
+    assert arguments.parse_args(["serve", "my_model:embed", "--policy", policy]).policy == policy
+
+
+def test_other_commands_do_not_load_what_serving_needs():
+    code = "import sys, batchwright.cli; print('batchwright.serve' in sys.modules, 'starlette' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False False\n"
+
+
+def test_a_port_in_use_is_refused(folder, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        said = fails(capsys, "my_model:embed", "--port", str(taken.getsockname()[1]))
+    assert "cannot listen on 127.0.0.1" in said
+    assert "choose another --host or --port" in said
