@@ -2,29 +2,21 @@
 
 from . import learning_rate as learning_rate
 from . import noise as noise
-from .combine import chain as chain
-from .combine import clamp as clamp
-from .combine import cooldown as cooldown
-from .combine import hysteresis as hysteresis
 from .combine import maximum as maximum
-from .combine import monotone as monotone
-from .combine import multiple_of as multiple_of
-from .combine import rate_limit as rate_limit
-from .combine import smooth as smooth
 from .combine import switch as switch
 from .controller import BatchSizeController as BatchSizeController
 from .controller import Decision as Decision
 from .curriculum import Curriculum as Curriculum
+from .from_learning_rate import from_lr as from_lr
+from .from_learning_rate import seesaw as seesaw
 from .observation import Observation as Observation
 from .policy import Policy as Policy
 from .policy import Transform as Transform
 from .schedules import constant as constant
 from .schedules import cyclic as cyclic
 from .schedules import exponential as exponential
-from .schedules import from_lr as from_lr
 from .schedules import linear as linear
 from .schedules import milestones as milestones
-from .schedules import seesaw as seesaw
 from .schedules import warm_up as warm_up
 from .signals import entropy_driven as entropy_driven
 from .signals import goodput as goodput
@@ -32,6 +24,14 @@ from .signals import loss_driven as loss_driven
 from .signals import memory_driven as memory_driven
 from .signals import noise_driven as noise_driven
 from .signals import track as track
+from .transforms import chain as chain
+from .transforms import clamp as clamp
+from .transforms import cooldown as cooldown
+from .transforms import hysteresis as hysteresis
+from .transforms import monotone as monotone
+from .transforms import multiple_of as multiple_of
+from .transforms import rate_limit as rate_limit
+from .transforms import smooth as smooth
 
 __all__ = [
     "BatchSizeController",

@@ -5,10 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batchwright.cli.doctor import launch as launching
-from batchwright.cli.doctor.attention import BACKENDS, _lengths, measure_attention
-from batchwright.cli.doctor.examine import examine, look_at
-from batchwright.cli.doctor.launch import measure_launch, sizes
+from batchwright.cli.doctor import examine as launching
+from batchwright.cli.doctor.examine import (
+    BACKENDS,
+    _lengths,
+    examine,
+    look_at,
+    measure_attention,
+    measure_launch,
+    sizes,
+)
 from batchwright.cli.doctor.records import CPU, GPU, effort_for
 from batchwright.errors import DoesNotFitError
 

@@ -1,6 +1,6 @@
 """The ceiling of a batch falls when memory runs out, and rises again."""
 
-from batchwright.serve._engine.memory import Ceiling
+from batchwright.serve._engine.core import Ceiling
 
 
 def test_a_failed_size_halves_the_ceiling_and_a_larger_one_does_not_raise_it():

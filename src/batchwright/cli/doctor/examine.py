@@ -1,17 +1,26 @@
-"""Look at the machine, run every measurement, and gather the findings."""
+"""Look at the machine and measure it: attention on known and new shapes, and steps from small to large."""
 
 from __future__ import annotations
 
 import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
+from typing import Any, final
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..._machine import num_cores, one_thread, processor_name, versions_of
 from ..._progress import ProgressBar
+from ...errors import DoesNotFitError
 from ...step import MemoryMonitor
-from .attention import BACKENDS, measure_attention
-from .launch import measure_launch, sizes
-from .records import Findings, Machine, effort_for
+from ...step.calibration.running import Prober
+from .records import Attention, Effort, Findings, Launch, LaunchRow, Machine, Visits, effort_for
 
 
 def examine(*, quick: bool = False, device: torch.device | str | None = None, progress: bool = True) -> Findings:
@@ -81,3 +90,246 @@ def _versions() -> dict[str, str | None]:
         "cuda": torch.version.cuda,
         "cudnn": None if cudnn is None else str(cudnn),
     }
+
+
+_BACKENDS: dict[str, SDPBackend | None] = {
+    "default": None,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+BACKENDS = tuple(_BACKENDS)
+
+_NUM_ITEMS = 8
+_HEAD_WIDTH = 64
+_SHORTEST = 64
+
+
+def measure_attention(
+    backend: str,
+    device: torch.device,
+    effort: Effort,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Attention:
+    """Time steps through a stack of attention layers with a new shape, and again once the shape is known.
+
+    Each kernel gets its own lengths, because it could reuse what another kernel has planned for a shape.
+
+    Args:
+        backend: one of ``BACKENDS``.
+        device: where to run.
+        effort: the sizes.
+        clock: seconds that never go back.
+
+    Returns:
+        The shortest times over the shapes; no visits if the kernel cannot run.
+    """
+    stack = _Stack(effort, device).to(device, _dtype(device))
+    with _quietly(), _only(backend):
+        masked = next((masked for masked in (True, False) if _runs(stack, masked)), None)
+        if masked is None:
+            return Attention(backend=backend)
+        prober = Prober(
+            lambda shape: stack.step(shape[0], shape[1], masked=masked), device, None, effort.repeats, [], clock
+        )
+        rows = [prober.measure((_NUM_ITEMS, length)) for length in _lengths(backend, effort.num_shapes)]
+        picks = stack.choice(masked=masked) if backend == "default" else None
+    found = [row for row in rows if row is not None]
+    if not found:
+        return Attention(backend=backend)
+    return Attention(
+        backend=backend,
+        # Other work on the machine only adds time, and every shape is new once: the shortest time is the truest.
+        visits=Visits(min(row.first_visit_seconds for row in found), min(row.seconds for row in found)),
+        takes_mask=masked,
+        picks=picks,
+    )
+
+
+def _lengths(backend: str, num: int) -> list[int]:
+    """Return lengths that no other kernel uses, all multiples of 8.
+
+    >>> _lengths("default", 2), _lengths("flash", 2)
+    ([64, 104], [72, 112])
+    """
+    first = _SHORTEST + 8 * BACKENDS.index(backend)
+    return [first + 8 * len(BACKENDS) * place for place in range(num)]
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float16
+
+
+def _only(backend: str) -> AbstractContextManager[None]:
+    kernel = _BACKENDS[backend]
+    return nullcontext() if kernel is None else sdpa_kernel(kernel)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Silence the warnings with which torch explains why a kernel cannot run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _runs(stack: _Stack, masked: bool) -> bool:
+    """Try a kernel on one small batch, which also loads what must be loaded once."""
+    try:
+        stack.step(2, 16, masked=masked)
+    except RuntimeError:
+        return False
+    return True
+
+
+@final
+class _Stack(nn.Module):
+    """A stack of nothing but attention layers."""
+
+    def __init__(self, effort: Effort, device: torch.device) -> None:
+        super().__init__()
+        self._width, self._device = effort.width, device
+        self._heads = max(1, effort.width // _HEAD_WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Linear(effort.width, 3 * effort.width) for _ in range(effort.num_attention_layers)
+        )
+
+    def step(self, num_items: int, length: int, *, masked: bool) -> None:
+        """Run one batch forward and backward."""
+        x, mask = self._inputs(num_items, length, masked=masked)
+        for layer in self.layers:
+            query, key, value = self._heads_of(layer(x))
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            x = x + mixed.transpose(1, 2).reshape(x.shape)
+        x.float().square().mean().backward()
+        self.zero_grad(set_to_none=True)
+
+    def choice(self, *, masked: bool) -> str | None:
+        """Return the name of the kernel that torch chooses for such a batch; None if torch does not say."""
+        x, mask = self._inputs(_NUM_ITEMS, _SHORTEST, masked=masked)
+        ask = getattr(torch, "_fused_sdp_choice", None)
+        if ask is None:
+            return None
+        found = int(ask(*self._heads_of(self.layers[0](x)), attn_mask=mask))
+        return next((name for name, kernel in _BACKENDS.items() if kernel is not None and kernel.value == found), None)
+
+    def _inputs(self, num_items: int, length: int, *, masked: bool) -> tuple[Tensor, Tensor | None]:
+        weight = next(self.parameters())
+        x = torch.randn(num_items, length, self._width, device=self._device, dtype=weight.dtype)
+        if not masked:
+            return x, None
+        mask = torch.ones(num_items, 1, 1, length, device=self._device, dtype=torch.bool)
+        mask[1:, ..., -1] = False
+        return x, mask.expand(num_items, 1, length, length)
+
+    def _heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        num_items, length, _ = projected.shape
+        parts = projected.view(num_items, length, 3, self._heads, -1).permute(2, 0, 3, 1, 4)
+        return parts[0], parts[1], parts[2]
+
+
+_NUM_LAUNCHES = 500
+
+
+def measure_launch(
+    device: torch.device,
+    effort: Effort,
+    *,
+    done: Callable[[], Any] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Launch:
+    """Time whole training steps, each with twice as many examples as the one before.
+
+    Args:
+        device: where to run.
+        effort: the sizes.
+        done: called after each size.
+        clock: seconds that never go back.
+
+    Returns:
+        Tokens and seconds, up to the largest size, the first long step, or the end of the memory.
+    """
+    run = _training_step(device, effort)
+    prober = Prober(run, device, None, effort.repeats, [], clock)
+    prober.measure((1, effort.length))  # allocates the state of the optimizer and loads kernels
+    rows: list[LaunchRow] = []
+    for num_items in sizes(effort):
+        row = prober.measure((num_items, effort.length))
+        done()
+        if row is None:
+            break
+        rows.append(LaunchRow(num_items * effort.length, row.seconds))
+        if row.seconds > effort.most_seconds:
+            break
+    if not rows:
+        raise DoesNotFitError(f"one example of {effort.length} tokens does not fit {device}; free some of its memory")
+    even = _without_peaks(rows)
+    return Launch(
+        model=f"{effort.num_layers} layers of width {effort.width:,}",
+        rows=tuple(even),
+        kernel_seconds=_kernel_seconds(device, clock),
+        noise=max(row.seconds / lower.seconds for row, lower in zip(rows, even, strict=True)),
+    )
+
+
+def sizes(effort: Effort) -> list[int]:
+    """Return the numbers of examples to try: powers of two.
+
+    >>> from dataclasses import replace
+    >>> from .records import CPU
+    >>> sizes(replace(CPU, max_items=8))
+    [1, 2, 4, 8]
+    """
+    return [2**power for power in range(effort.max_items.bit_length())]
+
+
+def _without_peaks(rows: list[LaunchRow]) -> list[LaunchRow]:
+    """Lower the time of steps that took longer than a larger one, because something else was running.
+
+    >>> [row.seconds for row in _without_peaks([LaunchRow(1, 9.0), LaunchRow(2, 5.0), LaunchRow(4, 6.0)])]
+    [5.0, 5.0, 6.0]
+    """
+    least = accumulate((row.seconds for row in reversed(rows)), min)
+    return [row._replace(seconds=seconds) for row, seconds in zip(rows, reversed([*least]), strict=True)]
+
+
+def _training_step(device: torch.device, effort: Effort) -> Callable[[tuple[int, ...]], None]:
+    heads = max(1, effort.width // 64)
+    layer = nn.TransformerEncoderLayer(
+        effort.width, heads, 4 * effort.width, activation="gelu", batch_first=True, norm_first=True, device=device
+    )
+    # A nested tensor would skip the padding, which few models do.
+    model = nn.TransformerEncoder(layer, effort.num_layers, enable_nested_tensor=False).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True if device.type == "cuda" else None)
+
+    def run(shape: tuple[int, ...]) -> None:
+        x = torch.randn(*shape, effort.width, device=device)
+        with _autocast(device):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return run
+
+
+def _autocast(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+def _kernel_seconds(device: torch.device, clock: Callable[[], float]) -> float:
+    """Return the seconds to launch one small operation, from many that are launched without waiting."""
+    x = torch.zeros(16, device=device)
+    for _ in range(_NUM_LAUNCHES):
+        x.add_(1)
+    x.sum().item()
+    start = clock()
+    for _ in range(_NUM_LAUNCHES):
+        x.add_(1)
+    seconds = clock() - start
+    x.sum().item()
+    return seconds / _NUM_LAUNCHES
