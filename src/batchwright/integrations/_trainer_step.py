@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._tree import leaves
 from ..errors import ArgumentError
 from ..step._gradient_slots import add_back, drop_gradients, present, set_aside
 from ..step._models import IGNORED, LossReading, read_loss, usual_reading
-from ..step._tree import leaves
 from ..step.distributed import Ranks
 from ..step.limits import MicroLimit
 from ..step.oom import Snapshot, devices_of, free_memory, is_out_of_memory
