@@ -16,14 +16,14 @@ import batchwright as bw
 from batchwright import size
 from batchwright.errors import ArgumentError, MissingDependencyError
 from batchwright.integrations import huggingface
-from batchwright.integrations._huggingface_settings import check_trainer, check_trainer_class
 from batchwright.integrations.huggingface import AdaptiveTrainerMixin, adaptive
+from batchwright.integrations.huggingface._settings import check_trainer, check_trainer_class
 from batchwright.size.noise import NoiseAverage, estimate_noise
 from batchwright.step import MemoryMonitor
 from batchwright.testing import FakeMemory
 
-from .dynabatch.failing import fail_above
-from .huggingface_trainers import (
+from ..dynabatch.failing import fail_above
+from .trainers import (
     MODELS,
     collate,
     exact,
@@ -359,11 +359,11 @@ def test_the_trainer_counts_the_tokens_of_all_micro_batches(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": None}, "needs budget"),
+        ({"budget": None}, "needs a budget"),
         ({"budget": 8192}, "MaxTokens"),
         ({"controller": 32}, "controller needs observe"),
-        ({"weighting": "rows"}, "'tokens' or 'examples'"),
-        ({"on_oom": "retry"}, "'split' or 'skip' or 'raise'"),
+        ({"weighting": "rows"}, "'tokens', 'examples'"),
+        ({"on_oom": "retry"}, "'split', 'skip', 'raise'"),
         ({"lr_rule": "cubic"}, "lr_rule must be"),
         ({"lr_rule": "sqrt"}, "needs base_size"),
         ({"lr_rule": "adascale", "base_size": 4}, "needs measure_noise"),
@@ -375,7 +375,7 @@ def test_the_trainer_counts_the_tokens_of_all_micro_batches(tmp_path):
         ({"plan_options": {"oversize": "truncate"}}, "truncate when tokenizing"),
         ({"eval_budget": 3}, "MaxTokens"),
         ({"controller": make_controller(4), "gradient_accumulation_steps": 2}, "leave it at 1"),
-        ({"controller": make_controller(4), "dataloader_drop_last": True}, "leave dataloader_drop_last out"),
+        ({"controller": make_controller(4), "dataloader_drop_last": True}, "leave out dataloader_drop_last"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"dataloader_in_order": False}, "dataloader_in_order"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches"),
@@ -411,7 +411,7 @@ def pretend(settings, **options):
 def test_what_cannot_be_done_on_several_devices_is_refused(options, devices, message, tmp_path):
     trainer, *_ = make_trainer("t5", tmp_path, **options)
     with pytest.raises(ArgumentError, match=message):
-        pretend(trainer._settings, **devices)
+        pretend(trainer._batching.settings, **devices)
 
 
 def test_memory_is_read_for_policies_that_follow_it(tmp_path):
@@ -436,9 +436,9 @@ def test_adascale_waits_for_a_reliable_average(tmp_path):
     average = NoiseAverage()
     for _ in range(10):
         average = average.update(40.0, 10.0, num_examples=8)
-    trainer._noise.average = average
+    trainer._batching.updates.noise.average = average
     # (S / 4 + G2) / (S / 8 + G2) = (10 + 10) / (5 + 10)
-    assert trainer._keeper._factor() == pytest.approx(20 / 15)
+    assert trainer._batching.callback.lr_factor() == pytest.approx(20 / 15)
 
 
 def test_a_trainer_goes_as_soon_as_nobody_holds_it(tmp_path):
@@ -456,7 +456,7 @@ def test_seq2seq_trainers_train_too(tmp_path):
 
 
 def test_an_older_trainer_is_refused_with_the_version_it_takes():
-    with pytest.raises(MissingDependencyError, match=r"need transformers 5\.3 or newer, 5\.0\.0 has no"):
+    with pytest.raises(MissingDependencyError, match=r"need transformers 5\.3 or newer, but 5\.0\.0 has no"):
         check_trainer_class(object, "5.0.0")
 
 

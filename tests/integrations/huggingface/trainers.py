@@ -12,8 +12,8 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, Trai
 import batchwright as bw
 from batchwright.integrations.huggingface import adaptive
 
-from .dynabatch.models import MODELS, collate, make_examples, make_model
-from .dynabatch.trainers import Gradients, flat_gradient, make_args, relative_error
+from ..dynabatch.models import MODELS, collate, make_examples, make_model
+from ..dynabatch.trainers import Gradients, flat_gradient, make_args, relative_error
 
 __all__ = ["MODELS", "collate", "flat_gradient", "make_examples", "make_model", "relative_error"]
 
@@ -24,7 +24,7 @@ ARGUMENTS = {Seq2SeqTrainer: Seq2SeqTrainingArguments}
 
 @contextmanager
 def quick():
-    """Let many small trainings run quickly: each collects garbage, and the modules of transformers are none."""
+    """Let many small trainings run quickly: each collects garbage, and the modules of transformers are not garbage."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()

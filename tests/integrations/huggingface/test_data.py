@@ -12,12 +12,12 @@ from transformers import Trainer, TrainerCallback
 import batchwright as bw
 from batchwright import size
 from batchwright.errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
-from batchwright.integrations._huggingface_lengths import measure_examples
 from batchwright.integrations.huggingface import BatchSizeCallback
+from batchwright.integrations.huggingface._lengths import measure_examples
 
-from ..processes import run_ranks
-from .dynabatch.trainers import make_args
-from .huggingface_trainers import (
+from ...processes import run_ranks
+from ..dynabatch.trainers import make_args
+from .trainers import (
     BUDGET,
     collate,
     flat,
@@ -466,4 +466,4 @@ def test_the_callback_follows_a_loader_of_the_users_own(tmp_path):
 
 
 def test_two_ranks_see_every_example_once_and_train_as_one_would(tmp_path):
-    run_ranks("tests.integrations.huggingface_ranks", 2, tmp_path, python=("-W", "error"))
+    run_ranks("tests.integrations.huggingface.ranks", 2, tmp_path, python=("-W", "error"))
