@@ -5,11 +5,13 @@ from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
 
+import pytest
 import torch
 import torch.nn.functional as F
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 import batchwright as bw
+from batchwright import size
 from batchwright.integrations.huggingface import adaptive
 
 from ..dynabatch.models import MODELS, collate, make_examples, make_model
@@ -17,6 +19,7 @@ from ..dynabatch.trainers import Gradients, flat_gradient, make_args, relative_e
 
 __all__ = ["MODELS", "collate", "flat_gradient", "make_examples", "make_model", "relative_error"]
 
+TOLERANCE = 1e-6  # norms of T5 and Llama, and the loss of causal models, round to float32 whatever runs
 BUDGET = bw.MaxTokens(80)
 MOST_EXAMPLES = 25
 ARGUMENTS = {Seq2SeqTrainer: Seq2SeqTrainingArguments}
@@ -97,3 +100,21 @@ def windows(batches, num):
 
 def flat_parameters(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def make_controller(*sizes):
+    """Return a controller that goes through sizes, one per update."""
+    policy = size.milestones(dict(enumerate(sizes)), per="step")
+    return bw.BatchSizeController(policy, min_size=1, max_size=24)
+
+
+def check(name, trainer, gradients, updates, weighting="tokens"):
+    """Compare the gradients and logged losses of a training with the exact ones."""
+    assert len(gradients.seen) == len(updates)
+    losses = []
+    for found, numbers in zip(gradients.seen, updates, strict=True):
+        expected, loss = exact(name, numbers, weighting)
+        assert relative_error(found, expected) < TOLERANCE
+        losses.append(loss)
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(losses, rel=1e-5)
