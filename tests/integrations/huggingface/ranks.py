@@ -133,7 +133,7 @@ def check_noise(rank, folder):
     options = {"controller": controller, "measure_noise": True, "budget": bw.MaxItems(3), "max_steps": 1}
     trainer, seen, _ = make("llama", folder, on_oom="raise", **options)
     trainer.train()
-    parts = flat(share[:2] for share in everyone(seen))  # 6 examples a rank, 3 at once
+    parts = flat(share[:2] for share in everyone(seen))  # 6 examples per rank, 3 at once
     labels = [sum(len(trainer.train_dataset[n]["labels"]) - 1 for n in part) for part in parts]
     gradients = [exact("llama", part)[0] for part in parts]
     means = [num / sum(labels) * 4 * gradient for num, gradient in zip(labels, gradients, strict=True)]
@@ -144,7 +144,7 @@ def check_noise(rank, folder):
 
 
 def check_resume(folder, is_controlled):
-    """Two ranks that stop in the middle of an epoch go on with the batches they would have had."""
+    """Two ranks that stop in the middle of an epoch continue with the batches that they would have had."""
 
     def train(place, checkpoint=None, **options):
         if is_controlled:

@@ -31,7 +31,7 @@ from .trainers import (
 def test_the_rate_follows_the_batch_in_the_step_of_the_optimizer_alone(rule, factor, tmp_path):
     model = make_model("t5")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    # Such a schedule goes on from the rate it finds: what the rule left behind would be in all later rates.
+    # Such a schedule continues from the rate it finds: a factor left in it would be in all later rates.
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
     options = {"optimizers": (optimizer, schedule), "max_steps": 2, "lr_rule": rule, "base_size": 4}
     trainer, _, gradients = make_trainer("t5", tmp_path, model=model, controller=make_controller(10), **options)

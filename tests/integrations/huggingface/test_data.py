@@ -1,4 +1,4 @@
-"""What an adaptive trainer is fed: batches, epochs, lengths, and where a checkpoint continues."""
+"""The training data of an adaptive trainer: batches, epochs, and where a checkpoint continues."""
 
 import json
 from functools import partial
@@ -68,7 +68,7 @@ def test_sequential_data_stay_in_order(tmp_path):
     assert flat(seen) == list(range(24))
 
 
-# Two lengths an example, cut in small windows: 9, 10 and 9 batches in the first three epochs.
+# Two lengths per example, cut in small windows: 9, 10 and 9 batches in the first three epochs.
 UNEVEN = {"budget": bw.MaxTokens(60), "grouping": bw.WindowSort(batches_per_window=1)}
 
 
@@ -115,7 +115,7 @@ def test_epochs_end_with_the_data_whatever_the_controller_does(slope, tmp_path, 
 def test_part_of_an_epoch_with_a_controller(tmp_path):
     trainer, *_ = make_trainer("t5", tmp_path, num_train_epochs=1.5, controller=make_controller(0))
     trainer.train()
-    assert trainer.state.global_step == 12  # 36 examples, 3 an update
+    assert trainer.state.global_step == 12  # 36 examples, 3 per update
 
 
 class Stop(TrainerCallback):
@@ -137,7 +137,7 @@ def test_an_epoch_that_a_callback_ends_is_followed_by_the_next(controller, tmp_p
 
 @pytest.mark.parametrize(("window", "stop"), [(1, 4), (1, 9), (1, 12), (2, 5), (2, 7)])
 def test_resuming_gives_the_batches_and_weights_of_a_run_without_a_break(window, stop, tmp_path):
-    # 9 and 10 batches; with one an update step 9 ends the first epoch, with two step 5.
+    # 9 and 10 batches; with one per update step 9 ends the first epoch, with two it is step 5.
     options = {"learning_rate": 0.05, "lr_scheduler_type": "constant", "num_train_epochs": 2, **UNEVEN}
     options |= {"gradient_accumulation_steps": window}
     check_resume(tmp_path, stop, options, lambda: {"model": make_model("t5", dropout=0.2)})
@@ -282,7 +282,7 @@ def test_the_padding_of_the_collator_counts_in_the_budget(tmp_path):
 
     for options in ({}, {"controller": make_controller()}):
         trainer, *_ = make_trainer("t5", tmp_path, data_collator=Padder(), **options)
-        # 16 + 16 tokens an example, so two fit into 80.
+        # 16 + 16 tokens per example, so two fit into 80.
         for item in trainer.get_train_dataloader():
             assert max(len(part["input_ids"]) for part in (item if isinstance(item, list) else [item])) <= 2
 

@@ -1,4 +1,4 @@
-"""The update of an adaptive trainer is exact, whatever its micro-batches, the model's loss and the memory."""
+"""The update of an adaptive trainer is exact for any micro-batches, any loss of the model and any memory."""
 
 from functools import partial
 

@@ -19,7 +19,7 @@ from ..dynabatch.trainers import Gradients, flat_gradient, make_args, relative_e
 
 __all__ = ["MODELS", "collate", "flat_gradient", "make_examples", "make_model", "relative_error"]
 
-TOLERANCE = 1e-6  # norms of T5 and Llama, and the loss of causal models, round to float32 whatever runs
+TOLERANCE = 1e-6  # norms of T5 and Llama, and the loss of causal models, always round to float32
 BUDGET = bw.MaxTokens(80)
 MOST_EXAMPLES = 25
 ARGUMENTS = {Seq2SeqTrainer: Seq2SeqTrainingArguments}
@@ -65,7 +65,7 @@ def make_trainer(name, folder, *, examples=None, model=None, trainer_cls=Trainer
 
 @cache
 def _sums(name):
-    """Return the gradient and the loss of every example alone, summed over its labels, and how many those are."""
+    """Return the gradient and the loss of every single example, summed over its labels, and the number of labels."""
     model, rows = make_model(name).train(), []
     for example in numbered(MOST_EXAMPLES, causal=MODELS[name][3]):
         batch = collate([example])

@@ -47,19 +47,18 @@ class TrainingData:
         self._lengths = lengths
 
     def loader(
-        self, base: DataLoader[Any], dataset: Any, *, args: Any, collator: Any, model: Any, devices: Devices
+        self, base: DataLoader[Any], dataset: Any, *, collator: Any, model: Any, devices: Devices
     ) -> DataLoader[Any]:
         """Return a loader with our batches, and all other options of the trainer's own loader.
 
         Args:
             base: the trainer's own loader.
             dataset: what is trained on, before columns are removed.
-            args: the ``TrainingArguments``.
             collator: may pad to a multiple.
             model: tells whether labels have lengths of their own.
             devices: the ranks that share the data.
         """
-        given = self._settings.lengths
+        args, given = devices.args, self._settings.lengths
         lengths = self._lengths.of(dataset, args, model) if given is None else as_lengths(given)
         if len(lengths) != len(dataset):
             raise LengthsError(f"lengths must give one row per example, {len(dataset)}, got {len(lengths)}")

@@ -48,19 +48,18 @@ class Evaluation:
         self._loaders: WeakKeyDictionary[Any, EvaluationLoader] = WeakKeyDictionary()
 
     def loader(
-        self, base: DataLoader[Any], dataset: Any, *, args: Any, collator: Any, model: Any, devices: Devices
+        self, base: DataLoader[Any], dataset: Any, *, collator: Any, model: Any, devices: Devices
     ) -> DataLoader[Any]:
         """Return a loader with planned batches, or the trainer's own loader if they cannot be planned.
 
         Args:
             base: the trainer's own loader.
             dataset: what is evaluated, before columns are removed.
-            args: the ``TrainingArguments``.
             collator: may pad to a multiple.
             model: tells whether labels have lengths of their own.
             devices: the ranks that share the data.
         """
-        budget = self._settings.evaluation_budget
+        args, budget = devices.args, self._settings.evaluation_budget
         # The order can be restored only in one array of all results. Metrics per batch need the trainer's own batches.
         is_gathered = args.eval_do_concat_batches and not args.batch_eval_metrics
         if budget is None or not is_gathered or devices.parallel_size > 1:
@@ -83,7 +82,7 @@ class Evaluation:
         """Evaluate a loader inside the context."""
         self._run = EvaluationRun(loader)
         try:
-            with self._weights.mean_of_batch():
+            with self._weights.weighing(None):
                 yield self._run
         finally:
             self._run = None

@@ -154,7 +154,7 @@ class Updates:
         if whole is None:
             return step(model, inputs)
         noise = self.noise if whole.num_replicas else None
-        with self._weights.part_of(whole), noise.part(num_rows(inputs, self._key)) if noise else nullcontext():
+        with self._weights.weighing(whole), noise.part(num_rows(inputs, self._key)) if noise else nullcontext():
             return step(model, inputs)
 
     def _note_oom(self) -> None:

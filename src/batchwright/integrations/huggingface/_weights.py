@@ -51,7 +51,7 @@ class LossWeights:
         self._weighing: Weighing | None = None
         self._is_checked = False
         self._update: UpdateWeight | None = None
-        self._is_mean = False
+        self._is_weighing = False
 
     def learn(self, loss: TrainerLoss, batch: Mapping[str, Any]) -> None:
         """Look at a micro-batch, unless an earlier one has told what the loss is a mean over."""
@@ -75,35 +75,25 @@ class LossWeights:
         return self._weighing.count(inputs) if labels is None else (labels != IGNORED).any(dim=1).sum()
 
     @contextmanager
-    def part_of(self, update: UpdateWeight) -> Iterator[None]:
-        """Let ``loss`` return parts of an update inside the context."""
-        self._update = update
+    def weighing(self, update: UpdateWeight | None) -> Iterator[None]:
+        """Let ``loss`` return parts of an update inside the context; if that is None, means of batches."""
+        self._is_weighing, self._update = True, update
         try:
             yield
         finally:
-            self._update = None
-
-    @contextmanager
-    def mean_of_batch(self) -> Iterator[None]:
-        """Let ``loss`` return the mean of a batch inside the context, once anything was learned."""
-        self._is_mean = True
-        try:
-            yield
-        finally:
-            self._is_mean = False
+            self._is_weighing, self._update = False, None
 
     def loss(
         self, compute: Compute, model: nn.Module, inputs: dict[str, Any], *, with_outputs: bool
     ) -> tuple[Tensor, Any] | None:
         """Return the weighed loss of a micro-batch and the outputs if they are needed.
 
-        Returns None outside both contexts: then the trainer's own loss holds.
+        Returns None outside of ``weighing``, and as long as nothing was learned: then the trainer's own loss holds.
         """
         if self._update is not None:
             return self._part(compute, model, inputs, self._update, with_outputs)
-        if self._is_mean and self.is_known:
-            return self._mean(compute, model, inputs, with_outputs)
-        return None
+        is_mean = self._is_weighing and self.is_known
+        return self._mean(compute, model, inputs, with_outputs) if is_mean else None
 
     def _part(
         self, compute: Compute, model: nn.Module, inputs: dict[str, Any], update: UpdateWeight, with_outputs: bool

@@ -174,12 +174,7 @@ class AdaptiveTrainerMixin:
 
     def _loading(self) -> dict[str, Any]:
         """Return what a loader of planned batches depends on, besides the data."""
-        return {
-            "args": self.args,
-            "collator": self.data_collator,
-            "model": self.model,
-            "devices": Devices.of(self),
-        }
+        return {"collator": self.data_collator, "model": self.model, "devices": Devices.of(self)}
 
     # The updates
 
