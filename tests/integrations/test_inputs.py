@@ -1,25 +1,13 @@
-"""Rows of a model's inputs, and the padding they can do without."""
+"""The padding of a model's inputs that can be cut."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.integrations._inputs import take_rows, trim_padding
+from batchwright.integrations._inputs import trim_padding
 
 from .dynabatch.models import MODELS, collate, make_examples, make_model
-
-
-def test_rows_are_taken_in_any_order():
-    batch = {"x": torch.arange(4), "name": ("a", "b", "c", "d"), "other": [1, 2]}
-    taken = take_rows(batch, [3, 0], 4)
-    assert taken["x"].tolist() == [3, 0]
-    assert (taken["name"], taken["other"]) == (("d", "a"), [1, 2])
-
-
-def test_neighbours_are_not_copied():
-    x = torch.arange(4)
-    assert take_rows({"x": x}, [1, 2], 4)["x"].data_ptr() == x[1:].data_ptr()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,12 +1,13 @@
-"""What a framework with ranks needs of a loader: its sampler, the rank it draws for, and where its epoch stands."""
+"""What frameworks with ranks need from a loader: its options, its sampler, its rank, and the place in its epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import IterableDataset
 
 from ..errors import ArgumentError
 from ..plan.sampler.resizable import ResizableBatchSampler
@@ -14,10 +15,39 @@ from ..plan.sampler.resizable import ResizableBatchSampler
 _PARTS = ("rank", "world_size", "epoch", "set_epoch", "state_dict", "load_state_dict")
 # Figures of a report that every rank measures for itself.
 _LOCAL = ("seconds", "memory_fraction")
+_LOADER_OPTIONS = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+
+
+def loader_options(loader: Any) -> dict[str, Any]:
+    """Return the options of a loader, except its data, its batches and its collator.
+
+    >>> from torch.utils.data import DataLoader
+    >>> loader_options(DataLoader([1, 2], batch_size=2, pin_memory=True))["pin_memory"]
+    True
+    """
+    return {name: getattr(loader, name) for name in _LOADER_OPTIONS if hasattr(loader, name)}
+
+
+def check_no_stream(name: str, dataset: Any) -> None:
+    """Refuse a stream as the data set of ``name``, which draws examples by their number."""
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        raise ArgumentError(
+            f"{name} draws examples by their number, but a stream has no numbers; give a data set with a length, or "
+            "batch the stream with batchwright.StreamBatcher"
+        )
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return what keeps count of a loader's epochs: its sampler, or what ``regroup`` made; None for other loaders.
+    """Return what counts a loader's epochs: its sampler, or the loader itself if ``regroup`` made it; else None.
 
     >>> from torch.utils.data import DataLoader
     >>> import batchwright as bw
@@ -38,12 +68,12 @@ def give_rank(sampler: Any, *, rank: int, world_size: int, is_loader: bool = Fal
 
     Args:
         sampler: has ``rank`` and ``world_size``.
-        rank: this process.
-        world_size: processes.
-        is_loader: whether it reads from a loader of its own, which must be divided over ranks by who made it.
+        rank: of this process.
+        world_size: number of processes.
+        is_loader: it reads from a loader of its own, which only its maker can divide over ranks.
 
     Returns:
-        Whether the data was divided now; False where it was already.
+        True if the data was divided now, False if it was divided before.
     """
     found = (sampler.rank, sampler.world_size)
     if found == (rank, world_size):
@@ -55,12 +85,12 @@ def give_rank(sampler: Any, *, rank: int, world_size: int, is_loader: bool = Fal
             + ("pass rank and world_size to regroup" if is_loader else "leave rank and world_size out")
         )
     sampler.rank, sampler.world_size = rank, world_size
-    sampler.set_epoch(sampler.epoch)  # iterators of before counted steps of another world size
+    sampler.set_epoch(sampler.epoch)  # earlier iterators counted steps of another world size
     return True
 
 
 def num_batches(sampler: Any) -> int | None:
-    """Return how many batches are left of the epoch, None where the sizes are not known yet."""
+    """Return how many batches are left in the epoch, None if the sizes are not known yet."""
     try:
         return len(sampler)
     except TypeError:
@@ -68,11 +98,11 @@ def num_batches(sampler: Any) -> int | None:
 
 
 def is_at_end(sampler: Any, num_left: int | None) -> bool:
-    """Say whether the batch received last was the last of its epoch; False where that cannot be known.
+    """Say whether the newest batch was the last one of its epoch; False if that cannot be known.
 
     Args:
         sampler: of the loader.
-        num_left: batches that are left, None where that is not known.
+        num_left: the number of batches that are left, None if it is not known.
     """
     if num_left is not None:
         return num_left == 0
@@ -83,7 +113,7 @@ def is_at_end(sampler: Any, num_left: int | None) -> bool:
 
 
 def controller_of(sampler: Any, controller: Any) -> Any:
-    """Return the controller that is to observe: the given one, else the sampler's, None where there is none."""
+    """Return the controller that observes training: the given one, else the sampler's, else None."""
     own = getattr(sampler, "controller", None)
     if controller is None:
         return own if hasattr(own, "observe") else None
@@ -92,14 +122,14 @@ def controller_of(sampler: Any, controller: Any) -> Any:
             f"controller needs observe and state_dict, as a BatchSizeController has, got {type(controller).__name__}"
         )
     if own is not None and own is not controller:
-        raise ArgumentError("the sampler asks another controller for its sizes; give the same one, or leave it out")
+        raise ArgumentError("the sampler takes its sizes from another controller; pass the same one, or leave it out")
     return controller
 
 
 def agree(figures: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return an observation that is the same on all ranks, so that all choose the same size.
+    """Return an observation that is the same on all ranks, so that all ranks choose the same size.
 
-    Seconds and memory are measured by each rank; all take the largest.
+    Every rank measures its own seconds and memory; the largest values count.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return dict(figures)

@@ -1,4 +1,4 @@
-"""The sizes that a sampler was told, so that batches formed ahead of training are formed the same again."""
+"""A log of the sizes that a sampler used, so that a resumed run forms the same batches again."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, final
 
+from .._checks import read_size
+
 
 @final
 class SizeLog:
-    """Stands between a sampler and its controller: notes every size, and first gives those of a saved run.
+    """Stands between a sampler and its controller, records every size, and can replay the sizes of a saved run.
 
-    Lightning fetches a batch ahead where the length is not known, and workers fetch more. Such a batch was formed at
-    the size of then; formed again after a restart at the size of now, it would be another one. All else is the
-    controller's.
+    Loaders form batches ahead of training: workers fetch several, and Lightning fetches one if the length is not known.
+    After a restart these batches must be formed with the sizes of that time, not with the size that holds now. All
+    other attributes are those of the controller.
 
     >>> from types import SimpleNamespace
     >>> log = SizeLog(SimpleNamespace(size=8))
@@ -30,26 +32,26 @@ class SizeLog:
     @property
     def size(self) -> int:
         """Return the size of the next batch."""
-        size = self._replay.popleft() if self._replay else int(self.controller.size)
+        size = self._replay.popleft() if self._replay else read_size(self.controller)
         self._given.append(size)
         return size
 
     def __getattr__(self, name: str) -> Any:
-        if name == "controller":  # not there yet, while a copy is being made
+        if name == "controller":  # not set yet while a copy is being made
             raise AttributeError(name)
         return getattr(self.controller, name)
 
     def begin(self, replay: Iterable[int] = ()) -> None:
-        """Begin a loop over the sampler, whose first batches get the sizes in ``replay``."""
+        """Begin a loop over the sampler; its first batches get the sizes in ``replay``."""
         self._replay, self._given = deque(replay), []
 
     def behind(self, num_batches: int) -> list[int]:
-        """Return the sizes of the batches that were formed behind the first ``num_batches`` of the loop."""
+        """Return the sizes of the batches that were formed after the first ``num_batches`` of the loop."""
         return [*self._given[num_batches:], *self._replay]
 
 
 def log_sizes(sampler: Any) -> SizeLog | None:
-    """Put a log between a sampler and its controller, unless there is one; None for samplers without a controller."""
+    """Put a log between a sampler and its controller, unless there is one; return None if it has no controller."""
     controller = getattr(sampler, "controller", None)
     if controller is None or isinstance(controller, SizeLog):
         return controller

@@ -1,10 +1,12 @@
-"""The training step of a Hugging Face trainer, made exact: weights of micro-batches, retries after out of memory."""
+"""An exact training step for Hugging Face trainers: weights of micro-batches, and retries after out of memory."""
 
 from __future__ import annotations
 
 import logging
+import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
@@ -13,21 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._ranks import Ranks
+from .._tree import leaves
 from ..errors import ArgumentError
-from ..step._tree import leaves
-from ..step.huggingface import IGNORED, LossReading, read_loss, usual_reading
-from ..step.oom import (
-    MicroLimit,
-    Snapshot,
-    add_back,
-    devices_of,
-    drop_gradients,
-    free_memory,
-    is_out_of_memory,
-    present,
-    set_aside,
-)
+from ..step._gradient_slots import add_back, drop_gradients, present, set_aside
+from ..step._models import IGNORED, LossReading, read_loss, usual_reading
+from ..step.distributed import Ranks
+from ..step.limits import MicroLimit
+from ..step.oom import Snapshot, devices_of, free_memory, is_out_of_memory
 from ._inputs import num_rows, take_rows, trim_padding
 
 # compute(model, inputs, num_items_in_batch) -> loss, what a trainer calls compute_loss
@@ -39,15 +33,49 @@ Strategy: TypeAlias = Literal["split_retry", "skip"]
 logger = logging.getLogger(__name__)
 
 
+def parallel_size(trainer: Any) -> int:
+    """Return how many ranks of a trainer work on the same batch: tensor, context and sequence parallelism."""
+    return math.prod(max(1, getattr(trainer, f"get_{kind}_size", int)()) for kind in ("tp", "cp", "sp"))
+
+
+def is_divided(trainer: Any) -> bool:
+    """Say whether ranks hold parts of the model or of an example: FSDP, DeepSpeed, or ``parallel_size`` above 1."""
+    is_sharded = getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False)
+    return bool(is_sharded) or parallel_size(trainer) > 1
+
+
+@contextmanager
+def one_process(args: Any) -> Iterator[None]:
+    """Keep a trainer from multiplying its loss by the number of processes."""
+    before = args.average_tokens_across_devices
+    args.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = before
+
+
+@contextmanager
+def undivided(trainer: Any) -> Iterator[None]:
+    """Keep a trainer from dividing losses by the accumulation steps, as the weights of an update sum to one."""
+    steps, accelerator = trainer.current_gradient_accumulation_steps, trainer.accelerator
+    divisor = accelerator.gradient_accumulation_steps  # Accelerate divides before transformers 5.6; it is 1 later
+    trainer.current_gradient_accumulation_steps = accelerator.gradient_accumulation_steps = 1
+    try:
+        yield
+    finally:
+        trainer.current_gradient_accumulation_steps, accelerator.gradient_accumulation_steps = steps, divisor
+
+
 @final
 @dataclass(frozen=True)
 class Weighing:
     """How much a micro-batch counts in the mean of an update: its labels, or its examples.
 
     Attributes:
-        reading: how the loss is to be read; None counts examples.
-        is_sure: False where the batch at hand could not tell, and a later one may.
-        key: whose length is the number of examples.
+        reading: how to read the loss; None counts examples.
+        is_sure: False if the batch could not tell; a later batch may.
+        key: the input whose length is the number of examples.
     """
 
     reading: LossReading | None
@@ -70,13 +98,13 @@ class Weighing:
 
 
 def find_weighing(compute: Compute, model: nn.Module, inputs: Mapping[str, Any], *, key: str) -> Weighing:
-    """Find out from two examples what the loss of a trainer is a mean over, without a trace in model or random state.
+    """Find out from two examples what the loss of a trainer is a mean over; model and random state stay as they were.
 
     Args:
-        compute: the trainer's own loss, whatever makes it: the model, label smoothing, a function of the user.
+        compute: the trainer's own loss, made by the model, by label smoothing or by a function of the user.
         model: without wrappers for several devices.
         inputs: a micro-batch on the model's device.
-        key: whose length is the number of examples.
+        key: the input whose length is the number of examples.
     """
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.ndim not in (1, 2):
@@ -91,7 +119,7 @@ def find_weighing(compute: Compute, model: nn.Module, inputs: Mapping[str, Any],
 
 @final
 class _LossOf(nn.Module):
-    """A trainer's loss in the form of a model, so that it can be read like one."""
+    """A trainer's loss in the form of a model, so that it can be read like the loss of a model."""
 
     def __init__(self, model: nn.Module, compute: Compute) -> None:
         super().__init__()
@@ -99,34 +127,34 @@ class _LossOf(nn.Module):
         self._compute = compute
 
     def forward(self, num_items_in_batch: Any = None, **inputs: Any) -> dict[str, Tensor]:
-        """Return the loss alone."""
+        """Return only the loss."""
         return {"loss": self._compute(self.module, inputs, num_items_in_batch)}
 
 
 def weighted(loss: Tensor, weight: Tensor, total: Tensor, num_replicas: int) -> Tensor:
-    """Return the part of a mean over ``total`` that a mean over ``weight`` stands for.
+    """Return what a mean over ``weight`` adds to the mean over ``total``.
 
-    ``loss × weight / total``, times the replicas whose gradients are averaged later.
+    ``loss * weight / total``, times the number of replicas whose gradients are averaged later.
     """
-    # A count in half precision is wrong from 257 on.
+    # bfloat16 cannot hold whole numbers above 256.
     share = weight.to(loss.device, torch.float64) / total.to(loss.device, torch.float64) * num_replicas
-    # The mean over no label is NaN, though its gradient is zero.
+    # Without labels the mean is NaN, though its gradient is zero.
     return torch.where(share > 0, loss * share.to(torch.promote_types(loss.dtype, torch.float32)), 0)
 
 
 @final
 class SafeSteps:
-    """Forward and backward of micro-batches; out of memory leaves no trace, and the gradient stays exact.
+    """Runs forward and backward of micro-batches; the gradient stays exact if memory runs out.
 
-    A micro-batch that does not fit is run again in smaller pieces, as if it had been cut so from the beginning:
-    gradients it left behind are dropped, random state and buffers put back. What has not fitted is remembered, so that
-    later ones are cut beforehand. Under DDP forward and backward hold no collective; ranks meet in one reduction after
-    the last micro-batch of an update.
+    A micro-batch that does not fit is run again in smaller pieces, as if it had been cut like that from the beginning:
+    its partial gradients are dropped, random state and buffers are restored. The size that failed is remembered, so
+    that later micro-batches are cut before they fail. Under DDP, forward and backward run without collectives; ranks
+    meet in one reduction after the last micro-batch of an update.
 
     Args:
         strategy: ``"split_retry"``, or ``"skip"`` to leave out a micro-batch that does not fit.
-        first_size: the most examples of a piece at the first retry.
-        key: whose length is the number of examples.
+        first_size: the largest number of examples in a piece at the first retry.
+        key: the input whose length is the number of examples.
         on_oom: called after every failure.
     """
 
@@ -141,12 +169,12 @@ class SafeSteps:
     def run(
         self, model: nn.Module, inputs: dict[str, Any], step: Step, *, is_last: bool, has_scaler: bool = False
     ) -> Tensor:
-        """Add the gradient of a micro-batch to what is there; return its loss, 0 where all of it was left out.
+        """Add the gradient of a micro-batch to the gradients; return its loss, 0 if all of it was left out.
 
         Args:
             model: as the trainer wraps it.
             inputs: the micro-batch.
-            step: runs forward and backward on a piece, with the weight the piece has in the update.
+            step: runs forward and backward on a piece, with the weight of the piece in the update.
             is_last: the micro-batch ends the update, so ranks add up their gradients.
             has_scaler: a ``GradScaler`` follows.
         """
@@ -164,7 +192,7 @@ class SafeSteps:
         if is_last and ranks.world_size > 1:
             _average(ranks, parameters)
         if is_last and has_scaler and not present(parameters):
-            # A scaler refuses to step on no gradient at all; an infinite one makes it skip the update, as is meant.
+            # A scaler fails without any gradient. An infinite one makes it skip the update, which is intended.
             parameters[0].grad = torch.full_like(parameters[0], torch.inf)
         return loss
 

@@ -1,4 +1,4 @@
-"""Run by test_huggingface_loading in two processes: DDP on gloo, where one rank runs out of memory on its own."""
+"""Run by test_data in two processes: DDP on gloo, where one rank runs out of memory on its own."""
 
 import os
 import sys
@@ -12,10 +12,10 @@ import batchwright as bw
 from batchwright import size
 from batchwright.size.noise import estimate_noise
 
-from ..processes import leave_group
-from .dynabatch.failing import fail_above
-from .dynabatch.ranks import agree_on_port
-from .huggingface_trainers import (
+from ...processes import leave_group
+from ..dynabatch.failing import fail_above
+from ..dynabatch.ranks import agree_on_port
+from .trainers import (
     MODELS,
     exact,
     flat,
@@ -99,7 +99,7 @@ def check_planned(name, rank, folder, **options):
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["batch_size"] for entry in logs] == [len(update) for update in updates]
     if "on_oom" not in options:
-        assert (trainer._course.num_ooms > 0) == (rank == 1)
+        assert (trainer._batching.updates.figures.num_ooms > 0) == (rank == 1)
     print(f"planned {name} {options}: {len(updates)} updates exact")
 
 
@@ -133,7 +133,7 @@ def check_noise(rank, folder):
     options = {"controller": controller, "measure_noise": True, "budget": bw.MaxItems(3), "max_steps": 1}
     trainer, seen, _ = make("llama", folder, on_oom="raise", **options)
     trainer.train()
-    parts = flat(share[:2] for share in everyone(seen))  # 6 examples a rank, 3 at once
+    parts = flat(share[:2] for share in everyone(seen))  # 6 examples per rank, 3 at once
     labels = [sum(len(trainer.train_dataset[n]["labels"]) - 1 for n in part) for part in parts]
     gradients = [exact("llama", part)[0] for part in parts]
     means = [num / sum(labels) * 4 * gradient for num, gradient in zip(labels, gradients, strict=True)]
@@ -144,7 +144,7 @@ def check_noise(rank, folder):
 
 
 def check_resume(folder, is_controlled):
-    """Two ranks that stop in the middle of an epoch go on with the batches they would have had."""
+    """Two ranks that stop in the middle of an epoch continue with the batches that they would have had."""
 
     def train(place, checkpoint=None, **options):
         if is_controlled:

@@ -1,4 +1,4 @@
-"""What an adaptive trainer is fed: batches, epochs, lengths, and where a checkpoint continues."""
+"""The training data of an adaptive trainer: batches, epochs, and where a checkpoint continues."""
 
 import json
 from functools import partial
@@ -12,12 +12,10 @@ from transformers import Trainer, TrainerCallback
 import batchwright as bw
 from batchwright import size
 from batchwright.errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
-from batchwright.integrations._huggingface_lengths import measure_examples
-from batchwright.integrations.huggingface import BatchSizeCallback
 
-from ..processes import run_ranks
-from .dynabatch.trainers import make_args
-from .huggingface_trainers import (
+from ...processes import run_ranks
+from ..dynabatch.trainers import make_args
+from .trainers import (
     BUDGET,
     collate,
     flat,
@@ -25,15 +23,7 @@ from .huggingface_trainers import (
     make_model,
     make_trainer,
     numbered,
-    quick,
-    recording,
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick():
-    with quick():
-        yield
 
 
 def make_controller(slope=3):
@@ -78,7 +68,7 @@ def test_sequential_data_stay_in_order(tmp_path):
     assert flat(seen) == list(range(24))
 
 
-# Two lengths an example, cut in small windows: 9, 10 and 9 batches in the first three epochs.
+# Two lengths per example, cut in small windows: 9, 10 and 9 batches in the first three epochs.
 UNEVEN = {"budget": bw.MaxTokens(60), "grouping": bw.WindowSort(batches_per_window=1)}
 
 
@@ -125,7 +115,7 @@ def test_epochs_end_with_the_data_whatever_the_controller_does(slope, tmp_path, 
 def test_part_of_an_epoch_with_a_controller(tmp_path):
     trainer, *_ = make_trainer("t5", tmp_path, num_train_epochs=1.5, controller=make_controller(0))
     trainer.train()
-    assert trainer.state.global_step == 12  # 36 examples, 3 an update
+    assert trainer.state.global_step == 12  # 36 examples, 3 per update
 
 
 class Stop(TrainerCallback):
@@ -147,7 +137,7 @@ def test_an_epoch_that_a_callback_ends_is_followed_by_the_next(controller, tmp_p
 
 @pytest.mark.parametrize(("window", "stop"), [(1, 4), (1, 9), (1, 12), (2, 5), (2, 7)])
 def test_resuming_gives_the_batches_and_weights_of_a_run_without_a_break(window, stop, tmp_path):
-    # 9 and 10 batches; with one an update step 9 ends the first epoch, with two step 5.
+    # 9 and 10 batches; with one per update step 9 ends the first epoch, with two it is step 5.
     options = {"learning_rate": 0.05, "lr_scheduler_type": "constant", "num_train_epochs": 2, **UNEVEN}
     options |= {"gradient_accumulation_steps": window}
     check_resume(tmp_path, stop, options, lambda: {"model": make_model("t5", dropout=0.2)})
@@ -292,7 +282,7 @@ def test_the_padding_of_the_collator_counts_in_the_budget(tmp_path):
 
     for options in ({}, {"controller": make_controller()}):
         trainer, *_ = make_trainer("t5", tmp_path, data_collator=Padder(), **options)
-        # 16 + 16 tokens an example, so two fit into 80.
+        # 16 + 16 tokens per example, so two fit into 80.
         for item in trainer.get_train_dataloader():
             assert max(len(part["input_ids"]) for part in (item if isinstance(item, list) else [item])) <= 2
 
@@ -324,146 +314,5 @@ def test_a_stream_is_sent_to_the_stream_batcher(tmp_path):
         trainer.get_train_dataloader()
 
 
-class Table:
-    """A data set of columns, as far as lengths need it; it notes which columns are read."""
-
-    def __init__(self, columns, read):
-        self.columns, self.read, self.format = columns, read, {"type": "torch"}
-        self.column_names = list(columns)
-
-    def __len__(self):
-        return len(next(iter(self.columns.values())))
-
-    def __getitem__(self, index):
-        return {name: values[index] for name, values in self.columns.items()}
-
-    def select_columns(self, names):
-        return Table({name: self.columns[name] for name in names}, self.read)
-
-    def with_format(self, kind):
-        assert kind is None
-        return self
-
-    def iter(self, batch_size):
-        self.read += self.column_names
-        for start in range(0, len(self), batch_size):
-            yield {name: values[start : start + batch_size] for name, values in self.columns.items()}
-
-
-IDS = [[1], [1, 2], [1, 2, 3]]
-
-
-@pytest.mark.parametrize(
-    ("columns", "has_decoder", "expected", "needed"),
-    [
-        ({"input_ids": IDS}, False, [1, 2, 3], ["input_ids"]),
-        ({"input_ids": IDS, "labels": IDS}, False, [1, 2, 3], ["input_ids", "labels"]),
-        ({"input_ids": IDS, "labels": IDS}, True, [[1, 1], [2, 2], [3, 3]], ["input_ids", "labels"]),
-        ({"input_ids": IDS, "labels": IDS[::-1]}, False, [[1, 3], [2, 2], [3, 1]], ["input_ids", "labels"]),
-        ({"input_ids": IDS, "labels": [0, 1, 0]}, False, [1, 2, 3], ["input_ids"]),
-        ({"input_ids": IDS, "labels": [[7], [], [7]]}, False, [[1, 1], [2, 1], [3, 1]], ["input_ids", "labels"]),
-        ({"input_ids": IDS, "length": [5, 6, 7]}, False, [5, 6, 7], ["length"]),
-    ],
-)
-def test_lengths_are_read_from_the_columns_that_tell_alone(columns, has_decoder, expected, needed):
-    read = []
-    table = Table({**columns, "text": ["x", "y", "z"]}, read)
-    lengths = measure_examples(table, has_decoder=has_decoder, show_progress=False)
-    assert lengths.tolist() == expected
-    assert read == needed
-    rows = [table[index] for index in range(3)]
-    assert measure_examples(rows, has_decoder=has_decoder, show_progress=False).tolist() == expected
-
-
-def test_what_a_transform_makes_is_measured_and_not_what_it_is_made_from():
-    class Doubled(Table):
-        def __getitem__(self, index):
-            return {"input_ids": 2 * self.columns["input_ids"][index]}
-
-    table = Doubled({"input_ids": IDS}, read=[])
-    table.format = {"type": "custom"}
-    assert measure_examples(table, show_progress=False).tolist() == [2, 4, 6]
-
-
-def test_tensors_are_measured_too():
-    rows = [{"input_ids": torch.ones(4), "labels": torch.tensor(1)}, {"input_ids": torch.ones(2), "labels": 0}]
-    assert measure_examples(rows, show_progress=False).tolist() == [4, 2]
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"), [([], "empty"), ([(1, 2)], "mappings"), ([{"text": "x"}], "pass lengths=")]
-)
-def test_data_that_tell_no_length_are_refused(rows, message):
-    with pytest.raises(LengthsError, match=message):
-        measure_examples(rows, show_progress=False)
-
-
-def test_a_bar_shows_how_far_measuring_has_come(capsys):
-    measure_examples([{"input_ids": [1]}] * 3)
-    assert "measuring lengths: 3 in" in capsys.readouterr().err
-
-
-def test_lengths_are_measured_once(tmp_path):
-    class Counting(list):
-        num_read = 0
-
-        def __getitem__(self, index):
-            self.num_read += 1
-            return super().__getitem__(index)
-
-    examples = Counting(numbered())
-    trainer, *_ = make_trainer("t5", tmp_path, examples=examples)
-    trainer.train()
-    after_one = examples.num_read
-    trainer.train()
-    assert examples.num_read - after_one == 24
-
-
-def test_a_plain_trainer_can_drive_a_controller(tmp_path):
-    observed = []
-    policy = size.track(lambda o: observed.append((o.epoch, o.step, o.examples, o.loss, o.lr)) or 10 * o.step)
-    controller = bw.BatchSizeController(policy, min_size=1, max_size=50)
-    args = make_args(tmp_path, num_train_epochs=2, per_device_train_batch_size=8, learning_rate=0.1)
-    callback = BatchSizeCallback(controller, batch_size=8)
-    trainer = Trainer(make_model("t5"), args, collate, numbered(), callbacks=[callback])
-    trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["batch_size_wanted"] for entry in logs] == [10, 20, 30, 40, 50, 50]
-    observed = list(dict.fromkeys(observed))  # a policy is asked again for its reason
-    assert [row[:3] for row in observed] == [(0, 1, 8), (0, 2, 16), (1, 3, 24), (1, 4, 32), (1, 5, 40), (2, 6, 48)]
-    assert [row[3:] for row in observed] == [(entry["loss"], entry["learning_rate"]) for entry in logs]
-
-
-def test_the_callback_continues_with_the_controller_of_a_checkpoint(tmp_path):
-    args = {"per_device_train_batch_size": 8, "save_strategy": "steps", "save_steps": 2}
-
-    def train(checkpoint, **options):
-        controller = bw.BatchSizeController(size.loss_driven("ema", per="step"), min_size=4, max_size=64)
-        settings = make_args(tmp_path, **{**args, "num_train_epochs": 2, "learning_rate": 0.1, **options})
-        trainer = Trainer(make_model("t5"), settings, collate, numbered(), callbacks=[BatchSizeCallback(controller)])
-        trainer.train(resume_from_checkpoint=checkpoint)
-        return controller.state_dict()
-
-    options = {"lr_scheduler_type": "constant"}
-    straight = train(None, **options)
-    train(None, max_steps=4, **options)
-    assert train(str(tmp_path / "checkpoint-4"), restore_callback_states_from_checkpoint=True, **options) == straight
-
-
-def test_the_callback_follows_a_loader_of_the_users_own(tmp_path):
-    controller = make_controller()
-
-    class Resizing(Trainer):
-        def get_train_dataloader(self):
-            sampler = bw.ResizableBatchSampler(24, controller)
-            return torch.utils.data.DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
-
-    seen, args = [], make_args(tmp_path, max_steps=3)
-    Resizing(
-        make_model("t5"), args, partial(recording, seen), numbered(), callbacks=[BatchSizeCallback(controller)]
-    ).train()
-    assert [len(batch) for batch in seen] == [3, 6, 9]
-
-
 def test_two_ranks_see_every_example_once_and_train_as_one_would(tmp_path):
-    run_ranks("tests.integrations.huggingface_ranks", 2, tmp_path, python=("-W", "error"))
+    run_ranks("tests.integrations.huggingface.ranks", 2, tmp_path, python=("-W", "error"))

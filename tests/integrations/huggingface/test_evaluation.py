@@ -9,21 +9,15 @@ from transformers import Seq2SeqTrainer, Trainer
 
 import batchwright as bw
 from batchwright.errors import ArgumentError
-from batchwright.integrations._huggingface_evaluation import (
+from batchwright.integrations.huggingface._evaluation import (
     EvaluationLoader,
     EvaluationRun,
     plan_evaluation,
 )
 
-from .huggingface_trainers import MODELS, collate, exact, flat, make_trainer, numbered, quick
+from .trainers import MODELS, collate, exact, flat, make_trainer, numbered
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick():
-    with quick():
-        yield
 
 
 @settings(max_examples=60, deadline=None)

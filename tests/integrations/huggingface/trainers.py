@@ -5,18 +5,21 @@ from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
 
+import pytest
 import torch
 import torch.nn.functional as F
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 import batchwright as bw
+from batchwright import size
 from batchwright.integrations.huggingface import adaptive
 
-from .dynabatch.models import MODELS, collate, make_examples, make_model
-from .dynabatch.trainers import Gradients, flat_gradient, make_args, relative_error
+from ..dynabatch.models import MODELS, collate, make_examples, make_model
+from ..dynabatch.trainers import Gradients, flat_gradient, make_args, relative_error
 
 __all__ = ["MODELS", "collate", "flat_gradient", "make_examples", "make_model", "relative_error"]
 
+TOLERANCE = 1e-6  # norms of T5 and Llama, and the loss of causal models, always round to float32
 BUDGET = bw.MaxTokens(80)
 MOST_EXAMPLES = 25
 ARGUMENTS = {Seq2SeqTrainer: Seq2SeqTrainingArguments}
@@ -24,7 +27,7 @@ ARGUMENTS = {Seq2SeqTrainer: Seq2SeqTrainingArguments}
 
 @contextmanager
 def quick():
-    """Let many small trainings run quickly: each collects garbage, and the modules of transformers are none."""
+    """Let many small trainings run quickly: each collects garbage, and the modules of transformers are not garbage."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
@@ -62,7 +65,7 @@ def make_trainer(name, folder, *, examples=None, model=None, trainer_cls=Trainer
 
 @cache
 def _sums(name):
-    """Return the gradient and the loss of every example alone, summed over its labels, and how many those are."""
+    """Return the gradient and the loss of every single example, summed over its labels, and the number of labels."""
     model, rows = make_model(name).train(), []
     for example in numbered(MOST_EXAMPLES, causal=MODELS[name][3]):
         batch = collate([example])
@@ -97,3 +100,21 @@ def windows(batches, num):
 
 def flat_parameters(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def make_controller(*sizes):
+    """Return a controller that goes through sizes, one per update."""
+    policy = size.milestones(dict(enumerate(sizes)), per="step")
+    return bw.BatchSizeController(policy, min_size=1, max_size=24)
+
+
+def check(name, trainer, gradients, updates, weighting="tokens"):
+    """Compare the gradients and logged losses of a training with the exact ones."""
+    assert len(gradients.seen) == len(updates)
+    losses = []
+    for found, numbers in zip(gradients.seen, updates, strict=True):
+        expected, loss = exact(name, numbers, weighting)
+        assert relative_error(found, expected) < TOLERANCE
+        losses.append(loss)
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(losses, rel=1e-5)

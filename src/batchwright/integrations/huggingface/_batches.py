@@ -1,4 +1,4 @@
-"""What the loader of an adaptive trainer draws from: micro-batches of this rank, and where its epochs stand."""
+"""The batches that a trainer's loader draws: micro-batches of this rank, and the place in the epoch."""
 
 from __future__ import annotations
 
@@ -7,46 +7,44 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
-from .._lengths import as_lengths, pad_up
-from ..errors import StateMismatchError
-from ..plan.budget import Budget
-from ..plan.sampler.planned import BatchSampler
-from ..plan.sampler.resizable import ResizableBatchSampler
-from ..step._split import LogicalBatch, split
-from ._size_log import SizeLog
-
-# The examples of the micro-batches that one item of the loader holds.
-Parts: TypeAlias = "list[list[int]]"
+from ..._checks import read_size
+from ..._lengths import as_lengths, pad_up
+from ...errors import StateMismatchError
+from ...plan.budget import Budget
+from ...plan.resizable import ResizableBatchSampler
+from ...plan.sampler import BatchSampler
+from ...step._split import LogicalBatch, split
+from .._size_log import SizeLog
 
 
 class Counted(NamedTuple):
-    """What micro-batches hold: examples, tokens, tokens as padded, and how many they are."""
+    """What some micro-batches hold together."""
 
     examples: int
     tokens: int
-    padded: int
-    parts: int
+    padded_tokens: int
+    micro_batches: int
 
 
 class Item(NamedTuple):
     """What the loader gives out at once.
 
     Attributes:
-        parts: the examples of its micro-batches.
-        is_repeat: fewer examples than ranks were left, and this rank runs that of another; it counts for nothing.
+        parts: the examples of each micro-batch.
+        is_repeat: fewer examples than ranks were left, and this rank runs the example of another one without a weight.
     """
 
-    parts: Parts
+    parts: list[list[int]]
     is_repeat: bool
 
 
-class Feed(ABC):
-    """Gives out items of this rank, an epoch at a time, and counts what the trainer has received.
+class BatchSource(ABC):
+    """Gives out the items of this rank, one epoch at a time, and counts what the trainer has received.
 
     Args:
         sampler: a ``BatchSampler`` or ``ResizableBatchSampler`` of this rank.
@@ -58,55 +56,55 @@ class Feed(ABC):
         self.sampler = sampler
         self.lengths = as_lengths(lengths)
         self._multiple = pad_multiple_of
-        self._given: deque[Item] = deque()
+        self._fetched: deque[Item] = deque()
         self._received: list[Item] = []
-        self._total = 0  # examples of the epoch that was begun last
+        self._num_in_epoch = 0  # examples of the epoch that was begun last
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]:
-        """Give out what the loader fetches."""
+        """Yield the indices that the loader fetches per item."""
 
     @abstractmethod
-    def begin(self, epoch: int) -> int:
-        """Go to an epoch, and return the most items that are left of it."""
+    def begin_epoch(self, epoch: int) -> int:
+        """Go to an epoch, and return an upper bound of the items that are left in it."""
 
     @abstractmethod
     def num_updates(self, num_epochs: float, accumulation: int) -> int:
-        """Return how many updates so many epochs have, as far as that is known."""
+        """Return the expected number of updates in that many epochs."""
 
     @property
     def epoch(self) -> int:
-        """Return the epoch that runs."""
+        """Return the running epoch."""
         return int(self.sampler.epoch)
 
     @property
     def position(self) -> int:
-        """Return the examples of the epoch that were received."""
+        """Return how many examples of the epoch were received."""
         return int(self.sampler.state_dict()["position"])
 
     @property
-    def progress(self) -> float:
-        """Return the epochs that were received, with the part of the one that runs."""
-        return self.epoch + self.position / max(1, self._total)
+    def epochs_done(self) -> float:
+        """Return the epochs that were received, with the fraction of the running one."""
+        return self.epoch + self.position / max(1, self._num_in_epoch)
 
     @property
     def num_left(self) -> int:
-        """Return the examples of the epoch that were not received."""
-        return self._total - self.position
+        """Return how many examples of the epoch were not received yet."""
+        return self._num_in_epoch - self.position
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch; a place restored within that very epoch is kept."""
+        """Go to an epoch; a position restored within that very epoch is kept."""
         self.sampler.set_epoch(epoch)
 
     def track(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Iterate over a loader of this feed, counting what is received and not what was fetched ahead."""
-        self._given.clear()
+        """Iterate over a loader of this source; count what is received, not what was fetched ahead."""
+        self._fetched.clear()
         for item in self.sampler.track(loader):
-            self._received.append(self._given.popleft())
+            self._received.append(self._fetched.popleft())
             yield item
 
-    def take(self) -> tuple[Counted, list[bool]]:
-        """Return what was received since the last call, and which of its micro-batches are repeated."""
+    def take_received(self) -> tuple[Counted, list[bool]]:
+        """Return what was received since the last call, and for each of its micro-batches whether it is a repeat."""
         items, self._received = self._received, []
         found = [self.lengths[part] for item in items for part in item.parts if not item.is_repeat]
         padded = sum(len(rows) * int(pad_up(rows.max(axis=0), self._multiple).sum()) for rows in found)
@@ -114,27 +112,27 @@ class Feed(ABC):
         return Counted(sum(map(len, found)), int(sum(rows.sum() for rows in found)), padded, len(repeats)), repeats
 
     def _is_repeat(self, num_repeated: int) -> bool:
-        """Say whether this rank is one of the last, which have no example of their own."""
+        """Say whether this rank is one of the last ones, which have no example of their own."""
         return bool(self.sampler.rank >= self.sampler.world_size - num_repeated)
 
-    def place(self) -> dict[str, Any]:
-        """Return where training stands, as JSON values."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data as JSON values."""
         return {"sampler": self.sampler.state_dict()}
 
-    def go_to(self, place: Mapping[str, Any]) -> None:
-        """Continue where a place was taken; at the end of an epoch that is the next one."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was taken; the end of an epoch continues with the next epoch."""
         try:
-            self.sampler.load_state_dict(place["sampler"])
+            self.sampler.load_state_dict(state["sampler"])
         except (KeyError, TypeError) as error:
-            raise StateMismatchError(f"the place in the data is not one that was saved: {error!r}") from error
-        self.begin(self.epoch)
+            raise StateMismatchError(f"the checkpoint holds no valid place in the data: {error!r}") from error
+        self.begin_epoch(self.epoch)
         if self.num_left == 0:
             self.set_epoch(self.epoch + 1)
 
 
 @final
-class PlannedFeed(Feed):
-    """A planned batch an item."""
+class PlannedBatches(BatchSource):
+    """One planned batch per item."""
 
     sampler: BatchSampler
 
@@ -143,18 +141,18 @@ class PlannedFeed(Feed):
         last = len(plan) // self.sampler.world_size - 1
         for step, batch in enumerate(self.sampler):
             is_repeat = step == last and self._is_repeat(plan.num_repeated)
-            self._given.append(Item([batch], is_repeat))  # type: ignore[list-item]  # rows of packed plans are refused
+            self._fetched.append(Item([batch], is_repeat))  # type: ignore[list-item]  # packed rows are refused
             yield batch
 
-    def begin(self, epoch: int) -> int:
-        """Go to an epoch, and return how many items are left of it."""
+    def begin_epoch(self, epoch: int) -> int:
+        """Go to an epoch, and return how many items are left in it."""
         self.set_epoch(epoch)
         plan = self.sampler.plan
-        self._total = self.position + len(plan.indices) - plan.num_repeated
+        self._num_in_epoch = self.position + len(plan.indices) - plan.num_repeated
         return len(plan) // self.sampler.world_size
 
     def num_updates(self, num_epochs: float, accumulation: int) -> int:
-        """Return how many updates so many epochs have; each is planned for that."""
+        """Return the number of updates in that many epochs; each epoch is planned for this."""
         sampler, total = copy.copy(self.sampler), 0
         sampler.load_state_dict({**sampler.state_dict(), "epoch": 0, "position": 0})
         for epoch in range(math.ceil(num_epochs)):
@@ -165,12 +163,12 @@ class PlannedFeed(Feed):
 
 
 @final
-class ResizableFeed(Feed):
-    """As many examples as a controller wants an item, cut into micro-batches under a budget.
+class ResizableBatches(BatchSource):
+    """Per item as many examples as a controller wants, cut into micro-batches under a budget.
 
     Args:
         sampler: draws for this rank.
-        lengths: of the examples, as padded alone.
+        lengths: of the examples.
         pad_multiple_of: of the collator.
         budget: of a micro-batch.
         is_random: micro-batches are random parts, at least two over all ranks, for gradient noise.
@@ -194,58 +192,58 @@ class ResizableFeed(Feed):
         self._controller = sampler.controller
         self._sizes = SizeLog(self._controller)
         self.sampler.controller = self._sizes
-        self._replay: list[int] = []
+        self._replay: list[int] = []  # sizes of the batches that a saved run had formed ahead
         self._num_received = 0
 
     def __iter__(self) -> Iterator[Any]:
         for share in self.sampler:
             parts = self._cut(share)
-            # Only the last batch of an epoch can be short of examples.
-            self._given.append(Item(parts, self._is_repeat(self.sampler.num_repeated)))
+            # Only the last batch of an epoch can have fewer examples than ranks.
+            self._fetched.append(Item(parts, self._is_repeat(self.sampler.num_repeated)))
             yield parts
 
-    def _cut(self, share: list[int]) -> Parts:
+    def _cut(self, share: list[int]) -> list[list[int]]:
         order = None
         if self._is_random:
-            # From the batch itself, so that a resumed run draws the same.
+            # Seeded by the batch itself, so that a resumed run draws the same order.
             order = np.random.default_rng([self.epoch, len(share), *share[:4]]).permutation(len(share))
         least = 2 if self._is_random and self.sampler.world_size == 1 else 1
-        batch = _Share(self._padded[share])
+        batch = _ShareOfBatch(self._padded[share])
         places = split(batch, budget=self._budget, limit=1.0, order=order, least_parts=least)
         return [[share[place] for place in part] for part in places]
 
-    def begin(self, epoch: int) -> int:
-        """Go to an epoch, and return the most items that are left of it."""
+    def begin_epoch(self, epoch: int) -> int:
+        """Go to an epoch, and return how many items are left in it if the size falls to its minimum."""
         self.set_epoch(epoch)
-        self._total = len(self.sampler._order_of(epoch).indices)
+        self._num_in_epoch = len(self.lengths)
         least = max(getattr(self._controller, "min_size", 1), self.sampler.world_size)
         return -(-self.num_left // least) + len(self._replay)
 
-    def num_updates(self, num_epochs: float, accumulation: int) -> int:
-        """Return how many updates so many epochs have if the size stays what it is."""
-        return math.ceil(num_epochs * -(-len(self.lengths) // int(self._controller.size)))
+    def num_updates(self, num_epochs: float, accumulation: int = 1) -> int:
+        """Return the number of updates in that many epochs if the size stays as it is."""
+        return math.ceil(num_epochs * -(-len(self.lengths) // read_size(self._controller)))
 
     def track(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Iterate over a loader of this feed; sizes of a saved run come first."""
+        """Iterate over a loader of this source; the first batches get the sizes of a saved run."""
         self._sizes.begin(self._replay)
         self._replay, self._num_received = [], 0
         for item in super().track(loader):
             self._num_received += 1
             yield item
 
-    def place(self) -> dict[str, Any]:
-        """Return where training stands, and the sizes of items formed ahead."""
-        return {**super().place(), "sizes": [*self._sizes.behind(self._num_received), *self._replay]}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data, and the sizes of the batches formed ahead."""
+        return {**super().state_dict(), "sizes": [*self._sizes.behind(self._num_received), *self._replay]}
 
-    def go_to(self, place: Mapping[str, Any]) -> None:
-        """Continue where a place was taken."""
-        super().go_to(place)
-        self._replay = [int(size) for size in place.get("sizes", [])]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was taken."""
+        super().load_state_dict(state)
+        self._replay = [int(size) for size in state.get("sizes", [])]
 
 
 @final
-class _Share(LogicalBatch):
-    """The lengths of the examples that a rank has of a batch."""
+class _ShareOfBatch(LogicalBatch):
+    """The examples of a batch that one rank runs, known by their lengths."""
 
     def __init__(self, lengths: npt.NDArray[np.int32]) -> None:
         self.lengths = lengths
@@ -262,6 +260,6 @@ class _Share(LogicalBatch):
 
     @property
     def num_elements(self) -> int:
-        """Return the tokens as padded together."""
+        """Return the tokens of the examples, padded together."""
         assert self.lengths is not None
         return self.num_examples * int(self.lengths.sum(axis=1).max())

@@ -1,0 +1,211 @@
+"""The training data of an adaptive trainer: its loader, the length of its epochs, and its place in them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ..._lengths import as_lengths, pad_up
+from ..._types import IntArray
+from ...errors import LengthsError
+from ...plan.budget import MaxItems
+from ...plan.grouping import WindowSort
+from ...plan.resizable import ResizableBatchSampler
+from ...plan.sampler import BatchSampler
+from .._ranked import loader_options
+from ._batches import BatchSource, PlannedBatches, ResizableBatches
+from ._lengths import LengthCache, pad_multiple_of
+from ._settings import Devices, Settings
+
+logger = logging.getLogger(__name__)
+
+# A batch should mix several groups of similar lengths. Smaller groups than this hardly save padding.
+_LEAST_GROUP = 8
+
+
+@final
+class TrainingData:
+    """Makes the loader of a training, and tells the trainer how long each epoch is.
+
+    Args:
+        settings: what the user asked for.
+        lengths: of the data sets measured so far.
+
+    Attributes:
+        batches: what the loader draws from, None when no training runs.
+    """
+
+    def __init__(self, settings: Settings, lengths: LengthCache) -> None:
+        self.batches: BatchSource | None = None
+        self._settings = settings
+        self._lengths = lengths
+
+    def loader(
+        self, base: DataLoader[Any], dataset: Any, *, collator: Any, model: Any, devices: Devices
+    ) -> DataLoader[Any]:
+        """Return a loader with our batches, and all other options of the trainer's own loader.
+
+        Args:
+            base: the trainer's own loader.
+            dataset: what is trained on, before columns are removed.
+            collator: may pad to a multiple.
+            model: tells whether labels have lengths of their own.
+            devices: the ranks that share the data.
+        """
+        args, given = devices.args, self._settings.lengths
+        lengths = self._lengths.of(dataset, args, model) if given is None else as_lengths(given)
+        if len(lengths) != len(dataset):
+            raise LengthsError(f"lengths must give one row per example, {len(dataset)}, got {len(lengths)}")
+        seed = int(args.seed if args.data_seed is None else args.data_seed)
+        options = {
+            "shuffle": getattr(args, "train_sampling_strategy", "random") != "sequential",
+            "seed": seed,
+            "rank": devices.rank,
+            "world_size": devices.world_size,
+        }
+        make = self._planned if self._settings.controller is None else self._resizable
+        self.batches = make(lengths, args, pad_multiple_of(collator), options)
+        return TrainLoader(base, self.batches, seed=seed)
+
+    def _planned(self, lengths: IntArray, args: Any, multiple: int, options: dict[str, Any]) -> BatchSource:
+        settings = self._settings
+        options |= {"pad_multiple_of": multiple, "drop_last": args.dataloader_drop_last, **settings.plan_options}
+        assert settings.budget is not None
+        sampler = BatchSampler(lengths, settings.budget, grouping=settings.grouping or WindowSort(), **options)
+        return PlannedBatches(sampler, lengths, options["pad_multiple_of"])
+
+    def _resizable(self, lengths: IntArray, args: Any, multiple: int, options: dict[str, Any]) -> BatchSource:
+        settings, budget = self._settings, self._settings.micro_budget(args)
+        group = MaxItems(max(_LEAST_GROUP, getattr(settings.controller, "min_size", 1)))
+        sampler = ResizableBatchSampler(
+            len(lengths), settings.controller, lengths=pad_up(lengths, multiple), budget=budget & group, **options
+        )
+        return ResizableBatches(sampler, lengths, multiple, budget=budget, is_random=settings.measure_noise)
+
+    def training_values(self, values: tuple[Any, ...], args: Any) -> tuple[Any, ...]:
+        """Return the trainer's numbers of epochs, steps and examples, with the right number of updates."""
+        assert self.batches is not None
+        if args.max_steps > 0:
+            return (sys.maxsize, *values[1:])  # as many epochs as it takes, as for data of unknown length
+        num = self.batches.num_updates(args.num_train_epochs, args.gradient_accumulation_steps)
+        if self._settings.controller is not None and args.process_index == 0:
+            logger.warning(
+                "The controller decides how many updates %s epochs have. The learning rate is scheduled over %d "
+                "updates, which is right if the size stays %d; set max_steps for a schedule that ends with training.",
+                args.num_train_epochs,
+                num,
+                self._settings.controller.size,
+            )
+        return (*values[:-1], num)
+
+    def begin_epoch(self, arguments: dict[str, Any], accumulation: int) -> None:
+        """Go to an epoch, and put its length into the arguments of the trainer's ``_run_epoch``."""
+        assert self.batches is not None
+        left = self.batches.begin_epoch(arguments["epoch"])
+        arguments |= {"steps_in_epoch": left, "num_update_steps_per_epoch": -(-left // accumulation)}
+
+
+@final
+class TrainLoader(DataLoader[Any]):
+    """A trainer's loader with the items of a source; a loop runs one epoch, or what is left of it.
+
+    Worker processes are seeded from the seed and the epoch, not from the global random state: a run that begins in the
+    middle of an epoch must draw as many random numbers as a run without a break.
+
+    Args:
+        base: the trainer's own loader.
+        batches: what is given out instead.
+        seed: of the workers.
+    """
+
+    def __init__(self, base: Any, batches: BatchSource, *, seed: int) -> None:
+        self.batches = batches
+        self._seed = seed
+        dataset, collate = base.dataset, base.collate_fn
+        if isinstance(batches, ResizableBatches):
+            dataset, collate = ExampleLists(dataset), CollateParts(collate)
+        super().__init__(
+            dataset,
+            batch_sampler=batches,
+            collate_fn=collate,
+            generator=torch.Generator(),
+            **loader_options(base),
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch."""
+        self.batches.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Return the number of items in the epoch; with a controller, the number if the size stays as it is."""
+        if isinstance(self.batches, ResizableBatches):
+            return self.batches.num_updates(1)
+        return self.batches.begin_epoch(self.batches.epoch)
+
+    def __iter__(self) -> Any:
+        return self.batches.track(_Restartable(self._begin))
+
+    def _begin(self) -> Iterator[Any]:
+        self.generator.manual_seed(self._seed + 1_000_003 * self.batches.epoch)
+        return super().__iter__()
+
+
+@final
+@dataclass(frozen=True)
+class _Restartable:
+    """An iterable that calls a function for each new iterator."""
+
+    begin: Callable[[], Iterator[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.begin()
+
+
+@final
+class ExampleLists(Dataset[list[Any]]):
+    """A data set that is asked for several examples at once, those of a micro-batch.
+
+    >>> ExampleLists(["a", "b", "c"])[[2, 0]]
+    ['c', 'a']
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, indices: list[int]) -> list[Any]:
+        fetch = getattr(self.dataset, "__getitems__", None)
+        return list(fetch(indices)) if callable(fetch) else [self.dataset[index] for index in indices]
+
+
+@final
+@dataclass(frozen=True)
+class CollateParts:
+    """Collate every micro-batch of an item by itself.
+
+    >>> CollateParts(sum)([[1, 2], [3]])
+    [3, 3]
+    """
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, parts: list[list[Any]]) -> list[Any]:
+        """Return one batch per part."""
+        return [self.collate(part) for part in parts]
+
+
+def micro_batches_of(items: list[Any]) -> list[Any]:
+    """Return the micro-batches of items from the loader: an item is one micro-batch, or a list of them.
+
+    >>> micro_batches_of([{"x": 1}, [{"x": 2}, {"x": 3}]])
+    [{'x': 1}, {'x': 2}, {'x': 3}]
+    """
+    return [batch for item in items for batch in (item if isinstance(item, list) else [item])]

@@ -1,0 +1,268 @@
+"""Evaluation in planned batches: less padding, results in the order of the data, an exact mean loss."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ..._types import IntArray
+from ...errors import ArgumentError, LengthsError
+from ...plan._plan import plan_batches
+from ...plan.budget import Budget, MaxCost
+from ...plan.grouping import Sorted
+from .._inputs import num_rows
+from .._ranked import loader_options
+from ._lengths import LengthCache, pad_multiple_of
+from ._settings import Devices, Settings
+from ._weights import LossWeights, TrainerLoss, row_key
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class Evaluation:
+    """Plans the batches of evaluation and prediction, and weighs their losses.
+
+    Args:
+        settings: what the user asked for.
+        lengths: of the data sets measured so far.
+        weights: of losses; training uses the same.
+    """
+
+    def __init__(self, settings: Settings, lengths: LengthCache, weights: LossWeights) -> None:
+        self._settings = settings
+        self._lengths = lengths
+        self._weights = weights
+        self._run: EvaluationRun | None = None
+        self._loaders: WeakKeyDictionary[Any, EvaluationLoader] = WeakKeyDictionary()
+
+    def loader(
+        self, base: DataLoader[Any], dataset: Any, *, collator: Any, model: Any, devices: Devices
+    ) -> DataLoader[Any]:
+        """Return a loader with planned batches, or the trainer's own loader if they cannot be planned.
+
+        Args:
+            base: the trainer's own loader.
+            dataset: what is evaluated, before columns are removed.
+            collator: may pad to a multiple.
+            model: tells whether labels have lengths of their own.
+            devices: the ranks that share the data.
+        """
+        args, budget = devices.args, self._settings.evaluation_budget
+        # The order can be restored only in one array of all results. Metrics per batch need the trainer's own batches.
+        is_gathered = args.eval_do_concat_batches and not args.batch_eval_metrics
+        if budget is None or not is_gathered or devices.parallel_size > 1:
+            return base
+        if base in self._loaders:  # the trainer keeps its loader, so that workers persist
+            return self._loaders[base]
+        try:
+            lengths = self._lengths.of(dataset, args, model)
+        except (LengthsError, TypeError) as error:
+            logger.info("Evaluation is left to the trainer: %s", error)
+            return base
+        plan = plan_evaluation(
+            lengths, budget, world_size=devices.world_size, pad_multiple_of=pad_multiple_of(collator)
+        )
+        loader = self._loaders[base] = EvaluationLoader(base, plan, rank=devices.rank)
+        return loader
+
+    @contextmanager
+    def running(self, loader: EvaluationLoader) -> Iterator[EvaluationRun]:
+        """Evaluate a loader inside the context."""
+        self._run = EvaluationRun(loader)
+        try:
+            with self._weights.weighing(None):
+                yield self._run
+        finally:
+            self._run = None
+
+    def step(self, predict: Callable[[], Any], inputs: Any, loss: TrainerLoss, devices: Devices) -> Any:
+        """Run the trainer's prediction step on a batch, and add its loss with its weight.
+
+        Args:
+            predict: the trainer's own step on the batch.
+            inputs: the batch.
+            loss: of the trainer.
+            devices: tell whether losses can be weighed.
+        """
+        if self._run is None:
+            return predict()
+        has_labels = isinstance(inputs.get("labels"), Tensor)
+        if has_labels and not devices.is_divided:
+            self._weights.learn(loss, inputs)
+        rows = torch.tensor(num_rows(inputs, row_key(inputs, loss.model)))
+        # Before the step, which may remove the labels.
+        weight = self._weights.count(inputs) if has_labels and self._weights.is_known else rows
+        found = predict()
+        if found[0] is not None:
+            self._run.add(found[0], weight)
+        return found
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class EvaluationPlan:
+    """The examples that each rank evaluates in each step; every rank has as many, as their results are gathered.
+
+    Attributes:
+        steps: one array per step, shape ``(ranks, examples)``.
+        is_own: shape ``(steps, ranks)``, False for a rank without an example of its own, which repeats another one.
+    """
+
+    steps: list[IntArray]
+    is_own: npt.NDArray[np.bool_]
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many rows are gathered, with repeated ones."""
+        return sum(step.size for step in self.steps)
+
+    @cached_property
+    def places(self) -> IntArray:
+        """Return the place of each example among the gathered rows."""
+        gathered = np.concatenate([step.reshape(-1) for step in self.steps])
+        return np.unique(gathered, return_index=True)[1]
+
+    def of_rank(self, rank: int) -> list[list[int]]:
+        """Return the batches of a rank."""
+        return [step[rank].tolist() for step in self.steps]
+
+
+def plan_evaluation(
+    lengths: npt.ArrayLike, budget: Budget, *, world_size: int = 1, pad_multiple_of: int = 1
+) -> EvaluationPlan:
+    """Plan an evaluation: examples of similar lengths share a step, and every rank has as many of them.
+
+    Args:
+        lengths: of the examples.
+        budget: what a batch of one rank may cost; an example over the budget runs alone.
+        world_size: number of ranks.
+        pad_multiple_of: of the collator.
+
+    >>> from batchwright import MaxTokens
+    >>> plan = plan_evaluation([5, 1, 4, 2, 3], MaxTokens(5), world_size=2)
+    >>> [step.tolist() for step in plan.steps], plan.is_own.tolist()
+    ([[[0], [2]], [[4], [3]], [[1], [1]]], [[True, True], [True, True], [True, False]])
+    """
+
+    def cost(num_items: IntArray, padded: IntArray) -> npt.NDArray[Any]:
+        return budget.fraction(-(-num_items // world_size), padded)
+
+    plan = plan_batches(
+        lengths,
+        budget if world_size == 1 else MaxCost(cost, 1.0),
+        grouping=Sorted(),
+        shuffle=False,
+        size_multiple_of=world_size,
+        pad_multiple_of=pad_multiple_of,
+        oversize="alone",
+    )
+    steps, is_own = [], []
+    for batch in plan:
+        rows = np.array(batch)
+        # What cannot be dealt evenly is a step of its own, in which some ranks repeat an example.
+        even = len(rows) - len(rows) % world_size
+        for part in (rows[:even], rows[even:]):
+            if len(part):
+                steps.append(np.resize(part, (max(1, len(part) // world_size), world_size)).T)
+                is_own.append(np.arange(world_size) < len(part))
+    return EvaluationPlan(steps, np.array(is_own))
+
+
+@final
+class EvaluationLoader(DataLoader[Any]):
+    """A trainer's loader with the batches of a plan.
+
+    Args:
+        base: the trainer's own loader.
+        plan: which examples each rank evaluates.
+        rank: of this process.
+    """
+
+    def __init__(self, base: Any, plan: EvaluationPlan, *, rank: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        batches = plan.of_rank(rank)
+        super().__init__(base.dataset, batch_sampler=batches, collate_fn=base.collate_fn, **loader_options(base))
+
+
+@final
+class EvaluationRun:
+    """One evaluation: sums its loss, and puts gathered results in the order of the data.
+
+    Args:
+        loader: what is evaluated.
+    """
+
+    def __init__(self, loader: EvaluationLoader) -> None:
+        self._plan = loader.plan
+        self._rank = loader.rank
+        self._num_done = 0
+        self._sums: Tensor | None = None
+
+    def add(self, loss: Tensor, weight: Tensor) -> None:
+        """Add the mean loss of a batch with its weight, the labels or examples it is a mean over."""
+        is_own = bool(self._plan.is_own[self._num_done, self._rank])
+        self._num_done += 1
+        wide = torch.float32 if loss.device.type == "mps" else torch.float64
+        count = weight.to(loss.device, wide) * is_own
+        # Without labels the mean is NaN.
+        part = torch.stack([torch.where(count > 0, loss.detach().to(wide) * count, 0), count])
+        self._sums = part if self._sums is None else self._sums + part
+
+    def finish(self, output: Any, prefix: str, add_up: Callable[[Tensor], Tensor]) -> Any:
+        """Return the output of the trainer's loop in the order of the data, with the exact mean loss.
+
+        Args:
+            output: an ``EvalLoopOutput``.
+            prefix: of the names of metrics.
+            add_up: sums a tensor over all ranks.
+        """
+        if self._sums is not None:
+            loss, weight = add_up(self._sums).tolist()
+            output.metrics[f"{prefix}_loss"] = loss / max(weight, 1.0)
+        return output._replace(predictions=self.in_order(output.predictions), label_ids=self.in_order(output.label_ids))
+
+    def in_order(self, values: Any) -> Any:
+        """Return gathered rows in the order of the data; arrays, or nested tuples, lists and mappings of them."""
+        if values is None:
+            return None
+        if isinstance(values, Mapping):
+            return {name: self.in_order(value) for name, value in values.items()}
+        if isinstance(values, tuple | list):
+            return tuple(self.in_order(value) for value in values)
+        if len(values) != self._plan.num_rows:
+            raise ArgumentError(
+                f"an output of the model has {len(values)} rows for {self._plan.num_rows} examples, so its order "
+                "cannot be restored; leave it out with ignore_keys, or pass eval_budget=None"
+            )
+        return values[self._plan.places]
+
+    def metrics_in_order(self, metrics: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+        """Return a ``compute_metrics`` that receives its predictions in the order of the data."""
+        return None if metrics is None else lambda prediction: metrics(self._prediction_in_order(prediction))
+
+    def _prediction_in_order(self, prediction: Any) -> Any:
+        losses = prediction.losses
+        if losses is not None:
+            # The loss of an example is the loss of its batch. The trainer repeats each, step by step and rank by rank,
+            # equally often; here it is repeated once per example.
+            sizes = [len(rows) for step in self._plan.steps for rows in step]
+            losses = np.repeat(np.reshape(losses, (len(sizes), -1))[:, 0], sizes)
+        return type(prediction)(
+            predictions=self.in_order(prediction.predictions),
+            label_ids=self.in_order(prediction.label_ids),
+            inputs=self.in_order(prediction.inputs),
+            losses=self.in_order(losses),
+        )

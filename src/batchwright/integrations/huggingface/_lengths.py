@@ -1,0 +1,128 @@
+"""The lengths of a trainer's examples: read from the columns that hold them, measured once per data set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from ..._lengths import as_lengths
+from ..._progress import progress
+from ..._types import IntArray
+from ...errors import LengthsError
+
+_SOURCE, _TARGET = "input_ids", "labels"
+_ROWS_PER_READ = 1000
+# Enough for the data sets of training and evaluation.
+_MOST_DATASETS = 8
+
+
+@final
+class LengthCache:
+    """Lengths of the data sets seen last; each data set is measured once."""
+
+    def __init__(self) -> None:
+        # The data set is kept with its lengths, so that no other object can get its id.
+        self._found: dict[int, tuple[Any, IntArray]] = {}
+
+    def of(self, dataset: Any, args: Any, model: Any) -> IntArray:
+        """Return the lengths of a data set, shape ``(N, axes)``.
+
+        Args:
+            dataset: tokenized examples.
+            args: the ``TrainingArguments``: the column of lengths, and whether to show a bar.
+            model: tells by its config whether labels are padded apart from the inputs.
+        """
+        found = self._found.get(id(dataset))
+        if found is not None:
+            return found[1]
+        lengths = as_lengths(
+            measure_examples(
+                dataset,
+                length_column=args.length_column_name,
+                has_decoder=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
+                show_progress=not args.disable_tqdm and args.process_index == 0,
+            )
+        )
+        if len(self._found) == _MOST_DATASETS:
+            self._found.pop(next(iter(self._found)))
+        self._found[id(dataset)] = dataset, lengths
+        return lengths
+
+
+def pad_multiple_of(collator: Any) -> int:
+    """Return the multiple that a collator pads lengths to, 1 if it has none."""
+    return int(getattr(collator, "pad_to_multiple_of", None) or 1)
+
+
+def measure_examples(
+    dataset: Any, *, length_column: str = "length", has_decoder: bool = False, show_progress: bool = True
+) -> IntArray:
+    """Return the lengths of tokenized examples, shape ``(N,)``, or ``(N, 2)`` if labels have lengths of their own.
+
+    They come from ``length_column`` if there is one, otherwise from ``input_ids``. If ``labels`` are sequences of other
+    lengths, these are the second axis.
+
+    Args:
+        dataset: examples that are mappings; from a ``datasets.Dataset`` only the needed columns are read.
+        length_column: a column of measured lengths.
+        has_decoder: labels are padded apart from the inputs, even if all lengths are equal.
+        show_progress: show a bar.
+
+    >>> measure_examples([{"input_ids": [5, 6]}, {"input_ids": [7]}], show_progress=False).tolist()
+    [2, 1]
+    >>> measure_examples([{"input_ids": [5, 6], "labels": [7]}], show_progress=False).tolist()
+    [[2, 1]]
+    """
+    first = _first(dataset)
+    if length_column in first:
+        return np.array([int(row[0]) for row in _rows(dataset, [length_column], show_progress)])
+    if not _is_sequence(first.get(_SOURCE)):
+        raise LengthsError(
+            f"the examples have {', '.join(sorted(first)) or 'no columns'}, neither {length_column!r} nor token ids as "
+            f"{_SOURCE!r}; pass lengths=, one row per example"
+        )
+    names = [_SOURCE, _TARGET] if _is_sequence(first.get(_TARGET)) else [_SOURCE]
+    # An empty sequence is padded to at least one token.
+    found = [[max(1, len(value)) for value in row] for row in _rows(dataset, names, show_progress)]
+    lengths = np.array(found)
+    is_pair = len(names) == 2 and (has_decoder or bool((lengths[:, 0] != lengths[:, 1]).any()))
+    return lengths if is_pair else lengths[:, 0]
+
+
+def _first(dataset: Any) -> Mapping[str, Any]:
+    if len(dataset) == 0:
+        raise LengthsError("the data set is empty; there is nothing to batch")
+    first = dataset[0]
+    if not isinstance(first, Mapping):
+        raise LengthsError(f"examples must be mappings, got {type(first).__name__}; pass lengths=, one row per example")
+    return first
+
+
+def _rows(dataset: Any, names: Sequence[str], show_progress: bool) -> Iterator[tuple[Any, ...]]:
+    rows = _from_columns(dataset, names) if _has_columns(dataset, names) else _from_examples(dataset, names)
+    return progress(rows, label="measuring lengths", total=len(dataset), enabled=show_progress)
+
+
+def _has_columns(dataset: Any, names: Sequence[str]) -> bool:
+    """Say whether single columns can be read; the output of a transform has no stored columns."""
+    layout = getattr(dataset, "format", None)
+    is_transformed = isinstance(layout, Mapping) and layout.get("type") == "custom"
+    columns = getattr(dataset, "column_names", None) or ()
+    return not is_transformed and hasattr(dataset, "select_columns") and all(name in columns for name in names)
+
+
+def _from_columns(dataset: Any, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    for part in dataset.select_columns(list(names)).with_format(None).iter(batch_size=_ROWS_PER_READ):
+        yield from zip(*(part[name] for name in names), strict=True)
+
+
+def _from_examples(dataset: Any, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    for index in range(len(dataset)):
+        example = dataset[index]
+        yield tuple(example[name] for name in names)
+
+
+def _is_sequence(value: Any) -> bool:
+    return hasattr(value, "__len__") and not isinstance(value, str | bytes) and getattr(value, "ndim", 1) > 0

@@ -1,0 +1,178 @@
+"""The weight of a micro-batch in the mean of an update: its labels, or its examples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import ArgumentError
+from ...step._models import IGNORED, counts_tokens
+from .._trainer_step import Weighing, find_weighing, weighted
+from ._settings import Weighting
+
+# compute(model, inputs, return_outputs, num_items_in_batch): the trainer's loss as for a single process
+Compute: TypeAlias = "Callable[[nn.Module, dict[str, Any], bool, Any], Any]"
+
+_OTHER = "use weighting='tokens', or a loss that is itself a mean over examples"
+
+
+class TrainerLoss(NamedTuple):
+    """The loss of a trainer, and what is needed to try it out on a micro-batch."""
+
+    compute: Compute
+    model: nn.Module  # without wrappers for several devices
+    prepare: Callable[[dict[str, Any]], dict[str, Any]]  # moves inputs to the device
+
+
+class UpdateWeight(NamedTuple):
+    """The weight of a whole update, which its micro-batches are parts of."""
+
+    total: Tensor  # labels or examples
+    num_replicas: int  # whose gradients are averaged later; 0 for a micro-batch that counts on another rank
+
+
+@final
+class LossWeights:
+    """Finds out what a trainer's loss is a mean over, counts that, and weighs losses by it.
+
+    Args:
+        weighting: ``"tokens"``: every label counts the same. ``"examples"``: every example counts the same, with the
+            mean over its own labels, taken from the logits.
+    """
+
+    def __init__(self, weighting: Weighting) -> None:
+        self._by_example = weighting == "examples"
+        self._weighing: Weighing | None = None
+        self._is_checked = False
+        self._update: UpdateWeight | None = None
+        self._is_weighing = False
+
+    def learn(self, loss: TrainerLoss, batch: Mapping[str, Any]) -> None:
+        """Look at a micro-batch, unless an earlier one has told what the loss is a mean over."""
+        if not (self._weighing is not None and self._weighing.is_sure):
+            self._weighing = find_weighing(
+                lambda module, part, num: loss.compute(module, part, False, num),
+                loss.model,
+                loss.prepare(dict(batch)),
+                key=row_key(batch, loss.model),
+            )
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether anything was learned."""
+        return self._weighing is not None
+
+    def count(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the weight of a micro-batch, on its device."""
+        assert self._weighing is not None
+        labels = self._labels_of_rows(inputs)
+        return self._weighing.count(inputs) if labels is None else (labels != IGNORED).any(dim=1).sum()
+
+    @contextmanager
+    def weighing(self, update: UpdateWeight | None) -> Iterator[None]:
+        """Let ``loss`` return parts of an update inside the context; if that is None, means of batches."""
+        self._is_weighing, self._update = True, update
+        try:
+            yield
+        finally:
+            self._is_weighing, self._update = False, None
+
+    def loss(
+        self, compute: Compute, model: nn.Module, inputs: dict[str, Any], *, with_outputs: bool
+    ) -> tuple[Tensor, Any] | None:
+        """Return the weighed loss of a micro-batch and the outputs if they are needed.
+
+        Returns None outside of ``weighing``, and as long as nothing was learned: then the trainer's own loss holds.
+        """
+        if self._update is not None:
+            return self._part(compute, model, inputs, self._update, with_outputs)
+        is_mean = self._is_weighing and self.is_known
+        return self._mean(compute, model, inputs, with_outputs) if is_mean else None
+
+    def _part(
+        self, compute: Compute, model: nn.Module, inputs: dict[str, Any], update: UpdateWeight, with_outputs: bool
+    ) -> tuple[Tensor, Any]:
+        assert self._weighing is not None
+        if self._weighing.divides and self._labels_of_rows(inputs) is None:
+            loss, outputs = _computed(compute, model, inputs, with_outputs, update.total)
+            return loss * update.num_replicas, outputs
+        weight = self.count(inputs)  # before the loss, which may remove the labels
+        loss, outputs = self._mean(compute, model, inputs, with_outputs)
+        return weighted(loss, weight, update.total, update.num_replicas), outputs
+
+    def _mean(
+        self, compute: Compute, model: nn.Module, inputs: dict[str, Any], with_outputs: bool
+    ) -> tuple[Tensor, Any]:
+        labels = self._labels_of_rows(inputs)
+        if labels is None:
+            return _computed(compute, model, inputs, with_outputs, None)
+        loss, outputs = compute(model, inputs, True, None)
+        losses, counts = _losses_of_rows(_logits_of(outputs), labels, self._shifts)
+        if not self._is_checked:
+            self._check(loss.detach(), losses.detach().sum() / counts.sum())
+        rows = losses.sum(dim=1) / counts.clamp(min=1)
+        return rows.sum() / (counts > 0).sum().clamp(min=1), outputs
+
+    @property
+    def _shifts(self) -> bool:
+        assert self._weighing is not None
+        return self._weighing.reading is not None and self._weighing.reading.shifts
+
+    def _labels_of_rows(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        """Return the labels of tokens if examples are weighed by them; None if there is one label per example."""
+        labels = inputs.get("labels")
+        if not self._by_example or self._weighing is None or self._weighing.reading is None:
+            return None
+        if not (isinstance(labels, Tensor) and counts_tokens(labels)):
+            return None
+        return labels[:, 1:] if self._shifts else labels
+
+    def _check(self, loss: Tensor, found: Tensor) -> None:
+        """Refuse, on the first micro-batch, a loss that is not the cross entropy of the logits."""
+        theirs, ours = float(loss), float(found)
+        tolerance = 1e-4 if loss.dtype in (torch.float32, torch.float64) else 2e-2
+        if math.isfinite(theirs) and not math.isclose(theirs, ours, rel_tol=tolerance, abs_tol=1e-12):
+            raise ArgumentError(
+                f"weighting='examples' takes the cross entropy of the logits, {ours:.6g}, but the loss is "
+                f"{theirs:.6g}; {_OTHER}"
+            )
+        self._is_checked = math.isfinite(theirs)
+
+
+def row_key(batch: Mapping[str, Any], model: Any) -> str:
+    """Return the name of an input whose length is the number of examples."""
+    names = [getattr(model, "main_input_name", "input_ids"), "input_ids", "labels"]
+    tensors = [name for name, value in batch.items() if isinstance(value, Tensor) and value.ndim > 0]
+    return next((name for name in names if name in batch), tensors[0] if tensors else names[0])
+
+
+def _computed(
+    compute: Compute, model: nn.Module, inputs: dict[str, Any], with_outputs: bool, num_items: Any
+) -> tuple[Tensor, Any]:
+    """Return the loss, and the outputs or None."""
+    found = compute(model, inputs, with_outputs, num_items)
+    return found if with_outputs else (found, None)
+
+
+def _logits_of(outputs: Any) -> Tensor:
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs[1] if len(outputs) > 1 else None
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        raise ArgumentError(
+            f"weighting='examples' needs the logits of every token, which the model does not return; {_OTHER}"
+        )
+    return logits
+
+
+def _losses_of_rows(logits: Tensor, labels: Tensor, shifts: bool) -> tuple[Tensor, Tensor]:
+    """Return the loss of every label, 0 for ignored ones, and the number of labels that count in each row."""
+    logits = logits[:, :-1] if shifts else logits
+    labels = labels.to(logits.device)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view(labels.shape), (labels != IGNORED).sum(dim=1)

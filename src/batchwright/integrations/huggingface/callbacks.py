@@ -1,0 +1,175 @@
+"""Callbacks: around the optimizer's step, after an update, and for a plain ``Trainer``."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import Any, final
+
+from transformers import TrainerCallback
+
+from ..._checks import as_whole, read_size, read_whole
+from ...size.learning_rate import adascale
+from ...step.couple import scaled_lr
+from .._ranked import agree, controller_of
+from ._data import TrainingData
+from ._settings import Settings
+from ._updates import Updates
+
+logger = logging.getLogger(__name__)
+
+_CONTROLLER_NAME = "batchwright_controller"
+
+
+@final
+class UpdateCallback(TrainerCallback):
+    """Scales the learning rate inside the optimizer's step, lets the controller observe, and counts epochs.
+
+    It does not hold the trainer: such a cycle would keep the worker processes of the loader alive until garbage is
+    collected.
+
+    Args:
+        settings: what the user asked for.
+        data: tells the place in the epoch.
+        updates: tells the figures of the update.
+    """
+
+    def __init__(self, settings: Settings, data: TrainingData, updates: Updates) -> None:
+        self._settings = settings
+        self._data = data
+        self._updates = updates
+        self._scaled = ExitStack()
+        self._rate = 0.0
+
+    def close(self) -> None:
+        """Restore the learning rate if an error has left the optimizer's step."""
+        self._scaled.close()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        """Scale the learning rate."""
+        factor = self._updates.figures.lr_factor = self.lr_factor()
+        self._rate = float(optimizer.param_groups[0]["lr"]) * factor
+        self._scaled.enter_context(scaled_lr(optimizer, factor))
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Restore the learning rate before the schedule moves on."""
+        self._scaled.close()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the update, and let the controller decide the size of the next one."""
+        batches, controller = self._data.batches, self._settings.controller
+        if batches is None:
+            return
+        self._updates.figures.end()
+        state.epoch = batches.epochs_done
+        if controller is None:
+            return
+        epoch = batches.epoch + (batches.num_left == 0)  # completed ones
+        observe(controller, epoch=epoch, step=state.global_step, **self._observation(args.device))
+        if args.max_steps <= 0:
+            left = args.num_train_epochs * len(batches.lengths) - state.epoch * len(batches.lengths)
+            state.max_steps = state.global_step + max(0, -(-round(left) // read_size(controller)))
+
+    def lr_factor(self) -> float:
+        """Return the factor of the learning rate in this update."""
+        rule, base_size = self._settings.rule, self._settings.base_size
+        if rule is None or base_size is None:
+            return 1.0
+        batch_size = self._updates.figures.batch_size
+        if rule != "adascale":
+            return float(rule(batch_size, base_size))
+        assert self._updates.noise is not None
+        average = self._updates.noise.average
+        return adascale(batch_size, base_size, s=average.s, g2=average.g2) if average.is_reliable else 1.0
+
+    def _observation(self, device: Any) -> dict[str, Any]:
+        updates, memory = self._updates, self._settings.memory
+        noise = None if updates.noise is None else updates.noise.report
+        figures = {
+            "batch_size": updates.figures.batch_size,
+            "loss": updates.mean_loss(),
+            "lr": self._rate,
+            "noise_s": None if noise is None else noise.s,
+            "noise_g2": None if noise is None else noise.g2,
+            "noise_reliable": None if noise is None else noise.reliable,
+            "noise_parts": None if noise is None else noise.num_parts,
+            "seconds": updates.figures.seconds,
+            "memory_fraction": None if memory is None else memory.peak_fraction,
+        }
+        return {**updates.figures.counts(), **agree(figures, device)}
+
+
+def observe(controller: Any, **figures: Any) -> int:
+    """Let a controller observe, and log a change of the size with its reason."""
+    before = read_size(controller)
+    size = int(controller.observe(**figures))
+    if size != before:
+        history = getattr(controller, "history", ())
+        logger.info("Batch size: %s", history[-1] if history else f"{before} -> {size}")
+    return size
+
+
+@final
+class BatchSizeCallback(TrainerCallback):
+    """Lets a controller observe a plain ``Trainer``: the loss and the learning rate, whenever they are logged.
+
+    It does not change the batches of the trainer. Use it if the loader follows the controller, e.g. with a
+    ``ResizableBatchSampler`` in your own ``get_train_dataloader``, or to see what a policy would do. It logs the size
+    as ``batch_size_wanted``, and every change with its reason. Checkpoints hold the state of the controller. It
+    observes as often as the trainer logs; set ``logging_steps=1`` for every update.
+
+    Args:
+        controller: a ``BatchSizeController``.
+        batch_size: examples per update over all ranks; None takes the controller's size.
+
+    >>> import batchwright as bw
+    >>> from batchwright import size
+    >>> controller = bw.BatchSizeController(size.linear(32, 8), min_size=16, max_size=64)
+    >>> callback = BatchSizeCallback(controller)  # Trainer(..., callbacks=[callback])
+    """
+
+    def __init__(self, controller: Any, *, batch_size: int | None = None) -> None:
+        self.controller = controller_of(None, controller)
+        self._batch_size = None if batch_size is None else as_whole("batch_size", batch_size, least=1)
+        self._newest = 0
+        self._examples = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Continue with the state of a checkpoint."""
+        saved = state.stateful_callbacks.get(_CONTROLLER_NAME)
+        self._examples = 0
+        if saved is not None:
+            self.controller.load_state_dict(saved["controller"])
+            self._examples = read_whole(saved, "examples")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the size that holds for this update."""
+        self._newest = read_size(self.controller) if self._batch_size is None else self._batch_size
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the examples of the update."""
+        self._examples += self._newest
+        self._save(state)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Observe what is logged of training; logs of evaluation are left out."""
+        if not logs or "loss" not in logs:
+            return
+        size = observe(
+            self.controller,
+            epoch=int(state.epoch),
+            step=state.global_step,
+            examples=self._examples,
+            batch_size=self._newest,
+            loss=logs["loss"],
+            lr=logs.get("learning_rate"),
+        )
+        logs["batch_size_wanted"] = state.log_history[-1]["batch_size_wanted"] = size
+        self._save(state)
+
+    def _save(self, state: Any) -> None:
+        # Now, as the trainer writes its state before it calls on_save.
+        state.stateful_callbacks[_CONTROLLER_NAME] = {
+            "controller": self.controller.state_dict(),
+            "examples": self._examples,
+        }

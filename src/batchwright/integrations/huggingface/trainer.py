@@ -1,0 +1,282 @@
+"""AdaptiveTrainerMixin: the hooks of a ``Trainer``, each handed to the object that does the work.
+
+The mixin keeps one attribute, ``_batching``, with the collaborators: the training data, the updates, the weights of
+losses, the evaluation and a callback. Each holds its own state and gets what else it needs as arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import numpy.typing as npt
+import transformers
+from torch import Tensor
+from torch.utils.data import DataLoader, SequentialSampler
+
+from ...errors import ArgumentError
+from ...plan.budget import Budget
+from ...plan.grouping import Grouping
+from ...size.learning_rate import Rule
+from ...step.memory import MemoryMonitor
+from .._ranked import check_no_stream
+from .._trainer_step import one_process, undivided
+from ._batching import STATE_NAME, Batching
+from ._data import TrainLoader, micro_batches_of
+from ._evaluation import EvaluationLoader
+from ._settings import Devices, OnOom, Settings, Weighting, check_trainer, check_trainer_class
+from ._weights import TrainerLoss
+
+
+class AdaptiveTrainerMixin:
+    """Train on planned or resizable batches: ``class MyTrainer(AdaptiveTrainerMixin, Seq2SeqTrainer): ...``.
+
+    Without a controller, each device runs one planned batch per micro step, and ``gradient_accumulation_steps`` of them
+    make an update. With a controller, an update uses ``controller.size`` examples over all ranks, cut into
+    micro-batches under the budget; ``gradient_accumulation_steps`` stays 1.
+
+    The gradient of an update is that of the mean over all its labels on all ranks. It does not depend on the sizes of
+    the micro-batches, nor on whether the model takes ``num_items_in_batch``. Every example counts once per epoch: if
+    fewer examples than ranks are left, a rank without one runs the example of another rank with weight 0. A checkpoint
+    holds the place in the epoch and the state of the controller, so ``resume_from_checkpoint`` continues with the very
+    next batch. Evaluation is planned too: predictions come in the order of the data, and the loss is the exact mean.
+
+    The trainer logs with the loss: ``batch_size`` (per update, over all ranks), ``num_micro_batches``, ``padding``,
+    ``ooms``, and if they are in use ``batch_size_wanted``, ``noise_scale`` and ``lr_factor``.
+
+    Args:
+        *args: of the trainer.
+        budget: what runs at once on a device, e.g. ``MaxTokens(8192)``; with a controller, None takes
+            ``per_device_train_batch_size`` examples.
+        controller: decides how many examples an update uses.
+        grouping: which examples share a planned batch; None is ``WindowSort()``.
+        lengths: of the training examples. None takes the column ``length_column_name``, or measures ``input_ids``, and
+            ``labels`` if they have other lengths.
+        weighting: ``"tokens"``: every label counts the same. ``"examples"``: every example counts the same, with the
+            mean over its own labels. If labels are tokens, this needs the logits, and a loss that is their cross
+            entropy.
+        on_oom: ``"split"`` runs a micro-batch that runs out of memory again in smaller pieces, exactly. ``"skip"``
+            leaves it out, but its labels still count in the mean. Both need memory for a second gradient if an update
+            has several micro-batches, and under DDP they reduce gradients after the backward pass, not during it.
+            ``"raise"`` changes none of this.
+        lr_rule: ``"none"``, ``"linear"``, ``"sqrt"``, ``"adascale"`` or a function of ``(batch_size, base_size)``; it
+            applies only inside the optimizer's step.
+        base_size: the batch size over all ranks that ``learning_rate`` was chosen for; needed with ``lr_rule``.
+        measure_noise: estimate gradient noise; micro-batches are then random parts, which pad more. Needs a controller.
+        memory: reads the peak of every update, for policies that follow it.
+        eval_budget: what a batch of evaluation may cost; ``"same"`` takes ``budget``, None does not plan evaluation.
+        plan_options: further options of ``BatchSampler``, e.g. ``{"keep_first": 3}``.
+        **kwargs: of the trainer.
+    """
+
+    args: Any
+    accelerator: Any
+    model: Any
+    state: Any
+    callback_handler: Any
+    data_collator: Any
+    train_dataset: Any
+    eval_dataset: Any
+    compute_metrics: Callable[..., Any] | None
+
+    def __init__(
+        self,
+        *args: Any,
+        budget: Budget | None = None,
+        controller: Any = None,
+        grouping: Grouping | None = None,
+        lengths: npt.ArrayLike | None = None,
+        weighting: Weighting = "tokens",
+        on_oom: OnOom = "split",
+        lr_rule: str | Rule | None = "none",
+        base_size: int | None = None,
+        measure_noise: bool = False,
+        memory: MemoryMonitor | None = None,
+        eval_budget: Budget | Literal["same"] | None = "same",
+        plan_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_trainer_class(transformers.Trainer, transformers.__version__)
+        settings = Settings(
+            budget=budget,
+            controller=controller,
+            grouping=grouping,
+            lengths=lengths,
+            weighting=weighting,
+            on_oom=on_oom,
+            lr_rule=lr_rule,
+            base_size=base_size,
+            measure_noise=measure_noise,
+            memory=memory,
+            eval_budget=eval_budget,
+            plan_options=dict(plan_options or {}),
+        )
+        self._batching = Batching(settings)
+        super().__init__(*args, **kwargs)
+        check_trainer(settings, self)
+        # First, so that other callbacks see the epoch and the size that hold.
+        self.callback_handler.callbacks.insert(0, self._batching.callback)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the trainer does; even after an error, the learning rate is the one of the schedule."""
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._batching.close()
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log; logs of training get the figures of their batches."""
+        if "loss" in logs:
+            logs.update(self._batching.take_figures())
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    # The training data
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the trainer's own loader with the batches of this rank."""
+        if self.train_dataset is not None:  # or the trainer complains itself
+            check_no_stream("an adaptive trainer", self.train_dataset)
+        base = super().get_train_dataloader()  # type: ignore[misc]
+        return self._batching.data.loader(base, self.train_dataset, **self._loading())
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return SequentialSampler(self.train_dataset)  # of the trainer's own loader, whose batches are not used
+
+    def set_initial_training_values(self, args: Any, dataloader: Any, *rest: Any) -> tuple[Any, ...]:
+        """Return the trainer's numbers of epochs, steps and examples; epochs may have unequal numbers of steps."""
+        values = tuple(super().set_initial_training_values(args, dataloader, *rest))  # type: ignore[misc]
+        return self._batching.data.training_values(values, args) if isinstance(dataloader, TrainLoader) else values
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        epochs_trained, num_skipped = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
+        if self._batching.data.batches is None:
+            return epochs_trained, num_skipped
+        self._batching.updates.start(self.model)
+        if self.state.global_step == 0:
+            return epochs_trained, num_skipped
+        saved = self.state.stateful_callbacks.get(STATE_NAME)
+        # Our loader continues at the saved place, so the trainer has no batches to skip.
+        return self._batching.restore(saved, epochs_trained, ignores_place=self.args.ignore_data_skip), 0
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(super()._run_epoch).bind(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(call.arguments["train_dataloader"], TrainLoader):
+            self._batching.data.begin_epoch(call.arguments, self.args.gradient_accumulation_steps)
+        return super()._run_epoch(*call.args, **call.kwargs)  # type: ignore[misc]
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        if self._batching.data.batches is not None:
+            self.state.stateful_callbacks[STATE_NAME] = self._batching.state_dict()
+        return super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def _loading(self) -> dict[str, Any]:
+        """Return what a loader of planned batches depends on, besides the data."""
+        return {"collator": self.data_collator, "model": self.model, "devices": Devices.of(self)}
+
+    # The updates
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """Return the items of an update, and begin it."""
+        items, num_items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        batches = self._batching.data.batches
+        if items and batches is not None:
+            self._batching.updates.begin(
+                micro_batches_of(items), batches.take_received(), loss=self._trainer_loss(), devices=Devices.of(self)
+            )
+        return items, num_items
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run forward and backward of an item, micro-batch by micro-batch."""
+        updates, step = self._batching.updates, super().training_step  # type: ignore[misc]
+        with undivided(self) if updates.are_weighed else nullcontext():
+            return updates.run(
+                lambda module, part: step(module, part, *args, **kwargs),
+                model,
+                micro_batches_of([inputs]),
+                Devices.of(self),
+            )
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """Return the loss: in training its part of the update's mean, in evaluation the mean of the batch."""
+        found = self._batching.weights.loss(self._loss_of_one_process, model, inputs, with_outputs=return_outputs)
+        if found is None:
+            return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
+        return found if return_outputs else found[0]
+
+    def _loss_of_one_process(self, model: Any, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
+        with one_process(self.args):
+            return super().compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items
+            )
+
+    def _trainer_loss(self) -> TrainerLoss:
+        return TrainerLoss(self._loss_of_one_process, self.model, self._prepare_inputs)  # type: ignore[attr-defined]
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the operations of an item."""
+        return sum(map(super().floating_point_ops, micro_batches_of([inputs])))  # type: ignore[misc]
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        for part in micro_batches_of([inputs]):
+            super()._track_num_input_tokens(part)  # type: ignore[misc]
+
+    # Evaluation
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Return the loader for evaluation, with planned batches if they can be planned."""
+        base = super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        return self._batching.evaluation.loader(base, dataset, **self._loading())
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """Return the loader for prediction, with planned batches if they can be planned."""
+        base = super().get_test_dataloader(test_dataset)  # type: ignore[misc]
+        return self._batching.evaluation.loader(base, test_dataset, **self._loading())
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Run the trainer's loop; predictions, labels and the inputs of metrics come in the order of the data."""
+        given = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if not isinstance(dataloader, EvaluationLoader):
+            return super().evaluation_loop(*given)  # type: ignore[misc]
+        metrics = self.compute_metrics
+        with self._batching.evaluation.running(dataloader) as run:
+            self.compute_metrics = run.metrics_in_order(metrics)
+            try:
+                output = super().evaluation_loop(*given)  # type: ignore[misc]
+            finally:
+                self.compute_metrics = metrics
+        return run.finish(output, metric_key_prefix, Devices.of(self).add_up)
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch; its loss counts by the labels or examples it is a mean over."""
+        predict = functools.partial(super().prediction_step, model, inputs, *args, **kwargs)  # type: ignore[misc]
+        return self._batching.evaluation.step(predict, inputs, self._trainer_loss(), Devices.of(self))
+
+
+@functools.cache
+def adaptive(trainer_cls: type) -> type:
+    """Return the class ``Adaptive<Trainer>`` of a trainer class; every call returns the same one.
+
+    Args:
+        trainer_cls: ``Trainer``, ``Seq2SeqTrainer`` or your own class.
+
+    >>> from transformers import Seq2SeqTrainer
+    >>> adaptive(Seq2SeqTrainer)
+    <class 'batchwright.integrations.huggingface.AdaptiveSeq2SeqTrainer'>
+    """
+    if not (isinstance(trainer_cls, type) and issubclass(trainer_cls, transformers.Trainer)):
+        raise ArgumentError(f"adaptive takes a transformers Trainer class, got {trainer_cls!r}")
+    if issubclass(trainer_cls, AdaptiveTrainerMixin):
+        return trainer_cls
+    return type(f"Adaptive{trainer_cls.__name__}", (AdaptiveTrainerMixin, trainer_cls), {"__module__": __package__})
