@@ -1,4 +1,4 @@
-"""prepare under a real Accelerator on the CPU: one process here, two ranks in accelerate_ranks.py."""
+"""prepare under a real Accelerator on the CPU: one process here, two ranks in ranks.py."""
 
 from itertools import chain
 from types import SimpleNamespace
@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader
 
 import batchwright as bw
 from batchwright.errors import ArgumentError, StateMismatchError
-from batchwright.integrations.accelerate import _collate_and_move, _mover, prepare
+from batchwright.integrations._options import move_after_collate
+from batchwright.integrations.accelerate import prepare
+from batchwright.integrations.accelerate.preparation import _mover
 from batchwright.plan._regroup import regroup
 from batchwright.plan.resizable import ResizableBatchSampler
 from batchwright.size.controller import BatchSizeController
@@ -22,7 +24,7 @@ from batchwright.size.schedules import linear
 from batchwright.size.signals import loss_driven
 from batchwright.step import Stepper
 
-from ..processes import run_ranks
+from ...processes import run_ranks
 
 LENGTHS = np.random.default_rng(0).integers(1, 30, size=60)
 BUDGET = bw.MaxTokens(150)
@@ -105,7 +107,7 @@ def test_training_is_that_of_a_plain_loop_with_the_same_batches():
     assert torch.equal(parameters(prepared), torch.cat([value.detach().flatten() for value in model.parameters()]))
 
 
-def test_every_example_comes_once_an_epoch_and_epochs_differ():
+def test_every_example_comes_once_per_epoch_and_epochs_differ():
     _, prepared = make_run()
     first = run_epochs(prepared, 1)
     second = run_epochs(prepared, 2)
@@ -120,7 +122,7 @@ def test_an_epoch_can_be_chosen():
     assert run_epochs(prepared, 4) == list(bw.plan_batches(LENGTHS, BUDGET, epoch=3))
 
 
-def test_examples_are_collated_a_micro_batch_at_a_time():
+def test_examples_are_collated_one_micro_batch_at_a_time():
     widths = []
 
     def collate(examples):
@@ -140,7 +142,8 @@ def test_batches_are_moved_to_the_device_and_examples_only_once_collated():
     batch, examples = {"x": torch.zeros(2, 4)}, [torch.zeros(4), torch.zeros(4)]
     assert _mover(elsewhere, has_examples=False)(batch)["x"].device.type == "meta"
     assert _mover(elsewhere, has_examples=True)(examples) is examples
-    assert _collate_and_move(elsewhere, torch.stack)(examples).device.type == "meta"
+    collate = move_after_collate({"collate": torch.stack}, _mover(elsewhere, has_examples=False))["collate"]
+    assert collate(examples).device.type == "meta"
     assert _mover(SimpleNamespace(device_placement=False), has_examples=False)(batch) is batch
 
 
@@ -267,7 +270,7 @@ def halve_every_step(optimizer):
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
 
 
-def test_the_scheduler_advances_once_an_update_and_is_saved(tmp_path):
+def test_the_scheduler_advances_once_per_update_and_is_saved(tmp_path):
     accelerator, prepared = make_run(scheduler=halve_every_step)
     rates = [prepared.stepper.step(batch).lr for batch in prepared.loader]
     assert rates == pytest.approx([0.01 * 0.5**step for step in range(8)])
@@ -403,4 +406,4 @@ def test_a_plain_list_of_batches_is_refused():
 
 
 def test_two_ranks_train_as_one_process_would_and_resume(tmp_path):
-    run_ranks("tests.integrations.accelerate_ranks", 2, tmp_path)
+    run_ranks("tests.integrations.accelerate.ranks", 2, tmp_path)

@@ -19,7 +19,7 @@ from batchwright.size.controller import BatchSizeController
 from batchwright.size.signals import loss_driven
 from batchwright.step import Stepper
 
-from ..processes import leave_group
+from ...processes import leave_group
 
 LENGTHS = np.random.default_rng(0).integers(1, 30, size=61)
 INPUTS = torch.randn(61, 4, generator=torch.Generator().manual_seed(0)).double()

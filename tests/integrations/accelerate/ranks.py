@@ -1,4 +1,4 @@
-"""Run by test_accelerate in two processes: DDP on gloo under an Accelerator, one rank runs out of memory."""
+"""Run by test_preparation in two processes: DDP on gloo under an Accelerator, one rank runs out of memory."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ from batchwright.size.controller import BatchSizeController
 from batchwright.size.signals import loss_driven
 from batchwright.step import Stepper
 
-from ..processes import leave_group
+from ...processes import leave_group
 
 LENGTHS = np.random.default_rng(0).integers(1, 30, size=61)
 BUDGET = bw.MaxTokens(150)
@@ -101,7 +101,7 @@ def check(make_sampler, folder, rank, world_size):
     )
     assert ooms > 0  # of the last rank; reports count all
     seen = sorted(index for step in steps for batch in step for index in batch)
-    assert seen == sorted([*range(61), *range(61)]), "every example once an epoch, over all ranks"
+    assert seen == sorted([*range(61), *range(61)]), "every example once per epoch, over all ranks"
     end = flat(prepared.model)
     assert all(torch.equal(end, other) for other in gather(end, world_size)), "ranks drifted apart"
     assert torch.allclose(end, reference(steps), rtol=1e-9, atol=1e-12), "not the update of one process"

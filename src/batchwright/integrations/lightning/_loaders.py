@@ -5,29 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
-from ..errors import ArgumentError, StateMismatchError
-from ._lightning_lengths import begin_again, is_resuming, num_processed, set_limit, tell_length
-from ._ranked import give_rank, num_batches, sampler_of
-from ._size_log import log_sizes
+from ...errors import ArgumentError, StateMismatchError
+from .._ranked import give_rank, num_batches, sampler_of
+from .._size_log import log_sizes
 
 
 @final
 class TrainLoader:
-    """One epoch a loop, of this rank, from where a restored place says.
+    """Runs one epoch of this rank per loop, starting from a restored place where there is one.
 
-    Not a ``DataLoader``, so Lightning does not make its sampler anew. What was consumed is counted by the batches that
-    training is done with, since Lightning may fetch one ahead.
+    It is not a ``DataLoader``, so Lightning does not rebuild its sampler. Consumed batches are those that training has
+    finished, since Lightning may fetch one ahead.
     """
 
     def __init__(self, loader: Any, trainer: Any) -> None:
         self._loader = loader
         self._trainer = trainer
-        self.source = find_sampler(loader)
+        self.source = _find_sampler(loader)
         self._sizes = log_sizes(self.source)
-        self._epoch = int(self.source.epoch)  # of the loop that was begun last, or of a restored place
-        self._num_before = 0  # batches of that epoch which ran before the loop began
+        self._epoch = int(self.source.epoch)  # of the newest loop, or of a restored place
+        self._num_before = 0  # batches of that epoch that ran before the loop began
         self._replay: list[int] = []
-        self._states: dict[int, dict[str, Any]] = {}  # of the sampler, by the batches of the epoch that were fetched
+        self._states: dict[int, dict[str, Any]] = {}  # the sampler's states, by the number of batches fetched
 
     @property
     def controller(self) -> Any:
@@ -36,20 +35,20 @@ class TrainLoader:
 
     @property
     def sampler(self) -> TrainLoader:
-        """Return what Lightning tells the epoch."""
+        """Return itself: Lightning calls ``set_epoch`` on a loader's sampler."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch; a loop begun or a place restored within that very epoch is kept."""
+        """Go to an epoch; a loop begun or a place restored within that same epoch is kept."""
         if epoch == self._epoch:
             return
         self._num_before, self._replay, self._states = 0, [], {}
         if epoch != self.source.epoch:
             self.source.set_epoch(epoch)
-        if is_resuming(self._trainer):
-            begin_again(self._trainer)
+        if _is_resuming(self._trainer):
+            _begin_again(self._trainer)
         else:
-            self._tell(tell_length)
+            self._tell(_set_length)
 
     def __len__(self) -> int:
         num = self._length()
@@ -58,10 +57,10 @@ class TrainLoader:
         return num
 
     def __bool__(self) -> bool:
-        return True  # asked of len() otherwise, which not every sampler knows
+        return True  # Python would otherwise ask len(), which not every sampler knows
 
     def __iter__(self) -> Iterator[Any]:
-        self._tell(set_limit)
+        self._tell(_set_limit)
         return self._run()
 
     def _tell(self, tell: Callable[[Any, Any, int], Any]) -> None:
@@ -70,7 +69,7 @@ class TrainLoader:
             tell(self._trainer, self, num)
 
     def _length(self) -> int | None:
-        give_rank_of(self._trainer, self.source, self._loader)
+        _give_rank_of(self._trainer, self.source, self._loader)
         left = num_batches(self.source)
         return None if left is None else self._num_before + left
 
@@ -80,22 +79,23 @@ class TrainLoader:
         if self._sizes is not None:
             self._sizes.begin(self._replay)
         self._states = {num: self.source.state_dict()}
-        self._tell(tell_length)
+        self._tell(_set_length)
         for batch in self.source.track(self._loader) if hasattr(self.source, "track") else self._loader:
             num += 1
+            # Two states: a checkpoint may be saved before training has finished the batch fetched last.
             self._states = {num - 1: self._states[num - 1], num: self.source.state_dict()}
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing, since ``AdaptiveBatching`` saves ``place``; Lightning looks whether a loader has it."""
+        """Return nothing: ``AdaptiveBatching`` saves ``place``, but Lightning expects a loader to have this method."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Do nothing, as for ``state_dict``."""
 
     def place(self) -> dict[str, Any]:
-        """Return where training stands, as JSON values."""
-        num = num_processed(self._trainer)
+        """Return where training is in the data, as JSON values."""
+        num = int(self._trainer.fit_loop.epoch_loop.batch_progress.current.processed)  # finished in this epoch
         if num not in self._states:  # nothing was fetched in this epoch
             return {"sampler": self.source.state_dict(), "num_batches": self._num_before, "sizes": self._replay}
         sizes = [] if self._sizes is None else self._sizes.behind(num - self._num_before)
@@ -113,12 +113,12 @@ class TrainLoader:
 
 @final
 class EvaluationLoader:
-    """The same epoch every loop, divided over the ranks, for validation and tests."""
+    """Runs the same epoch in every loop, divided over the ranks, for validation and tests."""
 
     def __init__(self, loader: Any, trainer: Any) -> None:
         self._loader = loader
         self._trainer = trainer
-        self.source = find_sampler(loader)
+        self.source = _find_sampler(loader)
 
     def __len__(self) -> int:
         self._begin()
@@ -132,12 +132,11 @@ class EvaluationLoader:
         return iter(self._loader)
 
     def _begin(self) -> None:
-        give_rank_of(self._trainer, self.source, self._loader)
+        _give_rank_of(self._trainer, self.source, self._loader)
         self.source.set_epoch(0)
 
 
-def find_sampler(loader: Any) -> Any:
-    """Return the sampler of a loader, or say what is needed."""
+def _find_sampler(loader: Any) -> Any:
     sampler = sampler_of(loader)
     if sampler is None:
         raise ArgumentError(
@@ -147,6 +146,49 @@ def find_sampler(loader: Any) -> Any:
     return sampler
 
 
-def give_rank_of(trainer: Any, sampler: Any, loader: Any) -> None:
-    """Give a sampler the rank of a Trainer that has started its processes; before, it does not know it."""
+def _give_rank_of(trainer: Any, sampler: Any, loader: Any) -> None:
+    """Give a sampler the rank of a Trainer, which knows it only after it has started its processes."""
     give_rank(sampler, rank=trainer.global_rank, world_size=trainer.world_size, is_loader=sampler is loader)
+
+
+# A Trainer asks a loader for its length once, but a plan has a few batches more or fewer every epoch. The first number
+# would drop the last batches of a longer epoch, and leave out the validation after a shorter one.
+
+
+def _set_limit(trainer: Any, loader: Any, num_batches: int) -> int | None:
+    """Set how many batches the Trainer fetches from a loader in the epoch that begins.
+
+    Returns:
+        The limit, None before the Trainer has asked for it the first time.
+    """
+    combined = trainer.fit_loop._combined_loader
+    if combined is None or not combined.limits or loader not in combined.flattened:
+        return None
+    limit = trainer.limit_train_batches
+    num = min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
+    # In place: the iterator that is being made holds the same list.
+    combined.limits[combined.flattened.index(loader)] = num
+    return num
+
+
+def _set_length(trainer: Any, loader: Any, num_batches: int) -> None:
+    """Set the limit, and everything else that the Trainer derived from the length of the previous epoch."""
+    num = _set_limit(trainer, loader, num_batches)
+    if num is None or len(trainer.fit_loop._combined_loader.flattened) > 1:
+        return
+    trainer.fit_loop.max_batches = num
+    interval = trainer.val_check_interval
+    if isinstance(interval, float) and isinstance(getattr(trainer, "val_check_batch", None), int):
+        trainer.val_check_batch = max(1, int(num * interval))
+
+
+def _is_resuming(trainer: Any) -> bool:
+    """Return whether the Trainer is about to run its first epoch after a checkpoint."""
+    loop = trainer.fit_loop
+    return bool(getattr(loop, "is_resuming", False) or loop.restarting or loop.epoch_loop.restarting)
+
+
+def _begin_again(trainer: Any) -> None:
+    """Make a Trainer that resumes begin its loader again; by itself it does so only in later epochs."""
+    if trainer.fit_loop._data_fetcher is not None:
+        iter(trainer.fit_loop._data_fetcher)

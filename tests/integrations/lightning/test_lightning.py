@@ -1,4 +1,4 @@
-"""AdaptiveBatching and ExactUpdates under a real Trainer on the CPU: one process here, two in lightning_ranks.py."""
+"""AdaptiveBatching and ExactUpdates under a real Trainer on the CPU: one process here, two in ranks.py."""
 
 from itertools import chain
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from batchwright.size.schedules import linear
 from batchwright.size.signals import loss_driven
 from batchwright.step import Stepper
 
-from ..processes import run_ranks
+from ...processes import run_ranks
 
 LENGTHS = np.random.default_rng(0).integers(1, 30, size=61)
 INPUTS = torch.randn(61, 4, generator=torch.Generator().manual_seed(0))
@@ -433,7 +433,7 @@ def test_a_loader_without_a_planned_sampler_is_refused():
 
 
 def test_options_of_the_stepper_need_exact_updates():
-    with pytest.raises(ArgumentError, match="Automatic runs updates of its own"):
+    with pytest.raises(ArgumentError, match="Automatic runs its own updates"):
         fit(Automatic(), batching=AdaptiveBatching(clip_norm=1.0))
 
 
@@ -494,4 +494,4 @@ def test_the_other_name_of_the_package_works_with_a_planned_loader():
 
 
 def test_two_ranks_train_as_one_process_would_and_resume(tmp_path):
-    run_ranks("tests.integrations.lightning_ranks", 2, tmp_path)
+    run_ranks("tests.integrations.lightning.ranks", 2, tmp_path)
