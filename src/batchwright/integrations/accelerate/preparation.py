@@ -169,7 +169,7 @@ def _autocast_of(accelerator: Any) -> torch.dtype | None:
 
 
 def _divide(accelerator: Any, loader: Any, sampler: Any) -> bool:
-    """Give the sampler its rank; return whether one update now uses as many batches of the loader as there are ranks."""
+    """Give the sampler its rank; return whether each update now uses one batch of the loader per rank."""
     changed = give_rank(
         sampler,
         rank=accelerator.process_index,

@@ -1,4 +1,4 @@
-"""What ``prepare`` returns and the training loop uses: a loader of this rank's batches, and a stepper of exact updates."""
+"""What ``prepare`` returns: a loader of this rank's batches, and a stepper that runs exact updates on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact updates under a Lightning Trainer: the mixin of a module, and the callback that keeps data and sizes with it."""
+"""Exact updates under a Lightning Trainer: a mixin for modules, and the callback that keeps data and sizes with it."""
 
 from __future__ import annotations
 

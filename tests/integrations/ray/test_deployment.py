@@ -1,41 +1,22 @@
-"""Deployments and data sets on a real Ray on this machine: a controller, a proxy, replicas in their own processes."""
+"""Deployments on a real Ray: answers, refusals, settings, HTTP and the end of a replica."""
 
 import asyncio
-import contextlib
-import importlib.util
 import json
 import pickle
-import socket
-import sys
 import time
 import urllib.error
 import urllib.request
-from itertools import chain
 
 import numpy as np
 import pytest
-import ray
-from hypothesis import given
-from hypothesis import strategies as st
 
-import batchwright as bw
-from batchwright.errors import ArgumentError, BudgetError, LengthsError
-from batchwright.integrations._ray_dataset import PlannedDataset, WindowPlanner
-from batchwright.integrations._ray_replica import make_replica
-from batchwright.integrations.ray import _import_serve, batched_deployment, plan_dataset
-from batchwright.plan._settings import PlanSettings
+from batchwright.errors import ArgumentError
+from batchwright.integrations.ray import batched_deployment
+from batchwright.integrations.ray._replica import make_replica
+from batchwright.integrations.ray.deployment import import_serve
 from batchwright.serve import Closed, DeadlineExceeded, QueueFull, ResultError, TooLarge
 
-serve = _import_serve()
-
-# Ray Data sets its own deprecated options.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
-
-# Ray Data needs both; they come with ray[data].
-needs_data = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in ("pandas", "pyarrow")), reason="ray.data is not installed"
-)
-
+serve = import_serve()
 
 USER_CONFIG = {"max_items": 32, "greeting": "hello"}
 
@@ -61,28 +42,6 @@ class Gated:
 async def double(items):
     await asyncio.sleep(0)
     return [np.array([item, item]) for item in items]
-
-
-def free_port():
-    with contextlib.closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-@pytest.fixture(scope="module")
-def address():
-    """Start Ray and Serve; return where HTTP is served."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_DEDUP_LOGS", "0")
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of its next default
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
-        port = free_port()
-        serve.start(http_options={"port": port}, logging_config={"log_level": "ERROR"})
-        yield f"http://127.0.0.1:{port}"
-        serve.shutdown()
-        ray.shutdown()
-        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +79,8 @@ def wait_until(app, **wanted):
     raise AssertionError(f"waited for {wanted}, it is {stats}")
 
 
-def send_behind(app, items, **options):
-    """Send one item to the shut gate and the others behind it; return the answers to those."""
+def send_after_first(app, items, **options):
+    """Send one item to the shut gate and the others after it; return the answers to those."""
     first = app.remote("first")
     wait_until(app, num_running=1)
     answers = [app.remote(item, **options) for item in items]
@@ -131,7 +90,7 @@ def send_behind(app, items, **options):
 
 def test_requests_that_wait_together_share_a_batch_and_each_has_its_own_answer(app, shut):
     items = [f"item {index}" for index in range(20)]
-    first, answers = send_behind(app, items)
+    first, answers = send_after_first(app, items)
     shut.unlink()
     assert first.result()[:2] == ["first", 1]
     # All 20 wait when the worker becomes free, and 32 fit: one batch.
@@ -139,7 +98,7 @@ def test_requests_that_wait_together_share_a_batch_and_each_has_its_own_answer(a
 
 
 def test_a_bad_item_fails_alone(app, shut):
-    _, answers = send_behind(app, ["a", "bad", "b"])
+    _, answers = send_after_first(app, ["a", "bad", "b"])
     shut.unlink()
     assert [answers[index].result()[0] for index in (0, 2)] == ["a", "b"]
     with pytest.raises(KeyError, match="bad"):
@@ -147,7 +106,7 @@ def test_a_bad_item_fails_alone(app, shut):
 
 
 def test_a_missed_deadline_reaches_the_caller_as_itself(app, shut):
-    first, _ = send_behind(app, [])
+    first, _ = send_after_first(app, [])
     with pytest.raises(DeadlineExceeded, match="deadline") as caught:
         app.remote("late", deadline_ms=40).result(timeout_s=30)
     assert caught.value.deadline_seconds == pytest.approx(0.04)
@@ -167,7 +126,7 @@ def test_a_wrong_option_of_a_request_is_refused_to_its_caller(app):
 
 def test_a_full_queue_refuses_the_next_request(app, shut):
     app.broadcast("reconfigure", {**USER_CONFIG, "max_queue": 2}).results()
-    first, answers = send_behind(app, ["a", "b"])
+    first, answers = send_after_first(app, ["a", "b"])
     with pytest.raises(QueueFull):
         app.remote("c").result()
     shut.unlink()
@@ -176,7 +135,7 @@ def test_a_full_queue_refuses_the_next_request(app, shut):
 
 
 def test_a_cancelled_request_is_not_run(app, shut):
-    first, answers = send_behind(app, ["a", "bad"])
+    first, answers = send_after_first(app, ["a", "bad"])
     cancelled = app.stats.remote().result()["num_cancelled"]
     answers[1].cancel()
     wait_until(app, num_cancelled=cancelled + 1)
@@ -190,7 +149,7 @@ def test_user_config_changes_a_running_replica_and_what_it_leaves_out_goes_back(
     for config, size, greeting in (({"max_items": 4, "greeting": "ciao"}, 4, "ciao"), ({}, 8, None)):
         app.broadcast("reconfigure", config).results()
         gate.touch()
-        _, answers = send_behind(app, [f"item {index}" for index in range(8)])
+        _, answers = send_after_first(app, [f"item {index}" for index in range(8)])
         gate.unlink()
         assert {tuple(answer.result()[1:3]) for answer in answers} == {(size, greeting)}
     app.broadcast("reconfigure", USER_CONFIG).results()
@@ -204,7 +163,7 @@ def test_what_user_config_cannot_hold_is_refused_and_changes_nothing(app):
 
 def test_the_urgent_go_first(app, shut):
     app.broadcast("reconfigure", {**USER_CONFIG, "max_items": 1}).results()
-    first, answers = send_behind(app, ["patient"] * 4, priority=-10)
+    first, answers = send_after_first(app, ["patient"] * 4, priority=-10)
     urgent = app.remote("urgent", priority=10)
     wait_until(app, num_waiting=5)
     shut.unlink()
@@ -250,7 +209,7 @@ def test_an_error_of_the_item_is_a_500_over_http(app, address):
 
 
 def test_a_missed_deadline_over_http_is_a_504(app, address, shut):
-    first, _ = send_behind(app, [])
+    first, _ = send_after_first(app, [])
     status, answer = post(f"{address}/gated", '"late"', **{"X-Deadline-Ms": "40"})
     assert (status, answer["error"]) == (504, "DeadlineExceeded")
     shut.unlink()
@@ -265,7 +224,7 @@ def test_an_async_function_may_answer_with_arrays(address):
 
 
 def test_a_replica_that_is_stopped_answers_what_it_has_taken(app, shut):
-    first, answers = send_behind(app, ["a", "b"])
+    first, answers = send_after_first(app, ["a", "b"])
     serve.delete("gated", _blocking=False)
     wait_for_stop("gated")
     shut.unlink()
@@ -316,125 +275,3 @@ def test_a_replica_is_healthy_until_it_has_ended():
     replica.__del__()
     with pytest.raises(Closed, match="has ended"):
         asyncio.run(replica.check_health())
-
-
-LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=200)
-
-
-@given(LENGTHS, st.integers(50, 500), st.booleans())
-def test_a_window_is_planned_within_the_budget_and_every_row_once(lengths, limit, shuffle):
-    window = {"id": np.arange(len(lengths)), "length": np.array(lengths)}
-    batches = list(WindowPlanner("length", bw.MaxTokens(limit), PlanSettings(shuffle=shuffle))(window))
-    assert sorted(np.concatenate([batch["id"] for batch in batches])) == list(range(len(lengths)))
-    assert all(len(batch["id"]) * batch["length"].max() <= limit for batch in batches)
-    assert all((window["length"][batch["id"]] == batch["length"]).all() for batch in batches)
-
-
-def test_a_window_without_a_row_that_fits_has_no_batch():
-    planner = WindowPlanner("length", bw.MaxTokens(5), PlanSettings(oversize="drop"))
-    assert list(planner({"length": np.array([6, 7])})) == []
-
-
-@pytest.mark.parametrize(
-    ("length_of", "words"),
-    [("tokens", "no column 'tokens'; the columns are text"), ("text", "neither integers nor lists")],
-)
-def test_a_column_without_lengths_is_refused(length_of, words):
-    with pytest.raises(LengthsError, match=words):
-        list(WindowPlanner(length_of, bw.MaxItems(2), PlanSettings())({"text": np.array(["a", "b"])}))
-
-
-class Shard:
-    """What the planner asks of a shard of Ray Train: windows of columns."""
-
-    def __init__(self, lengths):
-        self.lengths = np.array(lengths)
-
-    def iter_batches(self, *, batch_size, batch_format, prefetch_batches):
-        assert batch_format == "numpy"
-        for start in range(0, len(self.lengths), batch_size):
-            yield {"length": self.lengths[start : start + batch_size]}
-
-
-def test_another_epoch_shuffles_otherwise_and_the_same_one_alike():
-    planned = plan_dataset(Shard(range(1, 101)), bw.MaxTokens(300), length_of="length", buffer_size=50)
-    passes = [[batch["length"].tolist() for batch in planned.iter_batches(epoch=epoch)] for epoch in (0, 0, 1)]
-    assert passes[0] == passes[1] != passes[2]
-    assert [sorted(chain(*batches)) for batches in passes] == [list(range(1, 101))] * 3
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"grouping": bw.Packed(capacity=8)}, "joins rows"),
-        ({"oversize": "truncate"}, "cut them before"),
-        ({"length_of": ()}, "length_of must be"),
-        ({"buffer_size": 0}, "buffer_size must be"),
-    ],
-)
-def test_what_columns_cannot_do_is_refused(options, words):
-    with pytest.raises(ArgumentError, match=words):
-        plan_dataset(Shard([1]), bw.MaxItems(2), **{"length_of": "length", **options})
-
-
-def test_a_list_is_no_dataset_and_a_shard_cannot_be_mapped():
-    with pytest.raises(ArgumentError, match="got list"):
-        plan_dataset([1, 2], bw.MaxItems(2), length_of="length")
-    with pytest.raises(ArgumentError, match="Shard cannot be mapped"):
-        plan_dataset(Shard([1]), bw.MaxItems(2), length_of="length").map_batches(dict)
-
-
-@pytest.fixture(scope="module")
-def dataset(address):
-    import ray.data
-
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    lengths = np.random.default_rng(0).integers(1, 40, size=300)
-    rows = [{"id": index, "ids": np.arange(length)} for index, length in enumerate(lengths.tolist())]
-    return ray.data.from_items(rows, override_num_blocks=4)
-
-
-def plan_of(dataset) -> PlannedDataset:
-    return plan_dataset(dataset, bw.MaxTokens(200), length_of="ids", buffer_size=64)
-
-
-@needs_data
-def test_every_row_of_a_dataset_comes_once_within_the_budget(dataset):
-    batches = list(plan_of(dataset).iter_batches())
-    assert sorted(np.concatenate([batch["id"] for batch in batches])) == list(range(300))
-    assert max(len(batch["ids"]) * max(map(len, batch["ids"])) for batch in batches) <= 200
-
-
-@needs_data
-def test_planned_batches_reach_the_workers_whole(dataset):
-    def measure(batch, times):
-        longest = max(map(len, batch["ids"]))
-        return {"id": batch["id"], "tokens": np.full(len(batch["id"]), times * len(batch["id"]) * longest)}
-
-    rows = plan_of(dataset).map_batches(measure, fn_args=(2,)).take_all()
-    assert sorted(row["id"] for row in rows) == list(range(300))
-    assert 200 < max(row["tokens"] for row in rows) <= 400  # twice the padded tokens of a batch
-
-
-@needs_data
-def test_a_class_is_made_once_an_actor_and_may_yield(dataset):
-    class Halves:
-        def __init__(self, factor):
-            self.factor = factor
-
-        def __call__(self, batch):
-            ids = batch["id"] * self.factor
-            yield {"id": ids[:1]}
-            yield {"id": ids[1:]}
-
-    mapped = plan_of(dataset).map_batches(Halves, fn_constructor_args=(10,), concurrency=1)
-    assert sorted(row["id"] for row in mapped.take_all()) == list(range(0, 3000, 10))
-
-
-@needs_data
-def test_the_size_of_a_batch_is_the_budgets_and_a_row_over_it_an_error(dataset):
-    with pytest.raises(ArgumentError, match="batch_size cannot be given"):
-        plan_of(dataset).map_batches(dict, batch_size=8)
-    with pytest.raises(BudgetError, match="over MaxTokens"):
-        list(plan_dataset(dataset, bw.MaxTokens(10), length_of=lambda row: len(row["ids"])))
