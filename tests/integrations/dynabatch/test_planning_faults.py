@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from batchwright.errors import ArgumentError, LengthsError
-from batchwright.integrations.dynabatch import DynaBatchSampler, _choose, dynabatch_sampler
-from batchwright.integrations.dynabatch._prior import relative_memory
+from batchwright.integrations.dynabatch import DynaBatchSampler, _longest_first, dynabatch_sampler
+from batchwright.integrations.dynabatch._longest_first import relative_memory
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(np.log(24), 0.8, 4000), 1, 512).astype(int)
 
@@ -151,9 +151,9 @@ def test_invalid_numbers_are_refused_by_name(name, value):
 
 
 def test_lists_of_lengths_must_match():
-    with pytest.raises(LengthsError, match="token_lengths must give one number a text, 3, got 2"):
+    with pytest.raises(LengthsError, match="token_lengths must give one number per text, 3, got 2"):
         dynabatch_sampler(["a"] * 3, None, 2, token_lengths=[1, 2])
-    with pytest.raises(LengthsError, match="word_lengths must give one number an example, 2, got 3"):
+    with pytest.raises(LengthsError, match="word_lengths must give one number per example, 2, got 3"):
         DynaBatchSampler([1, 2], [1, 2, 3], None, 2)
     with pytest.raises(LengthsError, match="char_lengths must be whole numbers"):
         DynaBatchSampler([1, 2], [1, 2], [0.5, 1], 2)
@@ -210,7 +210,7 @@ def test_planning_asks_for_few_predictions_however_many_batches(monkeypatch):
         calls.append(np.size(num_items))
         return relative_memory(num_items, *args, **options)
 
-    monkeypatch.setattr(_choose, "relative_memory", counted)
+    monkeypatch.setattr(_longest_first, "relative_memory", counted)
     for num in (400, 4000, 40_000):
         calls.clear()
         make(np.resize(LENGTHS, num), max_batch_range=8.0)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import batchwright as bw
 from batchwright.errors import ArgumentError, StateMismatchError
 from batchwright.integrations.dynabatch import DynaBatchSampler
-from batchwright.integrations.dynabatch._prior import relative_memory
+from batchwright.integrations.dynabatch._longest_first import relative_memory
 from batchwright.testing import check_batch_sampler
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3.2, 0.8, 400), 1, 200).astype(int)

@@ -1,50 +1,67 @@
-"""Hugging Face trainers on a DynaBatchSampler: exact gradients from uneven micro-batches, retries, ranks, resuming."""
+"""Hugging Face trainers on a ``DynaBatchSampler``: exact gradients from uneven micro-batches, retries, ranks, resuming.
+
+Nothing here imports transformers: the mixin uses whatever trainer class it is mixed into.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import warnings
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, final, get_args
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from ...errors import ArgumentError
-from ...plan._arrays import as_whole
+from ..._checks import as_whole, check_choice
+from ...errors import ArgumentError, LengthsError
+from ...size.learning_rate import Rule, get_rule
 from .._trainer_step import SafeSteps, Weighing, find_weighing, weighted
-from ._learning_rate import scale_lr_for_dynabatch
-from ._train_loader import check_dataset, replace_batches
+from .sampler import DynaBatchSampler
 
 OOMFallbackStrategy: TypeAlias = Literal["split_retry", "skip", None]
+
+# What a loader is made of besides its data and batches; the trainer's own loader says how each is set.
+_LOADER_OPTIONS = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
 
 
 class DynabatchTrainerMixin:
     """Train on the batches of a ``DynaBatchSampler``: ``class MyTrainer(DynabatchTrainerMixin, Seq2SeqTrainer): ...``.
 
-    The gradient of an update is that of the mean over all labels of its micro-batches, on all ranks, whatever their
-    sizes. Where the loss divides by ``num_items_in_batch``, that does it; where it ignores the number, each micro-batch
-    is weighted by its labels. Which holds is found out on the first one. A loss that is no mean over labels is weighted
-    by examples, with a warning. Under FSDP, DeepSpeed, ``DataParallel`` and tensor parallelism the trainer's own rule
-    holds.
+    An update uses the gradient of the mean over all labels of its micro-batches, on all ranks, whatever their sizes. A
+    loss that divides by ``num_items_in_batch`` gives this by itself; where the loss ignores that number, each
+    micro-batch is weighted by its labels. The first micro-batch shows which of the two holds. A loss that is not a mean
+    over labels is weighted by examples, with a warning. FSDP, DeepSpeed, ``DataParallel`` and tensor parallelism keep
+    the trainer's own rule.
 
-    Ranks share the batches, and resuming in the middle of an epoch continues with the batch after the last.
+    The ranks share the batches, and resuming in the middle of an epoch continues with the very next batch.
 
     Args:
-        *args: of the trainer.
+        *args: arguments of the trainer.
         dynabatch_sampler: the batches of ``train_dataset``.
-        auto_scale_lr: multiply the learning rate once by ``scale_lr_for_dynabatch``.
-        batch_size_key: whose length is the number of examples of a batch.
-        oom_fallback: ``"split_retry"`` runs a micro-batch that runs out of memory again in smaller pieces, exactly;
-            ``"skip"`` leaves it out, without a trace in the gradient, though its labels still count in the mean; None
-            raises. Each failure is logged as ``oom_failed``. With several micro-batches an update it needs room for a
-            second gradient; under DDP gradients are reduced after the backward pass, not during it.
-        oom_min_batch_size: the most examples of a piece at the first retry, halved if it does not fit; None takes the
-            sampler's ``min_batch_size``. An example that does not fit alone is left out, with a warning.
-        **kwargs: of the trainer.
+        auto_scale_lr: scale the learning rate once, by ``scale_lr_for_dynabatch``.
+        batch_size_key: the name of the input whose length is the number of examples.
+        oom_fallback: ``"split_retry"`` repeats a micro-batch that runs out of memory in smaller pieces, exactly;
+            ``"skip"`` leaves it out of the gradient, though its labels still count in the mean; None raises. Each
+            failure is logged as ``oom_failed``. With several micro-batches per update it needs memory for a second
+            gradient; under DDP, gradients are reduced after the backward pass, not during it.
+        oom_min_batch_size: the largest number of examples in a piece at the first retry, halved if it does not fit;
+            None takes the sampler's ``min_batch_size``. A single example that does not fit is left out, with a warning.
+        **kwargs: arguments of the trainer.
     """
 
     args: Any
@@ -63,8 +80,7 @@ class DynabatchTrainerMixin:
         oom_min_batch_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if oom_fallback not in get_args(OOMFallbackStrategy):
-            raise ArgumentError(f"oom_fallback must be 'split_retry', 'skip' or None, got {oom_fallback!r}")
+        check_choice("oom_fallback", oom_fallback, get_args(OOMFallbackStrategy))
         self._dynabatch_sampler = dynabatch_sampler
         self._batch_size_key = batch_size_key
         self._oom_fallback = oom_fallback
@@ -83,7 +99,7 @@ class DynabatchTrainerMixin:
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the trainer's own loader with the batches of the sampler, divided over the ranks."""
-        check_dataset(self.train_dataset, self._dynabatch_sampler)
+        _check_dataset(self.train_dataset, self._dynabatch_sampler)
         if getattr(self.args, "train_sampling_strategy", "random") != "random":
             warnings.warn("train_sampling_strategy has no effect: dynabatch_sampler chooses the batches", stacklevel=2)
         base = super().get_train_dataloader()  # type: ignore[misc]
@@ -94,19 +110,20 @@ class DynabatchTrainerMixin:
             drop_last=self.args.dataloader_drop_last,
         )
         sampler.set_epoch(0)
-        return replace_batches(base, sampler)
+        options = {name: getattr(base, name) for name in _LOADER_OPTIONS}
+        return _EpochLoader(base.dataset, batch_sampler=sampler, **options)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        return SequentialSampler(self.train_dataset)  # of the loader that is replaced; it costs nothing
+        return SequentialSampler(self.train_dataset)  # for the loader that is replaced: the cheapest one
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """Return the micro-batches of an update; what they weigh together is kept."""
+        """Return the micro-batches of an update; their total weight is kept."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self._window_weight = self._weigh(batches) if batches and self._can_weigh() else None
         return batches, num_items
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        """Return the loss; in training its share of the mean over the update."""
+        """Return the loss; in training, its share of the mean over the update."""
         if not self._is_weighting:
             return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
         assert self._weighing is not None
@@ -122,7 +139,7 @@ class DynabatchTrainerMixin:
         return weighted(result[0], weight, self._window_weight, replicas), result[1]
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run forward and backward of a micro-batch, in pieces where memory asks for it."""
+        """Run forward and backward of a micro-batch, in pieces if memory runs out."""
         # Without the weight of its update a piece would not know its own.
         if self._safe_steps is None or self._window_weight is None:
             return self._weighted_step(model, inputs, *args, **kwargs)
@@ -161,7 +178,7 @@ class DynabatchTrainerMixin:
         return math.prod(max(1, getattr(self, f"get_{kind}_size", int)()) for kind in ("tp", "cp", "sp"))
 
     def _weigh(self, batches: list[Any]) -> Tensor:
-        """Return the labels that count in an update, over all ranks unless the trainer is told otherwise."""
+        """Return how many labels count in an update, over all ranks unless the trainer is told otherwise."""
         if self._weighing is None or not self._weighing.is_sure:
             inputs = self._prepare_inputs(dict(batches[0]))  # type: ignore[attr-defined]
             self._weighing = find_weighing(self._plain_loss, self.model, inputs, key=self._batch_size_key)
@@ -181,15 +198,94 @@ class DynabatchTrainerMixin:
             return None
         if not self._can_weigh():
             raise ArgumentError(
-                "oom_fallback needs a process for every device and the whole model in it: with FSDP, DeepSpeed, tensor "
-                "parallelism or DataParallel no part can try again while the others wait for it; leave it out there, "
-                "or start one process a device with torchrun"
+                "oom_fallback needs one process per device with the whole model in it: with FSDP, DeepSpeed, tensor "
+                "parallelism or DataParallel one part cannot try again while the others wait for it; leave it out "
+                "there, or start one process per device with torchrun"
             )
         return SafeSteps(self._oom_fallback, self._oom_min_batch_size, self._batch_size_key, self._record_oom)
 
     def _record_oom(self) -> None:
         self._oom_failed_count += 1
         self.log({"oom_failed": self._oom_failed_count})  # type: ignore[attr-defined]
+
+
+@functools.cache
+def make_dynabatch_trainer(trainer_cls: type) -> type:
+    """Return the class ``Dynabatch<Trainer>`` of a trainer class; every call returns the same one.
+
+    Args:
+        trainer_cls: ``Trainer``, ``Seq2SeqTrainer`` or your own class.
+    """
+    return type(f"Dynabatch{trainer_cls.__name__}", (DynabatchTrainerMixin, trainer_cls), {"__module__": __name__})
+
+
+def scale_lr_for_dynabatch(
+    args: Any,
+    sampler: Any,
+    dataset_size: int,
+    baseline_batch_size: int | None = None,
+    *,
+    rule: str | Rule = "linear",
+) -> Any:
+    """Return a copy of the training arguments with the learning rate scaled to the larger batches.
+
+    ``lr × updates per epoch at a fixed size / updates per epoch``, both counted with all ranks and all micro-batches of
+    an update: the mean batch relative to the fixed one. Gradients are means here, so the rate is scaled only once.
+
+    Args:
+        args: ``TrainingArguments``; they stay as they are.
+        sampler: the batches to train on.
+        dataset_size: how many examples the data set has.
+        baseline_batch_size: the fixed size per device, None takes ``per_device_train_batch_size``.
+        rule: ``"linear"``, ``"sqrt"`` for Adam and its relatives, or a function of (larger, smaller).
+
+    >>> from types import SimpleNamespace
+    >>> args = SimpleNamespace(learning_rate=0.1, per_device_train_batch_size=8)
+    >>> round(scale_lr_for_dynabatch(args, range(5), 80).learning_rate, 6)  # 10 batches of 8 become 5
+    0.2
+    """
+    size = args.per_device_train_batch_size if baseline_batch_size is None else baseline_batch_size
+    size = as_whole("baseline_batch_size", size, least=1)
+    world_size, window = getattr(args, "world_size", 1), getattr(args, "gradient_accumulation_steps", 1)
+    batches = len(sampler) * getattr(sampler, "world_size", 1)
+    fixed = _num_updates(-(-as_whole("dataset_size", dataset_size, least=1) // size), world_size, window)
+    factor = get_rule(rule)
+    if not callable(factor):
+        raise ArgumentError(f"rule must be 'linear', 'sqrt' or a function of (larger, smaller), got {rule!r}")
+    scaled = copy.copy(args)
+    scaled.learning_rate = args.learning_rate * factor(fixed, _num_updates(batches, world_size, window))
+    return scaled
+
+
+def _num_updates(batches: int, world_size: int, window: int) -> int:
+    return max(1, math.ceil(math.ceil(batches / world_size) / window))
+
+
+@final
+class _EpochLoader(DataLoader[Any]):
+    """A loader that the trainer tells which epoch begins, as it does not exhaust the iterator of batches."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the sampler."""
+        self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+def _check_dataset(dataset: Any, sampler: Any) -> None:
+    """Refuse a stream, and a data set that the sampler was not made for."""
+    if not isinstance(sampler, DynaBatchSampler):
+        raise ArgumentError(f"dynabatch_sampler must be a DynaBatchSampler, got {type(sampler).__name__}")
+    if dataset is None:
+        return  # the trainer complains itself
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        raise ArgumentError(
+            "dynabatch_sampler draws examples by their number, which a stream does not have; "
+            "batch a stream with batchwright.StreamBatcher"
+        )
+    if len(dataset) != sampler.num_examples:
+        raise LengthsError(
+            f"train_dataset has {len(dataset)} examples but dynabatch_sampler was made for {sampler.num_examples}; "
+            "make the sampler from the texts of the data set to train on"
+        )
 
 
 @contextmanager
@@ -201,13 +297,3 @@ def _one_process(args: Any) -> Iterator[None]:
         yield
     finally:
         args.average_tokens_across_devices = before
-
-
-@functools.cache
-def make_dynabatch_trainer(trainer_cls: type) -> type:
-    """Return the class ``Dynabatch<Trainer>`` of a trainer class; the same one at every call.
-
-    Args:
-        trainer_cls: ``Trainer``, ``Seq2SeqTrainer`` or a class of yours.
-    """
-    return type(f"Dynabatch{trainer_cls.__name__}", (DynabatchTrainerMixin, trainer_cls), {"__module__": __name__})

@@ -1,20 +1,23 @@
-"""dynabatch_sampler and build_dynabatch_dataloader: from texts to batches."""
+"""``dynabatch_sampler`` and ``build_dynabatch_dataloader``: from texts to batches."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
+import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset
 
+from ..._checks import as_whole
+from ..._machine import num_cores
 from ...errors import ArgumentError, LengthsError
-from ...plan._arrays import as_whole
-from ._checks import as_array, warn_about_long
-from ._lengths import measure_tokens, truncated
-from ._prior import Task
-from ._sampler import DynaBatchSampler
+from ...plan._prior import Task
+from .lengths import measure_tokens, truncated
+from .sampler import DynaBatchSampler, as_array
 
 
 def dynabatch_sampler(
@@ -50,15 +53,16 @@ def dynabatch_sampler(
     """Make a batch sampler of texts: longest first, and larger batches as they get shorter.
 
     Args:
-        texts: one str an example, in the order of the data set.
-        tokenizer: of transformers; may be None where ``token_lengths`` are given.
+        texts: one string per example, in the order of the data set.
+        tokenizer: a tokenizer of transformers; may be None where ``token_lengths`` are given.
         batch_size: items of the first batch: the most of the longest texts that run safely.
         max_input_token_length: texts count as cut to this many tokens. Given lengths are not cut.
-        num_workers: the most processes that measure with a slow tokenizer; ``debug`` uses none.
-        token_lengths: measured already, one an example; then no text is read. Words and characters are not needed.
-        progress: show a bar while texts are measured.
-        cache: a directory in which measured lengths are found again, or None.
-        threshold: and all other arguments: as for ``DynaBatchSampler``.
+        num_workers: the largest number of processes that measure with a slow tokenizer; ``debug`` uses none.
+        token_lengths: lengths measured already, one per example; then no text is read. Words and characters are not
+            needed.
+        progress: show a progress bar while texts are measured.
+        cache: a directory that keeps measured lengths for the next run, or None.
+        threshold: this and all other arguments are as for ``DynaBatchSampler``.
 
     >>> sampler = dynabatch_sampler(["a"] * 3, None, batch_size=2, token_lengths=[5, 9, 7])
     >>> list(sampler)
@@ -66,12 +70,12 @@ def dynabatch_sampler(
     """
     batch_size = as_whole("batch_size", batch_size, least=1)
     if token_lengths is None:
-        _refuse_half(word_lengths, char_lengths)
+        _refuse_without_tokens(word_lengths, char_lengths)
         token_lengths = measure_tokens(
             list(texts), tokenizer, max_input_token_length, 0 if debug else num_workers, progress=progress, cache=cache
         )
     else:
-        token_lengths = _given(token_lengths, texts, max_input_token_length)
+        token_lengths = _check_given(token_lengths, texts, max_input_token_length)
     return DynaBatchSampler(
         token_lengths,
         word_lengths,
@@ -130,18 +134,18 @@ def build_dynabatch_dataloader(
 ) -> DataLoader[Any]:
     """Make a loader of padded token ids: the batches of ``dynabatch_sampler``, tokenized when they are asked for.
 
-    A batch is what the tokenizer returns with ``padding=True, return_tensors="pt"``, and its texts under ``"texts"``,
+    A batch is what the tokenizer returns with ``padding=True, return_tensors="pt"``, with its texts under ``"texts"``,
     cut to ``max_input_token_length`` where lengths were measured here.
 
     Args:
-        num_workers: also the most processes of the loader.
+        num_workers: also the largest number of worker processes of the loader.
         **tokenizer_kwargs: further arguments of the tokenizer, such as ``padding_side="left"``.
-        texts: and all other arguments: as for ``dynabatch_sampler``.
+        texts: this and all other arguments are as for ``dynabatch_sampler``.
     """
     texts = list(texts)
-    workers = 0 if debug else min(os.cpu_count() or 1, as_whole("num_workers", num_workers, least=0))
+    workers = 0 if debug else min(num_cores(), as_whole("num_workers", num_workers, least=0))
     if token_lengths is None:
-        _refuse_half(word_lengths, char_lengths)
+        _refuse_without_tokens(word_lengths, char_lengths)
         limit = max_input_token_length
         token_lengths = measure_tokens(texts, tokenizer, limit, workers, progress=progress, cache=cache)
         texts = truncated(texts, token_lengths, tokenizer, limit)
@@ -199,7 +203,7 @@ class TextDataset(Dataset[dict[str, str]]):
 @final
 @dataclass(frozen=True)
 class TextCollator:
-    """Tokenize and pad the texts of a batch, and hand the texts on beside them."""
+    """Tokenizes and pads the texts of a batch, and returns them together with the texts."""
 
     tokenizer: Any
     tokenizer_kwargs: dict[str, Any]
@@ -213,21 +217,27 @@ class TextCollator:
 
 
 def _start_worker(worker: int) -> None:
-    # In a worker process alone: threads of a tokenizer do not survive the fork that made it.
+    # Only in a worker process: the threads of a tokenizer do not survive the fork that made it.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _given(token_lengths: Any, texts: Any, max_length: int) -> Any:
-    """Return given lengths as an array that matches the texts."""
+def _check_given(token_lengths: Any, texts: Any, max_length: int) -> npt.NDArray[Any]:
+    """Return given lengths as an array that matches the texts; warn of those over the limit, as nothing cuts them."""
     lengths = as_array(token_lengths)
     num_texts = len(texts) if hasattr(texts, "__len__") else len(lengths)
     if len(lengths) != num_texts:
-        raise LengthsError(f"token_lengths must give one number a text, {num_texts}, got {len(lengths)}")
-    if len(lengths):
-        warn_about_long(lengths, as_whole("max_input_token_length", max_length, least=1))
+        raise LengthsError(f"token_lengths must have one number per text, {num_texts}, got {len(lengths)}")
+    max_length = as_whole("max_input_token_length", max_length, least=1)
+    num_long = int(np.count_nonzero(lengths > max_length))
+    if num_long:
+        warnings.warn(
+            f"{num_long} of the given token_lengths are over max_input_token_length={max_length}, the longest is "
+            f"{int(lengths.max())}; they are planned as given, so cut the texts or raise the limit",
+            stacklevel=3,
+        )
     return lengths
 
 
-def _refuse_half(word_lengths: Any, char_lengths: Any) -> None:
+def _refuse_without_tokens(word_lengths: Any, char_lengths: Any) -> None:
     if word_lengths is not None or char_lengths is not None:
-        raise ArgumentError("word_lengths and char_lengths need token_lengths beside them; give those, or none")
+        raise ArgumentError("word_lengths and char_lengths need token_lengths too; give those, or none of the three")

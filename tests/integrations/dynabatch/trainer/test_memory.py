@@ -9,9 +9,9 @@ from torch import nn
 from batchwright.errors import ArgumentError
 from batchwright.integrations._trainer_step import SafeSteps
 
-from .failing import fail_above
-from .models import MODELS, collate, make_examples, make_model
-from .trainers import exact_gradient, flat_gradient, make_sampler, make_trainer, relative_error, windows
+from ..failing import fail_above
+from ..models import MODELS, collate, make_examples, make_model
+from .training import exact_gradient, flat_gradient, make_sampler, make_trainer, relative_error, windows
 
 TOLERANCE = 1e-6
 

@@ -7,8 +7,8 @@ import pytest
 from batchwright.errors import ArgumentError
 from batchwright.integrations.dynabatch import scale_lr_for_dynabatch
 
-from .models import make_examples
-from .trainers import exact_gradient, make_sampler, make_trainer, relative_error, windows
+from ..models import make_examples
+from .training import exact_gradient, make_sampler, make_trainer, relative_error, windows
 
 
 def make_args(**options):

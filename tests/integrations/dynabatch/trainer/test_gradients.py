@@ -11,8 +11,8 @@ from transformers import Seq2SeqTrainer, Trainer
 from batchwright.errors import ArgumentError
 from batchwright.integrations.dynabatch import make_dynabatch_trainer
 
-from .models import MODELS, NUM_TOKENS, collate, make_examples
-from .trainers import exact_gradient, flat_gradient, make_sampler, make_trainer, relative_error, windows
+from ..models import MODELS, NUM_TOKENS, collate, make_examples
+from .training import exact_gradient, flat_gradient, make_sampler, make_trainer, relative_error, windows
 
 TOLERANCE = 1e-6  # norms of T5 and Llama, and the loss of causal models, round to float32 whatever runs
 

@@ -10,9 +10,9 @@ from transformers import Trainer
 from batchwright.errors import ArgumentError, LengthsError
 from batchwright.integrations.dynabatch import DynabatchTrainerMixin, make_dynabatch_trainer
 
-from ...processes import run_ranks
-from .models import collate, make_examples, make_model
-from .trainers import make_sampler, make_trainer
+from ....processes import run_ranks
+from ..models import collate, make_examples, make_model
+from .training import make_sampler, make_trainer
 
 
 def recording(seen, examples):
@@ -161,7 +161,7 @@ def test_the_mixin_can_be_inherited_from_directly(tmp_path):
 
 
 def test_two_ranks_see_every_example_once_and_train_as_one_would(tmp_path):
-    outputs = run_ranks("tests.integrations.dynabatch.ranks", 2, tmp_path / "store")
+    outputs = run_ranks("tests.integrations.dynabatch.trainer.ranks", 2, tmp_path / "store")
     assert all(output.count("updates exact") == 4 for output in outputs)
 
 

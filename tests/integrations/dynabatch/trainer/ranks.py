@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ...processes import leave_group
-from .failing import fail_above
-from .models import MODELS, collate, make_examples, make_model
-from .trainers import exact_gradient, make_sampler, make_trainer, relative_error
+from ....processes import leave_group
+from ..failing import fail_above
+from ..models import MODELS, collate, make_examples, make_model
+from .training import exact_gradient, make_sampler, make_trainer, relative_error
 
 
 def agree_on_port(store, rank):

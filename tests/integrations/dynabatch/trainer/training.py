@@ -8,7 +8,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, Trai
 
 from batchwright.integrations.dynabatch import DynaBatchSampler, make_dynabatch_trainer
 
-from .models import MODELS, collate, make_examples, make_model
+from ..models import MODELS, collate, make_examples, make_model
 
 ARGUMENTS = {Seq2SeqTrainer: Seq2SeqTrainingArguments}
 
