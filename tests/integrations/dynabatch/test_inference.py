@@ -36,7 +36,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory.")
 
 
 def limited(model, most, error=OUT_OF_MEMORY):
-    """Let a model generate for so many rows at once; remember what it was asked for."""
+    """Let a model generate for at most this many rows at once; remember what it was asked for."""
     generate, calls = model.generate, []
 
     def run(**kwargs):
@@ -223,7 +223,7 @@ def test_importing_changes_no_environment_variable_and_loads_no_transformers():
     assert done.stdout.split() == ["True", "False"]
 
 
-# Pieces of a batch, whatever else lies in it, and their results put together.
+# Pieces of a batch, whatever else it holds, and their joined results.
 
 
 def test_tensors_and_lists_of_examples_are_cut_and_the_rest_is_copied():

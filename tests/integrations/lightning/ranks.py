@@ -1,4 +1,4 @@
-"""Run by test_lightning in two processes: DDP on gloo under a Trainer, one rank runs out of memory."""
+"""Run by test_updates in two processes: DDP on gloo under a Trainer, one rank runs out of memory."""
 
 import os
 import sys
@@ -84,7 +84,7 @@ def fit(make_sampler, *callbacks, num_ooms=0, ckpt_path=None):
     data = PlannedDataModule(DataLoader(DATA, batch_sampler=make_sampler()), val=val)
     trainer.fit(model, data, ckpt_path=ckpt_path)
     logged = float(trainer.callback_metrics["batchwright/ooms"])
-    assert [logged] * 2 == gather(batching.num_ooms, 2), "the figure is that of all ranks"
+    assert [logged] * 2 == gather(batching.num_ooms, 2), "the figure counts all ranks"
     return model, batching
 
 
@@ -115,9 +115,9 @@ def check(make_sampler, path, rank, world_size):
     assert batching.num_ooms > 0  # of the last rank, known to all
     steps = list(zip(*gather(model.batches, world_size), strict=True))
     seen = sorted(index for step in steps for batch in step for index in batch)
-    assert seen == sorted([*range(61), *range(61)]), "every example once an epoch, over all ranks"
+    assert seen == sorted([*range(61), *range(61)]), "every example once per epoch, over all ranks"
     validated = sorted(index for batches in gather(model.validated, world_size) for batch in batches for index in batch)
-    assert validated == sorted([*range(61), *range(61)]), "validated once an epoch, over all ranks"
+    assert validated == sorted([*range(61), *range(61)]), "validated once per epoch, over all ranks"
     end = flat(model)
     assert all(torch.equal(end, other) for other in gather(end, world_size)), "ranks drifted apart"
     assert torch.allclose(end, reference(steps), rtol=1e-9, atol=1e-12), "not the update of one process"

@@ -1,4 +1,4 @@
-"""Run by test_trainer_loader in two processes: DDP on gloo, where ranks run out of memory on their own."""
+"""Run by test_loader in two processes: DDP on gloo, where ranks run out of memory on their own."""
 
 import os
 import socket

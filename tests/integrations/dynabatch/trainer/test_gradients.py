@@ -1,4 +1,4 @@
-"""The gradient of an update is that of the mean over its labels, whatever the sizes of the micro-batches."""
+"""An update uses the gradient of the mean over its labels, whatever the sizes of the micro-batches."""
 
 import copy
 from functools import partial
@@ -119,7 +119,7 @@ def test_seq2seq_trainers_work_and_evaluation_is_left_alone(tmp_path):
 
 
 class Regressor(torch.nn.Module):
-    """A model of images whose loss is no mean over labels."""
+    """A model of images whose loss is not a mean over labels."""
 
     def __init__(self):
         super().__init__()

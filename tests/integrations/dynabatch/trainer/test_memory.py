@@ -22,7 +22,7 @@ def expected_gradients(name, examples, window):
 
 
 def run(name, folder, most, where="backward", window=2, **options):
-    """Train an epoch on a model that takes so many rows at once."""
+    """Train an epoch on a model that takes at most this many rows at once."""
     examples, model = make_examples(causal=MODELS[name][3]), make_model(name)
     shapes = fail_above(model, most, where)
     options = {"oom_fallback": "split_retry", "gradient_accumulation_steps": window, **options}
@@ -115,7 +115,7 @@ def make_batch(num=6):
 
 
 def step_of(failures=0):
-    """Return a step that fails so many times, after its backward pass, and the sizes it was given."""
+    """Return a step that fails this many times, after its backward pass, and the sizes it was given."""
     sizes, left = [], [failures]
 
     def step(module, part):
