@@ -48,6 +48,15 @@ def test_batches_grow_within_the_range_and_the_threshold():
     assert predicted[1:].max() <= 0.9
 
 
+def test_numbers_of_numpy_are_kept_as_plain_ones():
+    two = np.int64(2)
+    numbers = {"threshold": np.float32(0.5), "shuffle_seed": two, "rank": two - 1, "world_size": two}
+    sampler = make(batch_size=np.int64(8), **numbers)
+    plain = make(batch_size=8, **{name: number.item() for name, number in numbers.items()})
+    assert json.dumps(sampler.state_dict()) == json.dumps(plain.state_dict())
+    assert json.dumps(sampler.for_rank(np.int64(0), np.int64(4)).state_dict())
+
+
 def test_static_mode_gives_every_batch_the_batch_size():
     assert sizes(make(LENGTHS[:30], dynamic_batch_mode=False, keep_batch_size_even=True)) == [8, 8, 8, 6]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from ..._checks import as_whole
 from ..._optional import require
 from ...serve import Batcher
 
@@ -54,7 +55,8 @@ def batched_deployment(
 
     # Never started: it finds mistakes in the options here, and not in a replica.
     batcher: Batcher[Any, Any] = Batcher(run, **batcher_options)
-    room = batcher.settings.max_queue + batcher_options.get("num_workers", 1) * batcher.settings.max_items
+    num_workers = as_whole("num_workers", batcher_options.get("num_workers", 1), least=1)
+    room = batcher.settings.max_queue + num_workers * batcher.settings.max_items
     options = {"max_ongoing_requests": room, **(deployment_options or {})}
     if options.get("user_config") is not None:
         check_user_config(options["user_config"], run, batcher)
