@@ -10,7 +10,7 @@ def raise_error(error):
 
 
 def fail_above(model, most, where, error=ERROR, rows=None):
-    """Let a model run at most so many rows at once; return the shapes it was asked for.
+    """Let a model run at most this many rows at once; return the shapes it was asked for.
 
     In the backward pass the error comes at the embeddings, when nearly every parameter has its gradient already.
     """

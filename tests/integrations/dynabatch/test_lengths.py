@@ -3,7 +3,7 @@
 import pytest
 
 from batchwright.errors import ArgumentError, LengthsError
-from batchwright.integrations.dynabatch import _lengths, compute_lengths
+from batchwright.integrations.dynabatch import compute_lengths, lengths
 
 from .tokenizers import SlowTokenizer, make_fast
 
@@ -33,9 +33,9 @@ def test_lists_of_plain_numbers_come_back():
 def test_a_slow_tokenizer_is_run_in_processes_and_says_the_same(monkeypatch):
     texts = ["abc def ghi"[: 1 + number % 11] for number in range(300)]
     here = compute_lengths(texts, SlowTokenizer(), 6, progress=False)
-    monkeypatch.setattr(_lengths, "MIN_TEXTS_FOR_WORKERS", 1)
-    assert _lengths._num_processes(SlowTokenizer(), 300, 2) == 2
-    assert _lengths._num_processes(make_fast(), 300, 2) == 0  # it has threads of its own
+    monkeypatch.setattr(lengths, "MIN_TEXTS_FOR_WORKERS", 1)
+    assert lengths._num_processes(SlowTokenizer(), 300, 2) == 2
+    assert lengths._num_processes(make_fast(), 300, 2) == 0  # it has threads of its own
     assert compute_lengths(texts, SlowTokenizer(), 6, 2, progress=False) == here
 
 

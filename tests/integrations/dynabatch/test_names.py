@@ -47,7 +47,7 @@ def plain(parameter):
 
 
 def signature_of(function):
-    """Return names, order and defaults; options of our own come by keyword alone and are left out."""
+    """Return names, order and defaults; our own options are keyword-only and left out."""
     parameters = inspect.signature(function).parameters.values()
     has_star = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     return ", ".join(plain(p) for p in parameters if has_star or p.kind is not p.KEYWORD_ONLY)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from batchwright.errors import ArgumentError, LengthsError
-from batchwright.integrations.dynabatch import DynaBatchSampler, _choose, dynabatch_sampler
-from batchwright.integrations.dynabatch._prior import relative_memory
+from batchwright.integrations.dynabatch import DynaBatchSampler, _longest_first, dynabatch_sampler
+from batchwright.integrations.dynabatch._longest_first import relative_memory
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(np.log(24), 0.8, 4000), 1, 512).astype(int)
 
@@ -30,8 +30,8 @@ def test_ddp_ranks_share_the_batches_and_steps_are_balanced():
     assert sorted(index for batches in taken for batch in batches for index in batch) == list(range(4000))
     assert len({len(batches) for batches in taken}) == 1
     # Ranks wait for the slowest of a step; its batches are neighbours in cost, as the order for one rank's are not.
-    alone = make(shuffle=True, max_batch_range=8.0)
-    assert ranks[0].report().straggler_waste < 0.6 * alone.plan.report(world_size=4).straggler_waste
+    single = make(shuffle=True, max_batch_range=8.0)
+    assert ranks[0].report().straggler_waste < 0.6 * single.plan.report(world_size=4).straggler_waste
 
 
 def test_resume_continues_in_the_middle_of_an_epoch():
@@ -151,9 +151,9 @@ def test_invalid_numbers_are_refused_by_name(name, value):
 
 
 def test_lists_of_lengths_must_match():
-    with pytest.raises(LengthsError, match="token_lengths must give one number a text, 3, got 2"):
+    with pytest.raises(LengthsError, match="token_lengths must have one number per text, 3, got 2"):
         dynabatch_sampler(["a"] * 3, None, 2, token_lengths=[1, 2])
-    with pytest.raises(LengthsError, match="word_lengths must give one number an example, 2, got 3"):
+    with pytest.raises(LengthsError, match="word_lengths must have one number per example, 2, got 3"):
         DynaBatchSampler([1, 2], [1, 2, 3], None, 2)
     with pytest.raises(LengthsError, match="char_lengths must be whole numbers"):
         DynaBatchSampler([1, 2], [1, 2], [0.5, 1], 2)
@@ -167,13 +167,13 @@ def test_sequences_above_the_limit_are_warned_about():
 
 
 def test_the_length_of_labels_can_be_an_axis():
-    # Two short sources with long targets: by the source alone they would share a batch with many others.
+    # Two short sources with long targets: judged only by the source, they would share a batch with many others.
     source, target = np.full(90, 10), np.full(90, 10)
     target[:2] = 500
     pairs = make(np.stack([source, target], axis=1), 2, max_batch_range=8.0, task="train")
     assert sorted(pairs.batches[0]) == [0, 1]
     assert make(source, 2, max_batch_range=8.0, task="train").batches[0] == [0, 1]
-    assert max(sizes(pairs)) == 16  # the others grow beside them
+    assert max(sizes(pairs)) == 16  # the others still grow
     assert max(sizes(make(source, 2, max_batch_range=8.0, task="train"))) == 2
 
 
@@ -210,7 +210,7 @@ def test_planning_asks_for_few_predictions_however_many_batches(monkeypatch):
         calls.append(np.size(num_items))
         return relative_memory(num_items, *args, **options)
 
-    monkeypatch.setattr(_choose, "relative_memory", counted)
+    monkeypatch.setattr(_longest_first, "relative_memory", counted)
     for num in (400, 4000, 40_000):
         calls.clear()
         make(np.resize(LENGTHS, num), max_batch_range=8.0)

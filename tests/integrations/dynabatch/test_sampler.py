@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import batchwright as bw
 from batchwright.errors import ArgumentError, StateMismatchError
 from batchwright.integrations.dynabatch import DynaBatchSampler
-from batchwright.integrations.dynabatch._prior import relative_memory
+from batchwright.integrations.dynabatch._longest_first import relative_memory
 from batchwright.testing import check_batch_sampler
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3.2, 0.8, 400), 1, 200).astype(int)
@@ -46,6 +46,15 @@ def test_batches_grow_within_the_range_and_the_threshold():
     assert max(sizes(sampler)) > 8
     assert max(sizes(sampler)) <= 24
     assert predicted[1:].max() <= 0.9
+
+
+def test_numbers_of_numpy_are_kept_as_plain_ones():
+    two = np.int64(2)
+    numbers = {"threshold": np.float32(0.5), "shuffle_seed": two, "rank": two - 1, "world_size": two}
+    sampler = make(batch_size=np.int64(8), **numbers)
+    plain = make(batch_size=8, **{name: number.item() for name, number in numbers.items()})
+    assert json.dumps(sampler.state_dict()) == json.dumps(plain.state_dict())
+    assert json.dumps(sampler.for_rank(np.int64(0), np.int64(4)).state_dict())
 
 
 def test_static_mode_gives_every_batch_the_batch_size():
@@ -85,7 +94,7 @@ def test_debug_prints_a_line_a_batch(capsys):
     sampler = make([9, 8, 7, 1, 1], batch_size=2, debug=True, task="train")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(sampler)
-    # 2 items of length 7, beside 2 of length 9.
+    # 2 items of length 7, compared with 2 of length 9.
     assert lines[1] == "batch 2: 2 items, longest 7, predicted 0.78 of the first batch"
 
 
@@ -100,7 +109,7 @@ def test_saved_features_describe_every_candidate_of_every_later_batch():
     sampler = DynaBatchSampler(lengths, [5, 4, 3, 2], [50, 40, 30, 20], 2, **options)
     (features,) = sampler.input_features  # one table a batch but for the first
     assert features["batch_size_y"] == [2, 3, 4]
-    # Two items are left, so all candidates hold the same examples: 6 and 4 tokens beside 10 and 8.
+    # Two items are left, so all candidates hold the same examples: 6 and 4 tokens, compared with 10 and 8.
     assert features["token_sum_y"] == [10, 10, 10]
     assert features["token_max_diff"] == [0.6, 0.6, 0.6]
     assert features["word_mean_x"] == [4.5, 4.5, 4.5]
@@ -135,9 +144,9 @@ def test_a_state_survives_json_and_continues_on_other_ranks():
     iterators = [iter(sampler) for sampler in old]
     before = [index for iterator in iterators for batch in islice(iterator, 7) for index in batch]
     state = json.loads(json.dumps(old[0].state_dict()))
-    alone = make(shuffle=True)
-    alone.load_state_dict(state)
-    after = [index for batch in alone for index in batch]
+    single = make(shuffle=True)
+    single.load_state_dict(state)
+    after = [index for batch in single for index in batch]
     assert sorted(before + after) == list(range(400))
 
 

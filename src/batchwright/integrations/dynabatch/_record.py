@@ -1,4 +1,4 @@
-"""What a sampler decided and from which figures: for ``debug`` and ``save_input_features``."""
+"""How a sampler decided its sizes, and from which figures: for ``debug`` and ``save_input_features``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ..._types import FloatArray, IntArray
-from ._choose import SizeRule
+from ._longest_first import SizeRule
 
 Features = dict[str, list[Any]]
 
-# Candidate sizes for every unit of max_batch_range.
+# Candidate sizes per unit of max_batch_range.
 CANDIDATES_PER_UNIT = 20
 _STATISTICS = {"token": ("mean", "std", "sum", "max"), "word": ("mean", "sum", "max"), "char": ("sum",)}
 
 
 def candidate_sizes(batch_size: int, end_range: float) -> IntArray:
-    """Return the sizes that features are given for, from ``batch_size`` to ``batch_size × end_range``.
+    """Return the sizes to describe, from ``batch_size`` to ``batch_size × end_range``.
 
     >>> candidate_sizes(4, 2.0).tolist()
     [4, 5, 6, 7, 8]
@@ -31,16 +31,16 @@ def candidate_sizes(batch_size: int, end_range: float) -> IntArray:
 def input_features(
     lengths: dict[str, npt.NDArray[np.int32]], starts: IntArray, candidates: IntArray, rule: SizeRule
 ) -> list[Features]:
-    """Return the figures of every candidate size of every batch but the first, as columns of one table a batch.
+    """Return one table per batch except the first, with the figures of every candidate size as columns.
 
     ``_y`` is the candidate, ``_x`` the first batch and ``_diff`` their quotient; ``prediction`` is the memory relative
-    to the first batch. ``pandas.DataFrame(features)`` makes a frame of a table.
+    to the first batch. ``pandas.DataFrame(table)`` makes a frame of a table.
 
     Args:
-        lengths: by kind, longest example first; of several token axes their sum.
+        lengths: by kind, longest example first; several token axes are summed.
         starts: where each batch starts.
         candidates: the sizes to describe.
-        rule: what predicts the memory.
+        rule: predicts the memory.
     """
     sums = {kind: _Sums(values) for kind, values in lengths.items()}
     first = {kind: table.between(0, np.array([rule.batch_size])) for kind, table in sums.items()}
@@ -60,7 +60,7 @@ def input_features(
 
 
 def decisions(sizes: IntArray, longest: IntArray, rule: SizeRule | None) -> Iterator[str]:
-    """Return a line about every batch, longest first."""
+    """Yield one line per batch, longest first."""
     for number, (size, length) in enumerate(zip(sizes.tolist(), longest.tolist(), strict=True), start=1):
         line = f"batch {number}: {size} items, longest {length}"
         if rule is not None:
@@ -80,7 +80,7 @@ def _compared(kind: str, mine: dict[str, FloatArray], first: dict[str, FloatArra
 
 
 class _Sums:
-    """Running sums, from which the figures of any run of examples follow at once."""
+    """Running sums, which give the figures of any run of examples without another pass."""
 
     def __init__(self, values: npt.NDArray[np.int32]) -> None:
         self._values = values
@@ -89,11 +89,12 @@ class _Sums:
         self._squares = np.concatenate([[0.0], np.cumsum(exact**2)])
 
     def between(self, start: int, counts: IntArray) -> dict[str, FloatArray]:
-        """Return the figures of the first 1, 2, … examples from a place, for each count."""
+        """Return the figures of the next ``count`` examples from a place, for each count."""
         stops = np.minimum(start + counts, len(self._values))
         num = stops - start
         total = self._sums[stops] - self._sums[start]
         squares = self._squares[stops] - self._squares[start]
         tops = np.maximum.accumulate(self._values[start : int(stops.max())])
+        # Var = E[x²] - E[x]², which rounding may push below zero.
         spread = np.sqrt(np.maximum(squares / num - (total / num) ** 2, 0.0))
         return {"sum": total, "mean": total / num, "std": spread, "max": tops[num - 1].astype(np.float64)}

@@ -1,5 +1,275 @@
-"""The module in which dynabatch keeps its sampler class."""
+"""``DynaBatchSampler``: longest examples first, and larger batches as they get shorter."""
 
-from ._sampler import DynaBatchSampler as DynaBatchSampler
+from __future__ import annotations
 
-__all__ = ["DynaBatchSampler"]
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar, final, get_args
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Sampler
+
+from ..._checks import as_number, as_whole, check_choice, check_ranks, read_whole
+from ..._lengths import as_lengths
+from ...errors import LengthsError
+from ...plan import BatchSampler, MaxItems, Plan, PlanReport
+from ...plan._prior import Task
+from ...plan.shapes import SizeRounding
+from ._longest_first import LongestFirst, SizeRule
+from ._record import Features, candidate_sizes, decisions, input_features
+
+Item = TypeVar("Item")
+
+
+@final
+class DynaBatchSampler(Sampler[list[int]]):
+    """Batches for ``DataLoader(dataset, batch_sampler=sampler)``: sorted by length, growing under a memory limit.
+
+    The first batch holds exactly the ``min_batch_size`` longest examples. A later batch takes the most items whose
+    predicted memory, relative to the first, is at most ``threshold``. Even sizes, friendly sizes and smoothing only
+    ever make it smaller; the last batch takes the rest, however few or many.
+
+    ``iter()`` fixes its epoch and does not disturb other iterators; exhausting it moves to the next epoch.
+
+    Args:
+        token_lengths: integers of 1 or more, ``(N,)``, or ``(N, axes)`` where axes such as source and target are padded
+            separately. A lazy column is read once.
+        word_lengths: used only in ``input_features``, or None.
+        char_lengths: used only in ``input_features``, or None.
+        min_batch_size: items of the first batch: the most of the longest examples that run safely.
+        shuffle: shuffle the batches, and the examples inside them, in every epoch; examples of equal length change
+            batches.
+        threshold: the most memory of a grown batch, relative to the first.
+        max_batch_range: a batch has at most ``min_batch_size × max_batch_range`` items; below 1 counts as 1.
+        shuffle_seed: the same seed, epoch and lengths give the same batches on every machine.
+        shuffle_keep_first_n: this many of the longest batches come first, in every epoch.
+        keep_batch_size_even: round sizes down to even numbers, except for the first batch and the last.
+        friendly_batch_size: likewise, round sizes down to 2^n or 3·2^n.
+        dynamic_batch_mode: False gives every batch ``min_batch_size`` items.
+        smooth_batches: limit how much larger a batch is than the one before it.
+        smooth_batches_max_diff: this limit as a share of ``min_batch_size``; at least one item, or two for even sizes.
+        debug: print a line about every batch.
+        save_input_features: keep the figures of every decision in ``input_features``.
+        rank: this process, from 0.
+        world_size: the number of processes; each takes every ``world_size``-th batch, all take equally many.
+        task: what the prediction is for: ``"generate"``, the more cautious one, or ``"train"``, under which batches of
+            short examples grow further.
+        max_new_tokens: tokens generated per example; None assumes half the longest input.
+        drop_last: leave out a last batch that is smaller than the one before it, and batches that fill no step.
+
+    >>> sampler = DynaBatchSampler([9, 2, 2, 7, 2, 8, 1], None, None, 2, task="train")
+    >>> list(sampler)
+    [[0, 5], [3, 1], [2, 4, 6]]
+    """
+
+    def __init__(
+        self,
+        token_lengths: Any,
+        word_lengths: Any,
+        char_lengths: Any,
+        min_batch_size: int,
+        shuffle: bool = False,
+        threshold: float = 0.7,
+        max_batch_range: float = 2.0,
+        shuffle_seed: int = 21,
+        shuffle_keep_first_n: int = 5,
+        keep_batch_size_even: bool = False,
+        friendly_batch_size: bool = False,
+        dynamic_batch_mode: bool = True,
+        smooth_batches: bool = True,
+        smooth_batches_max_diff: float = 0.2,
+        debug: bool = False,
+        save_input_features: bool = False,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        task: Task = "generate",
+        max_new_tokens: int | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        rank, world_size = check_ranks(rank, world_size)
+        self.min_batch_size = as_whole("min_batch_size", min_batch_size, least=1)
+        self.shuffle = bool(shuffle)
+        self.threshold = as_number("threshold", threshold, least=0)
+        self.batch_start_range = 1.0
+        self.batch_end_range = max(as_number("max_batch_range", max_batch_range, least=0), 1.0)
+        self.max_batch_size = int(self.batch_end_range * self.min_batch_size)
+        self.shuffle_seed = as_whole("shuffle_seed", shuffle_seed, least=0)
+        self.shuffle_keep_first_n = as_whole("shuffle_keep_first_n", shuffle_keep_first_n, least=0)
+        self.keep_batch_size_even = bool(keep_batch_size_even)
+        self.friendly_batch_size = bool(friendly_batch_size)
+        self.dynamic_batch_mode = bool(dynamic_batch_mode)
+        self.smooth_batches = bool(smooth_batches)
+        self.smooth_batches_max_diff = as_number("smooth_batches_max_diff", smooth_batches_max_diff, least=0)
+        self.debug = bool(debug)
+        self.save_input_features = bool(save_input_features)
+        check_choice("task", task, get_args(Task))
+        self.task: Task = task
+        self.max_new_tokens = None if max_new_tokens is None else as_whole("max_new_tokens", max_new_tokens, least=1)
+        self.drop_last = bool(drop_last)
+        self._lengths = _check_lengths(token_lengths, word_lengths, char_lengths)
+        self._inner = self._make_inner(rank, world_size, balance_over=world_size)
+        self.input_features: list[Features] = []
+        self._record()
+
+    @property
+    def batches(self) -> list[list[int]]:
+        """Return the rest of the current epoch, for all ranks, as a new list of lists."""
+        return list(self.plan)  # type: ignore[arg-type]  # rows are never packed here
+
+    @property
+    def is_first_shuffle(self) -> bool:
+        """Return whether the first epoch is not finished yet."""
+        return self.epoch == 0
+
+    @property
+    def num_examples(self) -> int:
+        """Return how many examples there are: the length of the data set to load."""
+        return len(self._lengths["token"])
+
+    @property
+    def rank(self) -> int:
+        """Return this process, from 0."""
+        return self._inner.rank
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of processes."""
+        return self._inner.world_size
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch the next ``iter()`` runs."""
+        return self._inner.epoch
+
+    @property
+    def plan(self) -> Plan:
+        """Return the rest of the current epoch, for all ranks."""
+        return self._inner.plan
+
+    def report(self) -> PlanReport:
+        """Measure the current epoch: padding, shapes, recurrence of neighbours, waiting of ranks."""
+        return self._inner.report()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch; a position restored within that same epoch is kept."""
+        self._inner.set_epoch(epoch)
+
+    def track(self, loader: Iterable[Item]) -> Iterator[Item]:
+        """Iterate over a loader of this sampler; states then count what the loop received, not what was prefetched."""
+        return self._inner.track(loader)
+
+    def for_rank(self, rank: int, world_size: int, *, drop_last: bool = False) -> DynaBatchSampler:
+        """Return a sampler of the same data and settings at the start of the same epoch, for one process of several."""
+        rank, world_size = check_ranks(rank, world_size)
+        other = copy.copy(self)
+        other.drop_last = self.drop_last or drop_last
+        other._inner = other._make_inner(rank, world_size, balance_over=world_size)
+        other.set_epoch(self.epoch)
+        return other
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._inner)  # type: ignore[arg-type]  # rows are never packed here
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the newest iterator, as JSON values; it continues on any number of ranks."""
+        return {**self._inner.state_dict(), "balance_over": self._grouping.balance_over}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was taken.
+
+        Raises:
+            StateMismatchError: the state belongs to other lengths or settings; the sampler stays as it was.
+        """
+        balance_over = read_whole(state, "balance_over")
+        inner = self._inner
+        if balance_over != self._grouping.balance_over:
+            # The order of the batches follows from the number of ranks on which the epoch began.
+            inner = self._make_inner(self.rank, self.world_size, balance_over=max(1, balance_over))
+        inner.load_state_dict(state)
+        self._inner = inner
+
+    @property
+    def _grouping(self) -> LongestFirst:
+        grouping = self._inner.settings.grouping
+        assert isinstance(grouping, LongestFirst)
+        return grouping
+
+    def _make_inner(self, rank: int, world_size: int, *, balance_over: int) -> BatchSampler:
+        return BatchSampler(
+            self._lengths["token"],
+            MaxItems(self.max_batch_size),
+            rank=rank,
+            world_size=world_size,
+            grouping=LongestFirst(
+                rule=self._rule if self.dynamic_batch_mode else None,
+                batch_size=self.min_batch_size,
+                keep_first=self.shuffle_keep_first_n,
+                drop_last=self.drop_last,
+                balance_over=balance_over,
+            ),
+            shuffle=self.shuffle,
+            seed=self.shuffle_seed,
+            size_multiple_of=self._rounding.multiple_of,
+            size_ladder=self._rounding.ladder,
+            remainder="drop" if self.drop_last else "spread",
+        )
+
+    @property
+    def _rule(self) -> SizeRule:
+        max_diff = self.smooth_batches_max_diff if self.smooth_batches else None
+        sizes = (self.min_batch_size, self.max_batch_size)
+        return SizeRule(*sizes, self.threshold, max_diff, self.task, self.max_new_tokens)
+
+    @property
+    def _rounding(self) -> SizeRounding:
+        return SizeRounding(2 if self.keep_batch_size_even else 1, "pow2x3" if self.friendly_batch_size else None)
+
+    def _record(self) -> None:
+        """Keep or print how every batch was decided, longest first."""
+        if not (self.debug or (self.save_input_features and self.dynamic_batch_mode)):
+            return
+        tokens = self._lengths["token"]
+        order = np.argsort(-tokens.sum(axis=1, dtype=np.int64), kind="stable")
+        sizes = self._grouping.sizes(tokens[order], self._rounding)
+        starts = np.cumsum(sizes) - sizes
+        if self.debug:
+            widths = np.maximum.reduceat(tokens[order], starts, axis=0).sum(axis=1)
+            print(*decisions(sizes, widths, self._grouping.rule), sep="\n")
+        if self.save_input_features and self.dynamic_batch_mode:
+            sorted_lengths = {kind: values[order] for kind, values in self._lengths.items()}
+            sorted_lengths["token"] = tokens[order].sum(axis=1)
+            candidates = candidate_sizes(self.min_batch_size, self.batch_end_range)
+            self.input_features = input_features(sorted_lengths, starts, candidates, self._rule)
+
+
+def as_array(values: Any) -> npt.NDArray[Any]:
+    """Return lengths as an array, read at once: reading a column of a data set one by one is slow.
+
+    >>> as_array((3, 5)).tolist()
+    [3, 5]
+    """
+    if not isinstance(values, np.ndarray | list | tuple) and not hasattr(values, "__array__"):
+        values = values[:] if hasattr(values, "__getitem__") else list(values)
+    return np.asarray(values)
+
+
+def _check_lengths(token_lengths: Any, word_lengths: Any, char_lengths: Any) -> dict[str, npt.NDArray[np.int32]]:
+    """Return the lengths by name, tokens of shape ``(N, axes)``; words and characters where they are given."""
+    lengths = {"token": as_lengths(as_array(token_lengths))}
+    for name, given in (("word", word_lengths), ("char", char_lengths)):
+        if given is None:
+            continue
+        array = as_array(given)
+        if len(array) != len(lengths["token"]):
+            raise LengthsError(
+                f"{name}_lengths must have one number per example, {len(lengths['token'])}, got {len(array)}"
+            )
+        if not np.issubdtype(array.dtype, np.integer) or array.min() < 0:
+            raise LengthsError(f"{name}_lengths must be whole numbers of 0 or more, got {array.dtype}")
+        lengths[name] = array.astype(np.int32)
+    return lengths

@@ -1,0 +1,191 @@
+"""``prepare``: an Accelerator's model, optimizer and data with exact updates, and the settings it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import accelerate
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from ...errors import ArgumentError
+from ...step import Stepper
+from ...step.losses import LossFunction
+from .._options import check_options, move_after_collate
+from .._ranked import controller_of, give_rank, sampler_of
+from .training import AcceleratedStepper, Prepared, PreparedLoader
+
+_REFUSED = {
+    "DEEPSPEED": "DeepSpeed runs its own update",
+    "MEGATRON_LM": "Megatron-LM runs its own update",
+    "FSDP": "its gradients are averaged before Stepper can weigh them",
+    "XLA": "its gradients are reduced inside the optimizer",
+}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def prepare(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Any,
+    loader: Any,
+    *,
+    loss_fn: LossFunction,
+    scheduler: Any = None,
+    controller: Any = None,
+    **stepper_options: Any,
+) -> Prepared:
+    """Prepare for training with an Accelerator; after that, ``stepper.step(batch)`` is a whole, exact update.
+
+    Accelerate places and wraps the model and the optimizer and sets the precision. ``stepper.step`` replaces
+    ``accelerator.backward``, clipping, ``optimizer.step`` and ``scheduler.step``; ``accelerator.accumulate`` is not
+    needed.
+
+    Accelerate does not divide a loader that has a batchwright sampler. The sampler is told its rank and world size and
+    divides the data itself: every example once per epoch over all ranks, in equally many steps. Accelerate prepares
+    other loaders as usual.
+
+    ``accelerator.save_state`` saves the position in the epoch, what the stepper learned and the controller's state.
+    After ``accelerator.load_state`` the loop continues with the very next batch:
+    ``for epoch in range(loader.epoch, num_epochs)``. All ranks get what the first rank learned about memory.
+
+    Args:
+        accelerator: on one device or with DDP; DeepSpeed, Megatron-LM, FSDP and gradient accumulation are refused.
+        model: the model to train, prepared already or not.
+        optimizer: the optimizer of its parameters, prepared already or not.
+        loader: a ``DataLoader`` with ``batch_sampler=`` a ``BatchSampler`` or ``ResizableBatchSampler``, what
+            ``regroup`` made, or any other ``DataLoader``.
+        loss_fn: ``loss_fn(model, micro_batch) -> (loss_sum, weight)``, as for ``Stepper``.
+        scheduler: the schedule of the learning rate, advanced after every update. It counts the batches of the loader
+            as given: if ``prepare`` divides them over W ranks, it advances W times per update, as in Accelerate; with
+            a ``ResizableBatchSampler``, or a sampler made for this rank, once.
+        controller: observes every update; None takes the sampler's.
+        **stepper_options: options of ``Stepper``, such as ``micro_batch``, ``clip_norm`` or ``collate``;
+            ``mixed_precision="fp16"`` needs ``weight_of``.
+
+    Returns:
+        ``(model, optimizer, loader, stepper)``.
+
+    >>> import torch, batchwright as bw
+    >>> model, data = nn.Linear(2, 1), torch.randn(10, 2)
+    >>> sampler = bw.BatchSampler([1] * 10, bw.MaxItems(4))
+    >>> model, optimizer, loader, stepper = prepare(
+    ...     accelerate.Accelerator(cpu=True),
+    ...     model,
+    ...     torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     DataLoader(data, batch_sampler=sampler),
+    ...     loss_fn=lambda model, batch: (model(batch).square().sum(), len(batch)),
+    ... )
+    >>> sorted(stepper.step(batch).batch_size for batch in loader)
+    [2, 4, 4]
+    """
+    _check_accelerator(accelerator)
+    check_options(stepper_options, "Accelerator(mixed_precision=…)")
+    sampler = sampler_of(loader)
+    if sampler is None and not isinstance(loader, DataLoader):
+        raise ArgumentError(f"loader must be a DataLoader or what regroup made, got {type(loader).__name__}")
+    if sampler is not None:
+        _check_data_settings(accelerator)
+    observer = controller_of(sampler, controller)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ArgumentError("ReduceLROnPlateau needs a metric; call its step yourself, after evaluation")
+
+    is_divided = sampler is not None and _divide(accelerator, loader, sampler)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    _check_model(model, accelerator.num_processes)
+    stepper = Stepper(
+        model,
+        optimizer.optimizer,  # the bare one: the prepared one would use the scaler a second time
+        loss_fn,
+        autocast=_autocast_of(accelerator),
+        scaler=accelerator.scaler,
+        **move_after_collate(stepper_options, _mover(accelerator, has_examples=False)),
+    )
+    if sampler is None:
+        prepared = accelerator.prepare(loader)
+    else:
+        move = _mover(accelerator, has_examples=stepper_options.get("collate") is not None)
+        prepared = PreparedLoader(loader, sampler, move)
+    if scheduler is not None:
+        scheduler = accelerator.prepare(scheduler)
+        scheduler.split_batches |= sampler is not None and not is_divided  # then it advances once per update
+    accelerated = AcceleratedStepper(stepper, optimizer, prepared, scheduler, observer)
+    accelerator.register_for_checkpointing(accelerated)
+    return Prepared(model, optimizer, prepared, accelerated)
+
+
+def _check_accelerator(accelerator: Any) -> None:
+    """Refuse an Accelerator whose settings would make an update something other than Stepper's."""
+    kind = accelerator.distributed_type.name
+    if kind in _REFUSED:
+        raise ArgumentError(f"prepare cannot work with {kind}: {_REFUSED[kind]}; use DDP or a single device")
+    parallel = accelerator.parallelism_config
+    if parallel is not None and (parallel.tp_enabled or parallel.cp_enabled):
+        raise ArgumentError(
+            "prepare cannot work with tensor or context parallelism: several ranks share an example; use DDP"
+        )
+    steps = accelerator.gradient_accumulation_steps
+    if steps != 1:
+        raise ArgumentError(
+            f"the Accelerator has gradient_accumulation_steps={steps}, but Stepper accumulates: a batch of the loader "
+            "is one update and runs in pieces that fit; leave it at 1 and let the sampler make larger batches"
+        )
+    if accelerator.mixed_precision not in ("no", *_DTYPES):
+        raise ArgumentError(
+            f"prepare works with mixed_precision 'no', 'bf16' and 'fp16', the Accelerator has "
+            f"{accelerator.mixed_precision!r}; choose one of the three"
+        )
+
+
+def _check_data_settings(accelerator: Any) -> None:
+    """Refuse settings by which Accelerate, and not the sampler, divides the data."""
+    if accelerator.split_batches or accelerator.dispatch_batches:
+        name = "split_batches" if accelerator.split_batches else "dispatch_batches"
+        raise ArgumentError(
+            f"the Accelerator has {name}=True, but a batchwright sampler divides the data over ranks itself; leave it "
+            "out, and for a batch size counted over all ranks use ResizableBatchSampler"
+        )
+
+
+def _check_model(model: nn.Module, world_size: int) -> None:
+    """Refuse a prepared model whose ranks Stepper would not see."""
+    if world_size > 1 and not isinstance(model, DistributedDataParallel):
+        raise ArgumentError(
+            f"Accelerate wrapped the model in {type(model).__name__}, but on several ranks Stepper needs "
+            "DistributedDataParallel; to compile, call torch.compile on the model before prepare"
+        )
+
+
+def _autocast_of(accelerator: Any) -> torch.dtype | None:
+    """Return the type of the forward pass, None where the Accelerator does not use autocast."""
+    handler = accelerator.autocast_handler
+    if not accelerator.native_amp or (handler is not None and not handler.enabled):
+        return None
+    return _DTYPES[accelerator.mixed_precision]
+
+
+def _divide(accelerator: Any, loader: Any, sampler: Any) -> bool:
+    """Give the sampler its rank; return whether each update now uses one batch of the loader per rank."""
+    changed = give_rank(
+        sampler,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        is_loader=sampler is loader,
+    )
+    # A sampler with a controller counts its batches over all ranks, however many there are.
+    return changed and not hasattr(sampler, "controller")
+
+
+def _mover(accelerator: Any, *, has_examples: bool) -> Callable[[Any], Any]:
+    """Return a function that puts a batch on the device; a list of examples waits until a micro-batch is collated."""
+
+    def move(batch: Any) -> Any:
+        if not accelerator.device_placement or (has_examples and isinstance(batch, list)):
+            return batch
+        return accelerate.utils.send_to_device(batch, accelerator.device, non_blocking=accelerator.non_blocking)
+
+    return move

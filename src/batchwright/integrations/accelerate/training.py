@@ -1,0 +1,182 @@
+"""What ``prepare`` returns: a loader of this rank's batches, and a stepper that runs exact updates on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+
+from ...errors import StateMismatchError
+from ...step import Stepper, StepReport
+from .._ranked import is_at_end, num_batches
+
+STATE_VERSION = 1
+
+
+@final
+class PreparedLoader:
+    """Yields the batches of a loader, moved to the device; its position in the epoch is the loop's.
+
+    ``for batch in loader`` runs one epoch, or the rest of it after ``accelerator.load_state``. Nothing is fetched
+    ahead except by the loader's own workers.
+    """
+
+    def __init__(self, loader: Any, sampler: Any, move: Callable[[Any], Any]) -> None:
+        self._loader = loader
+        self._sampler = sampler
+        self._move = move
+        self._num_left: int | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Return the current epoch, or the next one: ``for epoch in range(loader.epoch, num_epochs)``."""
+        return int(self._sampler.epoch)
+
+    @property
+    def sampler(self) -> Any:
+        """Return what the loader draws from."""
+        return self._sampler
+
+    @property
+    def is_at_end(self) -> bool:
+        """Return whether the newest batch is the last of its epoch; False where that cannot be known."""
+        return is_at_end(self._sampler, self._num_left)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch; a position restored within that same epoch is kept. Without it, epochs follow one another."""
+        self._sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __bool__(self) -> bool:
+        return True  # Python would otherwise ask len(), which not every sampler knows
+
+    def __iter__(self) -> Iterator[Any]:
+        self._num_left = num_batches(self._sampler)
+        begun = _BegunQuietly(self._loader, self._sampler)
+        for batch in self._sampler.track(begun) if hasattr(self._sampler, "track") else begun:
+            if self._num_left is not None:
+                self._num_left -= 1
+            yield self._move(batch)
+
+
+@final
+class AcceleratedStepper:
+    """Runs updates for ``prepare``; ``accelerator.save_state`` saves it with the sampler and the controller.
+
+    Attributes:
+        stepper: the ``Stepper``, for ``warm_up`` or for an update in parts.
+        scheduler: the prepared scheduler, None where none was given.
+        controller: what observes every update, None where there is none.
+    """
+
+    def __init__(self, stepper: Stepper, optimizer: Any, loader: Any, scheduler: Any, controller: Any) -> None:
+        self.stepper = stepper
+        self.scheduler = scheduler
+        self.controller = controller
+        self._optimizer = optimizer
+        self._loader = loader if isinstance(loader, PreparedLoader) else None
+        self._num_applied = 0
+        if optimizer.scaler is not None:  # only a scaler skips updates
+            optimizer.optimizer.register_step_post_hook(self._count)
+
+    def step(self, batch: Any) -> StepReport:
+        """Run one update on a batch of the loader, then advance the scheduler and let the controller observe.
+
+        A scaler that finds infinities skips the update, and the scheduler waits with it.
+        """
+        before = self._num_applied
+        report = self.stepper.step(batch)
+        if self._optimizer.scaler is not None:
+            # accelerator.optimizer_step_was_skipped reads this, and so do prepared schedulers.
+            self._optimizer._is_overflow = self._num_applied == before
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if self.controller is not None:
+            self.controller.observe(**self._completed(), **report.observation())
+        return report
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the sampler, the stepper and the controller, as JSON values."""
+        return {"version": STATE_VERSION, **{name: part.state_dict() for name, part in self._parts().items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was taken.
+
+        Raises:
+            StateMismatchError: the state has another version, or belongs to other parts than these.
+        """
+        parts = self._parts()
+        if state.get("version") != STATE_VERSION:
+            raise StateMismatchError(
+                f"the state of prepare has version {STATE_VERSION}, got {state.get('version')!r}; start without it"
+            )
+        saved = sorted(state.keys() - {"version"})
+        if saved != sorted(parts):
+            raise StateMismatchError(
+                f"the checkpoint holds the states of {', '.join(saved)}, here there are {', '.join(sorted(parts))}; "
+                "call prepare with the same parts"
+            )
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+
+    def _parts(self) -> dict[str, Any]:
+        sampler = None if self._loader is None else self._loader.sampler
+        parts = {"sampler": sampler, "stepper": self.stepper, "controller": self.controller}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def _completed(self) -> dict[str, int]:
+        """Return the completed epochs, where the loader knows them; the last update of an epoch completes it."""
+        if self._loader is None:
+            return {}
+        return {"epoch": self._loader.epoch + self._loader.is_at_end}
+
+    def _count(self, *_: Any) -> None:
+        self._num_applied += 1
+
+
+@final
+class Prepared(NamedTuple):
+    """What ``prepare`` returns."""
+
+    model: nn.Module
+    optimizer: Any
+    loader: Any
+    stepper: AcceleratedStepper
+
+
+@final
+class _BegunQuietly:
+    """A loader that leaves the random state as it was when it begins within an epoch.
+
+    A ``DataLoader`` draws a seed when it begins. An uninterrupted run draws it at the start of the epoch, so a resumed
+    one must not draw again.
+    """
+
+    def __init__(self, loader: Any, sampler: Any) -> None:
+        self._loader = loader
+        self._sampler = sampler
+        self.dataset = getattr(loader, "dataset", None)
+        self.in_order = getattr(loader, "in_order", True)
+
+    def __iter__(self) -> Iterator[Any]:
+        state = self._sampler.state_dict()
+        is_within = bool(state.get("position", state.get("consumed", 0)))
+        with _kept_random_state(is_kept=is_within):
+            iterator = iter(self._loader)
+            # regroup returns a generator, which begins its loader only when the first item is asked for.
+            first = list(islice(iterator, 1)) if isinstance(iterator, Generator) else []
+        return chain(first, iterator)
+
+
+@contextmanager
+def _kept_random_state(*, is_kept: bool) -> Iterator[None]:
+    before = torch.get_rng_state()
+    yield
+    if is_kept:
+        torch.set_rng_state(before)

@@ -1,0 +1,121 @@
+"""``compute_lengths``: tokens, words and characters of every text, and the texts cut to what the tokens cover."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..._checks import as_whole
+from ..._machine import num_cores
+from ...plan import measure_lengths
+
+# Measuring fewer texts takes less time than starting worker processes.
+MIN_TEXTS_FOR_WORKERS = 5_000
+_TEXTS_PER_CALL = 1_000
+
+
+def compute_lengths(
+    texts: Iterable[str],
+    tokenizer: Any,
+    max_length: int,
+    max_workers: int = 4,
+    *,
+    progress: bool = True,
+    cache: str | os.PathLike[str] | None = None,
+) -> tuple[list[int], list[int], list[int], list[str]]:
+    """Measure texts as a tokenizer that truncates to ``max_length`` sees them.
+
+    A fast tokenizer uses all cores by itself; only slow ones get worker processes. A text that is not cut counts whole,
+    including spaces at its end.
+
+    Args:
+        texts: one string per example.
+        tokenizer: a tokenizer of transformers, fast or slow.
+        max_length: texts are cut to this many tokens, special tokens included.
+        max_workers: the largest number of processes for a slow tokenizer.
+        progress: show a progress bar on stderr.
+        cache: a directory that keeps token lengths for the next run, or None.
+
+    Returns:
+        ``(token_lengths, word_lengths, char_lengths, truncated_texts)``, lists in the order of the texts.
+
+    >>> class Words:
+    ...     def __call__(self, texts, truncation=True, max_length=None, **options):
+    ...         return {"input_ids": [text.split()[:max_length] for text in texts]}
+    ...     def batch_decode(self, ids, **options):
+    ...         return [" ".join(row) for row in ids]
+    ...     convert_tokens_to_ids = get_vocab = None
+    >>> compute_lengths(["a b c d", "e"], Words(), 2, progress=False)
+    ([2, 1], [2, 1], [4, 1], ['a b ', 'e'])
+    """
+    texts = list(texts)
+    tokens = measure_tokens(texts, tokenizer, max_length, max_workers, progress=progress, cache=cache)
+    cut = truncated(texts, tokens, tokenizer, max_length)
+    return tokens.tolist(), [len(text.split()) for text in cut], [len(text) for text in cut], cut
+
+
+def measure_tokens(
+    texts: Sequence[str],
+    tokenizer: Any,
+    max_length: int,
+    max_workers: int,
+    *,
+    progress: bool,
+    cache: str | os.PathLike[str] | None,
+) -> npt.NDArray[np.int32]:
+    """Return only the token lengths, which is all that planning needs."""
+    max_length = as_whole("max_input_token_length", max_length, least=1)
+    workers = _num_processes(tokenizer, len(texts), max_workers)
+    return measure_lengths(texts, tokenizer, max_length=max_length, num_workers=workers, progress=progress, cache=cache)
+
+
+def truncated(texts: Sequence[str], tokens: npt.NDArray[np.int32], tokenizer: Any, max_length: int) -> list[str]:
+    """Return the texts cut to what their tokens cover; only those at the limit are tokenized again."""
+    cut = list(texts)
+    full = np.flatnonzero(tokens >= max_length).tolist()
+    ends = _ends_by_offsets if _gives_offsets(tokenizer) else _ends_by_decoding
+    for start in range(0, len(full), _TEXTS_PER_CALL):
+        places = full[start : start + _TEXTS_PER_CALL]
+        for place, end in zip(places, ends([cut[place] for place in places], tokenizer, max_length), strict=True):
+            cut[place] = cut[place][:end]
+    return cut
+
+
+def _num_processes(tokenizer: Any, num_texts: int, max_workers: int) -> int:
+    if getattr(tokenizer, "is_fast", False) or num_texts < MIN_TEXTS_FOR_WORKERS:
+        return 0
+    return min(num_cores(), as_whole("max_workers", max_workers, least=0))
+
+
+def _gives_offsets(tokenizer: Any) -> bool:
+    if not getattr(tokenizer, "is_fast", False):
+        return False
+    try:
+        return "offset_mapping" in tokenizer(["a"], return_offsets_mapping=True)
+    except (NotImplementedError, TypeError, ValueError):
+        return False
+
+
+def _ends_by_offsets(texts: list[str], tokenizer: Any, max_length: int) -> Iterator[int]:
+    encoded = _encode(texts, tokenizer, max_length, return_offsets_mapping=True)
+    for offsets in encoded["offset_mapping"]:
+        yield max((end for _, end in offsets), default=0)
+
+
+def _ends_by_decoding(texts: list[str], tokenizer: Any, max_length: int) -> Iterator[int]:
+    encoded = _encode(texts, tokenizer, max_length)
+    decoded = tokenizer.batch_decode(encoded["input_ids"], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    for text, visible in zip(texts, decoded, strict=True):
+        # Decoding may add or lose spaces at either end; the rest is as long as the part of the text it came from.
+        end = min(len(visible.strip()) + len(text) - len(text.lstrip()), len(text))
+        yield end + len(text[end:]) - len(text[end:].lstrip())
+
+
+def _encode(texts: list[str], tokenizer: Any, max_length: int, **options: Any) -> Any:
+    return tokenizer(
+        texts, truncation=True, max_length=max_length, verbose=False, return_attention_mask=False, **options
+    )

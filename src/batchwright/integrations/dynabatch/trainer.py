@@ -1,0 +1,299 @@
+"""Hugging Face trainers on a ``DynaBatchSampler``: exact gradients from uneven micro-batches, retries, ranks, resuming.
+
+Nothing here imports transformers: the mixin uses whatever trainer class it is mixed into.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import warnings
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias, final, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from ..._checks import as_whole, check_choice
+from ...errors import ArgumentError, LengthsError
+from ...size.learning_rate import Rule, get_rule
+from .._trainer_step import SafeSteps, Weighing, find_weighing, weighted
+from .sampler import DynaBatchSampler
+
+OOMFallbackStrategy: TypeAlias = Literal["split_retry", "skip", None]
+
+# What a loader is made of besides its data and batches; the trainer's own loader says how each is set.
+_LOADER_OPTIONS = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+
+
+class DynabatchTrainerMixin:
+    """Train on the batches of a ``DynaBatchSampler``: ``class MyTrainer(DynabatchTrainerMixin, Seq2SeqTrainer): ...``.
+
+    An update uses the gradient of the mean over all labels of its micro-batches, on all ranks, whatever their sizes. A
+    loss that divides by ``num_items_in_batch`` gives this by itself; where the loss ignores that number, each
+    micro-batch is weighted by its labels. The first micro-batch shows which of the two holds. A loss that is not a mean
+    over labels is weighted by examples, with a warning. FSDP, DeepSpeed, ``DataParallel`` and tensor parallelism keep
+    the trainer's own rule.
+
+    The ranks share the batches, and resuming in the middle of an epoch continues with the very next batch.
+
+    Args:
+        *args: arguments of the trainer.
+        dynabatch_sampler: the batches of ``train_dataset``.
+        auto_scale_lr: scale the learning rate once, by ``scale_lr_for_dynabatch``.
+        batch_size_key: the name of the input whose length is the number of examples.
+        oom_fallback: ``"split_retry"`` repeats a micro-batch that runs out of memory in smaller pieces, exactly;
+            ``"skip"`` leaves it out of the gradient, though its labels still count in the mean; None raises. Each
+            failure is logged as ``oom_failed``. With several micro-batches per update it needs memory for a second
+            gradient; under DDP, gradients are reduced after the backward pass, not during it.
+        oom_min_batch_size: the largest number of examples in a piece at the first retry, halved if it does not fit;
+            None takes the sampler's ``min_batch_size``. A single example that does not fit is left out, with a warning.
+        **kwargs: arguments of the trainer.
+    """
+
+    args: Any
+    accelerator: Any
+    model: Any
+    train_dataset: Any
+    current_gradient_accumulation_steps: int
+
+    def __init__(
+        self,
+        *args: Any,
+        dynabatch_sampler: Any,
+        auto_scale_lr: bool = False,
+        batch_size_key: str = "input_ids",
+        oom_fallback: OOMFallbackStrategy = None,
+        oom_min_batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_choice("oom_fallback", oom_fallback, get_args(OOMFallbackStrategy))
+        self._dynabatch_sampler = dynabatch_sampler
+        self._batch_size_key = batch_size_key
+        self._oom_fallback = oom_fallback
+        least = getattr(dynabatch_sampler, "min_batch_size", 1) if oom_min_batch_size is None else oom_min_batch_size
+        self._oom_min_batch_size = as_whole("oom_min_batch_size", least, least=1)
+        self._oom_failed_count = 0
+        self._weighing: Weighing | None = None
+        self._window_weight: Tensor | None = None
+        self._is_weighting = False
+        super().__init__(*args, **kwargs)
+        self._safe_steps = self._make_safe_steps()
+        if auto_scale_lr:
+            if not isinstance(self.train_dataset, Sized):
+                raise ArgumentError("auto_scale_lr=True needs a train_dataset with a length")
+            self.args = scale_lr_for_dynabatch(self.args, dynabatch_sampler, len(self.train_dataset))
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the trainer's own loader with the batches of the sampler, divided over the ranks."""
+        _check_dataset(self.train_dataset, self._dynabatch_sampler)
+        if getattr(self.args, "train_sampling_strategy", "random") != "random":
+            warnings.warn("train_sampling_strategy has no effect: dynabatch_sampler chooses the batches", stacklevel=2)
+        base = super().get_train_dataloader()  # type: ignore[misc]
+        group = self._parallel_size()
+        sampler = self._dynabatch_sampler.for_rank(
+            self.args.process_index // group,
+            max(1, self.args.world_size // group),
+            drop_last=self.args.dataloader_drop_last,
+        )
+        sampler.set_epoch(0)
+        options = {name: getattr(base, name) for name in _LOADER_OPTIONS}
+        return _EpochLoader(base.dataset, batch_sampler=sampler, **options)
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return SequentialSampler(self.train_dataset)  # for the loader that is replaced: the cheapest one
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """Return the micro-batches of an update; their total weight is kept."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self._window_weight = self._weigh(batches) if batches and self._can_weigh() else None
+        return batches, num_items
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """Return the loss; in training, its share of the mean over the update."""
+        if not self._is_weighting:
+            return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
+        assert self._weighing is not None
+        assert self._window_weight is not None
+        divides, weight = self._weighing.divides, self._weighing.count(inputs)
+        kwargs["num_items_in_batch"] = self._window_weight if divides else None
+        result = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
+        if divides:
+            return result
+        replicas = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        if not return_outputs:
+            return weighted(result, weight, self._window_weight, replicas)
+        return weighted(result[0], weight, self._window_weight, replicas), result[1]
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run forward and backward of a micro-batch, in pieces if memory runs out."""
+        # Without the weight of its update a piece would not know its own.
+        if self._safe_steps is None or self._window_weight is None:
+            return self._weighted_step(model, inputs, *args, **kwargs)
+        return self._safe_steps.run(
+            model,
+            dict(inputs),
+            lambda module, part: self._weighted_step(module, part, *args, **kwargs),
+            is_last=self.accelerator.sync_gradients,
+            has_scaler=self.accelerator.scaler is not None,
+        )
+
+    def _weighted_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if self._window_weight is None:
+            whole: Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            return whole
+        steps, theirs = self.current_gradient_accumulation_steps, self.accelerator.gradient_accumulation_steps
+        # The weights add up to one over the update, so neither the trainer nor (before transformers 5.6) Accelerate
+        # must divide once more.
+        self.current_gradient_accumulation_steps, self._is_weighting = 1, True
+        self.accelerator.gradient_accumulation_steps = 1
+        try:
+            part: Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            return part
+        finally:
+            self.current_gradient_accumulation_steps, self._is_weighting = steps, False
+            self.accelerator.gradient_accumulation_steps = theirs
+
+    def _can_weigh(self) -> bool:
+        return not (self._is_sharded() or self.args.n_gpu > 1 or self._parallel_size() > 1)
+
+    def _is_sharded(self) -> bool:
+        return bool(getattr(self, "is_fsdp_enabled", False) or getattr(self, "is_deepspeed_enabled", False))
+
+    def _parallel_size(self) -> int:
+        """Return how many ranks work on the same batch."""
+        return math.prod(max(1, getattr(self, f"get_{kind}_size", int)()) for kind in ("tp", "cp", "sp"))
+
+    def _weigh(self, batches: list[Any]) -> Tensor:
+        """Return how many labels count in an update, over all ranks unless the trainer is told otherwise."""
+        if self._weighing is None or not self._weighing.is_sure:
+            inputs = self._prepare_inputs(dict(batches[0]))  # type: ignore[attr-defined]
+            self._weighing = find_weighing(self._plain_loss, self.model, inputs, key=self._batch_size_key)
+        weight = torch.stack([self._weighing.count(batch).cpu() for batch in batches]).sum().to(self.args.device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            weight = self.accelerator.gather(weight).sum()
+        return weight.clamp(min=1)
+
+    def _plain_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
+        """Return the trainer's loss as for a single process."""
+        with _one_process(self.args):
+            loss: Tensor = super().compute_loss(model, inputs, num_items_in_batch=num_items)  # type: ignore[misc]
+            return loss
+
+    def _make_safe_steps(self) -> SafeSteps | None:
+        if self._oom_fallback is None:
+            return None
+        if not self._can_weigh():
+            raise ArgumentError(
+                "oom_fallback needs one process per device with the whole model in it: with FSDP, DeepSpeed, tensor "
+                "parallelism or DataParallel one part cannot try again while the others wait for it; leave it out "
+                "there, or start one process per device with torchrun"
+            )
+        return SafeSteps(self._oom_fallback, self._oom_min_batch_size, self._batch_size_key, self._record_oom)
+
+    def _record_oom(self) -> None:
+        self._oom_failed_count += 1
+        self.log({"oom_failed": self._oom_failed_count})  # type: ignore[attr-defined]
+
+
+@functools.cache
+def make_dynabatch_trainer(trainer_cls: type) -> type:
+    """Return the class ``Dynabatch<Trainer>`` of a trainer class; every call returns the same one.
+
+    Args:
+        trainer_cls: ``Trainer``, ``Seq2SeqTrainer`` or your own class.
+    """
+    return type(f"Dynabatch{trainer_cls.__name__}", (DynabatchTrainerMixin, trainer_cls), {"__module__": __name__})
+
+
+def scale_lr_for_dynabatch(
+    args: Any,
+    sampler: Any,
+    dataset_size: int,
+    baseline_batch_size: int | None = None,
+    *,
+    rule: str | Rule = "linear",
+) -> Any:
+    """Return a copy of the training arguments with the learning rate scaled to the larger batches.
+
+    ``lr × updates per epoch at a fixed size / updates per epoch``, both counted with all ranks and all micro-batches of
+    an update: the mean batch relative to the fixed one. Gradients are means here, so the rate is scaled only once.
+
+    Args:
+        args: ``TrainingArguments``; they stay as they are.
+        sampler: the batches to train on.
+        dataset_size: how many examples the data set has.
+        baseline_batch_size: the fixed size per device, None takes ``per_device_train_batch_size``.
+        rule: ``"linear"``, ``"sqrt"`` for Adam and its relatives, or a function of (larger, smaller).
+
+    >>> from types import SimpleNamespace
+    >>> args = SimpleNamespace(learning_rate=0.1, per_device_train_batch_size=8)
+    >>> round(scale_lr_for_dynabatch(args, range(5), 80).learning_rate, 6)  # 10 batches of 8 become 5
+    0.2
+    """
+    size = args.per_device_train_batch_size if baseline_batch_size is None else baseline_batch_size
+    size = as_whole("baseline_batch_size", size, least=1)
+    world_size, window = getattr(args, "world_size", 1), getattr(args, "gradient_accumulation_steps", 1)
+    batches = len(sampler) * getattr(sampler, "world_size", 1)
+    fixed = _num_updates(-(-as_whole("dataset_size", dataset_size, least=1) // size), world_size, window)
+    factor = get_rule(rule)
+    if not callable(factor):
+        raise ArgumentError(f"rule must be 'linear', 'sqrt' or a function of (larger, smaller), got {rule!r}")
+    scaled = copy.copy(args)
+    scaled.learning_rate = args.learning_rate * factor(fixed, _num_updates(batches, world_size, window))
+    return scaled
+
+
+def _num_updates(batches: int, world_size: int, window: int) -> int:
+    return max(1, math.ceil(math.ceil(batches / world_size) / window))
+
+
+@final
+class _EpochLoader(DataLoader[Any]):
+    """A loader that the trainer tells which epoch begins, as it does not exhaust the iterator of batches."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the sampler."""
+        self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+def _check_dataset(dataset: Any, sampler: Any) -> None:
+    """Refuse a stream, and a data set that the sampler was not made for."""
+    if not isinstance(sampler, DynaBatchSampler):
+        raise ArgumentError(f"dynabatch_sampler must be a DynaBatchSampler, got {type(sampler).__name__}")
+    if dataset is None:
+        return  # the trainer complains itself
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        raise ArgumentError(
+            "dynabatch_sampler draws examples by their number, which a stream does not have; "
+            "batch a stream with batchwright.StreamBatcher"
+        )
+    if len(dataset) != sampler.num_examples:
+        raise LengthsError(
+            f"train_dataset has {len(dataset)} examples but dynabatch_sampler was made for {sampler.num_examples}; "
+            "make the sampler from the texts of the data set to train on"
+        )
+
+
+@contextmanager
+def _one_process(args: Any) -> Iterator[None]:
+    """Keep a trainer from multiplying its loss by the number of processes."""
+    before = args.average_tokens_across_devices
+    args.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = before

@@ -1,0 +1,285 @@
+"""Exact updates under a Lightning Trainer: a mixin for modules, and the callback that keeps data and sizes with it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ...errors import ArgumentError, StateMismatchError
+from ...step import Stepper, StepReport
+from ...step.losses import Sums
+from .._options import check_options, move_after_collate
+from .._ranked import controller_of
+from ._loaders import TrainLoader
+from ._package import Callback
+
+# Other precisions of Lightning do not use autocast.
+_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+class ExactUpdates(ABC):
+    """Mixin of a ``LightningModule`` whose updates are exact, whatever the batch and however it is split.
+
+    Lightning's automatic optimisation takes the mean of the means of micro-batches and of ranks. That equals the mean
+    of the batch only if all have the same size, and planned batches do not. So a ``Stepper``, made by
+    ``AdaptiveBatching``, runs the update by hand. Write ``loss_sums`` in place of ``training_step``; ``forward``,
+    ``configure_optimizers`` and ``validation_step`` stay as they are. Schedulers of the learning rate advance as in
+    automatic optimisation, by ``interval`` and ``frequency``; ``ReduceLROnPlateau`` is left to you.
+
+    ``Trainer(gradient_clip_val=…)`` and ``accumulate_grad_batches`` belong to automatic optimisation; use
+    ``AdaptiveBatching(clip_norm=…)`` and larger batches.
+
+    >>> import torch
+    >>> from lightning.pytorch import LightningModule
+    >>> class Regression(ExactUpdates, LightningModule):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.layer = torch.nn.Linear(4, 1)
+    ...
+    ...     def loss_sums(self, batch):
+    ...         x, y = batch
+    ...         return (self.layer(x) - y).square().sum(), len(x)  # the summed loss, and how many it sums over
+    ...
+    ...     def configure_optimizers(self):
+    ...         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+    >>> Regression().automatic_optimization
+    False
+    """
+
+    trainer: Any
+
+    @abstractmethod
+    def loss_sums(self, batch: Any) -> Sums:
+        """Return ``(loss_sum, weight)`` of a micro-batch, or ``(loss_sum, weight, {name: sum})``."""
+
+    @property
+    def automatic_optimization(self) -> bool:
+        """Return False: the update is run by hand."""
+        return False
+
+    @automatic_optimization.setter
+    def automatic_optimization(self, value: bool) -> None:
+        if value:
+            raise ArgumentError("ExactUpdates runs the update by hand; leave automatic_optimization at False")
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, StepReport]:
+        """Run one update."""
+        return {"report": find_callback(self.trainer).run_update(self.trainer, self, batch)}
+
+
+@final
+class AdaptiveBatching(Callback):
+    """Keeps planned data, exact updates and batch sizes together: epochs, ranks, checkpoints, logs.
+
+    A checkpoint holds the place in the data, the state of the controller and what the stepper learned, so that
+    ``trainer.fit(…, ckpt_path=…)`` continues with the very next batch. Lightning saves no random state: dropout draws
+    other masks after a restart. All ranks get what the first rank learned about memory.
+
+    Where the length of an epoch is not known, as with ``ResizableBatchSampler``, Lightning fetches one batch ahead: a
+    new size takes effect one update later.
+
+    Logged every ``log_every_n_steps``: ``loss``, ``batch_size``, ``num_micro_batches``, ``ooms`` (over all ranks, since
+    the start), and ``noise_scale`` and ``memory_fraction`` where they are measured; ``padding`` once per epoch, where a
+    plan knows it.
+
+    Args:
+        controller: observes every update; None takes the sampler's.
+        prefix: goes before the logged names.
+        **stepper_options: options of ``Stepper``, such as ``micro_batch``, ``clip_norm`` or ``collate``;
+            ``precision="16-mixed"`` needs ``weight_of``.
+
+    Attributes:
+        stepper: made when training starts; None for modules without ``ExactUpdates``.
+        controller: what observes, None where there is none.
+        loader: the training data, None where Lightning divides it.
+        report: the report of the newest update.
+        num_ooms: how often the ranks ran out of memory since the start, all together.
+    """
+
+    def __init__(self, *, controller: Any = None, prefix: str = "batchwright/", **stepper_options: Any) -> None:
+        super().__init__()
+        check_options(stepper_options, "Trainer(precision=…)")
+        self.stepper: Stepper | None = None
+        self.controller: Any = None
+        self.loader: TrainLoader | None = None
+        self.report: StepReport | None = None
+        self.num_ooms = 0
+        self._given_controller = controller
+        self._prefix = prefix
+        self._options = stepper_options
+        self._loaded: dict[str, Any] = {}  # states that wait for the part they belong to
+
+    def attach(self, loader: TrainLoader) -> None:
+        """Take charge of the training data; ``planned_loader`` calls it."""
+        self.loader = loader
+        # Now, not when training starts: Lightning may fetch a batch earlier, at the size of a restored controller.
+        self.controller = controller_of(loader, self._given_controller)
+        self._hand_out()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Make the stepper: by now the Trainer has placed and wrapped the model and the optimizer."""
+        self.controller = controller_of(self.loader, self._given_controller)
+        if isinstance(pl_module, ExactUpdates):
+            self.stepper = _make_stepper(trainer, pl_module, self._options)
+        elif self.controller is not None or self._options:
+            raise ArgumentError(
+                f"{type(pl_module).__name__} runs its own updates; a controller and options of Stepper need exact "
+                "ones: derive it from ExactUpdates"
+            )
+        self._hand_out()
+        if self._loaded:
+            raise StateMismatchError(
+                f"the checkpoint holds the state of {', '.join(sorted(self._loaded))}, which this run does not have; "
+                "use the same parts, or start without the checkpoint"
+            )
+
+    def run_update(self, trainer: Any, module: Any, batch: Any) -> StepReport:
+        """Run one update and let the controller observe it; ``ExactUpdates.training_step`` calls it."""
+        assert self.stepper is not None
+        # A Trainer opens autocast around the whole step; Stepper opens it only in forward passes.
+        with _counted(trainer, module), torch.autocast(module.device.type, enabled=False):
+            report = self.report = self.stepper.step(batch)
+        _advance_schedulers(trainer, module)
+        self.num_ooms += report.ooms
+        if self.controller is not None:
+            completed = trainer.current_epoch + trainer.is_last_batch
+            self.controller.observe(epoch=completed, **report.observation())
+        return report
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Log the padding of the rest of the epoch, where a plan knows it."""
+        plan = getattr(self.loader.source, "plan", None) if self.loader is not None else None
+        if plan is not None and len(plan) > 0:
+            padding = _padding_of(plan)
+            pl_module.log(f"{self._prefix}padding", padding, on_step=False, on_epoch=True, batch_size=1)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the update when a log is due; between logs nothing is read from the device."""
+        every = trainer.log_every_n_steps  # 0 turns logs off
+        if self.report is None or every == 0 or trainer.global_step % every:
+            return
+        figures = {**_figures_of(self.report), "ooms": float(self.num_ooms)}
+        known = {self._prefix + name: value for name, value in figures.items() if value is not None}
+        pl_module.log_dict(known, on_step=True, on_epoch=False, batch_size=self.report.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data and the states of the controller and the stepper, as JSON values."""
+        state = dict(self._loaded)
+        if self.loader is not None:
+            state["place"] = self.loader.place()
+        state.update({name: part.state_dict() for name, part in self._parts().items()})
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where a state was taken; a part that does not exist yet gets its state once it does."""
+        self._loaded = dict(state_dict)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        if self.loader is not None and "place" in self._loaded:
+            self.loader.go_to(self._loaded.pop("place"))
+        for name, part in self._parts().items():
+            if name in self._loaded:
+                part.load_state_dict(self._loaded.pop(name))
+
+    def _parts(self) -> dict[str, Any]:
+        parts = {"stepper": self.stepper, "controller": self.controller}
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+def find_callback(trainer: Any) -> AdaptiveBatching:
+    """Return the ``AdaptiveBatching`` of a Trainer."""
+    found = [callback for callback in trainer.callbacks if isinstance(callback, AdaptiveBatching)]
+    if len(found) != 1:
+        raise ArgumentError(f"Trainer(callbacks=…) needs one AdaptiveBatching, got {len(found)}")
+    return found[0]
+
+
+def _make_stepper(trainer: Any, module: Any, options: Mapping[str, Any]) -> Stepper:
+    _check_strategy(trainer)
+    optimizer, scaler = _only_optimizer(module), _scaler_of(trainer)
+    return Stepper(
+        trainer.strategy.model,
+        # Lightning's step counts and calls hooks; with a scaler it would use that a second time.
+        optimizer if scaler is None else optimizer.optimizer,
+        _loss_of,
+        autocast=_DTYPES.get(trainer.precision),
+        scaler=scaler,
+        **move_after_collate(options, lambda batch: module.transfer_batch_to_device(batch, module.device, 0)),
+    )
+
+
+def _check_strategy(trainer: Any) -> None:
+    """Refuse strategies whose gradients Stepper would not see whole, or whose optimizer is not torch's."""
+    strategy, model = trainer.strategy, trainer.strategy.model
+    is_plain = trainer.world_size == 1 and model is trainer.lightning_module
+    if strategy.handles_gradient_accumulation or not (is_plain or isinstance(model, DistributedDataParallel)):
+        raise ArgumentError(
+            f"ExactUpdates works on one device and with strategy='ddp', the Trainer has {type(strategy).__name__}"
+        )
+
+
+def _only_optimizer(module: Any) -> Any:
+    optimizers = module.optimizers()
+    if isinstance(optimizers, list):
+        raise ArgumentError(
+            f"ExactUpdates updates with one optimizer, configure_optimizers returned {len(optimizers)}; "
+            "give groups of parameters to one, or call Stepper in a training_step of your own"
+        )
+    return optimizers
+
+
+def _loss_of(module: Any, batch: Any) -> Sums:
+    sums: Sums = module.loss_sums(batch)
+    return sums
+
+
+def _scaler_of(trainer: Any) -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+@contextmanager
+def _counted(trainer: Any, module: Any) -> Iterator[None]:
+    """Count an update whose optimizer is not stepped through Lightning; ``trainer.global_step`` is this count."""
+    if _scaler_of(trainer) is None:
+        yield
+        return
+    optimizer = module.optimizers()
+    optimizer._on_before_step()
+    yield
+    optimizer._on_after_step()
+
+
+def _advance_schedulers(trainer: Any, module: Any) -> None:
+    """Advance the schedulers of the learning rate as automatic optimisation does, by interval and frequency."""
+    counts = {"step": trainer.fit_loop.batch_idx + 1}
+    if trainer.is_last_batch:
+        counts["epoch"] = trainer.current_epoch + 1
+    for config in trainer.lr_scheduler_configs:
+        count = counts.get(config.interval)
+        if count is not None and count % config.frequency == 0 and not isinstance(config.scheduler, ReduceLROnPlateau):
+            module.lr_scheduler_step(config.scheduler, None)
+
+
+def _figures_of(report: StepReport) -> dict[str, float | None]:
+    return {
+        "loss": report.loss,
+        "batch_size": float(report.batch_size),
+        "num_micro_batches": float(report.num_micro_batches),
+        "noise_scale": None if report.noise is None else report.noise.scale,
+        "memory_fraction": report.memory_fraction,
+    }
+
+
+def _padding_of(plan: Any) -> float:
+    """Return the share of padding: ``1 - tokens / padded tokens``."""
+    shapes = plan.shapes.astype("int64")
+    padded = int((shapes[:, 0] * shapes[:, 1:].sum(axis=1)).sum())
+    real = int(plan.lengths[plan.indices].sum(dtype="int64"))
+    return 1 - real / padded
