@@ -9,34 +9,30 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Sized
 from typing import Any, Literal, TypeAlias, final, get_args
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from ..._checks import as_whole, check_choice
 from ...errors import ArgumentError, LengthsError
 from ...size.learning_rate import Rule, get_rule
-from .._trainer_step import SafeSteps, Weighing, find_weighing, weighted
+from .._ranked import check_no_stream, loader_options
+from .._trainer_step import (
+    SafeSteps,
+    Weighing,
+    find_weighing,
+    is_divided,
+    one_process,
+    parallel_size,
+    undivided,
+    weighted,
+)
 from .sampler import DynaBatchSampler
 
 OOMFallbackStrategy: TypeAlias = Literal["split_retry", "skip", None]
-
-# What a loader is made of besides its data and batches; the trainer's own loader says how each is set.
-_LOADER_OPTIONS = (
-    "collate_fn",
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-    "in_order",
-)
 
 
 class DynabatchTrainerMixin:
@@ -103,14 +99,14 @@ class DynabatchTrainerMixin:
         if getattr(self.args, "train_sampling_strategy", "random") != "random":
             warnings.warn("train_sampling_strategy has no effect: dynabatch_sampler chooses the batches", stacklevel=2)
         base = super().get_train_dataloader()  # type: ignore[misc]
-        group = self._parallel_size()
+        group = parallel_size(self)
         sampler = self._dynabatch_sampler.for_rank(
             self.args.process_index // group,
             max(1, self.args.world_size // group),
             drop_last=self.args.dataloader_drop_last,
         )
         sampler.set_epoch(0)
-        options = {name: getattr(base, name) for name in _LOADER_OPTIONS}
+        options = {"collate_fn": base.collate_fn, **loader_options(base)}
         return _EpochLoader(base.dataset, batch_sampler=sampler, **options)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,27 +151,16 @@ class DynabatchTrainerMixin:
         if self._window_weight is None:
             whole: Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
             return whole
-        steps, theirs = self.current_gradient_accumulation_steps, self.accelerator.gradient_accumulation_steps
-        # The weights add up to one over the update, so neither the trainer nor (before transformers 5.6) Accelerate
-        # must divide once more.
-        self.current_gradient_accumulation_steps, self._is_weighting = 1, True
-        self.accelerator.gradient_accumulation_steps = 1
+        self._is_weighting = True
         try:
-            part: Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            with undivided(self):
+                part: Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
             return part
         finally:
-            self.current_gradient_accumulation_steps, self._is_weighting = steps, False
-            self.accelerator.gradient_accumulation_steps = theirs
+            self._is_weighting = False
 
     def _can_weigh(self) -> bool:
-        return not (self._is_sharded() or self.args.n_gpu > 1 or self._parallel_size() > 1)
-
-    def _is_sharded(self) -> bool:
-        return bool(getattr(self, "is_fsdp_enabled", False) or getattr(self, "is_deepspeed_enabled", False))
-
-    def _parallel_size(self) -> int:
-        """Return how many ranks work on the same batch."""
-        return math.prod(max(1, getattr(self, f"get_{kind}_size", int)()) for kind in ("tp", "cp", "sp"))
+        return not (is_divided(self) or self.args.n_gpu > 1)
 
     def _weigh(self, batches: list[Any]) -> Tensor:
         """Return how many labels count in an update, over all ranks unless the trainer is told otherwise."""
@@ -189,7 +174,7 @@ class DynabatchTrainerMixin:
 
     def _plain_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
         """Return the trainer's loss as for a single process."""
-        with _one_process(self.args):
+        with one_process(self.args):
             loss: Tensor = super().compute_loss(model, inputs, num_items_in_batch=num_items)  # type: ignore[misc]
             return loss
 
@@ -276,24 +261,9 @@ def _check_dataset(dataset: Any, sampler: Any) -> None:
         raise ArgumentError(f"dynabatch_sampler must be a DynaBatchSampler, got {type(sampler).__name__}")
     if dataset is None:
         return  # the trainer complains itself
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
-        raise ArgumentError(
-            "dynabatch_sampler draws examples by their number, which a stream does not have; "
-            "batch a stream with batchwright.StreamBatcher"
-        )
+    check_no_stream("dynabatch_sampler", dataset)
     if len(dataset) != sampler.num_examples:
         raise LengthsError(
             f"train_dataset has {len(dataset)} examples but dynabatch_sampler was made for {sampler.num_examples}; "
             "make the sampler from the texts of the data set to train on"
         )
-
-
-@contextmanager
-def _one_process(args: Any) -> Iterator[None]:
-    """Keep a trainer from multiplying its loss by the number of processes."""
-    before = args.average_tokens_across_devices
-    args.average_tokens_across_devices = False
-    try:
-        yield
-    finally:
-        args.average_tokens_across_devices = before

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from transformers import Seq2SeqTrainer, Trainer
 
 from batchwright.errors import ArgumentError
+from batchwright.integrations._trainer_step import parallel_size
 from batchwright.integrations.dynabatch import make_dynabatch_trainer
 
 from ..models import MODELS, NUM_TOKENS, collate, make_examples
@@ -185,7 +186,7 @@ def test_tensor_parallel_and_data_parallel_keep_the_rule_of_the_trainer(tmp_path
     trainer, _ = make_trainer("t5", tmp_path)
     assert trainer._can_weigh()
     trainer.get_tp_size = lambda: 2
-    assert trainer._parallel_size() == 2
+    assert parallel_size(trainer) == 2
     assert not trainer._can_weigh()
 
 
