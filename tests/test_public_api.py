@@ -22,6 +22,7 @@ LEVELS = {
     "_machine": 1,
     "_optional": 1,
     "_progress": 1,
+    "_stdlib_source": 1,
     "_fakes": 1,
     "_memory_errors": 1,
     "plan": 2,

@@ -4,18 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from batchwright._demo.corpus import (
-    END,
-    RARE,
-    START,
-    encode,
-    functions_of,
-    lengths_of,
-    load_corpus,
-    python_files,
-    tokenize,
-)
+from batchwright._demo.corpus import END, RARE, START, encode, lengths_of, load_corpus
 from batchwright._demo.settings import QUICK
+from batchwright._stdlib_source import functions_of, python_files, tokenize
 from batchwright.errors import ArgumentError
 
 SOURCE = """
