@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchwright._machine import num_cores
 from batchwright.errors import ArgumentError
-from batchwright.lab._run_record import hardware, num_cpus, versions
+from batchwright.lab._records import hardware, versions
 from batchwright.lab.datasets import load
 from batchwright.lab.runner import Cell, Lab, LabPlan
 from batchwright.lab.statistics import equivalence, holm, paired_difference
@@ -279,7 +280,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke test: one small task, two seeds")
     parser.add_argument("--seeds", type=int, help="seeds of each arm (5; quick: 2)")
-    parser.add_argument("--workers", type=int, default=num_cpus())
+    parser.add_argument("--workers", type=int, default=num_cores())
     parser.add_argument("--folder", help="keep the runs here, and go on with those that are there")
     parser.add_argument("--output", type=Path, default=_RESULT)
     options = parser.parse_args()

@@ -10,7 +10,8 @@ import pytest
 from batchwright.cli import main
 from batchwright.cli.lab import DATASETS, MODELS
 from batchwright.cli.lab_plan import chosen_strategies, dataset_name, default_epochs
-from batchwright.lab import datasets, models
+from batchwright.lab import datasets
+from batchwright.lab.models import networks
 from batchwright.lab.strategies import names
 
 from ..lab.fabricated import fabricate, write_folder
@@ -138,7 +139,7 @@ def test_the_list_has_a_line_for_everything_and_needs_no_torch():
 
 def test_the_list_knows_every_data_set_and_model():
     assert tuple(DATASETS) == datasets.names()
-    assert set(MODELS) == set(models._MAKERS)
+    assert set(MODELS) == set(networks._MAKERS)
 
 
 def test_strategies_are_chosen_by_name_and_by_group():

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.errors import ArgumentError, MissingDependencyError
-from batchwright.lab._assemble import split_rows, standardise
-from batchwright.lab._fashion import DEBIAN_FOLDER
-from batchwright.lab._source_code import GROUPS, load_python_chars, load_python_functions
-from batchwright.lab._text import VOCABULARY_SIZE, hash_ids
 from batchwright.lab.datasets import load, names
+from batchwright.lab.datasets._assemble import VOCABULARY_SIZE, hash_ids, split_rows, standardise
+from batchwright.lab.datasets._python_source import GROUPS, load_python_chars, load_python_functions
+from batchwright.lab.datasets.loading import DEBIAN_FOLDER
 
 SMALL = ("breast_cancer", "diabetes", "digits", "python_chars", "python_functions", "wine")
 LIMITS = {"python_chars": 100, "python_functions": 100}
@@ -65,7 +64,7 @@ def test_targets_of_a_regression_are_spread_over_both_parts():
 
 
 def test_classes_of_one_row_each_leave_nothing_to_validate_on():
-    with pytest.raises(ArgumentError, match="10 examples leave none to validate on"):
+    with pytest.raises(ArgumentError, match="10 examples leave none for validation"):
         split_rows(np.arange(10), task="classification")
 
 
@@ -155,7 +154,7 @@ def test_without_scikit_learn_the_message_names_the_extra(monkeypatch):
     [
         ("no_such", {}, "no data set 'no_such'; there are breast_cancer, .*path= and target="),
         ("data.csv", {"path": "data.csv"}, "needs path= and target="),
-        ("digits", {"path": "x.csv", "target": "y"}, "digits is built in and takes no path, target"),
+        ("digits", {"path": "x.csv", "target": "y"}, "digits is built in and does not take path, target"),
         ("digits", {"limit": 9}, "limit must be a whole number of 10 or more, got 9"),
         ("digits", {"limit": 20.5}, "limit must be a whole number"),
         ("python_functions", {"max_length": 0}, "max_length must be a whole number of 1 or more"),
@@ -428,21 +427,21 @@ def changed(line, cell, value):
     ("rows", "options", "message"),
     [
         (changed(3, 0, ""), {}, r"data\.csv:4: column 'a' has no value, got ''; fill it in or drop the row"),
-        (changed(3, 1, "nan"), {}, r"data\.csv:4: column 'b' holds nan, which is no 32-bit number"),
+        (changed(3, 1, "nan"), {}, r"data\.csv:4: column 'b' holds nan, which is not a 32-bit number"),
         (changed(1, 1, "NA"), {}, r"data\.csv:2: column 'b' holds 'NA', not a number"),
-        (changed(5, 1, "1e99"), {}, r"data\.csv:6: column 'b' holds 1e99, which is no 32-bit number"),
+        (changed(5, 1, "1e99"), {}, r"data\.csv:6: column 'b' holds 1e99, which is not a 32-bit number"),
         (changed(7, 0, "many"), {}, r"data\.csv:8: column 'a' holds 'many', not a number; .* columns="),
         (changed(2, 2, " "), {}, r"data\.csv:3: column 'label' has no value"),
         (numeric_rows(), {"target": "lable"}, r"no column 'lable'; columns here: a, b, label"),
         (numeric_rows(), {"columns": ["c"]}, r"no column 'c'; columns here: a, b, label"),
         (numeric_rows(), {"columns": "a"}, r"columns must be a list of names, got 'a'"),
-        (numeric_rows(), {"columns": ["a", "label"]}, r"columns must not hold the target 'label'"),
+        (numeric_rows(), {"columns": ["a", "label"]}, r"columns must not name the target 'label'"),
         (numeric_rows(), {"task": "regression"}, r"data\.csv:2: column 'label' holds 'low', not a number"),
-        (numeric_rows(), {"task": "language"}, r"task of a file must be 'classification', 'regression' or None"),
+        (numeric_rows(), {"task": "language"}, r"task must be one of None, 'classification', 'regression'"),
         (numeric_rows(), {"target": "a", "task": "classification"}, r"'a' has 20 different values in 20 rows"),
-        (numeric_rows(8), {}, r"data\.csv has 8 rows; the lab needs 10 or more"),
+        (numeric_rows(8), {}, r"data\.csv has 8 rows; the lab needs at least 10"),
         (numeric_rows()[:1], {}, r"data\.csv holds no rows"),
-        ([["label"], *([i % 2] for i in range(20))], {}, r"has the target 'label' and no other column"),
+        ([["label"], *([i % 2] for i in range(20))], {}, r"has only the target column 'label'"),
         ([["a", "label"], *([i, "same"] for i in range(20))], {}, r"'label' is 'same' in all 20 rows; .* nothing"),
         ([["a", "label"], *([i, 0.5] for i in range(20))], {}, r"'label' is '0.5' in all 20 rows; .* nothing"),
     ],
@@ -457,7 +456,7 @@ def test_what_a_csv_file_lacks_is_said_with_its_place(tmp_path, rows, options, m
     [
         (4, {"text": "a b", "n": 1}, r"data\.jsonl:5: no column 'y', which the first row has; columns here: text, n"),
         (4, {"text": None, "n": 1, "y": 1}, r"data\.jsonl:5: column 'text' has no value, got None"),
-        (4, {"text": 7, "n": 1, "y": 1}, r"data\.jsonl:5: column 'text' holds 7, not a text as most rows do"),
+        (4, {"text": 7, "n": 1, "y": 1}, r"data\.jsonl:5: column 'text' holds 7, where most rows hold a text"),
         (4, {"text": "a", "n": 1, "y": [1]}, r"data\.jsonl:5: the target 'y' holds \[1\], not a number or a text"),
         (4, {"text": "a", "n": 1, "y": {}}, r"data\.jsonl:5: the target 'y' holds \{\}, not a number or a text"),
         (4, [1], r"data\.jsonl:5: each line must be a JSON object"),
@@ -485,7 +484,7 @@ def test_a_text_of_digits_among_texts_is_a_text(tmp_path):
 def test_texts_beside_other_columns_ask_for_a_choice(tmp_path):
     records = [{"city": "Rome", "n": i, "y": i % 2} for i in range(20)]
     path = write_jsonl(tmp_path / "data.jsonl", records)
-    with pytest.raises(ArgumentError, match=r"the columns city hold text .* columns=\['city'\]"):
+    with pytest.raises(ArgumentError, match=r"text in city, among 2 columns; .* columns=\['city'\]"):
         load("mine", path=path, target="y")
     assert load("mine", path=path, target="y", columns=["city"]).kind == "text"
 
@@ -513,9 +512,9 @@ def test_a_missing_number_in_an_array_is_said_with_row_and_column(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"x": np.zeros((20, 3)), "y": np.arange(19)}, r"one row an example, got rows \{'x': 20, 'y': 19\}"),
-        ({"x": np.zeros((20, 3)), "y": np.array(3)}, r"one row an example, got rows \{'x': 20, 'y': 0\}"),
-        ({"x": np.zeros((20, 3)), "z": np.zeros(20), "y": np.arange(20) % 2}, r"x, z are several arrays"),
+        ({"x": np.zeros((20, 3)), "y": np.arange(19)}, r"one row per example, got rows \{'x': 20, 'y': 19\}"),
+        ({"x": np.zeros((20, 3)), "y": np.array(3)}, r"one row per example, got rows \{'x': 20, 'y': 0\}"),
+        ({"x": np.zeros((20, 3)), "z": np.zeros(20), "y": np.arange(20) % 2}, r"has several arrays, x, z, "),
         ({"x": np.zeros((20, 0)), "y": np.arange(20) % 2}, r"array 'x' must hold numbers .* got float64 \(20, 0\)"),
         ({"x": np.zeros((20, 1, 1, 1, 1)), "y": np.arange(20) % 2}, r"array 'x' must hold numbers of shape"),
         ({"x": np.full((20, 2), "a"), "y": np.arange(20) % 2}, r"array 'x' must hold numbers of shape .* got <U1"),

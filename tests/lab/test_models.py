@@ -10,9 +10,9 @@ from torch import nn
 
 import batchwright as bw
 from batchwright.errors import ArgumentError
-from batchwright.lab._dense import BagOfTokens
 from batchwright.lab.datasets import Dataset, Split, load
 from batchwright.lab.models import collate_for, count_parameters, evaluate, loss_fn_for, make_model, models_for
+from batchwright.lab.models.networks import BagOfTokens
 from batchwright.step import Stepper
 
 
@@ -175,8 +175,8 @@ def test_no_model_normalises_over_the_batch():
 @pytest.mark.parametrize(
     ("name", "seed", "message"),
     [
-        ("cnn", 0, "wine is a data set of table for classification and takes the models logistic, mlp; got 'cnn'$"),
-        ("resnet", 0, "got 'resnet', which is none of char_lm, cnn, gru, linear, logistic, mlp, transformer"),
+        ("cnn", 0, r"wine \(table, classification\) takes the models logistic, mlp; got 'cnn'$"),
+        ("resnet", 0, "got 'resnet', which is not one of char_lm, cnn, gru, linear, logistic, mlp, transformer"),
         ("mlp", -1, "seed must be a whole number of 0 or more, got -1"),
     ],
 )
@@ -205,7 +205,7 @@ def test_a_part_gives_its_own_examples():
 def test_an_empty_batch_and_an_unknown_part_are_refused():
     with pytest.raises(ArgumentError, match="at least one example"):
         collate_for(load("wine"))([])
-    with pytest.raises(ArgumentError, match="part must be 'train' or 'validation', got 'test'"):
+    with pytest.raises(ArgumentError, match="part must be one of 'train', 'validation', got 'test'"):
         collate_for(load("wine"), part="test")
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.lab._observe_best import rank
-from batchwright.lab._observe_effects import CONVERGENCE, LOSS, effects
-from batchwright.lab._observe_slices import Slice, by_halves, by_kind
-from batchwright.lab._report_records import Cell
+from batchwright.lab._records import CellKey
 from batchwright.lab.observations import observe
+from batchwright.lab.observations._effects import CONVERGENCE, LOSS, effects
+from batchwright.lab.observations._slices import Slice, by_halves, by_kind
+from batchwright.lab.observations.evidence import rank
 
 from .fabricated import DATASETS, STRATEGIES, fabricate, fail
 
@@ -68,7 +68,7 @@ def test_without_an_effect_no_strategy_is_called_better():
 def test_with_one_seed_nothing_is_concluded():
     observations = observe(fabricate(effects={"linear": -0.5}, seeds=1))
     assert [one.topic for one in observations] == ["scope", "overall"]
-    assert observations[1].sentence.startswith("Nothing can be concluded: every comparison has one seed")
+    assert observations[1].sentence.startswith("Nothing can be concluded: every comparison has only one seed")
     assert not any(one.evidence or one.strategies for one in observations)
     assert not any("linear" in one.sentence for one in observations)
 
@@ -90,7 +90,7 @@ def test_the_test_behind_a_sentence_is_that_of_the_pairs():
     assert (found.mean, found.low, found.high) == pytest.approx((-0.2, -0.44841, 0.04841), abs=1e-5)
     assert found.p_corrected == pytest.approx(0.07418, abs=1e-5)
     # exp(-0.2) - 1 = -18 %, exp(-0.448) - 1 = -36 %, exp(0.0484) - 1 = 5.0 %.
-    assert "−18 % (−36 to +5 %, p = 0.074) of linear, could be chance" in overall.sentence  # noqa: RUF001
+    assert "−18 % (−36 to +5 %, p = 0.074) for linear, could be chance" in overall.sentence  # noqa: RUF001
 
 
 def test_p_values_are_corrected_for_all_strategies_of_a_question():
@@ -118,7 +118,7 @@ def test_strategies_that_are_all_worse_are_called_worse():
 def test_a_best_mean_on_the_wrong_side_is_called_no_gain():
     observations = observe(pairs({"linear": [0.1, 0.2, 0.3], "wild": [0.4, -0.2, 0.7]}))
     assert "even the best mean, +22 % (" in text(observations, "overall")
-    assert "of linear, is no gain." in text(observations, "overall")
+    assert "for linear, is not a gain." in text(observations, "overall")
 
 
 def test_an_effect_that_depends_on_dimensions_is_found():
@@ -126,7 +126,8 @@ def test_an_effect_that_depends_on_dimensions_is_found():
         return -0.3 if properties["dimension"] > 1000 else 0.1
 
     observations = observe(fabricate(effects={"entropy": planted}))
-    assert "entropy does to the validation loss differs with the dimensionality" in text(observations, "dimensionality")
+    found = text(observations, "dimensionality")
+    assert "The effect of entropy on the validation loss depends on the dimensionality of the data" in found
     assert "Not everywhere: its mean is worse than that of constant on digits · mlp" in text(observations, "overall")
     images, tables, texts = about(observations, "type")
     assert (images.strategies, tables.strategies, texts.strategies) == ((), (), ("entropy",))
@@ -136,14 +137,14 @@ def test_an_effect_that_depends_on_dimensions_is_found():
 def test_an_effect_that_is_the_same_everywhere_depends_on_nothing():
     observations = observe(fabricate(effects={"entropy": -0.3}))
     for topic in ("dimensionality", "size", "label noise"):
-        assert "No strategy is shown to do more or less" in text(observations, topic)
+        assert f"No strategy's effect is shown to depend on the {topic}" in text(observations, topic)
 
 
 def test_the_same_runs_are_judged_once():
     # Of three data sets the one with most dimensions is the text: the two slices are the same.
     observations = observe(fabricate())
     assert about(observations, "dimensionality")[1].sentence == (
-        "Data of more dimensions (4,096: python_functions): the same runs as texts, see there."
+        "Data of more dimensions (4,096: python_functions): the same runs as texts; see there."
     )
 
 
@@ -196,7 +197,7 @@ def test_failed_and_diverged_runs_are_counted_and_left_out():
 
 def test_a_strategy_that_is_missing_somewhere_has_no_place():
     records = [one for one in fabricate() if (one["dataset"], one["strategy"]) != ("wine", "entropy")]
-    assert "Without a place, since not run on all of it: entropy." in text(observe(records), "overall")
+    assert "Not ranked, since not run on all of it: entropy." in text(observe(records), "overall")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def test_an_early_fall_shows_in_the_mean_on_the_way():
     early = [points[0], {"examples": 5, "validation_loss": 1.0}, points[1]]
     runs = [run("constant", 0, 1.0, curve=points), run("early", 0, 1.0, curve=early)]
     # (2 + 1) / 2 = 1.5 against (1.5 * 5 + 1 * 5) / 10 = 1.25.
-    assert effects(runs, CONVERGENCE)[Cell("wine", "mlp"), "early"][0] == pytest.approx(math.log(1.25 / 1.5))
+    assert effects(runs, CONVERGENCE)[CellKey("wine", "mlp"), "early"][0] == pytest.approx(math.log(1.25 / 1.5))
 
 
 def test_halves_are_split_at_the_lower_median():
@@ -246,26 +247,26 @@ def test_one_type_of_data_is_no_slice():
 
 def test_luck_is_rarely_called_a_winner():
     rng = np.random.default_rng(0)
-    cell = Cell("wine", "mlp")
+    cell = CellKey("wine", "mlp")
     part = Slice(topic="overall", label="wine", cells=(cell,))
     num_named = 0
     for _ in range(200):
         found = {(cell, f"s{place}"): dict(enumerate(rng.standard_normal(5))) for place in range(6)}
-        num_named += bool(rank(found, part, LOSS).better())
+        num_named += bool(rank(found, part, LOSS).verdicts.better())
     # Either direction counts as shown at 5 % for all six together: about 2.5 % are called better, 5 of 200.
     assert num_named <= 12
 
 
 def test_the_best_and_its_ties_hold_the_truly_best_one():
     rng = np.random.default_rng(0)
-    cell = Cell("wine", "mlp")
+    cell = CellKey("wine", "mlp")
     part = Slice(topic="overall", label="wine", cells=(cell,))
     num_held = 0
     for _ in range(200):
         # s0 is truly best by half a standard deviation.
         found = {(cell, f"s{k}"): dict(enumerate(rng.standard_normal(5) - 0.5 * (k == 0))) for k in range(6)}
         ranking = rank(found, part, LOSS)
-        num_held += "s0" in (ranking.first.strategy, *ranking.ties)
+        num_held += "s0" in (ranking.verdicts.first.strategy, *ranking.ties)
     assert num_held >= 190
 
 

@@ -7,9 +7,8 @@ import threading
 
 import pytest
 
-from batchwright.lab import _report_serve
-from batchwright.lab._report_serve import make_server
-from batchwright.lab.report import write_report
+from batchwright.lab.report import server, write_report
+from batchwright.lab.report.server import make_server
 
 from .browser import Browser, find_chromium
 from .fabricated import DATASETS, STRATEGIES, fabricate, fail, write_folder
@@ -239,7 +238,7 @@ def serving(folder):
 
 
 def test_a_served_page_follows_the_lab(browser, tmp_path, monkeypatch):
-    monkeypatch.setattr(_report_serve, "SECONDS_BETWEEN_PAGES", 0.0)
+    monkeypatch.setattr(server, "SECONDS_BETWEEN_PAGES", 0.0)
     with serving(write_folder(tmp_path, RECORDS[:20])) as address:
         page = browser.open(address)
         assert visible(page, ".figures b")[0] == "20"

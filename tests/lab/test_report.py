@@ -11,19 +11,18 @@ import urllib.request
 import pytest
 
 from batchwright.errors import ArgumentError
-from batchwright.lab import _report_serve
-from batchwright.lab._observe_effects import LOSS, METRIC
-from batchwright.lab._report_html import embed, leaders
-from batchwright.lab._report_matrix import matrix_effects, row_order
-from batchwright.lab._report_progress import expected_runs, progress_text
-from batchwright.lab._report_records import Cell
-from batchwright.lab._report_serve import LabPages, make_server
-from batchwright.lab._report_view import make_view, mean_curve
+from batchwright.lab._records import CellKey
+from batchwright.lab.observations._effects import LOSS, METRIC
 from batchwright.lab.report import read_lab, render_csv, render_html, render_markdown, write_report
+from batchwright.lab.report._chart_data import make_view, mean_curve
+from batchwright.lab.report._tables import matrix_effects, row_order
+from batchwright.lab.report.folder import expected_runs, progress_text
+from batchwright.lab.report.page import embed, leaders
+from batchwright.lab.report.server import SECONDS_BETWEEN_PAGES, LabPages, make_server
 
 from .fabricated import DATASETS, fabricate, fail, write_folder
 
-WINE = Cell("wine", "mlp")
+WINE = CellKey("wine", "mlp")
 
 
 @pytest.fixture
@@ -99,9 +98,9 @@ def test_the_numbers_of_a_very_large_lab_stay_below_five_megabytes():
 
 
 def read_lab_of(records):
-    from batchwright.lab.report import Lab
+    from batchwright.lab.report import LabFolder
 
-    return Lab(name="lab", records=tuple(records), plan={})
+    return LabFolder(name="lab", records=tuple(records), plan={})
 
 
 def test_the_matrix_says_better_worse_and_open_in_signs_and_words(folder):
@@ -193,7 +192,7 @@ def test_the_markdown_has_matrix_and_tests(folder):
 def test_a_folder_that_is_missing_or_empty_is_refused_with_the_way_out(tmp_path):
     with pytest.raises(ArgumentError, match=r"no folder .*; run a lab first: batchwright lab run"):
         read_lab(tmp_path / "nothing")
-    with pytest.raises(ArgumentError, match=r"holds no runs\.jsonl"):
+    with pytest.raises(ArgumentError, match=r"has no runs\.jsonl"):
         read_lab(tmp_path)
     (tmp_path / "runs.jsonl").touch()
     with pytest.raises(ArgumentError, match="no finished run yet"):
@@ -212,7 +211,7 @@ def test_damaged_lines_are_counted_on_the_page(folder):
     (folder / "runs.jsonl").write_text("\n".join(["broken", '{"id": "x", "status": "ok"}', *lines]) + "\n")
     lab = read_lab(folder)
     assert (len(lab.records), lab.num_unreadable) == (109, 2)
-    assert "2 lines of runs.jsonl are no records of runs" in render_html(lab)
+    assert "2 lines of runs.jsonl are not records of runs" in render_html(lab)
 
 
 def test_the_newest_of_two_runs_counts(tmp_path):
@@ -308,7 +307,7 @@ def test_pages_follow_the_runs_but_not_too_often(folder):
     first = pages.state()["stamp"]
     with (folder / "runs.jsonl").open("a") as file:
         file.write(json.dumps(fabricate(seeds=1)[0] | {"seed": 77}) + "\n")
-    now[0] = _report_serve.SECONDS_BETWEEN_PAGES - 1
+    now[0] = SECONDS_BETWEEN_PAGES - 1
     assert pages.state()["stamp"] == first
     now[0] += 1
     assert pages.state()["stamp"] != first

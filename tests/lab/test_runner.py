@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from batchwright._files import write_atomic
 from batchwright.errors import ArgumentError, BatchwrightError, StateMismatchError
-from batchwright.lab import _run_job, presets
-from batchwright.lab._matrix import GRIDS, Cell, LabPlan, plan_jobs, tuning_jobs
-from batchwright.lab._run_job import execute, load_data
-from batchwright.lab._run_pool import run_jobs
-from batchwright.lab._run_record import finite
-from batchwright.lab._run_tuning import Score, best_rate, score_rates
-from batchwright.lab._store import RunStore, StoreError, read_records, write_atomic
+from batchwright.lab import presets
+from batchwright.lab._records import RunStore, finite, read_records
 from batchwright.lab.datasets import load
-from batchwright.lab.runner import Lab
+from batchwright.lab.presets import GRIDS
+from batchwright.lab.runner import Cell, Lab, LabPlan, StoreError, _jobs
+from batchwright.lab.runner._jobs import execute, load_data, plan_jobs, run_jobs, tuning_jobs
+from batchwright.lab.runner.lab import Score, best_rate, score_rates
 
 WINE = Cell(dataset="wine", model="logistic", num_epochs=1, lr=0.01)
 DIABETES = Cell(dataset="diabetes", model="linear", num_epochs=1, lr=0.01)
@@ -80,7 +79,7 @@ def test_every_cut_of_a_file_can_be_opened_again(tmp_path):
 def test_a_damaged_line_is_left_out_with_a_warning(tmp_path):
     path = tmp_path / "runs.jsonl"
     path.write_bytes(b'{"id":"a","status":"ok"}\nrubbish\n{"id":"b","status":"ok"}\n[1]\n')
-    with pytest.warns(UserWarning, match=r"runs.jsonl:[24] is no record"), RunStore(path) as store:
+    with pytest.warns(UserWarning, match=r"runs.jsonl:[24] is not the record"), RunStore(path) as store:
         assert list(store.records) == ["a", "b"]
 
 
@@ -103,7 +102,8 @@ def test_a_number_that_json_cannot_hold_is_not_written(tmp_path):
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from batchwright.lab._store import RunStore, StoreError
+from batchwright.errors import StoreError
+from batchwright.lab._records import RunStore
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # as a disk on which 100 bytes are left
 with RunStore(Path(sys.argv[1])) as store:
@@ -176,11 +176,11 @@ def test_a_plan_survives_json():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"strategies": ("linear",)}, "need constant beside them"),
-        ({"strategies": ("constant", "replay_noise")}, "need noise beside them"),
+        ({"strategies": ("linear",)}, "need constant as well"),
+        ({"strategies": ("constant", "replay_noise")}, "need noise as well"),
         ({"strategies": ("constant", "constant")}, "constant more than once"),
-        ({"seeds": ()}, "at least one of its seeds"),
-        ({"seeds": (0, 1000)}, "tuning_seeds must not be among the seeds"),
+        ({"seeds": ()}, "seeds of a plan must not be empty"),
+        ({"seeds": (0, 1000)}, "seeds and tuning_seeds must differ"),
         ({"strategies": ("constant", "magic")}, "no strategy 'magic'"),
     ],
 )
@@ -257,14 +257,14 @@ def test_a_folder_without_a_plan_asks_for_one(tmp_path):
 
 
 def test_a_run_that_fails_is_recorded_and_the_rest_go_on(tmp_path, monkeypatch):
-    real = _run_job.run_one
+    real = _jobs.run_one
 
     def breaks_for_linear(dataset, model, strategy, *rest, **options):
         if strategy == "linear":
             raise RuntimeError("the flux is gone")
         return real(dataset, model, strategy, *rest, **options)
 
-    monkeypatch.setattr(_run_job, "run_one", breaks_for_linear)
+    monkeypatch.setattr(_jobs, "run_one", breaks_for_linear)
     records = run(tmp_path, plan(seeds=(0,), strategies=("constant", "linear", "exponential")))
     assert [found["status"] for found in records] == ["ok", "failed", "ok"]
     assert records[1]["error"] == "RuntimeError: the flux is gone"
@@ -284,7 +284,7 @@ def test_a_replay_of_a_run_that_failed_fails_with_the_reason(monkeypatch):
     [replay] = [job for job in jobs if job.strategy == "replay_noise" and job.seed == 0]
     found = execute(replay, source)
     assert found["status"] == "failed"
-    assert "the run of noise with seed 1, which it replays, failed" in found["error"]
+    assert "it repeats the run of noise with seed 1, which failed" in found["error"]
     assert found["id"] == replay.id
 
 
@@ -380,7 +380,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path):
     command = [sys.executable, str(script), str(tmp_path / "lab"), "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "needs its calls under if __name__ == '__main__':" in done.stderr
+    assert "a script must run a lab under if __name__ == '__main__':" in done.stderr
 
 
 def test_progress_is_shown_once_a_phase(tmp_path, capsys):

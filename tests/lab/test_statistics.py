@@ -165,8 +165,8 @@ def test_a_curve_reaches_its_target_between_two_points():
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: paired_difference([1.0], [1.0, 2.0]), "as many values"),
-        (lambda: paired_difference([], []), "at least one"),
+        (lambda: paired_difference([1.0], [1.0, 2.0]), "the same length, at least 1; got 1 and 2"),
+        (lambda: paired_difference([], []), "at least 1; got 0 and 0"),
         (lambda: paired_difference([math.nan], [1.0]), "finite"),
         (lambda: paired_difference([1.0], [1.0], confidence=1), "confidence"),
         (lambda: equivalence([1.0], [1.0], margin=0), "margin"),

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from batchwright.errors import ArgumentError
-from batchwright.lab._run_difficulty import difficulty_of, distance_to_mean, rarity
-from batchwright.lab._run_settings import Conditions, RunSettings
 from batchwright.lab.datasets import load
-from batchwright.lab.strategies import GROUPS, Setup, Strategy, get, names, schedule_of
+from batchwright.lab.datasets.dataset import difficulty_of, distance_to_mean, rarity
+from batchwright.lab.strategies import GROUPS, Conditions, RunSettings, Setup, Strategy, get, names, schedule_of
 from batchwright.size import BatchSizeController, Observation
 from batchwright.testing import check_policy
 

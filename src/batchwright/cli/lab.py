@@ -237,7 +237,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C."""
-    from ..lab._report_serve import HOST, make_server
+    from ..lab.report import HOST, make_server
 
     with make_server(arguments.folder, port=arguments.port) as server:
         address = f"http://{HOST}:{server.server_port}/"

@@ -15,13 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._ranks import Ranks
 from .._tree import leaves
 from ..errors import ArgumentError
-from ..step._gradient_slots import add_back, drop_gradients, present, set_aside
-from ..step._models import IGNORED, LossReading, read_loss, usual_reading
-from ..step.distributed import Ranks
-from ..step.limits import MicroLimit
-from ..step.oom import Snapshot, devices_of, free_memory, is_out_of_memory
+from ..step.huggingface import IGNORED, LossReading, read_loss, usual_reading
+from ..step.oom import (
+    MicroLimit,
+    Snapshot,
+    add_back,
+    devices_of,
+    drop_gradients,
+    free_memory,
+    is_out_of_memory,
+    present,
+    set_aside,
+)
 from ._inputs import num_rows, take_rows, trim_padding
 
 # compute(model, inputs, num_items_in_batch) -> loss, what a trainer calls compute_loss

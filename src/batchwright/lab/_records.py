@@ -1,98 +1,289 @@
-"""The record of a data set: two parts of examples, and what is known about them."""
+"""The record of a run: what it holds, what is read off it, and the file that keeps records line by line."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal, TypeAlias, final
+import hashlib
+import json
+import math
+import os
+import platform
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, final
 
-import numpy as np
-import numpy.typing as npt
+from .._checks import is_number
+from .._files import write_atomic
+from .._machine import num_cores, processor_name, versions_of
+from .._version import __version__
+from ..errors import StoreError
+from .strategies.strategy import BASELINE
 
-from ._properties import describe
+RunRecord: TypeAlias = Mapping[str, Any]
 
-Task: TypeAlias = Literal["classification", "regression", "language"]
-Kind: TypeAlias = Literal["table", "images", "text"]
-Part: TypeAlias = Literal["train", "validation"]
-Ids: TypeAlias = npt.NDArray[np.int64]
-Array: TypeAlias = npt.NDArray[Any]
+VERSION = 1
+# O_BINARY: Windows would otherwise change the line ends.
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
 
-# The id that fills short texts; no token has it.
-PADDING = 0
+
+def run_id(dataset: str, model: str, strategy: str, seed: int, settings: Mapping[str, Any]) -> str:
+    """Return the name of a run, which is the same whenever everything that decides the run is the same.
+
+    >>> run_id("wine", "mlp", "linear", 0, {"lr": 0.1}) == run_id("wine", "mlp", "linear", 0, {"lr": 0.2})
+    False
+    """
+    content = json.dumps([VERSION, dataset, model, strategy, seed, dict(settings)], sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=10).hexdigest()
+
+
+def make_record(
+    *, dataset: str, model: str, strategy: str, group: str, seed: int, settings: Mapping[str, Any], **found: Any
+) -> dict[str, Any]:
+    """Return the record of a run; fields not given are empty, and numbers that are not finite are None.
+
+    Args:
+        dataset: the name of the data set.
+        model: the name of the model.
+        strategy: the name of the strategy.
+        group: the group of the strategy.
+        seed: the seed of the run.
+        settings: the settings as JSON values.
+        **found: further fields of the record.
+    """
+    record = {
+        "version": VERSION,
+        "id": run_id(dataset, model, strategy, seed, settings),
+        "dataset": dataset,
+        "model": model,
+        "strategy": strategy,
+        "group": group,
+        "seed": seed,
+        "status": "ok",
+        "error": None,
+        "settings": dict(settings),
+        "properties": {},
+        "num_parameters": None,
+        "metric_name": None,
+        "curve": [],
+        "decisions": [],
+        "final": None,
+        **found,
+        "versions": versions(),
+        "hardware": hardware(),
+    }
+    return dict(finite(record))
+
+
+def finite(value: Any) -> Any:
+    """Return JSON values, with None for every number that JSON cannot hold.
+
+    >>> finite({"loss": float("nan"), "sizes": (1, 2.5)})
+    {'loss': None, 'sizes': [1, 2.5]}
+    """
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@lru_cache(maxsize=1)
+def versions() -> dict[str, str | None]:
+    """Return the versions that a run depends on."""
+    return {"batchwright": __version__, **versions_of("torch", "numpy")}
+
+
+@lru_cache(maxsize=1)
+def hardware() -> dict[str, Any]:
+    """Return the machine of a run."""
+    return {"machine": platform.machine(), "num_cpus": num_cores(), "processor": processor_name()}
+
+
+class CellKey(NamedTuple):
+    """The data set and the model of a cell, by which runs are compared: one column of the report's matrix."""
+
+    dataset: str
+    model: str
+
+    def __str__(self) -> str:
+        return f"{self.dataset} · {self.model}"
+
+
+def cell_of(record: RunRecord) -> CellKey:
+    """Return the data set and the model of a run."""
+    return CellKey(record["dataset"], record["model"])
+
+
+def newest_records(records: Iterable[RunRecord]) -> list[RunRecord]:
+    """Return the last record of each data set, model, strategy and seed, since a run may have been repeated.
+
+    >>> run = {"dataset": "wine", "model": "mlp", "strategy": "constant", "seed": 0}
+    >>> [record["status"] for record in newest_records([run | {"status": "failed"}, run | {"status": "ok"}])]
+    ['ok']
+    """
+    newest: dict[tuple[Any, ...], RunRecord] = {}
+    for record in records:
+        key = (record["dataset"], record["model"], record["strategy"], record["seed"])
+        newest.pop(key, None)
+        newest[key] = record
+    return list(newest.values())
+
+
+def finished(records: Iterable[RunRecord]) -> Iterator[RunRecord]:
+    """Yield the runs that ended well: not failed, and with a finite loss at the end."""
+    return (record for record in records if record["status"] == "ok" and not diverged(record))
+
+
+def diverged(record: RunRecord) -> bool:
+    """Say whether a run ended with a loss that is not a finite number.
+
+    >>> diverged({"status": "ok", "final": {"validation_loss": float("nan")}})
+    True
+    """
+    return record["status"] == "ok" and number((record.get("final") or {}).get("validation_loss")) is None
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number, or None for anything else.
+
+    >>> number(2), number(float("inf")), number(None)
+    (2.0, None, None)
+    """
+    return float(value) if is_number(value) and math.isfinite(value) else None
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Return each name once, the baseline first and the others in their order.
+
+    >>> ordered(["linear", "constant", "linear"])
+    ['constant', 'linear']
+    """
+    return sorted(dict.fromkeys(names), key=lambda name: name != BASELINE)
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Split:
-    """The examples of one part.
+class RunStore:
+    """A file of records that grows line by line; a context in which only this process may write.
+
+    A line that was cut off when a process was killed is dropped when the file is opened again.
 
     Args:
-        features: float32 of shape ``(N, columns)`` or ``(N, channels, height, width)``; texts are a list of int64 ids,
-            one array each, and windows of text one int64 array ``(N, length)``.
-        labels: int64 classes ``(N,)``, float32 targets ``(N,)``, or the next ids ``(N, length)`` of windows.
+        path: the file; made if it does not exist.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, RunStore(Path(folder) / "runs.jsonl") as store:
+    ...     store.append({"id": "a", "status": "ok"})
+    ...     list(store.records)
+    ['a']
     """
 
-    features: Array | list[Ids]
-    labels: Array
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+        self.records: dict[str, dict[str, Any]] = {}
 
-    def __len__(self) -> int:
-        return len(self.labels)
+    def __enter__(self) -> RunStore:
+        try:
+            self._file = os.open(self._path, _FLAGS, 0o666)
+        except OSError as error:
+            raise StoreError(f"cannot write {self._path}: {error.strerror}; choose another folder") from None
+        try:
+            self._lock()
+            self._drop_half_line()
+            self.records = {record["id"]: record for record in read_records(self._path)}
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
 
-    @cached_property
-    def lengths(self) -> Ids | None:
-        """Return the tokens of each text, shape ``(N,)``; None for tables and images."""
-        if isinstance(self.features, list):
-            return np.array([len(ids) for ids in self.features], dtype=np.int64)
-        if np.issubdtype(self.features.dtype, np.integer):
-            return np.full(len(self), self.features.shape[1], dtype=np.int64)
-        return None
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
 
-    def __repr__(self) -> str:
-        return f"Split({len(self)} examples)"
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record to the end of the file and wait for the disk; if that fails, the file stays as it was.
 
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Dataset:
-    """A data set, split once and for all: the split does not depend on the seed of a training run.
-
-    Args:
-        name: what reports call it.
-        task: ``"classification"``, ``"regression"`` or ``"language"``, which predicts the next token.
-        train: the examples to train on; standardised by their own mean and spread.
-        validation: examples kept apart; standardised by the figures of ``train``.
-        num_classes: how many classes or tokens there are to choose from; None for regression.
-        vocabulary_size: how many ids texts are made of, the padding's included; None for tables and images.
-    """
-
-    name: str
-    task: Task
-    train: Split
-    validation: Split
-    num_classes: int | None
-    vocabulary_size: int | None = None
-
-    @property
-    def kind(self) -> Kind:
-        """Return what an example is: ``"table"`` for a row of one, ``"images"`` or ``"text"``."""
-        if self.vocabulary_size is not None:
-            return "text"
-        return "table" if np.ndim(self.train.features) == 2 else "images"
-
-    @property
-    def lengths(self) -> Ids | None:
-        """Return the tokens of each training text, for budgets and groupings; None for tables and images."""
-        return self.train.lengths
-
-    def properties(self) -> dict[str, str | int | float | None]:
-        """Return what a report compares data sets by, as a JSON object; None where a figure has no meaning.
-
-        ``type``, ``task``, ``num_train``, ``num_validation``; ``dimension``: numbers an example, or the size of the
-        vocabulary; ``num_classes``; ``length_median`` and ``length_p99`` in tokens; ``imbalance``: largest class over
-        smallest; ``label_noise``: the share of rows whose nearest other row has another label, on 2,000 rows at most.
-        The last is at least the error that no classifier avoids, and at most about twice that, where rows are many.
+        Raises:
+            StoreError: the disk is full, or refuses.
         """
-        return describe(self)
+        assert self._file is not None, "the store is not open"
+        line = (json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n").encode()
+        before = os.fstat(self._file).st_size
+        try:
+            _write_all(self._file, line)
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._file, before)
+            raise StoreError(
+                f"cannot write {self._path}: {error.strerror}; the {len(self.records)} runs before this one are kept: "
+                "make room and run again to continue"
+            ) from None
+        self.records[record["id"]] = dict(record)
 
-    def __repr__(self) -> str:
-        return f"Dataset({self.name}: {self.kind}, {self.task}, {len(self.train)} + {len(self.validation)} examples)"
+    def drop_failed(self) -> None:
+        """Forget failed runs, so that they are run again."""
+        kept = {name: record for name, record in self.records.items() if record["status"] == "ok"}
+        if len(kept) == len(self.records):
+            return
+        lines = [json.dumps(record, separators=(",", ":")) + "\n" for record in kept.values()]
+        write_atomic(self._path, "".join(lines))
+        self.__exit__()
+        self.__enter__()
+
+    def _lock(self) -> None:
+        """Refuse a second writer, on systems that have such locks."""
+        try:
+            import fcntl
+        except ImportError:
+            return
+        assert self._file is not None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StoreError(f"another process is writing {self._path}; wait for it or choose another folder") from None
+
+    def _drop_half_line(self) -> None:
+        assert self._file is not None
+        content = self._path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.ftruncate(self._file, whole)
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file, and warn about lines that are not a record of a run.
+
+    A last line without its end is skipped silently: it is being written, or was cut off.
+
+    Args:
+        path: the file; if it does not exist, there are no records.
+    """
+    if not path.is_file():
+        return
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from None
+    for number, line in enumerate(lines, start=1):
+        record = _parse(line)
+        if record is not None:
+            yield record
+        elif line and number < len(lines):
+            warnings.warn(f"{path}:{number} is not the record of a run and is skipped", stacklevel=2)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+    os.fsync(file)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and {"id", "status"} <= record.keys() else None

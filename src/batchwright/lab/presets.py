@@ -1,16 +1,172 @@
-"""Plans by name: a first look, a course, and everything."""
+"""What a lab can run: cells of data set and model, plans made of them, and the presets, which are plans by name."""
 
 from __future__ import annotations
 
-from ..errors import ArgumentError
-from ._matrix import Cell, LabPlan
-from .strategies import names as strategy_names
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, final
 
-__all__ = ["get", "names"]
+from ..errors import ArgumentError
+from ._records import finite
+from .datasets.dataset import Dataset
+from .strategies.catalogue import get as get_strategy
+from .strategies.catalogue import names as strategy_names
+from .strategies.strategy import BASELINE, OptimizerName, RunSettings, plain
+
+__all__ = ["Cell", "LabPlan", "get", "names"]
+
+# Learning rates to choose from, about three times apart.
+GRIDS: dict[str, tuple[float, ...]] = {
+    "sgd": (0.001, 0.003, 0.01, 0.03, 0.1),
+    "adam": (0.0003, 0.001, 0.003, 0.01),
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A data set and a model that is trained on it.
+
+    Args:
+        dataset: a name for ``datasets.load``.
+        model: one of the models that fit it.
+        num_epochs: passes over the training examples; with a multiple of 4 the milestones of a decay end an epoch.
+        optimizer: ``"sgd"`` or ``"adam"``.
+        data: further options of ``load``, e.g. ``{"limit": 600}``.
+        options: further settings of a run, e.g. ``{"base_size": 8}``.
+        lr: the learning rate; None chooses it from the grid of the optimizer.
+    """
+
+    dataset: str
+    model: str
+    num_epochs: int
+    optimizer: OptimizerName = "sgd"
+    data: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lr: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_epochs", "data", "options", "lr"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
+
+    def __str__(self) -> str:
+        return f"{self.dataset} · {self.model}"
+
+    def settings(self, dataset: Dataset) -> RunSettings:
+        """Return the settings of its runs, at its learning rate if it has one."""
+        rate = {} if self.lr is None else {"lr": self.lr}
+        optimizer = {"optimizer": self.optimizer}
+        return RunSettings.fit(
+            len(dataset.train), num_epochs=self.num_epochs, **{**optimizer, **rate, **_with_tuples(self.options)}
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LabPlan:
+    """What a lab runs: every strategy in every cell with every seed.
+
+    All strategies of a cell have the same learning rate: the best of a grid for the baseline, on seeds that are not
+    reported. A replay repeats the batch sizes that the run of the next seed recorded; it needs two seeds.
+
+    Args:
+        name: the name of the plan.
+        cells: the data sets and models.
+        strategies: the names of the strategies, including the baseline.
+        seeds: the seeds of the runs.
+        tuning_seeds: the seeds of the runs that choose the learning rate.
+        grids: the learning rates to choose from, by optimizer.
+    """
+
+    name: str
+    cells: tuple[Cell, ...]
+    strategies: tuple[str, ...]
+    seeds: tuple[int, ...]
+    tuning_seeds: tuple[int, ...] = (1000, 1001)
+    grids: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: dict(GRIDS))
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "tuning_seeds", "grids"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        for what in ("cells", "strategies", "seeds", "tuning_seeds"):
+            if not getattr(self, what):
+                raise ArgumentError(f"{what} of a plan must not be empty")
+        _refuse_repeated("cells", [str(cell) for cell in self.cells])
+        _refuse_repeated("strategies", self.strategies)
+        _refuse_repeated("seeds", self.seeds)
+        if set(self.seeds) & set(self.tuning_seeds):
+            raise ArgumentError(
+                "seeds and tuning_seeds must differ, or the baseline would be tuned on what is reported; "
+                f"got {self.seeds} and {self.tuning_seeds}"
+            )
+        self._check_strategies()
+
+    def _check_strategies(self) -> None:
+        needed = {BASELINE, *(get_strategy(name).replays or BASELINE for name in self.strategies)}
+        missing = sorted(needed - set(self.strategies))
+        if missing:
+            raise ArgumentError(f"these strategies need {', '.join(missing)} as well; add it to strategies")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON values, which are the same after writing and reading them."""
+        return dict(finite(asdict(self)))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LabPlan:
+        """Return the plan that ``to_dict`` wrote."""
+        lists = {name: tuple(values[name]) for name in ("strategies", "seeds", "tuning_seeds")}
+        grids = {name: tuple(grid) for name, grid in values["grids"].items()}
+        cells = tuple(Cell(**cell) for cell in values["cells"])
+        return cls(name=values["name"], cells=cells, grids=grids, **lists)
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the plans, the shortest first.
+
+    >>> names()
+    ('quick', 'course', 'full')
+    """
+    return tuple(_PRESETS)
+
+
+def get(name: str) -> LabPlan:
+    """Return a plan with every strategy.
+
+    - ``quick``, a first look: 3 cells of 3 small data sets, 2 seeds;
+    - ``course``: 7 cells of 6 data sets and 5 models, 3 seeds;
+    - ``full``: 12 cells of 7 data sets and all models, 5 seeds; needs Fashion-MNIST.
+
+    >>> plan = get("course")
+    >>> len({cell.dataset for cell in plan.cells}), len({cell.model for cell in plan.cells}), plan.seeds
+    (6, 5, (0, 1, 2))
+    """
+    if name not in _PRESETS:
+        raise ArgumentError(f"no preset {name!r}; there are {', '.join(names())}")
+    cells, num_seeds = _PRESETS[name]
+    # The first look spends less on the learning rate.
+    tuning_seeds = (1000,) if name == "quick" else (1000, 1001)
+    return LabPlan(
+        name=name,
+        cells=cells,
+        strategies=strategy_names(),
+        seeds=tuple(range(num_seeds)),
+        tuning_seeds=tuning_seeds,
+    )
+
+
+def _with_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with tuples where JSON has lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+
+
+def _refuse_repeated(what: str, values: Sequence[Any]) -> None:
+    repeated = [str(value) for value in dict.fromkeys(values) if list(values).count(value) > 1]
+    if repeated:
+        raise ArgumentError(f"the {what} of a plan must differ, got {', '.join(repeated)} more than once")
+
 
 _TEXT = {"limit": 600, "max_length": 48}
 _WINDOWS = {"limit": 600}
-
 _QUICK = (
     Cell(dataset="digits", model="mlp", num_epochs=8, options={"num_evaluations": 8}),
     Cell(dataset="wine", model="mlp", num_epochs=12),
@@ -40,38 +196,4 @@ _FULL = (
     ),
     Cell(dataset="python_chars", model="char_lm", num_epochs=16, optimizer="adam"),
 )
-
-
-def names() -> tuple[str, ...]:
-    """Return the names of the plans, the shortest first.
-
-    >>> names()
-    ('quick', 'course', 'full')
-    """
-    return ("quick", "course", "full")
-
-
-def get(name: str) -> LabPlan:
-    """Return a plan; every one has every strategy.
-
-    - ``quick``: 3 cells of 3 small data sets, 2 seeds;
-    - ``course``: 7 cells of 6 data sets and 5 models, 3 seeds;
-    - ``full``: 12 cells of 7 data sets and all models, 5 seeds; needs Fashion-MNIST.
-
-    >>> plan = get("course")
-    >>> len({cell.dataset for cell in plan.cells}), len({cell.model for cell in plan.cells}), plan.seeds
-    (6, 5, (0, 1, 2))
-    """
-    plans = {"quick": (_QUICK, 2), "course": (_COURSE, 3), "full": (_FULL, 5)}
-    if name not in plans:
-        raise ArgumentError(f"no preset {name!r}; there are {', '.join(names())}")
-    cells, num_seeds = plans[name]
-    # The first look spends less on the learning rate.
-    tuning_seeds = (1000,) if name == "quick" else (1000, 1001)
-    return LabPlan(
-        name=name,
-        cells=cells,
-        strategies=strategy_names(),
-        seeds=tuple(range(num_seeds)),
-        tuning_seeds=tuning_seeds,
-    )
+_PRESETS = {"quick": (_QUICK, 2), "course": (_COURSE, 3), "full": (_FULL, 5)}

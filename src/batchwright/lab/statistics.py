@@ -1,36 +1,36 @@
-"""Paired comparisons of a few seeds: t intervals, Holm's correction, equivalence. NumPy only, no state."""
+"""Paired comparisons of a few seeds: t intervals, Holm's correction, equivalence. Needs SciPy."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
+from .._checks import as_number
+from .._optional import require
 from ..errors import ArgumentError
-from ._student import t_cdf as t_cdf
-from ._student import t_quantile as t_quantile
 
 __all__ = ["PairedDifference", "equivalence", "examples_to_reach", "holm", "paired_difference", "t_cdf", "t_quantile"]
 
-# Differences that vary by less than this share of the figures vary by rounding alone.
+# Differences that vary by less than this share of the values vary only by rounding.
 _ROUNDING = 1e-12
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """The mean of ``values − baseline`` over pairs, with the interval that covers the true mean in 95 of 100 cases.
+    """The mean of ``values − baseline`` over pairs, with an interval that covers the true mean in 95 of 100 cases.
 
     Attributes:
-        num_pairs: ``n``.
-        mean: of the differences.
-        low: ``mean − t·s/√n``, ``t`` the quantile of Student's distribution with ``n − 1`` degrees of freedom; None for
-            a single pair.
-        high: ``mean + t·s/√n``.
-        p_value: of the two-sided t test that the true mean is 0; None for a single pair.
+        num_pairs: the number of pairs ``n``.
+        mean: the mean of the differences.
+        low: ``mean − t·s/√n``, where ``t`` is the quantile of Student's distribution with ``n − 1`` degrees of freedom;
+            None for a single pair.
+        high: ``mean + t·s/√n``; None for a single pair.
+        p_value: the p-value of the two-sided t test that the true mean is 0; None for a single pair.
     """
 
     num_pairs: int
@@ -41,32 +41,31 @@ class PairedDifference:
 
     @property
     def is_clear(self) -> bool:
-        """Return whether the interval leaves out 0."""
+        """Return whether the interval excludes 0."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
 def paired_difference(
     values: Sequence[float], baseline: Sequence[float], *, confidence: float = 0.95, resolution: float = 0.0
 ) -> PairedDifference:
-    """Compare two lists of results that belong together place by place, e.g. by seed.
+    """Compare two lists of results in pairs, e.g. by seed.
 
-    Pairing takes out what a seed does to both: only the spread of the differences counts. Differences that are all the
-    same have none, and the test is then certain: right for counts that a seed does not change, wrong for figures in
-    coarse steps, such as an accuracy on few examples; for those give ``resolution``.
+    Pairing removes what a seed does to both sides: only the spread of the differences counts. If all differences are
+    equal there is no spread, and the test is certain. That is right for counts that do not depend on the seed, and
+    wrong for figures in coarse steps, such as an accuracy on few examples; for those give ``resolution``.
 
     Args:
-        values: results of a strategy.
-        baseline: results of the baseline, same seeds in the same order.
-        confidence: of the interval, above 0 and below 1.
-        resolution: the step in which results come, e.g. ``1 / num_validation`` for accuracies. The spread is taken as
-            at least that of two figures rounded to it, ``resolution / √6``.
+        values: the results of a strategy.
+        baseline: the results of the baseline, for the same seeds in the same order.
+        confidence: the confidence of the interval, above 0 and below 1.
+        resolution: the step between possible results, e.g. ``1 / num_validation`` for accuracies. The spread is then at
+            least that of two figures rounded to this step, ``resolution / √6``.
 
     >>> found = paired_difference([3.0, 5.0, 7.0], [2.0, 3.0, 4.0])
     >>> found.mean, round(found.low, 3), round(found.high, 3), round(found.p_value, 4)
     (2.0, -0.484, 4.484, 0.0742)
     """
-    if not 0 < confidence < 1:
-        raise ArgumentError(f"confidence must be above 0 and below 1, got {confidence!r}")
+    confidence = as_number("confidence", confidence, above=0, below=1)
     mean, error, freedom = _summary(values, baseline, resolution)
     if error is None:
         return PairedDifference(num_pairs=1, mean=mean, low=None, high=None, p_value=None)
@@ -80,20 +79,19 @@ def equivalence(
 ) -> float | None:
     """Return the p-value of two one-sided t tests that the mean difference lies within ``±margin``.
 
-    A small one says that the two are the same for practical purposes, which a large p-value of ``paired_difference``
-    does not: it may only mean that there were few seeds. None for a single pair.
+    A small p-value says that the two are the same for practical purposes. A large p-value of ``paired_difference`` does
+    not say so: it may only mean that there were few seeds. None for a single pair.
 
     Args:
-        values: results of a strategy.
-        baseline: results of the baseline, same seeds in the same order.
+        values: the results of a strategy.
+        baseline: the results of the baseline, for the same seeds in the same order.
         margin: the largest difference that does not matter, above 0.
-        resolution: the step in which results come, as for ``paired_difference``.
+        resolution: the step between possible results, as for ``paired_difference``.
 
     >>> round(equivalence([1.0, 3.0, 2.0], [1.0, 2.0, 3.0], margin=3.0), 4)
     0.0175
     """
-    if not 0 < margin < math.inf:
-        raise ArgumentError(f"margin must be above 0, got {margin!r}")
+    margin = as_number("margin", margin, above=0)
     mean, error, freedom = _summary(values, baseline, resolution)
     if error is None:
         return None
@@ -102,7 +100,7 @@ def equivalence(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for being several (Holm 1979); reject those at or below the wanted error rate.
+    """Return p-values corrected for multiple tests (Holm 1979); reject those at or below the wanted error rate.
 
     With ``p_(1) ≤ … ≤ p_(m)``: ``p'_(j) = max over i ≤ j of min(1, (m − i + 1)·p_(i))``.
 
@@ -110,7 +108,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     [0.03, 0.06, 0.06]
     """
     if any(not 0 <= value <= 1 for value in p_values):
-        raise ArgumentError(f"p-values are from 0 to 1, got {list(p_values)}")
+        raise ArgumentError(f"p-values must be from 0 to 1, got {list(p_values)}")
     corrected = [0.0] * len(p_values)
     largest = 0.0
     for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -120,14 +118,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def examples_to_reach(curve: Sequence[tuple[float, float]], target: float) -> float | None:
-    """Return after how many examples a curve first reaches a target, on straight lines between its points.
+    """Return after how many examples a curve first reaches a target, along straight lines between its points.
 
     Args:
-        curve: ``(examples, metric)`` in the order of examples, higher is better.
+        curve: ``(examples, metric)`` in the order of examples; a higher metric is better.
         target: the metric to reach.
 
     Returns:
-        None where it never does.
+        The examples, or None if the curve never reaches the target.
 
     >>> examples_to_reach([(0, 0.1), (100, 0.5), (200, 0.9)], 0.7)
     150.0
@@ -145,14 +143,15 @@ def examples_to_reach(curve: Sequence[tuple[float, float]], target: float) -> fl
 
 def _summary(values: Sequence[float], baseline: Sequence[float], resolution: float) -> tuple[float, float | None, int]:
     """Return the mean of the differences, its standard error (None for one pair) and the degrees of freedom."""
-    if not 0 <= resolution < math.inf:
-        raise ArgumentError(f"resolution must be 0 or more, got {resolution!r}")
+    resolution = as_number("resolution", resolution, least=0)
     if len(values) != len(baseline) or not len(values):
-        raise ArgumentError(f"pairs need as many values as baselines, at least one; got {len(values)}, {len(baseline)}")
+        raise ArgumentError(
+            f"values and baseline must have the same length, at least 1; got {len(values)} and {len(baseline)}"
+        )
     one, other = np.asarray(values, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
     differences = one - other
     if not np.isfinite(differences).all():
-        raise ArgumentError("pairs must be finite numbers; leave out runs that failed, on both sides")
+        raise ArgumentError("pairs must be finite numbers; leave out failed runs, on both sides")
     freedom = len(differences) - 1
     if not freedom:
         return float(differences[0]), None, freedom
@@ -164,7 +163,38 @@ def _summary(values: Sequence[float], baseline: Sequence[float], resolution: flo
 
 
 def _ratio(top: float, bottom: float) -> float:
-    # Differences that are all the same have no error: the test is then certain.
+    # If all differences are equal the error is 0, and the test is certain.
     if bottom > 0:
         return top / bottom
     return 0.0 if top == 0 else math.copysign(math.inf, top)
+
+
+def t_cdf(t: float, freedom: float) -> float:
+    """Return the probability that a variable with Student's t distribution is at most ``t``.
+
+    Args:
+        t: any number, or infinity.
+        freedom: degrees of freedom, above 0.
+
+    >>> round(t_cdf(12.706204736, 1), 9), t_cdf(0.0, 7)
+    (0.975, 0.5)
+    """
+    freedom = as_number("freedom", freedom, above=0, infinite=True)
+    return float(_special().stdtr(freedom, as_number("t", t, infinite=True)))
+
+
+def t_quantile(probability: float, freedom: float) -> float:
+    """Return the ``t`` that a variable with Student's t distribution does not exceed with a given probability.
+
+    >>> round(t_quantile(0.975, 4), 6)
+    2.776445
+    """
+    probability = as_number("probability", probability, above=0, below=1)
+    return float(_special().stdtrit(as_number("freedom", freedom, above=0, infinite=True), probability))
+
+
+def _special() -> Any:
+    require("scipy", extra="lab")
+    from scipy import special  # scipy.stats takes ten times as long to load
+
+    return special

@@ -17,8 +17,8 @@ from batchwright.errors import ArgumentError, StateMismatchError
 from batchwright.integrations._options import move_after_collate
 from batchwright.integrations.accelerate import prepare
 from batchwright.integrations.accelerate.preparation import _mover
-from batchwright.plan._regroup import regroup
-from batchwright.plan.resizable import ResizableBatchSampler
+from batchwright.plan.sampler.regrouping import regroup
+from batchwright.plan.sampler.resizable import ResizableBatchSampler
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.schedules import linear
 from batchwright.size.signals import loss_driven

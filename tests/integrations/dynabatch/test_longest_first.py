@@ -13,7 +13,7 @@ from batchwright.integrations.dynabatch._longest_first import (
     growth_step,
     relative_memory,
 )
-from batchwright.plan.shapes import SizeRounding
+from batchwright.plan.grouping.base import SizeRounding
 
 ROUNDINGS = [SizeRounding(), SizeRounding(2), SizeRounding(ladder="pow2x3"), SizeRounding(2, "pow2x3")]
 tasks = st.sampled_from(["train", "generate"])

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 import batchwright as bw
 from batchwright.errors import StateMismatchError
 from batchwright.integrations.lightning import AdaptiveBatching
-from batchwright.plan._regroup import regroup
-from batchwright.plan.resizable import ResizableBatchSampler
+from batchwright.plan.sampler.regrouping import regroup
+from batchwright.plan.sampler.resizable import ResizableBatchSampler
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.signals import loss_driven
 

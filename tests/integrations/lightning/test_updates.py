@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from batchwright.errors import ArgumentError
 from batchwright.integrations.lightning import AdaptiveBatching, ExactUpdates, PlannedDataModule, planned_loader
-from batchwright.plan.resizable import ResizableBatchSampler
+from batchwright.plan.sampler.resizable import ResizableBatchSampler
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.schedules import linear
 from batchwright.step import Stepper

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 import batchwright as bw
 from batchwright.integrations.lightning import AdaptiveBatching, ExactUpdates, PlannedDataModule
-from batchwright.plan.resizable import ResizableBatchSampler
+from batchwright.plan.sampler.resizable import ResizableBatchSampler
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.signals import loss_driven
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sysconfig
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import batchwright as bw
 
-from ..._stdlib_source import functions_of, python_files, tokenize
+from ..._stdlib_source import functions_in, python_files, stdlib_folder, tokenize
 from ...errors import ArgumentError
 from .records import DemoSettings
 
@@ -48,7 +47,7 @@ def load_corpus(settings: DemoSettings, *, root: Path | None = None) -> Corpus:
         settings: how many functions to read, how long they may be, and how many different tokens to keep.
         root: a folder of Python files; None takes the standard library.
     """
-    root = root or Path(sysconfig.get_paths()["stdlib"])
+    root = root or stdlib_folder()
     files = python_files(root)
     random.Random(settings.seed).shuffle(files)
     valid_files = files[::_VALID_EVERY]
@@ -168,14 +167,7 @@ def _planned(train: Sequence[Ids], name: str, what: str, sampler: Any) -> Arm:
 def _take(files: Sequence[Path], count: int) -> list[list[str]]:
     found: list[list[str]] = []
     for file in files:
-        found += [tokenize(text) for text in _functions_in(file)]
+        found += [tokenize(text) for text in functions_in(file)]
         if len(found) >= count:
             break
     return found[:count]
-
-
-def _functions_in(file: Path) -> list[str]:
-    try:
-        return list(functions_of(file.read_text(encoding="utf-8")))
-    except (SyntaxError, ValueError, OSError):  # another encoding, or a template that is not Python
-        return []

@@ -15,14 +15,13 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
+from ..._random import Purpose, words
 from ..._types import FloatArray, IntArray
 from ...plan import Grouping, MemoryModel
-from ...plan._prior import Task
-from ...plan._problem import Groups, Problem, distinct
-from ...plan._random import Purpose, words
-from ...plan._window import sort_windows
-from ...plan.shapes import SizeRounding
-from ...plan.sharding import order_batches, step_cost
+from ...plan._order import order_batches, step_cost
+from ...plan.grouping.base import Groups, Problem, SizeRounding, distinct
+from ...plan.grouping.sorting import sort_windows
+from ...plan.models.prior import Task
 
 # New tokens per item, as a share of the longest input, where nobody has said how many are generated.
 ASSUMED_OUTPUT = 0.5

@@ -16,8 +16,8 @@ from torch import Tensor
 from ..._checks import as_whole
 from ..._tree import map_leaves
 from ...errors import ArgumentError, DoesNotFitError
-from ...step._models import unwrapped
-from ...step._oom_safe import run_in_pieces
+from ...step.huggingface import unwrapped
+from ...step.inference import run_in_pieces
 from ...step.oom import free_memory
 from .._inputs import num_rows, take_rows
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..._checks import as_whole
 from ..._machine import num_cores
 from ...errors import ArgumentError, LengthsError
-from ...plan._prior import Task
+from ...plan.models.prior import Task
 from .lengths import measure_tokens, truncated
 from .sampler import DynaBatchSampler, as_array
 

@@ -14,8 +14,8 @@ from ..._checks import as_number, as_whole, check_choice, check_ranks, read_whol
 from ..._lengths import as_lengths
 from ...errors import LengthsError
 from ...plan import BatchSampler, MaxItems, Plan, PlanReport
-from ...plan._prior import Task
-from ...plan.shapes import SizeRounding
+from ...plan.grouping.base import SizeRounding
+from ...plan.models.prior import Task
 from ._longest_first import LongestFirst, SizeRule
 from ._record import Features, candidate_sizes, decisions, input_features
 

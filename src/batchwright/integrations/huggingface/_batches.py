@@ -16,8 +16,8 @@ from ..._checks import read_size
 from ..._lengths import as_lengths, pad_up
 from ...errors import StateMismatchError
 from ...plan.budget import Budget
-from ...plan.resizable import ResizableBatchSampler
-from ...plan.sampler import BatchSampler
+from ...plan.sampler.planned import BatchSampler
+from ...plan.sampler.resizable import ResizableBatchSampler
 from ...step._split import LogicalBatch, split
 from .._size_log import SizeLog
 

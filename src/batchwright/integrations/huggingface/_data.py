@@ -15,9 +15,9 @@ from ..._lengths import as_lengths, pad_up
 from ..._types import IntArray
 from ...errors import LengthsError
 from ...plan.budget import MaxItems
-from ...plan.grouping import WindowSort
-from ...plan.resizable import ResizableBatchSampler
-from ...plan.sampler import BatchSampler
+from ...plan.grouping.sorting import WindowSort
+from ...plan.sampler.planned import BatchSampler
+from ...plan.sampler.resizable import ResizableBatchSampler
 from .._ranked import loader_options
 from ._batches import BatchSource, PlannedBatches, ResizableBatches
 from ._lengths import LengthCache, pad_multiple_of

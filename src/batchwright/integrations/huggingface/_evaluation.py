@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from ..._types import IntArray
 from ...errors import ArgumentError, LengthsError
-from ...plan._plan import plan_batches
 from ...plan.budget import Budget, MaxCost
-from ...plan.grouping import Sorted
+from ...plan.grouping.sorting import Sorted
+from ...plan.plan import plan_batches
 from .._inputs import num_rows
 from .._ranked import loader_options
 from ._lengths import LengthCache, pad_multiple_of

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..._checks import as_whole, check_choice
 from ...errors import ArgumentError, MissingDependencyError
 from ...plan.budget import Budget, MaxItems, check_budget
-from ...plan.grouping import Grouping, check_grouping
+from ...plan.grouping.base import Grouping, check_grouping
 from ...size.learning_rate import Rule, get_rule
-from ...step.memory import MemoryMonitor
+from ...step.memory.monitor import MemoryMonitor
 from .._ranked import controller_of
 from .._trainer_step import is_divided, parallel_size
 

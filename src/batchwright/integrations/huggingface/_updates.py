@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ..._checks import read_whole
 from ...size.noise import NoiseAverage
-from ...step._noise_meter import NoiseMeter
-from ...step.report import NoiseReport
+from ...step.noise import NoiseMeter, NoiseReport
 from .._inputs import num_rows
 from .._trainer_step import SafeSteps, Strategy
 from ._batches import Counted

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import ArgumentError
-from ...step._models import IGNORED, counts_tokens
+from ...step.huggingface import IGNORED, counts_tokens
 from .._trainer_step import Weighing, find_weighing, weighted
 from ._settings import Weighting
 

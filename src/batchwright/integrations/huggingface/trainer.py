@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from ...errors import ArgumentError
 from ...plan.budget import Budget
-from ...plan.grouping import Grouping
+from ...plan.grouping.base import Grouping
 from ...size.learning_rate import Rule
-from ...step.memory import MemoryMonitor
+from ...step.memory.monitor import MemoryMonitor
 from .._ranked import check_no_stream
 from .._trainer_step import one_process, undivided
 from ._batching import STATE_NAME, Batching

@@ -1,0 +1,243 @@
+"""What each strategy changed against the baseline, in pairs of runs, and how such a change is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final
+
+import numpy as np
+
+from .._records import CellKey, RunRecord, cell_of, finished, number
+from ..strategies.strategy import BASELINE
+
+# (cell, strategy) -> seed -> change against the baseline.
+Effects: TypeAlias = Mapping[tuple[CellKey, str], Mapping[int, float]]
+_TIMES, _MINUS = "\N{MULTIPLICATION SIGN}", "\N{MINUS SIGN}"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """A figure of a run, and how two runs are compared by it.
+
+    Args:
+        name: the key of the measure.
+        title: what it is, in words.
+        change: ``"ratio"`` compares by the logarithm of the quotient, which has no unit and so can be averaged over
+            data sets; ``"difference"`` subtracts.
+        lower_is_better: whether a lower figure is better.
+        of: returns the figure of a run, None if it has none.
+    """
+
+    name: str
+    title: str
+    change: Literal["ratio", "difference"]
+    lower_is_better: bool
+    of: Callable[[RunRecord], float | None]
+
+    def between(self, there: float | None, here: float | None) -> float | None:
+        """Return the change from the baseline's figure ``here`` to ``there``, None if it has no meaning."""
+        if there is None or here is None:
+            return None
+        if self.change == "difference":
+            return there - here
+        return math.log(there / here) if there > 0 and here > 0 else None
+
+    def gain(self, change: float) -> float:
+        """Return a change with the sign that is positive for a good change."""
+        return -change if self.lower_is_better else change
+
+    def text(self, change: float, metric_name: str | None = None) -> str:
+        """Write a change in the unit of the measure: per cent, points of accuracy, or plain.
+
+        >>> LOSS.text(-0.1), METRIC.text(0.012, "accuracy"), METRIC.text(0.012, "r2")
+        ('−9.5 %', '+1.2 pt', '+0.012')
+        """
+        if self.change == "ratio":
+            return percent_change(change)
+        return f"{hundredths(change)} pt" if metric_name == "accuracy" else signed(change)
+
+    def interval(self, low: float, high: float, metric_name: str | None = None) -> str:
+        """Write a 95 % interval.
+
+        >>> LOSS.interval(-0.2, 0.1)
+        '−18 to +11 %'
+        """
+        texts = [self.text(end, metric_name) for end in (low, high)]
+        unit = texts[1].partition(" ")[2]
+        # The unit once, unless one end is a factor.
+        return f"{texts[0].removesuffix(f' {unit}') if unit else texts[0]} to {texts[1]}"
+
+
+def mean_loss(record: RunRecord) -> float | None:
+    """Return the mean validation loss on the way: its integral over the examples seen, divided by their number.
+
+    It is low for a run whose loss falls early, wherever it ends.
+
+    >>> points = [{"examples": 0, "validation_loss": 2.0}, {"examples": 100, "validation_loss": 1.0}]
+    >>> mean_loss({"curve": points})
+    1.5
+    """
+    points = [
+        (float(point["examples"]), loss)
+        for point in record.get("curve") or ()
+        if (loss := number(point.get("validation_loss"))) is not None
+    ]
+    if len(points) < 2 or points[-1][0] <= points[0][0]:
+        return None
+    examples, losses = np.array(points).T
+    return float(((losses[1:] + losses[:-1]) / 2 * np.diff(examples)).sum() / (examples[-1] - examples[0]))
+
+
+def _final(name: str) -> Callable[[RunRecord], float | None]:
+    return lambda record: number((record.get("final") or {}).get(name))
+
+
+LOSS = Measure(
+    name="loss",
+    title="final validation loss",
+    change="ratio",
+    lower_is_better=True,
+    of=_final("validation_loss"),
+)
+METRIC = Measure(
+    name="metric",
+    title="final quality (accuracy, R², or minus the loss)",
+    change="difference",
+    lower_is_better=False,
+    of=_final("metric"),
+)
+CONVERGENCE = Measure(
+    name="convergence",
+    title="mean validation loss on the way",
+    change="ratio",
+    lower_is_better=True,
+    of=mean_loss,
+)
+UPDATES = Measure(name="updates", title="updates", change="ratio", lower_is_better=True, of=_final("updates"))
+SECONDS = Measure(
+    name="seconds", title="seconds of training", change="ratio", lower_is_better=True, of=_final("seconds")
+)
+MEASURES = (LOSS, METRIC, CONVERGENCE, UPDATES, SECONDS)
+
+
+def effects(records: Iterable[RunRecord], measure: Measure) -> dict[tuple[CellKey, str], dict[int, float]]:
+    """Return the change of every strategy against the baseline, per data set, model and seed that both have.
+
+    Runs over different numbers of examples are not compared.
+
+    >>> def run(strategy, loss):
+    ...     place = {"dataset": "wine", "model": "mlp", "strategy": strategy, "seed": 0, "status": "ok"}
+    ...     return place | {"final": {"validation_loss": loss}}
+    >>> effects([run("constant", 0.5), run("linear", 0.25)], LOSS)
+    {(CellKey(dataset='wine', model='mlp'), 'linear'): {0: -0.6931471805599453}}
+    """
+    runs = list(finished(records))
+    baselines = {_partner(run): measure.of(run) for run in runs if run["strategy"] == BASELINE}
+    found: dict[tuple[CellKey, str], dict[int, float]] = {}
+    for run in runs:
+        if run["strategy"] != BASELINE:
+            change = measure.between(measure.of(run), baselines.get(_partner(run)))
+            if change is not None:
+                found.setdefault((cell_of(run), run["strategy"]), {})[run["seed"]] = change
+    return found
+
+
+def seed_means(found: Effects, cells: Sequence[CellKey], strategy: str) -> dict[int, float]:
+    """Return the change of a strategy averaged over cells, for each seed that has all of them.
+
+    The cells are not a sample: a test over these means is about new seeds, not about new data.
+    """
+    parts = [found.get((cell, strategy), {}) for cell in cells]
+    seeds = set(parts[0]).intersection(*parts[1:]) if parts else set()
+    return {seed: math.fsum(part[seed] for part in parts) / len(parts) for seed in sorted(seeds)}
+
+
+def _partner(record: RunRecord) -> tuple[object, ...]:
+    """Return what two runs must have in common to be compared."""
+    return (*cell_of(record), record["seed"], (record.get("settings") or {}).get("num_examples"))
+
+
+def percent_change(log_ratio: float) -> str:
+    """Write the logarithm of a quotient as a change in per cent, or as a factor if it is three or more.
+
+    >>> percent_change(math.log(0.88)), percent_change(math.log(1.004)), percent_change(math.log(12)), percent_change(0)
+    ('−12 %', '+0.4 %', '×12', '±0 %')
+    """
+    if log_ratio >= math.log(3):
+        return _TIMES + (digits(math.exp(log_ratio)) if log_ratio < 30 else "10¹³ and more")
+    return f"{hundredths(math.expm1(log_ratio))} %"
+
+
+def hundredths(share: float) -> str:
+    """Write a share as signed per cent or points without the unit: whole numbers from ten on, else one decimal.
+
+    >>> hundredths(-0.0012), hundredths(0.5), hundredths(-0.0001)
+    ('−0.1', '+50', '±0')
+    """
+    value = 100 * abs(share)
+    return _sign(share, f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}".removesuffix(".0"))
+
+
+def signed(value: float) -> str:
+    """Write a number with about two digits and its sign; the minus is the typographic one.
+
+    >>> signed(-0.5), signed(3.14159), signed(120.4), signed(-0.0)
+    ('−0.5', '+3.1', '+120', '±0')
+    """
+    return _sign(value, digits(abs(value)))
+
+
+def _sign(value: float, text: str) -> str:
+    return "±0" if not text.strip("0.") else (_MINUS if value < 0 else "+") + text
+
+
+def p_text(p: float) -> str:
+    """Write a p-value.
+
+    >>> p_text(0.2345), p_text(0.012), p_text(0.0001), p_text(1.0)
+    ('p = 0.23', 'p = 0.012', 'p < 0.001', 'p = 1')
+    """
+    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
+
+
+def listed(names: Sequence[str], *, most: int = 6) -> str:
+    """Write a list with ``and``; names beyond ``most`` are only counted.
+
+    >>> listed(["a"]), listed(["a", "b", "c"]), listed(list("abcdefgh"), most=3)
+    ('a', 'a, b and c', 'a, b, c and 5 more')
+    """
+    shown = list(names[:most])
+    if len(names) > most:
+        shown.append(f"{len(names) - most} more")
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def counted(number: int, what: str) -> str:
+    """Write a number and what it counts.
+
+    >>> counted(1, "seed"), counted(3, "strategy"), counted(2, "loss")
+    ('1 seed', '3 strategies', '2 losses')
+    """
+    if number == 1:
+        return f"1 {what}"
+    if what.endswith("y"):
+        return f"{number:,} {what[:-1]}ies"
+    return f"{number:,} {what}{'es' if what.endswith('s') else 's'}"
+
+
+def digits(value: float) -> str:
+    """Write a positive number with two significant digits, and from ten on without decimals.
+
+    >>> digits(0.0123), digits(2.0), digits(1234.5)
+    ('0.012', '2', '1,234')
+    """
+    if value >= 9.95:
+        return f"{value:,.0f}"
+    if value == 0:
+        return "0"
+    decimals = max(0, 1 - math.floor(math.log10(value)))
+    text = f"{value:.{min(decimals, 4)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,0 +1,335 @@
+"""The tables and texts of the report: the matrix of effects, findings, data sets, failed runs, settings."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, final
+
+from .._records import CellKey, RunRecord, cell_of, diverged, number
+from ..observations._effects import LOSS, MEASURES, Measure, counted, effects, p_text
+from ..observations._slices import cells_of, groups_of, kind_of, overall, properties_of
+from ..observations.evidence import Compared, Evidence, Finding, cell_tests, rank
+from ..strategies.strategy import BASELINE
+
+NAMES = {
+    "loss": "Final validation loss",
+    "metric": "Final quality (accuracy, R², minus the loss)",
+    "convergence": "Mean validation loss on the way",
+    "updates": "Updates",
+    "seconds": "Seconds of training",
+}
+SIGNS = {"better": "▲", "worse": "▼", "open": "○", "single": "?"}
+_WORDS = {"better": "better", "worse": "worse", "open": "no difference shown", "single": "one seed"}
+TOPICS = {
+    "scope": "What was run",
+    "overall": "Over everything",
+    "convergence": "On the way there",
+    "cost": "Fewer updates",
+    "reacting": "Reacting or only growing",
+    "type": "By type of data",
+    "dimensionality": "By dimensionality",
+    "size": "By size of the data set",
+    "label noise": "By label noise",
+    "model": "By model",
+    "no better": "Where adapting is no better",
+    "quality": "By accuracy, R² or likelihood",
+    "limits": "What this cannot say",
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """One entry of the matrix.
+
+    Args:
+        verdict: ``"better"``, ``"worse"``, ``"open"`` if no difference is shown, ``"single"`` with one seed.
+        text: the mean change.
+        interval: its 95 % interval; empty with one seed.
+        note: seeds and corrected p-value, in words.
+    """
+
+    verdict: str
+    text: str
+    interval: str
+    note: str
+
+
+def matrix_effects(records: Sequence[RunRecord], measure: Measure) -> dict[tuple[CellKey, str], Effect]:
+    """Return the entry of each data set, model and strategy."""
+    found = effects(records, measure)
+    metrics = {cell_of(run): run.get("metric_name") for run in records}
+    entries = {place: _single(measure, changes, metrics[place[0]]) for place, changes in found.items()}
+    for cell, tests in cell_tests(found, measure).items():
+        for one in tests.compared:
+            entries[cell, one.strategy] = _tested(measure, one, metrics[cell])
+    return entries
+
+
+def pooled_effects(records: Sequence[RunRecord], measure: Measure) -> dict[str, Effect]:
+    """Return the entry over all cells of each strategy that ran on all of them.
+
+    Empty for a single cell, and for a measure with a unit, which cannot be averaged over data sets.
+    """
+    if measure.change != "ratio" or len(cells_of(records)) < 2:
+        return {}
+    ranking = rank(effects(records, measure), overall(records), measure)
+    if ranking is None:
+        return {}
+    return {one.strategy: _tested(measure, one, None) for one in ranking.verdicts.compared}
+
+
+def row_order(records: Sequence[RunRecord]) -> list[str]:
+    """Return the strategies without the baseline, ordered by their mean loss over all cells; unranked ones last."""
+    names = [name for name in groups_of(records) if name != BASELINE]
+    ranking = rank(effects(records, LOSS), overall(records), LOSS) if names else None
+    ranked = [] if ranking is None else [one.strategy for one in ranking.verdicts.compared]
+    return [*ranked, *(name for name in names if name not in ranked)]
+
+
+def render_matrix(records: Sequence[RunRecord]) -> str:
+    """Return one table per measure; all but the first are hidden until chosen."""
+    order = row_order(records)
+    return "".join(_table(records, order, measure, hidden=place > 0) for place, measure in enumerate(MEASURES))
+
+
+def _table(records: Sequence[RunRecord], order: Sequence[str], measure: Measure, *, hidden: bool) -> str:
+    cells, groups = cells_of(records), groups_of(records)
+    entries = matrix_effects(records, measure)
+    pooled = pooled_effects(records, measure)
+    head = '<th scope="col">strategy</th>' + ('<th scope="col" class="pooled">over all</th>' if pooled else "")
+    head += "".join(_column(cell) for cell in cells)
+    rows = [_row(name, groups[name], [pooled.get(name)] if pooled else [], cells, entries) for name in order]
+    good = "lower is better" if measure.lower_is_better else "higher is better"
+    caption = (
+        f"{NAMES[measure.name]} against {BASELINE}, by data set and model; {good}. 95 % intervals under each mean."
+    )
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="{html.escape(NAMES[measure.name])}" '
+        f'data-measure="{measure.name}"{" hidden" if hidden else ""}><table class="matrix"><caption><span>'
+        f"{html.escape(caption)}</span></caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _column(cell: CellKey) -> str:
+    return (
+        f'<th scope="col" data-dataset="{html.escape(cell.dataset)}" data-model="{html.escape(cell.model)}">'
+        f"{breakable(cell.dataset)}<small>{html.escape(cell.model)}</small></th>"
+    )
+
+
+def _row(
+    name: str,
+    group: str,
+    pooled: Sequence[Effect | None],
+    cells: Sequence[CellKey],
+    entries: Mapping[tuple[CellKey, str], Effect],
+) -> str:
+    parts = [_entry(entry, ' class="pooled {}"') for entry in pooled]
+    for cell in cells:
+        place = f' data-dataset="{html.escape(cell.dataset)}" data-model="{html.escape(cell.model)}" class="{{}}"'
+        parts.append(_entry(entries.get((cell, name)), place))
+    head = f'<th scope="row">{breakable(name)}<small>{html.escape(group)}</small></th>'
+    return f'<tr data-group="{html.escape(group)}">{head}{"".join(parts)}</tr>'
+
+
+def _entry(entry: Effect | None, attributes: str) -> str:
+    if entry is None:
+        return f'<td{attributes.format("none")}><span class="unseen">no pair of runs</span></td>'
+    return (
+        f'<td{attributes.format(entry.verdict)} title="{html.escape(entry.note)}"><b><i aria-hidden="true">'
+        f'{SIGNS[entry.verdict]}</i> {entry.text}</b><span class="unseen"> {_WORDS[entry.verdict]}</span>'
+        f"<small>{entry.interval}</small></td>"
+    )
+
+
+def _tested(measure: Measure, one: Compared, metric: str | None) -> Effect:
+    verdict = "open" if not one.is_shown else "better" if measure.gain(one.mean) > 0 else "worse"
+    note = f"n = {counted(one.num_pairs, 'seed')}; {p_text(one.p_corrected)} after Holm over {one.num_tests} strategies"
+    return Effect(
+        verdict=verdict,
+        text=measure.text(one.mean, metric),
+        interval=measure.interval(one.low, one.high, metric),
+        note=note,
+    )
+
+
+def _single(measure: Measure, changes: Mapping[int, float], metric: str | None) -> Effect:
+    """Return the entry for a single seed, which shows nothing."""
+    value = next(iter(changes.values()))
+    return Effect(verdict="single", text=measure.text(value, metric), interval="", note="n = 1 seed: no test")
+
+
+def breakable(name: str) -> str:
+    """Return an escaped name that may break after its underscores.
+
+    >>> breakable("loss_ema")
+    'loss_<wbr>ema'
+    """
+    return html.escape(name).replace("_", "_<wbr>")
+
+
+def render_findings(findings: Iterable[Finding]) -> str:
+    """Return the findings with one heading per topic, and the tests of each folded away."""
+    parts = []
+    for topic, some in groupby(findings, key=lambda one: one.topic):
+        body = "".join(f"<p>{prose(one.sentence)}</p>{_tests(one.evidence)}" for one in some)
+        parts.append(f'<div class="topic"><h3>{html.escape(TOPICS.get(topic, topic))}</h3><div>{body}</div></div>')
+    return "".join(parts)
+
+
+def prose(sentence: str) -> str:
+    """Return a sentence as HTML in which figures and their units stay on one line.
+
+    >>> prose("p < 0.001 & 5 %").replace("\N{NO-BREAK SPACE}", "~")
+    'p~&lt;~0.001 &amp; 5~%'
+    """
+    for text in (" %", "p = ", "p < "):
+        sentence = sentence.replace(text, text.replace(" ", "\N{NO-BREAK SPACE}"))
+    return html.escape(sentence)
+
+
+def _tests(evidence: Sequence[Evidence]) -> str:
+    if not evidence:
+        return ""
+    rows = [
+        (
+            one.what,
+            one.measure.title,
+            one.measure.text(one.compared.mean, one.metric_name),
+            one.measure.interval(one.compared.low, one.compared.high, one.metric_name),
+            str(one.compared.num_pairs),
+            p_text(one.compared.p_corrected).removeprefix("p ").removeprefix("= "),
+            str(one.compared.num_tests),
+        )
+        for one in evidence
+    ]
+    head = ("compared", "by", "mean change", "95 % interval", "seeds", "p, corrected", "tests")
+    title = "The test" if len(rows) == 1 else f"The {len(rows)} tests"
+    table = render_table(head, rows, caption="Paired t tests over seeds, corrected by Holm", numbers_from=2)
+    return f"<details><summary>{title}</summary>{table}</details>"
+
+
+def render_datasets(records: Sequence[RunRecord]) -> str:
+    """Return a table of the data sets and their properties."""
+    rows = []
+    for name, given in sorted(properties_of(records).items()):
+        figures = [_figure(given.get(key)) for key in ("num_train", "num_validation", "dimension", "num_classes")]
+        noise = number(given.get("label_noise"))
+        models = sorted({run["model"] for run in records if run["dataset"] == name})
+        rows.append(
+            (
+                name,
+                kind_of(given) or "",
+                str(given.get("task", "")),
+                ", ".join(models),
+                *figures,
+                "" if noise is None else f"{100 * noise:.1f} %",
+            )
+        )
+    head = ("data set", "type", "task", "models", "training", "validation", "dimension", "classes", "label noise")
+    caption = (
+        "Examples of each part; numbers per example, or words of the vocabulary; share of rows whose nearest row has "
+        "another label"
+    )
+    return render_table(head, rows, caption=caption, numbers_from=4)
+
+
+def failed_runs(records: Sequence[RunRecord]) -> list[tuple[str, str, str, str]]:
+    """Return data set and model, strategy, seed and reason of each run that failed or diverged."""
+    return [
+        (
+            str(cell_of(run)),
+            run["strategy"],
+            str(run["seed"]),
+            str(run.get("error") or _NO_ERROR[run["status"] == "ok"]),
+        )
+        for run in records
+        if run["status"] != "ok" or diverged(run)
+    ]
+
+
+_NO_ERROR = {True: "diverged: the loss is not a finite number", False: "no reason given"}
+
+
+def render_failures(records: Sequence[RunRecord]) -> str:
+    """Return a table of the runs that failed or diverged, or a sentence that there are none."""
+    rows = failed_runs(records)
+    if not rows:
+        return "<p>None: every run ended with a finite loss.</p>"
+    return render_table(("data set and model", "strategy", "seed", "why"), rows, caption="Runs without a result")
+
+
+def render_settings(records: Sequence[RunRecord]) -> str:
+    """Return the settings of the baseline's runs in one table; those that all data sets share are given once."""
+    given = {cell_of(run): run.get("settings") or {} for run in records if run["strategy"] == BASELINE}
+    cells = sorted(given)
+    keys = list(dict.fromkeys(key for settings in given.values() for key in settings))
+    rows = []
+    for key in keys:
+        values = [_figure(given[cell].get(key)) for cell in cells]
+        if len(set(values)) == 1:
+            rows.append((key, values[0]))
+        else:
+            text = "; ".join(f"{cell}: {value}" for cell, value in zip(cells, values, strict=True))
+            rows.append((key, text))
+    return render_table(("setting", "value"), rows, caption=f"Settings of the runs of {BASELINE}")
+
+
+def render_rates(plan: Mapping[str, Any]) -> str:
+    """Return how the learning rates were chosen; empty if they were given."""
+    notes = [note for note in plan.get("tuning") or () if note.get("scores")]
+    if not notes:
+        return ""
+    rows = []
+    for note in notes:
+        rates = sorted(score["lr"] for score in note["scores"])
+        edge = " (at the end of the grid)" if note["lr"] in (rates[0], rates[-1]) else ""
+        cells = (note["dataset"], note["model"], note["optimizer"], f"{note['lr']:g}{edge}")
+        rows.append((*cells, ", ".join(f"{rate:g}" for rate in rates), str(len(note["seeds"]))))
+    caption = (
+        f"Learning rates, chosen for {BASELINE} on seeds that are not reported and by the same validation examples. "
+        "Every strategy uses the same rate; it might do better with its own"
+    )
+    return render_table(("data set", "model", "optimizer", "rate", "chosen from", "seeds"), rows, caption=caption)
+
+
+def render_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str, numbers_from: int = 99) -> str:
+    """Return a table with a caption; columns from ``numbers_from`` on are aligned to the right.
+
+    >>> "<td>&lt;b&gt;</td>" in render_table(["a"], [["<b>"]], caption="few")
+    True
+    """
+    kinds = [' class="number"' if place >= numbers_from else "" for place in range(len(head))]
+    top = "".join(f'<th scope="col"{kind}>{html.escape(name)}</th>' for name, kind in zip(head, kinds, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{html.escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="wide"><table><caption><span>{html.escape(caption)}</span></caption><thead><tr>{top}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def footer_text(records: Sequence[RunRecord]) -> str:
+    """Return the versions and the hardware of the newest run."""
+    newest: Mapping[str, Any] = records[-1] if records else {}
+    versions = [f"{name} {value}" for name, value in (newest.get("versions") or {}).items()]
+    hardware = newest.get("hardware") or {}
+    machine = [str(hardware[key]) for key in ("processor", "machine") if hardware.get(key)]
+    cpus = [f"{hardware['num_cpus']} processors"] if hardware.get("num_cpus") else []
+    return " · ".join([*versions, *machine[:1], *cpus])
+
+
+def _figure(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_figure(part)}" for key, part in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_figure(part) for part in value)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

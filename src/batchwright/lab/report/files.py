@@ -1,0 +1,167 @@
+"""The report as files: the page, the same as Markdown, and a table of runs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import final
+
+from ..._files import write_atomic
+from ...errors import ArgumentError
+from .._records import CellKey, RunRecord, cell_of, diverged
+from ..observations._effects import LOSS, METRIC, Measure, effects, mean_loss
+from ..observations._slices import cells_of
+from ..observations.evidence import Finding
+from ..observations.observing import observe
+from ..strategies.strategy import BASELINE
+from ._tables import SIGNS, TOPICS, Effect, failed_runs, footer_text, matrix_effects, pooled_effects, row_order
+from .folder import LabFolder, read_lab
+from .page import render_html
+
+_FINAL = ("metric", "validation_loss", "train_loss", "updates", "seconds", "examples")
+CSV_COLUMNS = (
+    *("dataset", "model", "strategy", "group", "seed", "status", "metric_name", *_FINAL),
+    *("mean_validation_loss", "num_decisions", "loss_change", "metric_change", "error"),
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ReportFiles:
+    """Where a report was written."""
+
+    html: Path
+    markdown: Path
+    csv: Path
+
+
+def write_report(folder: str | os.PathLike[str]) -> ReportFiles:
+    """Write ``report.html``, ``report.md`` and ``report.csv`` into the folder of a lab.
+
+    Args:
+        folder: the folder with ``runs.jsonl``; the lab may still be running.
+
+    Returns:
+        The three files.
+
+    Raises:
+        ArgumentError: the folder does not exist, or holds no run.
+    """
+    place = Path(folder)
+    lab = read_lab(place)
+    if not lab.records:
+        raise ArgumentError(f"{place} has no finished run yet; wait for the first one to end")
+    files = ReportFiles(html=place / "report.html", markdown=place / "report.md", csv=place / "report.csv")
+    observations = observe(lab.records)
+    for path, content in (
+        (files.html, render_html(lab, observations=observations)),
+        (files.markdown, render_markdown(lab, observations=observations)),
+        (files.csv, render_csv(lab)),
+    ):
+        write_atomic(path, content)
+    return files
+
+
+def render_csv(lab: LabFolder) -> str:
+    """Return one line per run: its end, and its change against the run of the baseline with the same seed.
+
+    ``loss_change`` is the quotient of the validation losses minus 1, ``metric_change`` the difference of the metrics.
+    """
+    losses, metrics = (effects(lab.records, measure) for measure in (LOSS, METRIC))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for run in lab.records:
+        place = (cell_of(run), run["strategy"])
+        change = losses.get(place, {}).get(run["seed"])
+        writer.writerow(
+            {
+                **{
+                    key: run.get(key)
+                    for key in ("dataset", "model", "strategy", "group", "seed", "metric_name", "error")
+                },
+                **{key: (run.get("final") or {}).get(key) for key in _FINAL},
+                "status": "diverged" if diverged(run) else run["status"],
+                "mean_validation_loss": mean_loss(run),
+                "num_decisions": len(run.get("decisions") or ()),
+                "loss_change": None if change is None else math.expm1(change),
+                "metric_change": metrics.get(place, {}).get(run["seed"]),
+            }
+        )
+    return text.getvalue()
+
+
+def render_markdown(lab: LabFolder, *, observations: Sequence[Finding] | None = None) -> str:
+    """Return the matrix, the findings with their tests, and the failed runs.
+
+    Args:
+        lab: the runs.
+        observations: what they show; None observes them.
+    """
+    observations = observe(lab.records) if observations is None else observations
+    lead = next((one.sentence for one in observations if one.topic == "overall"), "")
+    parts = [
+        f"# batchwright lab: {lab.name}",
+        lead,
+        f"## Final validation loss against {BASELINE}",
+        "▲ better, ▼ worse, corrected for all strategies of a column; ○ no difference shown; ? only one seed. "
+        "Mean change and 95 % interval.",
+        _matrix(lab.records, LOSS),
+        "## Observations",
+        *_observations(observations),
+        "## Failed runs",
+        _failures(lab.records),
+        f"---\n\n{footer_text(lab.records)}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _matrix(records: Sequence[RunRecord], measure: Measure) -> str:
+    cells = cells_of(records)
+    entries = matrix_effects(records, measure)
+    pooled = pooled_effects(records, measure)
+    head = ["strategy", *(["over all"] if pooled else []), *map(str, cells)]
+    rows = [_row(name, [pooled.get(name)] if pooled else [], cells, entries) for name in row_order(records)]
+    return "\n".join(_line(row) for row in (head, ["---"] * len(head), *rows))
+
+
+def _row(
+    name: str, pooled: Sequence[Effect | None], cells: Sequence[CellKey], entries: Mapping[tuple[CellKey, str], Effect]
+) -> list[str]:
+    return [name, *(_entry(one) for one in [*pooled, *(entries.get((cell, name)) for cell in cells)])]
+
+
+def _entry(entry: Effect | None) -> str:
+    if entry is None:
+        return ""
+    interval = f" ({entry.interval})" if entry.interval else ""
+    return f"{SIGNS[entry.verdict]} {entry.text}{interval}"
+
+
+def _observations(observations: Sequence[Finding]) -> list[str]:
+    parts = []
+    for topic, some in groupby(observations, key=lambda one: one.topic):
+        parts.append(f"### {TOPICS.get(topic, topic)}")
+        for one in some:
+            parts += [one.sentence, *(["\n".join(f"- {test}" for test in one.evidence)] if one.evidence else [])]
+    return parts
+
+
+def _failures(records: Sequence[RunRecord]) -> str:
+    # An error may have several lines; an item of a list has one.
+    lines = [
+        f"- {cell}, {strategy}, seed {seed}: {' '.join(why.split())}"
+        for cell, strategy, seed, why in failed_runs(records)
+    ]
+    return "\n".join(lines) or "None."
+
+
+def _line(cells: Sequence[str]) -> str:
+    # A bar inside a cell would start another cell.
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

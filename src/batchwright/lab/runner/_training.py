@@ -1,0 +1,288 @@
+"""One run: a model trained by a strategy on a fixed number of examples, and everything worth keeping of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..._checks import as_whole
+from ..._machine import one_thread
+from ...errors import ArgumentError
+from ...plan import MaxTokens, ResizableBatchSampler
+from ...size import BatchSizeController, constant
+from ...size.noise import NoiseAverage
+from ...step import FitToMemory, MemoryMonitor, Stepper, StepReport
+from .._records import make_record
+from ..datasets.dataset import Dataset, difficulty_of
+from ..models.networks import count_parameters, make_model
+from ..models.objective import collate_for, evaluate, loss_fn_for
+from ..strategies.catalogue import get, schedule_of
+from ..strategies.strategy import Conditions, RunSettings, Setup, Strategy
+from ._instruments import ActivationMemory, RunningMean, Stopwatch
+
+_METRICS = {"classification": "accuracy", "regression": "r2", "language": "loss"}
+_KINDS = {"table": "tabular", "images": "image", "text": "text"}
+# Padded tokens per micro-batch of texts: short texts run together, and the update stays the same.
+_MICRO_TOKENS = 4096
+
+
+def run_one(
+    dataset: Dataset,
+    model_name: str,
+    strategy: Strategy | str,
+    seed: int,
+    settings: RunSettings,
+    *,
+    replay_of: Mapping[str, Any] | None = None,
+    notes: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train one model and return the record of the run, a JSON object.
+
+    Every strategy sees the same number of examples. The seed fixes the initial weights and the order of examples: the
+    same arguments give the same record, except for its seconds. The model is validated at the first update at or after
+    points that are the same for all strategies, at the end of epochs if there are enough of them. ``train_loss`` on the
+    curve is the mean over the updates since the previous point, and in ``final`` the loss of the last model on all
+    training examples. Seconds are processor time without validation. A loss that is not finite ends the run; its final
+    figures are then None.
+
+    Args:
+        dataset: from ``datasets.load``.
+        model_name: one of ``models_for(dataset)``.
+        strategy: a strategy or its name.
+        seed: the seed of the weights and the order.
+        settings: the same for all strategies that you want to compare.
+        replay_of: for a replay, the record of the run whose batch sizes it repeats.
+        notes: further settings to keep in the record, as JSON values; they are part of its id.
+
+    >>> from batchwright.lab.datasets import load
+    >>> wine = load("wine")
+    >>> record = run_one(wine, "logistic", "linear", 0, RunSettings.fit(len(wine.train), num_epochs=2))
+    >>> record["status"], record["final"]["examples"], [change["new"] for change in record["decisions"]]
+    ('ok', 284, [32])
+    """
+    strategy = get(strategy) if isinstance(strategy, str) else strategy
+    seed = as_whole("seed", seed, least=0)
+    settings.check_size_of(len(dataset.train))
+    setup = strategy.make(_conditions(dataset, strategy, settings, replay_of))
+    with one_thread(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        loop = Loop(dataset, model_name, setup, seed, settings)
+        loop.run()
+        final = loop.final() | {"train_loss": _train_loss(loop, dataset)}
+    return make_record(
+        dataset=dataset.name,
+        model=model_name,
+        strategy=strategy.name,
+        group=strategy.group,
+        seed=seed,
+        settings={**settings.to_dict(), **(notes or {})},
+        properties=properties_of(dataset),
+        num_parameters=count_parameters(loop.model),
+        metric_name=_METRICS[dataset.task],
+        curve=loop.curve,
+        decisions=loop.decisions(),
+        final=final,
+    )
+
+
+def _conditions(
+    dataset: Dataset, strategy: Strategy, settings: RunSettings, replay_of: Mapping[str, Any] | None
+) -> Conditions:
+    if replay_of is not None and strategy.replays != replay_of["strategy"]:
+        raise ArgumentError(f"{strategy.name} repeats runs of {strategy.replays}, got one of {replay_of['strategy']}")
+    return Conditions(
+        settings=settings,
+        num_train=len(dataset.train),
+        num_classes=dataset.num_classes,
+        difficulty=partial(difficulty_of, dataset),
+        schedule=None if replay_of is None else schedule_of(replay_of),
+    )
+
+
+def _train_loss(loop: Loop, dataset: Dataset) -> float | None:
+    return None if loop.has_diverged else evaluate(loop.model, dataset, part="train")["loss"]
+
+
+@lru_cache(maxsize=8)
+def properties_of(dataset: Dataset) -> dict[str, Any]:
+    """Return the properties of a data set, with its kind (tabular, image, text or language); computed once."""
+    kind = "language" if dataset.task == "language" else _KINDS[dataset.kind]
+    return {**dataset.properties(), "kind": kind}
+
+
+def metric_of(dataset: Dataset, figures: Mapping[str, float]) -> float:
+    """Return the metric from what ``evaluate`` returned; higher is better, so that of language is minus the loss."""
+    return -figures["loss"] if dataset.task == "language" else figures[_METRICS[dataset.task]]
+
+
+@final
+class Loop:
+    """Trains one model; see ``run_one``."""
+
+    def __init__(self, dataset: Dataset, model_name: str, setup: Setup, seed: int, settings: RunSettings) -> None:
+        self._dataset = dataset
+        self._settings = settings
+        self._setup = setup
+        self.model = make_model(model_name, dataset, seed=seed)
+        self._optimizer = _make_optimizer(self.model, settings)
+        self._controller = _make_controller(setup, settings)
+        num_train = len(dataset.train)
+        self._sampler = ResizableBatchSampler(num_train, self._controller, curriculum=setup.curriculum, seed=seed)
+        self._parts = _Parts()
+        self._fit = (
+            FitToMemory(settings.base_size, initial=max(1, settings.base_size // 4)) if setup.fit_micro_batch else None
+        )
+        self._stepper = self._make_stepper()
+        self._points = evaluation_points(settings, num_train)
+        self._noise = NoiseAverage(horizon=4.0 * num_train)
+        self._clock = Stopwatch()
+        self._examples = self._updates = self._epoch = 0
+        self._losses = RunningMean()
+        self.has_diverged = False
+        self.curve: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        """Train until the examples are used up or the loss is not finite."""
+        self._validate(self._settings.lr * self._lr_factor())
+        with self._clock:
+            for batch, ends_epoch in self._batches():
+                report = self._step(batch)
+                if not math.isfinite(report.loss):
+                    self.has_diverged = True
+                    return
+                if self._updates == 1:
+                    # Rules that scale the rate with the batch apply during the update; only now is the rate known.
+                    self.curve[0]["lr"] = report.lr
+                self._observe(report, ends_epoch)
+                if self._examples >= self._points[0]:
+                    self._validate(report.lr)
+
+    def final(self) -> dict[str, Any]:
+        """Return where the run ended; the figures are None if it diverged."""
+        last = {} if self.has_diverged else self.curve[-1]
+        return {
+            "train_loss": None,
+            "validation_loss": last.get("validation_loss"),
+            "metric": last.get("metric"),
+            "updates": self._updates,
+            "seconds": self._clock.seconds,
+            "examples": self._examples,
+        }
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """Return every change of the batch size."""
+        names = ("examples", "step", "epoch", "old", "new", "reason")
+        return [{name: getattr(decision, name) for name in names} for decision in self._controller.history]
+
+    def _batches(self) -> Iterator[tuple[list[int], bool]]:
+        """Yield batches and whether each ends its epoch; the last one is cut to meet the number of examples exactly."""
+        curriculum, num_examples = self._setup.curriculum, self._settings.num_examples
+        while True:
+            epoch = self._sampler.epoch
+            left = len(self._dataset.train) if curriculum is None else len(curriculum.prefix(epoch))
+            for batch in self._sampler:
+                batch = batch[: num_examples - self._examples]
+                left -= len(batch)
+                yield batch, left == 0
+                if self._examples >= num_examples:
+                    return
+
+    def _step(self, batch: list[int]) -> StepReport:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._settings.lr * self._lr_factor()
+        self._parts.size = -(-len(batch) // (self._setup.noise_parts or 1))
+        report = self._stepper.step(batch)
+        self._examples += len(batch)
+        self._updates += 1
+        return report
+
+    def _observe(self, report: StepReport, ends_epoch: bool) -> None:
+        self._epoch += ends_epoch
+        self._losses.add(report.loss, report.batch_size)
+        noise = report.noise
+        if noise is not None:
+            self._noise = self._noise.update(noise.s, noise.g2, num_examples=report.batch_size)
+        if self._fit is not None and report.memory_fraction is not None:
+            largest = -(-report.batch_size // report.num_micro_batches)
+            self._fit.observe(report.memory_fraction, num_items=largest)
+        counts = {"epoch": self._epoch, "step": self._updates, "examples": self._examples}
+        self._controller.observe(**{**report.observation(), **counts})
+
+    def _validate(self, lr: float) -> None:
+        with self._clock.paused():
+            figures = evaluate(self.model, self._dataset)
+        self.curve.append(
+            {
+                "examples": self._examples,
+                "updates": self._updates,
+                "seconds": self._clock.seconds,
+                "epoch": self._epoch,
+                "train_loss": self._losses.take(),
+                "validation_loss": figures["loss"],
+                "metric": metric_of(self._dataset, figures),
+                "batch_size": self._controller.size,
+                "lr": lr,
+                "noise_scale": self._noise.scale if self._noise.is_reliable else None,
+            }
+        )
+        self._points = [point for point in self._points if point > self._examples] or [math.inf]
+
+    def _lr_factor(self) -> float:
+        return 1.0 if self._setup.lr_factor is None else self._setup.lr_factor(self._examples)
+
+    def _make_stepper(self) -> Stepper:
+        loss_fn, options = loss_fn_for(self._dataset), dict(self._setup.stepper)
+        lengths = self._dataset.lengths
+        if self._setup.room is not None:
+            source = ActivationMemory(self._setup.room)
+            loss_fn = source.watch(loss_fn)
+            options["memory"] = MemoryMonitor(source=source)
+            options["micro_batch"] = "auto" if self._fit is None else self._fit
+        elif self._setup.noise_parts is not None:
+            options |= {"measure_noise": True, "micro_batch": self._parts}
+        elif lengths is not None:
+            options |= {"micro_batch": MaxTokens(_MICRO_TOKENS), "lengths": lengths.item}
+        return Stepper(self.model, self._optimizer, loss_fn, collate=collate_for(self._dataset), **options)
+
+
+def evaluation_points(settings: RunSettings, num_train: int) -> list[float]:
+    """Return after how many examples to validate: at the end of epochs if there are enough of them.
+
+    >>> settings = RunSettings.fit(100, num_epochs=6, num_evaluations=4)
+    >>> evaluation_points(settings, 100), evaluation_points(settings, 300)
+    ([200, 300, 400, 600], [150.0, 300.0, 450.0, 600])
+    """
+    count, total = settings.num_evaluations, settings.num_examples
+    points: list[float] = [total * place / count for place in range(1, count)]
+    if total // num_train >= count:
+        # Batches of any size end with the epoch, so that all strategies are validated at the same places.
+        points = [num_train * round(point / num_train) for point in points]
+    return [*points, total]
+
+
+def _make_controller(setup: Setup, settings: RunSettings) -> BatchSizeController:
+    policy = constant(settings.base_size) if setup.policy is None else setup.policy
+    initial = settings.base_size if policy.start() is None else None
+    return BatchSizeController(policy, min_size=settings.min_size, max_size=settings.max_size, initial=initial)
+
+
+def _make_optimizer(model: nn.Module, settings: RunSettings) -> Optimizer:
+    # Fused, since the steps of small models are mostly overhead.
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(model.parameters(), lr=settings.lr, fused=True)
+    return torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum, fused=True)
+
+
+@final
+@dataclass
+class _Parts:
+    """The size of the micro-batches for measuring noise, set before every update so that their number stays."""
+
+    size: int = 1

@@ -1,0 +1,246 @@
+"""Strategy: a named way to set the batch size during a run, the settings of the run, and what it is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, TypeAlias, final, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from ..._checks import as_number, as_whole, check_choice
+from ...errors import ArgumentError
+from ...size import Curriculum, Policy
+
+OptimizerName: TypeAlias = Literal["sgd", "adam"]
+LrFactor: TypeAlias = Callable[[int], float]
+GROUPS = (
+    *("constant", "linear", "exponential", "cyclical", "loss", "entropy", "noise"),
+    *("lr-coupled", "curriculum", "memory", "lr-decay", "replay"),
+)
+# The strategy that all others are compared with.
+BASELINE = "constant"
+
+# An epoch has at least this many batches of the largest size, and about this many of the base size.
+MIN_BATCHES = 4
+BASE_BATCHES = 64
+# The base size is a power of two in this range; the largest size is this many times the base size.
+BASE_SIZES = (8, 32)
+LARGEST_FACTOR = 16
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What every strategy has in common: the examples, the optimizer, the bounds of the batch, the decay.
+
+    Args:
+        num_examples: how many examples a run trains on, the same for every strategy.
+        base_size: the batch size of the baseline, for which the learning rate is meant.
+        min_size: the smallest batch size.
+        max_size: the largest batch size.
+        optimizer: ``"sgd"`` with momentum, or ``"adam"``.
+        lr: the learning rate at the base size.
+        momentum: the momentum of SGD.
+        decay_at: where a decaying rate is divided, as shares of ``num_examples``, ascending.
+        decay_factor: what it is divided by each time.
+        num_evaluations: how often to validate during training, besides once before it.
+
+    >>> RunSettings(num_examples=1000, base_size=8, min_size=4, max_size=64).decay(750)
+    0.0625
+    """
+
+    num_examples: int
+    base_size: int
+    min_size: int
+    max_size: int
+    optimizer: OptimizerName = "sgd"
+    lr: float = 0.01
+    momentum: float = 0.9
+    decay_at: tuple[float, ...] = (0.5, 0.75)
+    decay_factor: float = 4.0
+    num_evaluations: int = 12
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            object.__setattr__(self, item.name, plain(getattr(self, item.name)))
+        as_whole("num_examples", self.num_examples, least=1)
+        as_whole("min_size", self.min_size, least=1)
+        as_whole("base_size", self.base_size, least=self.min_size)
+        as_whole("max_size", self.max_size, least=self.base_size)
+        as_whole("num_evaluations", self.num_evaluations, least=1)
+        as_number("lr", self.lr, above=0)
+        as_number("momentum", self.momentum, least=0, below=1)
+        as_number("decay_factor", self.decay_factor, least=1)
+        check_choice("optimizer", self.optimizer, get_args(OptimizerName))
+        if list(self.decay_at) != sorted(self.decay_at) or not all(0 < share < 1 for share in self.decay_at):
+            raise ArgumentError(f"decay_at must be ascending shares above 0 and below 1, got {self.decay_at!r}")
+
+    @classmethod
+    def fit(cls, num_train: int, *, num_epochs: int, **options: Any) -> RunSettings:
+        """Return settings whose sizes suit a number of training examples; ``options`` are taken as they are.
+
+        The base size is the largest power of two that leaves 64 batches per epoch, from 8 to 32; the largest size is 16
+        times that, with at least 4 batches per epoch; the smallest size is half the base size.
+
+        >>> settings = RunSettings.fit(1438, num_epochs=10)
+        >>> settings.num_examples, settings.min_size, settings.base_size, settings.max_size
+        (14380, 8, 16, 256)
+        """
+        base = int(options.pop("base_size", _base_size(num_train)))
+        sizes = {
+            "base_size": base,
+            "min_size": max(1, base // 2),
+            "max_size": max(base, min(LARGEST_FACTOR * base, _power_of_two(num_train // MIN_BATCHES))),
+        }
+        num_examples = as_whole("num_epochs", num_epochs, least=1) * num_train
+        return cls(**{"num_examples": num_examples, **sizes, **options})
+
+    def decay(self, examples: int) -> float:
+        """Return the factor of a rate that is divided at each milestone, after some number of examples."""
+        passed = sum(examples >= round(share * self.num_examples) for share in self.decay_at)
+        return self.decay_factor**-passed
+
+    def check_size_of(self, num_train: int) -> None:
+        """Refuse a largest size that leaves too few updates per epoch."""
+        if self.max_size > num_train // MIN_BATCHES:
+            raise ArgumentError(
+                f"max_size must be at most a quarter of the {num_train} training examples, "
+                f"{num_train // MIN_BATCHES}, got {self.max_size}"
+            )
+
+    def with_lr(self, lr: float) -> RunSettings:
+        """Return the same settings at another learning rate."""
+        return replace(self, lr=lr)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as JSON values."""
+        return {**asdict(self), "decay_at": list(self.decay_at)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunSettings:
+        """Return the settings that ``to_dict`` wrote."""
+        return cls(**{**values, "decay_at": tuple(values["decay_at"])})
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What a strategy is told about the run that it shapes.
+
+    Args:
+        settings: the settings of the run.
+        num_train: the training examples of one epoch.
+        num_classes: the classes of the output; None for regression.
+        difficulty: computes a score for every training example, larger for harder ones.
+        schedule: for a replay, the batch size from each number of examples on; None otherwise.
+    """
+
+    settings: RunSettings
+    num_train: int
+    num_classes: int | None = None
+    difficulty: Callable[[], npt.NDArray[np.float64]] | None = None
+    schedule: Mapping[int, int] | None = None
+
+    @property
+    def num_epochs(self) -> int:
+        """Return the epochs of a run over all examples, at least 2."""
+        return max(2, round(self.settings.num_examples / self.num_train))
+
+    @property
+    def growth(self) -> float:
+        """Return how many times the base size the largest is."""
+        return self.settings.max_size / self.settings.base_size
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a strategy puts into a run; everything left out is as in the baseline.
+
+    Args:
+        policy: decides the batch size; None keeps the base size.
+        curriculum: decides which examples an epoch covers.
+        lr_factor: what the learning rate is multiplied by, a function of the examples completed.
+        stepper: further options of the ``Stepper``.
+        noise_parts: how many micro-batches to measure gradient noise from; None does not measure it.
+        room: how many examples fit into a simulated memory, whose peak use the policy observes; None simulates none.
+        fit_micro_batch: whether the micro-batch, instead of the batch, follows that memory.
+    """
+
+    policy: Policy | None = None
+    curriculum: Curriculum | None = None
+    lr_factor: LrFactor | None = None
+    stepper: Mapping[str, Any] = field(default_factory=dict)
+    noise_parts: int | None = None
+    room: int | None = None
+    fit_micro_batch: bool = False
+
+
+Make: TypeAlias = Callable[[Conditions], Setup]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A named way to set the batch size during training.
+
+    Args:
+        name: the name of the strategy.
+        group: one of ``GROUPS``.
+        make: returns its setup for the conditions of a run.
+        about: one sentence for reports.
+        needs_classes: whether it works only for models that choose between classes.
+        replays: the strategy whose recorded sizes it repeats.
+
+    >>> from batchwright.lab.strategies import get
+    >>> conditions = Conditions(settings=RunSettings.fit(1000, num_epochs=9), num_train=1000)
+    >>> get("linear").make(conditions).policy
+    linear(8, 15)
+    """
+
+    name: str
+    group: str
+    make: Make
+    about: str = ""
+    needs_classes: bool = False
+    replays: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("group", self.group, GROUPS)
+
+    def fits(self, num_classes: int | None) -> bool:
+        """Say whether the strategy can be used with this many classes; None stands for regression."""
+        return num_classes is not None or not self.needs_classes
+
+
+def in_group(group: str, *, needs_classes: bool = False, **made: tuple[Make, str]) -> list[Strategy]:
+    """Return the strategies of a group; each comes as its name, with what makes its setup and a sentence about it."""
+    return [
+        Strategy(name=name, group=group, make=make, about=about, needs_classes=needs_classes)
+        for name, (make, about) in made.items()
+    ]
+
+
+def _base_size(num_train: int) -> int:
+    smallest, largest = BASE_SIZES
+    return min(max(_power_of_two(num_train // BASE_BATCHES), smallest), largest)
+
+
+def _power_of_two(number: int) -> int:
+    """Return the largest power of two up to a number, at least 1."""
+    return 1 << (max(1, number).bit_length() - 1)
+
+
+def plain(value: Any) -> Any:
+    """Return settings with plain Python numbers where NumPy's stood: ids of runs are made from their JSON text.
+
+    >>> plain((np.int64(8), {"lr": np.float32(0.5)}, "sgd"))
+    (8, {'lr': 0.5}, 'sgd')
+    """
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(plain(item) for item in value)
+    return value.item() if isinstance(value, np.generic) else value
