@@ -6,8 +6,8 @@ import pytest
 import batchwright as bw
 from batchwright.cli.advise import advise, caveats, snippet
 from batchwright.cli.compare import Settings
+from batchwright.cli.planning import advice_lines, answer
 from batchwright.cli.screen import Screen
-from batchwright.cli.show import advice_lines, answer
 
 
 def heavy_tailed(num=5000):

@@ -8,8 +8,14 @@ import pytest
 pytest.importorskip("torch")
 
 from batchwright.cli import main
-from batchwright.cli.doctor.advice import advise
-from batchwright.cli.doctor.command import advice_lines, attention_lines, findings_lines, launch_lines, machine_lines
+from batchwright.cli.doctor.command import (
+    advice_lines,
+    advise,
+    attention_lines,
+    findings_lines,
+    launch_lines,
+    machine_lines,
+)
 from batchwright.cli.doctor.records import Attention
 from batchwright.cli.screen import Screen
 

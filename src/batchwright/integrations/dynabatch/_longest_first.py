@@ -18,7 +18,6 @@ import numpy.typing as npt
 from ..._random import Purpose, words
 from ..._types import FloatArray, IntArray
 from ...plan import Grouping, MemoryModel
-from ...plan._order import order_batches, step_cost
 from ...plan.grouping.base import Groups, Problem, SizeRounding, distinct
 from ...plan.grouping.sorting import sort_windows
 from ...plan.models.prior import Task
@@ -59,7 +58,10 @@ class LongestFirst(Grouping):
         order = np.arange(len(sizes))
         if problem.shuffle:
             indices = _mixed(indices, sizes, problem)
-            order = self._order(problem, sizes, padded)
+            longest_first = -order.astype(np.float64)
+            order = problem.order(
+                sizes, padded, longest_first, run_length=self.balance_over, keep_first=self.keep_first
+            )
         if self.drop_last and self._last_is_short(sizes):
             order = order[order != len(sizes) - 1]
         return Groups(indices, starts[order], sizes[order], padded[order])
@@ -75,13 +77,6 @@ class LongestFirst(Grouping):
             return choose_sizes(lengths, self.rule, rounding)
         whole, rest = divmod(len(lengths), self.batch_size)
         return np.array([self.batch_size] * whole + [rest] * (rest > 0), dtype=np.int64)
-
-    def _order(self, problem: Problem, sizes: IntArray, padded: IntArray) -> IntArray:
-        stream = problem.stream(Purpose.ORDER)
-        assert stream is not None
-        longest_first = -np.arange(len(sizes), dtype=np.float64)
-        cost = step_cost(sizes, padded)
-        return order_batches(cost, longest_first, stream, run_length=self.balance_over, keep_first=self.keep_first)
 
     def _last_is_short(self, sizes: IntArray) -> bool:
         return bool(sizes[-1] < (self.batch_size if len(sizes) == 1 else sizes[-2]))

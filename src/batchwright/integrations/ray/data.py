@@ -15,10 +15,8 @@ from ..._checks import as_whole
 from ..._lengths import as_lengths
 from ...errors import ArgumentError, LengthsError
 from ...plan import Budget, Grouping, WindowSort
-from ...plan._oversize import fits
-from ...plan._settings import PlanSettings
 from ...plan.budget import check_budget
-from ...plan.plan import plan_epoch
+from ...plan.plan import PlanSettings, fits, plan_epoch
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
 LengthOf: TypeAlias = str | tuple[str, ...] | list[str] | Callable[[dict[str, Any]], Any]

@@ -48,22 +48,21 @@ class Problem:
         """Return the random bits of a purpose, None without shuffling."""
         return bit_stream(self.seed, self.epoch, purpose) if self.shuffle else None
 
-    def order(self, groups: Groups, demand: FloatArray, *, run_length: int, keep_first: int) -> IntArray:
-        """Return a random order of batches for a grouping that orders its own, with near-equal cost in a run.
+    def order(
+        self, num_items: IntArray, padded: IntArray, demand: FloatArray, *, run_length: int, keep_first: int
+    ) -> IntArray:
+        """Return a random order of batches in which neighbours cost about the same, for a grouping that orders its own.
 
         Args:
-            groups: the batches.
+            num_items: items of each batch.
+            padded: the lengths that each pads to, ``(batches, axes)``.
             demand: what the ``keep_first`` batches have most of.
-            run_length: how many neighbours in cost stay together.
+            run_length: how many batches of near-equal cost stay together.
             keep_first: how many batches come first.
         """
-        return order_batches(
-            step_cost(groups.sizes, groups.padded),
-            demand,
-            bit_stream(self.seed, self.epoch, Purpose.ORDER),
-            run_length=run_length,
-            keep_first=keep_first,
-        )
+        stream = bit_stream(self.seed, self.epoch, Purpose.ORDER)
+        cost = step_cost(num_items, padded)
+        return order_batches(cost, demand, stream, run_length=run_length, keep_first=keep_first)
 
     def sizes(self, padded: IntArray) -> IntArray:
         """Return the allowed number of items at padded lengths ``(M, axes)``, at least one."""

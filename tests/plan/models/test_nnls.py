@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.plan._nnls import nnls
+from batchwright.plan.models._terms import nnls
 
 
 @st.composite
