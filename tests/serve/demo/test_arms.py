@@ -30,7 +30,7 @@ def test_the_demo_asks_every_policy_the_same_and_loses_nothing(demo):
 
 def test_the_load_rests_when_nobody_looks_any_more(demo, monkeypatch):
     # With no patience at all, one look long ago is as good as none.
-    monkeypatch.setattr(load, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(arms, "REST_SECONDS", 0.0)
 
     async def main():
         demo.set_rate(demo.max_rate)
