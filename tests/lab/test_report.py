@@ -11,9 +11,10 @@ import urllib.request
 import pytest
 
 from batchwright.errors import ArgumentError
+from batchwright.lab import observations, report
 from batchwright.lab._records import CellKey
 from batchwright.lab.observations._effects import LOSS, METRIC
-from batchwright.lab.report import read_lab, render_csv, render_html, render_markdown, write_report
+from batchwright.lab.report import LabFolder, read_lab, render_csv, render_html, render_markdown, write_report
 from batchwright.lab.report._chart_data import make_view, mean_curve
 from batchwright.lab.report._tables import matrix_effects, row_order
 from batchwright.lab.report.folder import expected_runs, progress_text
@@ -98,8 +99,6 @@ def test_the_numbers_of_a_very_large_lab_stay_below_five_megabytes():
 
 
 def read_lab_of(records):
-    from batchwright.lab.report import LabFolder
-
     return LabFolder(name="lab", records=tuple(records), plan={})
 
 
@@ -317,3 +316,20 @@ def test_pages_follow_the_runs_but_not_too_often(folder):
 def test_a_lab_without_a_run_yet_has_a_page_that_waits(tmp_path):
     (tmp_path / "lab.json").write_text("{}")
     assert "No run of this lab has ended yet" in LabPages(tmp_path).page()
+
+
+def test_names_that_stand_twice_are_kept_under_both():
+    assert report.Lab is LabFolder
+    assert observations.Observation is observations.Finding
+
+
+def test_a_run_without_a_result_has_a_reason_in_every_format():
+    records = fabricate(strategies=("constant", "linear"), seeds=2)
+    records[0] = records[0] | {"final": records[0]["final"] | {"validation_loss": None}}
+    records[1] = records[1] | {"status": "failed", "error": None}
+    records[2] = records[2] | {"status": "failed", "error": "first line\nsecond line"}
+    lab = read_lab_of(records)
+    for text in (render_html(lab), render_markdown(lab)):
+        assert "diverged: the loss is not a finite number" in text
+        assert "no reason given" in text
+    assert "seed 0: first line second line" in render_markdown(lab)

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from batchwright._files import write_atomic
@@ -446,3 +447,25 @@ def test_equal_metrics_are_told_apart_by_the_loss():
 def test_a_baseline_that_never_ends_well_is_an_error():
     with pytest.raises(BatchwrightError, match=r"tuning\.jsonl"):
         best_rate([Score(1.0, None, None)])
+
+
+# --- numbers of NumPy
+
+
+def test_numbers_of_numpy_make_the_same_runs_as_plain_ones():
+    def jobs(whole, real):
+        cell = Cell(
+            dataset="wine",
+            model="logistic",
+            num_epochs=whole(2),
+            lr=real(0.25),
+            data={"limit": whole(100)},
+            options={"base_size": whole(8), "decay_at": [real(0.5)]},
+        )
+        made = plan(cell, seeds=(whole(0), whole(1)), tuning_seeds=(whole(7),), grids={"sgd": (real(0.5),)})
+        return made, plan_jobs(made, [load("wine", limit=100)], [real(0.25)])
+
+    made, found = jobs(np.int64, np.float32)
+    expected, plain = jobs(int, float)
+    assert json.dumps(made.to_dict()) == json.dumps(expected.to_dict())
+    assert [job.id for job in found] == [job.id for job in plain]

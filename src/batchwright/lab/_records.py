@@ -261,6 +261,15 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     Args:
         path: the file; if it does not exist, there are no records.
     """
+    for number, record in scan_records(path):
+        if record is not None:
+            yield record
+        else:
+            warnings.warn(f"{path}:{number} is not the record of a run and is skipped", stacklevel=2)
+
+
+def scan_records(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield ``(line number, record)``; the record is None for a line that is not the record of a run."""
     if not path.is_file():
         return
     try:
@@ -269,10 +278,8 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         raise StoreError(f"cannot read {path}: {error.strerror}") from None
     for number, line in enumerate(lines, start=1):
         record = _parse(line)
-        if record is not None:
-            yield record
-        elif line and number < len(lines):
-            warnings.warn(f"{path}:{number} is not the record of a run and is skipped", stacklevel=2)
+        if record is not None or (line and number < len(lines)):
+            yield number, record
 
 
 def _write_all(file: int, data: bytes) -> None:

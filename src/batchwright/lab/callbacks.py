@@ -1,4 +1,4 @@
-"""Figures of every update for a logger: TensorBoard, or anything with ``log(figures, step)``."""
+"""Log the figures of every update to TensorBoard, or to anything with ``log(figures, step)``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Logger", "StepLogger", "TensorBoardLogger", "figures_of"]
 
 
 class Logger(Protocol):
-    """What figures are handed to; a ``wandb`` run is one, with ``step`` by name."""
+    """Anything that takes figures; a ``wandb`` run does, with ``step`` by name."""
 
     def log(self, figures: Mapping[str, float], step: int) -> Any:
         """Take the figures of an update."""
@@ -27,16 +27,16 @@ class Logger(Protocol):
 def figures_of(
     report: StepReport, controller: BatchSizeController | None = None, **more: float | None
 ) -> dict[str, float]:
-    """Return what is worth plotting of an update, by name; what was not measured is left out.
+    """Return the figures of an update that are worth plotting, by name; those not measured are left out.
 
     ``batch/size``, ``batch/next_size`` and ``batch/num_changes`` of the controller, ``batch/micro_batches``,
     ``memory/ooms``, ``memory/peak_bytes``, ``memory/fraction``, ``noise/s``, ``noise/g2``, ``noise/scale``,
     ``train/loss``, ``train/lr``, ``train/entropy``, ``train/grad_norm``, ``train/seconds``.
 
     Args:
-        report: of the update; reading it waits for the device.
-        controller: of the batch size.
-        **more: further figures, e.g. ``padding=plan.report().padding``; they come under ``batch/``.
+        report: the report of the update; reading it waits for the device.
+        controller: the controller of the batch size.
+        **more: further figures, e.g. ``padding=plan.report().padding``; their names get the prefix ``batch/``.
     """
     noise = report.noise
     found: dict[str, float | None] = {
@@ -66,8 +66,8 @@ class StepLogger:
 
     Args:
         logger: has ``log(figures, step)``.
-        controller: of the batch size; call after ``controller.observe``, so that the next size is known.
-        every: log every n-th update alone; an update that ran out of memory is always logged.
+        controller: the controller of the batch size; log after ``controller.observe``, so that the next size is known.
+        every: log only every n-th update; an update that ran out of memory is always logged.
 
     >>> import torch
     >>> from batchwright.step import Stepper
@@ -93,10 +93,10 @@ class StepLogger:
         self._num_updates = 0
 
     def __call__(self, report: StepReport, **more: float | None) -> None:
-        """Count an update and log it if it is its turn.
+        """Count an update, and log it if it is due.
 
         Args:
-            report: of the update.
+            report: the report of the update.
             **more: further figures, such as ``padding``.
         """
         self._num_updates += 1

@@ -25,17 +25,17 @@ class Measure:
     Args:
         name: the key of the measure.
         title: what it is, in words.
+        of: returns the figure of a run, None if it has none.
         change: ``"ratio"`` compares by the logarithm of the quotient, which has no unit and so can be averaged over
             data sets; ``"difference"`` subtracts.
         lower_is_better: whether a lower figure is better.
-        of: returns the figure of a run, None if it has none.
     """
 
     name: str
     title: str
-    change: Literal["ratio", "difference"]
-    lower_is_better: bool
     of: Callable[[RunRecord], float | None]
+    change: Literal["ratio", "difference"] = "ratio"
+    lower_is_better: bool = True
 
     def between(self, there: float | None, here: float | None) -> float | None:
         """Return the change from the baseline's figure ``here`` to ``there``, None if it has no meaning."""
@@ -95,31 +95,17 @@ def _final(name: str) -> Callable[[RunRecord], float | None]:
     return lambda record: number((record.get("final") or {}).get(name))
 
 
-LOSS = Measure(
-    name="loss",
-    title="final validation loss",
-    change="ratio",
-    lower_is_better=True,
-    of=_final("validation_loss"),
-)
+LOSS = Measure(name="loss", title="final validation loss", of=_final("validation_loss"))
 METRIC = Measure(
     name="metric",
     title="final quality (accuracy, R², or minus the loss)",
+    of=_final("metric"),
     change="difference",
     lower_is_better=False,
-    of=_final("metric"),
 )
-CONVERGENCE = Measure(
-    name="convergence",
-    title="mean validation loss on the way",
-    change="ratio",
-    lower_is_better=True,
-    of=mean_loss,
-)
-UPDATES = Measure(name="updates", title="updates", change="ratio", lower_is_better=True, of=_final("updates"))
-SECONDS = Measure(
-    name="seconds", title="seconds of training", change="ratio", lower_is_better=True, of=_final("seconds")
-)
+CONVERGENCE = Measure(name="convergence", title="mean validation loss on the way", of=mean_loss)
+UPDATES = Measure(name="updates", title="updates", of=_final("updates"))
+SECONDS = Measure(name="seconds", title="seconds of training", of=_final("seconds"))
 MEASURES = (LOSS, METRIC, CONVERGENCE, UPDATES, SECONDS)
 
 

@@ -14,13 +14,7 @@ from ..observations._slices import cells_of, groups_of, kind_of, overall, proper
 from ..observations.evidence import Compared, Evidence, Finding, cell_tests, rank
 from ..strategies.strategy import BASELINE
 
-NAMES = {
-    "loss": "Final validation loss",
-    "metric": "Final quality (accuracy, R², minus the loss)",
-    "convergence": "Mean validation loss on the way",
-    "updates": "Updates",
-    "seconds": "Seconds of training",
-}
+NAMES = {measure.name: measure.title[0].upper() + measure.title[1:] for measure in MEASURES}
 SIGNS = {"better": "▲", "worse": "▼", "open": "○", "single": "?"}
 _WORDS = {"better": "better", "worse": "worse", "open": "no difference shown", "single": "one seed"}
 TOPICS = {
@@ -241,18 +235,15 @@ def render_datasets(records: Sequence[RunRecord]) -> str:
 def failed_runs(records: Sequence[RunRecord]) -> list[tuple[str, str, str, str]]:
     """Return data set and model, strategy, seed and reason of each run that failed or diverged."""
     return [
-        (
-            str(cell_of(run)),
-            run["strategy"],
-            str(run["seed"]),
-            str(run.get("error") or _NO_ERROR[run["status"] == "ok"]),
-        )
+        (str(cell_of(run)), run["strategy"], str(run["seed"]), _reason(run))
         for run in records
         if run["status"] != "ok" or diverged(run)
     ]
 
 
-_NO_ERROR = {True: "diverged: the loss is not a finite number", False: "no reason given"}
+def _reason(run: RunRecord) -> str:
+    without_error = "diverged: the loss is not a finite number" if run["status"] == "ok" else "no reason given"
+    return str(run.get("error") or without_error)
 
 
 def render_failures(records: Sequence[RunRecord]) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
 from ...errors import ArgumentError
-from .._records import RunRecord, newest_records, read_records
+from .._records import RunRecord, newest_records, scan_records
 from ..observations._slices import properties_of
 from ..strategies.catalogue import get
 
@@ -103,13 +102,11 @@ def _num_of(cell: Mapping[str, Any], names: Sequence[str], num_seeds: int, has_c
     return sum(1 for one in fitting if one.replays is None or num_seeds > 1)
 
 
-def _read_runs(path: Path) -> tuple[list[RunRecord], int]:
+def _read_runs(path: Path) -> tuple[Sequence[RunRecord], int]:
     """Return the runs, and how many lines are not a run; a last line that is being written does not count."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        records: list[RunRecord] = list(read_records(path))
-    whole = [record for record in records if all(name in record for name in _NEEDED)]
-    return whole, len(caught) + len(records) - len(whole)
+    records = [record for _, record in scan_records(path)]
+    runs = [record for record in records if record is not None and all(name in record for name in _NEEDED)]
+    return runs, len(records) - len(runs)
 
 
 def _read_plan(path: Path) -> Mapping[str, Any]:

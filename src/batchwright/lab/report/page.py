@@ -31,6 +31,16 @@ from .folder import LabFolder
 
 # In this order: each uses names of the ones before it.
 _SCRIPTS = ("svg.js", "curves.js", "pareto.js", "page.js")
+_CONTENTS = (
+    ("matrix", "Effects"),
+    ("observations", "Observations"),
+    ("curves", "Curves"),
+    ("pareto", "Cost and quality"),
+    ("decisions-of", "Decisions"),
+    ("failed", "Failed runs"),
+    ("about", "Data and settings"),
+)
+_NO_SCRIPT = "<noscript><p>The charts need JavaScript; the tables and observations do not.</p></noscript>"
 # How many strategies are coloured when the page opens.
 _NUM_LEADERS = 5
 _AXES = {"examples": "examples", "updates": "updates", "seconds": "seconds"}
@@ -121,17 +131,6 @@ def _filters(records: Sequence[RunRecord]) -> str:
     )
 
 
-_CONTENTS = (
-    ("matrix", "Effects"),
-    ("observations", "Observations"),
-    ("curves", "Curves"),
-    ("pareto", "Cost and quality"),
-    ("decisions-of", "Decisions"),
-    ("failed", "Failed runs"),
-    ("about", "Data and settings"),
-)
-
-
 def _sections(lab: LabFolder, observations: Sequence[Finding]) -> list[str]:
     records = lab.records
     return [
@@ -180,9 +179,6 @@ def _sections(lab: LabFolder, observations: Sequence[Finding]) -> list[str]:
             render_datasets(records) + render_settings(records) + render_rates(lab.plan) + _notes(lab),
         ),
     ]
-
-
-_NO_SCRIPT = "<noscript><p>The charts need JavaScript; the tables and observations do not.</p></noscript>"
 
 
 def _notes(lab: LabFolder) -> str:
