@@ -5,7 +5,7 @@ import json
 
 import httpx
 
-from batchwright.serve.demo import load, make_demo_app
+from batchwright.serve.demo import arms, make_demo_app
 
 
 def test_the_demo_asks_every_policy_the_same_and_loses_nothing(demo):
