@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import final
 
+from ._checks import as_number, as_whole
 from .errors import ArgumentError
 
 
@@ -17,7 +19,7 @@ class FakeMemory:
     Args:
         total_bytes: the size of the memory.
         used_bytes: what is in use at the start; set ``memory.used_bytes`` to change it.
-        bytes_of: ``bytes_of(*shape)`` is what a batch takes while it runs; None: one byte an element of the shape.
+        bytes_of: ``bytes_of(*shape)`` is what a batch takes while it runs; None: one byte per element of the shape.
 
     >>> memory = FakeMemory(1000, used_bytes=100, bytes_of=lambda num_items, length: 2 * num_items * length)
     >>> memory.run_batch(4, 50)
@@ -30,9 +32,7 @@ class FakeMemory:
     """
 
     def __init__(self, total_bytes: int, *, used_bytes: int = 0, bytes_of: Callable[..., float] | None = None) -> None:
-        if total_bytes < 1:
-            raise ArgumentError(f"total_bytes must be 1 or more, got {total_bytes!r}")
-        self.total_bytes = total_bytes
+        self.total_bytes = as_whole("total_bytes", total_bytes, least=1)
         self._bytes_of = _num_elements if bytes_of is None else bytes_of
         self._peak_bytes = 0
         self.used_bytes = used_bytes
@@ -44,10 +44,11 @@ class FakeMemory:
 
     @used_bytes.setter
     def used_bytes(self, value: int) -> None:
-        if not 0 <= value <= self.total_bytes:
-            raise ArgumentError(f"used_bytes must be from 0 to {self.total_bytes}, got {value!r}")
-        self._used_bytes = value
-        self._peak_bytes = max(self._peak_bytes, value)
+        used_bytes = as_whole("used_bytes", value, least=0)
+        if used_bytes > self.total_bytes:
+            raise ArgumentError(f"used_bytes must be at most total_bytes, {self.total_bytes}, got {used_bytes}")
+        self._used_bytes = used_bytes
+        self._peak_bytes = max(self._peak_bytes, used_bytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -60,7 +61,9 @@ class FakeMemory:
 
     def run_batch(self, *shape: int) -> None:
         """Take the memory of a batch and give it back, or raise ``MemoryError`` where it is not free."""
-        needed, free = round(self._bytes_of(*shape)), self.total_bytes - self._used_bytes
+        shape = tuple(as_whole("a number in the shape", number, least=0) for number in shape)
+        needed = round(as_number("the result of bytes_of", self._bytes_of(*shape), least=0))
+        free = self.total_bytes - self._used_bytes
         if needed > free:
             self._peak_bytes = self.total_bytes  # a device is full when it runs out
             raise MemoryError(f"a batch of shape {shape} takes {needed} bytes; {free} of {self.total_bytes} are free")
@@ -78,20 +81,15 @@ class FakeClock:
     """
 
     def __init__(self, now_seconds: float = 0.0) -> None:
-        self._now_seconds = now_seconds
+        self._now_seconds = as_number("now_seconds", now_seconds)
 
     def __call__(self) -> float:
         return self._now_seconds
 
     def advance(self, seconds: float) -> None:
         """Let time pass; it never goes back."""
-        if not seconds >= 0:
-            raise ArgumentError(f"seconds must be 0 or more, got {seconds!r}")
-        self._now_seconds += seconds
+        self._now_seconds += as_number("seconds", seconds, least=0)
 
 
 def _num_elements(*shape: int) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
+    return math.prod(shape)

@@ -8,10 +8,11 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
+from ..._checks import as_number
 from ..._lengths import as_lengths, as_shapes
 from ..._types import MAX_INT32, FloatArray
 from ...errors import ArgumentError
-from ._terms import Doubles, Terms, as_positive, as_probes, check_fraction, dump_terms, fit_terms, load_terms
+from ._terms import Doubles, Terms, as_positive, as_probes, dump_terms, fit_terms, load_terms
 
 
 @final
@@ -25,6 +26,10 @@ class TimeModel:
 
     terms: Terms
     first_visit_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        seconds = as_number("first_visit_seconds", self.first_visit_seconds, least=0)
+        object.__setattr__(self, "first_visit_seconds", seconds)
 
     @classmethod
     def fit(
@@ -88,7 +93,7 @@ class TimeModel:
         >>> model.knee([30, 300]).tolist(), model.knee([30, 300], max_items=400).tolist()
         ([5067, 507], [354, 218])
         """
-        given_up = check_fraction("tolerance", tolerance, one_allowed=False)
+        given_up = as_number("tolerance", tolerance, above=0, below=1)
         checked = as_lengths(lengths)
         if checked.shape[1] != self.num_axes:
             raise ArgumentError(f"the model has {self.num_axes} length axes, got {checked.shape[1]}")
@@ -119,7 +124,7 @@ class TimeModel:
         return cls(*load_terms("TimeModel", text, extra="first_visit_seconds"))
 
     def __repr__(self) -> str:
-        return f"TimeModel({self.terms!r}, first_visit_seconds={float(self.first_visit_seconds)!r})"
+        return f"TimeModel({self.terms!r}, first_visit_seconds={self.first_visit_seconds!r})"
 
 
 def _median_extra(first_visit_seconds: npt.ArrayLike, steady: Doubles) -> float:
