@@ -494,7 +494,7 @@ def test_the_knee_at_the_edges():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tolerance": 0}, "tolerance must be above 0 and below 1, got 0"),
+        ({"tolerance": 0}, "tolerance must be a number above 0 and below 1, got 0"),
         ({"tolerance": 1}, "below 1, got 1"),
         ({"max_items": -1}, "0 or more, got -1"),
         ({"max_items": 2.5}, "whole number"),

@@ -197,9 +197,12 @@ def as_probes(shapes: npt.ArrayLike, values: npt.ArrayLike, *, name: str) -> tup
 def as_positive(values: npt.ArrayLike, *, name: str) -> Doubles:
     """Return numbers as ``float64``, or say which is not finite and above 0."""
     try:
-        array = np.asarray(values, dtype=np.float64)
+        given = np.asarray(values)
+        array = given.astype(np.float64)
     except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(f"{name} must be numbers: {error}") from error
+    if given.dtype.kind in "bSU":  # NumPy would read "3" as 3 and True as 1
+        raise ArgumentError(f"{name} must be numbers, got {values!r}")
     wrong = ~(np.isfinite(array) & (array > 0))
     if wrong.any():
         first = int(np.argmax(wrong))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -97,12 +98,16 @@ class MemoryPrior:
 
 
 def _as_reference(reference: npt.ArrayLike) -> tuple[int, ...]:
+    numbers = reference if isinstance(reference, Iterable) else ()
     try:
-        return tuple(as_shapes([reference])[0].tolist())  # type: ignore[list-item]
+        shape = tuple(as_whole("a number of reference", number, least=1) for number in numbers)
     except ArgumentError:
+        shape = ()
+    if len(shape) < 2:
         raise ArgumentError(
             f"reference must be a shape (num_items, padded length per axis) of 1 or more each, got {reference!r}"
-        ) from None
+        )
+    return shape
 
 
 @final

@@ -142,7 +142,8 @@ def _as_counts(max_items: npt.ArrayLike, num_lengths: int) -> npt.NDArray[np.int
         raise ArgumentError(f"max_items must be {wanted}, got {max_items!r}")
     if (counts < 0).any():
         raise ArgumentError(f"max_items must be 0 or more, got {counts.min()}")
-    return np.broadcast_to(np.minimum(counts, MAX_INT32), (num_lengths,)).astype(np.int64)
+    few = np.minimum(counts.astype(np.uint64), MAX_INT32)  # a small kind of NumPy could not hold MAX_INT32
+    return np.broadcast_to(few, (num_lengths,)).astype(np.int64)
 
 
 def _first_to_reach(goal: FloatArray | float, step: FloatArray) -> npt.NDArray[np.int64]:
