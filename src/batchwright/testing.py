@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ._check_policy import check_policy as check_policy
+from ._checks import as_whole
 from ._fakes import FakeClock as FakeClock
 from ._fakes import FakeMemory as FakeMemory
-from ._checks import as_whole
 from ._lengths import as_lengths
 from .plan import Budget
 
