@@ -1,12 +1,11 @@
-"""The checks every length array passes; what is refused is in test_bad_input.py."""
+"""The checks every array of lengths or shapes passes; what as_lengths refuses is in plan/test_bad_input.py."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright._checks import as_whole
-from batchwright._lengths import as_lengths, pad_up
+from batchwright._lengths import as_lengths, as_shapes, pad_up
 from batchwright.errors import ArgumentError
 
 
@@ -34,14 +33,33 @@ def test_padding_up_gives_the_next_multiple(length, multiple):
     assert length <= padded < length + multiple
 
 
-@pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3), np.array(3)])
-def test_a_whole_number_may_come_from_numpy(value):
-    whole = as_whole("seed", value, least=0)
-    assert whole == 3
-    assert type(whole) is int  # a state holds it as JSON
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.uint64])
+def test_shapes_of_any_integer_type_become_64_bits(dtype):
+    shapes = as_shapes(np.array([[8, 128], [200, 1]], dtype=dtype))
+    assert shapes.dtype == np.int64
+    assert shapes.tolist() == [[8, 128], [200, 1]]
 
 
-@pytest.mark.parametrize("value", [-1, True, 3.0, "3", None, np.float64(3), np.array([3])])
-def test_anything_else_is_no_whole_number(value):
-    with pytest.raises(ArgumentError, match="seed must be a whole number of 0 or more, got"):
-        as_whole("seed", value, least=0)
+def test_shapes_are_a_copy_and_may_be_none_at_all():
+    given = np.array([[8, 128]])
+    as_shapes(given)[0, 0] = 1
+    assert given.tolist() == [[8, 128]]
+    assert as_shapes(np.empty((0, 3), dtype=np.int64), num_axes=2).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "words"),
+    [
+        ([[8, 128], [8]], {}, r"must form an array of shape \(M, 1 \+ axes\)"),
+        ([8, 128], {}, r"must have shape \(M, 1 \+ axes\), got \(2,\); give one row"),
+        ([[8], [4]], {}, r"got \(2, 1\)"),
+        ([[8, 128]], {"num_axes": 2}, "the model has 2 length axes, got shapes with 1"),
+        ([[8, 128.0]], {}, "must be integers, got float64"),
+        ([["8", "128"]], {}, "must be integers, got <U3"),
+        ([[True, True]], {}, "must be integers, got bool"),
+        ([[8, 128], [4, 0]], {}, r"must be 1 or more, got \[4, 0\] in row 1"),
+    ],
+)
+def test_what_is_not_a_shape_is_refused(shapes, options, words):
+    with pytest.raises(ArgumentError, match=words):
+        as_shapes(shapes, **options)

@@ -19,7 +19,7 @@ from .errors import ArgumentError, StateMismatchError
 
 
 def is_number(value: object) -> bool:
-    """Say whether a value is a real number of Python or NumPy; True and False are none.
+    """Say whether a value is a real number of Python or NumPy; True and False are not.
 
     >>> is_number(3), is_number(np.float32(0.5)), is_number(True), is_number("3"), is_number(None)
     (True, True, False, False, False)
@@ -225,8 +225,9 @@ def _bounds(least: float, above: float, most: float, below: float) -> str:
     words = [
         f"of {least:g} or more" if least > -math.inf else "",
         f"above {above:g}" if above > -math.inf else "",
-        f"of at most {most:g}" if most < math.inf else "",
+        f"at most {most:g}" if most < math.inf else "",
         f"below {below:g}" if below < math.inf else "",
     ]
     said = " and ".join(word for word in words if word)
-    return f" {said}" if said else ""
+    link = " of " if said.startswith("at most") else " "
+    return link + said if said else ""

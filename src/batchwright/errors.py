@@ -123,9 +123,9 @@ class DeadlineExceeded(BatchwrightError, TimeoutError):
         predicted_seconds: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.waited_seconds = waited_seconds
-        self.deadline_seconds = deadline_seconds
-        self.predicted_seconds = predicted_seconds
+        self.waited_seconds = float(waited_seconds)
+        self.deadline_seconds = float(deadline_seconds)
+        self.predicted_seconds = None if predicted_seconds is None else float(predicted_seconds)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the figures between processes."""

@@ -26,11 +26,9 @@ def test_a_batch_that_is_too_large_fills_the_memory_and_raises():
     assert (memory.used_bytes, memory.peak_bytes) == (10, 100)
 
 
-@pytest.mark.parametrize(
-    ("used", "message"), [(-1, "a whole number of 0 or more, got -1"), (101, "at most total_bytes, 100, got 101")]
-)
-def test_no_more_than_all_of_it_can_be_in_use(used, message):
-    with pytest.raises(ArgumentError, match=f"used_bytes must be {message}"):
+@pytest.mark.parametrize(("used", "allowed"), [(-1, "a whole number of 0 or more"), (101, "at most total_bytes, 100")])
+def test_no_more_than_all_of_it_can_be_in_use(used, allowed):
+    with pytest.raises(ArgumentError, match=f"used_bytes must be {allowed}, got {used}"):
         FakeMemory(100, used_bytes=used)
 
 

@@ -10,8 +10,9 @@ from typing import Any, Generic, Protocol, TypeVar, final
 
 import numpy.typing as npt
 
+from .._checks import as_whole
 from .._lengths import as_lengths, pad_up
-from ..errors import LengthsError
+from ..errors import ArgumentError, LengthsError
 
 
 @final
@@ -39,6 +40,15 @@ class PadTo:
     shapes: tuple[tuple[int, ...], ...] = ()
     sizes: tuple[int, ...] = ()
     multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        shapes = tuple(tuple(as_whole("shapes", length, least=1) for length in shape) for shape in self.shapes)
+        sizes = tuple(as_whole("sizes", size, least=1) for size in self.sizes)
+        if len(shapes) != len(sizes):
+            raise ArgumentError(f"sizes must hold one number per shape, {len(shapes)}, got {len(sizes)}")
+        object.__setattr__(self, "shapes", shapes)
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "multiple_of", as_whole("multiple_of", self.multiple_of, least=1))
 
     def __call__(self, lengths: npt.ArrayLike) -> tuple[int, ...]:
         """Return the padded length of each axis for a batch of examples of these lengths."""

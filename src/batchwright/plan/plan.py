@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,6 +45,7 @@ class Plan(PlanArrays):
     """
 
     def __getitem__(self, index: int) -> Batch:
+        index = operator.index(index)  # a small kind of NumPy could not hold len(self)
         if not -len(self) <= index < len(self):
             raise IndexError(f"batch {index} of a plan with {len(self)}")
         index %= len(self)

@@ -7,13 +7,14 @@ import concurrent.futures
 import dataclasses
 import inspect
 import math
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterable, Callable, Iterable
 from types import TracebackType
 from typing import Any, Generic, TypeVar, final
 
-from .._checks import as_whole
+from .._checks import as_flag, as_number, as_whole
 from ..errors import ArgumentError
 from ._engine.core import Core
 from ._engine.request import Request
@@ -220,16 +221,18 @@ class Batcher(Generic[Item, Result]):
             drain: run the requests that wait; False ends them with ``Closed``. Batches that run finish either way.
             timeout_seconds: wait no longer than this; requests that still wait then end with ``Closed``.
         """
-        self._workers.stop(drop=not drain)
+        timeout = _as_timeout(timeout_seconds)
+        self._workers.stop(drop=not as_flag("drain", drain))
         idle = asyncio.wrap_future(self._workers.when_idle())
-        await asyncio.wait([idle], timeout=timeout_seconds)
+        await asyncio.wait([idle], timeout=timeout)
         self._workers.stop(drop=True)
         idle.cancel()
 
     def close_sync(self, *, drain: bool = True, timeout_seconds: float | None = None) -> None:
         """Do the same as ``close``, from a thread without an event loop."""
-        self._workers.stop(drop=not drain)
-        concurrent.futures.wait([self._workers.when_idle()], timeout=timeout_seconds)
+        timeout = _as_timeout(timeout_seconds)
+        self._workers.stop(drop=not as_flag("drain", drain))
+        concurrent.futures.wait([self._workers.when_idle()], timeout=timeout)
         self._workers.stop(drop=True)
 
     async def __aenter__(self) -> Batcher[Item, Result]:
@@ -286,6 +289,13 @@ def _is_coroutine_function(run: Any) -> bool:
     """Say whether a call of ``run`` must be awaited: a function, a method, or an object with such a ``__call__``."""
     unwrapped = inspect.unwrap(run)
     return inspect.iscoroutinefunction(unwrapped) or inspect.iscoroutinefunction(type(unwrapped).__call__)
+
+
+def _as_timeout(seconds: float | None) -> float | None:
+    """Return a time to wait, at most what a thread can wait for; a time that has passed already is 0."""
+    if seconds is None:
+        return None
+    return min(max(0.0, as_number("timeout_seconds", seconds, infinite=True)), threading.TIMEOUT_MAX)
 
 
 def _has_running_loop() -> bool:

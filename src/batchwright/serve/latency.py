@@ -10,7 +10,7 @@ from typing import Any, final
 
 import numpy as np
 
-from .._checks import as_number, check_same
+from .._checks import as_number, as_whole, check_same, is_number
 from .._types import FloatArray
 from ..errors import ArgumentError
 
@@ -123,10 +123,14 @@ class LatencyModel:
 
     def per_item(self, length: float) -> float:
         """Return the seconds of one more item at a padded length: ``b·L + c·L²``."""
+        if type(length) is not int:  # an engine asks for every request, and always with a plain number
+            length = as_number("length", length, least=0)
         return length * (self._coefficients[1] + self._coefficients[2] * length)
 
     def predict(self, num_items: int, length: float) -> float:
         """Return the expected seconds of a batch."""
+        if type(num_items) is not int:
+            num_items = as_whole("num_items", num_items, least=0)
         return self.constant + num_items * self.per_item(length)
 
     def upper(self, num_items: int, length: float) -> float:
@@ -141,9 +145,12 @@ class LatencyModel:
             length: the length that they were padded to.
             seconds: how long it took; only a finite time above 0 counts.
         """
+        if not is_number(seconds):
+            raise ArgumentError(f"seconds must be a number, got {seconds!r}")
+        seconds = float(seconds)
+        num_items, length = as_whole("num_items", num_items, least=1), as_whole("length", length, least=1)
         if not self._learns or not 0 < seconds < math.inf:
             return
-        seconds = float(seconds)  # a number of NumPy would stay in what is saved
         is_new, is_ignored = self._visit(num_items, length, seconds)
         self._new.append(is_new)
         self._ignored.append(is_ignored and self.is_ready)
@@ -174,7 +181,7 @@ class LatencyModel:
         shape = (num_items, length)
         if shape in self._shapes:
             return False, False
-        size = (int(num_items).bit_length(), int(length).bit_length())
+        size = (num_items.bit_length(), length.bit_length())
         if len(self._shapes) >= MAX_SHAPES:
             self._shapes.clear()
         self._shapes.add(shape)

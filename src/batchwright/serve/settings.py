@@ -66,12 +66,12 @@ def as_deadline(deadline_ms: Any) -> float:
     """Return a deadline above 0 as a plain number; infinity means no deadline.
 
     >>> as_deadline(50), as_deadline(float("inf"))
-    (50, inf)
+    (50.0, inf)
     """
     # A shortcut for plain numbers, since every request may bring a deadline of its own.
     kind = type(deadline_ms)
     if (kind is float and deadline_ms > 0) or (kind is int and 0 < deadline_ms <= MAX_INT32):
-        return deadline_ms
+        return float(deadline_ms)
     return as_number("deadline_ms", deadline_ms, above=0, infinite=True)
 
 
@@ -79,8 +79,8 @@ def as_priority(priority: Any) -> float:
     """Return a priority from -10 to 10 as a plain number.
 
     >>> as_priority(3)
-    3
+    3.0
     """
     if type(priority) in (int, float) and -MAX_PRIORITY <= priority <= MAX_PRIORITY:  # a shortcut, as above
-        return priority
+        return float(priority)
     return as_number("priority", priority, least=-MAX_PRIORITY, most=MAX_PRIORITY)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from typing import final
 
-from .._checks import as_number, as_whole
-from ..errors import ArgumentError
+from ._checks import as_number, as_whole
+from .errors import ArgumentError
 
 
 @final
@@ -18,7 +18,7 @@ class FakeMemory:
 
     Args:
         total_bytes: the size of the memory.
-        used_bytes: how much is in use at the start; set ``memory.used_bytes`` to change it.
+        used_bytes: what is in use at the start; set ``memory.used_bytes`` to change it.
         bytes_of: ``bytes_of(*shape)`` is what a batch takes while it runs; None: one byte per element of the shape.
 
     >>> memory = FakeMemory(1000, used_bytes=100, bytes_of=lambda num_items, length: 2 * num_items * length)
@@ -44,11 +44,11 @@ class FakeMemory:
 
     @used_bytes.setter
     def used_bytes(self, value: int) -> None:
-        used = as_whole("used_bytes", value, least=0)
-        if used > self.total_bytes:
-            raise ArgumentError(f"used_bytes must be at most total_bytes, {self.total_bytes}, got {value!r}")
-        self._used_bytes = used
-        self._peak_bytes = max(self._peak_bytes, used)
+        used_bytes = as_whole("used_bytes", value, least=0)
+        if used_bytes > self.total_bytes:
+            raise ArgumentError(f"used_bytes must be at most total_bytes, {self.total_bytes}, got {used_bytes}")
+        self._used_bytes = used_bytes
+        self._peak_bytes = max(self._peak_bytes, used_bytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -60,8 +60,10 @@ class FakeMemory:
         self._peak_bytes = self._used_bytes
 
     def run_batch(self, *shape: int) -> None:
-        """Take the memory of a batch and give it back, or raise ``MemoryError`` if that much is not free."""
-        needed, free = round(self._bytes_of(*shape)), self.total_bytes - self._used_bytes
+        """Take the memory of a batch and give it back, or raise ``MemoryError`` where it is not free."""
+        shape = tuple(as_whole("a number in the shape", number, least=0) for number in shape)
+        needed = round(as_number("the result of bytes_of", self._bytes_of(*shape), least=0))
+        free = self.total_bytes - self._used_bytes
         if needed > free:
             self._peak_bytes = self.total_bytes  # a device is full when it runs out
             raise MemoryError(f"a batch of shape {shape} takes {needed} bytes; {free} of {self.total_bytes} are free")
@@ -79,7 +81,7 @@ class FakeClock:
     """
 
     def __init__(self, now_seconds: float = 0.0) -> None:
-        self._now_seconds = now_seconds
+        self._now_seconds = as_number("now_seconds", now_seconds)
 
     def __call__(self) -> float:
         """Return the time in seconds."""

@@ -11,8 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .._lengths import as_lengths
-from ..plan import Budget
+from ._check_policy import check_policy as check_policy
+from ._checks import as_whole
+from ._fakes import FakeClock as FakeClock
+from ._fakes import FakeMemory as FakeMemory
+from ._lengths import as_lengths
+from .plan import Budget
 
 MakeSampler = Callable[..., Any]
 Batches = list[list[Any]]  # a batch is a list of indices, or of rows of them
@@ -50,6 +54,8 @@ def check_batch_sampler(
     >>> make = lambda rank, world_size: bw.BatchSampler([3, 1, 2], bw.MaxTokens(4), rank=rank, world_size=world_size)
     >>> check_batch_sampler(make, num_examples=3, lengths=[3, 1, 2], budget=bw.MaxTokens(4))
     """
+    num_examples = as_whole("num_examples", num_examples, least=1)
+    world_sizes = [as_whole("world_sizes", world_size, least=1) for world_size in world_sizes]
     for world_size in world_sizes:
         ranks = _run_ranks(make_sampler, world_size)
         _check_equal_steps(ranks, world_size)

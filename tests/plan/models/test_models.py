@@ -222,7 +222,7 @@ def test_probes_that_cannot_be_fitted_are_refused(model, shapes, values, words):
 
 @pytest.mark.parametrize("quantile", [0, 1.5, -1, float("nan"), True, "high", None])
 def test_a_quantile_outside_zero_to_one_is_refused(quantile):
-    with pytest.raises(ArgumentError, match="quantile must be above 0 and at most 1"):
+    with pytest.raises(ArgumentError, match="quantile must be a number above 0 and at most 1, got"):
         MemoryModel.fit(ONE_AXIS, encoder(*ONE_AXIS.T), quantile=quantile)
 
 
@@ -494,7 +494,7 @@ def test_the_knee_at_the_edges():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tolerance": 0}, "tolerance must be above 0 and below 1, got 0"),
+        ({"tolerance": 0}, "tolerance must be a number above 0 and below 1, got 0"),
         ({"tolerance": 1}, "below 1, got 1"),
         ({"max_items": -1}, "0 or more, got -1"),
         ({"max_items": 2.5}, "whole number"),

@@ -208,7 +208,7 @@ def test_a_rank_that_differs_from_that_of_the_sampler_is_refused():
 @pytest.mark.parametrize("told", [1, 2])
 def test_samplers_of_ours_are_refused_over_ranks_for_their_examples_are_not_equally_many(told):
     sampler = ResizableBatchSampler(NUM, Sizes(8), world_size=2)
-    with pytest.raises(ArgumentError, match="the same number of examples on every rank, which Resizable"):
+    with pytest.raises(ArgumentError, match="the same number of examples on every rank, which ResizableBatchSampler"):
         regroup(DataLoader(DATA, batch_sampler=sampler, collate_fn=list), Sizes(8), world_size=told)
 
 

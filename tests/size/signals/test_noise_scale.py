@@ -200,7 +200,7 @@ def test_it_explains_itself():
     [
         ({"target": 0}, "target must be a number above 0, got 0"),
         ({"estimator": "biased"}, "estimator must be one of 'unbiased', 'ratio', got 'biased'"),
-        ({"horizon": 0}, r"horizon must be a number above 0 and of at most 1e\+12, got 0"),
+        ({"horizon": 0}, r"horizon must be a number above 0 and at most 1e\+12, got 0"),
         ({"horizon": math.inf}, "horizon must be a number above 0 .*, got inf"),
         ({"num_examples": 0}, "num_examples must be a whole number of 1 or more, got 0"),
         ({"high": 1.0}, "high=1.0 belongs to estimator='ratio'"),

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import as_whole
+from ..._checks import as_flag, as_whole
 from ..._progress import ProgressBar
 from ...errors import ArgumentError, BatchwrightError, LengthsError
 from ._cache import ContentHash, LengthCache
@@ -83,6 +83,7 @@ def measure_lengths(
     """
     num_workers = as_whole("num_workers", num_workers, least=0)
     batch_size = as_whole("batch_size", batch_size, least=1)
+    progress = as_flag("progress", progress)
     if max_length is not None:
         max_length = as_whole("max_length", max_length, least=1)
     _check_iterable(texts)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import as_number
+from ..._checks import as_number, as_whole
 from ..._lengths import as_shapes
 from ..._types import FloatArray, IntArray
 from ...errors import ArgumentError
@@ -46,11 +46,15 @@ class Terms:
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        names = term_names(self.num_axes)
-        if len(self.values) != len(names):
-            raise ArgumentError(f"{self.num_axes} axes need {len(names)} coefficients, got {len(self.values)}")
-        if not all(math.isfinite(value) and value >= 0 for value in self.values) or not any(self.values):
-            raise ArgumentError(f"coefficients must be finite, none below 0, one above 0, got {self.values}")
+        num_axes = as_whole("num_axes", self.num_axes, least=1)
+        values = tuple(as_number("each of the coefficients", value, least=0) for value in self.values)
+        num_terms = len(term_names(num_axes))
+        if len(values) != num_terms:
+            raise ArgumentError(f"{num_axes} axes need {num_terms} coefficients, got {len(values)}")
+        if not any(values):
+            raise ArgumentError(f"one of the coefficients must be above 0, got {values}")
+        object.__setattr__(self, "num_axes", num_axes)
+        object.__setattr__(self, "values", values)
 
     @property
     def constant(self) -> float:
@@ -79,7 +83,7 @@ class Terms:
 
     def __repr__(self) -> str:
         # What is 0 is left out; the rest is written with the digits that give the same float back.
-        found = ", ".join(f"{name}: {float(value)!r}" for name, value in self.named().items() if value)
+        found = ", ".join(f"{name}: {value!r}" for name, value in self.named().items() if value)
         return f"{found}, num_axes={self.num_axes}"
 
 
@@ -208,19 +212,17 @@ def as_probes(shapes: npt.ArrayLike, values: npt.ArrayLike, *, name: str) -> tup
 def as_positive(values: npt.ArrayLike, *, name: str) -> Doubles:
     """Return numbers as ``float64``, or say which is not finite and above 0."""
     try:
-        array = np.asarray(values, dtype=np.float64)
+        given = np.asarray(values)
+        array = given.astype(np.float64)
     except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(f"{name} must be numbers: {error}") from error
+    if given.dtype.kind in "bSU":  # NumPy would read "3" as 3 and True as 1
+        raise ArgumentError(f"{name} must be numbers, got {values!r}")
     wrong = ~(np.isfinite(array) & (array > 0))
     if wrong.any():
         first = int(np.argmax(wrong))
         raise ArgumentError(f"{name} must be finite and above 0, got {array.flat[first]} at {first}")
     return array
-
-
-def check_fraction(name: str, value: float, *, one_allowed: bool) -> float:
-    """Return a share between 0 and 1, 0 not allowed."""
-    return as_number(name, value, above=0, most=1) if one_allowed else as_number(name, value, above=0, below=1)
 
 
 def dump_terms(kind: str, terms: Terms, **extra: Any) -> str:

@@ -9,6 +9,7 @@ from typing import TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
+from ..._checks import as_number
 from ..._types import MAX_INT32, FloatArray, IntArray
 from ...errors import ArgumentError, BudgetError
 from ..budget import Budget, as_limit
@@ -19,7 +20,6 @@ from ._terms import (
     Predict,
     Terms,
     as_probes,
-    check_fraction,
     dump_terms,
     fit_terms,
     read_number,
@@ -53,6 +53,9 @@ class MemoryModel(FittedTerms):
     margin: float
     other: Terms | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "margin", as_number("margin", self.margin, least=0))
+
     @classmethod
     def fit(cls, shapes: npt.ArrayLike, peak_bytes: npt.ArrayLike, *, quantile: float = 0.95) -> MemoryModel:
         """Fit the peak memory of measured shapes, least in relative error.
@@ -75,7 +78,7 @@ class MemoryModel(FittedTerms):
         >>> model.predict([[10, 100]]).round(6).tolist(), model.upper([[10, 100]]).round(6).tolist()
         ([3100.0], [3115.5])
         """
-        level = check_fraction("quantile", quantile, one_allowed=True)
+        level = as_number("quantile", quantile, above=0, most=1)
         probes, peaks = as_probes(shapes, peak_bytes, name="peak_bytes")
         fit, errors = one_phase, unseen_errors(_by(one_phase), probes, peaks)
         if errors.max() > MIN_MARGIN and len(errors) >= MIN_SHAPES:
@@ -136,7 +139,7 @@ class MemoryModel(FittedTerms):
 
     def __repr__(self) -> str:
         other = "" if self.other is None else f", other=({self.other!r})"
-        return f"MemoryModel({self.terms!r}, margin={float(self.margin)!r}{other})"
+        return f"MemoryModel({self.terms!r}, margin={self.margin!r}{other})"
 
 
 def _by(fit: Fit) -> Predict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any, Literal, TypeAlias, final, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import as_whole
+from ..._checks import as_number, as_whole
+from ..._lengths import as_shapes
 from ..._types import FloatArray, IntArray
 from ...errors import ArgumentError
 from ..budget import MaxCost
-from ._terms import check_fraction
 
 Task: TypeAlias = Literal["train", "generate"]
 COEFFICIENTS = Path(__file__).with_name("memory_prior.json")
@@ -51,6 +52,10 @@ class MemoryPrior:
     square: float
     longer_square: float
 
+    def __post_init__(self) -> None:
+        for name in ("fixed", "per_item", "square", "longer_square"):
+            object.__setattr__(self, name, as_number(name, getattr(self, name), least=0))
+
     def relative(self, shapes: npt.ArrayLike, *, reference: npt.ArrayLike, new_tokens: int | None = None) -> FloatArray:
         """Return the memory of each shape relative to the reference.
 
@@ -64,9 +69,8 @@ class MemoryPrior:
         >>> prior.relative([[16, 128], [8, 512]], reference=(8, 256)).tolist()
         [1.0, 2.0]
         """
-        batches = np.atleast_2d(np.asarray(shapes, dtype=np.float64))
-        cost = self._cost_of(reference, new_tokens)
-        return cost(batches[:, 0].astype(np.int64), batches[:, 1:].astype(np.int64))
+        batches = as_shapes(np.atleast_2d(np.asarray(shapes)))
+        return self._cost_of(reference, new_tokens)(batches[:, 0], batches[:, 1:])
 
     def budget(self, *, reference: npt.ArrayLike, fraction: float = 0.9, new_tokens: int | None = None) -> MaxCost:
         """Return the budget of all batches predicted at most at a fraction of the reference's memory.
@@ -80,21 +84,30 @@ class MemoryPrior:
         >>> prior.budget(reference=(8, 512)).max_items(np.array([[512], [64]])).tolist()
         [7, 57]
         """
-        return MaxCost(self._cost_of(reference, new_tokens), check_fraction("fraction", fraction, one_allowed=True))
+        return MaxCost(self._cost_of(reference, new_tokens), as_number("fraction", fraction, above=0, most=1))
 
     def _cost_of(self, reference: npt.ArrayLike, new_tokens: int | None) -> RelativeCost:
-        shape = np.asarray(reference)
-        if shape.ndim != 1 or len(shape) < 2 or (shape < 1).any():
-            raise ArgumentError(
-                f"reference must be a shape (num_items, padded length per axis) of 1 or more each, got {reference!r}"
-            )
+        shape = _as_reference(reference)
         if self.task == "generate" and new_tokens is None and len(shape) == 2:
             raise ArgumentError(
                 "a prior for generation needs new_tokens=, the tokens generated for each item, or shapes with an axis "
                 "for the output"
             )
         tokens = 0 if new_tokens is None else as_whole("new_tokens", new_tokens, least=1)
-        return RelativeCost(self, tuple(int(value) for value in shape), tokens)
+        return RelativeCost(self, shape, tokens)
+
+
+def _as_reference(reference: npt.ArrayLike) -> tuple[int, ...]:
+    numbers = reference if isinstance(reference, Iterable) else ()
+    try:
+        shape = tuple(as_whole("a number of reference", number, least=1) for number in numbers)
+    except ArgumentError:
+        shape = ()
+    if len(shape) < 2:
+        raise ArgumentError(
+            f"reference must be a shape (num_items, padded length per axis) of 1 or more each, got {reference!r}"
+        )
+    return shape
 
 
 @final

@@ -8,20 +8,11 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
+from ..._checks import as_number
 from ..._lengths import as_lengths, as_shapes
 from ..._types import MAX_INT32, FloatArray
 from ...errors import ArgumentError
-from ._terms import (
-    Doubles,
-    FittedTerms,
-    Terms,
-    as_positive,
-    as_probes,
-    check_fraction,
-    dump_terms,
-    fit_terms,
-    load_terms,
-)
+from ._terms import Doubles, Terms, as_positive, as_probes, dump_terms, fit_terms, load_terms
 
 
 @final
@@ -35,6 +26,10 @@ class TimeModel(FittedTerms):
 
     terms: Terms
     first_visit_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        seconds = as_number("first_visit_seconds", self.first_visit_seconds, least=0)
+        object.__setattr__(self, "first_visit_seconds", seconds)
 
     @classmethod
     def fit(
@@ -98,7 +93,7 @@ class TimeModel(FittedTerms):
         >>> model.knee([30, 300]).tolist(), model.knee([30, 300], max_items=400).tolist()
         ([5067, 507], [354, 218])
         """
-        given_up = check_fraction("tolerance", tolerance, one_allowed=False)
+        given_up = as_number("tolerance", tolerance, above=0, below=1)
         checked = as_lengths(lengths)
         if checked.shape[1] != self.num_axes:
             raise ArgumentError(f"the model has {self.num_axes} length axes, got {checked.shape[1]}")
@@ -119,7 +114,7 @@ class TimeModel(FittedTerms):
         return cls(*load_terms("TimeModel", text, extra="first_visit_seconds"))
 
     def __repr__(self) -> str:
-        return f"TimeModel({self.terms!r}, first_visit_seconds={float(self.first_visit_seconds)!r})"
+        return f"TimeModel({self.terms!r}, first_visit_seconds={self.first_visit_seconds!r})"
 
 
 def _median_extra(first_visit_seconds: npt.ArrayLike, steady: Doubles) -> float:
@@ -137,7 +132,8 @@ def _as_counts(max_items: npt.ArrayLike, num_lengths: int) -> npt.NDArray[np.int
         raise ArgumentError(f"max_items must be {wanted}, got {max_items!r}")
     if (counts < 0).any():
         raise ArgumentError(f"max_items must be 0 or more, got {counts.min()}")
-    return np.broadcast_to(np.minimum(counts, MAX_INT32), (num_lengths,)).astype(np.int64)
+    few = np.minimum(counts.astype(np.uint64), MAX_INT32)  # a small kind of NumPy could not hold MAX_INT32
+    return np.broadcast_to(few, (num_lengths,)).astype(np.int64)
 
 
 def _first_to_reach(goal: FloatArray | float, step: FloatArray) -> npt.NDArray[np.int64]:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
-from ..._checks import as_whole
+from ..._checks import as_flag, as_number, as_whole
 from ..._optional import require
 from ...errors import ArgumentError
 from ..batcher import Batcher
@@ -77,11 +77,13 @@ def make_app(
     from ._metrics import Metrics
 
     max_bytes = as_whole("max_body_bytes", max_body_bytes, least=1)
+    if drain_seconds is not None:
+        drain_seconds = as_number("drain_seconds", drain_seconds, least=0, infinite=True)
     batcher = _batcher_of(batcher)
     metrics = Metrics(batcher.stats)
     post = ItemEndpoint(batcher, metrics, max_body_bytes=max_bytes, decode=decode, encode=encode, media_type=media_type)
     routes = [Route("/", post.respond, methods=["POST"]), *_watching(batcher, metrics, ready)]
-    if page:
+    if as_flag("page", page):
         from ._page import figures_of_server, page_routes
 
         routes += page_routes(lambda: figures_of_server(batcher))
