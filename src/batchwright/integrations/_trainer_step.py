@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._ranks import Ranks
+from .._tree import leaves
 from ..errors import ArgumentError
-from ..step._tree import leaves
 from ..step.huggingface import IGNORED, LossReading, read_loss, usual_reading
 from ..step.oom import (
     MicroLimit,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..._checks import as_whole
+from ..._tree import map_leaves
 from ...errors import ArgumentError, DoesNotFitError
-from ...step._tree import map_leaves
 from ...step.huggingface import unwrapped
 from ...step.inference import run_in_pieces
 from ...step.oom import free_memory

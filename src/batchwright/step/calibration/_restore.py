@@ -1,4 +1,4 @@
-"""Everything that training changes, held on the host and put back: a trial run leaves no trace."""
+"""Restoring: everything that training changes is held on the host and put back, so a trial run leaves no trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def restored(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ())
     """Put back parameters, buffers, gradients, optimizer state, modes and random state, even after an error.
 
     Tensors keep their identity and get their bits back. What did not exist before (gradients, optimizer state,
-    buffers) is gone afterwards. Copies lie in host memory, so that the device has the room it will have in training.
+    buffers) is gone afterwards. Copies are kept in host memory, so that the device has as much room as in training.
 
     >>> model = nn.Linear(1, 1)
     >>> before = model.weight.item()
@@ -46,7 +46,7 @@ def restored(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ())
 
 @final
 class _Held:
-    """Values as they were, each tensor copied once however often it is referred to."""
+    """Values as they were; each tensor is copied once, however often it is referred to."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -63,7 +63,7 @@ class _Held:
     def add_optimizer(self, optimizer: Optimizer) -> None:
         self._actions.append(self._hold(optimizer.state))
         self._actions.append(self._hold(optimizer.param_groups))
-        for group in optimizer.param_groups:  # it may train what is in none of the modules
+        for group in optimizer.param_groups:  # it may train parameters that are in none of the modules
             for parameter in group["params"]:
                 self._add_parameter(parameter)
 
@@ -82,7 +82,7 @@ class _Held:
         self._actions.append(_setter(parameter, "grad", parameter.grad))
 
     def _hold(self, value: Any) -> Callable[[], Any]:
-        """Return a function that gives the value back as it was, the same object where it can be changed."""
+        """Return a function that gives the value back as it was, and as the same object if it can be changed."""
         if isinstance(value, Tensor):
             if id(value) not in self._tensors:
                 self._tensors[id(value)] = (value, _host_copy(value))
@@ -106,7 +106,7 @@ def _refill(value: dict[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:
 def _reorder(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
     if isinstance(value, list):
         value[:] = items
-    return value  # a tuple holds the same tensors as before, and those have their values back
+    return value  # a tuple holds the same tensors as before, which have their values back
 
 
 def _setter(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -114,7 +114,7 @@ def _setter(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def _host_copy(tensor: Tensor) -> Tensor | None:
-    """Return a copy in host memory; None where nothing can be written, so nothing can change."""
+    """Return a copy in host memory; None for a tensor that cannot be written to, and so cannot change."""
     if is_lazy(tensor):
         raise ArgumentError("a lazy module has no parameters yet; run one batch through the model first")
     local = _local(tensor)
@@ -123,6 +123,6 @@ def _host_copy(tensor: Tensor) -> Tensor | None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, any other tensor itself; detached."""
+    """Return this rank's part of a sharded tensor, or any other tensor itself; detached."""
     detached = tensor.detach()
     return detached.to_local() if hasattr(detached, "to_local") else detached

@@ -9,8 +9,8 @@ import torch
 
 from batchwright._fakes import FakeMemory
 from batchwright.errors import ArgumentError, MissingDependencyError
-from batchwright.step.memory.monitor import MemoryMonitor, NvmlMemory
-from batchwright.step.memory.sources import CpuMemory
+from batchwright.step.memory.monitor import MemoryMonitor
+from batchwright.step.memory.sources import CpuMemory, NvmlMemory
 
 MIB = 2**20
 
@@ -49,7 +49,7 @@ def test_a_device_and_a_source_together_are_refused():
 
 
 def test_a_device_whose_memory_nobody_can_read_is_refused():
-    with pytest.raises(ArgumentError, match="no memory can be read of device 'meta'"):
+    with pytest.raises(ArgumentError, match="the memory of device 'meta' cannot be read"):
         MemoryMonitor("meta")
 
 
@@ -77,9 +77,7 @@ def test_the_limit_of_a_container_is_the_total(monkeypatch, tmp_path):
     limit, none = tmp_path / "memory.max", tmp_path / "none"
     limit.write_text("12345\n")
     none.write_text("max\n")
-    monkeypatch.setattr(
-        "batchwright.step.memory.sources._CONTAINER_LIMITS", [str(none), str(tmp_path / "absent")]
-    )
+    monkeypatch.setattr("batchwright.step.memory.sources._CONTAINER_LIMITS", [str(none), str(tmp_path / "absent")])
     assert CpuMemory().total_bytes > 12345
     monkeypatch.setattr("batchwright.step.memory.sources._CONTAINER_LIMITS", [str(none), str(limit)])
     assert CpuMemory().total_bytes == 12345

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from batchwright.step._split import TensorBatch
-from batchwright.step._tree import split, take
+from batchwright._tree import split, take
+from batchwright.step.splitting import TensorBatch
 
 
 def test_a_list_of_one_value_an_example_is_cut_with_the_tensors():
