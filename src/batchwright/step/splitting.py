@@ -50,7 +50,7 @@ def split_by_budget(
         places = np.asarray(order)
         if not np.array_equal(np.sort(places), np.arange(len(rows))):
             raise ArgumentError(f"order must be a permutation of the {len(rows)} examples, each index once")
-    most = -(-len(rows) // as_whole("least_parts", least_parts, least=1))
+    most = _most_items(len(rows), as_whole("least_parts", least_parts, least=1))
     return _cut(rows, places, check_budget(budget), 1.0, most)
 
 
@@ -177,7 +177,7 @@ def split(
     if order is None and batch.gains_from_sorting:
         assert batch.lengths is not None
         order = _longest_first(batch.lengths)
-    most = -(-batch.num_examples // least_parts)
+    most = _most_items(batch.num_examples, least_parts)
     if batch.lengths is None:
         most = min(most, batch.num_examples if math.isinf(limit) else max(1, math.floor(limit)))
         return _near_equal(order, batch.num_examples, -(-batch.num_examples // most))
@@ -197,6 +197,13 @@ def _cut(
         parts.append(order[place : place + size].tolist())
         place += size
     return parts
+
+
+def _most_items(num: int, least_parts: int) -> int:
+    """Return the most examples of a part, so that there are at least that many parts."""
+    most = -(-num // least_parts)
+    # 4 examples in 3 parts: parts of 2 would be only 2.
+    return most if -(-num // most) >= least_parts else max(1, num // least_parts)
 
 
 def cost_of(batch: LogicalBatch, part: Part, budget: Budget | None) -> float:
