@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from batchwright.errors import ArgumentError
-from batchwright.step.calibration._restore import restored
+from batchwright.step.calibration.running import restored
 from batchwright.step.oom import step_of_zeros
 
 OPTIMIZERS = {
