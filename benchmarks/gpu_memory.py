@@ -30,7 +30,7 @@ from _gpu import GIB, Device, Row, make_parser, markdown, write
 
 import batchwright as bw
 from batchwright.step import Calibration, calibrate, calibrate_huggingface, growing_shapes
-from batchwright.step.calibration._restore import restored
+from batchwright.step.calibration.running import restored
 
 SMOKE_CAP_GIB = 0.012
 FILL = 0.9

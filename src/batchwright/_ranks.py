@@ -1,4 +1,4 @@
-"""Ranks: exact sums over a process group, without agreement on how each rank splits its share."""
+"""Ranks: exact sums over a process group, however each rank splits its share."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _BUCKET_BYTES = 32 * 2**20
 
 @final
 class Ranks:
-    """The process group of a model: DDP's, that of ``fully_shard`` (FSDP2), or none.
+    """The process group of a model: that of DDP, that of ``fully_shard`` (FSDP2), or none.
 
-    Under DDP micro-batches run on the unwrapped module without synchronisation and one reduction follows. So forward
-    and backward hold no collective, and a rank that runs out of memory tries again while the others wait for it.
-    Under FSDP2 every forward gathers parameters, so all ranks must run equally many micro-batches: ``agree_on_parts``.
+    Under DDP, micro-batches run on the unwrapped module without synchronisation, and one reduction follows. Forward and
+    backward hold no collective, so a rank that runs out of memory tries again while the others wait for it. Under FSDP2
+    every forward gathers parameters, so all ranks must run the same number of micro-batches: ``agree_on_parts``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,23 +31,22 @@ class Ranks:
             _refuse_unsupported(self._ddp)
         self.is_sharded = bool(_sharded_parts(model))
         for part in _sharded_parts(model):
-            part.set_gradient_divide_factor(1.0)  # sums, which Stepper divides itself
+            part.set_gradient_divide_factor(1.0)  # sums; Stepper divides them itself
         self.module: nn.Module = model if self._ddp is None else self._ddp.module
         self.group: Any = None if self._ddp is None else self._ddp.process_group
         self.world_size = dist.get_world_size(self.group) if self._ddp is not None or self.is_sharded else 1
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return the context in which DDP leaves gradients alone."""
+        """Return the context in which DDP does not reduce gradients."""
         return nullcontext() if self._ddp is None else self._ddp.no_sync()
 
     def sum(self, values: Sequence[Tensor | float], device: torch.device) -> list[float]:
         """Return the sums over all ranks, in one collective and one copy from the device."""
         if self.world_size == 1:
             return [float(value) for value in values]
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        dtype = _widest(device)
         packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in values])
-        if self.world_size > 1:
-            dist.all_reduce(packed, group=self.group)
+        dist.all_reduce(packed, group=self.group)
         return packed.tolist()
 
     def maximum(self, value: int, device: torch.device) -> int:
@@ -62,12 +61,12 @@ class Ranks:
         """Return the largest of each value over all ranks."""
         if self.world_size == 1:
             return list(values)
-        packed = torch.tensor(values, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        packed = torch.tensor(values, dtype=_widest(device), device=device)
         dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=self.group)
         return packed.tolist()
 
     def agree_on_parts(self, num_parts: int, device: torch.device) -> int:
-        """Return how many micro-batches every rank runs: its own number, or under FSDP2 the largest of all."""
+        """Return how many micro-batches this rank runs: its own number, or under FSDP2 the largest of all ranks."""
         return self.maximum(num_parts, device) if self.is_sharded else num_parts
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -88,7 +87,7 @@ class Ranks:
                 gradient.copy_(part.view_as(gradient))
 
     def share_buffers(self) -> None:
-        """Give every rank the buffers of the first, as DDP does before a forward."""
+        """Give every rank the buffers of the first rank, as DDP does before a forward."""
         if self.world_size == 1:
             return
         first = dist.get_global_rank(self.group, 0) if self.group is not None else 0
@@ -96,8 +95,12 @@ class Ranks:
             dist.broadcast(buffer, src=first, group=self.group)
 
 
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # Metal has no float64
+
+
 def _sharded_parts(model: nn.Module) -> list[Any]:
-    """Return the modules that ``fully_shard`` was applied to, each of which reduces its own gradients."""
+    """Return the modules that ``fully_shard`` was applied to; each reduces its own gradients."""
     if not dist.is_available():
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -106,7 +109,7 @@ def _sharded_parts(model: nn.Module) -> list[Any]:
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Gather gradients of one type and device into buckets, to be reduced in one call each."""
+    """Gather gradients of one type and device into buckets, so that one call reduces each bucket."""
     bucket: list[Tensor] = []
     size = 0
     for gradient in gradients:

@@ -101,7 +101,7 @@ def take(batch: Any, indices: Sequence[int], *, num: int | None = None) -> Any:
     Args:
         batch: nested tensors with the examples on their first axis.
         indices: a list, or a range of neighbours.
-        num: the number of examples, if it is known.
+        num: the number of examples, where it is known.
 
     >>> take({"x": torch.arange(3), "texts": ["a", "b", "c"]}, [0, 2])
     {'x': tensor([0, 2]), 'texts': ['a', 'c']}

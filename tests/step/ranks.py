@@ -1,4 +1,4 @@
-"""Run by test_distributed in several processes: DDP on gloo, ranks that run out of memory on their own."""
+"""Run by test_several_ranks in several processes: DDP on gloo, ranks that run out of memory on their own."""
 
 import random
 import sys

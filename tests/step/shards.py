@@ -1,4 +1,4 @@
-"""Run by test_distributed in two processes: FSDP2 on gloo, uneven numbers of examples and micro-batches."""
+"""Run by test_several_ranks in two processes: FSDP2 on gloo, uneven numbers of examples and micro-batches."""
 
 import sys
 

@@ -113,7 +113,7 @@ def test_entropy_of_half_precision_is_counted_in_float32():
 
 
 def test_targets_of_another_shape_are_refused():
-    with pytest.raises(ArgumentError, match=r"one target an item, \(2, 3\)"):
+    with pytest.raises(ArgumentError, match=r"one target per item, \(2, 3\)"):
         entropy_sum(torch.zeros(2, 3, 4), torch.zeros(2, 4, dtype=torch.long))
 
 

@@ -150,7 +150,7 @@ def test_noise_may_be_measured_in_every_third_update_alone():
 @pytest.mark.parametrize("value", [-1, 0.5, "often"])
 def test_a_nonsense_interval_of_noise_is_refused(value):
     model, *_ = make_problem(by_length=False)
-    with pytest.raises(ArgumentError, match="measure_noise must be"):
+    with pytest.raises(ArgumentError, match="measure_noise, if not True or False, must be a whole number"):
         Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_fn, measure_noise=value)
 
 

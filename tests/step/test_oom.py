@@ -146,7 +146,7 @@ def test_one_example_that_does_not_fit_is_named_with_shape_and_bytes():
 
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), never)
     with pytest.raises(
-        DoesNotFitError, match=r"example 0 of the batch does not fit alone: tensors \[\(1, 4\)\], 16 bytes"
+        DoesNotFitError, match=r"example 0 of the batch does not fit on its own: tensors \[\(1, 4\)\], 16 bytes"
     ):
         stepper.step(torch.randn(5, 4))
     assert model.weight.grad is None

@@ -295,7 +295,7 @@ def test_a_batch_that_cannot_be_split_is_refused(batch, message):
         ({"micro_batch": 0}, "micro_batch must be"),
         ({"micro_batch": bw.MaxTokens(8)}, "needs lengths="),
         ({"on_oom": "ignore"}, "on_oom must be"),
-        ({"clip_norm": 0}, "clip_norm must be above 0"),
+        ({"clip_norm": 0}, "clip_norm must be a number above 0"),
         ({"lr_rule": "linear"}, "needs base_size"),
         ({"lr_rule": "cubic", "base_size": 8}, "lr_rule must be"),
         ({"lr_rule": "adascale", "base_size": 8}, "needs measure_noise"),

@@ -8,8 +8,9 @@ and there are fewer updates. Linear scaling undoes annealing, so choose one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Literal, TypeAlias, get_args
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias, get_args
 
 from ..errors import ArgumentError
 
@@ -61,3 +62,33 @@ def get_rule(rule: str | Rule | None) -> Rule | Literal["adascale"] | None:
         names = ", ".join(map(repr, get_args(RuleName)))
         raise ArgumentError(f"lr_rule must be {names}, a function of (batch_size, base_size) or None, got {rule!r}")
     return known[rule]
+
+
+@contextmanager
+def scaled_lr(optimizer: Any, factor: float) -> Iterator[None]:
+    """Multiply the learning rate of every group inside the context, and put the old rates back after it.
+
+    A scheduler keeps its own sequence that way: one that builds on ``group["lr"]``, as ``ExponentialLR`` does, would
+    compound any lasting change.
+
+    Args:
+        optimizer: a ``torch.optim.Optimizer``, or anything with its ``param_groups``.
+        factor: the rates are multiplied by it.
+
+    >>> from types import SimpleNamespace
+    >>> optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}])
+    >>> with scaled_lr(optimizer, 4.0):
+    ...     optimizer.param_groups[0]["lr"]
+    2.0
+    >>> optimizer.param_groups[0]["lr"]
+    0.5
+    """
+    before = [group["lr"] for group in optimizer.param_groups]
+    if factor != 1:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = rate

@@ -1,4 +1,4 @@
-"""What happens to a batch on its way to the device: exact updates in micro-batches that fit. Needs torch."""
+"""Step: run an update exactly, in micro-batches that fit the device. Needs torch."""
 
 from .._optional import require
 
@@ -24,11 +24,12 @@ from .memory.budget_tracker import BudgetTracker as BudgetTracker  # noqa: E402
 from .memory.fit_to_memory import FitToMemory as FitToMemory  # noqa: E402
 from .memory.fit_to_memory import MemoryRule as MemoryRule  # noqa: E402
 from .memory.monitor import MemoryMonitor as MemoryMonitor  # noqa: E402
-from .memory.monitor import NvmlMemory as NvmlMemory  # noqa: E402
 from .memory.sources import MemorySource as MemorySource  # noqa: E402
+from .memory.sources import NvmlMemory as NvmlMemory  # noqa: E402
 from .noise import NoiseReport as NoiseReport  # noqa: E402
 from .oom import is_out_of_memory as is_out_of_memory  # noqa: E402
 from .report import StepReport as StepReport  # noqa: E402
+from .splitting import split_by_budget as split_by_budget  # noqa: E402
 from .stepper import Stepper as Stepper  # noqa: E402
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "is_out_of_memory",
     "merge_padded",
     "oom_safe",
+    "split_by_budget",
     "supervised_loss",
     "whole_batch",
 ]

@@ -1,4 +1,4 @@
-"""One batch through ``model.generate``: padded, run, and cut to what each example alone would give."""
+"""One batch through ``model.generate``: padded, run, and cut to what each example would get on its own."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._checks import as_whole
 from .._lengths import as_lengths
+from .._tree import map_leaves
 from ..errors import ArgumentError
 from ..plan import PadTo
-from ._tree import map_leaves
 from .huggingface import unwrapped
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 
-# What transformers does where nobody has said how many.
+# What transformers does if nothing says how many.
 _DEFAULT_NEW_TOKENS = 20
 _PER_EXAMPLE = {"inputs", "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "encoder_outputs"}
 
 
 @final
 class Decoder:
-    """Runs one batch, and cuts its results to what each example alone would give."""
+    """Runs one batch, and cuts its results to what each example would get on its own."""
 
     def __init__(
         self, model: Any, kwargs: dict[str, Any], collate: Collate | None, pad_token_id: int | None, multiple_of: int
@@ -44,19 +45,21 @@ class Decoder:
         self.device = next(self.base.parameters()).device
         ends = self._setting("eos_token_id")
         self._ends = torch.as_tensor([] if ends is None else ends, dtype=torch.long).reshape(-1).cpu()
+        if pad_token_id is not None:
+            pad_token_id = as_whole("pad_token_id", pad_token_id, least=-1)
         known = self._setting("pad_token_id") if pad_token_id is None else pad_token_id
-        known = None if known is None or known < 0 else int(known)  # some configurations write -1 for none
+        known = None if known is None or known < 0 else int(known)  # some configurations write -1 for no token
         self._pad = known if known is not None else int(self._ends[0]) if len(self._ends) else 0
         if known is None or pad_token_id is not None:
             self._kwargs["pad_token_id"] = self._pad
         self._collate = collate or partial(
             _pad, pad_id=known, on_left=not self._is_encoder_decoder, multiple_of=multiple_of
         )
-        # These end rows without an end-of-sequence token; what follows is padding.
+        # These end rows without an end-of-sequence token, and padding follows.
         self._strips_padding = any(self._setting(name) for name in ("stop_strings", "stopping_criteria"))
 
     def _setting(self, name: str) -> Any:
-        """Return a setting of generate() in its own order: arguments, given configuration, the model's."""
+        """Return a setting from where generate() looks first: the arguments, the configuration given, the model's."""
         if name in self._kwargs:
             return self._kwargs[name]
         configs = (self._kwargs.get("generation_config"), getattr(self.base, "generation_config", None))
@@ -68,7 +71,7 @@ class Decoder:
             raise ArgumentError(f"{given[0]} belongs to each example: give mappings with it, or a collate=")
         if self._setting("return_dict_in_generate") or (self._setting("num_return_sequences") or 1) != 1:
             raise ArgumentError(
-                "generate returns the token ids of one sequence an example, not return_dict_in_generate or "
+                "generate returns the token ids of one sequence per example, not return_dict_in_generate or "
                 "num_return_sequences; call model.generate in oom_safe for those"
             )
         if not self._is_encoder_decoder and self._setting("min_length"):
@@ -80,7 +83,7 @@ class Decoder:
 
     @property
     def _max_length(self) -> int | None:
-        """Return the most tokens of prompt and result together, where that is what was asked for."""
+        """Return the most tokens of prompt and result together, None if the result is limited in another way."""
         if self._is_encoder_decoder or self._setting("max_new_tokens") is not None:
             return None
         max_length: int | None = self._setting("max_length")
@@ -92,7 +95,7 @@ class Decoder:
             given = [len(_ids(example)) for example in examples]
         axes = as_lengths([given(example) for example in examples] if callable(given) else given)
         if len(axes) != len(examples):
-            raise ArgumentError(f"lengths must give one row an example, {len(examples)}, got {len(axes)}")
+            raise ArgumentError(f"lengths must have one row per example, {len(examples)}, got {len(axes)}")
         if not with_output:
             return axes
         most = self._setting("max_new_tokens") or self._setting("max_length") or _DEFAULT_NEW_TOKENS
@@ -112,7 +115,7 @@ class Decoder:
         return [self._cut(row, batch, None if most is None else int(most[i])) for i, row in enumerate(sequences)]
 
     def _most_new(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return how many tokens each row may get under max_length, which would else count padding."""
+        """Return how many tokens each row may get under max_length, which would otherwise count padding."""
         if self._is_encoder_decoder or "input_ids" not in batch:
             return None
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
@@ -153,7 +156,7 @@ def _ids(example: Any) -> Any:
 
 
 def _pad(examples: list[Any], *, pad_id: int | None, on_left: bool, multiple_of: int) -> dict[str, Tensor]:
-    """Pad token ids and what runs beside them, with a mask; stack the rest."""
+    """Pad token ids and fields of the same length, add a mask, and stack the other fields."""
     rows = [_fields(example) for example in examples]
     if any(row.keys() != rows[0].keys() for row in rows):
         raise ArgumentError(f"examples need the same fields, got {sorted({str(sorted(row)) for row in rows})}")
@@ -170,7 +173,7 @@ def _fields(example: Any) -> dict[str, Tensor]:
 
 def _column(name: str, rows: list[dict[str, Tensor]], pad: Callable[[Tensor], Tensor]) -> Tensor:
     values = [row[name] for row in rows]
-    # What the decoder is given has a length of its own, even where that is the same by chance.
+    # The inputs of a decoder have a length of their own, even if it is the same by chance.
     if not name.startswith("decoder_") and all(row[name].shape == row["input_ids"].shape for row in rows):
         values = [pad(value) for value in values]
     if len({value.shape for value in values}) > 1:
@@ -179,8 +182,8 @@ def _column(name: str, rows: list[dict[str, Tensor]], pad: Callable[[Tensor], Te
 
 
 def _row(width: int, fill: int | None, on_left: bool, values: Tensor) -> Tensor:
-    # A model without a padding token gets the row's own first token: a penalty on repetition has seen that anyway,
-    # where the end-of-sequence token would be held against the row.
+    # Without a padding token the row's own first token fills it up: a penalty on repetition counts that one anyway,
+    # but would punish a row for an end-of-sequence token.
     filler = int(values[0]) if fill is None else fill
     gap = width - len(values)
     return F.pad(values, (gap, 0) if on_left else (0, gap), value=filler)

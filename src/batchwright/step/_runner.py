@@ -1,30 +1,36 @@
-"""The micro-batches of a logical batch, run again and smaller until they fit."""
+"""The runner of a Stepper: it runs the micro-batches of a logical batch, again and smaller until they fit."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._checks import as_number, as_whole, check_choice, has_size, is_number, read_size
 from .._ranks import Ranks
+from .._tree import leaves
 from ..errors import ArgumentError, DoesNotFitError
-from ._settings import Settings
-from ._split import LogicalBatch, Part, cost_of, split
-from ._sums import MicroSums, Pending, Totals
-from ._tree import leaves
-from .losses import needs_whole_batch
+from ..plan import Budget, MaxItems
+from ..size.learning_rate import Rule, get_rule
+from .losses import LossFunction, needs_whole_batch
 from .memory.budget_tracker import Feedback
 from .noise import GradientNorms
 from .oom import Buffers, MicroLimit, Snapshot, devices_of, drop_gradients, free_memory, is_out_of_memory
+from .report import MicroSums, Pending, Totals
+from .splitting import ExampleBatch, LogicalBatch, Part, TensorBatch, cost_of, split
 
-Parts = list[Part]
-_Failure = tuple[float, Part]  # cost and examples of the micro-batch that did not fit
+Parts: TypeAlias = Sequence[Part]
+_Failure: TypeAlias = tuple[float, Part]  # cost and examples of the micro-batch that did not fit
+
+_ITEMS = MaxItems(1)
 
 
 @final
@@ -57,7 +63,7 @@ class Runner:
         Args:
             logical: the batch.
             pending: the update it belongs to.
-            noise_seed: of the random subsets that noise is measured on; None measures none.
+            noise_seed: seeds the random subsets that noise is measured on; None measures no noise.
         """
         snapshot = Snapshot(self._buffers, self._devices)
         if self._feedback is not None:
@@ -75,7 +81,7 @@ class Runner:
     def _cut(self, logical: LogicalBatch, seed: int | None) -> Parts:
         order = None
         if seed is not None:
-            # Length-sorted parts are no random samples: their gradients differ by more than noise.
+            # Parts sorted by length are not random samples: their gradients differ by more than noise.
             order = np.random.default_rng([seed]).permutation(logical.num_examples)
         factor = 1.0 if self._feedback is None else self._feedback.factor
         return split(
@@ -103,19 +109,19 @@ class Runner:
             micro_batches = iter(logical.take_all(parts))
             with self._ranks.no_sync():
                 for part in parts:
-                    sums = self._forward(next(micro_batches))  # no name of its own: it shall not outlive the forward
+                    sums = self._forward(next(micro_batches))  # unnamed, so that the inputs are freed after it
                     divisor = pending.divide_by(sums.weight, len(part), logical.num_examples)
                     self._backward(sums, divisor, num_measured=len(part) if measure else 0)
                     totals.add(sums, len(part))
-                # Under FSDP2 a rank that is done helps the others with micro-batches that count for nothing.
+                # Under FSDP2 a rank that is done keeps the others company: divided by infinity, its part is zero.
                 for _ in range(num_parts - len(parts)):
                     self._backward(self._forward(logical.take(parts[-1])), math.inf)
             return totals
         except Exception as error:
-            # A rank of FSDP2 cannot try again alone: the others wait for it inside their forward.
+            # Under FSDP2 a rank cannot try again on its own: the others wait for it inside their forward.
             if self._settings.on_oom == "raise" or self._ranks.is_sharded or not is_out_of_memory(error):
                 raise
-        # Outside the except block: the traceback is gone, and with it the activations it held.
+        # Outside the except block the traceback is gone, and with it the activations that it held.
         return cost_of(logical, part, self._settings.cost_budget), part
 
     def _forward(self, micro_batch: Any) -> MicroSums:
@@ -153,7 +159,102 @@ class Runner:
         self.limit = self.limit.after_failure(cost)
 
 
-def check_split(loss_fn: Any, parts: Sequence[Sequence[int]]) -> None:
+@final
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of a Stepper, checked once and kept as plain values; ``measure_noise`` becomes 0 for never."""
+
+    loss_fn: LossFunction
+    micro_batch: Any
+    lengths: Callable[[Any], Any] | None
+    collate: Callable[[list[Any]], Any] | None
+    trim: Callable[[Any], Any] | None
+    weight_of: Callable[[Any], float | Tensor] | None
+    clip_norm: float | None
+    autocast: torch.dtype | None
+    scaler: torch.amp.GradScaler | None
+    on_oom: Literal["split", "raise"]
+    measure_noise: int
+    lr_rule: str | Rule | None
+    base_size: int | None
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss_fn):
+            raise ArgumentError(f"loss_fn must be a function of (model, micro_batch), got {self.loss_fn!r}")
+        self._keep("micro_batch", _as_micro_batch(self.micro_batch, self.lengths))
+        if self.clip_norm is not None:
+            self._keep("clip_norm", as_number("clip_norm", self.clip_norm, above=0, infinite=True))
+        if self.scaler is not None and self.scaler.is_enabled() and self.weight_of is None:
+            raise ArgumentError(
+                "a GradScaler needs the weight of a batch before it runs: weight_of=lambda batch: number of tokens; "
+                "its skips depend on the size of gradients"
+            )
+        check_choice("on_oom", self.on_oom, ("split", "raise"))
+        self._keep("measure_noise", _as_interval(self.measure_noise))
+        self._check_rate()
+
+    def _check_rate(self) -> None:
+        if self.base_size is not None:
+            self._keep("base_size", as_whole("base_size", self.base_size, least=1))
+        rule = get_rule(self.lr_rule)
+        if rule is not None and self.base_size is None:
+            raise ArgumentError(
+                "lr_rule needs base_size, the batch size that the optimizer's learning rate is meant for"
+            )
+        if rule == "adascale" and not self.measure_noise:
+            raise ArgumentError("lr_rule='adascale' needs measure_noise=True")
+
+    def _keep(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def wrap(self, batch: Any) -> LogicalBatch:
+        """Return the batch as something that can be split."""
+        if self.collate is not None and isinstance(batch, list):
+            return ExampleBatch(batch, self.collate, self.lengths)
+        return TensorBatch(batch, lengths=self.lengths, trim=self.trim)
+
+    @property
+    def cost_budget(self) -> Budget | None:
+        """Return what counts the cost of a micro-batch: the budget given, a number of items, or None for tokens."""
+        if isinstance(self.micro_batch, Budget):
+            return self.micro_batch
+        return None if isinstance(self.micro_batch, str) else _ITEMS
+
+    @property
+    def asked(self) -> float:
+        """Return the most that a micro-batch may cost by the setting, whatever memory says."""
+        given = self.micro_batch
+        if isinstance(given, Budget):
+            return 1.0
+        if isinstance(given, str):
+            return math.inf
+        return given if isinstance(given, int) else read_size(given, "micro_batch")
+
+    def precision(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass."""
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
+
+
+def _as_micro_batch(value: Any, lengths: Any) -> Any:
+    if isinstance(value, Budget):
+        if lengths is None:
+            raise ArgumentError(f"micro_batch={value} needs lengths=, the lengths of the examples of a batch")
+        return value
+    if (isinstance(value, str) and value == "auto") or has_size(value):
+        return value
+    if is_number(value):
+        return as_whole("micro_batch", value, least=1)
+    raise ArgumentError(f"micro_batch must be 'auto', a number of 1 or more, a budget or a controller, got {value!r}")
+
+
+def _as_interval(value: Any) -> int:
+    """Return the number of updates from one measurement of noise to the next, 0 for never."""
+    if isinstance(value, bool | np.bool_):
+        return int(value)
+    return as_whole("measure_noise, if not True or False,", value, least=0)
+
+
+def check_split(loss_fn: LossFunction, parts: Parts) -> None:
     """Refuse to split a batch whose loss compares its examples."""
     if len(parts) > 1 and needs_whole_batch(loss_fn):
         raise ArgumentError(
@@ -163,7 +264,7 @@ def check_split(loss_fn: Any, parts: Sequence[Sequence[int]]) -> None:
 
 
 def batch_norm_warning(module: nn.Module) -> str | None:
-    """Return what to say of BatchNorm in training mode, None where there is none."""
+    """Return a warning about BatchNorm in training mode, None if the module has none."""
     for name, part in module.named_modules():
         if isinstance(part, _BatchNorm) and part.training:
             return (
@@ -174,7 +275,7 @@ def batch_norm_warning(module: nn.Module) -> str | None:
 
 
 def does_not_fit(logical: LogicalBatch, index: int, device: torch.device) -> str:
-    """Return the complaint about one example that runs out of memory alone."""
+    """Return the error text about an example that runs out of memory on its own."""
     length = "" if logical.lengths is None else f" of length {logical.lengths[index].tolist()}"
     tensors = [(tuple(tensor.shape), tensor.nbytes) for tensor in leaves(logical.take([index]))]
     size = sum(num_bytes for _, num_bytes in tensors)
@@ -183,6 +284,6 @@ def does_not_fit(logical: LogicalBatch, index: int, device: torch.device) -> str
         available, total = torch.cuda.mem_get_info(device)
         free = f"; {available / 2**30:.2f} of {total / 2**30:.2f} GiB are free on {device}"
     return (
-        f"example {index} of the batch{length} does not fit alone: tensors {[shape for shape, _ in tensors]}, "
+        f"example {index} of the batch{length} does not fit on its own: tensors {[shape for shape, _ in tensors]}, "
         f"{size:,} bytes of input{free}. Shorten it, use a smaller model or activation checkpointing"
     )

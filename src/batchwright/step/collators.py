@@ -1,4 +1,4 @@
-"""Collators: examples padded to a common length, or packed into rows."""
+"""Collators: make a batch from examples that are padded to a common length, or packed into rows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import as_whole
+from .._checks import as_whole, check_choice
 from ..errors import ArgumentError
 from ..plan import PadTo
 
-PadFunction = Callable[[Any], tuple[int, ...]]
+PadFunction: TypeAlias = Callable[[Any], tuple[int, ...]]
+Layout: TypeAlias = Literal["positions", "flat", "block"]
+Example: TypeAlias = "Mapping[str, Any]"
 
 
 @final
@@ -23,16 +25,16 @@ PadFunction = Callable[[Any], tuple[int, ...]]
 class PadCollator:
     """Turn a list of examples into padded tensors, as wide as the plan says.
 
-    An example is a mapping of fields (``{"input_ids": […], "labels": […]}``); a field that is a sequence is padded on
-    the right, a number is stacked. Give ``sampler.pad_to`` and the tensors have the shapes of the plan, so that bucket
-    bounds reach the model and ``torch.compile`` sees few shapes.
+    An example is a mapping of fields (``{"input_ids": […], "labels": […]}``). A field that is a sequence is padded on
+    the right, a number is stacked. With ``sampler.pad_to`` the tensors have the shapes of the plan, so bucket bounds
+    reach the model and ``torch.compile`` sees few shapes.
 
     Args:
-        pad_to: lengths of a batch to padded lengths; ``sampler.pad_to`` of a ``BatchSampler``.
+        pad_to: turns the lengths of a batch into padded lengths; ``sampler.pad_to`` of a ``BatchSampler``.
         axis_fields: the field that carries the length of each axis; the first is the source.
-        same_axis: further fields and the axis each is padded along; fields not named follow the first axis.
-        pad_values: what a field is padded with; where it is not named, -100 for ``labels`` and 0 for all others.
-        mask_field: a mask of real tokens along the first axis, added when the examples have none; None adds none.
+        same_axis: the axis that further fields are padded along; fields not named follow the first axis.
+        pad_values: the padding of a field; by default -100 for ``labels`` and 0 for all others.
+        mask_field: the name of a mask of real tokens along the first axis, added if examples have none; None adds none.
 
     >>> collate = PadCollator(pad_to=PadTo(multiple_of=4))
     >>> collate([{"input_ids": [5, 6], "label": 1}, {"input_ids": [7], "label": 0}])["input_ids"].tolist()
@@ -51,7 +53,7 @@ class PadCollator:
         for name, axis in self.same_axis.items():
             if axis not in range(len(self.axis_fields)):
                 raise ArgumentError(
-                    f"same_axis puts {name!r} on axis {axis!r}, there are {len(self.axis_fields)} from 0: "
+                    f"same_axis puts {name!r} on axis {axis!r}, but the axes are 0 to {len(self.axis_fields) - 1}, "
                     f"{self.axis_fields}; name the field of that axis in axis_fields"
                 )
 
@@ -91,9 +93,9 @@ class PadCollator:
         if longest > width:
             raise ArgumentError(
                 f"field {name!r} has {longest} tokens but is padded to {width}; it follows axis {self._axis(name)} of "
-                f"{self.axis_fields}, say otherwise with same_axis={{{name!r}: …}}"
+                f"{self.axis_fields}; put it on another axis with same_axis={{{name!r}: …}}"
             )
-        # An empty row says nothing of its type; torch takes [] for floats.
+        # An empty row does not show its type; torch reads [] as floats.
         dtypes = [row.dtype for row in rows if len(row)] or [rows[0].dtype]
         shape = (len(rows), width, *rows[0].shape[1:])
         fill = self.pad_values.get(name, -100 if name == "labels" else 0)
@@ -110,15 +112,11 @@ class PadCollator:
 
 def _as_tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, np.ndarray) and not value.flags.writeable:
-        value = value.copy()  # torch warns of arrays that it could not write to, as memory-mapped ones
+        value = value.copy()  # torch warns about arrays that it cannot write to, such as memory-mapped ones
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(f"field {name!r} cannot become a tensor: {error}; leave it out of the examples") from None
-
-
-Layout: TypeAlias = Literal["positions", "flat", "block"]
-Example: TypeAlias = "Mapping[str, Any]"
 
 
 @final
@@ -126,22 +124,22 @@ Example: TypeAlias = "Mapping[str, Any]"
 class PackCollator:
     """Turn packed rows into one batch for a decoder-only model; examples of a row never see each other.
 
-    For ``DataLoader(bw.Rows(dataset), batch_sampler=…, collate_fn=PackCollator())`` with a plan of ``bw.Packed``.
-    Positions begin at 0 with every example. The first label of every example is masked: it would be predicted from the
-    last token of its neighbour.
+    Use it as ``DataLoader(bw.Rows(dataset), batch_sampler=…, collate_fn=PackCollator())`` with a plan of ``bw.Packed``.
+    Positions begin at 0 with every example. The first label of every example is masked, since it would be predicted
+    from the last token of its neighbour.
 
     - ``"positions"``: ``(rows, width)``. Models of transformers 5 find the borders in ``position_ids`` and mask
       attention themselves, with any kernel; but only without a cache, so the batch says ``use_cache=False``.
-    - ``"flat"``: one row of all examples without padding, with ``cu_seq_lens_q`` and its kin for variable-length flash
-      attention.
+    - ``"flat"``: one row of all examples without padding, with ``cu_seq_lens_q`` and similar fields for variable-length
+      flash attention.
     - ``"block"``: ``(rows, width)`` with a mask ``(rows, 1, width, width)``, for models that know nothing of packing.
 
     Args:
-        layout: as above.
-        width: of a row, such as the capacity of ``Packed``; None takes the longest row of the batch.
+        layout: one of the three above.
+        width: the tokens of a row, such as the capacity of ``Packed``; None takes the longest row of the batch.
         pad_id: the token that fills rows up.
-        mask_dtype: of the block mask: ``torch.bool`` is True where a token may look, a floating type is added to the
-            scores.
+        mask_dtype: the type of the block mask. ``torch.bool`` is True where a token may look; a floating type is added
+            to the scores.
 
     >>> rows = [[{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], [{"input_ids": [4]}]]
     >>> batch = PackCollator()(rows)
@@ -155,10 +153,10 @@ class PackCollator:
     mask_dtype: torch.dtype = torch.bool
 
     def __post_init__(self) -> None:
-        if self.layout not in get_args(Layout):
-            raise ArgumentError(f"layout must be one of {get_args(Layout)}, got {self.layout!r}")
+        check_choice("layout", self.layout, get_args(Layout))
         if self.width is not None:
-            as_whole("width", self.width, least=1)
+            object.__setattr__(self, "width", as_whole("width", self.width, least=1))
+        object.__setattr__(self, "pad_id", as_whole("pad_id", self.pad_id, least=0))
 
     def __call__(self, rows: Sequence[Sequence[Example]]) -> dict[str, Any]:
         """Return the tensors of a batch of rows."""
@@ -198,7 +196,7 @@ class PackCollator:
         return batch
 
     def _mask(self, positions: Tensor) -> Tensor:
-        """Return who may look at whom: the same example, not later; padding is an example of its own."""
+        """Return which token may look at which: the earlier ones of its example; padding is an example of its own."""
         example = (positions == 0).cumsum(1)
         same = example[:, :, None] == example[:, None, :]
         allowed = (same & torch.ones_like(same[0]).tril())[:, None]

@@ -1,9 +1,10 @@
-"""generate: text for any number of prompts, in batches that fit."""
+"""Generation: text for any number of prompts, in batches that fit."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import numpy as np
@@ -11,6 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .._ceiling import Ceiling
+from .._checks import as_whole
 from .._lengths import pad_up
 from .._progress import ProgressBar
 from ..errors import ArgumentError
@@ -39,27 +42,27 @@ def generate(
     """Generate from every example with ``model.generate``, in batches of similar length that fit.
 
     Decoder-only models are padded on the left and give their new tokens; encoder-decoders are padded on the right and
-    give what ``model.generate`` does, start token included. A result ends with its first end-of-sequence token, so that
-    greedy and beam search give for each example what they give for it alone; sampling draws otherwise. The longest
-    examples run first: what does not fit shows at once.
+    give what ``model.generate`` does, including the start token. A result ends with its first end-of-sequence token, so
+    greedy and beam search give each example what it gets on its own; sampling draws differently. The longest examples
+    run first, so that one that does not fit shows at once.
 
     Args:
         model: a transformers model in any mode; it generates in evaluation mode.
         examples: token ids (lists or 1-D tensors), or mappings with ``input_ids``; anything with ``collate``.
-        budget: what a batch may cost. A batch that runs out of memory all the same is split, and later batches stay at
-            the tokens that fitted. None begins with 8 examples and lets the peak of each batch say how large the next
-            can be, up to 0.8 of the memory; on a CPU it doubles up to 32 examples.
+        budget: what a batch may cost. A batch that still runs out of memory is split, and later batches keep to the
+            number of tokens that fitted. None begins with 8 examples and lets the peak of each batch decide how large
+            the next can be, up to 0.8 of the memory; on a CPU it doubles up to 32 examples.
         collate: makes the keyword arguments of ``model.generate`` from a list of examples.
         lengths: ``(N,)`` or ``(N, axes)``, or a function of an example; None counts the ids.
-        count_output: the most new tokens are one more axis of length that the budget counts.
-        pad_token_id: None takes the model's, else its end-of-sequence token.
+        count_output: add the most new tokens as one more axis of length, for the budget to count.
+        pad_token_id: None takes the model's, or its end-of-sequence token if it has none.
         pad_multiple_of: pad to multiples of this, for few shapes.
-        memory: where peaks are read, and begun anew with every batch, without a budget; None is the CUDA device's.
+        memory: reads the peak of every batch when there is no budget; None reads that of a CUDA device.
         progress: show a progress bar.
         **generate_kwargs: for ``model.generate``, e.g. ``max_new_tokens=128, num_beams=4``.
 
     Returns:
-        One 1-D tensor of token ids an example, on the CPU, in the order of the examples.
+        One 1-D tensor of token ids per example, on the CPU, in the order of the examples.
 
     >>> import torch
     >>> class Echo(torch.nn.Linear):
@@ -69,9 +72,10 @@ def generate(
     [tensor([4]), tensor([5])]
     """
     if isinstance(examples, Mapping | str):
-        raise ArgumentError(f"examples must be a list, one entry an example, got {type(examples).__name__}")
+        raise ArgumentError(f"examples must be a list with one entry per example, got {type(examples).__name__}")
     if len(examples) == 0:
         return []
+    pad_multiple_of = as_whole("pad_multiple_of", pad_multiple_of, least=1)
     decoder = Decoder(model, generate_kwargs, collate, pad_token_id, pad_multiple_of)
     axes = decoder.lengths(examples, lengths, with_output=count_output or budget is None)
     meter = Meter.of(budget, memory, decoder.device)
@@ -85,7 +89,7 @@ def generate(
                 indices = waiting[plan[number]].tolist()
                 meter.begin()
                 pieces = _run(decoder, examples, indices, axes)
-                # Cloned here, under no inference mode: tensors made there cannot be trained on.
+                # Cloned outside inference mode: tensors made inside it cannot be trained on.
                 rows = [row.clone() for piece in pieces.results for row in piece]
                 results.update(zip(indices, rows, strict=True))
                 bar.update(len(indices))
@@ -105,7 +109,7 @@ def _run(decoder: Decoder, examples: Sequence[Any], indices: list[int], axes: np
     )
 
 
-# Without a budget: so many of the longest examples first, then as many as the peak says will fit.
+# Without a budget the first batch has this many of the longest examples, the next as many as the peak says will fit.
 _FIRST_ITEMS = 8
 # A small batch says little about a far larger one, and the allocator cannot fill a device to the last byte.
 _MOST_GROWTH, _USABLE = 32, 0.8
@@ -113,48 +117,50 @@ _MOST_GROWTH, _USABLE = 32, 0.8
 _BLIND_GROWTH = 2
 # Less than this much larger is not worth a new plan.
 _WORTHWHILE = 1.25
-# Wider batches gain little; fewer where no peak is measured. A CPU out of memory ends the process: still fewer there.
+# Larger batches gain little. Fewer where no peak is measured, and fewest on a CPU, where running out ends the process.
 _MOST_ITEMS, _MOST_ITEMS_BLIND, _MOST_ITEMS_ON_CPU = 1024, 256, 32
 
 
 @final
 @dataclass(frozen=True)
 class Limit:
-    """What a batch may cost, and what running taught."""
+    """What a batch may cost, and what running batches has taught."""
 
     budget: Budget
-    tokens: int | None = None  # most padded tokens a batch; None leaves it to the budget
+    learned: Ceiling = field(default_factory=Ceiling)  # the most padded tokens per batch
     grows: bool = False
 
     def plan(self, lengths: npt.NDArray[np.int32], pad_multiple_of: int) -> Plan:
-        """Sort examples into batches; one that is over the budget alone runs alone."""
-        budget = self.budget if self.tokens is None else self.budget & MaxTokens(self.tokens)
+        """Sort examples into batches; one that is over the budget on its own runs alone."""
+        tokens = self.learned.limit
+        budget = self.budget if math.isinf(tokens) else self.budget & MaxTokens(int(tokens))
         return plan_batches(
             lengths, budget, grouping=Sorted(), shuffle=False, pad_multiple_of=pad_multiple_of, oversize="alone"
         )
 
     def after(self, shape: list[int], num_fitting: int, meter: Meter) -> Limit:
-        """Return the limit after a batch of this shape, of which so many examples fitted at once."""
+        """Return the limit after a batch of this shape, of which ``num_fitting`` examples fitted at once."""
         num_items, width = shape[0], sum(shape[1:])
+        tokens = num_items * width
         if num_fitting < num_items:
-            return replace(self, tokens=num_fitting * width, grows=False)
-        if not self.grows or self.tokens is None or 2 * num_items * width <= self.tokens:
-            return self  # fewer examples were left than the limit allows: their peak says little
+            return replace(self, learned=self.learned.fall(num_fitting * width, failed_at=tokens), grows=False)
+        if not self.grows or 2 * tokens <= self.learned.limit:
+            return self  # fewer examples were left than the limit allows, so their peak says little
         room = meter.room()
-        tokens = _BLIND_GROWTH * self.tokens if room is None else int(min(room, _MOST_GROWTH) * num_items * width)
-        return replace(self, tokens=tokens) if tokens > _WORTHWHILE * self.tokens else self
+        new = _BLIND_GROWTH * self.learned.limit if room is None else int(min(room, _MOST_GROWTH) * tokens)
+        return replace(self, learned=self.learned.rise(new)) if new > _WORTHWHILE * self.learned.limit else self
 
 
 @final
 class Meter:
-    """How many times the last batch would fit into the memory."""
+    """Measures how many times the last batch would fit into the memory."""
 
     def __init__(self, memory: MemoryMonitor | None) -> None:
         self._memory, self._before = memory, 0
 
     @staticmethod
     def of(budget: Budget | None, memory: MemoryMonitor | None, device: torch.device) -> Meter:
-        """Return a meter of a memory, or of a CUDA device; a budget needs none, and peaks are left alone."""
+        """Return a meter of the given memory or of a CUDA device; with a budget it measures nothing."""
         if budget is not None:
             return Meter(None)
         return Meter(MemoryMonitor(device) if memory is None and device.type == "cuda" else memory)
@@ -171,7 +177,7 @@ class Meter:
             self._before = self._memory.used_bytes
 
     def room(self) -> float | None:
-        """Return ``(usable − before) / (peak − before)``, None where no peak is measured."""
+        """Return ``(usable − before) / (peak − before)``, None if no peak is measured."""
         if self._memory is None or self._memory.peak_bytes <= self._before:
             return None
         usable = _USABLE * self._memory.total_bytes
@@ -190,4 +196,5 @@ def first_limit(budget: Budget | None, longest: int, device: torch.device, meter
     if budget is not None:
         return Limit(check_budget(budget))
     most = _MOST_ITEMS_ON_CPU if device.type == "cpu" else _MOST_ITEMS_BLIND
-    return Limit(MaxItems(_MOST_ITEMS if meter.measures else most), tokens=_FIRST_ITEMS * longest, grows=True)
+    items = MaxItems(_MOST_ITEMS if meter.measures else most)
+    return Limit(items, Ceiling(_FIRST_ITEMS * longest), grows=True)

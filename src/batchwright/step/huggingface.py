@@ -1,4 +1,4 @@
-"""Losses of Hugging Face models as exact sums, however the model counts them."""
+"""Losses of Hugging Face models as exact sums, whichever way the model counts them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._tree import num_examples, take
 from ..errors import ArgumentError
-from ._tree import num_examples, take
 from .losses import LossFunction, Sums, entropy_sum
 from .oom import Snapshot, devices_of
 
@@ -23,12 +23,12 @@ from .oom import Snapshot, devices_of
 def huggingface_loss(*, with_entropy: bool = False) -> LossFunction:
     """Make a loss function for transformers models: the loss as a sum, and the labels it sums over.
 
-    ``loss_sum = loss(num_items_in_batch=1)`` where the model honours it, else ``mean loss × labels that count``. Labels
-    other than -100 count; where the model predicts the next token, those after the first of a row. Labels of one class
-    an example, and floats, count examples.
+    ``loss_sum = loss(num_items_in_batch=1)`` if the model honours it, else ``mean loss × labels that count``. Labels
+    other than -100 count; if the model predicts the next token, the first label of a row does not. With one class per
+    example, or with floats as labels, examples count.
 
-    Which of these holds is found out on the first batch, from two examples of it, without dropout or gradients and
-    without a trace in random state and buffers: the sums of two examples must be the sum of both.
+    The first batch shows which of these holds: the losses of two of its examples, each on its own, must add up to the
+    loss of both. They run without dropout and gradients, and leave no trace in random state and buffers.
 
     Args:
         with_entropy: also return the summed entropy of the softmax of the logits, for ``size.entropy_driven``.
@@ -49,7 +49,7 @@ def huggingface_loss(*, with_entropy: bool = False) -> LossFunction:
 
 @final
 class _HuggingFaceLoss:
-    """Remembers how the loss of each model is to be read."""
+    """Remembers how to read the loss of each model."""
 
     def __init__(self, with_entropy: bool) -> None:
         self._with_entropy = with_entropy
@@ -95,7 +95,7 @@ def _labels_of(batch: Any) -> Tensor:
 
 
 def _count(labels: Tensor) -> Tensor:
-    """Count labels, or examples where labels are floats; on the device, as reading it would make the step wait."""
+    """Count labels, or examples if labels are floats; on the device, as reading the count would make the step wait."""
     if labels.is_floating_point():
         return torch.tensor(len(labels))
     return (labels != IGNORED).sum()
@@ -116,7 +116,7 @@ _HALF_TOLERANCE = 2e-2
 
 
 class LossReading(NamedTuple):
-    """How the loss of a model is to be read."""
+    """How to read the loss of a model."""
 
     sums: bool  # num_items_in_batch=1 makes it a sum
     shifts: bool  # the first label of a row belongs to no output
@@ -134,7 +134,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch a model to evaluation; afterwards every module is as it was, frozen ones too."""
+    """Switch a model to evaluation mode; afterwards every module is in the mode that it had."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -146,12 +146,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def counts_tokens(labels: Tensor) -> bool:
-    """Say whether labels are classes of tokens, rather than one an example or numbers."""
+    """Say whether labels are classes of tokens, rather than one per example or numbers."""
     return labels.ndim == 2 and not labels.is_floating_point()
 
 
 def usual_reading(model: nn.Module, labels: Tensor) -> LossReading:
-    """Return the reading that is right for most models of this kind; a mean is one for every model."""
+    """Return the reading that is right for most models of this kind; every model can give a mean."""
     base = unwrapped(model)
     is_encoder_decoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
     predicts_next = any(part in type(base).__name__ for part in ("CausalLM", "LMHead")) and not is_encoder_decoder
@@ -159,7 +159,7 @@ def usual_reading(model: nn.Module, labels: Tensor) -> LossReading:
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """Return the loss of what a model returned."""
+    """Return the loss from the outputs of a model."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ArgumentError(f"the model returned no loss for the labels, got {type(loss).__name__}; {OWN_LOSS}")
@@ -167,7 +167,7 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def read_loss(model: nn.Module, batch: Mapping[str, Any], labels: Tensor) -> LossReading | None:
-    """Find out how a loss is to be read, from two examples; None where this batch cannot tell.
+    """Find out from two examples how to read a loss; None if this batch cannot tell.
 
     The model runs in evaluation mode without gradients; random state and buffers are put back.
     """
@@ -184,7 +184,7 @@ def read_loss(model: nn.Module, batch: Mapping[str, Any], labels: Tensor) -> Los
 
 @final
 class _Probe:
-    """Two examples of a batch with few labels, and what the loss makes of them, apart and together."""
+    """Two examples of a batch, thinned to few labels, and their losses apart and together."""
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any], labels: Tensor) -> None:
         self._model, self._base = model, unwrapped(model)
@@ -196,7 +196,7 @@ class _Probe:
         self._ways = (usual, not usual) if self._counts_tokens else (False,)
 
     def read(self) -> LossReading | None:
-        """Return the reading under which sums add up, the usual one first; None where the loss is not finite."""
+        """Return the reading under which sums add up, the usual one first; None if the loss is not finite."""
         mean = self._loss(0, 1)
         total = self._loss(0, 1, num_items_in_batch=1) if _takes_num_items(self._base) else mean
         if not (torch.isfinite(mean) and torch.isfinite(total)):
@@ -214,13 +214,13 @@ class _Probe:
         raise self._complaint(f"that of two examples with {num_first} and {num_second} labels is {mean:.6g}, {how}")
 
     def _thinned(self, labels: Tensor) -> Tensor:
-        """Leave one label in the first row and three in the second, so that no two ways of counting agree."""
+        """Keep one label in the first row and three in the second, so that no two ways of counting agree."""
         rows = labels[self._places]
         kept = torch.ones_like(rows, dtype=torch.bool)
         if self._counts_tokens:
             kept[0, :-1] = False
             kept[1, 1:-2] = False
-        # A label of the batch is a class of the model. Class 0 may be padding, of which some make no decoder input.
+        # The largest label is a valid class; class 0 may be padding, which makes no decoder input in some models.
         stand_in = labels.max().clamp(min=0)
         return torch.where(kept, torch.where(rows == IGNORED, stand_in, rows), IGNORED)
 
@@ -228,7 +228,7 @@ class _Probe:
         return (1, 2 if shifts else 3) if self._counts_tokens else (1, 1)
 
     def _loss(self, first: int, second: int, **options: Any) -> Tensor:
-        """Return the loss of two rows; always two, as other shapes run in other kernels and round otherwise."""
+        """Return the loss of two rows; always two, as other shapes run in other kernels and round differently."""
         inputs = take(self._inputs, [self._places[first], self._places[second]])
         outputs = self._model(**inputs, labels=self._labels[[first, second]], **options)
         found = outputs if isinstance(outputs, Mapping) else {}
@@ -239,7 +239,7 @@ class _Probe:
 
     def _complaint(self, why: str) -> ArgumentError:
         name = type(self._base).__name__
-        return ArgumentError(f"the loss of {name} is no mean over its labels: {why}; {OWN_LOSS}")
+        return ArgumentError(f"the loss of {name} is not a mean over its labels: {why}; {OWN_LOSS}")
 
 
 def _takes_num_items(base: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""oom_safe: run a function on a batch in pieces that fit, results in input order."""
+"""Inference: run a function on a batch in pieces that fit, with results in input order."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import dataclasses
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._tree import leaves, num_examples, take
 from ..errors import ArgumentError, DoesNotFitError
-from ._tree import leaves, num_examples, take
 from .oom import Snapshot, free_memory, is_out_of_memory
 
-Piece = Callable[[int, int], Any]  # the examples from a place up to another
+Piece: TypeAlias = Callable[[int, int], Any]  # the examples from one place up to another
 
 
 def oom_safe(fn: Callable[[Any], Any], batch: Any, *, merge: Callable[[list[Any]], Any] | None = None) -> Any:
-    """Run ``fn(batch)`` for inference; where memory runs out, run halves, and halves of halves.
+    """Run ``fn(batch)`` for inference; if memory runs out, run halves, and halves of halves.
 
-    A batch that fits is run once and its result returned as it is. Pieces keep the order; the random state of a failed
-    attempt is put back, so the result is that of a run that began with the smaller pieces. Any other error is raised
-    unchanged. ``fn`` runs under ``torch.inference_mode``; ``.clone()`` a result to train on it.
+    A batch that fits runs once, and its result is returned as it is. Pieces keep the order. The random state of a
+    failed attempt is put back, so the result is the same as if the run had begun with the smaller pieces. Any other
+    error is raised unchanged. ``fn`` runs under ``torch.inference_mode``; ``.clone()`` a result to train on it.
 
     Args:
-        fn: takes a batch, returns one result an example: tensors, arrays, lists, or mappings, tuples and dataclasses of
-            such.
-        batch: a list of examples, or nested tensors that share their first dimension. A collated batch that is a list
-            must be given as a tuple.
+        fn: takes a batch and returns one result per example: tensors, arrays, lists, or mappings, tuples and
+            dataclasses of these.
+        batch: a list of examples, or nested tensors that share their first dimension. Give a collated batch that is a
+            list as a tuple.
         merge: joins the results of pieces; None joins tensors along their first dimension and lists end to end. For
-            token ids of unequal width ``functools.partial(merge_padded, pad_value=0)``.
+            token ids of unequal width use ``functools.partial(merge_padded, pad_value=0)``.
 
     Returns:
         The result of the whole batch.
@@ -54,10 +54,10 @@ def oom_safe(fn: Callable[[Any], Any], batch: Any, *, merge: Callable[[list[Any]
 
 
 def merge_padded(results: list[Any], *, pad_value: float) -> Any:
-    """Join the results of pieces as ``oom_safe`` does, tensors of unequal width padded on the right.
+    """Join the results of pieces as ``oom_safe`` does, and pad tensors of unequal width on the right.
 
     Args:
-        results: of the pieces, in order.
+        results: those of the pieces, in order.
         pad_value: fills the second dimension up to the widest.
 
     Returns:
@@ -70,7 +70,7 @@ def merge_padded(results: list[Any], *, pad_value: float) -> Any:
 
 
 class Pieces(NamedTuple):
-    """Results in order, and how many examples fitted at once: all of them, or at most ``size``."""
+    """Results in order, and how many examples fitted at once."""
 
     results: list[Any]
     size: int
@@ -81,9 +81,9 @@ def run_in_pieces(fn: Callable[[Any], Any], piece: Piece, num: int, *, describe:
 
     Args:
         fn: takes a piece.
-        piece: returns the examples from a place up to another.
-        num: examples in all.
-        describe: says which example it is, for the error about one that does not fit alone.
+        piece: returns the examples from one place up to another.
+        num: the number of examples.
+        describe: names an example, for the error about one that does not fit on its own.
     """
     results: list[Any] = []
     place, size = 0, num
@@ -95,7 +95,7 @@ def run_in_pieces(fn: Callable[[Any], Any], piece: Piece, num: int, *, describe:
         if failure is None:
             place = stop
             continue
-        # Not in the except block: there the traceback still holds what the attempt had allocated.
+        # Outside the except block: inside, the traceback still holds what the attempt had allocated.
         free_memory(devices)
         snapshot.restore()
         if stop - place == 1:
@@ -109,7 +109,7 @@ def _near_equal(num: int, size: int) -> int:
 
 
 def _attempt(fn: Callable[[Any], Any], part: Any, results: list[Any]) -> str | None:
-    """Add the result of a piece, or return what was said about memory."""
+    """Add the result of a piece, or return what the error says about memory."""
     try:
         with torch.inference_mode():
             results.append(fn(part))
@@ -222,4 +222,4 @@ def _complaint(what: str, failure: str) -> str:
         if device.type == "cuda":
             available, total = torch.cuda.mem_get_info(device)
             free += f"{available:,} of {total:,} bytes are free on {device}; "
-    return f"{what} does not fit alone; {free}{failure.rstrip('.')}. Shorten it, or use a smaller model"
+    return f"{what} does not fit on its own; {free}{failure.rstrip('.')}. Shorten it, or use a smaller model"

@@ -1,4 +1,4 @@
-"""Loss functions that return sums: ``(loss_sum, weight)``, so that any split of a batch adds up to the same."""
+"""Loss functions that return sums, ``(loss_sum, weight)``, so that any split of a batch adds up to the same total."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from ..errors import ArgumentError
 Sums: TypeAlias = "tuple[Tensor, Tensor | float] | tuple[Tensor, Tensor | float, Mapping[str, Tensor]]"
 LossFunction: TypeAlias = Callable[[nn.Module, Any], Sums]
 
-# Entropy of so many logits at a time: a copy in float32 of all of them could be the largest tensor of a step.
+# Entropy takes this many logits at a time: a float32 copy of all of them could be the largest tensor of a step.
 _LOGITS_AT_ONCE = 1 << 24
+# The attribute that marks a loss as one that cannot be split.
+_WHOLE_BATCH = "batchwright_needs_whole_batch"
 
 
 def supervised_loss(loss: Callable[..., Tensor], *, with_entropy: bool = False) -> LossFunction:
     """Make a loss function for batches ``(inputs, targets)`` from a loss with ``reduction="sum"``.
 
-    The weight is the number of targets that count: all of them, or for class indices those other than the loss's
-    ``ignore_index``, which is -100 unless it says otherwise. A row of class probabilities is one target. Class weights
-    change the loss, not the count.
+    The weight is the number of targets that count: all of them, except class indices equal to the loss's
+    ``ignore_index``, by default -100. A row of class probabilities is one target. Class weights change the loss, not
+    the count.
 
     Args:
         loss: e.g. ``functools.partial(F.cross_entropy, reduction="sum")`` or ``nn.MSELoss(reduction="sum")``.
         with_entropy: also return the summed entropy of the softmax of the outputs, for ``size.entropy_driven``.
 
     Returns:
-        ``loss_fn(model, (inputs, targets)) -> (loss_sum, weight)``, with ``{"entropy": sum}`` where it is asked for.
+        ``loss_fn(model, (inputs, targets)) -> (loss_sum, weight)``, with ``{"entropy": sum}`` if ``with_entropy``.
 
     >>> loss_fn = supervised_loss(nn.CrossEntropyLoss(reduction="sum"))
     >>> loss_sum, weight = loss_fn(nn.Identity(), (torch.zeros(3, 2), torch.tensor([0, 1, -100])))
@@ -43,7 +45,7 @@ def supervised_loss(loss: Callable[..., Tensor], *, with_entropy: bool = False) 
             f"supervised_loss needs a loss with reduction='sum', got {reduction!r}; a mean of means is not the mean"
         )
     ignore_index = _setting(loss, "ignore_index", -100)
-    # Cross-entropy has its classes on axis 1 whatever follows; of other losses only the last axis can be guessed.
+    # Cross-entropy has its classes on axis 1, whatever follows. For other losses the last axis is a guess.
     class_axis = 1 if _is_cross_entropy(loss) else -1
 
     def loss_fn(model: nn.Module, batch: Any) -> Sums:
@@ -62,13 +64,13 @@ def supervised_loss(loss: Callable[..., Tensor], *, with_entropy: bool = False) 
 
 
 def entropy_sum(logits: Tensor, targets: Tensor | None = None, *, ignore_index: int = -100) -> Tensor:
-    """Return the summed entropy of the softmax over the last axis, in nats, of the items that count.
+    """Return the entropy of the softmax over the last axis, in nats, summed over the items that count.
 
-    ``H(p) = −sum_i p_i log p_i``, in float32 or wider; 0 for certainty, ``log C`` for none.
+    ``H(p) = −sum_i p_i log p_i``, in float32 or wider; 0 for full certainty, ``log C`` for C equal classes.
 
     Args:
-        logits: ``(…, classes)``; a logit of minus infinity is a class that cannot be.
-        targets: ``(…)``; items equal to ``ignore_index`` do not count. None counts all.
+        logits: ``(…, classes)``; a logit of minus infinity is an impossible class.
+        targets: ``(…)``; items equal to ``ignore_index`` do not count. None counts all items.
         ignore_index: the target of padding.
 
     Returns:
@@ -79,7 +81,7 @@ def entropy_sum(logits: Tensor, targets: Tensor | None = None, *, ignore_index: 
     """
     if targets is not None and targets.shape != logits.shape[:-1]:
         raise ArgumentError(
-            f"entropy_sum needs one target an item, {tuple(logits.shape[:-1])} for logits {tuple(logits.shape)}, "
+            f"entropy_sum needs one target per item, {tuple(logits.shape[:-1])} for logits {tuple(logits.shape)}, "
             f"got {tuple(targets.shape)}; classes are on the last axis"
         )
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -100,13 +102,13 @@ def _pair(batch: Any) -> tuple[Any, Tensor]:
         what = f"{len(batch)} parts" if isinstance(batch, tuple | list) else type(batch).__name__
         raise ArgumentError(
             f"supervised_loss takes batches (inputs, targets), got {what}; write a loss_fn(model, micro_batch) that "
-            "returns (loss_sum, weight) for other ones"
+            "returns (loss_sum, weight) for other batches"
         )
     return batch[0], batch[1]
 
 
 def _num_counted(targets: Tensor, ignore_index: int) -> Tensor:
-    """Count on the device: a number read from it would make the step wait."""
+    """Count on the device: reading a number from it would make the step wait."""
     if targets.is_floating_point():
         return torch.tensor(float(targets.numel()))
     return (targets != ignore_index).sum().to(torch.float32)
@@ -124,11 +126,8 @@ def _is_cross_entropy(loss: Callable[..., Tensor]) -> bool:
     )
 
 
-_WHOLE_BATCH = "batchwright_needs_whole_batch"
-
-
 def whole_batch(loss_fn: Any) -> Any:
-    """Declare that a loss needs all examples at once (in-batch negatives, contrastive losses): splitting is refused.
+    """Declare that a loss needs all examples at once (in-batch negatives, contrastive losses), so splitting is refused.
 
     >>> @whole_batch
     ... def contrastive(model, batch): ...

@@ -1,4 +1,4 @@
-"""Gradient noise: measured from the norms of micro-batches, reported per update."""
+"""Gradient noise, measured from the gradient norms of micro-batches and reported per update."""
 
 from __future__ import annotations
 
@@ -14,31 +14,47 @@ from torch.utils.hooks import RemovableHandle
 
 from ..size.noise import NoiseAverage, estimate_noise
 
-# Unread samples are small tensors on the device; so many are copied at once even if nobody reads them.
+# Unread samples are small tensors on the device; beyond this many they are read, even if nobody has asked for them.
 _MAX_UNREAD = 256
+# Gradients up to this size wait, so that one call takes the norms of many. Larger ones would hold too much memory.
+_SMALL_ON_CPU = 1 << 14
+_SMALL = 1 << 18
+_MAX_WAITING = 128
 
 
 @final
-@dataclass
-class _Sample:
-    """What an update measured, and its report once it was read."""
+@dataclass(frozen=True)
+class NoiseReport:
+    """Gradient noise of an update, in examples.
 
-    q: Tensor  # sum of |h_i|² / b_i, one a group
-    gb: Tensor  # squared norm of the summed gradient, one a group
-    q_factor: float
-    gb_factor: float
-    num_examples: int
+    Attributes:
+        s: trace of the covariance of the per-example gradient, unbiased.
+        g2: squared norm of the true gradient, unbiased; may be below 0.
+        num_parts: how many gradients it was estimated from.
+        reliable: whether the average over recent updates is large against its own error.
+        groups: ``(s, g2)`` of each group of parameters, if ``noise_groups`` was given; they add up to the whole.
+    """
+
+    s: float
+    g2: float
     num_parts: int
-    report: NoiseReport | None = None
+    reliable: bool
+    unit: str = "examples"
+    groups: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def scale(self) -> float | None:
+        """Return the simple noise scale ``s / g2`` of this one update, None if ``g2`` is not above 0."""
+        return self.s / self.g2 if self.g2 > 0 else None
 
 
 @final
 class NoiseMeter:
-    """Measures micro-batches by hooks, keeps the average over updates, and reads late.
+    """Measures micro-batches by hooks, keeps the average over updates, and reads the device late.
 
     Args:
-        named_parameters: trainable parameters and their names.
-        group_of: the group of a parameter's name; None keeps no groups.
+        named_parameters: the trainable parameters with their names.
+        group_of: returns the group of a parameter's name; None keeps no groups.
     """
 
     def __init__(
@@ -65,7 +81,7 @@ class NoiseMeter:
     def add(
         self, q: Tensor, *, q_factor: float, gb_factor: float, num_examples: int, num_parts: int
     ) -> Callable[[], NoiseReport]:
-        """Take the sums of one update, with its gradient in ``.grad``, and return what reads its report."""
+        """Take the sums of one update, while ``.grad`` holds its gradient; return a function that reads its report."""
         sample = _Sample(q, self.norms.of_gradients(), q_factor, gb_factor, num_examples, num_parts)
         self._unread.append(sample)
         if len(self._unread) > _MAX_UNREAD:
@@ -87,29 +103,37 @@ class NoiseMeter:
         counts: dict[str, Any] = {"num_examples": sample.num_examples, "num_parts": sample.num_parts}
         pairs = zip(sample.q.tolist(), sample.gb.tolist(), strict=True)
         noises = [estimate_noise(q * sample.q_factor, gb * sample.gb_factor, **counts) for q, gb in pairs]
-        # Sums over groups are those of the whole gradient, since squared norms add up; ratios do not.
+        # Squared norms add up over groups, so these sums are those of the whole gradient; ratios would not add up.
         s, g2 = sum(noise[0] for noise in noises), sum(noise[1] for noise in noises)
         self._average = self._average.update(s, g2, num_examples=sample.num_examples)
         groups = dict(zip(self._names, noises, strict=True)) if len(self._names) > 1 else {}
         sample.report = NoiseReport(s, g2, sample.num_parts, self._average.is_reliable, groups=groups)
 
 
-# Gradients up to this size wait, so that one call takes the norms of many; larger ones do not: what waits takes memory.
-_SMALL_ON_CPU = 1 << 14
-_SMALL = 1 << 18
-_MAX_WAITING = 128
+@final
+@dataclass
+class _Sample:
+    """The measurements of one update, and its report after they were read."""
+
+    q: Tensor  # sum of |h_i|² / b_i, one per group
+    gb: Tensor  # squared norm of the summed gradient, one per group
+    q_factor: float
+    gb_factor: float
+    num_examples: int
+    num_parts: int
+    report: NoiseReport | None = None
 
 
 @final
 class GradientNorms:
-    """Sums ``|h_i|² / b_i`` over micro-batches, ``h_i`` the gradient that backward adds for micro-batch ``i``.
+    """Sums ``|h_i|² / b_i`` over micro-batches, where backward adds the gradient ``h_i`` for micro-batch ``i``.
 
-    A hook of a parameter fires once a backward, with the gradient of that backward before it is added to ``.grad``, so
-    no copy of the gradient is needed. Everything stays on the device.
+    A hook of a parameter fires once per backward, with the gradient of that backward before it is added to ``.grad``,
+    so no copy of the gradient is needed. Everything stays on the device.
 
     Args:
-        parameters: those to watch.
-        groups: the group of each parameter, 0, 1, …; sums are kept apart by group. None: one group.
+        parameters: the parameters to watch.
+        groups: the group of each parameter, 0, 1, …, with a sum each; None is one group for all.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], groups: Sequence[int] | None = None) -> None:
@@ -121,7 +145,7 @@ class GradientNorms:
             for parameter, group in zip(parameters, self.groups, strict=True)
         ]
         self._open: _Squares | None = None
-        self.total: Tensor | None = None  # one sum a group
+        self.total: Tensor | None = None  # one sum per group
 
     def _add(self, group: int, gradient: Tensor) -> None:
         if self._open is not None:
@@ -132,7 +156,7 @@ class GradientNorms:
         self._open = _Squares()
 
     def end(self, num_examples: int) -> None:
-        """Close a micro-batch of some examples and add its share; one of no examples counts for nothing."""
+        """Close a micro-batch of some examples and add its share; one without examples adds nothing."""
         squares, self._open = self._open, None
         if squares is None or num_examples == 0:
             return
@@ -142,7 +166,7 @@ class GradientNorms:
             self.total = share if self.total is None else self.total + share
 
     def of_gradients(self) -> Tensor:
-        """Return the squared norm of the gradients that are there now, one a group."""
+        """Return the squared norm of the gradients that are there now, one per group."""
         squares = _Squares()
         for parameter, group in zip(self._parameters, self.groups, strict=True):
             if parameter.grad is not None:
@@ -162,7 +186,7 @@ class GradientNorms:
 
 @final
 class _Squares:
-    """Squared norms of gradients as they come, each with its group."""
+    """Collects the squared norms of gradients as they come, each with its group."""
 
     def __init__(self) -> None:
         self._squares: list[Tensor] = []
@@ -171,18 +195,18 @@ class _Squares:
         self._num_waiting = 0
 
     def add(self, gradient: Tensor, group: int) -> None:
-        """Take the norm of a gradient, now or with others."""
+        """Take the norm of a gradient, now or later together with others."""
         if gradient.numel() > (_SMALL_ON_CPU if gradient.is_cpu else _SMALL) or gradient.is_sparse:
             self._squares.append(_square(gradient))
             self._groups.append(group)
             return
         self._waiting.setdefault((group, gradient.device, gradient.dtype), []).append(gradient.detach())
         self._num_waiting += 1
-        if self._num_waiting >= _MAX_WAITING:  # of all groups together: there may be one for each parameter
+        if self._num_waiting >= _MAX_WAITING:  # over all groups: there may be as many groups as parameters
             self._flush()
 
     def sums(self, num_groups: int) -> Tensor | None:
-        """Return the sum of each group, None without any gradient."""
+        """Return the sum of each group, None if there was no gradient."""
         self._flush()
         squares = self._squares
         if not squares:
@@ -199,7 +223,7 @@ class _Squares:
 
     def _flush(self) -> None:
         for (group, device, dtype), alike in self._waiting.items():
-            if device.type == "cpu":  # where a call costs more than the copy into one row
+            if device.type == "cpu":  # there a call costs more than a copy into one row
                 self._squares.append(_square(_flatten_dense_tensors(alike)))
             else:
                 norms = torch.stack(torch._foreach_norm(alike, dtype=_wide(dtype)))
@@ -212,7 +236,7 @@ def _square(gradient: Tensor) -> Tensor:
     """Return the squared norm of a gradient, in float32 or wider."""
     if gradient.is_cpu and gradient.dtype is torch.float32 and gradient.is_contiguous():
         flat = gradient.detach().view(-1)
-        return torch.dot(flat, flat)  # on a CPU twice as fast as a norm
+        return torch.dot(flat, flat)  # twice as fast as a norm on a CPU
     dense = (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
     return torch.linalg.vector_norm(dense, dtype=_wide(dense.dtype)).square()
 
@@ -220,29 +244,3 @@ def _square(gradient: Tensor) -> Tensor:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Return the type to square in: squares of half-precision gradients overflow."""
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
-
-
-@final
-@dataclass(frozen=True)
-class NoiseReport:
-    """Gradient noise of an update, in examples.
-
-    Attributes:
-        s: trace of the covariance of the per-example gradient, unbiased.
-        g2: squared norm of the true gradient, unbiased; may be below 0.
-        num_parts: gradients it was estimated from.
-        reliable: whether the average over recent updates is far enough from its own error.
-        groups: ``(s, g2)`` of each group of parameters, where ``noise_groups`` was given; they sum to the whole.
-    """
-
-    s: float
-    g2: float
-    num_parts: int
-    reliable: bool
-    unit: str = "examples"
-    groups: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-    @property
-    def scale(self) -> float | None:
-        """Return the simple noise scale ``s / g2`` of this update alone, None where ``g2`` is not above 0."""
-        return self.s / self.g2 if self.g2 > 0 else None

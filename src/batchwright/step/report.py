@@ -1,14 +1,22 @@
-"""What one update did."""
+"""The figures of an update: the report of one that is done, and the sums that it is made from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, final
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias, final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from ..errors import ArgumentError
 from .noise import NoiseReport
+
+Sum: TypeAlias = "Tensor | float"  # a float where the loss function counted on the host
+
+_HOW = "return (loss_sum, weight): the summed loss and how many examples or tokens it sums over"
 
 
 @final
@@ -16,8 +24,8 @@ from .noise import NoiseReport
 class StepReport:
     """The figures of one update, over all ranks.
 
-    Losses, metrics, noise and the gradient's norm lie on the device until they are read. ``seconds`` and memory are
-    those of the slowest and of the fullest rank; the time is the host's, which on a GPU runs ahead of the device
+    Losses, metrics, noise and the gradient's norm stay on the device until they are read. ``seconds`` is the time of
+    the slowest rank, and memory is that of the fullest. The time is the host's, which on a GPU runs ahead of the device
     between two reads.
     """
 
@@ -41,12 +49,12 @@ class StepReport:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the mean of every sum that loss_fn returned by name."""
+        """Return the mean of every named sum that loss_fn returned."""
         return {name: float(value) / self.weight for name, value in self._metric_sums.items()}
 
     @property
     def noise(self) -> NoiseReport | None:
-        """Return the gradient noise, None where it was not measured."""
+        """Return the gradient noise, None if it was not measured."""
         return None if self._noise is None else self._noise()
 
     @property
@@ -56,7 +64,7 @@ class StepReport:
 
     @property
     def entropy(self) -> float | None:
-        """Return the mean entropy, where loss_fn returned its sum."""
+        """Return the mean entropy, None unless loss_fn returned its sum."""
         value = self._metric_sums.get("entropy")
         return None if value is None else float(value) / self.weight
 
@@ -75,3 +83,180 @@ class StepReport:
             "seconds": self.seconds,
             "memory_fraction": self.memory_fraction,
         }
+
+
+@final
+class MicroSums:
+    """The sums of one micro-batch."""
+
+    def __init__(self, returned: Any) -> None:
+        if isinstance(returned, Tensor):
+            raise ArgumentError(f"loss_fn returned only a tensor, which looks like a mean; {_HOW}")
+        if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+            raise ArgumentError(f"loss_fn returned {type(returned).__name__}; {_HOW}")
+        loss, weight = returned[:2]
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ArgumentError(f"loss_sum must be a tensor with one element, got {shape}; {_HOW}")
+        if not loss.requires_grad:
+            raise ArgumentError(
+                "loss_sum does not depend on any trainable parameter; is the model frozen, or under no_grad?"
+            )
+        self.loss = loss.reshape(()) if loss.ndim else loss
+        self.weight = _early(_as_scalar(weight, loss))
+        metrics = returned[2] if len(returned) == 3 else {}
+        if not isinstance(metrics, Mapping):
+            raise ArgumentError(f"the metrics of loss_fn must be a mapping of sums, got {type(metrics).__name__}")
+        self.metrics = {name: _as_scalar(value, loss) for name, value in metrics.items()}
+
+
+def _as_scalar(value: Any, like: Tensor) -> Sum:
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1:
+        raise ArgumentError(f"weights and metrics must be single numbers, got shape {tuple(value.shape)}")
+    return value.detach().reshape(()).to(like.device)
+
+
+def _early(weight: Sum) -> Sum | Copied:
+    return Copied(weight) if isinstance(weight, Tensor) and weight.is_cuda else weight
+
+
+@final
+class Copied:
+    """A number on its way from a CUDA device; reading it waits only for its copy, not for work that was queued later.
+
+    The weight of a micro-batch is known before the backward pass, so the host need not wait for that pass to read it.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
+        self._host.copy_(value, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record(torch.cuda.current_stream(value.device))
+
+    def __float__(self) -> float:
+        self._done.synchronize()
+        return float(self._host)
+
+
+@final
+class Totals:
+    """Sums over the micro-batches of an update; numbers on the device are added up there once, when they are read."""
+
+    def __init__(self) -> None:
+        self._losses: list[Sum] = []
+        self._weights: list[Sum | Copied] = []
+        self._metrics: dict[str, list[Sum]] = {}
+        self.num_examples = 0
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Return how many micro-batches were added."""
+        return len(self._losses)
+
+    @property
+    def loss(self) -> Sum:
+        """Return the summed loss."""
+        return _sum(self._losses)
+
+    @property
+    def weight(self) -> Sum:
+        """Return how many examples or tokens the loss was summed over."""
+        return _sum(self._weights)
+
+    @property
+    def metrics(self) -> dict[str, Sum]:
+        """Return the sum of each metric."""
+        return {name: _sum(values) for name, values in self._metrics.items()}
+
+    def add(self, sums: MicroSums, num_examples: int) -> None:
+        """Add a micro-batch."""
+        self._losses.append(sums.loss.detach())
+        self._weights.append(sums.weight)
+        for name, value in sums.metrics.items():
+            self._metrics.setdefault(name, []).append(value)
+        self.num_examples += num_examples
+
+    def merge(self, other: Totals) -> None:
+        """Add the totals of another batch of the same update."""
+        self._losses += other._losses
+        self._weights += other._weights
+        for name, values in other._metrics.items():
+            self._metrics.setdefault(name, []).extend(values)
+        self.num_examples += other.num_examples
+
+
+def _sum(numbers: Sequence[Sum | Copied]) -> Sum:
+    """Return the sum, in more digits than a half-precision loss has; a float if all numbers are on the host."""
+    values = [number if isinstance(number, Tensor) and not number.is_cpu else float(number) for number in numbers]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    on_host = math.fsum(value for value in values if not isinstance(value, Tensor))
+    if not tensors:
+        return on_host
+    wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
+    if any(value.dtype != tensors[0].dtype for value in tensors):
+        tensors = [value.to(wide) for value in tensors]
+    total = torch.stack(tensors).sum(dtype=wide) if len(tensors) > 1 else tensors[0].to(wide)
+    return total + on_host if on_host else total
+
+
+@final
+class Summary(NamedTuple):
+    """Sums of an update over all ranks; the weight and the counts are on the host, the rest may be on the device."""
+
+    weight: float
+    loss_sum: Tensor | float
+    num_examples: int
+    num_micro_batches: int
+    ooms: int
+    metric_sums: Mapping[str, Tensor | float]
+    squares: Tensor | None
+
+
+@final
+@dataclass
+class Pending:
+    """What ``accumulate`` has gathered and ``update`` will use."""
+
+    divisor: float | None  # backward runs on loss_sum / divisor; None lets the first micro-batch decide
+    fallback: float  # the divisor if weights do not count examples, a power of two
+    weight_known: bool  # the divisor is the weight of the update, so nothing is left to multiply
+    foreign: list[tuple[nn.Parameter, Tensor]]  # gradients that were there before
+    totals: Totals = field(default_factory=Totals)
+    ooms: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    summary: Summary | None = None
+    noise: Callable[[], NoiseReport] | None = None
+    is_reduced: bool = False
+
+    def divide_by(self, weight: Tensor | Copied | float, num_examples: int, num_all: int) -> float:
+        """Return the divisor; the first micro-batch of an update settles it.
+
+        Dividing by the weight of the whole batch leaves nothing to multiply afterwards. That weight is known if weights
+        count examples (``num_all``), or if the micro-batch is the whole batch and its weight is on the host. Otherwise
+        the divisor is a power of two, which loses no digit and needs no wait for the device.
+        """
+        if self.divisor is None:
+            self.divisor = self.fallback
+            if isinstance(weight, float) and weight == num_examples:
+                self.divisor = float(num_all)
+            elif num_examples == num_all and _is_on_host(weight) and 0 < float(weight) < math.inf:
+                self.divisor = float(weight)
+        return self.divisor
+
+
+def _is_on_host(weight: Tensor | Copied | float) -> bool:
+    return isinstance(weight, float) or (isinstance(weight, Tensor) and weight.is_cpu)
+
+
+def check_weight(weight: float) -> float:
+    """Return a total weight, or refuse one that allows no mean."""
+    if math.isnan(weight) or math.isinf(weight):
+        raise ArgumentError(f"the weight of the batch is {weight}; loss_fn must count finite examples or tokens")
+    if weight <= 0:
+        raise ArgumentError(
+            f"the weight of the batch is {weight:g}, so there is no mean loss; "
+            "are all labels masked? Leave such batches out"
+        )
+    return weight

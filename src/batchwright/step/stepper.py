@@ -13,20 +13,16 @@ from torch.optim import Optimizer
 from .._ranks import Ranks
 from ..errors import ArgumentError
 from ..plan import Budget
-from ..size.learning_rate import Rule, adascale, get_rule
+from ..size.learning_rate import Rule, adascale, get_rule, scaled_lr
 from ..size.noise import NoiseAverage
-from ._runner import Runner
-from ._settings import Settings
-from ._split import LogicalBatch
-from ._sums import Pending, Summary, check_weight
-from ._update import allocate_state, apply_update
-from .couple import scaled_lr
+from ._runner import Runner, Settings
 from .losses import LossFunction
 from .memory.budget_tracker import Feedback
 from .memory.monitor import MemoryMonitor
 from .noise import NoiseMeter
-from .oom import MicroLimit, add_back, drop_gradients, present, set_aside
-from .report import StepReport
+from .oom import MicroLimit, add_back, allocate_state, apply_update, drop_gradients, present, set_aside
+from .report import Pending, StepReport, Summary, check_weight
+from .splitting import LogicalBatch
 
 
 @final
@@ -34,31 +30,31 @@ class Stepper:
     """Run one update exactly, whatever the batch and the device: split, accumulate, reduce, update.
 
     The gradient is that of ``loss_sum / weight`` over the whole logical batch on all ranks. ``backward`` runs on
-    ``loss_sum / c`` with ``c`` a power of two, which loses no digit, and the sum is multiplied once by ``c / W``.
+    ``loss_sum / c``, where ``c`` is a power of two and so loses no digit, and the sum is multiplied once by ``c / W``.
 
     Args:
-        model: a module, or one wrapped in ``DistributedDataParallel``.
-        optimizer: updates its parameters.
+        model: a module, plain, in ``DistributedDataParallel`` or after ``fully_shard``.
+        optimizer: updates the model's parameters.
         loss_fn: ``loss_fn(model, micro_batch) -> (loss_sum, weight)`` or ``(loss_sum, weight, {name: sum})``.
-        micro_batch: how much runs at once: ``"auto"`` (everything, until memory says otherwise), a number of examples,
-            a budget, or a controller with ``.size``.
-        lengths: of a tensor batch ``lengths(batch) -> (B,) | (B, axes)``, of a list ``lengths(example)``.
-        collate: makes a micro-batch of a list of examples.
+        micro_batch: how much runs at once: ``"auto"`` (everything, until memory runs out), a number of examples, a
+            budget, or a controller with ``.size``.
+        lengths: for tensors ``lengths(batch) -> (B,) | (B, axes)``, for a list of examples ``lengths(example)``.
+        collate: makes a micro-batch from a list of examples.
         trim: cuts padding off a micro-batch of tensors.
-        weight_of: the weight of a batch before it runs; needed with a scaler.
+        weight_of: returns the weight of a batch before it runs; needed with a scaler.
         clip_norm: clip the gradient to this norm.
         autocast: ``torch.bfloat16`` or ``torch.float16`` for the forward pass.
         scaler: a ``torch.amp.GradScaler``.
-        on_oom: ``"split"`` runs the batch again in smaller pieces, ``"raise"`` hands the error on.
+        on_oom: ``"split"`` runs the batch again in smaller pieces, ``"raise"`` raises the error.
         measure_noise: estimate gradient noise; micro-batches are then random subsets, at least two. A number ``n``
-            measures every n-th update alone, at an n-th of the cost.
-        noise_groups: the group of a parameter's name, ``lambda name: name.split(".")[0]``; noise is reported by group
-            too.
-        lr_rule: ``"linear"``, ``"sqrt"``, ``"adascale"`` or a function of ``(batch_size, base_size)``; scales the rate
-            in ``optimizer.step`` alone.
-        base_size: the batch size the optimizer's learning rate is meant for; needed with ``lr_rule``.
-        memory: reads the peak of every batch, for ``report.memory_fraction``. With a budget from a ``MemoryModel`` the
-            peaks also tighten or relax it; on CUDA that needs no argument.
+            measures only every n-th update, at an n-th of the cost.
+        noise_groups: returns the group of a parameter's name, ``lambda name: name.split(".")[0]``; noise is then
+            reported per group too.
+        lr_rule: ``"linear"``, ``"sqrt"``, ``"adascale"`` or a function of ``(batch_size, base_size)``; it scales the
+            rate only inside ``optimizer.step``.
+        base_size: the batch size that the optimizer's learning rate is meant for; needed with ``lr_rule``.
+        memory: reads the peak of every batch, for ``report.memory_fraction``. The peaks also tighten or relax a budget
+            from a ``MemoryModel``; on CUDA they do so without this argument.
 
     >>> model = nn.Linear(2, 1)
     >>> def loss_fn(model, batch):
@@ -133,20 +129,20 @@ class Stepper:
 
         Args:
             batch: nested tensors, or a list of examples with ``collate``.
-            total_weight: the weight of the whole update over all ranks, where a trainer knows it; the gradient is then
-                complete without ``reduce`` for a single process.
+            total_weight: the weight of the whole update over all ranks, if a trainer knows it; a single process then
+                has the complete gradient without ``reduce``.
         """
         if self._pending is not None and self._pending.is_reduced:
             raise ArgumentError("the gradient was reduced already; call update() before the next accumulate(batch)")
         logical = self._settings.wrap(batch)
         is_new = self._pending is None
         pending = self._pending or self._begin(batch, logical, total_weight)
-        held = [] if is_new else set_aside(self._parameters)  # what was there before a new one is aside already
+        held = [] if is_new else set_aside(self._parameters)  # for a new update, _begin has set gradients aside
         try:
-            due = self._meter is not None and self._num_updates % int(self._settings.measure_noise) == 0
+            due = self._meter is not None and self._num_updates % self._settings.measure_noise == 0
             totals = self._runner.run(logical, pending, noise_seed=self._num_updates if due else None)
         except BaseException:
-            # Nothing of this batch survives; what was there before it does.
+            # Drop what this batch has added, and put back what was there before it.
             drop_gradients(self._parameters)
             add_back(held)
             add_back(pending.foreign if is_new else [])
@@ -156,7 +152,7 @@ class Stepper:
         self._pending = pending
 
     def _begin(self, batch: Any, logical: LogicalBatch, total_weight: float | None) -> Pending:
-        """Choose what backward divides by, equal on all ranks, and take aside gradients that are not ours."""
+        """Choose the divisor of the loss, equal on all ranks, and set aside gradients that are not ours."""
         foreign = set_aside(self._parameters)
         if self._meter is not None:
             self._meter.norms.reset()
@@ -188,7 +184,7 @@ class Stepper:
         if factor != 1 and (gradients := present(self._parameters)):
             torch._foreach_mul_(gradients, factor)
         if self._meter is not None and summary.squares is not None and summary.num_micro_batches >= 2:
-            # Hooks saw gradients of loss_sum / divisor; per-example gradients are those of B × loss / W.
+            # Hooks saw gradients of loss_sum / divisor; noise is that of the per-example gradients of B × loss / W.
             scale = 1.0 if self._settings.scaler is None else float(self._settings.scaler.get_scale())
             pending.noise = self._meter.add(
                 summary.squares,
@@ -202,7 +198,7 @@ class Stepper:
         pending.is_reduced = True
 
     def _summarize(self, pending: Pending) -> Summary:
-        """Return the sums over all ranks; on one device nothing is copied but a weight that lies there."""
+        """Return the sums over all ranks; one device copies nothing to the host but a weight that lies on it."""
         totals = pending.totals
         squares = None if self._meter is None else self._meter.norms.total
         if self._ranks.world_size == 1:
@@ -224,7 +220,7 @@ class Stepper:
         return [0.0] * self._meter.norms.num_groups if squares is None else list(squares)
 
     def update(self) -> StepReport:
-        """Unscale, clip and apply the gradient once; afterwards ``.grad`` is None."""
+        """Unscale, clip and apply the gradient; afterwards ``.grad`` is None."""
         pending = self._require_pending()
         if not pending.is_reduced:
             self.reduce()
@@ -247,7 +243,7 @@ class Stepper:
         return self._report(pending, rate * factor, norm)
 
     def warm_up(self) -> None:
-        """Allocate the optimizer's state now, without changing a parameter, so that its first step cannot run out."""
+        """Allocate the optimizer's state now, without changing a parameter, so that the first update cannot run out."""
         allocate_state(self._optimizer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -273,7 +269,7 @@ class Stepper:
         self._num_updates = state["num_updates"]
 
     def _abandon(self) -> None:
-        """Leave the gradients as they were before the update was begun."""
+        """Put the gradients back as they were before the update began."""
         pending, self._pending = self._pending, None
         drop_gradients(self._parameters)
         if pending is not None:
@@ -316,7 +312,7 @@ class Stepper:
         )
 
     def _read_memory(self) -> tuple[float, float]:
-        """Return the peak and its share of the memory on this rank, -1 for what is not known."""
+        """Return the peak and its share of the memory on this rank, -1 for a figure that is not known."""
         if self._memory is not None:
             return self._memory.peak_bytes, self._memory.peak_fraction
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else -1, -1

@@ -18,7 +18,7 @@ from ...errors import StateMismatchError
 from ...plan.budget import Budget
 from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
-from ...step._split import LogicalBatch, split
+from ...step.splitting import LogicalBatch, split
 from .._size_log import SizeLog
 
 

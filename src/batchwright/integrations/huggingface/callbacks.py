@@ -9,8 +9,7 @@ from typing import Any, final
 from transformers import TrainerCallback
 
 from ..._checks import as_whole, read_size, read_whole
-from ...size.learning_rate import adascale
-from ...step.couple import scaled_lr
+from ...size.learning_rate import adascale, scaled_lr
 from .._ranked import agree, controller_of
 from ._data import TrainingData
 from ._settings import Settings

@@ -12,7 +12,7 @@ from ..._checks import as_number
 from ..._lengths import as_lengths, as_shapes
 from ..._types import MAX_INT32, FloatArray
 from ...errors import ArgumentError
-from ._terms import Doubles, Terms, as_positive, as_probes, dump_terms, fit_terms, load_terms
+from ._terms import Doubles, FittedTerms, Terms, as_positive, as_probes, dump_terms, fit_terms, load_terms
 
 
 @final

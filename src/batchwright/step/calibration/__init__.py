@@ -1,1 +1,1 @@
-"""How much memory and time batches take, measured by running them."""
+"""Calibration: measure batch shapes, and fit what they cost in memory and time."""

@@ -1,4 +1,4 @@
-"""Calibrate a transformers model in one line: inputs are made from its configuration."""
+"""Calibrate a transformers model in one line; its configuration tells which inputs to make."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def calibrate_huggingface(
     """Calibrate the training step of a transformers model on random tokens.
 
     Shapes are ``(num_items, length)``, for sequence-to-sequence models ``(num_items, source length, target length)``.
-    Rows are padded by one token, as real batches are: without a mask some attention kernels take less memory. The model
-    runs in training mode, in its own dtype and on its own device, and is afterwards as it was.
+    Rows are padded by one token, since some attention kernels take less memory without a mask. The model runs in
+    training mode, in its own dtype and on its own device, and is afterwards as it was.
 
     Args:
         model: a ``PreTrainedModel``: causal or masked language model, sequence-to-sequence, token or sequence
             classification, question answering, or a bare encoder.
         shapes: what to measure; None chooses from ``lengths``, on a GPU up to the memory that is there.
-        optimizer: its state is allocated first and counted; without it memory is that of gradients alone.
-        lengths: of the data, ``(N,)``, or ``(N, 2)`` for sequence-to-sequence; None spreads up to 512 tokens.
+        optimizer: its state is allocated first and counted; without it the memory is only that of gradients.
+        lengths: those of the data, ``(N,)``, or ``(N, 2)`` for sequence-to-sequence; None takes up to 512 tokens.
         autocast: ``torch.bfloat16`` or ``torch.float16`` for the forward pass.
         options: further options of ``calibrate``, such as ``max_bytes`` and ``repeats``.
 
@@ -98,7 +98,7 @@ class _Inputs:
         ids = self._random(self._ids, (num_items, length))
         mask = torch.ones_like(ids)
         if length > 1:
-            mask[1:, -1] = 0  # the first row is full, the others end one token earlier
+            mask[1:, -1] = 0  # the first row is full, all others end one token earlier
         if "eos" in self._special:
             ids[:, -1] = self._special["eos"]  # some classifiers read the state at the end of the text
         return {"input_ids": ids, **({"attention_mask": mask} if "attention_mask" in self._names else {})}
@@ -124,13 +124,13 @@ class _Inputs:
             before.restore()
         if not isinstance(logits, Tensor) or logits.ndim not in (2, 3):
             raise ArgumentError(
-                f"{type(self._model).__name__} has no logits of a known form; use calibrate() with a run of your own"
+                f"{type(self._model).__name__} has logits of an unknown form; use calibrate() with a run of your own"
             )
         return logits
 
     def _labels_like(self, logits: Tensor) -> Callable[[Shape], dict[str, Tensor]]:
         classes = np.arange(logits.shape[-1])
-        if logits.ndim == 3:  # one label a token
+        if logits.ndim == 3:  # one label per token
             return lambda shape: {"labels": self._random(classes, shape)}
         kind = getattr(self._model.config, "problem_type", None)
         if kind == "multi_label_classification":

@@ -1,4 +1,4 @@
-"""Calibration: what measured shapes say about memory and time, and how well shapes left out were foretold."""
+"""Calibration: memory and time as fitted to measured shapes, and how well held-out shapes were predicted."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ...plan import MaxBytes, MemoryModel, TimeModel
 Shape = tuple[int, ...]
 
 JSON_VERSION = 1
-# With fewer probes than this each is left out in turn; with more, every third at once.
+# With fewer probes than this, each is held out in turn; with more, every third at once.
 LEAVE_ONE_OUT_BELOW = 7
 
 
 @final
 @dataclass(frozen=True)
 class Measurement:
-    """One probe: the median of its steady seconds, its first run, and its peak where memory is measured."""
+    """One probe: the median of its steady seconds, the seconds of its first run, and its peak if memory is measured."""
 
     shape: Shape
     seconds: float
@@ -33,12 +33,12 @@ class Measurement:
 @final
 @dataclass(frozen=True)
 class HeldOutErrors:
-    """Relative errors ``predicted / measured − 1`` of probes that a model was fitted without; below 0 is too little.
+    """Relative errors ``predicted / measured − 1`` of probes that the model was fitted without; below 0 is too little.
 
     Attributes:
-        shapes: the probes that were left out.
-        memory: one error each, None where memory was not measured.
-        time: one error each.
+        shapes: the probes that were held out.
+        memory: one error per probe, None if memory was not measured.
+        time: one error per probe.
     """
 
     shapes: tuple[Shape, ...]
@@ -53,14 +53,14 @@ class Calibration:
 
     Attributes:
         shapes: the shapes that were measured, cheapest first.
-        seconds: steady seconds of each.
-        first_visit_seconds: seconds of the first run of each.
-        peak_bytes: peak of each, None on the CPU.
+        seconds: the steady seconds of each shape.
+        first_visit_seconds: the seconds of the first run of each shape.
+        peak_bytes: the peak of each shape, None on the CPU.
         memory: the fitted memory model, None on the CPU.
         time: the fitted time model.
-        errors: how well held-out probes were foretold; the models themselves are fitted to all probes.
+        errors: how well held-out probes were predicted; the models themselves are fitted to all probes.
         max_bytes: the limit that probing kept to, None on the CPU.
-        stopped: why shapes were left out, None if all ran.
+        stopped: why some shapes did not run, None if all ran.
     """
 
     shapes: tuple[Shape, ...]
@@ -100,7 +100,7 @@ class Calibration:
         )
 
     def budget(self, max_bytes: float | None = None) -> MaxBytes:
-        """Return the memory budget of ``max_bytes``, or of the limit that probing kept to."""
+        """Return the memory budget of ``max_bytes``; None takes the limit that probing kept to."""
         limit = self.max_bytes if max_bytes is None else max_bytes
         if self.memory is None or limit is None:
             raise ArgumentError("no memory was measured, as on the CPU; use MaxTokens, or calibrate on the device")
@@ -142,7 +142,7 @@ def _read(text: str) -> dict[str, Any]:
         raise ArgumentError(f"expected the JSON of a batchwright.Calibration, got {str(found)[:80]!r}")
     if state.get("version") != JSON_VERSION:
         raise ArgumentError(
-            f"this Calibration is of version {state.get('version')!r}, not {JSON_VERSION}; run it again"
+            f"this Calibration has version {state.get('version')!r}, not {JSON_VERSION}; calibrate again"
         )
     missing = {*_PLAIN, "memory", "time", "errors"} - state.keys()
     if missing:
@@ -158,16 +158,16 @@ def _held_out(
     shapes: npt.NDArray[np.int64], seconds: npt.NDArray[np.float64], peaks: npt.NDArray[np.float64] | None
 ) -> HeldOutErrors:
     folds = _folds(len(shapes))
-    left_out = [index for fold in folds for index in fold]
+    held_out = [index for fold in folds for index in fold]
     return HeldOutErrors(
-        shapes=tuple(tuple(shapes[index].tolist()) for index in left_out),
+        shapes=tuple(tuple(shapes[index].tolist()) for index in held_out),
         memory=None if peaks is None else _errors(MemoryModel, shapes, peaks, folds),
         time=_errors(TimeModel, shapes, seconds, folds),
     )
 
 
 def _folds(num: int) -> list[list[int]]:
-    """Return what to leave out together: each alone, or every third, the smallest and the largest never."""
+    """Return which probes to hold out together: each on its own, or every third but never the smallest and largest."""
     if num < LEAVE_ONE_OUT_BELOW:
         return [[index] for index in range(num)]
     return [list(range(1, num - 1, 3))]

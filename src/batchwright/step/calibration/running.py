@@ -1,16 +1,19 @@
-"""calibrate: run a few shapes, measure them, put everything back."""
+"""calibrate: run a few batch shapes, measure them, and put everything back."""
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..._checks import as_whole
@@ -18,10 +21,8 @@ from ..._lengths import as_shapes
 from ..._progress import ProgressBar
 from ...errors import ArgumentError, BudgetError, DoesNotFitError
 from ...plan.budget import as_limit
-from .._update import step_of_zeros
 from ..memory.monitor import MemoryMonitor
-from ..oom import devices_of, free_memory, is_out_of_memory
-from ._restore import restored
+from ..oom import Snapshot, devices_of, drop_gradients, free_memory, is_out_of_memory, step_of_zeros
 from .result import Calibration, Measurement, Shape
 from .shapes import Explore, Strategy, in_turn
 
@@ -47,25 +48,25 @@ def calibrate(
 ) -> Calibration:
     """Measure the peak memory and the seconds of a few batch shapes, and fit models of both.
 
-    Shapes run from the cheapest to the largest. Running out of memory ends the list, and so does a shape predicted over
-    ``max_bytes``. Afterwards parameters, buffers, gradients, optimizer state, modes and random state are as before,
-    to the bit, even if ``run`` raises; the copies lie in host memory. The optimizer's state is allocated first, so that
-    the memory model counts it.
+    Shapes run from the cheapest to the largest. Running out of memory ends the list, and so does a shape that is
+    predicted over ``max_bytes``. Afterwards parameters, buffers, gradients, optimizer state, modes and random state are
+    as before, to the bit, even if ``run`` raises; copies are kept in host memory. The optimizer's state is allocated
+    first, so that the memory model counts it.
 
     Args:
         run: does one real forward and backward pass for a shape ``(num_items, padded length per axis)``.
-        shapes: at least 4 different ones, ``(M, 1 + axes)``: two numbers of items, three lengths an axis, the longest
+        shapes: at least 4 different ones, ``(M, 1 + axes)``: two numbers of items, three lengths per axis, the longest
             lengths and a batch near the limit; see ``default_shapes``. Or ``growing_shapes(lengths)``, or any function
-            of the limit in bytes (None on the CPU) that returns a generator: it yields a shape and is sent what that
-            took, None where memory ran out.
-        restore: the model and the optimizer, ``(model, optimizer)``; the model alone where nothing is trained.
-        max_bytes: no shape predicted over this is run; None is 0.9 of what this process can have. Unused on the CPU.
+            of the limit in bytes (None on the CPU) that returns a generator. It yields a shape and is sent the
+            measurement, None if memory ran out.
+        restore: the model and the optimizer, ``(model, optimizer)``; only the model if nothing is trained.
+        max_bytes: no shape predicted over this runs; None is 0.9 of what this process can have. Unused on the CPU.
         repeats: timed runs after the first; their median counts.
-        accumulate: keep gradients between runs, as when several micro-batches form an update; False drops them.
+        accumulate: keep gradients between runs, as if several micro-batches formed an update; False drops them.
         device: where memory is measured; None is the device of the model.
-        monitor: measures memory instead, on the CPU too.
+        monitor: measures memory instead of the device, on the CPU too.
         progress: show a bar for more than 4 shapes.
-        clock: seconds that never go back.
+        clock: returns seconds that never go back.
 
     Returns:
         ``.memory`` (None on the CPU), ``.time``, ``.errors`` of held-out shapes, and what was measured.
@@ -99,7 +100,7 @@ def calibrate(
 
 
 def _probe(prober: Prober, strategy: Strategy, bar: ProgressBar) -> tuple[list[Measurement], str | None]:
-    """Measure what the strategy asks for; return what was measured and why the rest was not."""
+    """Measure the shapes that the strategy asks for; return the measurements, and why other shapes did not run."""
     rows: list[Measurement] = []
     row: Measurement | None = None
     try:
@@ -122,7 +123,7 @@ def _probe(prober: Prober, strategy: Strategy, bar: ProgressBar) -> tuple[list[M
 
 
 def _strategy(shapes: npt.ArrayLike | Explore) -> tuple[Explore, int | None]:
-    """Return what decides on the next shape, and how many there will be, None when nobody knows."""
+    """Return a function that decides on the next shape, and the number of shapes, None if it is not known."""
     if callable(shapes):
         return shapes, None
     probes = _ordered(shapes)
@@ -138,7 +139,7 @@ def _ordered(shapes: npt.ArrayLike) -> list[Shape]:
             "vary the items and the lengths, see default_shapes"
         )
     tokens = found[:, 0] * found[:, 1:].sum(axis=1)
-    order = np.lexsort((found[:, 1:].max(axis=1), tokens))  # of equal tokens the longer row costs more
+    order = np.lexsort((found[:, 1:].max(axis=1), tokens))  # with equal tokens the longer row costs more
     return [tuple(row) for row in found[order].tolist()]
 
 
@@ -162,15 +163,15 @@ def _one_device(modules: list[nn.Module]) -> torch.device:
 
 @final
 class Prober:
-    """Runs one shape several times and notes what it takes.
+    """Runs one shape several times and measures it.
 
     Args:
         run: one forward and backward pass of a shape.
-        device: waited for around each run.
-        monitor: reads the peak; None measures time alone.
+        device: is synchronized before and after each run.
+        monitor: reads the peak; None measures only time.
         repeats: timed runs after the first.
         drop_gradients_of: parameters whose gradients are dropped before each run.
-        clock: seconds that never go back.
+        clock: returns seconds that never go back.
     """
 
     def __init__(
@@ -186,13 +187,13 @@ class Prober:
         self._repeats, self._drop_gradients_of, self._clock = repeats, drop_gradients_of, clock
 
     def measure(self, shape: Shape) -> Measurement | None:
-        """Return what a shape takes, None if memory ran out."""
+        """Return what a shape takes, None if memory runs out."""
         try:
             return self._measure(shape)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        # Outside the except block: the traceback is gone, and with it the activations it held.
+        # Outside the except block the traceback is gone, and with it the activations that it held.
         free_memory([self._device])
         return None
 
@@ -205,8 +206,7 @@ class Prober:
         return Measurement(shape, float(np.median(steady)), first, peak)
 
     def _seconds(self, shape: Shape) -> float:
-        for parameter in self._drop_gradients_of:
-            parameter.grad = None
+        drop_gradients(self._drop_gradients_of)
         _synchronize(self._device)
         start = self._clock()
         self._run(shape)
@@ -219,3 +219,115 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+@contextmanager
+def restored(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ()) -> Iterator[None]:
+    """Put back parameters, buffers, gradients, optimizer state, modes and random state, even after an error.
+
+    Tensors keep their identity and get their bits back. What did not exist before (gradients, optimizer state,
+    buffers) is gone afterwards. Copies are kept in host memory, so that the device has as much room as in training.
+
+    >>> model = nn.Linear(1, 1)
+    >>> before = model.weight.item()
+    >>> with restored([model]):
+    ...     _ = nn.init.zeros_(model.weight)
+    >>> model.weight.item() == before
+    True
+    """
+    modules, optimizers = list(modules), list(optimizers)
+    random_state = Snapshot((), [device for module in modules for device in devices_of(module)])
+    held = _Held()
+    for module in modules:
+        held.add_module(module)
+    for optimizer in optimizers:
+        held.add_optimizer(optimizer)
+    try:
+        yield
+    finally:
+        held.put_back()
+        random_state.restore()
+
+
+@final
+class _Held:
+    """Values as they were; each tensor is copied once, however often it is referred to."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._actions: list[Callable[[], Any]] = []
+
+    def add_module(self, module: nn.Module) -> None:
+        for part in module.modules():
+            self._actions.append(self._hold(part._parameters))
+            self._actions.append(self._hold(part._buffers))
+            self._actions.append(_setter(part, "training", part.training))
+        for parameter in module.parameters():
+            self._add_parameter(parameter)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        self._actions.append(self._hold(optimizer.state))
+        self._actions.append(self._hold(optimizer.param_groups))
+        for group in optimizer.param_groups:  # it may train parameters that are in none of the modules
+            for parameter in group["params"]:
+                self._add_parameter(parameter)
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for tensor, value in self._tensors.values():
+                if value is not None:
+                    _local(tensor).copy_(value)
+        for action in self._actions:
+            action()
+
+    def _add_parameter(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._hold(parameter.grad)
+        self._actions.append(_setter(parameter, "requires_grad", parameter.requires_grad))
+        self._actions.append(_setter(parameter, "grad", parameter.grad))
+
+    def _hold(self, value: Any) -> Callable[[], Any]:
+        """Return a function that gives the value back as it was, and as the same object if it can be changed."""
+        if isinstance(value, Tensor):
+            if id(value) not in self._tensors:
+                self._tensors[id(value)] = (value, _host_copy(value))
+            return lambda: value
+        if isinstance(value, dict):
+            entries = {key: self._hold(item) for key, item in value.items()}
+            return lambda: _refill(value, {key: item() for key, item in entries.items()})
+        if isinstance(value, list | tuple):
+            items = [self._hold(item) for item in value]
+            return lambda: _reorder(value, [item() for item in items])
+        kept = copy.deepcopy(value)
+        return lambda: kept
+
+
+def _refill(value: dict[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:
+    value.clear()
+    value.update(entries)
+    return value
+
+
+def _reorder(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    if isinstance(value, list):
+        value[:] = items
+    return value  # a tuple holds the same tensors as before, which have their values back
+
+
+def _setter(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    return lambda: setattr(owner, name, value)
+
+
+def _host_copy(tensor: Tensor) -> Tensor | None:
+    """Return a copy in host memory; None for a tensor that cannot be written to, and so cannot change."""
+    if is_lazy(tensor):
+        raise ArgumentError("a lazy module has no parameters yet; run one batch through the model first")
+    local = _local(tensor)
+    shares_memory = any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
+    return None if local.is_meta or shares_memory else local.to("cpu", copy=True)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, or any other tensor itself; detached."""
+    detached = tensor.detach()
+    return detached.to_local() if hasattr(detached, "to_local") else detached

@@ -1,4 +1,4 @@
-"""Which shapes to measure: a fixed list, or chosen while they are measured."""
+"""The shapes to measure: a fixed list, or chosen while they are measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import as_whole
+from ..._checks import as_whole, is_number
 from ..._lengths import as_lengths
 from ...errors import BudgetError
 from ...plan import Budget, MaxItems, MaxTokens, MemoryModel
@@ -17,9 +17,21 @@ from ...plan.models.memory import MIN_ROWS, MIN_SHAPES, one_phase, two_phases
 from .result import Measurement, Shape
 
 QUANTILES = (0.1, 0.5, 0.9, 1.0)
-# Shares of what fits at a length; the limit matters most.
+# Shares of the items that fit at a length; the limit matters most.
 SHARES = (1.0, 0.4, 0.15, 0.7, 0.05)
 MIN_LENGTHS = 3
+# A first look at small batches, before they grow.
+FIRST_LOOK = MaxItems(4)
+# A model fitted to small batches says little about large ones, so batches grow at most by this factor at a time.
+GROWTH = 4
+# Rows that are long on only one axis are known least, so they stay this far below the limit.
+UNEVEN_SHARE = 0.85
+# A batch that is not this much larger than a measured one shows nothing new.
+WORTHWHILE = 1.25
+
+# Yields a shape, is sent its measurement (None if memory ran out), and returns why shapes were left out, or None.
+Strategy: TypeAlias = Generator[Shape, Measurement | None, str | None]
+Explore: TypeAlias = Callable[[int | None], Strategy]
 
 
 def default_shapes(lengths: npt.ArrayLike, budget: Budget | int, *, num: int = 10) -> list[tuple[int, ...]]:
@@ -29,9 +41,9 @@ def default_shapes(lengths: npt.ArrayLike, budget: Budget | int, *, num: int = 1
     can tell their terms apart. At each, the number of items is a share of what the budget allows.
 
     Args:
-        lengths: of the data, ``(N,)`` or ``(N, axes)``.
-        budget: the largest batches to try, or the most items; running out of memory is not a failure of ``calibrate``.
-        num: how many shapes, at least 4; fewer come back where data or budget have not so many.
+        lengths: those of the data, ``(N,)`` or ``(N, axes)``.
+        budget: the largest batches to try, or the most items; ``calibrate`` goes on if one runs out of memory.
+        num: how many shapes, at least 4; fewer are returned if data or budget do not allow as many.
 
     Returns:
         Shapes ``(num_items, padded length per axis)``, fewest tokens first.
@@ -40,7 +52,7 @@ def default_shapes(lengths: npt.ArrayLike, budget: Budget | int, *, num: int = 1
     [(3, 8), (3, 16), (8, 8), (8, 16), (3, 64), (8, 64)]
     """
     num = as_whole("num", num, least=4)
-    limit = MaxItems(budget) if isinstance(budget, int) else check_budget(budget)
+    limit = MaxItems(budget) if is_number(budget) else check_budget(budget)  # type: ignore[arg-type]
     levels = [levels_of(column) for column in as_lengths(lengths).T]
     found = dict.fromkeys(_one_side_at_a_time(limit, levels))
     for shape in _candidates(limit, levels):
@@ -52,7 +64,7 @@ def default_shapes(lengths: npt.ArrayLike, budget: Budget | int, *, num: int = 1
 def _one_side_at_a_time(limit: Budget, levels: list[list[int]]) -> Iterator[tuple[int, ...]]:
     """Yield each axis at its longest beside the shortest others, where all at their longest do not fit.
 
-    An example that is longest on one axis need not be so on the others.
+    An example that is longest on one axis need not be longest on the others.
     """
     if _shape(limit, tuple(axis[-1] for axis in levels), 1.0) is not None:
         return
@@ -74,15 +86,16 @@ def one_long(levels: list[list[int]], long_axis: int, length: int) -> tuple[int,
 
 
 def levels_of(column: npt.NDArray[np.int32]) -> list[int]:
-    """Return a few lengths of an axis, shortest first, the longest last."""
-    found = np.unique(np.quantile(column, QUANTILES, method="inverted_cdf"))  # lengths that exist: images, frames
-    if len(found) < MIN_LENGTHS:  # data of one length: shorter ones tell what a length costs
+    """Return a few lengths of an axis, from the shortest to the longest."""
+    # Only lengths that occur: not every width of an image or number of frames is possible.
+    found = np.unique(np.quantile(column, QUANTILES, method="inverted_cdf"))
+    if len(found) < MIN_LENGTHS:  # data of one length: shorter ones show what a length costs
         found = np.unique([-(-found[-1] // 4), -(-found[-1] // 2), *found])
     return [int(length) for length in found]
 
 
 def _candidates(limit: Budget, levels: list[list[int]]) -> Iterator[tuple[int, ...]]:
-    """Yield shapes, the most telling first: in each turn every length once, the longest first."""
+    """Yield shapes, the most informative first: in each turn every length once, the longest first."""
     num_levels = max(map(len, levels))
     for turn in range(len(SHARES)):
         for place in range(num_levels):
@@ -97,27 +110,13 @@ def _candidates(limit: Budget, levels: list[list[int]]) -> Iterator[tuple[int, .
 
 
 def _shape(limit: Budget, row: tuple[int, ...], share: float) -> tuple[int, ...] | None:
-    """Return a row of lengths with a share of the items that fit, None if not one does."""
+    """Return a row of lengths with a share of the items that fit, None if no item fits."""
     most = int(limit.max_items(np.array([row], dtype=np.int64))[0])
     return (max(1, int(share * most)), *row) if most else None
 
 
-# Yields a shape, is sent what it took (None: memory ran out), and returns why shapes were left out, None if none were.
-Strategy: TypeAlias = Generator[Shape, Measurement | None, str | None]
-Explore: TypeAlias = Callable[[int | None], Strategy]
-
-# A first look at small batches, then up to the memory that is there.
-FIRST_LOOK = MaxItems(4)
-# A model fitted to small batches says little of large ones, so batches grow by this factor at most at a time.
-GROWTH = 4
-# Rows that are long on one axis alone are the least known, so they stay this far below the limit.
-UNEVEN_SHARE = 0.85
-# Less than this much larger than what was measured tells nothing new.
-WORTHWHILE = 1.25
-
-
 def in_turn(probes: Sequence[Shape], limit: int | None) -> Strategy:
-    """Probe a list, until a shape runs out of memory or is predicted over the limit."""
+    """Measure a list of shapes, until one runs out of memory or is predicted over the limit."""
     found: list[Measurement] = []
     for shape in probes:
         if limit is not None and len(found) >= MIN_ROWS and float(_fit(found).predict([shape])[0]) > limit:
@@ -133,15 +132,15 @@ def growing_shapes(lengths: npt.ArrayLike, *, max_tokens: int = 2**18) -> Explor
     """Choose shapes for ``calibrate`` while they are measured: batches grow until they fill the memory.
 
     Small batches run first, then larger ones at a few lengths of the data. In each round every row of lengths runs with
-    as many items as are predicted to fit, but at most 4 times as many as have run. So no shape is far from what was
-    measured, and in the end each row was measured at the limit, where a budget will use it. Of several axes, rows that
-    are long on one alone come last, below the limit: rows whose axes are long together tell how much memory all of them
-    take, but not which. A shape that runs out of memory is not the end: no batch as large in all its sides is tried
-    again. Where memory is not measured, on a CPU without a monitor, small batches are all.
+    as many items as are predicted to fit, but at most 4 times as many as have run. So no shape is far from one that was
+    measured, and in the end each row is measured at the limit, where a budget will use it. With several axes, rows that
+    are long on only one of them come last, below the limit: rows that are long on all axes show how much memory these
+    take together, but not which axis takes it. After a shape ran out of memory, batches at least as large on all sides
+    are left out, and the others go on. If memory is not measured, as on a CPU without a monitor, small batches are all.
 
     Args:
-        lengths: of the data, ``(N,)`` or ``(N, axes)``.
-        max_tokens: the most padded tokens of a batch, whatever fits: a shape is worth no more time.
+        lengths: those of the data, ``(N,)`` or ``(N, axes)``.
+        max_tokens: the most padded tokens of a batch, even if more fit: a larger shape is not worth its time.
 
     >>> shapes = growing_shapes([8, 16, 16, 32, 64])(None)  # what calibrate does, without a limit
     >>> next(shapes)
@@ -179,7 +178,7 @@ def _growing(lengths: npt.ArrayLike, limit: int | None, limit_tokens: MaxTokens)
 
 
 def _fit(found: Sequence[Measurement]) -> MemoryModel:
-    """Return the model of what was measured, without a margin."""
+    """Return the memory model of the measurements, without a margin."""
     shapes = np.array([row.shape for row in found])
     peaks = np.array([float(row.peak_bytes or 0) for row in found])
     phases = (two_phases if len(found) >= MIN_SHAPES else one_phase)(shapes, peaks)
@@ -187,7 +186,7 @@ def _fit(found: Sequence[Measurement]) -> MemoryModel:
 
 
 def _rows(levels: list[list[int]]) -> Iterator[tuple[int, ...]]:
-    """Yield rows of lengths: all axes from short to long in step, then each at its longest beside short others."""
+    """Yield rows of lengths: all axes from short to long in step, then each at its longest with the others short."""
     for place in range(max(map(len, levels))):
         yield tuple(axis[min(place, len(axis) - 1)] for axis in levels)
     if len(levels) > 1:
@@ -198,7 +197,7 @@ def _rows(levels: list[list[int]]) -> Iterator[tuple[int, ...]]:
 def _uneven_rows(levels: list[list[int]], columns: npt.NDArray[np.int32]) -> Iterator[tuple[int, ...]]:
     """Yield rows of lengths with one axis at a middle level or half its longest, the others at their shortest.
 
-    Where an encoder takes more than its decoder only if the source is long, one length would not tell how it grows.
+    An encoder may take more than its decoder only if the source is long; one length would not show how it grows.
     """
     if len(levels) > 1:
         for long_axis, (chosen, column) in enumerate(zip(levels, columns, strict=True)):

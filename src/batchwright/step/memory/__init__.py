@@ -1,1 +1,1 @@
-"""What is used, what is left, and how much a batch may take."""
+"""Memory: how much is in use, how much is left, and how much a batch may take."""

@@ -1,8 +1,7 @@
-"""BudgetTracker: a budget in bytes that follows the peaks that were measured."""
+"""BudgetTracker: a budget in bytes that follows measured peaks."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -11,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..._checks import as_number, as_whole
 from ...errors import ArgumentError
 from ...plan import MaxBytes, MemoryModel
 from .monitor import MemoryMonitor
 
-# A model that was right so often may use most of the margin it was given for what it had not seen.
+# A model that was right for this many steps may use most of its margin, which was meant for shapes it had not seen.
 RELAX_AFTER = 16
 RELAX_SPARE = 1.02
 
@@ -25,15 +25,17 @@ RELAX_SPARE = 1.02
 class BudgetTracker:
     """How far a memory model is off while training; a value, replaced and never changed.
 
-    ``ratio`` is measured / predicted: a higher one is taken at once, lower ones pull it down slowly,
-    ``ratio += release × (measured / predicted − ratio)``. The budget of the rest of the epoch is multiplied by
-    ``factor = (1 + margin) / (spare × ratio)``. Under-prediction beyond the model's margin tightens it at once. It
-    relaxes only after ``RELAX_AFTER`` steps, and never beyond ``1 + margin``: a batch predicted to fill the memory
-    exactly. ``spare`` is 1 for tightening and ``RELAX_SPARE`` for relaxing.
+    ``ratio`` is measured / predicted. A higher ratio is taken at once, lower ones pull it down slowly:
+    ``ratio += release × (measured / predicted − ratio)``. The budget for the rest of the epoch is multiplied by
+    ``factor = (1 + margin) / (spare × ratio)``. A peak beyond the model's margin tightens the budget at once. It
+    relaxes only after ``RELAX_AFTER`` steps, and never beyond ``1 + margin``, where a batch is predicted to fill the
+    memory exactly. ``spare`` is 1 for tightening and ``RELAX_SPARE`` for relaxing.
 
     Args:
-        model: the model the budget was made from.
+        model: the model that the budget was made from.
         release: how fast lower ratios count, above 0 and at most 1.
+        ratio: measured / predicted so far.
+        num_observed: the steps observed so far.
 
     >>> from batchwright.plan.models._terms import Terms
     >>> tracker = BudgetTracker(MemoryModel(Terms(1, (100.0, 0.0, 1.0, 0.0)), margin=0.1))
@@ -48,18 +50,18 @@ class BudgetTracker:
     num_observed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.release <= 1:
-            raise ArgumentError(f"release must be above 0 and at most 1, got {self.release!r}")
+        object.__setattr__(self, "release", as_number("release", self.release, above=0, most=1))
+        object.__setattr__(self, "ratio", as_number("ratio", self.ratio, above=0))
+        object.__setattr__(self, "num_observed", as_whole("num_observed", self.num_observed, least=0))
 
     def observe(self, shapes: npt.ArrayLike, peak_bytes: float) -> BudgetTracker:
         """Return the tracker after one more step.
 
         Args:
-            shapes: the shape that ran, or all micro-batches of the step, ``(M, 1 + axes)``; the largest made the peak.
+            shapes: the shape that ran, or those of all micro-batches, ``(M, 1 + axes)``; the largest made the peak.
             peak_bytes: the peak measured over the step.
         """
-        if not 0 < peak_bytes < math.inf:
-            raise ArgumentError(f"peak_bytes must be finite and above 0, got {peak_bytes!r}")
+        peak_bytes = as_number("peak_bytes", peak_bytes, above=0)
         seen = peak_bytes / float(self.model.predict(np.atleast_2d(np.asarray(shapes))).max())
         is_higher = self.num_observed == 0 or seen > self.ratio
         ratio = seen if is_higher else self.ratio + self.release * (seen - self.ratio)
@@ -67,7 +69,7 @@ class BudgetTracker:
 
     @property
     def factor(self) -> float:
-        """Return what to multiply the budget's bytes by, above 0 and at most ``1 + margin``."""
+        """Return the factor of the budget's bytes, above 0 and at most ``1 + margin``."""
         room = (1 + self.model.margin) / self.ratio
         if room <= 1 or self.num_observed < RELAX_AFTER:
             return min(1.0, room)
@@ -103,16 +105,16 @@ class Feedback:
 
     @staticmethod
     def of(micro_batch: Any, memory: MemoryMonitor | None, device: torch.device) -> Feedback | None:
-        """Return the feedback of a budget of bytes; None for any other, or where no peak can be read."""
+        """Return the feedback for a budget in bytes; None for any other budget, or if no peak can be read."""
         if not isinstance(micro_batch, MaxBytes):
             return None
         if memory is None and device.type != "cuda":
-            return None  # resident memory of a process says little about one batch
+            return None  # the resident memory of a process says little about one batch
         return Feedback(BudgetTracker(micro_batch.model), MemoryMonitor(device) if memory is None else memory)
 
     @property
     def factor(self) -> float:
-        """Return what the budget is multiplied by now."""
+        """Return the factor of the budget now."""
         return self.tracker.factor
 
     def begin(self) -> None:
@@ -120,7 +122,7 @@ class Feedback:
         self._memory.reset_peak()
 
     def end(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Compare the peak with what was predicted for these micro-batches."""
+        """Compare the peak with the prediction for these micro-batches."""
         peak = self._memory.peak_bytes
         if peak > 0:
             self.tracker = self.tracker.observe(shapes, peak)

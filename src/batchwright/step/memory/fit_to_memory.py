@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from ..._checks import as_whole
+from ..._ceiling import Ceiling
+from ..._checks import as_number, as_whole
 from ...errors import ArgumentError
 
 # A size that was too large is tried again after this many observations: what filled the device may be gone.
@@ -15,14 +16,99 @@ FORGET_AFTER = 512
 
 
 @final
+class FitToMemory:
+    """A micro-batch size that follows the memory in use; the logical batch stays, and so does the update.
+
+    Give it to ``Stepper(micro_batch=...)`` and call ``observe`` with the peak after each step. A size that passed
+    ``high`` is not tried again for ``FORGET_AFTER`` observations, so sizes do not swing.
+
+    Args:
+        max_size: the largest micro-batch.
+        min_size: the smallest micro-batch.
+        initial: the first size; None is ``min_size``.
+        high: shrink above this share of memory.
+        low: grow below this share.
+        factor: by how much to shrink or grow.
+
+    >>> fit = FitToMemory(64, initial=16)
+    >>> fit.observe(0.2), fit.observe(0.85), fit.observe(0.4)  # 32 was too large
+    (32, 16, 16)
+    >>> fit.num_micro_batches(100)  # accumulation steps of a logical batch
+    7
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        min_size: int = 1,
+        initial: int | None = None,
+        high: float = 0.8,
+        low: float = 0.48,
+        factor: float = 2.0,
+    ) -> None:
+        self._rule = MemoryRule(max_size, min_size=min_size, high=high, low=low, factor=factor)
+        least, most = self._rule.min_size, self._rule.max_size
+        size = least if initial is None else as_whole("initial", initial, least=least)
+        if size > most:
+            raise ArgumentError(f"initial must be from {least} to {most}, got {initial!r}")
+        self._learned = Ceiling(size)
+
+    @property
+    def size(self) -> int:
+        """Return the number of items of the next micro-batches."""
+        return int(self._learned.limit)
+
+    def observe(self, fraction: float, *, num_items: int | None = None, baseline: float = 0.0) -> int:
+        """Take the share of memory at the peak of a step, and return the size for the next step.
+
+        Args:
+            fraction: e.g. ``monitor.peak_fraction``, after a ``monitor.reset_peak()`` before the step.
+            num_items: the items of the largest micro-batch that ran, if fewer than ``size``.
+            baseline: the share that was in use before the step, e.g. ``monitor.fraction``; it does not grow.
+        """
+        fraction = as_number("fraction", fraction, least=0)
+        baseline = as_number("baseline", baseline, least=0)
+        size = self.size
+        ran = size if num_items is None else as_whole("num_items", num_items, least=1)
+        new = self._rule.next_size(size, fraction, num_items=ran, baseline=baseline)
+        if fraction > self._rule.high:
+            self._learned = self._learned.fall(new, failed_at=min(ran, size))
+        else:
+            counted = self._learned.count(forget_after=FORGET_AFTER)
+            self._learned = counted if counted.blocks(new) else counted.rise(new)
+        return self.size
+
+    def num_micro_batches(self, batch_size: int) -> int:
+        """Return ``ceil(batch_size / size)``, the accumulation steps that keep a logical batch."""
+        return -(-as_whole("batch_size", batch_size, least=1) // self.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the size and what was learned, as JSON values."""
+        failed_at = self._learned.failed_at
+        too_large = None if math.isinf(failed_at) else failed_at
+        return {"version": 1, "size": self.size, "too_large": too_large, "num_clean": self._learned.num_clean}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with what another run learned, within the limits of this one."""
+        if state.get("version") != 1:
+            raise ArgumentError(f"the state of FitToMemory has version 1, got {state.get('version')!r}")
+        too_large = math.inf if state["too_large"] is None else state["too_large"]
+        self._learned = Ceiling(self._rule.clamp(state["size"]), too_large, state["num_clean"])
+
+    def __repr__(self) -> str:
+        return f"FitToMemory(size={self.size}, {self._rule})"
+
+
+@final
 @dataclass(frozen=True)
 class MemoryRule:
-    """The next size of a micro-batch from the share of memory that the last one used.
+    """The next size of a micro-batch, from the share of memory that the last one used.
 
-    Above ``high`` the size is divided by ``factor``, below ``low`` multiplied, and kept from ``min_size`` to
-    ``max_size``. It grows only if the larger one is predicted at or under ``high``: what is above the baseline is taken
-    as proportional to the items, ``baseline + (fraction − baseline) × new / num_items``. With a baseline of 0 that is
-    never too low for memory linear in the items.
+    Above ``high`` the size is divided by ``factor``, below ``low`` it is multiplied, within ``min_size`` and
+    ``max_size``. It grows only if the larger size is predicted at or below ``high``: the share above the baseline is
+    taken as proportional to the items, ``baseline + (fraction − baseline) × new / num_items``. If memory is linear in
+    the items, a baseline of 0 never predicts too little.
 
     Args:
         max_size: the largest size.
@@ -46,11 +132,18 @@ class MemoryRule:
 
     def __post_init__(self) -> None:
         least = as_whole("min_size", self.min_size, least=1)
-        as_whole("max_size", self.max_size, least=least)
-        if not 0 < self.low <= self.high <= 1:
+        low, high = as_number("low", self.low, above=0), as_number("high", self.high, most=1)
+        if low > high:
             raise ArgumentError(f"0 < low <= high <= 1 must hold, got low={self.low!r}, high={self.high!r}")
-        if not 1 < self.factor < math.inf:
-            raise ArgumentError(f"factor must be above 1, got {self.factor!r}")
+        plain = {
+            "min_size": least,
+            "max_size": as_whole("max_size", self.max_size, least=least),
+            "low": low,
+            "high": high,
+            "factor": as_number("factor", self.factor, above=1),
+        }
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
 
     def next_size(self, size: int, fraction: float, *, num_items: int | None = None, baseline: float = 0.0) -> int:
         """Return the size to use next.
@@ -61,7 +154,8 @@ class MemoryRule:
             num_items: the items of the largest micro-batch that ran, if fewer than ``size``.
             baseline: the share that does not grow with the items: parameters, optimizer state.
         """
-        ran = min(size, size if num_items is None else num_items)
+        size = as_whole("size", size, least=1)
+        ran = size if num_items is None else min(size, as_whole("num_items", num_items, least=1))
         if fraction > self.high:
             return self.clamp(min(ran - 1, math.floor(ran / self.factor)))
         larger = self.clamp(max(size + 1, math.floor(size * self.factor)))
@@ -71,92 +165,3 @@ class MemoryRule:
     def clamp(self, size: int) -> int:
         """Return the size within ``min_size`` and ``max_size``."""
         return max(self.min_size, min(size, self.max_size))
-
-
-@final
-class FitToMemory:
-    """A micro-batch size that follows the memory in use; the logical batch is kept, so the update stays the same.
-
-    Give it to ``Stepper(micro_batch=...)`` and tell it the peak after each step. A size that passed ``high`` is not
-    tried again for ``FORGET_AFTER`` observations, so sizes do not swing.
-
-    Args:
-        max_size: the largest micro-batch.
-        min_size: the smallest.
-        initial: the first; None is ``min_size``.
-        high: shrink above this share of memory.
-        low: grow below this share.
-        factor: by how much to shrink or grow.
-
-    >>> fit = FitToMemory(64, initial=16)
-    >>> fit.observe(0.2), fit.observe(0.85), fit.observe(0.4)  # 32 was too large
-    (32, 16, 16)
-    >>> fit.num_micro_batches(100)  # accumulation steps of a logical batch
-    7
-    """
-
-    def __init__(
-        self,
-        max_size: int,
-        *,
-        min_size: int = 1,
-        initial: int | None = None,
-        high: float = 0.8,
-        low: float = 0.48,
-        factor: float = 2.0,
-    ) -> None:
-        self._rule = MemoryRule(max_size, min_size=min_size, high=high, low=low, factor=factor)
-        size = min_size if initial is None else as_whole("initial", initial, least=min_size)
-        if size > max_size:
-            raise ArgumentError(f"initial must be from {min_size} to {max_size}, got {initial!r}")
-        self._size = size
-        self._too_large: int | None = None
-        self._num_clean = 0
-
-    @property
-    def size(self) -> int:
-        """Return the items of the next micro-batches."""
-        return self._size
-
-    def observe(self, fraction: float, *, num_items: int | None = None, baseline: float = 0.0) -> int:
-        """Take the share of memory at the peak of a step, and return the size for the next.
-
-        Args:
-            fraction: e.g. ``monitor.peak_fraction``, after a ``monitor.reset_peak()`` before the step.
-            num_items: the items of the largest micro-batch that ran, if fewer than ``size``.
-            baseline: the share that was in use before the step, e.g. ``monitor.fraction``; it does not grow.
-        """
-        if not (0 <= fraction < math.inf and 0 <= baseline < math.inf):
-            raise ArgumentError(f"fraction and baseline must be 0 or more, got {fraction!r} and {baseline!r}")
-        ran = self._size if num_items is None else as_whole("num_items", num_items, least=1)
-        new = self._rule.next_size(self._size, fraction, num_items=ran, baseline=baseline)
-        if fraction > self._rule.high:
-            self._too_large, self._num_clean = min(ran, self._size), 0
-        else:
-            new = self._below_too_large(new)
-        self._size = new
-        return new
-
-    def num_micro_batches(self, batch_size: int) -> int:
-        """Return ``ceil(batch_size / size)``, the accumulation steps that keep a logical batch."""
-        return -(-as_whole("batch_size", batch_size, least=1) // self._size)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the size and what was learned, as JSON values."""
-        return {"version": 1, "size": self._size, "too_large": self._too_large, "num_clean": self._num_clean}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with what another run learned, within this one's limits."""
-        if state.get("version") != 1:
-            raise ArgumentError(f"the state of FitToMemory has version 1, got {state.get('version')!r}")
-        self._size = self._rule.clamp(state["size"])
-        self._too_large, self._num_clean = state["too_large"], state["num_clean"]
-
-    def _below_too_large(self, new: int) -> int:
-        self._num_clean += 1
-        if self._num_clean >= FORGET_AFTER:
-            self._too_large = None
-        return self._size if self._too_large is not None and new >= self._too_large > self._size else new
-
-    def __repr__(self) -> str:
-        return f"FitToMemory(size={self._size}, {self._rule})"

@@ -1,4 +1,4 @@
-"""MemoryMonitor: how full the device is, now and at its fullest."""
+"""MemoryMonitor: how full a device is, now and at its peak."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch
 
 from ...errors import ArgumentError
 from .sources import CpuMemory, CudaMemory, MemorySource, MpsMemory
-from .sources import NvmlMemory as NvmlMemory
 
 
 @final
 class MemoryMonitor:
-    """Read the memory of a device: what is in use, the peak, and the share of what this process can have.
+    """Read the memory of a device: the bytes in use, their peak, and their share of what this process can have.
 
     ``fraction = used_bytes / total_bytes`` and ``peak_fraction = peak_bytes / total_bytes``, from 0 to 1. What other
     processes hold is not part of ``total_bytes``, so a fraction near 1 means that the next allocation fails.
 
-    - CUDA: live tensors of this process. The total is what the driver has free, what the allocator has reserved, and at
-      most the cap of ``torch.cuda.set_per_process_memory_fraction``.
-    - MPS: the pool of the process, against the recommended maximum.
-    - CPU: resident memory, against what the machine or its container has left.
+    - CUDA: live tensors of this process. The total is what the driver has free plus what the allocator has reserved,
+      at most the cap of ``torch.cuda.set_per_process_memory_fraction``.
+    - MPS: the pool of the process. The total is the recommended maximum.
+    - CPU: resident memory. The total adds what the machine or its container has left.
 
     Args:
-        device: ``"cuda:0"``, ``"mps"``, ``"cpu"`` or a ``torch.device``; None is the accelerator torch finds, else CPU.
+        device: ``"cuda:0"``, ``"mps"``, ``"cpu"`` or a ``torch.device``; None is the accelerator that torch finds, else
+            the CPU.
         source: any ``MemorySource`` instead, such as ``NvmlMemory("cuda")`` or ``testing.FakeMemory``.
 
     >>> from batchwright.testing import FakeMemory
@@ -46,17 +46,17 @@ class MemoryMonitor:
 
     @property
     def used_bytes(self) -> int:
-        """Return what is in use now."""
+        """Return the bytes in use now."""
         return self._source.used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Return the most that was in use since ``reset_peak``."""
+        """Return the most bytes in use since ``reset_peak``."""
         return self._source.peak_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Return the most this process could have in use now."""
+        """Return the most bytes that this process could have in use now."""
         return self._source.total_bytes
 
     @property
@@ -66,11 +66,11 @@ class MemoryMonitor:
 
     @property
     def peak_fraction(self) -> float:
-        """Return the share that was in use at the peak."""
+        """Return the share in use at the peak."""
         return _share(self.peak_bytes, self.total_bytes)
 
     def reset_peak(self) -> None:
-        """Begin a new peak at what is in use now."""
+        """Begin a new peak at the bytes in use now."""
         self._source.reset_peak()
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ def _source_of(device: torch.device | str | None) -> MemorySource:
         return MpsMemory()
     if found.type == "cpu":
         return CpuMemory()
-    raise ArgumentError(f"no memory can be read of device {str(found)!r}; use cuda, mps or cpu, or pass source=")
+    raise ArgumentError(f"the memory of device {str(found)!r} cannot be read; use cuda, mps or cpu, or pass source=")
 
 
 def _default_device() -> str:

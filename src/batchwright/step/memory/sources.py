@@ -1,4 +1,4 @@
-"""Where the figures of memory come from: CUDA, NVML, MPS or the host."""
+"""The sources of memory figures: CUDA, NVML, MPS and the host."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from abc import abstractmethod
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, final, runtime_checkable
 
@@ -19,36 +20,36 @@ from ...errors import MissingDependencyError
 class MemorySource(Protocol):
     """The memory of one device as this process sees it; a protocol, so that a fake needs no torch.
 
-    ``total_bytes`` is all this process can have, what it has included: what others hold is not part of it. So
+    ``total_bytes`` is all that this process can have, including what it has now and without what others hold. So
     ``used_bytes / total_bytes`` near 1 means that the next allocation fails.
     """
 
     @property
     @abstractmethod
     def used_bytes(self) -> int:
-        """Return what is in use now."""
+        """Return the bytes in use now."""
 
     @property
     @abstractmethod
     def peak_bytes(self) -> int:
-        """Return the most that was in use since ``reset_peak``."""
+        """Return the most bytes in use since ``reset_peak``."""
 
     @property
     @abstractmethod
     def total_bytes(self) -> int:
-        """Return the most that could be in use."""
+        """Return the most bytes that could be in use."""
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Begin a new peak at what is in use now."""
+        """Begin a new peak at the bytes in use now."""
 
 
 @final
 class CudaMemory(MemorySource):
-    """Tensors of this process on a CUDA device, and what the driver and the process's own cap leave for them.
+    """Tensors of this process on a CUDA device, and the room that the driver and the process's own cap leave for them.
 
-    Blocks that the allocator keeps for later count as free: it hands them out again. What other processes, CUDA
-    contexts and NCCL hold is left out of ``total_bytes``, and ``torch.cuda.set_per_process_memory_fraction`` caps it.
+    Blocks that the allocator keeps for later count as free, since it hands them out again. ``total_bytes`` leaves out
+    what other processes, CUDA contexts and NCCL hold; ``torch.cuda.set_per_process_memory_fraction`` caps it.
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
@@ -78,7 +79,7 @@ class CudaMemory(MemorySource):
 
 
 class SampledMemory(MemorySource):
-    """Memory without a peak of its own: the peak is the highest reading, so readings must be frequent."""
+    """Memory without a record of its peak: the peak is the highest reading, so readings must be frequent."""
 
     def __init__(self) -> None:
         self._highest = 0
@@ -86,7 +87,7 @@ class SampledMemory(MemorySource):
     @property
     @abstractmethod
     def used_bytes(self) -> int:
-        """Return what is in use now."""
+        """Return the bytes in use now."""
 
     @property
     def peak_bytes(self) -> int:
@@ -101,7 +102,7 @@ class SampledMemory(MemorySource):
 
 @final
 class NvmlMemory(SampledMemory):
-    """The whole device as ``nvidia-smi`` shows it, all processes together; needs the package nvidia-ml-py."""
+    """The whole device with all its processes, as ``nvidia-smi`` shows it; needs the package nvidia-ml-py."""
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         if torch.version.hip is None and not is_installed("pynvml"):
@@ -111,7 +112,7 @@ class NvmlMemory(SampledMemory):
 
     @property
     def used_bytes(self) -> int:
-        """Return what all processes hold."""
+        """Return the bytes that all processes hold."""
         return torch.cuda.device_memory_used(self._device)
 
     @property
@@ -122,16 +123,16 @@ class NvmlMemory(SampledMemory):
 
 @final
 class MpsMemory(SampledMemory):
-    """Metal's memory. Its pool keeps what it once took, so the size of the pool is a peak, seen from above."""
+    """Metal's memory. Its pool keeps what it once took, so the size of the pool is an upper bound of the peak."""
 
     @property
     def used_bytes(self) -> int:
-        """Return what the driver has given to this process, cached blocks included."""
+        """Return the bytes that the driver has given to this process, including cached blocks."""
         return torch.mps.driver_allocated_memory()
 
     @property
     def total_bytes(self) -> int:
-        """Return what Metal recommends as the most."""
+        """Return the most bytes that Metal recommends."""
         return torch.mps.recommended_max_memory()
 
     def reset_peak(self) -> None:
@@ -142,21 +143,21 @@ class MpsMemory(SampledMemory):
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Return the device with its number: not every function of ``torch.cuda`` takes ``"cuda"`` for the current one."""
+    """Return the device with its number: not every function of ``torch.cuda`` takes ``"cuda"`` as the current one."""
     return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
 
 
-_PROC = Path("/proc")
-# The memory a container may have, in its two versions; absent where nothing limits it.
+# The memory that a container may have, in versions 2 and 1 of control groups; the files are absent without a limit.
 _CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @final
 class CpuMemory(SampledMemory):
-    """Resident memory of this process, and what the machine or its container can still give it.
+    """Resident memory of this process, and the memory that the machine or its container can still give it.
 
-    On Linux the kernel keeps the peak. Elsewhere psutil is read where it is installed and the peak is the highest
-    reading; without psutil the resident memory is the most this process ever had.
+    psutil reads both if it is installed. By hand is only what psutil cannot tell: the limit of a container, and on
+    Linux the peak, which the kernel keeps. Without psutil Linux is read from /proc; elsewhere the resident memory is
+    then the most that this process ever had.
     """
 
     def __init__(self) -> None:
@@ -166,10 +167,7 @@ class CpuMemory(SampledMemory):
     @property
     def used_bytes(self) -> int:
         """Return the resident bytes."""
-        if sys.platform == "linux":
-            return _proc_bytes("self/status", "VmRSS")
-        memory = _psutil()
-        return _ever_resident_bytes() if memory is None else int(memory.Process().memory_info().rss)
+        return _resident_bytes()
 
     @property
     def peak_bytes(self) -> int:
@@ -180,8 +178,8 @@ class CpuMemory(SampledMemory):
 
     @property
     def total_bytes(self) -> int:
-        """Return what is resident and what is available together, or the limit of the container."""
-        return min([self.used_bytes + _available_bytes(), *_container_limits()])
+        """Return the resident and the available bytes together, or the limit of the container if that is lower."""
+        return min([_resident_bytes() + _available_bytes(), *_container_limits()])
 
     def reset_peak(self) -> None:
         """Ask the kernel for a new high-water mark."""
@@ -189,45 +187,50 @@ class CpuMemory(SampledMemory):
         self._mark_is_ours = sys.platform == "linux" and _reset_mark()
 
 
-def _proc_bytes(file: str, field: str) -> int:
-    """Return a field of a file under /proc, which counts in KiB."""
-    for line in (_PROC / file).read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    return 0
-
-
-def _reset_mark() -> bool:
-    try:
-        (_PROC / "self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
+def _resident_bytes() -> int:
+    psutil = _psutil()
+    if psutil is not None:
+        return int(psutil.Process().memory_info().rss)
+    return _proc_bytes("self/status", "VmRSS") if sys.platform == "linux" else _most_resident_bytes()
 
 
 def _available_bytes() -> int:
+    psutil = _psutil()
+    if psutil is not None:
+        return int(psutil.virtual_memory().available)
     if sys.platform == "linux":
         return _proc_bytes("meminfo", "MemAvailable")
-    memory = _psutil()
-    if memory is None:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - _ever_resident_bytes()
-    return int(memory.virtual_memory().available)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - _most_resident_bytes()
 
 
-def _container_limits() -> list[int]:
-    texts = [Path(path).read_text().strip() for path in _CONTAINER_LIMITS if Path(path).is_file()]
-    return [int(text) for text in texts if text.isdigit()]
-
-
-def _psutil() -> Any:
-    return importlib.import_module("psutil") if is_installed("psutil") else None
-
-
-def _ever_resident_bytes() -> int:
+def _most_resident_bytes() -> int:
     try:
         import resource
     except ImportError:
         raise MissingDependencyError("psutil is not installed; run: pip install psutil", name="psutil") from None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024  # macOS counts bytes, others KiB
+
+
+@cache
+def _psutil() -> Any:
+    return importlib.import_module("psutil") if is_installed("psutil") else None
+
+
+def _proc_bytes(file: str, field: str) -> int:
+    """Return a field of a file under /proc, which counts in KiB."""
+    lines = Path("/proc", file).read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
+
+
+def _reset_mark() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # what 5 does: man 5 proc_pid_clear_refs
+    except OSError:
+        return False
+    return True
+
+
+def _container_limits() -> list[int]:
+    texts = [Path(path).read_text().strip() for path in _CONTAINER_LIMITS if Path(path).is_file()]
+    return [int(text) for text in texts if text.isdigit()]

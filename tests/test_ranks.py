@@ -1,20 +1,11 @@
+"""Ranks: the process group of a model."""
+
 import pytest
 import torch.distributed as dist
 from torch import nn
 
 from batchwright._ranks import Ranks
 from batchwright.errors import ArgumentError
-
-from ..processes import run_ranks
-
-
-@pytest.mark.parametrize(("world_size", "num_steps"), [(2, 300), (3, 40)])
-def test_ranks_that_run_out_of_memory_on_their_own_neither_hang_nor_drift(world_size, num_steps, tmp_path):
-    run_ranks("tests.step.ranks", world_size, tmp_path / "store", num_steps)
-
-
-def test_sharded_ranks_with_uneven_lengths_train_as_one_process_would(tmp_path):
-    run_ranks("tests.step.shards", 2, tmp_path / "store")
 
 
 def test_a_plain_model_is_a_world_of_one():

@@ -164,7 +164,7 @@ class Smoothed(nn.Module):
 def test_a_loss_that_is_no_mean_over_labels_is_refused(shape):
     batch = {"x": torch.randn(*shape, 4), "labels": torch.randint(0, 3, shape)}
     model = Smoothed(lambda logits: logits.sum().square())
-    with pytest.raises(ArgumentError, match=r"the loss of Smoothed is no mean over its labels.*write a loss_fn"):
+    with pytest.raises(ArgumentError, match=r"the loss of Smoothed is not a mean over its labels.*write a loss_fn"):
         huggingface_loss()(model, batch)
 
 
@@ -177,7 +177,7 @@ def test_the_check_leaves_no_trace_in_buffers():
 def test_a_loss_with_a_router_term_is_refused():
     options = {**SMALL, "num_key_value_heads": 2, "num_local_experts": 2, "output_router_logits": True}
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**options))
-    with pytest.raises(ArgumentError, match="MixtralForCausalLM is no mean over its labels: it holds aux_loss"):
+    with pytest.raises(ArgumentError, match="MixtralForCausalLM is not a mean over its labels: it holds aux_loss"):
         huggingface_loss()(model, make_batch("LlamaForCausalLM"))
 
 

@@ -135,7 +135,7 @@ def test_the_example_that_does_not_fit_is_counted_from_the_start_of_the_batch():
             raise torch.OutOfMemoryError
         return batch
 
-    with pytest.raises(DoesNotFitError, match="example 4 of the batch does not fit alone"):
+    with pytest.raises(DoesNotFitError, match="example 4 of the batch does not fit on its own"):
         oom_safe(fn, ["a", "b", "c", "d", "long", "e"])
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from batchwright.step._split import TensorBatch
-from batchwright.step._tree import split, take
+from batchwright._tree import split, take
+from batchwright.plan import MaxItems, MaxTokens
+from batchwright.step.splitting import TensorBatch, split_by_budget
 
 
 def test_a_list_of_one_value_an_example_is_cut_with_the_tensors():
@@ -46,3 +47,18 @@ def test_what_is_cut_at_once_takes_no_memory_of_its_own():
 def test_what_is_more_than_a_row_of_tensors_is_not_cut_at_once():
     assert split({"x": torch.arange(3), "name": "a"}, [2, 1]) is None
     assert split(torch.arange(3), [2, 1]) is None
+
+
+@pytest.mark.parametrize("num", range(1, 12))
+@pytest.mark.parametrize("least_parts", [1, 2, 3, 5])
+def test_there_are_as_many_micro_batches_as_asked_for(num, least_parts):
+    parts = split_by_budget([4] * num, MaxItems(100), least_parts=least_parts)
+    assert len(parts) >= min(least_parts, num)
+    assert sorted(index for part in parts for index in part) == list(range(num))
+
+
+def test_micro_batches_keep_the_budget_but_for_an_example_that_is_over_it_alone():
+    lengths = [3, 50, 7, 12, 1, 9]
+    parts = split_by_budget(lengths, MaxTokens(24))
+    assert parts == [[1], [3, 5], [2, 0, 4]]  # 50, 2 × 12, 3 × 7
+    assert split_by_budget(lengths, MaxTokens(24), order=range(6)) == [[0], [1], [2, 3], [4, 5]]

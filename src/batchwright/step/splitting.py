@@ -1,4 +1,4 @@
-"""Cut a logical batch into micro-batches: by number, by budget, or by what has fitted so far."""
+"""Splitting: cut a logical batch into micro-batches by number, by budget, or by what has fitted so far."""
 
 from __future__ import annotations
 
@@ -6,33 +6,66 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
+from .._checks import as_whole
 from .._lengths import as_lengths
+from .._tree import leaves, num_examples, take
+from .._tree import split as split_tree
 from ..errors import ArgumentError
 from ..plan import Budget
-from ._tree import leaves, num_examples, take
-from ._tree import split as split_tree
+from ..plan.budget import check_budget
 
-Lengths = npt.NDArray[np.int32]
-Part = Sequence[int]  # the places of a micro-batch's examples; a range where they are neighbours
+Lengths: TypeAlias = npt.NDArray[np.int32]
+Part: TypeAlias = Sequence[int]  # the places of a micro-batch's examples; a range where they are neighbours
+
+
+def split_by_budget(
+    lengths: npt.ArrayLike, budget: Budget, *, order: npt.ArrayLike | None = None, least_parts: int = 1
+) -> list[list[int]]:
+    """Cut the examples of one update into micro-batches that fit a budget, for a training loop of your own.
+
+    ``Stepper(micro_batch=budget)`` cuts its batches like this. An example that is over the budget is cut off alone.
+
+    Args:
+        lengths: of the examples, ``(B,)`` or ``(B, axes)``, as they will be padded.
+        budget: what one micro-batch may cost.
+        order: a permutation of the examples to cut in; None sorts them by length, longest first, for little padding.
+        least_parts: make at least this many micro-batches, if there are that many examples.
+
+    Returns:
+        The indices of the examples of each micro-batch.
+
+    >>> from batchwright import MaxTokens
+    >>> split_by_budget([3, 9, 4, 8], MaxTokens(20))  # 2 × 9 tokens, then 2 × 4
+    [[1, 3], [2, 0]]
+    """
+    rows = as_lengths(lengths)
+    if order is None:
+        places = _longest_first(rows)
+    else:
+        places = np.asarray(order)
+        if not np.array_equal(np.sort(places), np.arange(len(rows))):
+            raise ArgumentError(f"order must be a permutation of the {len(rows)} examples, each index once")
+    most = _most_items(len(rows), as_whole("least_parts", least_parts, least=1))
+    return _cut(rows, places, check_budget(budget), 1.0, most)
 
 
 class LogicalBatch(ABC):
-    """Examples of one update; they can be taken apart and put together in any order."""
+    """The examples of one update, which can be taken apart and put together in any order."""
 
     num_examples: int
-    lengths: Lengths | None  # (B, axes) as the micro-batch will be padded
+    lengths: Lengths | None  # (B, axes), as the micro-batch will be padded
 
     @abstractmethod
     def take(self, indices: Part) -> Any:
         """Return the micro-batch of some examples."""
 
     def take_all(self, parts: Sequence[Part]) -> Iterable[Any]:
-        """Return the micro-batches of all parts, each made when it is asked for."""
+        """Return the micro-batches of all parts, each made when it is needed."""
         return map(self.take, parts)
 
     @property
@@ -43,12 +76,12 @@ class LogicalBatch(ABC):
     @property
     @abstractmethod
     def num_elements(self) -> int:
-        """Return an upper bound of what a loss may sum over."""
+        """Return an upper bound on how many elements a loss may sum over."""
 
 
 @final
 class TensorBatch(LogicalBatch):
-    """Nested tensors, split on their first dimension; kept at their width unless ``trim`` is given."""
+    """Nested tensors, split along their first dimension; they keep their width unless ``trim`` is given."""
 
     def __init__(self, batch: Any, *, lengths: Callable[[Any], Any] | None, trim: Callable[[Any], Any] | None) -> None:
         self._batch = batch
@@ -56,7 +89,7 @@ class TensorBatch(LogicalBatch):
         self.num_examples = num_examples(batch)
         self.lengths = None if lengths is None else _checked(lengths(batch), self.num_examples)
         if self.lengths is not None and trim is None:
-            # Rows keep the width of the whole batch, so that is what each costs.
+            # Every row keeps the width of the whole batch, so each costs that much.
             self.lengths = np.broadcast_to(self.lengths.max(axis=0), self.lengths.shape)
 
     def take(self, indices: Part) -> Any:
@@ -65,7 +98,7 @@ class TensorBatch(LogicalBatch):
         return part if self._trim is None else self._trim(part)
 
     def take_all(self, parts: Sequence[Part]) -> Iterable[Any]:
-        """Return the micro-batches of all parts; neighbours are cut at once, which takes no copy."""
+        """Return the micro-batches of all parts; neighbours are cut in one go, without a copy."""
         if self._trim is None and len(parts) > 1 and all(isinstance(part, range) for part in parts):
             found = split_tree(self._batch, list(map(len, parts)))
             if found is not None:
@@ -74,12 +107,12 @@ class TensorBatch(LogicalBatch):
 
     @property
     def gains_from_sorting(self) -> bool:
-        """Return True where rows are trimmed."""
+        """Return whether rows are trimmed."""
         return self._trim is not None and self.lengths is not None
 
     @property
     def num_elements(self) -> int:
-        """Return the elements of the largest tensor."""
+        """Return the number of elements of the largest tensor."""
         return max(tensor.numel() for tensor in leaves(self._batch))
 
 
@@ -104,12 +137,12 @@ class ExampleBatch(LogicalBatch):
 
     @property
     def gains_from_sorting(self) -> bool:
-        """Return True where lengths are known."""
+        """Return whether lengths are known."""
         return self.lengths is not None
 
     @property
     def num_elements(self) -> int:
-        """Return the examples times the longest, or times 2**16 where lengths are not known."""
+        """Return the number of examples times the longest, or times 2**16 if lengths are not known."""
         longest = 1 << 16 if self.lengths is None else int(self.lengths.sum(axis=1).max())
         return self.num_examples * longest
 
@@ -117,7 +150,7 @@ class ExampleBatch(LogicalBatch):
 def _checked(lengths: Any, num: int) -> Lengths:
     array = as_lengths(lengths)
     if len(array) != num:
-        raise ArgumentError(f"lengths must give one row an example, {num}, got {len(array)}")
+        raise ArgumentError(f"lengths must have one row per example, {num}, got {len(array)}")
     return array
 
 
@@ -128,33 +161,49 @@ def split(
     limit: float,
     order: npt.NDArray[np.int64] | None = None,
     least_parts: int = 1,
-) -> list[Part]:
+) -> Sequence[Part]:
     """Cut a logical batch so that every micro-batch costs at most ``limit``; one example may cost more.
 
     Args:
         batch: the logical batch.
-        budget: counts the cost as a share of the budget; None counts tokens where lengths are known, else items.
-        limit: the most a micro-batch may cost.
+        budget: counts the cost as a share of the budget; None counts tokens if lengths are known, else items.
+        limit: the most that a micro-batch may cost.
         order: the order to cut in; None sorts by length, longest first, where that makes micro-batches narrower.
-        least_parts: at least so many micro-batches, if there are so many examples.
+        least_parts: make at least this many micro-batches, if there are that many examples.
 
     Returns:
         The places of the examples of each micro-batch.
     """
     if order is None and batch.gains_from_sorting:
-        order = _longest_first(batch)
-    most = -(-batch.num_examples // max(1, least_parts))
+        assert batch.lengths is not None
+        order = _longest_first(batch.lengths)
+    most = _most_items(batch.num_examples, least_parts)
     if batch.lengths is None:
         most = min(most, batch.num_examples if math.isinf(limit) else max(1, math.floor(limit)))
         return _near_equal(order, batch.num_examples, -(-batch.num_examples // most))
-    order = np.arange(batch.num_examples) if order is None else order
-    parts: list[Part] = []
+    return _cut(batch.lengths, np.arange(batch.num_examples) if order is None else order, budget, limit, most)
+
+
+def _cut(
+    lengths: Lengths, order: npt.NDArray[np.int64], budget: Budget | None, limit: float, most: int
+) -> list[list[int]]:
+    """Take as many examples as fit off the front of an order, at most ``most``, until none is left."""
+    parts = []
     place = 0
     while place < len(order):
-        size = _longest_prefix(batch.lengths[order[place : place + most]], budget, limit)
+        over = _costs(lengths[order[place : place + most]], budget) > limit
+        # argmax finds the first example that is too much; it is the first of the next part, or alone in this one.
+        size = max(1, int(np.argmax(over))) if over.any() else len(over)
         parts.append(order[place : place + size].tolist())
         place += size
     return parts
+
+
+def _most_items(num: int, least_parts: int) -> int:
+    """Return the most examples of a part, so that there are at least that many parts."""
+    most = -(-num // least_parts)
+    # 4 examples in 3 parts: parts of 2 would be only 2.
+    return most if -(-num // most) >= least_parts else max(1, num // least_parts)
 
 
 def cost_of(batch: LogicalBatch, part: Part, budget: Budget | None) -> float:
@@ -173,18 +222,12 @@ def _costs(lengths: Lengths, budget: Budget | None) -> npt.NDArray[np.float64]:
     return np.asarray(budget.fraction(counts, tops), dtype=np.float64)
 
 
-def _longest_prefix(lengths: Lengths, budget: Budget | None, limit: float) -> int:
-    over = _costs(lengths, budget) > limit
-    return max(1, int(np.argmax(over))) if over.any() else len(lengths)
-
-
-def _longest_first(batch: LogicalBatch) -> npt.NDArray[np.int64]:
-    assert batch.lengths is not None
-    return np.argsort(-batch.lengths.sum(axis=1), kind="stable")
+def _longest_first(lengths: Lengths) -> npt.NDArray[np.int64]:
+    return np.argsort(-lengths.sum(axis=1), kind="stable")
 
 
 def _near_equal(order: npt.NDArray[np.int64] | None, num: int, num_parts: int) -> list[Part]:
-    """Return parts that differ by one example at most, the larger ones first, in an order or in that of the batch."""
+    """Return parts that differ by at most one example, larger ones first, in an order or in that of the batch."""
     places: Part = range(num) if order is None else order.tolist()
     size, rest = divmod(num, num_parts)
     stops = [size * place + min(place, rest) for place in range(num_parts + 1)]

@@ -1,12 +1,14 @@
-"""Which shapes are probed, against machines whose memory is known."""
+"""Which shapes are measured, on machines whose memory is known."""
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
+from hypothesis import given
+from hypothesis import strategies as st
 
 import batchwright as bw
-from batchwright.step import growing_shapes
+from batchwright.errors import ArgumentError, BudgetError
+from batchwright.plan import MaxItems, MaxTokens
+from batchwright.step import default_shapes, growing_shapes
 from batchwright.step.calibration.result import Calibration, Measurement
 from batchwright.step.calibration.shapes import GROWTH, in_turn
 
@@ -165,3 +167,48 @@ def test_a_list_is_probed_until_a_shape_is_predicted_over_the_limit():
     )
     assert [row.shape[0] for row in found] == [1, 2, 4]  # (50, 10) would take 1500
     assert stopped == "(50, 10) is predicted over 1400 bytes"
+
+
+def test_default_shapes_spread_and_end_at_the_limit():
+    lengths = np.random.default_rng(0).lognormal(3, 1, 1000).astype(int).clip(1, 400)
+    shapes = np.array(default_shapes(lengths, MaxTokens(4096)))
+    tokens = shapes[:, 0] * shapes[:, 1]
+    assert len(shapes) == 10
+    assert len(np.unique(shapes[:, 0])) >= 2
+    assert len(np.unique(shapes[:, 1])) >= 3
+    assert lengths.max() in shapes[:, 1]
+    assert (np.diff(tokens) >= 0).all()
+    assert 0.9 * 4096 < tokens[-1] <= 4096
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 500), st.integers(1, 500)), min_size=1, max_size=50),
+    st.integers(1000, 50_000),
+    st.integers(4, 12),
+)
+def test_default_shapes_of_pairs_keep_the_budget_and_tell_axes_apart(pairs, limit, num):
+    shapes = default_shapes(pairs, MaxTokens(limit), num=num)
+    assert all(shape[0] * sum(shape[1:]) <= limit for shape in shapes)
+    assert len(set(shapes)) == len(shapes) <= num
+    longest = np.max(pairs, axis=0)
+    for axis in (0, 1):
+        assert longest[axis] in {shape[1 + axis] for shape in shapes}
+        assert len({shape[1 + axis] for shape in shapes}) >= min(3, longest[axis])
+
+
+def test_default_shapes_of_one_length_have_shorter_ones_too():
+    assert {length for _, length in default_shapes([128] * 9, 8)} == {32, 64, 128}
+
+
+def test_pairs_whose_longest_sides_never_meet_are_measured_one_side_at_a_time():
+    # Each of 600 + 10 fits 1000 tokens, 600 + 600 would not.
+    shapes = default_shapes([(600, 10), (10, 600), (50, 50)], MaxTokens(1000))
+    assert all(shape[0] * (shape[1] + shape[2]) <= 1000 for shape in shapes)
+    assert {600} <= {shape[1] for shape in shapes} & {shape[2] for shape in shapes}
+
+
+def test_a_budget_no_longest_example_fits_is_refused():
+    with pytest.raises(BudgetError, match=r"not one item of length \(600,\) fits MaxTokens\(500\)"):
+        default_shapes([10, 600], MaxTokens(500))
+    with pytest.raises(ArgumentError, match="num must be a whole number of 4 or more, got 3"):
+        default_shapes([10, 600], MaxItems(5), num=3)

@@ -258,7 +258,7 @@ def test_a_budget_can_count_the_output():
 
 def test_an_example_that_does_not_fit_alone_is_named_by_its_place():
     examples = [[11], [12] * 9, [13, 14]]
-    with pytest.raises(DoesNotFitError, match=r"example 1 of length \[9, 3\] does not fit alone.*2\.00 GiB"):
+    with pytest.raises(DoesNotFitError, match=r"example 1 of length \[9, 3\] does not fit on its own.*2\.00 GiB"):
         generate(Recorded(make_model("LlamaForCausalLM"), most=5), examples, max_new_tokens=3)
 
 

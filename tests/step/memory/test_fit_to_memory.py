@@ -181,7 +181,7 @@ def test_the_state_survives_json_and_continues():
         ({"max_size": 4, "min_size": 8}, "max_size must be a whole number of 8 or more, got 4"),
         ({"max_size": 4, "initial": 8}, "initial must be from 1 to 4, got 8"),
         ({"max_size": 4, "low": 0.9}, "low <= high"),
-        ({"max_size": 4, "factor": 1}, "factor must be above 1, got 1"),
+        ({"max_size": 4, "factor": 1}, "factor must be a number above 1, got 1"),
     ],
 )
 def test_impossible_settings_are_refused(settings, complaint):
@@ -190,6 +190,6 @@ def test_impossible_settings_are_refused(settings, complaint):
 
 
 @pytest.mark.parametrize("fraction", [-0.1, math.nan, math.inf])
-def test_a_fraction_that_is_none_is_refused(fraction):
-    with pytest.raises(ArgumentError, match="fraction and baseline must be 0 or more"):
+def test_a_fraction_that_is_not_a_share_is_refused(fraction):
+    with pytest.raises(ArgumentError, match="fraction must be a number of 0 or more"):
         FitToMemory(4).observe(fraction)

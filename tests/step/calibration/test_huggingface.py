@@ -157,7 +157,7 @@ def test_shapes_of_the_wrong_number_of_lengths_are_refused():
 def test_what_is_no_text_model_is_refused():
     with pytest.raises(ArgumentError, match="needs a transformers model of text, got Linear"):
         calibrate_huggingface(nn.Linear(1, 1), TEXTS)
-    with pytest.raises(ArgumentError, match="BertForPreTraining has no logits of a known form"):
+    with pytest.raises(ArgumentError, match="BertForPreTraining has logits of an unknown form"):
         calibrate_huggingface(transformers.BertForPreTraining(bert_config()), TEXTS)
 
 

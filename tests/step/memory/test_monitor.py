@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from batchwright.errors import ArgumentError, MissingDependencyError
-from batchwright.step.memory.monitor import MemoryMonitor, NvmlMemory
-from batchwright.step.memory.sources import CpuMemory
+from batchwright.step.memory.monitor import MemoryMonitor
+from batchwright.step.memory.sources import CpuMemory, NvmlMemory
 from batchwright.testing import FakeMemory
 
 MIB = 2**20
@@ -49,7 +49,7 @@ def test_a_device_and_a_source_together_are_refused():
 
 
 def test_a_device_whose_memory_nobody_can_read_is_refused():
-    with pytest.raises(ArgumentError, match="no memory can be read of device 'meta'"):
+    with pytest.raises(ArgumentError, match="the memory of device 'meta' cannot be read"):
         MemoryMonitor("meta")
 
 
