@@ -135,6 +135,11 @@ def test_at_the_smallest_size_growth_is_not_blocked_by_itself():
     assert [fit.observe(0.9), fit.observe(0.1)] == [8, 16]
 
 
+def test_a_size_just_below_the_one_that_failed_is_not_tried():
+    fit = FitToMemory(1000, initial=1000, factor=3.0)
+    assert [fit.observe(0.9), fit.observe(0.2), fit.observe(0.2)] == [333, 333, 333]  # 999 would fail as 1000 did
+
+
 @given(
     constant=st.floats(0, 0.7),
     per_item=st.floats(1e-4, 0.5),
