@@ -1,6 +1,7 @@
 """calibrate: order, limits, exact fits of made-up costs, held-out errors, and no trace left behind."""
 
 import copy
+import gc
 import io
 
 import numpy as np
@@ -205,6 +206,7 @@ class OnTheDevice:
     """A small transformer on the GPU; it has run once, since libraries keep a workspace from the first run on."""
 
     def __init__(self):
+        gc.collect()  # what earlier tests left in reference cycles would be freed while memory is compared
         layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
         encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.model = nn.Sequential(nn.Linear(8, 128), encoder).cuda()
