@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, final
 
@@ -127,7 +128,8 @@ def measure_attention(
         The shortest times over the shapes; no visits if the kernel cannot run.
     """
     stack = _Stack(effort, device).to(device, _dtype(device))
-    with _quietly(), _only(backend):
+    with warnings.catch_warnings(), _only(backend):
+        warnings.simplefilter("ignore")  # torch warns about the reasons why a kernel cannot run
         masked = next((masked for masked in (True, False) if _runs(stack, masked)), None)
         if masked is None:
             return Attention(backend=backend)
@@ -167,14 +169,6 @@ def _dtype(device: torch.device) -> torch.dtype:
 def _only(backend: str) -> AbstractContextManager[None]:
     kernel = _BACKENDS[backend]
     return nullcontext() if kernel is None else sdpa_kernel(kernel)
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence the warnings with which torch explains why a kernel cannot run."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _runs(stack: _Stack, masked: bool) -> bool:
@@ -279,9 +273,7 @@ def measure_launch(
 def sizes(effort: Effort) -> list[int]:
     """Return the numbers of examples to try: powers of two.
 
-    >>> from dataclasses import replace
-    >>> from .records import CPU
-    >>> sizes(replace(CPU, max_items=8))
+    >>> sizes(Effort(max_items=8))
     [1, 2, 4, 8]
     """
     return [2**power for power in range(effort.max_items.bit_length())]
@@ -294,11 +286,11 @@ def _without_peaks(rows: list[LaunchRow]) -> list[LaunchRow]:
     [5.0, 5.0, 6.0]
     """
     least = accumulate((row.seconds for row in reversed(rows)), min)
-    return [row._replace(seconds=seconds) for row, seconds in zip(rows, reversed([*least]), strict=True)]
+    return [replace(row, seconds=seconds) for row, seconds in zip(rows, reversed([*least]), strict=True)]
 
 
 def _training_step(device: torch.device, effort: Effort) -> Callable[[tuple[int, ...]], None]:
-    heads = max(1, effort.width // 64)
+    heads = max(1, effort.width // _HEAD_WIDTH)
     layer = nn.TransformerEncoderLayer(
         effort.width, heads, 4 * effort.width, activation="gelu", batch_first=True, norm_first=True, device=device
     )
@@ -324,12 +316,10 @@ def _autocast(device: torch.device) -> AbstractContextManager[Any]:
 def _kernel_seconds(device: torch.device, clock: Callable[[], float]) -> float:
     """Return the seconds to launch one small operation, from many that are launched without waiting."""
     x = torch.zeros(16, device=device)
-    for _ in range(_NUM_LAUNCHES):
-        x.add_(1)
-    x.sum().item()
-    start = clock()
-    for _ in range(_NUM_LAUNCHES):
-        x.add_(1)
-    seconds = clock() - start
-    x.sum().item()
+    for _ in range(2):  # the first round only loads the kernel
+        x.sum().item()
+        start = clock()
+        for _ in range(_NUM_LAUNCHES):
+            x.add_(1)
+        seconds = clock() - start
     return seconds / _NUM_LAUNCHES

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, final
+from itertools import takewhile
+from typing import Any, final
 
 # A step counts as no longer than the shortest one if it takes at most this much more.
 FLAT = 0.25
@@ -74,7 +75,9 @@ class Attention:
     picks: str | None = None
 
 
-class LaunchRow(NamedTuple):
+@final
+@dataclass(frozen=True)
+class LaunchRow:
     """The tokens of a training step, and its seconds once its shape is known."""
 
     tokens: int
@@ -111,12 +114,8 @@ class Launch:
     @property
     def flat_tokens(self) -> int:
         """Return the most tokens whose step takes at most a quarter more than the shortest."""
-        flat = self.rows[0].tokens
-        for row in self.rows:
-            if row.seconds > (1 + FLAT) * self.floor_seconds:
-                break
-            flat = row.tokens
-        return flat
+        most = (1 + FLAT) * self.floor_seconds
+        return [self.rows[0], *takewhile(lambda row: row.seconds <= most, self.rows)][-1].tokens
 
     @property
     def knee_tokens(self) -> int:
@@ -136,18 +135,11 @@ class Findings:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, including what follows from the measurements."""
-        launch = self.launch
-        derived = {
-            "floor_seconds": launch.floor_seconds,
-            "flat_tokens": launch.flat_tokens,
-            "knee_tokens": launch.knee_tokens,
+        figures = asdict(self)
+        figures["launch"] |= {
+            name: getattr(self.launch, name) for name in ("floor_seconds", "flat_tokens", "knee_tokens")
         }
-        rows = [row._asdict() for row in launch.rows]
-        return {
-            "machine": asdict(self.machine),
-            "attention": [asdict(entry) for entry in self.attention],
-            "launch": {**asdict(launch), "rows": rows, **derived},
-        }
+        return figures
 
 
 @final
@@ -163,7 +155,7 @@ class Advice:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much to measure.
+    """How much to measure; the defaults are those of a CPU.
 
     Args:
         width: the width of the models.
@@ -176,27 +168,18 @@ class Effort:
         most_seconds: after a step of this length, no larger batch is run.
     """
 
-    width: int
-    num_layers: int
-    num_attention_layers: int
-    num_shapes: int
-    repeats: int
-    length: int
-    max_items: int
-    most_seconds: float
+    width: int = 64
+    num_layers: int = 2
+    num_attention_layers: int = 2
+    num_shapes: int = 4
+    repeats: int = 3
+    length: int = 16
+    max_items: int = 128
+    most_seconds: float = 0.5
 
 
-CPU = Effort(
-    width=64,
-    num_layers=2,
-    num_attention_layers=2,
-    num_shapes=4,
-    repeats=3,
-    length=16,
-    max_items=128,
-    most_seconds=0.5,
-)
-GPU = replace(CPU, width=1024, num_layers=12, num_attention_layers=12, num_shapes=5, length=64, max_items=1024)
+CPU = Effort()
+GPU = Effort(width=1024, num_layers=12, num_attention_layers=12, num_shapes=5, length=64, max_items=1024)
 
 
 def effort_for(machine: Machine, *, quick: bool) -> Effort:
