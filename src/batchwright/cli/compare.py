@@ -14,14 +14,14 @@ from .._types import IntArray
 from ..errors import ArgumentError, BatchwrightError
 from .lengths import percentile
 
-Verdict: TypeAlias = Literal["yes", "fewer steps only", "no"]
-
 # With fewer batches per epoch, the last ones, only partly filled, would distort every figure.
 _MIN_BATCHES = 50
 # A smaller gain drowns in the noise of a training run and is not worth a change.
 WORTH = 1.10
 # How much extra padding multiples of 8 may cost; the matrix units of GPUs prefer them.
 _PAD_ALLOWANCE = 0.02
+
+Verdict: TypeAlias = Literal["yes", "fewer steps only", "no"]
 
 
 @final

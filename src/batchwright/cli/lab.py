@@ -35,6 +35,8 @@ Needs torch and scikit-learn: pip install 'batchwright[lab]'.
 """
 
 _LAB_EXAMPLES = """\
+  batchwright lab list                                what there is to train
+  batchwright lab run quick                           a first look, a few minutes
   batchwright lab run --data my.csv --target label
   batchwright lab show
 """
@@ -121,7 +123,9 @@ def add_lab(commands: Commands) -> None:
 
 
 def _add_run_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("preset", metavar="PRESET", nargs="?", help="quick, course or full")
+    command.add_argument(
+        "preset", metavar="PRESET", nargs="?", help="a ready-made choice of data sets and models: quick, course or full"
+    )
     data = command.add_argument_group("a file of your own")
     add_option(data, "--data FILE", ".csv, .tsv, .jsonl or .npz; all but .npz also as .gz", type=Path)
     add_option(data, "--target COLUMN", "the column to predict")
@@ -133,7 +137,7 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
     task = "what the target is (default: classes if it holds texts or at most 20 different whole numbers)"
     data.add_argument("--task", choices=("classification", "regression"), help=task)
     add_option(data, "--limit ROWS", "use only ROWS rows, chosen at random (default: all)", type=positive)
-    add_option(data, "--models NAMES", "models to train (default: all that fit)", type=names)
+    add_option(data, "--models NAMES", "models to train, separated by commas (default: all that fit)", type=names)
     add_option(data, "--epochs N", "passes over the data (default: 4 to 16, fewer for large data)", type=positive)
     matrix = command.add_argument_group("what to compare")
     chosen = (
@@ -312,9 +316,14 @@ def _plan_of_file(arguments: argparse.Namespace) -> LabPlan:
     if unfit:
         raise ArgumentError(f"--models {', '.join(unfit)}: {arguments.data.name} takes {', '.join(fitting)}")
     epochs = arguments.epochs or default_epochs(len(data.train))
-    optimizers = {"gru": "adam", "transformer": "adam"}
     cells = tuple(
-        Cell(dataset=name, model=model, num_epochs=epochs, optimizer=optimizers.get(model, "sgd"), data=options)
+        Cell(
+            dataset=name,
+            model=model,
+            num_epochs=epochs,
+            optimizer="adam" if model in ("gru", "transformer") else "sgd",
+            data=options,
+        )
         for model in dict.fromkeys(arguments.models or fitting)
     )
     return LabPlan(name=name, cells=cells, strategies=strategies.names(), seeds=tuple(range(_NUM_SEEDS)))

@@ -34,8 +34,9 @@ _FILE = "FILE is .jsonl, .csv, .tsv or .txt, each also as .gz, with one example 
 _PLAN = f"""\
 Show the lengths of a file and how each grouping would batch them.
 
-All groupings get the same budget. For each, the table says how much padding it leaves, how many batches
-and shapes it makes, and how often examples meet again.
+A grouping decides which examples share a batch. The budget is the most padded tokens that a batch may
+hold, and all groupings get the same one. A table says how much padding each of them leaves, how many
+batches and shapes it makes, and how often the same examples share a batch again.
 
 {_FILE}
 """

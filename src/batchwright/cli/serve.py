@@ -48,16 +48,18 @@ _EXAMPLES = """\
 def add_serve(commands: Commands) -> None:
     """Add the command ``serve``."""
     command = add_command(commands, "serve", _SERVE, _EXAMPLES, run=_run)
-    function = "a function from a list to a list, or a Batcher"
+    function = "my_model:embed is the function embed in my_model.py; it takes and returns a list, or is a Batcher"
     command.add_argument("function", metavar="MODULE:FUNCTION", nargs="?", help=function)
     add_option(command, "--demo", "serve a small encoder with three policies and compare them on a page")
     batches = command.add_argument_group("batches")
-    policies = ("adaptive", "greedy", "window")
-    batches.add_argument("--policy", choices=policies, help="how batches are formed (default: adaptive)")
-    add_option(batches, "--max-items N", "requests per batch (default: 64)", type=positive)
-    add_option(
-        batches, "--length-of MODULE:FUNCTION", "returns the length of an item, to group by (default: all alike)"
+    about = (
+        "how batches are formed: adaptive takes requests of similar length, as many as meet their deadlines; greedy "
+        "takes all that wait; window waits --max-wait-ms for more (default: adaptive)"
     )
+    batches.add_argument("--policy", choices=("adaptive", "greedy", "window"), help=about)
+    add_option(batches, "--max-items N", "requests per batch (default: 64)", type=positive)
+    length = "returns the length of an item, to group by (default: all are alike)"
+    add_option(batches, "--length-of MODULE:FUNCTION", length)
     tokens = "padded tokens per batch: items times the longest (default: no limit)"
     add_option(batches, "--max-tokens N", tokens, type=positive)
     deadline = "milliseconds from request to answer (default: no limit)"

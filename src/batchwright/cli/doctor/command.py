@@ -15,7 +15,7 @@ from .records import Advice, Attention, Findings, Launch, Machine, Visits
 _DOCTOR = """\
 Measure this machine and say what to set (needs torch).
 
-It measures, and says what that means for batches:
+What it measures:
 
   memory      how much this process can use, and what holds the rest
   attention   which attention kernels run here, and what a new batch shape costs with each of them: some
@@ -23,7 +23,8 @@ It measures, and says what that means for batches:
   sizes       the batch size below which a step takes only as long as launching its kernels, and the one
               above which throughput hardly grows
 
-Takes about half a minute on a GPU or a CPU. It trains small models of its own and changes nothing.
+Each result comes with what it means for your batches, and a line to copy. Takes about half a minute; it
+trains small models of its own and changes nothing.
 """
 
 _EXAMPLES = """\

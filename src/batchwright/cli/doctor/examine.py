@@ -188,9 +188,7 @@ class _Stack(nn.Module):
         super().__init__()
         self._width, self._device = effort.width, device
         self._heads = max(1, effort.width // _HEAD_WIDTH)
-        self.layers = nn.ModuleList(
-            nn.Linear(effort.width, 3 * effort.width) for _ in range(effort.num_attention_layers)
-        )
+        self.layers = nn.ModuleList(nn.Linear(effort.width, 3 * effort.width) for _ in range(effort.num_layers))
 
     def step(self, num_items: int, length: int, *, masked: bool) -> None:
         """Run one batch forward and backward."""
@@ -273,7 +271,8 @@ def measure_launch(
 def sizes(effort: Effort) -> list[int]:
     """Return the numbers of examples to try: powers of two.
 
-    >>> sizes(Effort(max_items=8))
+    >>> from .records import CPU
+    >>> sizes(replace(CPU, max_items=8))
     [1, 2, 4, 8]
     """
     return [2**power for power in range(effort.max_items.bit_length())]

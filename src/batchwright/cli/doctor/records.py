@@ -155,12 +155,11 @@ class Advice:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much to measure; the defaults are those of a CPU.
+    """How much to measure.
 
     Args:
         width: the width of the models.
-        num_layers: the layers of the model whose steps are timed.
-        num_attention_layers: the layers of the stack whose attention is timed.
+        num_layers: the layers of the models.
         num_shapes: the number of new shapes per attention kernel.
         repeats: the timed runs of a shape after the first.
         length: the length of the examples of a step.
@@ -168,18 +167,17 @@ class Effort:
         most_seconds: after a step of this length, no larger batch is run.
     """
 
-    width: int = 64
-    num_layers: int = 2
-    num_attention_layers: int = 2
-    num_shapes: int = 4
-    repeats: int = 3
-    length: int = 16
-    max_items: int = 128
-    most_seconds: float = 0.5
+    width: int
+    num_layers: int
+    num_shapes: int
+    repeats: int
+    length: int
+    max_items: int
+    most_seconds: float
 
 
-CPU = Effort()
-GPU = Effort(width=1024, num_layers=12, num_attention_layers=12, num_shapes=5, length=64, max_items=1024)
+CPU = Effort(width=64, num_layers=2, num_shapes=4, repeats=3, length=16, max_items=128, most_seconds=0.5)
+GPU = replace(CPU, width=1024, num_layers=12, num_shapes=5, length=64, max_items=1024)
 
 
 def effort_for(machine: Machine, *, quick: bool) -> Effort:
