@@ -10,7 +10,7 @@ import pytest
 from batchwright.lab.report import server, write_report
 from batchwright.lab.report.server import make_server
 
-from .browser import Browser, find_chromium
+from ..browser import Browser, find_chromium
 from .fabricated import DATASETS, STRATEGIES, fabricate, fail, write_folder
 
 pytestmark = pytest.mark.skipif(
