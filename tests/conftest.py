@@ -1,4 +1,4 @@
-"""Shared set-up: one thread for torch, Ctrl-C as in the foreground, hypothesis profiles, the marker of GPU tests."""
+"""Shared set-up: one thread for torch, Ctrl-C as in the foreground, hypothesis profiles, GPU marker, the browser."""
 
 import importlib.util
 import os
@@ -6,6 +6,8 @@ import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from .browser import Browser, find_chromium
 
 # `make test` runs the first, `make check` the second. No deadline: machines are noisy and tests assert behaviour.
 settings.register_profile("test", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -31,3 +33,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("needs_cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if find_chromium() is None:
+        pytest.skip("needs a browser: install the Debian package chromium (apt-get install chromium)")
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()

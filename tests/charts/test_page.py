@@ -1,28 +1,37 @@
 import html.parser
+import json
 import re
 
 import pytest
 
-from batchwright._charts.page import POLICY, Markup, read_asset, render_page, render_table
+from batchwright._charts.page import POLICY, Markup, embed, read_asset, render_page, render_table
 
 
-def test_a_page_without_scripts_asks_for_nothing():
-    page = render_page("a < b", "<p>text</p>")
+def test_a_page_asks_for_nothing_from_elsewhere():
+    page = render_page("a < b", "<p>text</p>", scripts=["const mine = svg;\n"])
     assert "<title>a &lt; b</title>" in page
     assert "<p>text</p>" in page
     assert f'content="{POLICY}"' in page
-    assert not re.search(r"https?:|//|@import|url\((?!#)|<script|<link|<img", page)
+    assert set(re.findall(r"https?://[^\s\"']+", page)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"@import|url\((?!#)|<img|<(script|link)[^>]+(src|href)=\"(?!data:)", page)
+    # A browser would ask the server for an icon that it does not have.
+    assert '<link rel="icon" href="data:,">' in page
 
 
 def test_scripts_follow_the_shared_one_inside_one_function():
-    page = render_page(
-        "t", "", scripts=["const first = svg;\n", "const second = first;\n"], attributes={"data-x": '"<'}
-    )
+    page = render_page("t", "", scripts=["const first = svg;\n", "const second = 1;\n"], attributes={"data-x": '"<'})
     assert page.index("const NS =") < page.index("const first") < page.index("const second")
-    assert page.count("<script>") == 1
+    assert page.count("<script") == 1
     assert '<body data-x="&quot;&lt;">' in page
-    # A browser would ask the server for an icon that it does not have.
-    assert '<link rel="icon" href="data:,">' in page
+
+
+def test_data_stands_before_the_scripts_and_cannot_end_its_element():
+    page = render_page("t", "", scripts=[""], data={"name": "</script>"})
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
+    assert json.loads(found[1]) == {"name": "</script>"}
+    assert found.end() < page.index("const NS =")
+    with pytest.raises(ValueError, match="Out of range"):
+        embed({"loss": float("nan")})
 
 
 def test_a_script_cannot_end_early():

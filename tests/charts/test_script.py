@@ -1,13 +1,12 @@
 """The shared script: its scales and paths, run by Node where it is installed."""
 
 import json
-import re
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 
-from batchwright._charts import svg
 from batchwright._charts.page import read_asset
 
 SCRIPT = read_asset("batchwright._charts", "svg.js")
@@ -20,15 +19,11 @@ def evaluate(expression):
     return json.loads(subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True).stdout)
 
 
-def test_marks_have_the_same_corners_as_in_python():
-    given = json.loads(re.search(r"CORNERS = (\[.*?\]);", SCRIPT, re.DOTALL)[1].replace(",\n]", "]"))
-    assert given == [[list(corner) for corner in corners] for corners in svg._CORNERS]
-
-
 @needs_node
 def test_a_scale_maps_its_ends_to_its_ends():
     assert evaluate("[0, 5, 10].map(makeScale(0, 10, 100, 200))") == [100, 150, 200]
     assert evaluate("[1, 10, 100].map(makeScale(1, 100, 0, 200, 'log'))") == [0, 100, 200]
+    assert evaluate("[2, 4, 6].map(makeScale(2, 6, 100, 20))") == [100, 60, 20]
     # Equal ends get a range around them.
     assert evaluate("makeScale(4, 4, 0, 10)(4)") == 5
 
@@ -39,12 +34,33 @@ def test_a_scale_maps_its_ends_to_its_ends():
     [
         ("makeScale(0, 23, 0, 1)", 5, [0, 5, 10, 15, 20]),
         ("makeScale(3.31, 4.52, 0, 1)", 5, [3.5, 4, 4.5]),
+        ("makeScale(0, 1234, 0, 1)", 5, [0, 500, 1000]),
         ("makeScale(3, 60, 0, 1, 'log')", 5, [3, 5, 10, 20, 30, 50]),
         ("makeScale(8, 512, 0, 1, 'size')", 4, [8, 32, 128, 512]),
     ],
 )
 def test_ticks_are_round(scale, count, ticks):
     assert evaluate(f"{scale}.ticks({count})") == ticks
+
+
+@needs_node
+def test_ticks_lie_inside_the_scale_and_are_few():
+    rng = np.random.default_rng(0)
+    lows = rng.uniform(-1e6, 1e6, 500)
+    scales = np.stack([lows, lows + 10 ** rng.uniform(-3, 6, 500)], axis=1).tolist()
+    found = evaluate(f"{json.dumps(scales)}.map(([low, high]) => makeScale(low, high, 0, 1).ticks(5))")
+    for (low, high), ticks in zip(scales, found, strict=True):
+        edge = 1e-6 * (high - low)
+        assert len(ticks) <= 7
+        assert all(low - edge <= tick <= high + edge for tick in ticks)
+
+
+@needs_node
+def test_each_series_has_a_shape_of_its_own():
+    corners = evaluate("CORNERS")
+    assert corners[0] == []
+    assert sorted(map(len, corners)) == [0, 3, 4, 4]
+    assert corners[1] != corners[3]
 
 
 @needs_node

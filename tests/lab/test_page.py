@@ -10,22 +10,10 @@ import pytest
 from batchwright.lab.report import server, write_report
 from batchwright.lab.report.server import make_server
 
-from .browser import Browser, find_chromium
 from .fabricated import DATASETS, STRATEGIES, fabricate, fail, write_folder
-
-pytestmark = pytest.mark.skipif(
-    find_chromium() is None, reason="needs a browser: install the Debian package chromium (apt-get install chromium)"
-)
 
 RECORDS = fabricate(effects={"exponential": -0.2, "constant_large": 0.3}, models=("mlp", "logistic"), seeds=3)
 NUM_CELLS = 6
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import urllib.request
 
 import pytest
 
+from batchwright._charts.page import embed
 from batchwright.errors import ArgumentError
 from batchwright.lab import observations, report
 from batchwright.lab._records import CellKey
@@ -18,7 +19,7 @@ from batchwright.lab.report import LabFolder, read_lab, render_csv, render_html,
 from batchwright.lab.report._chart_data import make_view, mean_curve
 from batchwright.lab.report._tables import matrix_effects, row_order
 from batchwright.lab.report.folder import expected_runs, progress_text
-from batchwright.lab.report.page import embed, leaders
+from batchwright.lab.report.page import leaders
 from batchwright.lab.report.server import SECONDS_BETWEEN_PAGES, LabPages, make_server
 
 from .fabricated import DATASETS, fabricate, fail, write_folder

@@ -1,4 +1,4 @@
-"""One look for every page: a style sheet, charts drawn in Python or in the browser, and the frame around them.
+"""One look for every page: the frame of a page, its style sheet, and the script that draws charts.
 
 The pages of ``demo``, ``lab`` and ``serve`` are made of these.
 """

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import html
 import importlib.resources
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 # A page runs only what it holds, and may ask only its own server for figures.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
 
 
 def render_page(
-    title: str, body: str, *, scripts: Sequence[str] = (), attributes: Mapping[str, str] | None = None
+    title: str, body: str, *, scripts: Sequence[str], data: Any = None, attributes: Mapping[str, str] | None = None
 ) -> str:
     """Return a whole page with the shared style sheet.
 
@@ -20,25 +21,36 @@ def render_page(
         title: what the window is called.
         body: markup.
         scripts: the page's own scripts, in order; they can use every name of ``svg.js``.
+        data: plain values that the scripts read from the element ``#data``; None for a page without it.
         attributes: attributes of the body, such as ``data-…`` for the scripts.
     """
     given = "".join(f' {name}="{html.escape(value)}"' for name, value in (attributes or {}).items())
+    script = "\n".join([read_asset(__package__, "svg.js"), *scripts])
     return "\n".join(
         [
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            # A page with scripts is also served, and a browser would ask its server for an icon.
-            *(['<link rel="icon" href="data:,">'] if scripts else []),
+            # Without an icon, a browser would ask the server of a served page for one.
+            '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">',
             f"<title>{html.escape(title)}</title><style>{read_asset(__package__, 'style.css')}</style></head>",
             f"<body{given}>",
             body,
-            *([_script(scripts)] if scripts else []),
+            "" if data is None else f'<script type="application/json" id="data">{embed(data)}</script>',
+            f'<script>(() => {{\n"use strict";\n{script}}})();</script>',
             "</body></html>",
             "",
         ]
     )
+
+
+def embed(data: Any) -> str:
+    """Return JSON that can stand inside a page, since it cannot end the script.
+
+    >>> embed({"a": "</script>"})
+    '{"a":"\\\\u003c/script>"}'
+    """
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def read_asset(package: str, name: str) -> str:
@@ -89,11 +101,6 @@ def render_table(
     title = f"<caption><span>{html.escape(caption)}</span></caption>" if caption else ""
     first = f"<thead><tr>{top}</tr></thead>" if head else ""
     return f'<div class="wide">{opening}{title}{first}<tbody>{"".join(lines)}</tbody></table></div>'
-
-
-def _script(scripts: Sequence[str]) -> str:
-    joined = "\n".join([read_asset(__package__, "svg.js"), *scripts])
-    return f'<script>(() => {{\n"use strict";\n{joined}}})();</script>'
 
 
 def _kind(place: int, numbers_from: int | None) -> str:

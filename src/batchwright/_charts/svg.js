@@ -1,4 +1,4 @@
-// Elements, scales, axes, lines, marks and labels that every chart drawn in the browser uses.
+// Elements, scales, axes, lines, marks and labels that every chart uses.
 const NS = "http://www.w3.org/2000/svg";
 
 function fill(element, attributes, children) {
@@ -16,7 +16,7 @@ const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
 // A drawing of a fixed width in its own units, which the page scales.
 function canvas(width, height, name) {
-  return svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": name, tabindex: 0 });
+  return svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": name });
 }
 
 // A number with as many digits as a reader can use.
@@ -115,7 +115,7 @@ function stepsOf(points, x, y) {
     .join("");
 }
 
-// The corners of square, triangle and diamond; the first series has a circle. The same as in svg.py.
+// The corners of square, triangle and diamond; the first series has a circle.
 const CORNERS = [
   [], [[-0.9, -0.9], [0.9, -0.9], [0.9, 0.9], [-0.9, 0.9]], [[0, -1.15], [1.1, 0.85], [-1.1, 0.85]], [[0, -1.3], [1.3, 0], [0, 1.3], [-1.3, 0]],
 ];
@@ -168,6 +168,7 @@ const tip = {
 
 // Calls onPoint with the pointer's place in the drawing, onStep with -1 or 1 for arrow keys, and onLeave at the end.
 function followPointer(drawing, width, { onPoint, onStep, onLeave }) {
+  drawing.setAttribute("tabindex", 0);
   drawing.addEventListener("pointermove", (event) => {
     const box = drawing.getBoundingClientRect();
     onPoint(((event.clientX - box.left) * width) / box.width, ((event.clientY - box.top) * width) / box.width, event);

@@ -1,34 +1,11 @@
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 
 pytest.importorskip("torch")
 
 from batchwright.cli import main
-
-VOID = {"meta", "br", "hr", "img", "input", "link"}
-
-
-class Page(HTMLParser):
-    """Checks that every element is closed and gathers attributes and titles of charts."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.attributes, self.charts = [], [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.attributes += attrs
-        self.charts += [value for name, value in attrs if tag == "svg" and name == "aria-label"]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.attributes += attrs
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
 
 
 @pytest.fixture(scope="module")
@@ -45,36 +22,12 @@ def page(demo):
     return (demo / "index.html").read_text(encoding="utf-8")
 
 
-def test_the_page_is_well_formed_and_holds_each_chart(page):
-    parser = Page()
-    parser.feed(page)
-    assert parser.open == []
-    assert parser.charts == [
-        "Histogram of lengths",
-        "Padding by grouping",
-        "Loss by seconds",
-        "Loss by examples",
-        "Tokens computed by each arm",
-        "Shapes of the batches",
-    ]
-
-
-def test_the_page_asks_for_nothing_from_elsewhere(page):
-    assert not re.search(r"https?:|//|@import|url\((?!#)|<script|<link|<img", page)
-    parser = Page()
-    parser.feed(page)
-    assert not {name for name, _ in parser.attributes} & {"src", "href", "onclick"}
-
-
-def test_the_page_works_on_phones_in_the_dark_and_on_paper(page):
-    assert 'name="viewport"' in page
-    for query in ("prefers-color-scheme: dark", "@media print", "max-width: 44rem"):
-        assert query in page
-
-
-def test_marks_say_what_they_are_on_hover(page):
-    assert re.search(r"<title>fixed \d+, shuffled: loss \d\.\d{3} after", page)
-    assert re.search(r"<title>planned, full budget: \d+ of \d+ = [\d,]+ padded tokens", page)
+def test_the_page_draws_what_was_trained(demo, browser):
+    page = browser.open((demo / "index.html").as_uri())
+    titles = page.value("[...document.querySelectorAll('svg title')].map((it) => it.textContent)")
+    assert any(re.match(r"fixed \d+, shuffled: loss \d\.\d{3} after", title) for title in titles)
+    assert any(re.match(r"planned, full budget: \d+ of \d+ = [\d,]+ padded tokens", title) for title in titles)
+    assert page.problems() == []
 
 
 def test_the_table_agrees_with_the_figures(demo, page):

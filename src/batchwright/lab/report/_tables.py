@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, final
 
+from ..._charts.page import render_table
 from .._records import CellKey, RunRecord, cell_of, diverged, number
 from ..observations._effects import LOSS, MEASURES, Measure, counted, effects, p_text
 from ..observations._slices import cells_of, groups_of, kind_of, overall, properties_of
@@ -286,24 +287,6 @@ def render_rates(plan: Mapping[str, Any]) -> str:
         "Every strategy uses the same rate; it might do better with its own"
     )
     return render_table(("data set", "model", "optimizer", "rate", "chosen from", "seeds"), rows, caption=caption)
-
-
-def render_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str, numbers_from: int = 99) -> str:
-    """Return a table with a caption; columns from ``numbers_from`` on are aligned to the right.
-
-    >>> "<td>&lt;b&gt;</td>" in render_table(["a"], [["<b>"]], caption="few")
-    True
-    """
-    kinds = [' class="number"' if place >= numbers_from else "" for place in range(len(head))]
-    top = "".join(f'<th scope="col"{kind}>{html.escape(name)}</th>' for name, kind in zip(head, kinds, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{html.escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return (
-        f'<div class="wide"><table><caption><span>{html.escape(caption)}</span></caption><thead><tr>{top}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
 
 
 def footer_text(records: Sequence[RunRecord]) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import html
-import importlib.resources
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+from ..._charts.page import read_asset, render_page
 from .._records import RunRecord
 from ..observations._effects import counted
 from ..observations._slices import cells_of, groups_of
@@ -30,7 +29,7 @@ from ._tables import (
 from .folder import LabFolder
 
 # In this order: each uses names of the ones before it.
-_SCRIPTS = ("svg.js", "curves.js", "pareto.js", "page.js")
+_SCRIPTS = ("curves.js", "pareto.js", "page.js")
 _CONTENTS = (
     ("matrix", "Effects"),
     ("observations", "Observations"),
@@ -45,8 +44,6 @@ _NO_SCRIPT = "<noscript><p>The charts need JavaScript; the tables and observatio
 _NUM_LEADERS = 5
 _AXES = {"examples": "examples", "updates": "updates", "seconds": "seconds"}
 _VALUES = {"loss": "validation loss", "metric": "quality", "train": "training loss"}
-# The page may fetch only the state of the lab, from its own server.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
 
 
 def render_html(
@@ -61,40 +58,31 @@ def render_html(
         stamp: the state that this page shows.
     """
     observations = observe(lab.records) if observations is None else observations
-    body = [_header(lab, observations), _filters(lab.records), "<main>", *_sections(lab, observations), "</main>"]
-    attributes = {"data-live": live, "data-stamp": stamp, "data-leaders": json.dumps(leaders(lab.records))}
-    given = "".join(f' {name}="{html.escape(value)}"' for name, value in attributes.items())
-    script = "\n".join(_asset(name) for name in _SCRIPTS)
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">',
-            f"<title>batchwright lab: {html.escape(lab.name)}</title><style>{_asset('page.css')}</style></head>",
-            f"<body{given}>",
-            *body,
-            f"<footer>{html.escape(footer_text(lab.records))}</footer>",
-            f'<script type="application/json" id="data">{embed(make_view(lab))}</script>',
-            f'<script>(() => {{\n"use strict";\n{script}}})();</script>',
-            "</body></html>",
-            "",
-        ]
+    body = [
+        _header(lab, observations),
+        _filters(lab.records),
+        "<main>",
+        *_sections(lab, observations),
+        "</main>",
+        f"<footer>{html.escape(footer_text(lab.records))}</footer>",
+    ]
+    return render_page(
+        f"batchwright lab: {lab.name}",
+        "\n".join(body),
+        scripts=[read_asset(__package__, f"assets/{name}") for name in _SCRIPTS],
+        data=make_view(lab),
+        attributes={
+            "class": "dashed",
+            "data-live": live,
+            "data-stamp": stamp,
+            "data-leaders": json.dumps(leaders(lab.records)),
+        },
     )
 
 
 def leaders(records: Sequence[RunRecord]) -> list[str]:
     """Return the strategies to colour at first: the best over all cells, or simply the first ones if none is ranked."""
     return row_order(records)[:_NUM_LEADERS]
-
-
-def embed(view: Any) -> str:
-    """Return JSON that can stand inside a page, since it cannot end the script.
-
-    >>> embed({"a": "</script>"})
-    '{"a":"\\\\u003c/script>"}'
-    """
-    return json.dumps(view, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _header(lab: LabFolder, observations: Sequence[Finding]) -> str:
@@ -155,7 +143,7 @@ def _sections(lab: LabFolder, observations: Sequence[Finding]) -> list[str]:
             "Grey lines are the other strategies: choose a name to colour its line, point at a chart to see values.",
             _controls(_select("x", "Along", _AXES.items()) + _select("y", "Show", _VALUES.items()))
             + f'<div id="chips" role="group" aria-label="Strategies in colour"></div>{_NO_SCRIPT}'
-            '<div class="grid-of-charts" id="curves-grid"></div>',
+            '<div class="charts many" id="curves-grid"></div>',
         ),
         _section(
             "pareto",
@@ -163,7 +151,7 @@ def _sections(lab: LabFolder, observations: Sequence[Finding]) -> list[str]:
             "Up is better, left is cheaper. Whiskers reach from the lowest to the highest seed. The line joins the "
             "strategies that no other beats in both.",
             _controls(_select("cost", "Cost", (("updates", "updates"), ("seconds", "seconds"))))
-            + '<div class="grid-of-charts" id="pareto-grid"></div>',
+            + '<div class="charts many" id="pareto-grid"></div>',
         ),
         _section(
             "decisions-of",
@@ -204,7 +192,3 @@ def _controls(content: str) -> str:
 def _select(name: str, title: str, options: Iterable[tuple[str, str]]) -> str:
     items = "".join(f'<option value="{html.escape(value)}">{html.escape(text)}</option>' for value, text in options)
     return f'<label>{title} <select data-state="{name}" autocomplete="off">{items}</select></label>'
-
-
-def _asset(name: str) -> str:
-    return (importlib.resources.files(__package__) / "assets" / name).read_text(encoding="utf-8")

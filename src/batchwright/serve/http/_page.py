@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from ..._charts import page
 from ..batcher import Batcher
 from ..stats import Stats
 
-# The page holds its own style and script, and asks only this server for figures.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-_HEADERS = {"Cache-Control": "no-store", "Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
+_HEADERS = {"Cache-Control": "no-store", "Content-Security-Policy": page.POLICY, "X-Content-Type-Options": "nosniff"}
 
 
 def page_routes(read: Callable[[], dict[str, Any]]) -> list[Route]:
@@ -37,7 +35,8 @@ def page_routes(read: Callable[[], dict[str, Any]]) -> list[Route]:
 
 def render_page() -> str:
     """Return the page as HTML that needs no other file."""
-    return _file("page.html").replace("/* style */", _file("style.css")).replace("/* script */", _file("script.js"))
+    body, script = (page.read_asset(__package__, f"live/{name}") for name in ("page.html", "script.js"))
+    return page.render_page("batchwright serve", body, scripts=[script])
 
 
 def figures_of_server(batcher: Batcher[Any, Any]) -> dict[str, Any]:
@@ -68,7 +67,3 @@ def figures_of(name: str, stats: Stats) -> dict[str, Any]:
         "p50_ms": stats.latency_ms.get("p50"),
         "p99_ms": stats.latency_ms.get("p99"),
     }
-
-
-def _file(name: str) -> str:
-    return (importlib.resources.files(__package__) / "live" / name).read_text(encoding="utf-8")

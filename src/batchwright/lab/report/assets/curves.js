@@ -13,14 +13,6 @@ function pointsOf(curve, x, y) {
     .filter((point) => isNumber(point.x) && isNumber(point.y));
 }
 
-const pathOf = (points, x, y) => points.map((point, place) => `${place ? "L" : "M"}${x(point.x).toFixed(1)} ${y(point.y).toFixed(1)}`).join("");
-
-function stepsOf(points, x, y) {
-  return points
-    .map((point, place) => (place ? `H${x(point.x).toFixed(1)}V${y(point.y).toFixed(1)}` : `M${x(point.x).toFixed(1)} ${y(point.y).toFixed(1)}`))
-    .join("");
-}
-
 function bandOf(curve, x, y) {
   const ends = ["High", "Low"].map((end) => pointsOf(curve, state.x, state.y + end).filter((point) => state.y === "metric" || point.y > 0));
   if (ends.some((points) => points.length < 2)) return null;
@@ -89,10 +81,6 @@ function followCurves(drawing, { cell, lines, x, y, longest, frame, guide, width
   const walked = lines[lines.length - 1].points;
   let at = longest;
   let place = walked.length - 1;
-  const here = (event) => {
-    const box = drawing.getBoundingClientRect();
-    return { px: ((event.clientX - box.left) * width) / box.width, py: ((event.clientY - box.top) * width) / box.width };
-  };
   const nearest = (points) => points.reduce((best, point) => (Math.abs(point.x - at) < Math.abs(best.x - at) ? point : best));
   const reveal = (event, py) => {
     const reached = lines.filter(({ points }) => points[points.length - 1].x >= at - 0.02 * longest);
@@ -115,24 +103,19 @@ function followCurves(drawing, { cell, lines, x, y, longest, frame, guide, width
       event,
     );
   };
-  const leave = () => {
-    guide.setAttribute("visibility", "hidden");
-    tip.hide();
-  };
-  drawing.addEventListener("pointermove", (event) => {
-    const { px, py } = here(event);
-    at = Math.max(0, Math.min(longest, ((px - frame.left) / (frame.right - frame.left)) * longest));
-    reveal(event, py);
-  });
-  drawing.addEventListener("pointerleave", leave);
-  drawing.addEventListener("blur", leave);
-  drawing.addEventListener("keydown", (event) => {
-    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!step) return;
-    event.preventDefault();
-    place = Math.max(0, Math.min(walked.length - 1, place + step));
-    at = walked[place].x;
-    const box = drawing.getBoundingClientRect();
-    reveal({ clientX: box.left + (x(at) * box.width) / width, clientY: box.top + 20 }, null);
+  followPointer(drawing, width, {
+    onPoint(px, py, event) {
+      at = Math.max(0, Math.min(longest, ((px - frame.left) / (frame.right - frame.left)) * longest));
+      reveal(event, py);
+    },
+    onStep(step) {
+      place = Math.max(0, Math.min(walked.length - 1, place + step));
+      at = walked[place].x;
+      reveal(onScreen(drawing, width, x(at), 20), null);
+    },
+    onLeave() {
+      guide.setAttribute("visibility", "hidden");
+      tip.hide();
+    },
   });
 }

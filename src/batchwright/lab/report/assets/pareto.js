@@ -71,23 +71,17 @@ function followEnds(drawing, { cell, points, x, y, width, metric }) {
     event,
   );
   let place = -1;
-  drawing.addEventListener("pointermove", (event) => {
-    const box = drawing.getBoundingClientRect();
-    const [px, py] = [((event.clientX - box.left) * width) / box.width, ((event.clientY - box.top) * width) / box.width];
-    const away = (point) => Math.hypot(x(point.x) - px, y(point.y) - py);
-    const near = points.reduce((best, point) => (away(point) < away(best) ? point : best));
-    if (away(near) < 28) reveal(near, event);
-    else tip.hide();
-  });
-  drawing.addEventListener("pointerleave", () => tip.hide());
-  drawing.addEventListener("blur", () => tip.hide());
-  drawing.addEventListener("keydown", (event) => {
-    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!step) return;
-    event.preventDefault();
-    place = (place + step + points.length) % points.length;
-    const box = drawing.getBoundingClientRect();
-    const scale = box.width / width;
-    reveal(points[place], { clientX: box.left + x(points[place].x) * scale, clientY: box.top + y(points[place].y) * scale });
+  followPointer(drawing, width, {
+    onPoint(px, py, event) {
+      const away = (point) => Math.hypot(x(point.x) - px, y(point.y) - py);
+      const near = points.reduce((best, point) => (away(point) < away(best) ? point : best));
+      if (away(near) < 28) reveal(near, event);
+      else tip.hide();
+    },
+    onStep(step) {
+      place = (place + step + points.length) % points.length;
+      reveal(points[place], onScreen(drawing, width, x(points[place].x), y(points[place].y)));
+    },
+    onLeave: () => tip.hide(),
   });
 }

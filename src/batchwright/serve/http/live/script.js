@@ -1,15 +1,7 @@
-"use strict";
 const PERIOD_MS = 500, SPAN_SECONDS = 60, SMOOTH_SECONDS = 2;
 const WIDTH = 440, HEIGHT = 170, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 20;
 const samples = [];
 const find = (id) => document.getElementById(id);
-const node = (name, attributes, ...inside) => {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...inside);
-  return made;
-};
-const colour = (index, count) => `s${count === 1 ? 2 : index}`;
 
 // The figures of one moment: differences of counts over the last two seconds.
 function pointOf(now, before, index) {
@@ -39,90 +31,55 @@ const CHARTS = [
   { title: "Waiting", unit: "requests in the queue", keys: ["waiting"], least: 10 },
 ];
 
-function niceTop(value) {
-  const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((step) => step * power).find((top) => top >= value * 0.999);
-}
-
 function scaleOf(chart, points, deadline) {
   const values = points.flat().flatMap((point) => [...chart.keys, ...(chart.asked ? ["asked"] : [])].map((key) => point[key]));
-  const most = Math.max(chart.least || 1, ...values.filter((value) => value !== null && value !== undefined));
-  const height = HEIGHT - TOP - BOTTOM;
+  const most = Math.max(chart.least || 1, ...values.filter(isNumber));
+  const [bottom, top] = [HEIGHT - BOTTOM, TOP];
   if (!chart.log) {
-    const top = Math.min(chart.most || Infinity, niceTop(most));
-    return { y: (value) => TOP + height * (1 - Math.min(value, top) / top), ticks: [0, top / 2, top] };
+    const high = Math.min(chart.most || Infinity, roundStep(most));
+    const y = makeScale(0, high, bottom, top);
+    return { y: (value) => y(Math.min(value, high)), ticks: [0, high / 2, high] };
   }
-  const exponent = Math.max(2, Math.ceil(Math.log10(Math.max(most, deadline || 1))));
-  const ticks = Array.from({ length: exponent + 1 }, (_, index) => 10 ** index);
-  return { y: (value) => TOP + height * (1 - Math.log10(Math.max(1, value)) / exponent), ticks };
-}
-
-function pathOf(times, values, x, y) {
-  let path = "", pen = false;
-  values.forEach((value, index) => {
-    if (value === null || value === undefined) { pen = false; return; }
-    path += `${pen ? "L" : "M"}${x(times[index]).toFixed(1)} ${y(value).toFixed(1)}`;
-    pen = true;
-  });
-  return path;
-}
-
-// One shape per policy, so that they differ not only in colour.
-function dot(index, count, x, y) {
-  const cls = `dot ${colour(index, count)}`;
-  if (count === 1 || index === 2) return node("circle", { class: cls, cx: x, cy: y, r: 4.5 });
-  if (index === 1) return node("rect", { class: cls, x: x - 4, y: y - 4, width: 8, height: 8 });
-  return node("path", { class: cls, d: `M${x} ${y - 5.5}L${x + 5.5} ${y + 4}L${x - 5.5} ${y + 4}Z` });
+  const powers = Math.max(2, Math.ceil(Math.log10(Math.max(most, deadline || 1))));
+  const y = makeScale(1, 10 ** powers, bottom, top, "log");
+  return { y: (value) => y(Math.max(1, value)), ticks: Array.from({ length: powers + 1 }, (_, index) => 10 ** index) };
 }
 
 function draw(chart, times, series, deadline, last) {
-  const svg = node("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${chart.title}, ${chart.unit}` });
+  const drawing = canvas(WIDTH, HEIGHT, `${chart.title}, ${chart.unit}`);
   const { y, ticks } = scaleOf(chart, series, deadline);
-  const x = (time) => WIDTH - RIGHT - (WIDTH - LEFT - RIGHT) * (last - time) / SPAN_SECONDS;
-  for (const tick of ticks) {
-    svg.append(node("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(tick), y2: y(tick) }));
-    svg.append(node("text", { class: "end", x: LEFT - 8, y: y(tick) + 4 }, tick.toLocaleString("en")));
-  }
-  svg.append(node("text", { x: LEFT, y: HEIGHT - 3 }, "a minute ago"));
-  svg.append(node("text", { class: "end", x: WIDTH - RIGHT, y: HEIGHT - 3 }, "now"));
-  if (chart.limit && deadline) svg.append(node("line", { class: "limit", x1: LEFT, x2: WIDTH - RIGHT, y1: y(deadline), y2: y(deadline) }));
+  const x = makeScale(last - SPAN_SECONDS, last, LEFT, WIDTH - RIGHT);
+  const across = (value, kind) => svg("line", { class: kind, x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) });
+  const path = (points, key) => pathOf(points.map((point, place) => ({ x: times[place], y: point[key] })), x, y);
+  for (const tick of ticks) drawing.append(across(tick, "grid"), label(tick.toLocaleString("en"), LEFT - 8, y(tick) + 4, "end"));
+  drawing.append(label("a minute ago", LEFT, HEIGHT - 3), label("now", WIDTH - RIGHT, HEIGHT - 3, "end"));
+  if (chart.limit && deadline) drawing.append(across(deadline, "limit"));
   series.forEach((points, index) => {
     chart.keys.forEach((key, rank) => {
-      const values = points.map((point) => point[key]);
-      const cls = `line ${colour(index, series.length)}${rank ? " faint" : ""}`;
-      svg.append(node("path", { class: cls, d: pathOf(times, values, x, y) }));
-      const value = values[values.length - 1];
-      if (!rank && value !== null && value !== undefined) svg.append(dot(index, series.length, x(last), y(value)));
+      drawing.append(svg("path", { class: `line s${index}${rank ? " thin" : ""}`, d: path(points, key) }));
+      const value = points[points.length - 1][key];
+      if (!rank && isNumber(value)) drawing.append(marker(index, x(last), y(value)));
     });
   });
-  if (chart.asked) svg.append(node("path", { class: "asked", d: pathOf(times, series[0].map((point) => point.asked), x, y) }));
-  return svg;
+  if (chart.asked) drawing.append(svg("path", { class: "dotted", d: path(series[0], "asked") }));
+  return drawing;
 }
 
-const number = (value, digits, unit) => (value === null || value === undefined ? "–" : value.toFixed(digits) + unit);
+const number = (value, digits, unit) => (isNumber(value) ? value.toFixed(digits) + unit : "–");
 
-function row(name, point, index, count) {
-  const line = document.createElement("tr"), head = document.createElement("td"), mark = node("svg", { viewBox: "0 0 22 14", "aria-hidden": "true" });
-  mark.append(node("line", { class: `line ${colour(index, count)}`, x1: 1, x2: 21, y1: 7, y2: 7 }), dot(index, count, 11, 7));
-  head.append(mark, name || "this server");
-  line.append(head);
+function row(name, point, index) {
   const cells = [
     ["asked for", number(point.asked, 0, "/s")], ["in time", number(point.inTime, 0, "/s")], ["missed", number(point.missed, 1, " %")],
     ["p50", number(point.p50, 0, " ms")], ["p99", number(point.p99, 0, " ms")], ["per batch", number(point.items, 1, "")],
     ["padding", number(point.padding, 0, " %")], ["waiting", String(point.waiting)],
   ];
-  for (const [title, text] of cells) {
-    const cell = document.createElement("td");
-    cell.dataset.name = title;
-    cell.textContent = text;
-    if (title === "missed" && point.missed >= 5) cell.className = "bad";
-    line.append(cell);
-  }
-  return line;
+  const figures = cells.map(([title, text]) =>
+    tag("td", { "data-name": title, class: title === "missed" && point.missed >= 5 ? "bad" : null }, text));
+  return tag("tr", {}, tag("td", {}, swatch(`s${index}`, index), name || "this server"), ...figures);
 }
 
-function show() {
-  const latest = samples[samples.length - 1], count = latest.arms.length;
+function refresh() {
+  const latest = samples[samples.length - 1];
   const times = [], series = latest.arms.map(() => []);
   samples.forEach((sample, place) => {
     const before = samples.slice(0, place).find((other) => sample.at - other.at <= SMOOTH_SECONDS + 0.25);
@@ -131,7 +88,7 @@ function show() {
     series.forEach((points, index) => points.push(pointOf(sample, before, index)));
   });
   if (!times.length) return;
-  find("now").replaceChildren(...latest.arms.map((arm, index) => row(arm.name, series[index][times.length - 1], index, count)));
+  find("now").replaceChildren(...latest.arms.map((arm, index) => row(arm.name, series[index][times.length - 1], index)));
   CHARTS.forEach((chart, place) => {
     find("charts").children[place].querySelector("svg").replaceWith(draw(chart, times, series, latest.deadline_ms, latest.at));
   });
@@ -159,12 +116,8 @@ function introduce(latest) {
 
 function addCharts() {
   for (const chart of CHARTS) {
-    const figure = document.createElement("figure"), caption = document.createElement("figcaption"), title = document.createElement("b");
-    title.textContent = chart.title;
-    caption.dataset.key = chart.keys[0];
-    caption.append(title, chart.unit);
-    figure.append(caption, node("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}` }));
-    find("charts").append(figure);
+    const caption = tag("figcaption", { "data-key": chart.keys[0] }, tag("b", {}, chart.title), chart.unit);
+    find("charts").append(tag("figure", {}, caption, canvas(WIDTH, HEIGHT, chart.title)));
   }
 }
 
@@ -181,7 +134,7 @@ async function look() {
     samples.push(sample);
     while (sample.at - samples[0].at > SPAN_SECONDS) samples.shift();
     find("state").textContent = "";
-    show();
+    refresh();
   } catch {
     find("state").textContent = "The server does not answer; trying again.";
   }
