@@ -108,8 +108,7 @@ def is_at_end(sampler: Any, num_left: int | None) -> bool:
         return num_left == 0
     if not isinstance(sampler, ResizableBatchSampler):
         return False
-    state = sampler.state_dict()
-    return int(state["position"]) == len(sampler._order_of(state["epoch"]).indices)
+    return bool(sampler.state_dict()["position"] == sampler.num_in_epoch)
 
 
 def controller_of(sampler: Any, controller: Any) -> Any:

@@ -65,16 +65,7 @@ def plan_dataset(
     """
     if not hasattr(dataset, "iter_batches"):
         raise ArgumentError(f"dataset must be a ray.data.Dataset or a shard of one, got {type(dataset).__name__}")
-    settings = PlanSettings(
-        grouping=grouping,
-        shuffle=shuffle,
-        seed=seed,
-        size_multiple_of=size_multiple_of,
-        size_ladder=size_ladder,
-        pad_multiple_of=pad_multiple_of,
-        oversize=oversize,
-        balance_over=1,  # nothing is divided over ranks here
-    )
+    settings = PlanSettings.of(locals(), balance_over=1)  # nothing is divided over ranks here
     if grouping.row_capacity is not None:
         raise ArgumentError(f"{grouping} joins rows, which columns cannot hold; use WindowSort or Buckets")
     if oversize == "truncate":
