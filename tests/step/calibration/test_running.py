@@ -20,7 +20,7 @@ SHAPES = [(1, 16), (4, 16), (4, 32), (8, 32), (8, 64), (16, 64), (16, 128), (32,
 
 
 class Machine:
-    """A device with 1000 bytes taken and 3 a token; a step is 0.1 s and 1 ms a token, a first visit 0.5 s more."""
+    """A device with 1000 bytes taken and 3 per token; a step is 0.1 s and 1 ms per token, a first visit 0.5 s more."""
 
     def __init__(self, total_bytes=1_000_000):
         self.memory = FakeMemory(total_bytes, used_bytes=1000, bytes_of=lambda num, length: 3 * num * length)

@@ -18,7 +18,7 @@ from batchwright.testing import FakeMemory
 
 
 class Training:
-    """A small regression; its memory is 100 bytes of parameters and 10 an example, of 1000."""
+    """A small regression; its memory is 100 bytes of parameters and 10 per example, of 1000."""
 
     def __init__(self, *, fit):
         torch.manual_seed(0)
