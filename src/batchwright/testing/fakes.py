@@ -7,8 +7,8 @@ from collections.abc import Callable
 from numbers import Integral
 from typing import Any, final
 
-from ._checks import as_number, as_whole
-from .errors import ArgumentError
+from .._checks import as_number, as_whole
+from ..errors import ArgumentError
 
 
 @final
