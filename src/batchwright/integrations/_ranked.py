@@ -16,6 +16,7 @@ _PARTS = ("rank", "world_size", "epoch", "set_epoch", "state_dict", "load_state_
 # Figures of a report that every rank measures for itself.
 _LOCAL = ("seconds", "memory_fraction")
 _LOADER_OPTIONS = (
+    "collate_fn",
     "num_workers",
     "pin_memory",
     "timeout",
@@ -28,7 +29,7 @@ _LOADER_OPTIONS = (
 
 
 def loader_options(loader: Any) -> dict[str, Any]:
-    """Return the options of a loader, except its data, its batches and its collator.
+    """Return the options of a loader, except its data and its batches.
 
     >>> from torch.utils.data import DataLoader
     >>> loader_options(DataLoader([1, 2], batch_size=2, pin_memory=True))["pin_memory"]

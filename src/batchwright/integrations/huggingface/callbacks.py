@@ -78,7 +78,7 @@ class UpdateCallback(TrainerCallback):
         if rule != "adascale":
             return float(rule(batch_size, base_size))
         assert self._updates.noise is not None
-        average = self._updates.noise.average
+        average = self._updates.noise.meter.average
         return adascale(batch_size, base_size, s=average.s, g2=average.g2) if average.is_reliable else 1.0
 
     def _observation(self, device: Any) -> dict[str, Any]:
