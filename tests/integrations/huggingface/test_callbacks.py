@@ -14,7 +14,7 @@ from batchwright.size.noise import NoiseAverage
 from batchwright.step import MemoryMonitor
 from batchwright.testing import FakeMemory
 
-from ..dynabatch.trainers import make_args
+from ..dynabatch.trainer.training import make_args
 from .trainers import (
     collate,
     flat_parameters,
