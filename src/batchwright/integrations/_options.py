@@ -41,7 +41,7 @@ def check_options(options: Mapping[str, Any], source: str) -> None:
 
 
 def move_after_collate(options: Mapping[str, Any], move: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the options with a ``collate``, where there is one, whose micro-batches are moved to the device.
+    """Return the options; micro-batches from their ``collate``, if there is one, are moved to the device.
 
     >>> options = move_after_collate({"collate": sum, "clip_norm": 1.0}, float)
     >>> options["collate"]([1, 2]), options["clip_norm"]

@@ -271,7 +271,9 @@ class SafeSteps:
                 logger.warning("A micro-batch of %d examples ran out of memory and is left out.", num)
                 break
             if len(outcome) == 1:
-                logger.warning("Example %d of %d does not fit alone and is left out of this update.", outcome[0], num)
+                logger.warning(
+                    "Example %d of %d does not fit by itself and is left out of this update.", outcome[0], num
+                )
                 rows = [row for row in rows if row != outcome[0]]
             else:
                 self._limit = self._limit.after_failure(len(outcome) * row_cost)

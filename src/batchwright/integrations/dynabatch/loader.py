@@ -55,7 +55,7 @@ def dynabatch_sampler(
 
     Args:
         texts: one string per example, in the order of the data set.
-        tokenizer: a tokenizer of transformers; may be None where ``token_lengths`` are given.
+        tokenizer: a tokenizer of transformers; may be None if ``token_lengths`` are given.
         batch_size: items of the first batch: the most of the longest texts that run safely.
         max_input_token_length: texts count as cut to this many tokens. Given lengths are not cut.
         num_workers: the largest number of processes that measure with a slow tokenizer; ``debug`` uses none.
@@ -115,7 +115,7 @@ def build_dynabatch_dataloader(
     """Make a loader of padded token ids: the batches of ``dynabatch_sampler``, tokenized when they are asked for.
 
     A batch is what the tokenizer returns with ``padding=True, return_tensors="pt"``, with its texts under ``"texts"``,
-    cut to ``max_input_token_length`` where lengths were measured here.
+    cut to ``max_input_token_length`` if lengths were measured here.
 
     Args:
         num_workers: also the largest number of worker processes of the loader.

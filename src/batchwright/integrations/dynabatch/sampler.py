@@ -38,7 +38,7 @@ class DynaBatchSampler(Sampler[list[int]]):
     ``iter()`` fixes its epoch and does not disturb other iterators; exhausting it moves to the next epoch.
 
     Args:
-        token_lengths: integers of 1 or more, ``(N,)``, or ``(N, axes)`` where axes such as source and target are padded
+        token_lengths: integers of 1 or more, ``(N,)``, or ``(N, axes)`` if axes such as source and target are padded
             separately. A lazy column is read once.
         word_lengths: used only in ``input_features``, or None.
         char_lengths: used only in ``input_features``, or None.
@@ -61,7 +61,7 @@ class DynaBatchSampler(Sampler[list[int]]):
         task: what the prediction is for: ``"generate"``, the more cautious one, or ``"train"``, under which batches of
             short examples grow further.
         max_new_tokens: tokens generated per example; None assumes half the longest input.
-        drop_last: leave out a last batch that is smaller than the one before it, and batches that fill no step.
+        drop_last: leave out a last batch that is smaller than the one before it, and batches that cannot fill a step.
 
     >>> sampler = DynaBatchSampler([9, 2, 2, 7, 2, 8, 1], None, None, 2, task="train")
     >>> list(sampler)
@@ -264,7 +264,7 @@ def as_array(values: Any) -> npt.NDArray[Any]:
 
 
 def _check_lengths(token_lengths: Any, word_lengths: Any, char_lengths: Any) -> dict[str, npt.NDArray[np.int32]]:
-    """Return the lengths by name, tokens of shape ``(N, axes)``; words and characters where they are given."""
+    """Return the lengths by name, tokens of shape ``(N, axes)``; words and characters if they are given."""
     lengths = {"token": as_lengths(as_array(token_lengths))}
     for name, given in (("word", word_lengths), ("char", char_lengths)):
         if given is None:

@@ -39,7 +39,7 @@ class DynabatchTrainerMixin:
     """Train on the batches of a ``DynaBatchSampler``: ``class MyTrainer(DynabatchTrainerMixin, Seq2SeqTrainer): ...``.
 
     An update uses the gradient of the mean over all labels of its micro-batches, on all ranks, whatever their sizes. A
-    loss that divides by ``num_items_in_batch`` gives this by itself; where the loss ignores that number, each
+    loss that divides by ``num_items_in_batch`` gives this by itself; if the loss ignores that number, each
     micro-batch is weighted by its labels. The first micro-batch shows which of the two holds. A loss that is not a mean
     over labels is weighted by examples, with a warning. FSDP, DeepSpeed, ``DataParallel`` and tensor parallelism keep
     the trainer's own rule.

@@ -36,7 +36,7 @@ class Item(NamedTuple):
 
     Attributes:
         parts: the examples of each micro-batch.
-        is_repeat: fewer examples than ranks were left, and this rank runs the example of another one without a weight.
+        is_repeat: fewer examples than ranks were left, so this rank runs another rank's example with weight 0.
     """
 
     parts: list[list[int]]
@@ -93,7 +93,7 @@ class BatchSource(ABC):
         return self._num_in_epoch - self.position
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch; a position restored within that very epoch is kept."""
+        """Go to an epoch; a position restored within that same epoch is kept."""
         self.sampler.set_epoch(epoch)
 
     def track(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -232,7 +232,7 @@ class ResizableBatches(BatchSource):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data, and the sizes of the batches formed ahead."""
-        return {**super().state_dict(), "sizes": [*self._sizes.behind(self._num_received), *self._replay]}
+        return {**super().state_dict(), "sizes": [*self._sizes.after(self._num_received), *self._replay]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken."""

@@ -118,7 +118,7 @@ class Evaluation:
 @final
 @dataclass(frozen=True, eq=False)
 class EvaluationPlan:
-    """The batches of a rank, for a ``DataLoader``; in each step all ranks have as many, as their results are gathered.
+    """The batches of a rank, for a ``DataLoader``; in every step all ranks have equally many examples, to be gathered.
 
     Attributes:
         steps: one array per step, shape ``(ranks, examples)``.
@@ -132,7 +132,7 @@ class EvaluationPlan:
 
     @property
     def num_rows(self) -> int:
-        """Return how many rows are gathered, with repeated ones."""
+        """Return how many rows are gathered, including repeated ones."""
         return sum(step.size for step in self.steps)
 
     @cached_property
@@ -151,7 +151,7 @@ class EvaluationPlan:
 def plan_evaluation(
     lengths: npt.ArrayLike, budget: Budget, *, rank: int = 0, world_size: int = 1, pad_multiple_of: int = 1
 ) -> EvaluationPlan:
-    """Plan an evaluation: examples of similar lengths share a step, and every rank has as many of them.
+    """Plan an evaluation: examples of similar lengths share a step, and every rank has equally many of them.
 
     Args:
         lengths: of the examples.

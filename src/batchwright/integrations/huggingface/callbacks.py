@@ -41,7 +41,7 @@ class UpdateCallback(TrainerCallback):
         self._rate = 0.0
 
     def close(self) -> None:
-        """Restore the learning rate if an error has left the optimizer's step."""
+        """Restore the learning rate if an error ended the optimizer's step."""
         self._scaled.close()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:

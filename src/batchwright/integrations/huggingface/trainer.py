@@ -1,7 +1,7 @@
 """AdaptiveTrainerMixin: the hooks of a ``Trainer``, each handed to the object that does the work.
 
-The mixin keeps one attribute, ``_batching``, with the collaborators: the training data, the updates, the weights of
-losses, the evaluation and a callback. Each holds its own state and gets what else it needs as arguments.
+The mixin keeps one attribute, ``_batching``, a ``Batching`` with the collaborators: the training data, the updates, the
+weights of losses, the evaluation and a callback. Each holds its own state and gets what else it needs as arguments.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class AdaptiveTrainerMixin:
     make an update. With a controller, an update uses ``controller.size`` examples over all ranks, cut into
     micro-batches under the budget; ``gradient_accumulation_steps`` stays 1.
 
-    The gradient of an update is that of the mean over all its labels on all ranks. It does not depend on the sizes of
-    the micro-batches, nor on whether the model takes ``num_items_in_batch``. Every example counts once per epoch: if
+    An update uses the gradient of the mean over all its labels on all ranks. It does not depend on the sizes of the
+    micro-batches, nor on whether the model takes ``num_items_in_batch``. Every example counts once per epoch: if
     fewer examples than ranks are left, a rank without one runs the example of another rank with weight 0. A checkpoint
     holds the place in the epoch and the state of the controller, so ``resume_from_checkpoint`` continues with the very
     next batch. Evaluation is planned too: predictions come in the order of the data, and the loss is the exact mean.
@@ -76,7 +76,7 @@ class AdaptiveTrainerMixin:
             applies only inside the optimizer's step.
         base_size: the batch size over all ranks that ``learning_rate`` was chosen for; needed with ``lr_rule``.
         measure_noise: estimate gradient noise; micro-batches are then random parts, which pad more. Needs a controller.
-        memory: reads the peak of every update, for policies that follow it.
+        memory: reads the peak memory of every update, for policies that follow it.
         eval_budget: what a batch of evaluation may cost; ``"same"`` takes ``budget``, None does not plan evaluation.
         plan_options: further options of ``BatchSampler``, e.g. ``{"keep_first": 3}``.
         **kwargs: of the trainer.
@@ -322,10 +322,10 @@ class Batching:
         return figures if scale is None else {**figures, "noise_scale": scale}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data and all that was learned, as JSON values."""
+        """Return the place in the data and everything that was learned, as JSON values."""
         assert self.data.batches is not None
         controller, noise = self.settings.controller, self.updates.noise
-        # The keys "feed" and "course" are those of the first version, which older checkpoints hold.
+        # Older checkpoints hold the keys "feed" and "course", so they keep these names.
         return {
             "version": STATE_VERSION,
             "feed": self.data.batches.state_dict(),
@@ -339,7 +339,7 @@ class Batching:
 
         Args:
             saved: of ``state_dict``; None if the checkpoint has none.
-            epochs_trained: what the trainer found itself.
+            epochs_trained: the epoch that the trainer found.
             ignores_place: begin the epoch again.
         """
         batches, controller, noise = self.data.batches, self.settings.controller, self.updates.noise

@@ -48,7 +48,7 @@ def batched_deployment(
     ``max_queue + num_workers × max_items`` unless given, in place of Ray's 5, which would also limit the batch.
 
     ``user_config`` holds settings of ``Batcher.configure``; those it does not name are as in ``batcher_options``. Other
-    keys go to the ``reconfigure`` method of the class, where it has one. A config file (``serve deploy``) changes it
+    keys go to the ``reconfigure`` method of the class, if it has one. A config file (``serve deploy``) changes it
     while requests run, and so does ``handle.broadcast("reconfigure", {…})``; a second ``serve.run`` starts new
     replicas. A replica that is stopped answers the requests it has accepted, within Ray's
     ``graceful_shutdown_timeout_s``.
@@ -125,13 +125,13 @@ class Replica:
         await _call_if_there(self._run, "reconfigure", rest)
 
     async def check_health(self) -> None:
-        """Raise once this replica cannot answer any more, so that Ray starts another."""
+        """Raise an error if this replica can no longer answer, so that Ray starts another."""
         if not self._batcher.is_open:
             raise Closed("the batcher of this replica has ended")
         await _call_if_there(self._run, "check_health")
 
     def __del__(self) -> None:
-        # Ray calls this after the last answer, or when its time for that is over: nothing is left worth waiting for.
+        # Ray calls this after the last answer, or when the time for answers is over: there is nothing left to wait for.
         batcher: Batcher[Any, Any] | None = getattr(self, "_batcher", None)
         if batcher is not None:
             batcher.close_sync(drain=False, timeout_seconds=0)
@@ -160,7 +160,7 @@ def split_user_config(user_config: Any, run: Any) -> tuple[dict[str, Any], dict[
     Traceback (most recent call last):
         ...
     batchwright.errors.ArgumentError: user_config has max_item; allowed are deadline_ms, max_items, max_queue, \
-max_tokens, max_wait_ms, on_error, on_oom, policy, and any other key where the class has a reconfigure method
+max_tokens, max_wait_ms, on_error, on_oom, policy, and any other key if the class has a reconfigure method
     """
     if not isinstance(user_config, Mapping):
         raise ArgumentError(f"user_config must be a dict of settings, got {type(user_config).__name__}")
@@ -170,7 +170,7 @@ max_tokens, max_wait_ms, on_error, on_oom, policy, and any other key where the c
     if rest and not hasattr(run, "reconfigure"):
         raise ArgumentError(
             f"user_config has {', '.join(map(str, rest))}; allowed are {', '.join(sorted(names))}, "
-            "and any other key where the class has a reconfigure method"
+            "and any other key if the class has a reconfigure method"
         )
     return settings, rest
 
