@@ -1,7 +1,8 @@
-"""The options of ``Stepper`` that an adapter hands on: what the framework decides itself, and where batches go."""
+"""The options that an adapter hands on: which ones, what the framework decides itself, and where batches go."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,16 @@ from ..errors import ArgumentError
 
 # The framework opens autocast and owns the scaler; a second one would act twice.
 _DECIDED = ("autocast", "scaler")
+
+
+def shared_options(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a function takes too: ``shared_options(function, locals())`` as the first statement.
+
+    >>> shared_options(sorted, {"reverse": True, "texts": ["b", "a"]})
+    {'reverse': True}
+    """
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 def check_options(options: Mapping[str, Any], source: str) -> None:
@@ -30,7 +41,7 @@ def check_options(options: Mapping[str, Any], source: str) -> None:
 
 
 def move_after_collate(options: Mapping[str, Any], move: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the options with a ``collate``, where there is one, whose micro-batches are moved to the device.
+    """Return the options; micro-batches from their ``collate``, if there is one, are moved to the device.
 
     >>> options = move_after_collate({"collate": sum, "clip_norm": 1.0}, float)
     >>> options["collate"]([1, 2]), options["clip_norm"]

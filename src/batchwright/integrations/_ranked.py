@@ -16,6 +16,7 @@ _PARTS = ("rank", "world_size", "epoch", "set_epoch", "state_dict", "load_state_
 # Figures of a report that every rank measures for itself.
 _LOCAL = ("seconds", "memory_fraction")
 _LOADER_OPTIONS = (
+    "collate_fn",
     "num_workers",
     "pin_memory",
     "timeout",
@@ -28,7 +29,7 @@ _LOADER_OPTIONS = (
 
 
 def loader_options(loader: Any) -> dict[str, Any]:
-    """Return the options of a loader, except its data, its batches and its collator.
+    """Return the options of a loader, except its data and its batches.
 
     >>> from torch.utils.data import DataLoader
     >>> loader_options(DataLoader([1, 2], batch_size=2, pin_memory=True))["pin_memory"]
@@ -108,8 +109,7 @@ def is_at_end(sampler: Any, num_left: int | None) -> bool:
         return num_left == 0
     if not isinstance(sampler, ResizableBatchSampler):
         return False
-    state = sampler.state_dict()
-    return int(state["position"]) == len(sampler._order_of(state["epoch"]).indices)
+    return bool(sampler.state_dict()["position"] == sampler.num_in_epoch)
 
 
 def controller_of(sampler: Any, controller: Any) -> Any:

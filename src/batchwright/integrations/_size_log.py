@@ -15,12 +15,12 @@ class SizeLog:
 
     Loaders form batches ahead of training: workers fetch several, and Lightning fetches one if the length is not known.
     After a restart these batches must be formed with the sizes of that time, not with the size that holds now. All
-    other attributes are those of the controller.
+    other attributes come from the controller.
 
     >>> from types import SimpleNamespace
     >>> log = SizeLog(SimpleNamespace(size=8))
     >>> log.begin(replay=[4])
-    >>> log.size, log.size, log.behind(1)
+    >>> log.size, log.size, log.after(1)
     (4, 8, [8])
     """
 
@@ -45,7 +45,7 @@ class SizeLog:
         """Begin a loop over the sampler; its first batches get the sizes in ``replay``."""
         self._replay, self._given = deque(replay), []
 
-    def behind(self, num_batches: int) -> list[int]:
+    def after(self, num_batches: int) -> list[int]:
         """Return the sizes of the batches that were formed after the first ``num_batches`` of the loop."""
         return [*self._given[num_batches:], *self._replay]
 

@@ -52,6 +52,51 @@ def is_divided(trainer: Any) -> bool:
     return bool(is_sharded) or parallel_size(trainer) > 1
 
 
+@final
+@dataclass(frozen=True)
+class Devices:
+    """The processes that a trainer runs on.
+
+    Attributes:
+        args: the ``TrainingArguments``.
+        accelerator: of the trainer.
+        parallel_size: ranks that work on the same batch.
+        is_divided: ranks hold parts of the model or of an example, so the trainer weighs micro-batches by its own rule.
+    """
+
+    args: Any
+    accelerator: Any
+    parallel_size: int
+    is_divided: bool
+
+    @classmethod
+    def of(cls, trainer: Any) -> Devices:
+        """Return the devices of a trainer as they are now."""
+        return cls(trainer.args, trainer.accelerator, parallel_size(trainer), is_divided(trainer))
+
+    @property
+    def rank(self) -> int:
+        """Return which share of the data is ours."""
+        return int(self.args.process_index // self.parallel_size)
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of shares."""
+        return int(max(1, self.args.world_size // self.parallel_size))
+
+    @property
+    def num_replicas(self) -> int:
+        """Return over how many processes gradients of the update are averaged; 1 if every rank keeps its own mean."""
+        return int(self.accelerator.num_processes) if self.args.average_tokens_across_devices else 1
+
+    def add_up(self, figures: Tensor) -> Tensor:
+        """Sum figures over all ranks; ranks that share a batch count once."""
+        if self.args.world_size == 1:
+            return figures
+        summed: Tensor = self.accelerator.reduce(figures.to(self.args.device), reduction="sum")
+        return summed / self.parallel_size
+
+
 @contextmanager
 def one_process(args: Any) -> Iterator[None]:
     """Keep a trainer from multiplying its loss by the number of processes."""
@@ -226,7 +271,9 @@ class SafeSteps:
                 logger.warning("A micro-batch of %d examples ran out of memory and is left out.", num)
                 break
             if len(outcome) == 1:
-                logger.warning("Example %d of %d does not fit alone and is left out of this update.", outcome[0], num)
+                logger.warning(
+                    "Example %d of %d does not fit by itself and is left out of this update.", outcome[0], num
+                )
                 rows = [row for row in rows if row != outcome[0]]
             else:
                 self._limit = self._limit.after_failure(len(outcome) * row_cost)

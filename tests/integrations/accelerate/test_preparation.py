@@ -226,7 +226,7 @@ def test_a_checkpoint_of_other_parts_is_refused(tmp_path):
     run_epochs(prepared, 1)
     accelerator.save_state(tmp_path)
     accelerator, _ = make_run(DataLoader(DATA, batch_size=4))
-    with pytest.raises(StateMismatchError, match="controller, sampler, stepper, here there are stepper"):
+    with pytest.raises(StateMismatchError, match="controller, sampler, stepper, but this run has stepper"):
         accelerator.load_state(tmp_path)
 
 

@@ -14,7 +14,7 @@ from batchwright.size.noise import estimate_noise
 
 from ...processes import leave_group
 from ..dynabatch.failing import fail_above
-from ..dynabatch.ranks import agree_on_port
+from ..dynabatch.trainer.ranks import agree_on_port
 from .trainers import (
     MODELS,
     exact,

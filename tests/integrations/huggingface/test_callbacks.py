@@ -14,7 +14,7 @@ from batchwright.size.noise import NoiseAverage
 from batchwright.step import MemoryMonitor
 from batchwright.testing import FakeMemory
 
-from ..dynabatch.trainers import make_args
+from ..dynabatch.trainer.training import make_args
 from .trainers import (
     collate,
     flat_parameters,
@@ -102,7 +102,7 @@ def test_adascale_waits_for_a_reliable_average(tmp_path):
     average = NoiseAverage()
     for _ in range(10):
         average = average.update(40.0, 10.0, num_examples=8)
-    trainer._batching.updates.noise.average = average
+    trainer._batching.updates.noise.meter.average = average
     # (S / 4 + G2) / (S / 8 + G2) = (10 + 10) / (5 + 10)
     assert trainer._batching.callback.lr_factor() == pytest.approx(20 / 15)
 

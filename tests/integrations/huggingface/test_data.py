@@ -14,7 +14,7 @@ from batchwright import size
 from batchwright.errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
 
 from ...processes import run_ranks
-from ..dynabatch.trainers import make_args
+from ..dynabatch.trainer.training import make_args
 from .trainers import (
     BUDGET,
     collate,

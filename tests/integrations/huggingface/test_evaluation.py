@@ -1,5 +1,7 @@
 """Evaluation of an adaptive trainer: planned, in the order of the data, with an exact loss."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,11 +11,7 @@ from transformers import Seq2SeqTrainer, Trainer
 
 import batchwright as bw
 from batchwright.errors import ArgumentError
-from batchwright.integrations.huggingface._evaluation import (
-    EvaluationLoader,
-    EvaluationRun,
-    plan_evaluation,
-)
+from batchwright.integrations.huggingface._evaluation import EvaluationPlan, EvaluationRun, plan_evaluation
 
 from .trainers import MODELS, collate, exact, flat, make_trainer, numbered
 
@@ -34,7 +32,7 @@ def test_every_example_is_evaluated_once_and_ranks_have_equally_many(lengths, wo
     gathered = np.concatenate([step.reshape(-1) for step in plan.steps])
     assert gathered[plan.places].tolist() == list(range(len(lengths)))
     for rank in range(world_size):
-        for rows in plan.of_rank(rank):
+        for rows in replace(plan, rank=rank):
             cost = len(rows) * sum(np.array([lengths[row] for row in rows]).max(axis=0))
             assert cost <= limit or len(rows) == 1
 
@@ -187,7 +185,8 @@ def test_data_that_cannot_be_measured_are_left_to_the_trainer(tmp_path):
 
     trainer, _ = make("t5", tmp_path, data_collator=lambda rows: collate([dict(row) for row in rows]))
     loader = trainer.get_eval_dataloader(Opaque(numbered(7)))
-    assert not isinstance(loader, EvaluationLoader)
+    assert not isinstance(loader.batch_sampler, EvaluationPlan)
+    assert isinstance(trainer.get_eval_dataloader().batch_sampler, EvaluationPlan)
 
 
 def test_an_example_over_the_budget_is_evaluated_alone(tmp_path):
@@ -205,9 +204,8 @@ def test_persistent_workers_are_kept_from_one_evaluation_to_the_next(tmp_path):
 
 def test_an_output_without_rows_is_named():
     plan = plan_evaluation([3, 1], bw.MaxTokens(4))
-    loader = EvaluationLoader(torch.utils.data.DataLoader([0, 1]), plan, rank=0)
     with pytest.raises(ArgumentError, match="has 3 rows for 2 examples"):
-        EvaluationRun(loader).in_order((np.zeros((2, 1)), np.zeros(3)))
+        EvaluationRun(plan).in_order((np.zeros((2, 1)), np.zeros(3)))
 
 
 def test_a_model_without_labels_weighs_examples(tmp_path):

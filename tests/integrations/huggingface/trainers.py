@@ -15,7 +15,7 @@ from batchwright import size
 from batchwright.integrations.huggingface import adaptive
 
 from ..dynabatch.models import MODELS, collate, make_examples, make_model
-from ..dynabatch.trainers import Gradients, flat_gradient, make_args, relative_error
+from ..dynabatch.trainer.training import Gradients, flat_gradient, make_args, relative_error
 
 __all__ = ["MODELS", "collate", "flat_gradient", "make_examples", "make_model", "relative_error"]
 

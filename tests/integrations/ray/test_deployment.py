@@ -12,8 +12,7 @@ import pytest
 
 from batchwright.errors import ArgumentError
 from batchwright.integrations.ray import batched_deployment
-from batchwright.integrations.ray._replica import make_replica
-from batchwright.integrations.ray.deployment import import_serve
+from batchwright.integrations.ray.deployment import import_serve, make_replica
 from batchwright.serve import Closed, DeadlineExceeded, QueueFull, ResultError, TooLarge
 
 serve = import_serve()

@@ -136,7 +136,7 @@ def _check_accelerator(accelerator: Any) -> None:
         )
     if accelerator.mixed_precision not in ("no", *_DTYPES):
         raise ArgumentError(
-            f"prepare works with mixed_precision 'no', 'bf16' and 'fp16', the Accelerator has "
+            f"prepare works with mixed_precision 'no', 'bf16' and 'fp16', but the Accelerator has "
             f"{accelerator.mixed_precision!r}; choose one of the three"
         )
 
@@ -161,7 +161,7 @@ def _check_model(model: nn.Module, world_size: int) -> None:
 
 
 def _autocast_of(accelerator: Any) -> torch.dtype | None:
-    """Return the type of the forward pass, None where the Accelerator does not use autocast."""
+    """Return the type of the forward pass, None if the Accelerator does not use autocast."""
     handler = accelerator.autocast_handler
     if not accelerator.native_amp or (handler is not None and not handler.enabled):
         return None

@@ -43,7 +43,7 @@ class PreparedLoader:
 
     @property
     def is_at_end(self) -> bool:
-        """Return whether the newest batch is the last of its epoch; False where that cannot be known."""
+        """Return whether the newest batch is the last of its epoch; False if that cannot be known."""
         return is_at_end(self._sampler, self._num_left)
 
     def set_epoch(self, epoch: int) -> None:
@@ -71,8 +71,8 @@ class AcceleratedStepper:
 
     Attributes:
         stepper: the ``Stepper``, for ``warm_up`` or for an update in parts.
-        scheduler: the prepared scheduler, None where none was given.
-        controller: what observes every update, None where there is none.
+        scheduler: the prepared scheduler, None if none was given.
+        controller: what observes every update, or None.
     """
 
     def __init__(self, stepper: Stepper, optimizer: Any, loader: Any, scheduler: Any, controller: Any) -> None:
@@ -114,12 +114,12 @@ class AcceleratedStepper:
         parts = self._parts()
         if state.get("version") != STATE_VERSION:
             raise StateMismatchError(
-                f"the state of prepare has version {STATE_VERSION}, got {state.get('version')!r}; start without it"
+                f"prepare reads states of version {STATE_VERSION}, got {state.get('version')!r}; start without it"
             )
         saved = sorted(state.keys() - {"version"})
         if saved != sorted(parts):
             raise StateMismatchError(
-                f"the checkpoint holds the states of {', '.join(saved)}, here there are {', '.join(sorted(parts))}; "
+                f"the checkpoint holds the states of {', '.join(saved)}, but this run has {', '.join(sorted(parts))}; "
                 "call prepare with the same parts"
             )
         for name, part in parts.items():
@@ -131,7 +131,7 @@ class AcceleratedStepper:
         return {name: part for name, part in parts.items() if part is not None}
 
     def _completed(self) -> dict[str, int]:
-        """Return the completed epochs, where the loader knows them; the last update of an epoch completes it."""
+        """Return the completed epochs, if the loader knows them; the last update of an epoch completes it."""
         if self._loader is None:
             return {}
         return {"epoch": self._loader.epoch + self._loader.is_at_end}

@@ -22,7 +22,7 @@ from ...plan.grouping.base import Groups, Problem, SizeRounding, distinct
 from ...plan.grouping.sorting import sort_windows
 from ...plan.models.prior import Task
 
-# New tokens per item, as a share of the longest input, where nobody has said how many are generated.
+# New tokens per item, as a share of the longest input, if the caller does not say how many are generated.
 ASSUMED_OUTPUT = 0.5
 
 
@@ -142,7 +142,7 @@ def relative_memory(
 
     Args:
         num_items: items of each batch.
-        max_length: padded length of each batch; the sum where several axes are padded.
+        max_length: padded length of each batch; the sum if several axes are padded.
         reference_items: items of the reference.
         reference_max_length: its padded length.
         task: ``"train"`` or ``"generate"``.
@@ -228,7 +228,7 @@ class _MostAt:
 
 
 def growth_step(batch_size: int, max_diff: float, rounding: SizeRounding) -> int:
-    """Return by how many items a batch may exceed the last: ``int(batch_size × max_diff)``, but enough to grow at all.
+    """Return by how many items a batch may exceed the last: ``int(batch_size × max_diff)``, or more if it needs more.
 
     >>> growth_step(32, 0.2, SizeRounding()), growth_step(4, 0.2, SizeRounding()), growth_step(4, 0.2, SizeRounding(2))
     (6, 1, 2)

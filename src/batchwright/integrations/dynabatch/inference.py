@@ -1,4 +1,4 @@
-"""Generation that continues in smaller pieces where memory runs out, and the helpers that cut and join batches."""
+"""Generation that continues in smaller pieces if memory runs out, and the helpers that cut and join batches."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def split_inputs_dict(
 ) -> list[dict[str, Any]]:
     """Split the inputs of a model into pieces of at most ``chunk_size`` examples.
 
-    Tensors are cut along their first axis, or along their second where that one holds the examples; lists with one
+    Tensors are cut along their first axis, or along their second if that one holds the examples; lists with one
     entry per example are cut too. Numbers, tensors without an axis and everything else go whole into every piece.
 
     Args:
@@ -156,7 +156,7 @@ def set_cuda_alloc_conf() -> None:
 
 
 def accelerators() -> list[torch.device]:
-    """Return the kind of accelerator that torch sees, empty where there is none."""
+    """Return the accelerator that torch sees, an empty list if there is none."""
     if torch.cuda.is_available():
         return [torch.device("cuda")]
     return [torch.device("mps")] if torch.backends.mps.is_available() else []

@@ -16,6 +16,7 @@ from ..._checks import as_whole
 from ..._machine import num_cores
 from ...errors import ArgumentError, LengthsError
 from ...plan.models.prior import Task
+from .._options import shared_options
 from .lengths import measure_tokens, truncated
 from .sampler import DynaBatchSampler, as_array
 
@@ -54,7 +55,7 @@ def dynabatch_sampler(
 
     Args:
         texts: one string per example, in the order of the data set.
-        tokenizer: a tokenizer of transformers; may be None where ``token_lengths`` are given.
+        tokenizer: a tokenizer of transformers; may be None if ``token_lengths`` are given.
         batch_size: items of the first batch: the most of the longest texts that run safely.
         max_input_token_length: texts count as cut to this many tokens. Given lengths are not cut.
         num_workers: the largest number of processes that measure with a slow tokenizer; ``debug`` uses none.
@@ -68,37 +69,16 @@ def dynabatch_sampler(
     >>> list(sampler)
     [[1, 2], [0]]
     """
-    batch_size = as_whole("batch_size", batch_size, least=1)
+    options = shared_options(DynaBatchSampler, locals())
+    options["min_batch_size"] = as_whole("batch_size", batch_size, least=1)
     if token_lengths is None:
         _refuse_without_tokens(word_lengths, char_lengths)
-        token_lengths = measure_tokens(
+        options["token_lengths"] = measure_tokens(
             list(texts), tokenizer, max_input_token_length, 0 if debug else num_workers, progress=progress, cache=cache
         )
     else:
-        token_lengths = _check_given(token_lengths, texts, max_input_token_length)
-    return DynaBatchSampler(
-        token_lengths,
-        word_lengths,
-        char_lengths,
-        batch_size,
-        shuffle=shuffle,
-        threshold=threshold,
-        max_batch_range=max_batch_range,
-        shuffle_seed=shuffle_seed,
-        shuffle_keep_first_n=shuffle_keep_first_n,
-        keep_batch_size_even=keep_batch_size_even,
-        friendly_batch_size=friendly_batch_size,
-        dynamic_batch_mode=dynamic_batch_mode,
-        smooth_batches=smooth_batches,
-        smooth_batches_max_diff=smooth_batches_max_diff,
-        debug=debug,
-        save_input_features=save_input_features,
-        rank=rank,
-        world_size=world_size,
-        task=task,
-        max_new_tokens=max_new_tokens,
-        drop_last=drop_last,
-    )
+        options["token_lengths"] = _check_given(token_lengths, texts, max_input_token_length)
+    return DynaBatchSampler(**options)
 
 
 def build_dynabatch_dataloader(
@@ -135,13 +115,14 @@ def build_dynabatch_dataloader(
     """Make a loader of padded token ids: the batches of ``dynabatch_sampler``, tokenized when they are asked for.
 
     A batch is what the tokenizer returns with ``padding=True, return_tensors="pt"``, with its texts under ``"texts"``,
-    cut to ``max_input_token_length`` where lengths were measured here.
+    cut to ``max_input_token_length`` if lengths were measured here.
 
     Args:
         num_workers: also the largest number of worker processes of the loader.
         **tokenizer_kwargs: further arguments of the tokenizer, such as ``padding_side="left"``.
         texts: this and all other arguments are as for ``dynabatch_sampler``.
     """
+    options = shared_options(dynabatch_sampler, locals())
     texts = list(texts)
     workers = 0 if debug else min(num_cores(), as_whole("num_workers", num_workers, least=0))
     if token_lengths is None:
@@ -151,32 +132,7 @@ def build_dynabatch_dataloader(
         texts = truncated(texts, token_lengths, tokenizer, limit)
         # A text cut inside a word may have other tokens than before, and more of them.
         tokenizer_kwargs = {"truncation": True, "max_length": limit, **tokenizer_kwargs}
-    sampler = dynabatch_sampler(
-        texts,
-        tokenizer,
-        batch_size,
-        max_input_token_length=max_input_token_length,
-        threshold=threshold,
-        max_batch_range=max_batch_range,
-        shuffle=shuffle,
-        shuffle_seed=shuffle_seed,
-        shuffle_keep_first_n=shuffle_keep_first_n,
-        friendly_batch_size=friendly_batch_size,
-        keep_batch_size_even=keep_batch_size_even,
-        debug=debug,
-        dynamic_batch_mode=dynamic_batch_mode,
-        smooth_batches=smooth_batches,
-        smooth_batches_max_diff=smooth_batches_max_diff,
-        save_input_features=save_input_features,
-        token_lengths=token_lengths,
-        word_lengths=word_lengths,
-        char_lengths=char_lengths,
-        rank=rank,
-        world_size=world_size,
-        task=task,
-        max_new_tokens=max_new_tokens,
-        drop_last=drop_last,
-    )
+    sampler = dynabatch_sampler(**{**options, "texts": texts, "token_lengths": token_lengths})
     return DataLoader(
         TextDataset(texts),
         batch_sampler=sampler,

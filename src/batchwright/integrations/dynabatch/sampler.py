@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar, final, get_args
+from typing import Any, TypeAlias, TypeVar, final, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +12,19 @@ from torch.utils.data import Sampler
 
 from ..._checks import as_number, as_whole, check_choice, check_ranks, read_whole
 from ..._lengths import as_lengths
+from ..._types import FloatArray, IntArray
 from ...errors import LengthsError
 from ...plan import BatchSampler, MaxItems, Plan, PlanReport
 from ...plan.grouping.base import SizeRounding
 from ...plan.models.prior import Task
 from ._longest_first import LongestFirst, SizeRule
-from ._record import Features, candidate_sizes, decisions, input_features
 
 Item = TypeVar("Item")
+Features: TypeAlias = dict[str, list[Any]]
+
+# Candidate sizes in ``input_features`` per unit of max_batch_range, and the figures of each kind of length.
+_CANDIDATES_PER_UNIT = 20
+_STATISTICS = {"token": ("mean", "std", "sum", "max"), "word": ("mean", "sum", "max"), "char": ("sum",)}
 
 
 @final
@@ -33,7 +38,7 @@ class DynaBatchSampler(Sampler[list[int]]):
     ``iter()`` fixes its epoch and does not disturb other iterators; exhausting it moves to the next epoch.
 
     Args:
-        token_lengths: integers of 1 or more, ``(N,)``, or ``(N, axes)`` where axes such as source and target are padded
+        token_lengths: integers of 1 or more, ``(N,)``, or ``(N, axes)`` if axes such as source and target are padded
             separately. A lazy column is read once.
         word_lengths: used only in ``input_features``, or None.
         char_lengths: used only in ``input_features``, or None.
@@ -56,7 +61,7 @@ class DynaBatchSampler(Sampler[list[int]]):
         task: what the prediction is for: ``"generate"``, the more cautious one, or ``"train"``, under which batches of
             short examples grow further.
         max_new_tokens: tokens generated per example; None assumes half the longest input.
-        drop_last: leave out a last batch that is smaller than the one before it, and batches that fill no step.
+        drop_last: leave out a last batch that is smaller than the one before it, and batches that cannot fill a step.
 
     >>> sampler = DynaBatchSampler([9, 2, 2, 7, 2, 8, 1], None, None, 2, task="train")
     >>> list(sampler)
@@ -230,8 +235,9 @@ class DynaBatchSampler(Sampler[list[int]]):
         return SizeRounding(2 if self.keep_batch_size_even else 1, "pow2x3" if self.friendly_batch_size else None)
 
     def _record(self) -> None:
-        """Keep or print how every batch was decided, longest first."""
-        if not (self.debug or (self.save_input_features and self.dynamic_batch_mode)):
+        """Print or keep how every batch was decided, longest first."""
+        keeps_features = self.save_input_features and self.dynamic_batch_mode
+        if not (self.debug or keeps_features):
             return
         tokens = self._lengths["token"]
         order = np.argsort(-tokens.sum(axis=1, dtype=np.int64), kind="stable")
@@ -239,12 +245,11 @@ class DynaBatchSampler(Sampler[list[int]]):
         starts = np.cumsum(sizes) - sizes
         if self.debug:
             widths = np.maximum.reduceat(tokens[order], starts, axis=0).sum(axis=1)
-            print(*decisions(sizes, widths, self._grouping.rule), sep="\n")
-        if self.save_input_features and self.dynamic_batch_mode:
-            sorted_lengths = {kind: values[order] for kind, values in self._lengths.items()}
-            sorted_lengths["token"] = tokens[order].sum(axis=1)
-            candidates = candidate_sizes(self.min_batch_size, self.batch_end_range)
-            self.input_features = input_features(sorted_lengths, starts, candidates, self._rule)
+            print(*_decisions(sizes, widths, self._grouping.rule), sep="\n")
+        if keeps_features:
+            lengths = {kind: values[order] for kind, values in self._lengths.items()}
+            lengths["token"] = tokens[order].sum(axis=1)
+            self.input_features = _input_features(lengths, starts, self.batch_end_range, self._rule)
 
 
 def as_array(values: Any) -> npt.NDArray[Any]:
@@ -259,7 +264,7 @@ def as_array(values: Any) -> npt.NDArray[Any]:
 
 
 def _check_lengths(token_lengths: Any, word_lengths: Any, char_lengths: Any) -> dict[str, npt.NDArray[np.int32]]:
-    """Return the lengths by name, tokens of shape ``(N, axes)``; words and characters where they are given."""
+    """Return the lengths by name, tokens of shape ``(N, axes)``; words and characters if they are given."""
     lengths = {"token": as_lengths(as_array(token_lengths))}
     for name, given in (("word", word_lengths), ("char", char_lengths)):
         if given is None:
@@ -273,3 +278,60 @@ def _check_lengths(token_lengths: Any, word_lengths: Any, char_lengths: Any) -> 
             raise LengthsError(f"{name}_lengths must be whole numbers of 0 or more, got {array.dtype}")
         lengths[name] = array.astype(np.int32)
     return lengths
+
+
+def _decisions(sizes: IntArray, longest: IntArray, rule: SizeRule | None) -> Iterator[str]:
+    """Yield one line per batch, longest first."""
+    for number, (size, length) in enumerate(zip(sizes.tolist(), longest.tolist(), strict=True), start=1):
+        line = f"batch {number}: {size} items, longest {length}"
+        if rule is not None:
+            share = rule.predict(size, length, int(longest[0]))
+            line += f", predicted {float(share):.2f} of the first batch"
+        yield line
+
+
+def _input_features(
+    lengths: dict[str, npt.NDArray[np.int32]], starts: IntArray, end_range: float, rule: SizeRule
+) -> list[Features]:
+    """Return one table per batch except the first, with the figures of every candidate size as columns.
+
+    Candidates go from ``batch_size`` to ``batch_size × end_range``. ``_y`` is the candidate, ``_x`` the first batch and
+    ``_diff`` their quotient; ``prediction`` is the memory relative to the first batch. ``pandas.DataFrame(table)``
+    makes a frame of a table.
+
+    Args:
+        lengths: by kind, longest example first; several token axes are summed.
+        starts: where each batch starts.
+        end_range: the largest candidate, relative to the first batch.
+        rule: predicts the memory.
+    """
+    steps = max(1, int((end_range - 1.0) * _CANDIDATES_PER_UNIT))
+    sizes = np.unique(np.round(rule.batch_size * np.linspace(1.0, end_range, steps)).astype(np.int64))
+    first = {kind: _statistics(values, np.full(len(sizes), rule.batch_size)) for kind, values in lengths.items()}
+    reference = int(first["token"]["max"][0])
+    tables = []
+    for start in starts[1:].tolist():
+        columns: dict[str, npt.NDArray[Any]] = {
+            "batch_size_y": sizes,
+            "batch_size_x": np.full(len(sizes), rule.batch_size),
+            "batch_size_diff": sizes / rule.batch_size,
+        }
+        for kind, values in lengths.items():
+            mine = _statistics(values[start:], sizes)
+            for name in _STATISTICS[kind]:
+                columns[f"{kind}_{name}_y"], columns[f"{kind}_{name}_x"] = mine[name], first[kind][name]
+                if name != "std":
+                    columns[f"{kind}_{name}_diff"] = mine[name] / np.maximum(first[kind][name], 1e-12)
+        columns["prediction"] = rule.predict(sizes, columns["token_max_y"].astype(np.int64), reference)
+        tables.append({name: values.tolist() for name, values in columns.items()})
+    return tables
+
+
+def _statistics(values: npt.NDArray[np.int32], counts: IntArray) -> dict[str, FloatArray]:
+    """Return the figures of the first ``count`` values, for each count."""
+    run = values[: int(counts.max())].astype(np.float64)
+    num = np.minimum(counts, len(run))
+    total = np.cumsum(run)[num - 1]
+    # Var = E[x²] - E[x]², which rounding may push below zero.
+    variance = np.maximum(np.cumsum(run**2)[num - 1] / num - (total / num) ** 2, 0.0)
+    return {"sum": total, "mean": total / num, "std": np.sqrt(variance), "max": np.maximum.accumulate(run)[num - 1]}

@@ -21,12 +21,12 @@ from ...errors import ArgumentError, LengthsError
 from ...size.learning_rate import Rule, get_rule
 from .._ranked import check_no_stream, loader_options
 from .._trainer_step import (
+    Devices,
     SafeSteps,
     Weighing,
     find_weighing,
     is_divided,
     one_process,
-    parallel_size,
     undivided,
     weighted,
 )
@@ -39,7 +39,7 @@ class DynabatchTrainerMixin:
     """Train on the batches of a ``DynaBatchSampler``: ``class MyTrainer(DynabatchTrainerMixin, Seq2SeqTrainer): ...``.
 
     An update uses the gradient of the mean over all labels of its micro-batches, on all ranks, whatever their sizes. A
-    loss that divides by ``num_items_in_batch`` gives this by itself; where the loss ignores that number, each
+    loss that divides by ``num_items_in_batch`` gives this by itself; if the loss ignores that number, each
     micro-batch is weighted by its labels. The first micro-batch shows which of the two holds. A loss that is not a mean
     over labels is weighted by examples, with a warning. FSDP, DeepSpeed, ``DataParallel`` and tensor parallelism keep
     the trainer's own rule.
@@ -99,15 +99,12 @@ class DynabatchTrainerMixin:
         if getattr(self.args, "train_sampling_strategy", "random") != "random":
             warnings.warn("train_sampling_strategy has no effect: dynabatch_sampler chooses the batches", stacklevel=2)
         base = super().get_train_dataloader()  # type: ignore[misc]
-        group = parallel_size(self)
+        devices = Devices.of(self)
         sampler = self._dynabatch_sampler.for_rank(
-            self.args.process_index // group,
-            max(1, self.args.world_size // group),
-            drop_last=self.args.dataloader_drop_last,
+            devices.rank, devices.world_size, drop_last=self.args.dataloader_drop_last
         )
         sampler.set_epoch(0)
-        options = {"collate_fn": base.collate_fn, **loader_options(base)}
-        return _EpochLoader(base.dataset, batch_sampler=sampler, **options)
+        return _EpochLoader(base.dataset, batch_sampler=sampler, **loader_options(base))
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return SequentialSampler(self.train_dataset)  # for the loader that is replaced: the cheapest one
@@ -129,10 +126,9 @@ class DynabatchTrainerMixin:
         result = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
         if divides:
             return result
-        replicas = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        if not return_outputs:
-            return weighted(result, weight, self._window_weight, replicas)
-        return weighted(result[0], weight, self._window_weight, replicas), result[1]
+        loss, *outputs = result if return_outputs else (result,)
+        loss = weighted(loss, weight, self._window_weight, Devices.of(self).num_replicas)
+        return (loss, *outputs) if return_outputs else loss
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward of a micro-batch, in pieces if memory runs out."""

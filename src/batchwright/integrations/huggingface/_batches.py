@@ -6,7 +6,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -18,7 +18,7 @@ from ...errors import StateMismatchError
 from ...plan.budget import Budget
 from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
-from ...step.splitting import LogicalBatch, split
+from ...step.splitting import split_by_budget
 from .._size_log import SizeLog
 
 
@@ -36,7 +36,7 @@ class Item(NamedTuple):
 
     Attributes:
         parts: the examples of each micro-batch.
-        is_repeat: fewer examples than ranks were left, and this rank runs the example of another one without a weight.
+        is_repeat: fewer examples than ranks were left, so this rank runs another rank's example with weight 0.
     """
 
     parts: list[list[int]]
@@ -93,7 +93,7 @@ class BatchSource(ABC):
         return self._num_in_epoch - self.position
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch; a position restored within that very epoch is kept."""
+        """Go to an epoch; a position restored within that same epoch is kept."""
         self.sampler.set_epoch(epoch)
 
     def track(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -208,8 +208,7 @@ class ResizableBatches(BatchSource):
             # Seeded by the batch itself, so that a resumed run draws the same order.
             order = np.random.default_rng([self.epoch, len(share), *share[:4]]).permutation(len(share))
         least = 2 if self._is_random and self.sampler.world_size == 1 else 1
-        batch = _ShareOfBatch(self._padded[share])
-        places = split(batch, budget=self._budget, limit=1.0, order=order, least_parts=least)
+        places = split_by_budget(self._padded[share], self._budget, order=order, least_parts=least)
         return [[share[place] for place in part] for part in places]
 
     def begin_epoch(self, epoch: int) -> int:
@@ -233,33 +232,9 @@ class ResizableBatches(BatchSource):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data, and the sizes of the batches formed ahead."""
-        return {**super().state_dict(), "sizes": [*self._sizes.behind(self._num_received), *self._replay]}
+        return {**super().state_dict(), "sizes": [*self._sizes.after(self._num_received), *self._replay]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken."""
         super().load_state_dict(state)
         self._replay = [int(size) for size in state.get("sizes", [])]
-
-
-@final
-class _ShareOfBatch(LogicalBatch):
-    """The examples of a batch that one rank runs, known by their lengths."""
-
-    def __init__(self, lengths: npt.NDArray[np.int32]) -> None:
-        self.lengths = lengths
-        self.num_examples = len(lengths)
-
-    def take(self, indices: Sequence[int]) -> Sequence[int]:
-        """Return the places themselves."""
-        return indices
-
-    @property
-    def gains_from_sorting(self) -> bool:
-        """Return True: micro-batches of short examples are narrower."""
-        return True
-
-    @property
-    def num_elements(self) -> int:
-        """Return the tokens of the examples, padded together."""
-        assert self.lengths is not None
-        return self.num_examples * int(self.lengths.sum(axis=1).max())

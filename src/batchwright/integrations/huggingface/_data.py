@@ -19,9 +19,10 @@ from ...plan.grouping.sorting import WindowSort
 from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
 from .._ranked import loader_options
+from .._trainer_step import Devices
 from ._batches import BatchSource, PlannedBatches, ResizableBatches
 from ._lengths import LengthCache, pad_multiple_of
-from ._settings import Devices, Settings
+from ._settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,8 @@ class TrainingData:
         return PlannedBatches(sampler, lengths, options["pad_multiple_of"])
 
     def _resizable(self, lengths: IntArray, args: Any, multiple: int, options: dict[str, Any]) -> BatchSource:
-        settings, budget = self._settings, self._settings.micro_budget(args)
+        settings = self._settings
+        budget = MaxItems(args.per_device_train_batch_size) if settings.budget is None else settings.budget
         group = MaxItems(max(_LEAST_GROUP, getattr(settings.controller, "min_size", 1)))
         sampler = ResizableBatchSampler(
             len(lengths), settings.controller, lengths=pad_up(lengths, multiple), budget=budget & group, **options
@@ -127,16 +129,10 @@ class TrainLoader(DataLoader[Any]):
     def __init__(self, base: Any, batches: BatchSource, *, seed: int) -> None:
         self.batches = batches
         self._seed = seed
-        dataset, collate = base.dataset, base.collate_fn
+        dataset, options = base.dataset, loader_options(base)
         if isinstance(batches, ResizableBatches):
-            dataset, collate = ExampleLists(dataset), CollateParts(collate)
-        super().__init__(
-            dataset,
-            batch_sampler=batches,
-            collate_fn=collate,
-            generator=torch.Generator(),
-            **loader_options(base),
-        )
+            dataset, options["collate_fn"] = ExampleLists(dataset), CollateParts(base.collate_fn)
+        super().__init__(dataset, batch_sampler=batches, generator=torch.Generator(), **options)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch."""
@@ -149,22 +145,11 @@ class TrainLoader(DataLoader[Any]):
         return self.batches.begin_epoch(self.batches.epoch)
 
     def __iter__(self) -> Any:
-        return self.batches.track(_Restartable(self._begin))
+        return self.batches.track(self._items())
 
-    def _begin(self) -> Iterator[Any]:
+    def _items(self) -> Iterator[Any]:
         self.generator.manual_seed(self._seed + 1_000_003 * self.batches.epoch)
-        return super().__iter__()
-
-
-@final
-@dataclass(frozen=True)
-class _Restartable:
-    """An iterable that calls a function for each new iterator."""
-
-    begin: Callable[[], Iterator[Any]]
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.begin()
+        yield from super().__iter__()
 
 
 @final

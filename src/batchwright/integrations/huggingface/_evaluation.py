@@ -23,8 +23,9 @@ from ...plan.grouping.sorting import Sorted
 from ...plan.plan import plan_batches
 from .._inputs import num_rows
 from .._ranked import loader_options
+from .._trainer_step import Devices
 from ._lengths import LengthCache, pad_multiple_of
-from ._settings import Devices, Settings
+from ._settings import Settings
 from ._weights import LossWeights, TrainerLoss, row_key
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Evaluation:
         self._lengths = lengths
         self._weights = weights
         self._run: EvaluationRun | None = None
-        self._loaders: WeakKeyDictionary[Any, EvaluationLoader] = WeakKeyDictionary()
+        self._loaders: WeakKeyDictionary[Any, DataLoader[Any]] = WeakKeyDictionary()
 
     def loader(
         self, base: DataLoader[Any], dataset: Any, *, collator: Any, model: Any, devices: Devices
@@ -72,15 +73,19 @@ class Evaluation:
             logger.info("Evaluation is left to the trainer: %s", error)
             return base
         plan = plan_evaluation(
-            lengths, budget, world_size=devices.world_size, pad_multiple_of=pad_multiple_of(collator)
+            lengths,
+            budget,
+            rank=devices.rank,
+            world_size=devices.world_size,
+            pad_multiple_of=pad_multiple_of(collator),
         )
-        loader = self._loaders[base] = EvaluationLoader(base, plan, rank=devices.rank)
+        loader = self._loaders[base] = DataLoader(base.dataset, batch_sampler=plan, **loader_options(base))
         return loader
 
     @contextmanager
-    def running(self, loader: EvaluationLoader) -> Iterator[EvaluationRun]:
-        """Evaluate a loader inside the context."""
-        self._run = EvaluationRun(loader)
+    def running(self, plan: EvaluationPlan) -> Iterator[EvaluationRun]:
+        """Evaluate the batches of a plan inside the context."""
+        self._run = EvaluationRun(plan)
         try:
             with self._weights.weighing(None):
                 yield self._run
@@ -113,19 +118,21 @@ class Evaluation:
 @final
 @dataclass(frozen=True, eq=False)
 class EvaluationPlan:
-    """The examples that each rank evaluates in each step; every rank has as many, as their results are gathered.
+    """The batches of a rank, for a ``DataLoader``; in every step all ranks have equally many examples, to be gathered.
 
     Attributes:
         steps: one array per step, shape ``(ranks, examples)``.
         is_own: shape ``(steps, ranks)``, False for a rank without an example of its own, which repeats another one.
+        rank: of this process.
     """
 
     steps: list[IntArray]
     is_own: npt.NDArray[np.bool_]
+    rank: int
 
     @property
     def num_rows(self) -> int:
-        """Return how many rows are gathered, with repeated ones."""
+        """Return how many rows are gathered, including repeated ones."""
         return sum(step.size for step in self.steps)
 
     @cached_property
@@ -134,19 +141,22 @@ class EvaluationPlan:
         gathered = np.concatenate([step.reshape(-1) for step in self.steps])
         return np.unique(gathered, return_index=True)[1]
 
-    def of_rank(self, rank: int) -> list[list[int]]:
-        """Return the batches of a rank."""
-        return [step[rank].tolist() for step in self.steps]
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (step[self.rank].tolist() for step in self.steps)
 
 
 def plan_evaluation(
-    lengths: npt.ArrayLike, budget: Budget, *, world_size: int = 1, pad_multiple_of: int = 1
+    lengths: npt.ArrayLike, budget: Budget, *, rank: int = 0, world_size: int = 1, pad_multiple_of: int = 1
 ) -> EvaluationPlan:
-    """Plan an evaluation: examples of similar lengths share a step, and every rank has as many of them.
+    """Plan an evaluation: examples of similar lengths share a step, and every rank has equally many of them.
 
     Args:
         lengths: of the examples.
         budget: what a batch of one rank may cost; an example over the budget runs alone.
+        rank: of this process.
         world_size: number of ranks.
         pad_multiple_of: of the collator.
 
@@ -177,24 +187,7 @@ def plan_evaluation(
             if len(part):
                 steps.append(np.resize(part, (max(1, len(part) // world_size), world_size)).T)
                 is_own.append(np.arange(world_size) < len(part))
-    return EvaluationPlan(steps, np.array(is_own))
-
-
-@final
-class EvaluationLoader(DataLoader[Any]):
-    """A trainer's loader with the batches of a plan.
-
-    Args:
-        base: the trainer's own loader.
-        plan: which examples each rank evaluates.
-        rank: of this process.
-    """
-
-    def __init__(self, base: Any, plan: EvaluationPlan, *, rank: int) -> None:
-        self.plan = plan
-        self.rank = rank
-        batches = plan.of_rank(rank)
-        super().__init__(base.dataset, batch_sampler=batches, collate_fn=base.collate_fn, **loader_options(base))
+    return EvaluationPlan(steps, np.array(is_own), rank)
 
 
 @final
@@ -202,18 +195,17 @@ class EvaluationRun:
     """One evaluation: sums its loss, and puts gathered results in the order of the data.
 
     Args:
-        loader: what is evaluated.
+        plan: what is evaluated.
     """
 
-    def __init__(self, loader: EvaluationLoader) -> None:
-        self._plan = loader.plan
-        self._rank = loader.rank
+    def __init__(self, plan: EvaluationPlan) -> None:
+        self._plan = plan
         self._num_done = 0
         self._sums: Tensor | None = None
 
     def add(self, loss: Tensor, weight: Tensor) -> None:
         """Add the mean loss of a batch with its weight, the labels or examples it is a mean over."""
-        is_own = bool(self._plan.is_own[self._num_done, self._rank])
+        is_own = bool(self._plan.is_own[self._num_done, self._plan.rank])
         self._num_done += 1
         wide = torch.float32 if loss.device.type == "mps" else torch.float64
         count = weight.to(loss.device, wide) * is_own

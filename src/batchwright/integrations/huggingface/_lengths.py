@@ -80,8 +80,8 @@ def measure_examples(
         return np.array([int(row[0]) for row in _rows(dataset, [length_column], show_progress)])
     if not _is_sequence(first.get(_SOURCE)):
         raise LengthsError(
-            f"the examples have {', '.join(sorted(first)) or 'no columns'}, neither {length_column!r} nor token ids as "
-            f"{_SOURCE!r}; pass lengths=, one row per example"
+            f"the examples have {', '.join(sorted(first)) or 'no columns'}, but neither {length_column!r} nor token "
+            f"ids under {_SOURCE!r}; pass lengths=, one row per example"
         )
     names = [_SOURCE, _TARGET] if _is_sequence(first.get(_TARGET)) else [_SOURCE]
     # An empty sequence is padded to at least one token.

@@ -1,40 +1,32 @@
-"""What a user asks of an adaptive trainer, the devices it runs on, and the checks of both."""
+"""What a user asks of an adaptive trainer, checked by itself and against the trainer's own arguments."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, final, get_args
 
 import numpy.typing as npt
-from torch import Tensor
 
 from ..._checks import as_whole, check_choice
 from ...errors import ArgumentError, MissingDependencyError
-from ...plan.budget import Budget, MaxItems, check_budget
+from ...plan.budget import Budget, check_budget
 from ...plan.grouping.base import Grouping, check_grouping
+from ...plan.plan import PlanSettings
 from ...size.learning_rate import Rule, get_rule
 from ...step.memory.monitor import MemoryMonitor
 from .._ranked import controller_of
-from .._trainer_step import is_divided, parallel_size
+from .._trainer_step import is_divided
 
 Weighting: TypeAlias = Literal["tokens", "examples"]
 OnOom: TypeAlias = Literal["split", "skip", "raise"]
 
 # Methods of the trainer that take the length of an epoch and the place in it.
 _HOOKS = ("set_initial_training_values", "_init_training_state", "_run_epoch")
-# The other options of BatchSampler are arguments of the trainer, or come from TrainingArguments.
-_PLAN_OPTIONS = (
-    "size_multiple_of",
-    "size_ladder",
-    "pad_multiple_of",
-    "keep_first",
-    "oversize",
-    "remainder",
-    "balance_over",
-    "cost",
-)
+# These are arguments of the trainer, or come from TrainingArguments; all others go into plan_options.
+_NOT_IN_PLAN_OPTIONS = ("grouping", "shuffle", "seed", "drop_last")
+_PLAN_OPTIONS = [field.name for field in fields(PlanSettings) if field.name not in _NOT_IN_PLAN_OPTIONS]
 
 
 @final
@@ -77,10 +69,6 @@ class Settings:
         """Return what a batch of evaluation may cost, None if evaluation is left to the trainer."""
         return self.budget if self.eval_budget == "same" else self.eval_budget
 
-    def micro_budget(self, args: Any) -> Budget:
-        """Return what runs at once on a device."""
-        return MaxItems(args.per_device_train_batch_size) if self.budget is None else self.budget
-
     def _check_plan(self) -> None:
         if self.grouping is not None:
             check_grouping(self.grouping)
@@ -116,51 +104,6 @@ class Settings:
             )
         if self.measure_noise and self.on_oom == "skip":
             raise ArgumentError("measure_noise needs every example of a batch; use on_oom='split' or 'raise'")
-
-
-@final
-@dataclass(frozen=True)
-class Devices:
-    """The processes that a trainer runs on.
-
-    Attributes:
-        args: the ``TrainingArguments``.
-        accelerator: of the trainer.
-        parallel_size: ranks that work on the same batch.
-        is_divided: ranks hold parts of the model or of an example, so the trainer weighs micro-batches by its own rule.
-    """
-
-    args: Any
-    accelerator: Any
-    parallel_size: int
-    is_divided: bool
-
-    @classmethod
-    def of(cls, trainer: Any) -> Devices:
-        """Return the devices of a trainer as they are now."""
-        return cls(trainer.args, trainer.accelerator, parallel_size(trainer), is_divided(trainer))
-
-    @property
-    def rank(self) -> int:
-        """Return which share of the data is ours."""
-        return int(self.args.process_index // self.parallel_size)
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of shares."""
-        return int(max(1, self.args.world_size // self.parallel_size))
-
-    @property
-    def num_replicas(self) -> int:
-        """Return over how many processes gradients of the update are averaged; 1 if every rank keeps its own mean."""
-        return int(self.accelerator.num_processes) if self.args.average_tokens_across_devices else 1
-
-    def add_up(self, figures: Tensor) -> Tensor:
-        """Sum figures over all ranks; ranks that share a batch count once."""
-        if self.args.world_size == 1:
-            return figures
-        summed: Tensor = self.accelerator.reduce(figures.to(self.args.device), reduction="sum")
-        return summed / self.parallel_size
 
 
 def check_trainer_class(trainer_cls: type, version: str) -> None:

@@ -7,24 +7,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from ..._checks import read_whole
-from ...size.noise import NoiseAverage
 from ...step.noise import NoiseMeter, NoiseReport
 from .._inputs import num_rows
-from .._trainer_step import SafeSteps, Strategy
+from .._trainer_step import Devices, SafeSteps, Step, Strategy
 from ._batches import Counted
-from ._settings import Devices, OnOom, Settings
+from ._settings import Settings
 from ._weights import LossWeights, TrainerLoss, UpdateWeight, row_key
 
-# step(model, micro-batch) -> detached loss: the trainer's own forward and backward
-Step: TypeAlias = "Callable[[nn.Module, dict[str, Any]], Tensor]"
-
-_STRATEGIES: Mapping[OnOom, Strategy] = {"split": "split_retry", "skip": "skip"}
 # A retry begins with half of what did not fit; no smaller bound is set.
 _NO_BOUND = 1 << 31
 # Places in the sums of an update: its weight in labels or examples, examples, tokens, padded tokens, micro-batches, and
@@ -43,15 +38,16 @@ class Updates:
     Attributes:
         figures: of the updates so far.
         noise: of their gradients, None if it is not measured.
+        whole: the weight of the running update, None if the trainer's own rule holds.
     """
 
     def __init__(self, settings: Settings, weights: LossWeights) -> None:
         self.figures = TrainingFigures()
         self.noise: GradientNoise | None = None
+        self.whole: UpdateWeight | None = None
         self._settings = settings
         self._weights = weights
         self._devices: Devices | None = None
-        self._whole: UpdateWeight | None = None  # None: the trainer's own rule holds
         self._repeats: deque[bool] = deque()
         self._key = ""
         self._safe_steps: SafeSteps | None = None
@@ -60,12 +56,12 @@ class Updates:
         """Begin a training: all counts at zero."""
         self.figures = TrainingFigures()
         if self.noise is not None:
-            self.noise.close()
+            self.noise.meter.norms.close()
         self.noise = GradientNoise(model) if self._settings.measure_noise else None
 
     def close(self) -> None:
         """End a training; its figures can still be read."""
-        self._whole, self._safe_steps = None, None
+        self.whole, self._safe_steps = None, None
 
     def begin(
         self, batches: list[Any], received: tuple[Counted, list[bool]], *, loss: TrainerLoss, devices: Devices
@@ -81,19 +77,22 @@ class Updates:
         counted, repeats = received
         self._devices, self._repeats, self._key = devices, deque(repeats), row_key(batches[0], loss.model)
         if self._safe_steps is None and self._settings.on_oom != "raise":
-            self._safe_steps = SafeSteps(_STRATEGIES[self._settings.on_oom], _NO_BOUND, self._key, self._note_oom)
+            strategy: Strategy = "skip" if self._settings.on_oom == "skip" else "split_retry"
+            self._safe_steps = SafeSteps(strategy, _NO_BOUND, self._key, self._note_oom)
         weight = torch.zeros(()) if devices.is_divided else self._weigh(batches, repeats, loss)
-        self.figures.begin(devices.add_up(self.figures.sums_of(weight, counted)))
+        mine = torch.tensor([float(weight), *counted, self.figures.num_ooms], dtype=torch.float64)
+        sums = devices.add_up(mine)
+        self.figures.begin(sums)
         if self.noise is not None:
             self.noise.begin()
         if self._settings.memory is not None:
             self._settings.memory.reset_peak()
-        self._whole = None
+        self.whole = None
         if not devices.is_divided:
-            total = self.figures.weight if devices.args.average_tokens_across_devices else weight
+            total = sums[_WEIGHT] if devices.args.average_tokens_across_devices else weight
             # A whole number: a total of a wide float type would widen half-precision losses.
             total = total.clamp(min=1).round().long().to(devices.args.device)
-            self._whole = UpdateWeight(total, devices.num_replicas)
+            self.whole = UpdateWeight(total, devices.num_replicas)
 
     def _weigh(self, batches: list[Any], repeats: list[bool], loss: TrainerLoss) -> Tensor:
         self._weights.learn(loss, batches[0])
@@ -102,11 +101,6 @@ class Updates:
             for batch, is_repeat in zip(batches, repeats, strict=True)
         ]
         return torch.stack(weights).sum()
-
-    @property
-    def are_weighed(self) -> bool:
-        """Return whether losses are weighed here, and not by the trainer's own rule."""
-        return self._whole is not None
 
     def run(self, step: Step, model: nn.Module, parts: list[Any], devices: Devices) -> Tensor:
         """Run forward and backward of an item, micro-batch by micro-batch, and return its loss.
@@ -120,7 +114,7 @@ class Updates:
         last = len(parts) - 1
         losses = [self._run_part(step, model, part, devices, is_end=place == last) for place, part in enumerate(parts)]
         total: Tensor = sum(losses[1:], losses[0])
-        self.figures.add_loss(total)
+        self.figures.loss = self.figures.loss + total
         if self.noise is not None and devices.accelerator.sync_gradients:
             scaler = devices.accelerator.scaler
             self.noise.end(
@@ -133,7 +127,7 @@ class Updates:
 
     def _run_part(self, step: Step, model: nn.Module, part: Any, devices: Devices, *, is_end: bool) -> Tensor:
         """Add the gradient of a micro-batch; under DDP nothing is sent before the last one."""
-        whole, accelerator = self._whole, devices.accelerator
+        whole, accelerator = self.whole, devices.accelerator
         if whole is not None and self._repeats and self._repeats.popleft():
             whole = whole._replace(num_replicas=0)  # another rank runs the same example: no weight here
         if self.noise is not None:
@@ -164,51 +158,39 @@ class Updates:
     def mean_loss(self) -> float:
         """Return the loss of the update, over all ranks."""
         assert self._devices is not None
-        return float(self._devices.add_up(self.figures.loss.reshape(1))) / self._devices.world_size
+        return float(self._devices.add_up(torch.as_tensor(self.figures.loss).reshape(1))) / self._devices.world_size
 
 
 @final
 class TrainingFigures:
-    """Counts over all ranks; they stay on the device until someone reads them."""
+    """Counts over all ranks; they stay on the device until someone reads them.
+
+    Attributes:
+        num_ooms: how often this rank has run out of memory since training began.
+        lr_factor: the factor of the learning rate in the update.
+        loss: of the update on this rank, as far as it was run.
+    """
 
     def __init__(self) -> None:
-        self.num_ooms = 0  # of this rank, since training began
+        self.num_ooms = 0
         self.lr_factor = 1.0
+        self.loss: Tensor | float = 0.0
         self._saved_ooms = 0  # of the runs before, from a checkpoint
         self._sums = _no_sums()
         self._all = _no_sums()
         self._recent: Tensor | None = None
         self._num_recent = 0
-        self._loss: Tensor | None = None
         self._start = 0.0
-
-    def sums_of(self, weight: Tensor, counted: Counted) -> Tensor:
-        """Return the sums of an update on this rank, to be added up over ranks."""
-        return torch.tensor([float(weight), *counted, self.num_ooms], dtype=torch.float64)
 
     def begin(self, sums: Tensor) -> None:
         """Begin an update with its sums over all ranks."""
-        self._sums, self._loss, self._start = sums, None, time.perf_counter()
-
-    def add_loss(self, loss: Tensor) -> None:
-        """Add a part of the update's loss."""
-        self._loss = loss if self._loss is None else self._loss + loss
+        self._sums, self.loss, self._start = sums, 0.0, time.perf_counter()
 
     def end(self) -> None:
         """Count the update as done."""
         self._all = self._all.to(self._sums.device) + self._sums
         self._recent = self._sums if self._recent is None else self._recent + self._sums
         self._num_recent += 1
-
-    @property
-    def loss(self) -> Tensor:
-        """Return the loss of the update on this rank."""
-        return torch.zeros(()) if self._loss is None else self._loss
-
-    @property
-    def weight(self) -> Tensor:
-        """Return the labels or examples that count in the update."""
-        return self._sums[_WEIGHT]
 
     @property
     def batch_size(self) -> int:
@@ -263,22 +245,16 @@ class GradientNoise:
 
     Args:
         model: without wrappers for several devices.
+
+    Attributes:
+        meter: holds the average over all updates so far.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._meter = NoiseMeter([(name, value) for name, value in model.named_parameters() if value.requires_grad])
+        self.meter = NoiseMeter([(name, value) for name, value in model.named_parameters() if value.requires_grad])
         self._num_parts = 0
         self._kept: tuple[Tensor | None, int] = (None, 0)
         self._read: Callable[[], NoiseReport] | None = None
-
-    @property
-    def average(self) -> NoiseAverage:
-        """Return the average over all updates so far."""
-        return self._meter.average
-
-    @average.setter
-    def average(self, value: NoiseAverage) -> None:
-        self._meter.average = value
 
     @property
     def report(self) -> NoiseReport | None:
@@ -287,24 +263,24 @@ class GradientNoise:
 
     def begin(self) -> None:
         """Begin an update."""
-        self._meter.norms.reset()
+        self.meter.norms.reset()
         self._num_parts, self._read = 0, None
         self.keep()
 
     def keep(self) -> None:
         """Remember what was measured, in case the next micro-batch has to be run again."""
-        self._kept = (self._meter.norms.total, self._num_parts)
+        self._kept = (self.meter.norms.total, self._num_parts)
 
     def undo(self) -> None:
         """Forget what was measured since ``keep``."""
-        self._meter.norms.total, self._num_parts = self._kept
+        self.meter.norms.total, self._num_parts = self._kept
 
     @contextmanager
     def part(self, num_examples: int) -> Iterator[None]:
         """Measure the backward pass of a part inside the context."""
-        self._meter.norms.begin()
+        self.meter.norms.begin()
         yield
-        self._meter.norms.end(num_examples)
+        self.meter.norms.end(num_examples)
         self._num_parts += 1
 
     def end(self, add_up: Callable[[Tensor], Tensor], *, num_examples: int, num_replicas: int, scale: float) -> None:
@@ -316,19 +292,15 @@ class GradientNoise:
             num_replicas: the factor that losses were multiplied by, because gradients are averaged over ranks.
             scale: of the ``GradScaler``, 1 without one.
         """
-        total = self._meter.norms.total
+        total = self.meter.norms.total
         mine = torch.zeros(1, dtype=torch.float64) if total is None else total
         squares, num = add_up(torch.cat([mine, torch.tensor([self._num_parts], device=mine.device, dtype=mine.dtype)]))
         if num >= 2:
             # Gradients carry the factor num_replicas * scale / num_examples, and the sums are quadratic in them.
-            self._read = self._meter.add(
+            self._read = self.meter.add(
                 squares.reshape(1),
                 q_factor=(num_examples / num_replicas / scale) ** 2,
                 gb_factor=scale**-2,
                 num_examples=num_examples,
                 num_parts=round(float(num)),
             )
-
-    def close(self) -> None:
-        """Stop watching the model."""
-        self._meter.norms.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +13,8 @@ from torch import Tensor, nn
 
 from ...errors import ArgumentError
 from ...step.huggingface import IGNORED, counts_tokens
-from .._trainer_step import Weighing, find_weighing, weighted
+from .._trainer_step import Compute, Weighing, find_weighing, weighted
 from ._settings import Weighting
-
-# compute(model, inputs, return_outputs, num_items_in_batch): the trainer's loss as for a single process
-Compute: TypeAlias = "Callable[[nn.Module, dict[str, Any], bool, Any], Any]"
 
 _OTHER = "use weighting='tokens', or a loss that is itself a mean over examples"
 
@@ -25,7 +22,7 @@ _OTHER = "use weighting='tokens', or a loss that is itself a mean over examples"
 class TrainerLoss(NamedTuple):
     """The loss of a trainer, and what is needed to try it out on a micro-batch."""
 
-    compute: Compute
+    compute: Compute  # as for a single process
     model: nn.Module  # without wrappers for several devices
     prepare: Callable[[dict[str, Any]], dict[str, Any]]  # moves inputs to the device
 
@@ -56,12 +53,8 @@ class LossWeights:
     def learn(self, loss: TrainerLoss, batch: Mapping[str, Any]) -> None:
         """Look at a micro-batch, unless an earlier one has told what the loss is a mean over."""
         if not (self._weighing is not None and self._weighing.is_sure):
-            self._weighing = find_weighing(
-                lambda module, part, num: loss.compute(module, part, False, num),
-                loss.model,
-                loss.prepare(dict(batch)),
-                key=row_key(batch, loss.model),
-            )
+            inputs = loss.prepare(dict(batch))
+            self._weighing = find_weighing(loss.compute, loss.model, inputs, key=row_key(batch, loss.model))
 
     @property
     def is_known(self) -> bool:
@@ -84,40 +77,40 @@ class LossWeights:
             self._is_weighing, self._update = False, None
 
     def loss(
-        self, compute: Compute, model: nn.Module, inputs: dict[str, Any], *, with_outputs: bool
+        self, compute: Callable[[Any, bool], Any], inputs: Mapping[str, Any], *, with_outputs: bool
     ) -> tuple[Tensor, Any] | None:
-        """Return the weighed loss of a micro-batch and the outputs if they are needed.
+        """Return the weighed loss of a micro-batch, and the outputs if they are needed.
 
         Returns None outside of ``weighing``, and as long as nothing was learned: then the trainer's own loss holds.
-        """
-        if self._update is not None:
-            return self._part(compute, model, inputs, self._update, with_outputs)
-        is_mean = self._is_weighing and self.is_known
-        return self._mean(compute, model, inputs, with_outputs) if is_mean else None
 
-    def _part(
-        self, compute: Compute, model: nn.Module, inputs: dict[str, Any], update: UpdateWeight, with_outputs: bool
-    ) -> tuple[Tensor, Any]:
-        assert self._weighing is not None
-        if self._weighing.divides and self._labels_of_rows(inputs) is None:
-            loss, outputs = _computed(compute, model, inputs, with_outputs, update.total)
+        Args:
+            compute: called with ``num_items_in_batch`` and ``return_outputs``, it is the trainer's loss.
+            inputs: the micro-batch.
+            with_outputs: the outputs are needed.
+        """
+        if not self._is_weighing or self._weighing is None:
+            return None
+        update, labels = self._update, self._labels_of_rows(inputs)
+        divides = self._weighing.divides and labels is None
+        # Before the loss, which may remove the labels.
+        weight = None if update is None or divides else self.count(inputs)
+        with_outputs = with_outputs or labels is not None
+        found = compute(update.total if update is not None and divides else None, with_outputs)
+        loss, outputs = found if with_outputs else (found, None)
+        if labels is not None:
+            loss = self._mean_over_rows(loss, _logits_of(outputs), labels)
+        if update is None:
+            return loss, outputs
+        if weight is None:
             return loss * update.num_replicas, outputs
-        weight = self.count(inputs)  # before the loss, which may remove the labels
-        loss, outputs = self._mean(compute, model, inputs, with_outputs)
         return weighted(loss, weight, update.total, update.num_replicas), outputs
 
-    def _mean(
-        self, compute: Compute, model: nn.Module, inputs: dict[str, Any], with_outputs: bool
-    ) -> tuple[Tensor, Any]:
-        labels = self._labels_of_rows(inputs)
-        if labels is None:
-            return _computed(compute, model, inputs, with_outputs, None)
-        loss, outputs = compute(model, inputs, True, None)
-        losses, counts = _losses_of_rows(_logits_of(outputs), labels, self._shifts)
+    def _mean_over_rows(self, loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+        losses, counts = _losses_of_rows(logits, labels, self._shifts)
         if not self._is_checked:
             self._check(loss.detach(), losses.detach().sum() / counts.sum())
         rows = losses.sum(dim=1) / counts.clamp(min=1)
-        return rows.sum() / (counts > 0).sum().clamp(min=1), outputs
+        return rows.sum() / (counts > 0).sum().clamp(min=1)
 
     @property
     def _shifts(self) -> bool:
@@ -150,14 +143,6 @@ def row_key(batch: Mapping[str, Any], model: Any) -> str:
     names = [getattr(model, "main_input_name", "input_ids"), "input_ids", "labels"]
     tensors = [name for name, value in batch.items() if isinstance(value, Tensor) and value.ndim > 0]
     return next((name for name in names if name in batch), tensors[0] if tensors else names[0])
-
-
-def _computed(
-    compute: Compute, model: nn.Module, inputs: dict[str, Any], with_outputs: bool, num_items: Any
-) -> tuple[Tensor, Any]:
-    """Return the loss, and the outputs or None."""
-    found = compute(model, inputs, with_outputs, num_items)
-    return found if with_outputs else (found, None)
 
 
 def _logits_of(outputs: Any) -> Tensor:

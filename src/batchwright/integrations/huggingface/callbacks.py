@@ -41,7 +41,7 @@ class UpdateCallback(TrainerCallback):
         self._rate = 0.0
 
     def close(self) -> None:
-        """Restore the learning rate if an error has left the optimizer's step."""
+        """Restore the learning rate if an error ended the optimizer's step."""
         self._scaled.close()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
@@ -78,7 +78,7 @@ class UpdateCallback(TrainerCallback):
         if rule != "adascale":
             return float(rule(batch_size, base_size))
         assert self._updates.noise is not None
-        average = self._updates.noise.average
+        average = self._updates.noise.meter.average
         return adascale(batch_size, base_size, s=average.s, g2=average.g2) if average.is_reliable else 1.0
 
     def _observation(self, device: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """AdaptiveTrainerMixin: the hooks of a ``Trainer``, each handed to the object that does the work.
 
-The mixin keeps one attribute, ``_batching``, with the collaborators: the training data, the updates, the weights of
-losses, the evaluation and a callback. Each holds its own state and gets what else it needs as arguments.
+The mixin keeps one attribute, ``_batching``, a ``Batching`` with the collaborators: the training data, the updates, the
+weights of losses, the evaluation and a callback. Each holds its own state and gets what else it needs as arguments.
 """
 
 from __future__ import annotations
@@ -10,25 +10,35 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import numpy.typing as npt
 import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 
-from ...errors import ArgumentError
+from ..._checks import read_size
+from ...errors import ArgumentError, StateMismatchError
 from ...plan.budget import Budget
 from ...plan.grouping.base import Grouping
 from ...size.learning_rate import Rule
+from ...size.noise import NoiseAverage
 from ...step.memory.monitor import MemoryMonitor
+from .._options import shared_options
 from .._ranked import check_no_stream
-from .._trainer_step import one_process, undivided
-from ._batching import STATE_NAME, Batching
-from ._data import TrainLoader, micro_batches_of
-from ._evaluation import EvaluationLoader
-from ._settings import Devices, OnOom, Settings, Weighting, check_trainer, check_trainer_class
-from ._weights import TrainerLoss
+from .._trainer_step import Devices, one_process, undivided
+from ._data import TrainingData, TrainLoader, micro_batches_of
+from ._evaluation import Evaluation, EvaluationPlan
+from ._lengths import LengthCache
+from ._settings import OnOom, Settings, Weighting, check_trainer, check_trainer_class
+from ._updates import Updates
+from ._weights import LossWeights, TrainerLoss
+from .callbacks import UpdateCallback
+
+# The key of the state in trainer_state.json, under stateful_callbacks.
+STATE_NAME = "batchwright"
+# Raise it when an older state can no longer be read.
+STATE_VERSION = 1
 
 
 class AdaptiveTrainerMixin:
@@ -38,8 +48,8 @@ class AdaptiveTrainerMixin:
     make an update. With a controller, an update uses ``controller.size`` examples over all ranks, cut into
     micro-batches under the budget; ``gradient_accumulation_steps`` stays 1.
 
-    The gradient of an update is that of the mean over all its labels on all ranks. It does not depend on the sizes of
-    the micro-batches, nor on whether the model takes ``num_items_in_batch``. Every example counts once per epoch: if
+    An update uses the gradient of the mean over all its labels on all ranks. It does not depend on the sizes of the
+    micro-batches, nor on whether the model takes ``num_items_in_batch``. Every example counts once per epoch: if
     fewer examples than ranks are left, a rank without one runs the example of another rank with weight 0. A checkpoint
     holds the place in the epoch and the state of the controller, so ``resume_from_checkpoint`` continues with the very
     next batch. Evaluation is planned too: predictions come in the order of the data, and the loss is the exact mean.
@@ -66,7 +76,7 @@ class AdaptiveTrainerMixin:
             applies only inside the optimizer's step.
         base_size: the batch size over all ranks that ``learning_rate`` was chosen for; needed with ``lr_rule``.
         measure_noise: estimate gradient noise; micro-batches are then random parts, which pad more. Needs a controller.
-        memory: reads the peak of every update, for policies that follow it.
+        memory: reads the peak memory of every update, for policies that follow it.
         eval_budget: what a batch of evaluation may cost; ``"same"`` takes ``budget``, None does not plan evaluation.
         plan_options: further options of ``BatchSampler``, e.g. ``{"keep_first": 3}``.
         **kwargs: of the trainer.
@@ -100,20 +110,8 @@ class AdaptiveTrainerMixin:
         **kwargs: Any,
     ) -> None:
         check_trainer_class(transformers.Trainer, transformers.__version__)
-        settings = Settings(
-            budget=budget,
-            controller=controller,
-            grouping=grouping,
-            lengths=lengths,
-            weighting=weighting,
-            on_oom=on_oom,
-            lr_rule=lr_rule,
-            base_size=base_size,
-            measure_noise=measure_noise,
-            memory=memory,
-            eval_budget=eval_budget,
-            plan_options=dict(plan_options or {}),
-        )
+        plan_options = dict(plan_options or {})
+        settings = Settings(**shared_options(Settings, locals()))
         self._batching = Batching(settings)
         super().__init__(*args, **kwargs)
         check_trainer(settings, self)
@@ -191,7 +189,7 @@ class AdaptiveTrainerMixin:
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward of an item, micro-batch by micro-batch."""
         updates, step = self._batching.updates, super().training_step  # type: ignore[misc]
-        with undivided(self) if updates.are_weighed else nullcontext():
+        with nullcontext() if updates.whole is None else undivided(self):
             return updates.run(
                 lambda module, part: step(module, part, *args, **kwargs),
                 model,
@@ -201,12 +199,15 @@ class AdaptiveTrainerMixin:
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Return the loss: in training its part of the update's mean, in evaluation the mean of the batch."""
-        found = self._batching.weights.loss(self._loss_of_one_process, model, inputs, with_outputs=return_outputs)
+        compute = functools.partial(self._loss_of_one_process, model, inputs)
+        found = self._batching.weights.loss(compute, inputs, with_outputs=return_outputs)
         if found is None:
             return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
         return found if return_outputs else found[0]
 
-    def _loss_of_one_process(self, model: Any, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
+    def _loss_of_one_process(
+        self, model: Any, inputs: dict[str, Any], num_items: Any, return_outputs: bool = False
+    ) -> Any:
         with one_process(self.args):
             return super().compute_loss(  # type: ignore[misc]
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items
@@ -247,10 +248,10 @@ class AdaptiveTrainerMixin:
     ) -> Any:
         """Run the trainer's loop; predictions, labels and the inputs of metrics come in the order of the data."""
         given = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        if not isinstance(dataloader, EvaluationLoader):
+        plan, metrics = getattr(dataloader, "batch_sampler", None), self.compute_metrics
+        if not isinstance(plan, EvaluationPlan):
             return super().evaluation_loop(*given)  # type: ignore[misc]
-        metrics = self.compute_metrics
-        with self._batching.evaluation.running(dataloader) as run:
+        with self._batching.evaluation.running(plan) as run:
             self.compute_metrics = run.metrics_in_order(metrics)
             try:
                 output = super().evaluation_loop(*given)  # type: ignore[misc]
@@ -280,3 +281,83 @@ def adaptive(trainer_cls: type) -> type:
     if issubclass(trainer_cls, AdaptiveTrainerMixin):
         return trainer_cls
     return type(f"Adaptive{trainer_cls.__name__}", (AdaptiveTrainerMixin, trainer_cls), {"__module__": __package__})
+
+
+@final
+class Batching:
+    """Holds the settings and the collaborators of an adaptive trainer.
+
+    None of them holds the trainer: such a cycle would keep the worker processes of its loader alive until garbage is
+    collected.
+
+    Args:
+        settings: what the user asked for.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        lengths = LengthCache()
+        self.settings = settings
+        self.weights = LossWeights(settings.weighting)
+        self.data = TrainingData(settings, lengths)
+        self.updates = Updates(settings, self.weights)
+        self.evaluation = Evaluation(settings, lengths, self.weights)
+        self.callback = UpdateCallback(settings, self.data, self.updates)
+
+    def close(self) -> None:
+        """End a training."""
+        self.callback.close()
+        self.updates.close()
+        self.data.batches = None
+
+    def take_figures(self) -> dict[str, float]:
+        """Return the figures of the updates since the last log; an empty dict if there were none."""
+        figures = {} if self.data.batches is None else self.updates.figures.take_recent()
+        if not figures:
+            return {}
+        if self.settings.rule is not None:
+            figures["lr_factor"] = self.updates.figures.lr_factor
+        if self.settings.controller is not None:
+            figures["batch_size_wanted"] = read_size(self.settings.controller)
+        scale = None if self.updates.noise is None else self.updates.noise.meter.average.scale
+        return figures if scale is None else {**figures, "noise_scale": scale}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data and everything that was learned, as JSON values."""
+        assert self.data.batches is not None
+        controller, noise = self.settings.controller, self.updates.noise
+        # Older checkpoints hold the keys "feed" and "course", so they keep these names.
+        return {
+            "version": STATE_VERSION,
+            "feed": self.data.batches.state_dict(),
+            "course": self.updates.figures.state_dict(),
+            "controller": None if controller is None else controller.state_dict(),
+            "noise": None if noise is None else noise.meter.average.to_state(),
+        }
+
+    def restore(self, saved: Mapping[str, Any] | None, epochs_trained: int, *, ignores_place: bool) -> int:
+        """Continue from a state, and return the epoch to run.
+
+        Args:
+            saved: of ``state_dict``; None if the checkpoint has none.
+            epochs_trained: the epoch that the trainer found.
+            ignores_place: begin the epoch again.
+        """
+        batches, controller, noise = self.data.batches, self.settings.controller, self.updates.noise
+        assert batches is not None
+        if saved is None or saved.get("version") != STATE_VERSION:
+            if ignores_place:
+                return epochs_trained
+            raise StateMismatchError(
+                "the checkpoint does not hold the place in its epoch, as checkpoints of adaptive trainers do; set "
+                "ignore_data_skip=True to begin the epoch again"
+            )
+        if ignores_place:
+            batches.set_epoch(int(saved["feed"]["sampler"]["epoch"]))
+        else:
+            batches.load_state_dict(saved["feed"])
+        self.updates.figures.load_state_dict(saved["course"])
+        if controller is not None and saved["controller"] is not None:
+            controller.load_state_dict(saved["controller"])
+        if noise is not None and saved["noise"] is not None:
+            noise.meter.average = NoiseAverage(**saved["noise"])
+        return batches.epoch

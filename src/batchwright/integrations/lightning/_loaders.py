@@ -12,7 +12,7 @@ from .._size_log import log_sizes
 
 @final
 class TrainLoader:
-    """Runs one epoch of this rank per loop, starting from a restored place where there is one.
+    """Runs one epoch of this rank per loop, starting from a restored place if there is one.
 
     It is not a ``DataLoader``, so Lightning does not rebuild its sampler. Consumed batches are those that training has
     finished, since Lightning may fetch one ahead.
@@ -30,7 +30,7 @@ class TrainLoader:
 
     @property
     def controller(self) -> Any:
-        """Return what decides the sizes, None where a plan does."""
+        """Return what decides the sizes, None if a plan does."""
         return None if self._sizes is None else self._sizes.controller
 
     @property
@@ -98,7 +98,7 @@ class TrainLoader:
         num = int(self._trainer.fit_loop.epoch_loop.batch_progress.current.processed)  # finished in this epoch
         if num not in self._states:  # nothing was fetched in this epoch
             return {"sampler": self.source.state_dict(), "num_batches": self._num_before, "sizes": self._replay}
-        sizes = [] if self._sizes is None else self._sizes.behind(num - self._num_before)
+        sizes = [] if self._sizes is None else self._sizes.after(num - self._num_before)
         return {"sampler": self._states[num], "num_batches": num, "sizes": sizes}
 
     def go_to(self, place: Mapping[str, Any]) -> None:

@@ -47,7 +47,7 @@ class PlannedDataModule(LightningDataModule):
         super().__init__()
         self._train = train
         self._planned: tuple[Any, TrainLoader | EvaluationLoader] | None = None
-        # Set only where there is data: Lightning takes a method that returns nothing for a mistake.
+        # Set only if there is data: Lightning takes a method that returns nothing for a mistake.
         if val is not None:
             self.val_dataloader = lambda: self._evaluation(val)  # type: ignore[method-assign]
         if test is not None:

@@ -85,8 +85,8 @@ class AdaptiveBatching(Callback):
     new size takes effect one update later.
 
     Logged every ``log_every_n_steps``: ``loss``, ``batch_size``, ``num_micro_batches``, ``ooms`` (over all ranks, since
-    the start), and ``noise_scale`` and ``memory_fraction`` where they are measured; ``padding`` once per epoch, where a
-    plan knows it.
+    the start), and ``noise_scale`` and ``memory_fraction`` if they are measured; ``padding`` once per epoch, if
+    batches are planned.
 
     Args:
         controller: observes every update; None takes the sampler's.
@@ -96,8 +96,8 @@ class AdaptiveBatching(Callback):
 
     Attributes:
         stepper: made when training starts; None for modules without ``ExactUpdates``.
-        controller: what observes, None where there is none.
-        loader: the training data, None where Lightning divides it.
+        controller: what observes, or None.
+        loader: the training data, None if Lightning divides it.
         report: the report of the newest update.
         num_ooms: how often the ranks ran out of memory since the start, all together.
     """
@@ -153,7 +153,7 @@ class AdaptiveBatching(Callback):
         return report
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Log the padding of the rest of the epoch, where a plan knows it."""
+        """Log the padding of the rest of the epoch, if batches are planned."""
         plan = getattr(self.loader.source, "plan", None) if self.loader is not None else None
         if plan is not None and len(plan) > 0:
             padding = _padding_of(plan)
@@ -221,7 +221,7 @@ def _check_strategy(trainer: Any) -> None:
     is_plain = trainer.world_size == 1 and model is trainer.lightning_module
     if strategy.handles_gradient_accumulation or not (is_plain or isinstance(model, DistributedDataParallel)):
         raise ArgumentError(
-            f"ExactUpdates works on one device and with strategy='ddp', the Trainer has {type(strategy).__name__}"
+            f"ExactUpdates needs one device or strategy='ddp', but the Trainer has {type(strategy).__name__}"
         )
 
 
@@ -229,7 +229,7 @@ def _only_optimizer(module: Any) -> Any:
     optimizers = module.optimizers()
     if isinstance(optimizers, list):
         raise ArgumentError(
-            f"ExactUpdates updates with one optimizer, configure_optimizers returned {len(optimizers)}; "
+            f"ExactUpdates needs a single optimizer, but configure_optimizers returned {len(optimizers)}; "
             "give groups of parameters to one, or call Stepper in a training_step of your own"
         )
     return optimizers

@@ -40,7 +40,7 @@ def plan_dataset(
 
     Rows are read in windows of ``buffer_size``, and each window is planned as ``plan_batches`` plans an epoch. Only one
     window is held at a time, never the whole data set, while Ray fetches the next. Larger windows pad less; each ends
-    with at most one batch that is short of rows (a few with a size ladder or buckets on two axes).
+    with at most one batch that is not full (a few with a size ladder or buckets on two axes).
 
     ``map_batches`` runs a function on planned batches in Ray's workers, ``iter_batches`` brings them to this process.
     The order of the rows changes; keep a column that names them.
@@ -65,22 +65,13 @@ def plan_dataset(
     """
     if not hasattr(dataset, "iter_batches"):
         raise ArgumentError(f"dataset must be a ray.data.Dataset or a shard of one, got {type(dataset).__name__}")
-    settings = PlanSettings(
-        grouping=grouping,
-        shuffle=shuffle,
-        seed=seed,
-        size_multiple_of=size_multiple_of,
-        size_ladder=size_ladder,
-        pad_multiple_of=pad_multiple_of,
-        oversize=oversize,
-        balance_over=1,  # nothing is divided over ranks here
-    )
+    settings = PlanSettings.of(locals(), balance_over=1)  # nothing is divided over ranks here
     if grouping.row_capacity is not None:
         raise ArgumentError(f"{grouping} joins rows, which columns cannot hold; use WindowSort or Buckets")
     if oversize == "truncate":
-        raise ArgumentError('oversize="truncate" needs rows to be cut; cut them before, or use "alone" or "drop"')
+        raise ArgumentError('oversize="truncate" cannot cut rows; cut them before planning, or use "alone" or "drop"')
     if not callable(length_of) and not length_of:
-        raise ArgumentError(f"length_of must be the name of a column, several, or a function, got {length_of!r}")
+        raise ArgumentError(f"length_of must be the name of a column, several names, or a function, got {length_of!r}")
     planner = WindowPlanner(length_of, check_budget(budget), settings)
     return PlannedDataset(dataset, as_whole("buffer_size", buffer_size, least=1), planner)
 

@@ -100,6 +100,11 @@ class ResizableBatchSampler(AbstractEpochs):
         """Return how many examples the newest iterator gave out twice because fewer than ranks were left."""
         return 0 if self._progress.newest is None else self._progress.newest.num_repeated
 
+    @property
+    def num_in_epoch(self) -> int:
+        """Return how many examples the current epoch covers: all of them, or those that a curriculum chooses."""
+        return len(self._order_of(self.epoch).indices)
+
     def __len__(self) -> int:
         raise TypeError("the number of batches is not known: the controller decides the size of each as it is formed")
 

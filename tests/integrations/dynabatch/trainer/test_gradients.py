@@ -177,7 +177,7 @@ def test_a_loss_that_is_no_mean_over_labels_is_weighted_by_examples_with_a_warni
     for batch in batches:
         part = collate([trainer.train_dataset[index] for index in batch])
         (model(**part)["loss"] * len(batch) / 24).backward()
-    with pytest.warns(UserWarning, match="weighted by their examples: the loss of Contrastive is no mean"):
+    with pytest.warns(UserWarning, match="weighted by their examples: the loss of Contrastive is not a mean"):
         trainer.train()
     assert relative_error(gradients.seen[0], flat_gradient(model)) < 1e-12
 

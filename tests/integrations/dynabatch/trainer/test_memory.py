@@ -168,7 +168,7 @@ def test_an_example_that_does_not_fit_alone_is_left_out_with_a_warning(tmp_path,
     trainer, gradients = make_trainer("t5", tmp_path, model=model, examples=examples, oom_fallback="split_retry")
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    assert "Example 1 of 3 does not fit alone" in caplog.text
+    assert "Example 1 of 3 does not fit by itself" in caplog.text
     kept = [batch[0], batch[2]]
     gradient, _ = exact_gradient("t5", make_model("t5"), [kept], examples)
     num = [len(examples[index]["labels"]) for index in batch]
