@@ -12,11 +12,12 @@ help: ## show this list
 
 setup: .venv/.ready ## create .venv with everything the other targets need
 
-# Debian packages that some tests use: a browser for pages, a data set of images. Where they cannot be installed, those
+# Debian packages that some tests use: a browser and Node.js for pages, a data set of images. Where they cannot be installed, those
 # tests are skipped and say so.
 .venv/.system:
 	@mkdir -p .venv
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		command -v node >/dev/null || apt-get install -y -qq nodejs >/dev/null 2>&1 || echo "nodejs is not installed"; \
 		command -v chromium >/dev/null || apt-get install -y -qq chromium >/dev/null 2>&1 || echo "chromium is not installed"; \
 		[ -d /usr/share/datasets/fashion-mnist ] || apt-get install -y -qq dataset-fashion-mnist >/dev/null 2>&1 \
 			|| echo "dataset-fashion-mnist is not installed"; \
@@ -32,7 +33,7 @@ setup: .venv/.ready ## create .venv with everything the other targets need
 	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps dynabatch==0.2.23
 	@touch $@
 
-demo: .venv/.ready ## train a small model two ways on the standard library, compare strategies, write two pages (5 minutes)
+demo: .venv/.ready ## train a small model two ways on the standard library, compare strategies, write two pages (3 minutes)
 	$(BIN)/python -m batchwright demo
 	$(BIN)/python -m batchwright lab run quick --folder demo_out/lab
 
