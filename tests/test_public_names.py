@@ -10,7 +10,14 @@ HERE = Path(__file__).parent
 TOOL = HERE.parent / "tools" / "public_names.py"
 
 # name: (as recorded, as it is now or None where it is gone, why). Names are "front.name" or "front.Class.member".
-CHANGED: dict[str, tuple[str, str | None, str]] = {}
+CHANGED: dict[str, tuple[str, str | None, str]] = {
+    f"batchwright.integrations.{name}.current_gradient_accumulation_steps": (
+        "attribute",
+        None,
+        "an attribute of the trainer, which a function sets now; the trainer still has it",
+    )
+    for name in ("dynabatch.DynabatchTrainerMixin", "huggingface.AdaptiveTrainerMixin")
+}
 # Names that came since.
 ADDED = {"batchwright.ResizableBatchSampler.num_in_epoch"}
 

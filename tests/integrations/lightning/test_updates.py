@@ -235,7 +235,7 @@ def test_several_optimizers_are_refused():
         def configure_optimizers(self):
             return [torch.optim.SGD(self.net[place].parameters(), lr=0.1) for place in (0, 2)]
 
-    with pytest.raises(ArgumentError, match="one optimizer, configure_optimizers returned 2"):
+    with pytest.raises(ArgumentError, match="a single optimizer, but configure_optimizers returned 2"):
         fit(Two())
 
 

@@ -304,6 +304,7 @@ def test_with_one_size_the_contract_of_batch_samplers_holds(options):
 def test_an_epoch_covers_the_prefix_of_its_curriculum_once(options, world_size):
     samplers = [make(rank=rank, world_size=world_size, curriculum=Prefixes(), **options) for rank in range(world_size)]
     for num in (20, 170, 300, 300):  # 20 + 150 × epoch, up to all
+        assert all(sampler.num_in_epoch == num for sampler in samplers)
         given_out = everything([list(sampler) for sampler in samplers])
         assert set(given_out) == set(range(NUM - num, NUM))
         assert len(given_out) - num < world_size

@@ -85,6 +85,17 @@ def truncated(texts: Sequence[str], tokens: npt.NDArray[np.int32], tokenizer: An
     return cut
 
 
+def as_array(values: Any) -> npt.NDArray[Any]:
+    """Return lengths as an array, read at once: reading a column of a data set one by one is slow.
+
+    >>> as_array((3, 5)).tolist()
+    [3, 5]
+    """
+    if not isinstance(values, np.ndarray | list | tuple) and not hasattr(values, "__array__"):
+        values = values[:] if hasattr(values, "__getitem__") else list(values)
+    return np.asarray(values)
+
+
 def _num_processes(tokenizer: Any, num_texts: int, max_workers: int) -> int:
     if getattr(tokenizer, "is_fast", False) or num_texts < MIN_TEXTS_FOR_WORKERS:
         return 0

@@ -17,8 +17,8 @@ from ..._machine import num_cores
 from ...errors import ArgumentError, LengthsError
 from ...plan.models.prior import Task
 from .._options import shared_options
-from .lengths import measure_tokens, truncated
-from .sampler import DynaBatchSampler, as_array
+from .lengths import as_array, measure_tokens, truncated
+from .sampler import DynaBatchSampler
 
 
 def dynabatch_sampler(

@@ -18,6 +18,7 @@ from ...plan import BatchSampler, MaxItems, Plan, PlanReport
 from ...plan.grouping.base import SizeRounding
 from ...plan.models.prior import Task
 from ._longest_first import LongestFirst, SizeRule
+from .lengths import as_array
 
 Item = TypeVar("Item")
 Features: TypeAlias = dict[str, list[Any]]
@@ -250,17 +251,6 @@ class DynaBatchSampler(Sampler[list[int]]):
             lengths = {kind: values[order] for kind, values in self._lengths.items()}
             lengths["token"] = tokens[order].sum(axis=1)
             self.input_features = _input_features(lengths, starts, self.batch_end_range, self._rule)
-
-
-def as_array(values: Any) -> npt.NDArray[Any]:
-    """Return lengths as an array, read at once: reading a column of a data set one by one is slow.
-
-    >>> as_array((3, 5)).tolist()
-    [3, 5]
-    """
-    if not isinstance(values, np.ndarray | list | tuple) and not hasattr(values, "__array__"):
-        values = values[:] if hasattr(values, "__getitem__") else list(values)
-    return np.asarray(values)
 
 
 def _check_lengths(token_lengths: Any, word_lengths: Any, char_lengths: Any) -> dict[str, npt.NDArray[np.int32]]:
