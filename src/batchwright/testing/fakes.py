@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from typing import final
 
-from ._checks import as_number, as_whole
-from .errors import ArgumentError
+from .._checks import as_number, as_whole
+from ..errors import ArgumentError
 
 
 @final

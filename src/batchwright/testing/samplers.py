@@ -11,12 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ._check_policy import check_policy as check_policy
-from ._checks import as_whole
-from ._fakes import FakeClock as FakeClock
-from ._fakes import FakeMemory as FakeMemory
-from ._lengths import as_lengths
-from .plan import Budget
+from .._checks import as_whole
+from .._lengths import as_lengths
+from ..plan import Budget
 
 MakeSampler = Callable[..., Any]
 Batches = list[list[Any]]  # a batch is a list of indices, or of rows of them

@@ -1,9 +1,11 @@
 from dataclasses import replace
 
 import pytest
-from batchwright._demo.corpus import END, RARE, START, encode, lengths_of, load_corpus
-from batchwright._demo.settings import QUICK
 
+pytest.importorskip("torch")
+
+from batchwright.cli.demo.data import END, RARE, START, encode, lengths_of, load_corpus
+from batchwright.cli.demo.records import QUICK
 from batchwright.errors import ArgumentError
 
 
