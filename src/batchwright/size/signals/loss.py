@@ -172,7 +172,6 @@ def _amount(value: float, relative: bool) -> str:
 class LossDriven(ReasoningPolicy):
     """Grows the batch if a measure finds that the loss does well, and shrinks it if it does not."""
 
-    name: ClassVar[str] = "loss_driven"
     measure: Measure
     response: Response
     period: Period
@@ -184,11 +183,9 @@ class LossDriven(ReasoningPolicy):
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Take a loss, and compare at the end of a period."""
-        loss = self.period.read(state["period"], observation, "loss", by=self.name)
-        mean, period = self.period.gather(state["period"], observation, loss, by=self.name)
+        mean, period, done = self.period.follow(state["period"], observation, "loss", by=self.name)
         if mean is None:
-            found = "gathering the loss" if math.isfinite(loss) else f"loss is {loss} and left out"
-            return hold(observation, {**state, "period": period}, f"{found} of {self.period.span()}")
+            return hold(observation, {**state, "period": period}, done)
         verdict, past = self.measure.take(state["past"], mean, self.period.span)
         state = {"period": period, "past": past}
         if verdict is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, SupportsIndex, final
+from typing import SupportsIndex, final
 
 from ..._ceiling import Ceiling
 from ..._checks import as_flag, as_number, as_whole, check_order
@@ -18,7 +18,6 @@ from ._base import Response, make_response
 class MemoryDriven(ReasoningPolicy):
     """Shrinks the batch above one share of memory, grows it below another."""
 
-    name: ClassVar[str] = "memory_driven"
     high: float
     low: float
     response: Response
