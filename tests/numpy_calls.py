@@ -348,7 +348,9 @@ CALLS = {
     "testing.FakeClock": (advanced, {"now_seconds": SECONDS}),
     "testing.FakeClock.advance": (advanced, {"seconds": SECONDS}),
     "testing.FakeMemory": (run_fake, {"total_bytes": whole(1000, 9999), "used_bytes": whole(0, 99)}),
-    "testing.FakeMemory.run_batch": (run_fake, {"first": whole(1, 20), "second": whole(1, 20)}),
+    "testing.FakeMemory.run_batch": (
+        run_fake, {"first": whole(1, 20, refused=NO_NUMBERS), "second": whole(1, 20, refused=NO_NUMBERS)},
+    ),
     "testing.check_batch_sampler": (checked_sampler, {"num_examples": whole(3, 3), "world_size": whole(2, 3)}),
     "testing.check_policy": (
         lambda **o: (None, testing.check_policy(size.linear(8, 2), **o)),

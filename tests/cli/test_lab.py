@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from batchwright.cli import main
-from batchwright.cli.lab import DATASETS, MODELS
-from batchwright.cli.lab_plan import chosen_strategies, dataset_name, default_epochs
+from batchwright.cli.lab import DATASETS, MODELS, chosen_strategies, dataset_name, default_epochs
 from batchwright.lab import datasets
 from batchwright.lab.models import networks
 from batchwright.lab.strategies import names

@@ -9,7 +9,7 @@ from batchwright.errors import ArgumentError
 
 
 def rows(path, **options):
-    return read_examples(Source(path=path, **options)).rows
+    return read_examples(Source(path=path, **options))[0]
 
 
 def write_jsonl(path, *records):
@@ -54,8 +54,7 @@ def test_a_json_string_with_a_line_separator_stays_whole(tmp_path):
 def test_blank_lines_are_skipped_and_counted(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("\none\n   \ntwo\n", encoding="utf-8")
-    examples = read_examples(Source(path=path))
-    assert (examples.rows, examples.num_blank) == (["one", "two"], 2)
+    assert read_examples(Source(path=path)) == (["one", "two"], 2)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +76,7 @@ def test_a_malformed_line_is_named(tmp_path, line, message):
 def test_csv_reads_quoted_line_ends_and_commas(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text('id,body\n1,"one, and\nmore"\n\n2,two\n', encoding="utf-8")
-    examples = read_examples(Source(path=path, field="body"))
-    assert (examples.rows, examples.num_blank) == (["one, and\nmore", "two"], 1)
+    assert read_examples(Source(path=path, field="body")) == (["one, and\nmore", "two"], 1)
 
 
 def test_csv_with_a_wrong_number_of_cells_names_the_line(tmp_path):

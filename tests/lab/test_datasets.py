@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from batchwright.errors import ArgumentError, MissingDependencyError
 from batchwright.lab.datasets import load, names
 from batchwright.lab.datasets._assemble import VOCABULARY_SIZE, hash_ids, split_rows, standardise
-from batchwright.lab.datasets._python_source import GROUPS, load_python_chars, load_python_functions
-from batchwright.lab.datasets.loading import DEBIAN_FOLDER
+from batchwright.lab.datasets.loading import DEBIAN_FOLDER, GROUPS, load_python_chars, load_python_functions
 
 SMALL = ("breast_cancer", "diabetes", "digits", "python_chars", "python_functions", "wine")
 LIMITS = {"python_chars": 100, "python_functions": 100}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,9 +45,11 @@ def plain(value: Any) -> Any:
 
 
 def without_words(value: Any) -> Any:
-    """Return a state without explanations, whose wording is free."""
+    """Return a state without explanations, whose wording is free; in texts of settings 6.0 is the same number as 6."""
     if isinstance(value, dict):
         return {name: without_words(item) for name, item in value.items() if name != "reason"}
+    if isinstance(value, str):
+        return re.sub(r"(?<![\w.])(\d+)\.0(?![\w.])", r"\1", value)
     return [without_words(item) for item in value] if isinstance(value, list) else value
 
 

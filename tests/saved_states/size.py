@@ -7,7 +7,7 @@ import batchwright as bw
 from batchwright import size
 from batchwright.size.noise import NoiseAverage
 
-from .cases import Case
+from .cases import Case, without_words
 
 TIME = bw.TimeModel.from_json(
     '{"kind": "batchwright.TimeModel", "version": 1, "num_axes": 1, "first_visit_seconds": 0.5, '
@@ -132,7 +132,7 @@ def save_controller(name):
 def go_on_controller(name, state):
     controller = make_controller(name)
     controller.load_state_dict(state)
-    kept = controller.state_dict() == state
+    kept = without_words(controller.state_dict()) == without_words(state)
     sizes = observe(controller, 14, 30)
     after = controller.state_dict()
     wanted = [decision.wanted for decision in controller.history]

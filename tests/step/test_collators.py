@@ -201,8 +201,10 @@ def test_every_example_of_a_row_gives_the_logits_it_gives_alone(name, layout, at
     batch = PackCollator(layout=layout, width=12, mask_dtype=mask_dtype)([examples[:2], examples[2:]])
     logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
     found = [logits[0, :5], logits[0, 5:8], logits[1, :7], logits[1, 7:9]]
+    # Llama's eager attention takes its softmax in float32, whose sums depend on the width and the processor.
+    tolerance = 1e-6 if (name, attention) == ("llama", "eager") else 1e-9
     for example, part in zip(examples, found, strict=True):
-        torch.testing.assert_close(part, alone(model, example), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(part, alone(model, example), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

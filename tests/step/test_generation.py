@@ -198,7 +198,7 @@ def test_without_a_budget_batches_double_while_they_fit():
 
 
 def test_without_a_budget_the_peak_of_a_batch_says_how_large_the_next_can_be():
-    # A token takes 10 bytes, 2 new ones an example. Of 4,000 bytes 1,000 are taken: 0.8 x 4,000 - 1,000 are 220 tokens.
+    # A token takes 10 bytes, 2 new ones per example. Of 4,000 bytes 1,000 are taken: 0.8 x 4,000 - 1,000 is 220 tokens.
     memory = FakeMemory(4000, used_bytes=1000, bytes_of=lambda num, length: 10 * num * (length + 2))
     recorded = Recorded(make_model("LlamaForCausalLM"), memory=memory)
     generate(recorded, [[11] * 3] * 100, max_new_tokens=2, memory=MemoryMonitor(source=memory))
@@ -224,7 +224,7 @@ def test_with_a_budget_the_peaks_of_others_are_left_alone():
 
 
 def test_a_peak_that_promised_too_much_is_survived():
-    # The first batch takes little, others ten times as much a token.
+    # The first batch takes little, others ten times as much per token.
     memory = FakeMemory(4000, bytes_of=lambda num, length: (1 if num == 8 else 10) * num * (length + 2))
     recorded = Recorded(make_model("LlamaForCausalLM"), memory=memory)
     found = generate(recorded, [[11] * 3] * 300, max_new_tokens=2, memory=MemoryMonitor(source=memory))
@@ -252,7 +252,7 @@ def test_the_longest_run_first_and_shapes_are_few():
 def test_a_budget_can_count_the_output():
     recorded = Recorded(make_model("LlamaForCausalLM"))
     generate(recorded, [[11] * 4] * 6, budget=bw.MaxTokens(30), count_output=True, max_new_tokens=11)
-    # 4 tokens in and 11 out are 15 an example: two fit, where seven would by the input alone.
+    # 4 tokens in and 11 out are 15 per example: two fit, while seven would by the input only.
     assert [rows for rows, _ in recorded.shapes] == [2, 2, 2]
 
 
@@ -318,14 +318,14 @@ def test_progress_is_shown_where_it_is_asked_for(capsys):
     [
         (["text"], {}, "token ids or a mapping with input_ids, got str"),
         ([torch.zeros(1, 3)], {}, "token ids or a mapping"),
-        ({"input_ids": [[1]]}, {}, "must be a list, one entry an example, got dict"),
+        ({"input_ids": [[1]]}, {}, "must be a list with one entry per example, got dict"),
         ([[11]], {"input_ids": torch.zeros(1, 1)}, "input_ids belongs to each example"),
-        ([[11]], {"num_return_sequences": 2, "do_sample": True}, "one sequence an example"),
-        ([[11]], {"return_dict_in_generate": True}, "one sequence an example"),
+        ([[11]], {"num_return_sequences": 2, "do_sample": True}, "one sequence per example"),
+        ([[11]], {"return_dict_in_generate": True}, "one sequence per example"),
         ([[11]], {"min_length": 3}, "use min_new_tokens"),
         ([[11]], {"max_length": 8, "num_beams": 2}, "use max_new_tokens"),
         ([[11] * 8, [11]], {"max_length": 8}, "8 tokens and max_length=8 leaves no room"),
-        ([[11]], {"lengths": [1, 1]}, "one row an example, 1, got 2"),
+        ([[11]], {"lengths": [1, 1]}, "one row per example, 1, got 2"),
         ([{"input_ids": [11]}, {"input_ids": [11], "more": [1]}], {}, "same fields"),
         ([{"input_ids": [11], "x": [1]}, {"input_ids": [11], "x": [1, 2]}], {}, "'x' has unequal lengths"),
         ([[11]], {"budget": 64}, r"write MaxItems\(64\)"),

@@ -124,7 +124,7 @@ def test_results_of_unlike_form_cannot_be_joined():
 
 
 def test_one_example_that_does_not_fit_is_named_with_its_shape_and_bytes():
-    # 4 × 25 floats of 4 bytes are 400 bytes an example.
+    # 4 × 25 floats of 4 bytes are 400 bytes per example.
     with pytest.raises(DoesNotFitError, match=r"example 0 .*\[\(1, 4, 25\)\], 400 bytes,.* 2.00 GiB"):
         oom_safe(Limited(0), torch.zeros(3, 4, 25))
 

@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from batchwright._fakes import FakeMemory
 from torch import nn
 
 import batchwright as bw
@@ -29,6 +28,7 @@ from batchwright.step import (
     oom_safe,
     split_by_budget,
 )
+from batchwright.testing import FakeMemory
 
 WHOLE = [np.int8, np.int64, np.uint16]
 REAL = [np.float32, np.float64]

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = make_parser().parse_args(argv)
     try:
-        code: int = arguments.run(arguments)
+        arguments.run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BatchwrightError as error:
         print(f"batchwright: error: {error}", file=sys.stderr)
         return 1 if isinstance(error, MissingDependencyError) else 2
-    return code
+    return 0
 
 
 def make_parser() -> argparse.ArgumentParser:

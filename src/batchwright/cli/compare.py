@@ -1,9 +1,9 @@
-"""One data set batched by several groupings under the same budget, side by side."""
+"""One data set batched by several groupings under the same budget, and whether the best of them pays off."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, final
 
 import numpy as np
 
@@ -11,11 +11,17 @@ import batchwright as bw
 
 from .._lengths import as_lengths, pad_up
 from .._types import IntArray
-from ..errors import ArgumentError
-from .histogram import percentile
+from ..errors import ArgumentError, BatchwrightError
+from .lengths import percentile
 
 # With fewer batches per epoch, the last ones, only partly filled, would distort every figure.
 _MIN_BATCHES = 50
+# A smaller gain drowns in the noise of a training run and is not worth a change.
+WORTH = 1.10
+# How much extra padding multiples of 8 may cost; the matrix units of GPUs prefer them.
+_PAD_ALLOWANCE = 0.02
+
+Verdict: TypeAlias = Literal["yes", "fewer steps only", "no"]
 
 
 @final
@@ -92,10 +98,6 @@ class Comparison:
         """Return the fixed size, sorted by length."""
         return self.entries[1]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values."""
-        return asdict(self)
-
 
 def default_max_tokens(lengths: IntArray, *, pad_multiple_of: int = 1) -> tuple[int, str]:
     """Choose a budget for a user who named none.
@@ -135,15 +137,16 @@ def compare(lengths: IntArray, settings: Settings) -> Comparison:
     lengths = as_lengths(lengths)
     check_fits(lengths, settings)
     size = fixed_size(lengths, settings)
-    return Comparison(
-        settings=settings,
-        fixed_size=size,
-        entries=(
-            _fixed_shuffled(lengths, size, settings),
-            _fixed_sorted(lengths, size, settings),
-            *(plan_entry(lengths, name, how, settings) for name, how in groupings(lengths, settings).items()),
-        ),
+    order = np.random.default_rng(settings.seed).permutation(len(lengths))
+    # Shuffled, size - 1 of the other examples share the batch of an example, each equally likely.
+    chance = (size - 1) / (len(lengths) - 1) if len(lengths) > size else 1.0
+    shuffled = _plan(lengths[order], f"fixed {size:,}, shuffled", bw.InOrder(), settings, bw.MaxItems(size))
+    entries = (
+        replace(shuffled, recurrence=chance),
+        _plan(lengths, f"fixed {size:,}, sorted", bw.Sorted(), settings, bw.MaxItems(size)),
+        *(_plan(lengths, name, how, settings) for name, how in groupings(lengths, settings).items()),
     )
+    return Comparison(settings=settings, fixed_size=size, entries=entries)
 
 
 def check_fits(lengths: IntArray, settings: Settings) -> None:
@@ -184,46 +187,124 @@ def groupings(lengths: IntArray, settings: Settings) -> dict[str, bw.Grouping]:
     return found
 
 
-def plan_entry(lengths: IntArray, name: str, grouping: bw.Grouping, settings: Settings) -> Entry:
-    """Plan with one grouping and return the figures of its report."""
-    plan = _plan(lengths, settings.budget, grouping, settings)
-    return _entry(name, plan, settings, plan.report().recurrence)
-
-
-def _fixed_shuffled(lengths: IntArray, size: int, settings: Settings) -> Entry:
-    order = np.random.default_rng(settings.seed).permutation(len(lengths))
-    plan = _plan(lengths[order], bw.MaxItems(size), bw.InOrder(), settings)
-    # size - 1 of the other examples share the batch of an example, each equally likely.
-    recurrence = (size - 1) / (len(lengths) - 1) if len(lengths) > size else 1.0
-    return _entry(f"fixed {size:,}, shuffled", plan, settings, recurrence)
-
-
-def _fixed_sorted(lengths: IntArray, size: int, settings: Settings) -> Entry:
-    plan = _plan(lengths, bw.MaxItems(size), bw.Sorted(), settings)
-    return _entry(f"fixed {size:,}, sorted", plan, settings, plan.report().recurrence)
-
-
-def _plan(lengths: IntArray, budget: bw.Budget, grouping: bw.Grouping, settings: Settings) -> bw.Plan:
-    return bw.plan_batches(
+def _plan(
+    lengths: IntArray, name: str, grouping: bw.Grouping, settings: Settings, budget: bw.Budget | None = None
+) -> Entry:
+    """Plan with one grouping, under the budget of the settings or another, and return the figures."""
+    plan = bw.plan_batches(
         lengths,
-        budget,
+        settings.budget if budget is None else budget,
         grouping=grouping,
         seed=settings.seed,
         world_size=settings.world_size,
         pad_multiple_of=settings.pad_multiple_of,
     )
-
-
-def _entry(name: str, plan: bw.Plan, settings: Settings, recurrence: float) -> Entry:
     report = plan.report()
-    shapes = plan.shapes.astype(np.int64)
+    num_items, padded = plan.shapes[:, 0].astype(np.int64), plan.shapes[:, 1:].astype(np.int64)
     return Entry(
         name=name,
         padding=report.padding,
-        padded_tokens=int((shapes[:, 0] * shapes[:, 1:].sum(axis=1)).sum()),
+        padded_tokens=int((num_items * padded.sum(axis=1)).sum()),
         num_batches=report.num_batches,
         num_shapes=report.num_shapes,
-        budget_used=float(settings.budget.fraction(shapes[:, 0], shapes[:, 1:]).mean()),
-        recurrence=recurrence,
+        budget_used=float(settings.budget.fraction(num_items, padded).mean()),
+        recurrence=report.recurrence,
         straggler_waste=report.straggler_waste,
     )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """How many times as fast an epoch becomes.
+
+    Args:
+        compute_bound: the ratio of padded tokens, for steps whose time grows with them.
+        launch_bound: the ratio of the numbers of steps, for steps that all take the same time.
+    """
+
+    compute_bound: float
+    launch_bound: float
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """The answer for one data set.
+
+    Args:
+        verdict: ``yes``; ``fewer steps only`` if the padding is already low; ``no``.
+        fixed_size: the largest fixed size that can never exceed the budget.
+        planned: the recommended plan.
+        settings: the settings of that plan.
+        shuffled: the fixed size in random order.
+        sorted: the fixed size, sorted by length.
+        against_shuffled: the gain over the shuffled fixed size.
+        against_sorted: the gain over the sorted fixed size.
+    """
+
+    verdict: Verdict
+    fixed_size: int
+    planned: Entry
+    settings: Settings
+    shuffled: Entry
+    sorted: Entry
+    against_shuffled: Gain
+    against_sorted: Gain
+
+
+def recommend(comparison: Comparison) -> Entry:
+    """Return the entry to use: the window sort, unless buckets pad clearly less.
+
+    A global sort never pads more than the window sort, but the same examples share a batch in every epoch.
+    """
+    window, buckets = comparison["WindowSort()"], comparison["Buckets(count=64)"]
+    return buckets if buckets.padding < window.padding - 0.05 else window
+
+
+def advise(lengths: IntArray, settings: Settings) -> Advice:
+    """Compare the recommended plan with a fixed size, shuffled and sorted.
+
+    Args:
+        lengths: shape ``(N,)`` or ``(N, axes)``.
+        settings: the budget and the other options.
+    """
+    comparison = compare(lengths, settings)
+    planned, settings = _with_multiple_of_8(as_lengths(lengths), recommend(comparison), settings)
+    return Advice(
+        verdict=verdict_of(comparison.shuffled, planned),
+        fixed_size=comparison.fixed_size,
+        planned=planned,
+        settings=settings,
+        shuffled=comparison.shuffled,
+        sorted=comparison.sorted,
+        against_shuffled=_gain(comparison.shuffled, planned),
+        against_sorted=_gain(comparison.sorted, planned),
+    )
+
+
+def verdict_of(fixed: Entry, planned: Entry) -> Verdict:
+    """Say whether a plan is worth using instead of a fixed size."""
+    gain = _gain(fixed, planned)
+    if gain.compute_bound >= WORTH:
+        return "yes"
+    return "fewer steps only" if gain.launch_bound >= WORTH else "no"
+
+
+def _gain(fixed: Entry, planned: Entry) -> Gain:
+    return Gain(
+        compute_bound=fixed.padded_tokens / planned.padded_tokens,
+        launch_bound=fixed.num_batches / planned.num_batches,
+    )
+
+
+def _with_multiple_of_8(lengths: IntArray, entry: Entry, settings: Settings) -> tuple[Entry, Settings]:
+    """Return the plan padded to multiples of 8, if the user chose no multiple and it costs little."""
+    if settings.pad_multiple_of > 1:
+        return entry, settings
+    rounded = replace(settings, pad_multiple_of=8)
+    try:
+        other = _plan(lengths, entry.name, groupings(lengths, rounded)[entry.name], rounded)
+    except BatchwrightError:  # rounded up, the longest example no longer fits the budget
+        return entry, settings
+    return (other, rounded) if other.padding <= entry.padding + _PAD_ALLOWANCE else (entry, settings)

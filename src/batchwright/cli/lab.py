@@ -1,4 +1,4 @@
-"""The commands ``batchwright lab run | report | show | list``; only ``run`` loads torch."""
+"""The commands ``batchwright lab run | report | show | list``, and the plan that the options of ``run`` ask for."""
 
 from __future__ import annotations
 
@@ -6,31 +6,43 @@ import argparse
 import os
 import sys
 import webbrowser
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .._optional import require
-from .lab_plan import make_plan
-from .options import Commands, add_command, count, names, positive
+from ..errors import ArgumentError
+from .options import Commands, add_command, add_option, count, names, positive
 from .screen import Screen
 
 if TYPE_CHECKING:
     from ..lab.runner import LabPlan
 
 FOLDER = Path("lab_out")
+_NUM_SEEDS = 3
+# A run on a user's file sees about this many examples; its number of epochs is a multiple of 4 within these bounds.
+_NUM_EXAMPLES = 200_000
+_EPOCHS = (4, 16)
 
 _LAB = """\
-Compare ways to set the batch size during training, on built-in data sets or on your own file.
+Compare batch-size strategies by training, also on your own data (needs torch).
+
+A strategy is a way to set the batch size during training. The lab trains each of them several times, on
+built-in data sets or on your own file, and reports which were better, by how much, and how sure that is.
 Needs torch and scikit-learn: pip install 'batchwright[lab]'.
 """
 
 _LAB_EXAMPLES = """\
+  batchwright lab list                                what there is to train
+  batchwright lab run quick                           a first look, a few minutes
   batchwright lab run --data my.csv --target label
   batchwright lab show
 """
 
 _RUN = """\
-Train every strategy on every data set and model, with several seeds, and write a report.
+Train every strategy on data sets or on your own file, and write a report.
 
 Choose what to train on:
   PRESET               quick, course or full; `batchwright lab list` says what each one trains
@@ -38,8 +50,8 @@ Choose what to train on:
   neither              continue the lab of the folder where it stopped
 
 A strategy is a way to set the batch size. `constant` keeps it fixed and is the baseline: every other
-strategy is compared with it in pairs of runs with the same seed. The learning rate is chosen first, for
-the baseline, from a grid, and every strategy uses the same one.
+strategy is compared with it, on every data set and model, in pairs of runs with the same seed. The
+learning rate is chosen first, for the baseline, from a grid, and every strategy uses the same one.
 
 Each run is saved as soon as it ends; Ctrl-C loses only the runs in progress.
 """
@@ -55,14 +67,20 @@ _RUN_EXAMPLES = """\
 """
 
 _REPORT = """\
-Write report.html, report.md and report.csv into the folder of a lab, from the runs it has so far.
+Write the report of a lab again.
+
+Writes report.html, report.md and report.csv into the folder of the lab, from the runs it has so far.
 report.html is one self-contained file: send it, open it offline, print it.
 """
 
 _SHOW = """\
-Serve the report of a folder, only to this machine, and open it in the browser if there is one. While
-the lab is running, the page follows it. Ctrl-C ends it.
+Show the report of a lab in the browser.
+
+Serves the page only to this machine, and opens it if there is a browser. While the lab is running, the
+page follows it. Ctrl-C ends it.
 """
+
+_LIST = "List the data sets, models, strategies and presets that a lab can run."
 
 DATASETS = {
     "breast_cancer": "569 tumours, 30 columns, 2 classes",
@@ -91,140 +109,81 @@ a strategy is in the second column. Write group:entropy for the group entropy, b
 
 def add_lab(commands: Commands) -> None:
     """Add the command ``lab`` and its own commands."""
-    command = add_command(
-        commands,
-        "lab",
-        summary="compare batch-size strategies by training, also on your own data (needs torch)",
-        description=_LAB,
-        examples=_LAB_EXAMPLES,
-    )
+    command = add_command(commands, "lab", _LAB, _LAB_EXAMPLES)
     parts = command.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_run(parts)
-    report = add_command(parts, "report", summary="write the report of a folder again", description=_REPORT)
-    _add_folder(report)
-    report.set_defaults(run=_report)
-    _add_show(parts)
-    listing = add_command(
-        parts,
-        "list",
-        summary="list the data sets, models, strategies and presets",
-        description="List the data sets, models, strategies and presets that a lab can run.",
-    )
-    listing.set_defaults(run=_list)
+    _add_run_options(add_command(parts, "run", _RUN, _RUN_EXAMPLES, run=_run))
+    report = add_command(parts, "report", _REPORT, run=_report)
+    show = add_command(parts, "show", _SHOW, run=_show)
+    for one in (report, show):
+        about = f"folder of a lab (default: {FOLDER})"
+        one.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=FOLDER, help=about)
+    add_option(show, "--port N", "port of the page; 0 takes any free one", type=count, default=0)
+    add_option(show, "--no-browser", "print the address without opening it")
+    add_command(parts, "list", _LIST, run=_list)
 
 
-def _add_run(parts: Commands) -> None:
-    command = add_command(
-        parts,
-        "run",
-        summary="train every strategy on data sets or on your own file",
-        description=_RUN,
-        examples=_RUN_EXAMPLES,
-    )
-    command.add_argument("preset", metavar="PRESET", nargs="?", help="quick, course or full")
-    _add_data_options(command)
-    matrix = command.add_argument_group("what to compare")
-    matrix.add_argument(
-        "--strategies",
-        metavar="NAMES",
-        type=names,
-        help="names of strategies or groups, separated by commas; group:NAME is always a group "
-        "(default: all; constant is always included)",
-    )
-    matrix.add_argument(
-        "--seeds",
-        metavar="N",
-        type=positive,
-        help="runs of each strategy; at least 2 for a comparison (default: 3, or the number of the preset)",
-    )
-    work = command.add_argument_group("how to run")
-    work.add_argument(
-        "--folder", metavar="DIR", type=Path, default=FOLDER, help="folder for the results (default: %(default)s)"
-    )
-    work.add_argument(
-        "--workers",
-        metavar="N",
-        type=count,
-        help="processes; 0 runs everything in this one (default: one per processor)",
-    )
-    work.add_argument("--retry-failed", action="store_true", help="repeat runs that failed")
-    work.add_argument("--quiet", action="store_true", help="print only the result: no progress bar")
-    command.set_defaults(run=_run)
-
-
-def _add_data_options(command: argparse.ArgumentParser) -> None:
-    data = command.add_argument_group("a file of your own")
-    data.add_argument("--data", metavar="FILE", type=Path, help=".csv, .tsv, .jsonl or .npz; all but .npz also as .gz")
-    data.add_argument("--target", metavar="COLUMN", help="the column to predict")
-    data.add_argument(
-        "--columns",
-        metavar="NAMES",
-        type=names,
-        help="columns to learn from, separated by commas: numbers, or one text (default: a text column called "
-        "`text`, else all but the target)",
-    )
-    data.add_argument(
-        "--task",
-        choices=("classification", "regression"),
-        help="what the target is (default: classes if it holds texts or at most 20 different whole numbers)",
-    )
-    data.add_argument(
-        "--limit", metavar="ROWS", type=positive, help="use only ROWS rows, chosen at random (default: all)"
-    )
-    data.add_argument("--models", metavar="NAMES", type=names, help="models to train (default: all that fit)")
-    data.add_argument(
-        "--epochs", metavar="N", type=positive, help="passes over the data (default: 4 to 16, fewer for large data)"
-    )
-
-
-def _add_show(parts: Commands) -> None:
-    command = add_command(parts, "show", summary="serve the report to this machine", description=_SHOW)
-    _add_folder(command)
-    command.add_argument("--port", metavar="N", type=count, default=0, help="port of the page (default: any free one)")
-    command.add_argument("--no-browser", action="store_true", help="print the address without opening it")
-    command.set_defaults(run=_show)
-
-
-def _add_folder(command: argparse.ArgumentParser) -> None:
+def _add_run_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "folder", metavar="FOLDER", nargs="?", type=Path, default=FOLDER, help="folder of a lab (default: %(default)s)"
+        "preset", metavar="PRESET", nargs="?", help="a ready-made choice of data sets and models: quick, course or full"
     )
+    data = command.add_argument_group("a file of your own")
+    add_option(data, "--data FILE", ".csv, .tsv, .jsonl or .npz; all but .npz also as .gz", type=Path)
+    add_option(data, "--target COLUMN", "the column to predict")
+    columns = (
+        "columns to learn from, separated by commas: numbers, or one text (default: a text column called `text`, "
+        "else all but the target)"
+    )
+    add_option(data, "--columns NAMES", columns, type=names)
+    task = "what the target is (default: classes if it holds texts or at most 20 different whole numbers)"
+    data.add_argument("--task", choices=("classification", "regression"), help=task)
+    add_option(data, "--limit ROWS", "use only ROWS rows, chosen at random (default: all)", type=positive)
+    add_option(data, "--models NAMES", "models to train, separated by commas (default: all that fit)", type=names)
+    add_option(data, "--epochs N", "passes over the data (default: 4 to 16, fewer for large data)", type=positive)
+    matrix = command.add_argument_group("what to compare")
+    chosen = (
+        "names of strategies or groups, separated by commas; group:NAME is always a group (default: all; constant "
+        "is always included)"
+    )
+    add_option(matrix, "--strategies NAMES", chosen, type=names)
+    seeds = "runs of each strategy; at least 2 for a comparison (default: 3, or the number of the preset)"
+    add_option(matrix, "--seeds N", seeds, type=positive)
+    work = command.add_argument_group("how to run")
+    add_option(work, "--folder DIR", "folder for the results", type=Path, default=FOLDER)
+    add_option(work, "--workers N", "processes; 0 runs everything in this one (default: one per processor)", type=count)
+    add_option(work, "--retry-failed", "repeat runs that failed")
+    add_option(work, "--quiet", "print only the result: no progress bar")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> None:
     """Train, record and report."""
     require("torch", extra="lab")
     from ..lab.runner import Lab
 
     plan = make_plan(arguments)
-    lab = Lab(arguments.folder)
+    progress = not arguments.quiet
     try:
-        lab.run(
-            plan,
-            num_workers=arguments.workers,
-            progress=not arguments.quiet,
-            retry_failed=arguments.retry_failed,
-        )
+        lab = Lab(arguments.folder)
+        lab.run(plan, num_workers=arguments.workers, progress=progress, retry_failed=arguments.retry_failed)
     except KeyboardInterrupt:
         option = "" if arguments.folder == FOLDER else f" --folder {arguments.folder}"
         print(f"\nstopped; to continue: batchwright lab run{option}", file=sys.stderr)
         raise
-    return _report(arguments)
+    _report(arguments)
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def _report(arguments: argparse.Namespace) -> None:
     """Write the report of a folder and print its main observations."""
     from ..lab.observations import observe
     from ..lab.report import read_lab, write_report
 
     files = write_report(arguments.folder)
-    observations = observe(read_lab(arguments.folder).records)
-    lead = [one.sentence for one in observations if one.topic in ("scope", "overall", "cost", "no better")]
-    folder = "" if arguments.folder == FOLDER else f" {arguments.folder}"
     screen = Screen.of_stdout()
+    for one in observe(read_lab(arguments.folder).records):
+        if one.topic in ("scope", "overall", "cost", "no better"):
+            screen.show(["", *screen.wrap(one.sentence)])
+    folder = "" if arguments.folder == FOLDER else f" {arguments.folder}"
     screen.show(
         [
-            *(line for sentence in lead for line in ["", *screen.wrap(sentence)]),
             "",
             f"{files.html}   the page ({files.html.stat().st_size / 1e6:.1f} MB)",
             f"{files.markdown}     the same as text",
@@ -232,26 +191,21 @@ def _report(arguments: argparse.Namespace) -> int:
             f"to look at it: batchwright lab show{folder}",
         ]
     )
-    return 0
 
 
-def _show(arguments: argparse.Namespace) -> int:
+def _show(arguments: argparse.Namespace) -> None:
     """Serve the page until Ctrl-C."""
     from ..lab.report import HOST, make_server
 
-    with make_server(arguments.folder, port=arguments.port) as server:
+    with make_server(arguments.folder, port=arguments.port) as server, suppress(KeyboardInterrupt):
         address = f"http://{HOST}:{server.server_port}/"
         print(f"{address}   Ctrl-C ends it", flush=True)
         if not arguments.no_browser and _has_display():
             webbrowser.open(address)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            return 0
-    return 0
+        server.serve_forever()
 
 
-def _list(arguments: argparse.Namespace) -> int:
+def _list(arguments: argparse.Namespace) -> None:
     """Print everything that a lab can run, one line each."""
     from ..lab import presets, strategies
 
@@ -270,7 +224,6 @@ def _list(arguments: argparse.Namespace) -> int:
             screen.show(screen.wrap(f"{name:<{width}}  {text}", indent=" " * (width + 2)))
         screen.show([""])
     screen.show(screen.wrap(_CHOOSING))
-    return 0
 
 
 def _describe(plan: LabPlan) -> str:
@@ -281,3 +234,116 @@ def _describe(plan: LabPlan) -> str:
 def _has_display() -> bool:
     """Say whether a browser window can open; a browser in the terminal of a server would take it over."""
     return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def make_plan(arguments: argparse.Namespace) -> LabPlan | None:
+    """Return the plan that the options ask for, or None to continue the plan of the folder."""
+    from ..lab import presets
+
+    if arguments.preset is not None and arguments.data is not None:
+        raise ArgumentError(f"give a preset or --data, not both; got {arguments.preset} and --data {arguments.data}")
+    if arguments.data is not None:
+        return _changed(_plan_of_file(arguments), arguments)
+    _refuse_file_options(arguments)
+    if arguments.preset is not None:
+        return _changed(presets.get(arguments.preset), arguments)
+    if arguments.seeds is not None or arguments.strategies is not None or not (arguments.folder / "lab.json").is_file():
+        raise ArgumentError(
+            f"nothing to run: name a preset, one of {', '.join(presets.names())}, or give a file of your own with "
+            "--data FILE --target COLUMN"
+        )
+    return None
+
+
+def chosen_strategies(wanted: Sequence[str]) -> tuple[str, ...]:
+    """Return the strategies that names and groups stand for, in the usual order.
+
+    A group is written ``group:NAME``, or just by its name if no strategy has that name. The baseline and the
+    strategies that a replay needs are always added.
+
+    >>> chosen_strategies(["linear", "replay_noise"])
+    ('constant', 'linear', 'noise', 'replay_noise')
+    """
+    from ..lab.strategies import BASELINE, GROUPS, get
+    from ..lab.strategies import names as all_names
+
+    known = all_names()
+    found = {BASELINE}
+    for name in wanted:
+        group = name.removeprefix("group:")
+        if group in GROUPS and (group != name or name not in known):
+            found.update(other for other in known if get(other).group == group)
+        elif name == "all":
+            found.update(known)
+        else:
+            found.add(get(name).name)
+    found.update(source for name in list(found) if (source := get(name).replays) is not None)
+    order = {name: place for place, name in enumerate(known)}
+    return tuple(sorted(found, key=lambda name: (order.get(name, len(order)), name)))
+
+
+def _changed(plan: LabPlan, arguments: argparse.Namespace) -> LabPlan:
+    """Return a plan with the strategies and seeds of the options."""
+    if arguments.strategies is not None:
+        plan = replace(plan, strategies=chosen_strategies(arguments.strategies))
+    if arguments.seeds is not None:
+        plan = replace(plan, seeds=tuple(range(arguments.seeds)))
+    return plan
+
+
+def _refuse_file_options(arguments: argparse.Namespace) -> None:
+    given = [name for name in ("target", "columns", "task", "limit", "models", "epochs") if getattr(arguments, name)]
+    if given:
+        raise ArgumentError(f"--{given[0]} is for a file of your own; add --data FILE")
+
+
+def _plan_of_file(arguments: argparse.Namespace) -> LabPlan:
+    from ..lab import datasets, strategies
+    from ..lab.models import models_for
+    from ..lab.runner import Cell, LabPlan
+
+    if arguments.target is None:
+        raise ArgumentError(f"--data {arguments.data} needs --target COLUMN, the column to predict")
+    name = dataset_name(arguments.data, datasets.names())
+    options: dict[str, Any] = {"path": str(arguments.data.expanduser().resolve())}
+    for option in ("target", "columns", "task", "limit"):
+        if (value := getattr(arguments, option)) is not None:
+            options[option] = value
+    # Loaded before anything is written: a wrong column must not leave a folder with a plan that cannot run.
+    data = datasets.load(name, **options)
+    fitting = models_for(data)
+    unfit = [model for model in arguments.models or () if model not in fitting]
+    if unfit:
+        raise ArgumentError(f"--models {', '.join(unfit)}: {arguments.data.name} takes {', '.join(fitting)}")
+    epochs = arguments.epochs or default_epochs(len(data.train))
+    cells = tuple(
+        Cell(
+            dataset=name,
+            model=model,
+            num_epochs=epochs,
+            optimizer="adam" if model in ("gru", "transformer") else "sgd",
+            data=options,
+        )
+        for model in dict.fromkeys(arguments.models or fitting)
+    )
+    return LabPlan(name=name, cells=cells, strategies=strategies.names(), seeds=tuple(range(_NUM_SEEDS)))
+
+
+def dataset_name(path: Path, taken: Sequence[str]) -> str:
+    """Return the name of a file without its suffixes, made different from the built-in data sets.
+
+    >>> dataset_name(Path("wine.csv.gz"), ["wine"])
+    'wine_file'
+    """
+    name = path.name.partition(".")[0] or "data"
+    return f"{name}_file" if name in taken else name
+
+
+def default_epochs(num_train: int) -> int:
+    """Return the number of epochs for a user's file: fewer for large data.
+
+    >>> default_epochs(100), default_epochs(20_000)
+    (16, 8)
+    """
+    least, most = _EPOCHS
+    return min(most, max(least, _NUM_EXAMPLES // num_train // 4 * 4))

@@ -1,4 +1,4 @@
-"""What the options of all commands share: how a command is added, and how its values are read."""
+"""How commands and options are added, and how the values of options are read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,27 +14,53 @@ from ..errors import ArgumentError
 
 # In quotes, because argparse's classes are generic only for type checkers.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Options: TypeAlias = "argparse._ActionsContainer"
 
 
 def add_command(
-    commands: Commands, name: str, *, summary: str, description: str, examples: str = ""
+    commands: Commands,
+    name: str,
+    description: str,
+    examples: str = "",
+    *,
+    run: Callable[[argparse.Namespace], None] | None = None,
 ) -> argparse.ArgumentParser:
     """Add a command.
 
     Args:
         commands: the commands so far.
         name: what the user types.
-        summary: its line in the list of commands.
-        description: what its help says before the options.
-        examples: what its help says after them.
+        description: what its help says before the options; the first line is also its line in the list of commands.
+        examples: what its help says after the options.
+        run: the function that runs it; None for a command that only holds other commands.
     """
-    return commands.add_parser(
+    summary = description.partition("\n")[0].removesuffix(".")
+    command = commands.add_parser(
         name,
-        help=summary,
+        help=summary[0].lower() + summary[1:],
         description=description,
         epilog=f"examples:\n{examples}" if examples else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    command.set_defaults(run=run)
+    return command
+
+
+def add_option(options: Options, usage: str, about: str, **settings: Any) -> None:
+    """Add an option, written as its help shows it: ``--max-items N``, or ``--quiet`` for a switch.
+
+    Args:
+        options: a command or a group of its options.
+        usage: the option and the name of its value.
+        about: its help, to which the default is added if there is one.
+        settings: the other arguments of ``add_argument``: type, default, …
+    """
+    name, _, metavar = usage.partition(" ")
+    if not metavar:
+        options.add_argument(name, action="store_true", help=about)
+        return
+    shown = " (default: %(default)s)" if "default" in settings else ""
+    options.add_argument(name, metavar=metavar, help=about + shown, **settings)
 
 
 def positive(text: str) -> int:

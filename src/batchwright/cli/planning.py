@@ -5,21 +5,38 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
-from .advise import Advice, Gain, advise, caveats, recommend, snippet, verdict_of
-from .compare import Comparison, Entry, Settings, compare, default_max_tokens
-from .histogram import make_bins, render_bars
-from .measure import LENGTHS, Measured, measure_file, summary
-from .options import Commands, add_command, count, positive
+from .compare import (
+    WORTH,
+    Advice,
+    Comparison,
+    Entry,
+    Gain,
+    Settings,
+    advise,
+    compare,
+    default_max_tokens,
+    recommend,
+    verdict_of,
+)
+from .lengths import LENGTHS, Measured, make_bins, measure_file, render_bars, summary
+from .options import Commands, add_command, add_option, count, positive
 from .reading import Source
 from .screen import Screen, percent, render_table, times
+
+# With fewer batches, the last ones, only partly filled, distort every figure.
+_FEW_BATCHES = 20
 
 _FILE = "FILE is .jsonl, .csv, .tsv or .txt, each also as .gz, with one example per line."
 
 _PLAN = f"""\
-Show how long the examples of a file are, and how each grouping would batch them under one budget:
-how much padding it leaves, how many batches and shapes it makes, and how often examples meet again.
+Show the lengths of a file and how each grouping would batch them.
+
+A grouping decides which examples share a batch. The budget is the most padded tokens that a batch may
+hold, and all groupings get the same one. A table says how much padding each of them leaves, how many
+batches and shapes it makes, and how often the same examples share a batch again.
 
 {_FILE}
 """
@@ -52,124 +69,70 @@ _ADVISE_EXAMPLES = """\
 
 def add_planning(commands: Commands) -> None:
     """Add the commands ``plan`` and ``advise``, which take the same options."""
-    plan = add_command(
-        commands,
-        "plan",
-        summary="show the lengths of a file and how each grouping would batch them",
-        description=_PLAN,
-        examples=_PLAN_EXAMPLES,
-    )
-    advice = add_command(
-        commands,
-        "advise",
-        summary="say whether planned batches would pay off for a file, and what to set",
-        description=_ADVISE,
-        examples=_ADVISE_EXAMPLES,
-    )
-    for command, run in ((plan, _plan), (advice, _advise)):
-        _add_options(command)
-        command.set_defaults(run=run)
+    _add_options(add_command(commands, "plan", _PLAN, _PLAN_EXAMPLES, run=_plan))
+    _add_options(add_command(commands, "advise", _ADVISE, _ADVISE_EXAMPLES, run=_advise))
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options that both commands take."""
     command.add_argument("file", metavar="FILE", type=Path, help="the data: .jsonl, .csv, .tsv or .txt, also .gz")
-    _add_reading_options(command)
-    _add_budget_options(command)
-    output = command.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    output.add_argument(
-        "--quiet", action="store_true", help="print only the result: no histogram, notes or progress bar"
-    )
-
-
-def _add_reading_options(command: argparse.ArgumentParser) -> None:
     data = command.add_argument_group("what to read")
-    data.add_argument(
-        "--field",
-        metavar="NAME",
-        help="field (jsonl), column name (csv, tsv with a header) or column number from 1 (tsv); with "
-        "--pairs two of them, source,target (default: `text` or the only text field; tsv: 1)",
+    add_option(
+        data,
+        "--field NAME",
+        "field (jsonl), column name (csv, tsv with a header) or column number from 1 (tsv); with --pairs two of "
+        "them, source,target (default: `text` or the only text field; tsv: 1)",
     )
-    data.add_argument("--pairs", action="store_true", help="each example has a source and a target, padded separately")
-    data.add_argument("--limit", metavar="ROWS", type=positive, help="read only the first ROWS examples (default: all)")
+    add_option(data, "--pairs", "each example has a source and a target, padded separately")
+    add_option(data, "--limit ROWS", "read only the first ROWS examples (default: all)", type=positive)
     counting = command.add_argument_group("how to count")
-    counting.add_argument(
-        "--tokenizer",
-        metavar="WHAT",
+    add_option(
+        counting,
+        "--tokenizer WHAT",
+        "words, chars or bytes; a tokenizer.json; a folder saved by transformers; module:function, called with a "
+        "text; or lengths, if the field holds numbers or lists of token ids",
         default="words",
-        help="words, chars or bytes; a tokenizer.json; a folder saved by transformers; module:function, "
-        "called with a text; or lengths, if the field holds numbers or lists of token ids "
-        "(default: %(default)s)",
     )
-    counting.add_argument(
-        "--max-length",
-        metavar="N",
-        type=positive,
-        help="count longer texts as N, for a model that cuts them (default: no cut)",
-    )
-
-
-def _add_budget_options(command: argparse.ArgumentParser) -> None:
+    cut = "count longer texts as N, for a model that cuts them (default: no cut)"
+    add_option(counting, "--max-length N", cut, type=positive)
     budget = command.add_argument_group("the budget and the plan")
-    budget.add_argument(
-        "--max-tokens",
-        metavar="N",
-        type=positive,
-        help="padded tokens per batch (default: 64 times the p99 length, less for small data)",
-    )
-    budget.add_argument("--max-items", metavar="N", type=positive, help="examples per batch (default: no limit)")
-    budget.add_argument(
-        "--pad-multiple-of",
-        metavar="N",
-        type=positive,
-        default=1,
-        help="pad lengths to a multiple of N (default: %(default)s)",
-    )
-    budget.add_argument(
-        "--world-size",
-        metavar="N",
-        type=positive,
-        default=1,
-        help="number of ranks that share the batches (default: %(default)s)",
-    )
-    budget.add_argument(
-        "--seed", metavar="N", type=count, default=0, help="seed of the shuffles (default: %(default)s)"
-    )
+    tokens = "padded tokens per batch (default: 64 times the p99 length, less for small data)"
+    add_option(budget, "--max-tokens N", tokens, type=positive)
+    add_option(budget, "--max-items N", "examples per batch (default: no limit)", type=positive)
+    add_option(budget, "--pad-multiple-of N", "pad lengths to a multiple of N", type=positive, default=1)
+    add_option(budget, "--world-size N", "number of ranks that share the batches", type=positive, default=1)
+    add_option(budget, "--seed N", "seed of the shuffles", type=count, default=0)
+    output = command.add_argument_group("output")
+    add_option(output, "--json", "print one JSON object and nothing else")
+    add_option(output, "--quiet", "print only the result: no histogram, notes or progress bar")
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def _plan(arguments: argparse.Namespace) -> None:
     data, settings, reason = _inputs(arguments)
     comparison = compare(data.lengths, settings)
     if arguments.json:
-        figures = {
-            "data": data.to_dict(),
-            **comparison.to_dict(),
-            "recommendation": recommendation(comparison),
-        }
+        figures = {"data": data.to_dict(), **asdict(comparison), "recommendation": recommendation(comparison)}
         print(json.dumps(figures, indent=2))
-        return 0
+        return
     screen = Screen.of_stdout()
     if not arguments.quiet:
-        screen.show([*data_lines(arguments.file.name, data), ""])
+        screen.show([data_line(arguments.file.name, data), ""])
         screen.show([*histogram_lines(data, screen), *summary_lines(data), ""])
         screen.show([budget_line(settings, reason), ""])
     screen.show(comparison_lines(comparison, screen, quiet=arguments.quiet))
-    return 0
 
 
-def _advise(arguments: argparse.Namespace) -> int:
+def _advise(arguments: argparse.Namespace) -> None:
     data, settings, reason = _inputs(arguments)
     advice = advise(data.lengths, settings)
     if arguments.json:
-        print(json.dumps({"data": data.to_dict(), **advice.to_dict()}, indent=2))
-        return 0
+        words = {"snippet": snippet(advice), "caveats": caveats(advice)}
+        print(json.dumps({"data": data.to_dict(), **asdict(advice), **words}, indent=2))
+        return
     screen = Screen.of_stdout()
     if not arguments.quiet:
-        screen.show([*data_lines(arguments.file.name, data), *summary_lines(data)])
+        screen.show([data_line(arguments.file.name, data), *summary_lines(data)])
         screen.show([budget_line(settings, reason), ""])
     screen.show(advice_lines(advice, screen, unit=data.unit, quiet=arguments.quiet))
-    return 0
 
 
 def _inputs(arguments: argparse.Namespace) -> tuple[Measured, Settings, str]:
@@ -181,20 +144,15 @@ def _inputs(arguments: argparse.Namespace) -> tuple[Measured, Settings, str]:
         limit=arguments.limit,
         holds_lengths=arguments.tokenizer == LENGTHS,
     )
-    data = measure_file(
-        source,
-        tokenizer=arguments.tokenizer,
-        max_length=arguments.max_length,
-        progress=sys.stderr.isatty() and not arguments.quiet,
-    )
-    multiple = arguments.pad_multiple_of
+    progress = sys.stderr.isatty() and not arguments.quiet
+    data = measure_file(source, tokenizer=arguments.tokenizer, max_length=arguments.max_length, progress=progress)
     max_tokens, reason = arguments.max_tokens, ""
     if max_tokens is None:
-        max_tokens, reason = default_max_tokens(data.lengths, pad_multiple_of=multiple)
+        max_tokens, reason = default_max_tokens(data.lengths, pad_multiple_of=arguments.pad_multiple_of)
     settings = Settings(
         max_tokens=max_tokens,
         max_items=arguments.max_items,
-        pad_multiple_of=multiple,
+        pad_multiple_of=arguments.pad_multiple_of,
         seed=arguments.seed,
         world_size=arguments.world_size,
     )
@@ -214,37 +172,31 @@ _ENDS = (
 )
 
 
-def data_lines(name: str, data: Measured) -> list[str]:
+def data_line(name: str, data: Measured) -> str:
     """Say what was read and what was left out."""
-    left_out = [
-        f"{count:,} {what}"
-        for count, what in (
-            (data.num_blank, "blank lines skipped"),
-            (data.num_empty, "empty examples skipped"),
-            (data.num_cut, "cut to --max-length"),
-        )
-        if count
-    ]
-    extra = f" ({', '.join(left_out)})" if left_out else ""
-    return [f"{name}: {len(data.lengths):,} examples{extra}"]
+    counts = {
+        "blank lines skipped": data.num_blank,
+        "empty examples skipped": data.num_empty,
+        "cut to --max-length": data.num_cut,
+    }
+    left_out = ", ".join(f"{number:,} {what}" for what, number in counts.items() if number)
+    return f"{name}: {len(data.lengths):,} examples{f' ({left_out})' if left_out else ''}"
 
 
 def summary_lines(data: Measured) -> list[str]:
     """Give median, p90, p99 and maximum, one line per text of an example."""
     lines = []
-    for name, lengths in data.axes.items():
+    for what, lengths in data.axes.items():
         figures = summary(lengths)
-        text = " · ".join(f"{key} {figures[key]:,}" for key in ("median", "p90", "p99", "max"))
-        lines.append(f"{name + ' ' if name else ''}{data.unit}: {text}")
+        lines.append(f"{what}: " + " · ".join(f"{key} {figures[key]:,}" for key in ("median", "p90", "p99", "max")))
     return lines
 
 
 def histogram_lines(data: Measured, screen: Screen) -> list[str]:
     """Draw a histogram for each text of an example."""
     lines: list[str] = []
-    for name, lengths in data.axes.items():
-        lines += [f"{name + ' ' if name else ''}length in {data.unit}", ""]
-        lines += [*render_bars(make_bins(lengths), width=min(screen.width, 100)), ""]
+    for what, lengths in data.axes.items():
+        lines += [f"{what} per example", "", *render_bars(make_bins(lengths), width=min(screen.width, 100)), ""]
     return lines
 
 
@@ -257,15 +209,17 @@ def budget_line(settings: Settings, reason: str) -> str:
 
 def comparison_lines(comparison: Comparison, screen: Screen, *, quiet: bool) -> list[str]:
     """Lay the groupings out side by side and recommend one."""
-    ranks = comparison.settings.world_size > 1
-    header = ["grouping", "padding", "batches", "shapes", "budget used", "recurrence"]
-    header += ["ranks wait"] if ranks else []
-    rows = [_row(entry, ranks) for entry in comparison.entries]
-    lines = [*render_table(header, rows), ""]
-    if not quiet:
-        legend = _LEGEND + (" ranks wait: the share of time lost to the slowest rank." if ranks else "")
-        lines += [*screen.wrap(legend), ""]
-    return [*lines, *screen.wrap(recommendation(comparison))]
+    header = ["grouping", "padding", "batches", "shapes", "budget used", "recurrence", "ranks wait"]
+    rows = [
+        [*_basics(entry), f"{entry.num_shapes:,}"]
+        + [percent(share) for share in (entry.budget_used, entry.recurrence, entry.straggler_waste)]
+        for entry in comparison.entries
+    ]
+    legend = _LEGEND + " ranks wait: the share of time lost to the slowest rank."
+    if comparison.settings.world_size == 1:  # nobody waits
+        header, rows, legend = header[:-1], [row[:-1] for row in rows], _LEGEND
+    notes = [] if quiet else [*screen.wrap(legend), ""]
+    return [*render_table(header, rows), "", *notes, *screen.wrap(recommendation(comparison))]
 
 
 def recommendation(comparison: Comparison) -> str:
@@ -273,13 +227,12 @@ def recommendation(comparison: Comparison) -> str:
     best, shuffled = recommend(comparison), comparison.shuffled
     if verdict_of(shuffled, best) == "no":
         return (
-            f"The lengths hardly vary: a fixed size of {comparison.fixed_size:,} is just as good "
-            f"({percent(shuffled.padding)} padding in {shuffled.num_batches:,} batches)."
+            f"The lengths hardly vary: a fixed size of {comparison.fixed_size:,} is just as good ({_cost(shuffled)})."
         )
     few = comparison["Buckets(count=16)"]
     text = (
-        f"Use {best.name}: {percent(best.padding)} padding in {best.num_batches:,} batches. The largest safe "
-        f"fixed size, {comparison.fixed_size:,}, has {percent(shuffled.padding)} in {shuffled.num_batches:,}."
+        f"Use {best.name}: {_cost(best)}. The largest safe fixed size, {comparison.fixed_size:,}, has "
+        f"{_cost(shuffled)}."
     )
     frozen = comparison["Sorted()"]
     if frozen.padding < best.padding - 0.02 and best.recurrence < 0.5:
@@ -295,11 +248,9 @@ def recommendation(comparison: Comparison) -> str:
 def advice_lines(advice: Advice, screen: Screen, *, unit: str, quiet: bool) -> list[str]:
     """Answer whether planned batches pay off, with the figures and what to set."""
     lines = [*screen.wrap(answer(advice)), ""]
-    rows = [
-        _gain_row(advice.shuffled, advice.against_shuffled),
-        _gain_row(advice.sorted, advice.against_sorted),
-        _gain_row(advice.planned, None),
-    ]
+    fixed = ((advice.shuffled, advice.against_shuffled), (advice.sorted, advice.against_sorted))
+    rows = [[*_basics(entry), times(gain.compute_bound), times(gain.launch_bound)] for entry, gain in fixed]
+    rows.append([*_basics(advice.planned), "1", "1"])
     header = ["", "padding", "batches", "gain if compute-bound", "if launch-bound"]
     lines += [*render_table(header, rows), ""]
     if not quiet:
@@ -318,9 +269,8 @@ def answer(advice: Advice) -> str:
     gain, other, size = advice.against_shuffled, advice.against_sorted, advice.fixed_size
     if advice.verdict == "no":
         return (
-            f"No. The lengths hardly vary: keep DataLoader(batch_size={size}). It has "
-            f"{percent(advice.shuffled.padding)} padding in {advice.shuffled.num_batches:,} batches; planned "
-            f"batches would have {percent(advice.planned.padding)} in {advice.planned.num_batches:,}."
+            f"No. The lengths hardly vary: keep DataLoader(batch_size={size}). It has {_cost(advice.shuffled)}; "
+            f"planned batches would have {_cost(advice.planned)}."
         )
     if advice.verdict == "fewer steps only":
         return (
@@ -333,22 +283,67 @@ def answer(advice: Advice) -> str:
     )
 
 
+def snippet(advice: Advice) -> str:
+    """Return the lines to copy into a training script."""
+    if advice.verdict == "no":
+        return f"loader = DataLoader(dataset, batch_size={advice.fixed_size}, shuffle=True)"
+    settings = advice.settings
+    budget = f"bw.MaxTokens({settings.max_tokens})"
+    if settings.max_items is not None:
+        budget += f" & bw.MaxItems({settings.max_items})"
+    options = [] if advice.planned.name == "WindowSort()" else [f"grouping=bw.{advice.planned.name}"]
+    if settings.pad_multiple_of > 1:
+        options.append(f"pad_multiple_of={settings.pad_multiple_of}")
+    if settings.world_size > 1:
+        options.append(f"rank=rank, world_size={settings.world_size}")
+    else:
+        options.append("balance_over=1")  # one device waits for nobody, so the order may be entirely random
+    return (
+        "import batchwright as bw\n"
+        "from torch.utils.data import DataLoader\n"
+        "\n"
+        "lengths = bw.measure_lengths(texts, tokenizer)\n"
+        f"sampler = bw.BatchSampler({', '.join(['lengths', budget, *options])})\n"
+        "loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)"
+    )
+
+
+def caveats(advice: Advice) -> list[str]:
+    """Return what the figures do not say, as sentences."""
+    notes = []
+    planned, fixed = advice.planned.num_batches, advice.shuffled.num_batches
+    if planned < _FEW_BATCHES:
+        notes.append(
+            f"Only {planned} batches per epoch: the figures are rough, and this few updates train poorly. "
+            "Lower --max-tokens."
+        )
+    if advice.verdict == "no":
+        return notes
+    if fixed > WORTH * planned:
+        notes.append(
+            f"An epoch becomes {planned:,} larger updates instead of {fixed:,}: tune the learning rate "
+            "again, or lower MaxTokens until the number of updates suits you."
+        )
+    if advice.against_sorted.compute_bound < WORTH:
+        notes.append(
+            f"Sorting by length at the fixed size already reduces padding to {percent(advice.sorted.padding)}; "
+            "compared with that, only the smaller number of steps is a gain."
+        )
+    if advice.settings.pad_multiple_of > 1:
+        notes.append(
+            f"Your collate function must pad to a multiple of {advice.settings.pad_multiple_of}, as the plan does."
+        )
+    return notes
+
+
 def _span(gain: Gain) -> str:
-    return f"{times(gain.low)} to {times(gain.high)}"
+    low, high = sorted((gain.compute_bound, gain.launch_bound))
+    return f"{times(low)} to {times(high)}"
 
 
-def _row(entry: Entry, ranks: bool) -> list[str]:
-    row = [
-        entry.name,
-        percent(entry.padding),
-        f"{entry.num_batches:,}",
-        f"{entry.num_shapes:,}",
-        percent(entry.budget_used),
-        percent(entry.recurrence),
-    ]
-    return [*row, percent(entry.straggler_waste)] if ranks else row
+def _basics(entry: Entry) -> list[str]:
+    return [entry.name, percent(entry.padding), f"{entry.num_batches:,}"]
 
 
-def _gain_row(entry: Entry, gain: Gain | None) -> list[str]:
-    gains = ["1", "1"] if gain is None else [times(gain.compute_bound), times(gain.launch_bound)]
-    return [entry.name, percent(entry.padding), f"{entry.num_batches:,}", *gains]
+def _cost(entry: Entry) -> str:
+    return f"{percent(entry.padding)} padding in {entry.num_batches:,} batches"

@@ -35,23 +35,14 @@ class Source:
     holds_lengths: bool = False
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Examples:
-    """The examples of a file: one value each, or a tuple of two for pairs."""
-
-    rows: list[Row]
-    num_blank: int
-
-
-def read_examples(source: Source) -> Examples:
+def read_examples(source: Source) -> tuple[list[Row], int]:
     """Read the examples of a file; blank lines are skipped and counted.
 
     Args:
         source: the file and which part of it to read.
 
     Returns:
-        The examples in file order.
+        The examples in file order, one value each or a tuple of two for pairs, and the number of blank lines.
     """
     if file_format(source.path) == ".txt" and (source.pairs or source.field is not None):
         raise ArgumentError(f"{source.path.name} has one text per line and no fields; leave out --field and --pairs")
@@ -69,7 +60,7 @@ def read_examples(source: Source) -> Examples:
             break
     if not rows:
         raise ArgumentError(f"{source.path} holds no examples ({num_blank} blank lines); there is nothing to plan")
-    return Examples(rows=rows, num_blank=num_blank)
+    return rows, num_blank
 
 
 def choose_fields(record: Record, field: str | None, *, pairs: bool, where: str) -> list[str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import signal
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from .._optional import require
 from ..errors import ArgumentError
-from .options import Commands, add_command, count, load_function, load_object, positive
+from .options import Commands, add_command, add_option, count, load_function, load_object, positive
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -23,9 +24,10 @@ _LAST_SECONDS = 1.0
 _SETTINGS = ("policy", "max_items", "max_wait_ms", "deadline_ms", "max_tokens", "max_queue")
 
 _SERVE = """\
-Serve a function over HTTP. The function takes a list of items and returns a list of results. Each POST
-request carries one item as JSON; requests that wait at the same time become one batch.
-Needs pip install 'batchwright[serve]'.
+Serve a function over HTTP and run its requests in batches.
+
+The function takes a list of items and returns a list of results. Each POST request carries one item as
+JSON; requests that wait at the same time become one batch. Needs pip install 'batchwright[serve]'.
 
   POST /       one item as JSON; optional headers X-Deadline-Ms and X-Priority
   GET /        a live page: load, latency, batch sizes, padding and missed deadlines
@@ -45,92 +47,46 @@ _EXAMPLES = """\
 
 def add_serve(commands: Commands) -> None:
     """Add the command ``serve``."""
-    command = add_command(
-        commands,
-        "serve",
-        summary="serve a function over HTTP and run its requests in batches",
-        description=_SERVE,
-        examples=_EXAMPLES,
+    command = add_command(commands, "serve", _SERVE, _EXAMPLES, run=_run)
+    function = "my_model:embed is the function embed in my_model.py; it takes and returns a list, or is a Batcher"
+    command.add_argument("function", metavar="MODULE:FUNCTION", nargs="?", help=function)
+    add_option(command, "--demo", "serve a small encoder with three policies and compare them on a page")
+    batches = command.add_argument_group("batches")
+    about = (
+        "how batches are formed: adaptive takes requests of similar length, as many as meet their deadlines; greedy "
+        "takes all that wait; window waits --max-wait-ms for more (default: adaptive)"
     )
-    command.add_argument(
-        "function", metavar="MODULE:FUNCTION", nargs="?", help="a function from a list to a list, or a Batcher"
-    )
-    command.add_argument(
-        "--demo", action="store_true", help="serve a small encoder with three policies and compare them on a page"
-    )
-    _add_batching(command)
-    _add_server(command)
-    command.set_defaults(run=run)
+    batches.add_argument("--policy", choices=("adaptive", "greedy", "window"), help=about)
+    add_option(batches, "--max-items N", "requests per batch (default: 64)", type=positive)
+    length = "returns the length of an item, to group by (default: all are alike)"
+    add_option(batches, "--length-of MODULE:FUNCTION", length)
+    tokens = "padded tokens per batch: items times the longest (default: no limit)"
+    add_option(batches, "--max-tokens N", tokens, type=positive)
+    deadline = "milliseconds from request to answer (default: no limit)"
+    add_option(batches, "--deadline-ms MS", deadline, type=float)
+    add_option(batches, "--max-wait-ms MS", "waiting time of --policy window (default: 10)", type=float)
+    add_option(batches, "--max-queue N", "requests that may wait; more are refused (default: 1000)", type=positive)
+    add_option(batches, "--workers N", "batches that run at the same time (default: 1)", type=positive)
+    server = command.add_argument_group("server")
+    add_option(server, "--host NAME", "address to listen on; 127.0.0.1 is this machine only", default="127.0.0.1")
+    add_option(server, "--port N", "port to listen on; 0 takes any free one", type=count, default=8000)
+    names = "also answer requests for this host name; a server on 127.0.0.1 answers only localhost and 127.0.0.1"
+    add_option(server, "--allow-host NAME", names, action="append")
+    add_option(server, "--max-body-bytes N", "largest request", type=positive, default=1_000_000)
+    add_option(server, "--drain-seconds N", "time to answer open requests at the end", type=positive, default=30)
+    add_option(server, "--no-page", "serve no live page")
 
 
-def _add_batching(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("batches")
-    group.add_argument(
-        "--policy", choices=("adaptive", "greedy", "window"), help="how batches are formed (default: adaptive)"
-    )
-    group.add_argument("--max-items", metavar="N", type=positive, help="requests per batch (default: 64)")
-    group.add_argument(
-        "--length-of", metavar="MODULE:FUNCTION", help="returns the length of an item, to group by (default: all alike)"
-    )
-    group.add_argument(
-        "--max-tokens",
-        metavar="N",
-        type=positive,
-        help="padded tokens per batch: items times the longest (default: no limit)",
-    )
-    group.add_argument(
-        "--deadline-ms", metavar="MS", type=float, help="milliseconds from request to answer (default: no limit)"
-    )
-    group.add_argument("--max-wait-ms", metavar="MS", type=float, help="waiting time of --policy window (default: 10)")
-    group.add_argument(
-        "--max-queue", metavar="N", type=positive, help="requests that may wait; more are refused (default: 1000)"
-    )
-    group.add_argument("--workers", metavar="N", type=positive, help="batches that run at the same time (default: 1)")
-
-
-def _add_server(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("server")
-    group.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, only this machine)"
-    )
-    group.add_argument(
-        "--port",
-        metavar="N",
-        type=count,
-        default=8000,
-        help="port to listen on; 0 takes any free one (default: %(default)s)",
-    )
-    group.add_argument(
-        "--allow-host",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="also answer requests for this host name; a server on 127.0.0.1 answers only localhost and 127.0.0.1",
-    )
-    group.add_argument(
-        "--max-body-bytes", metavar="N", type=positive, default=1_000_000, help="largest request (default: %(default)s)"
-    )
-    group.add_argument(
-        "--drain-seconds",
-        metavar="N",
-        type=positive,
-        default=30,
-        help="time to answer open requests at the end (default: %(default)s)",
-    )
-    group.add_argument("--no-page", action="store_true", help="serve no live page")
-
-
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> None:
     """Serve until told to end."""
     for package in ("starlette", "prometheus_client", "uvicorn"):
         require(package, extra="serve")
     if (arguments.function is None) != arguments.demo:
         raise ArgumentError("give module:function, a function that takes a list of items, or --demo")
-    listening = _listen(arguments.host, arguments.port)
-    with listening:
+    with _listen(arguments.host, arguments.port) as listening:
         app = _demo_app(arguments) if arguments.demo else _app(arguments)
-        _guard(app, arguments.host, arguments.allow_host)
-        return _serve(app, listening, arguments.drain_seconds)
+        _guard(app, arguments.host, arguments.allow_host or [])
+        _serve(app, listening, arguments.drain_seconds)
 
 
 def load(name: str) -> Any:
@@ -162,7 +118,7 @@ def _batcher(arguments: argparse.Namespace) -> Batcher[Any, Any]:
     found = load(arguments.function)
     settings = _given(arguments)
     if not isinstance(found, Batcher | BatchedFunction):
-        length_of = None if arguments.length_of is None else load(arguments.length_of)
+        length_of = None if arguments.length_of is None else load_function(arguments.length_of)
         return Batcher(found, length_of=length_of, num_workers=arguments.workers or 1, **settings)
     if arguments.length_of is not None or arguments.workers is not None:
         raise ArgumentError(f"{arguments.function} is already batched; set length_of and num_workers where it is made")
@@ -200,7 +156,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ArgumentError(f"cannot listen on {host} port {port}: {error}; choose another --host or --port") from None
 
 
-def _serve(app: Starlette, listening: socket.socket, drain_seconds: int) -> int:
+def _serve(app: Starlette, listening: socket.socket, drain_seconds: int) -> None:
     uvicorn = require("uvicorn", extra="serve")
     host, port = listening.getsockname()[:2]
     print(f"http://{f'[{host}]' if ':' in host else host}:{port}/   Ctrl-C ends it", flush=True)
@@ -208,9 +164,7 @@ def _serve(app: Starlette, listening: socket.socket, drain_seconds: int) -> int:
     # uvicorn raises the signal again after it has drained. By then everything is done, and the exit code must say so.
     previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
-        uvicorn.Server(config).run(sockets=[listening])
-    except KeyboardInterrupt:
-        return 0
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listening])
     finally:
         signal.signal(signal.SIGTERM, previous)
-    return 0

@@ -51,19 +51,30 @@ class Budget(ABC):
         return AllOf((*_parts(self), *_parts(other)))
 
 
+@dataclass(frozen=True, repr=False)
+class _Counted(Budget):
+    """A budget that counts: its limit is a whole number."""
+
+    limit: int
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if not isinstance(self.limit, Integral) or isinstance(self.limit, bool):
+            raise BudgetError(f"{name} needs a whole number, got {self.limit!r}")
+        object.__setattr__(self, "limit", as_limit(name, self.limit))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.limit})"
+
+
 @final
 @dataclass(frozen=True, repr=False)
-class MaxItems(Budget):
+class MaxItems(_Counted):
     """At most ``limit`` examples per batch.
 
     >>> MaxItems(64).max_items(np.array([[10], [500]])).tolist()
     [64, 64]
     """
-
-    limit: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "limit", _as_count("MaxItems", self.limit))
 
     def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
         """Return ``num_items / limit``."""
@@ -73,23 +84,15 @@ class MaxItems(Budget):
         """Return ``limit`` for every length."""
         return np.full(len(lengths), min(self.limit, MAX_INT32), dtype=np.int64)
 
-    def __repr__(self) -> str:
-        return f"MaxItems({self.limit})"
-
 
 @final
 @dataclass(frozen=True, repr=False)
-class MaxTokens(Budget):
+class MaxTokens(_Counted):
     """At most ``limit`` padded tokens per batch: ``num_items × sum over axes of the padded length``.
 
     >>> MaxTokens(8192).max_items(np.array([[512], [100]])).tolist()
     [16, 81]
     """
-
-    limit: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "limit", _as_count("MaxTokens", self.limit))
 
     def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
         """Return ``num_items × sum(lengths) / limit``."""
@@ -98,9 +101,6 @@ class MaxTokens(Budget):
     def max_items(self, lengths: IntArray) -> IntArray:
         """Return ``limit // sum(lengths)``."""
         return np.minimum(min(self.limit, _MAX_INT64) // _tokens(lengths), MAX_INT32)
-
-    def __repr__(self) -> str:
-        return f"MaxTokens({self.limit})"
 
 
 @final
@@ -248,9 +248,3 @@ def as_limit(name: str, limit: Any) -> Any:
     if not is_number(limit) or not 0 < limit < math.inf:
         raise BudgetError(f"{name} needs a finite limit above 0, got {limit!r}")
     return int(limit) if isinstance(limit, Integral) else float(limit)
-
-
-def _as_count(name: str, limit: Any) -> int:
-    if not isinstance(limit, Integral) or isinstance(limit, bool):
-        raise BudgetError(f"{name} needs a whole number, got {limit!r}")
-    return int(as_limit(name, limit))

@@ -24,6 +24,17 @@ from .huggingface import evaluating
 from .inference import Pieces, run_in_pieces
 from .memory.monitor import MemoryMonitor
 
+# Without a budget the first batch has this many of the longest examples, the next as many as the peak says will fit.
+_FIRST_ITEMS = 8
+# A small batch says little about a far larger one, and the allocator cannot fill a device to the last byte.
+_MOST_GROWTH, _USABLE = 32, 0.8
+# Where no peak is measured.
+_BLIND_GROWTH = 2
+# Less than this much larger is not worth a new plan.
+_WORTHWHILE = 1.25
+# Larger batches gain little. Fewer where no peak is measured, and fewest on a CPU, where running out ends the process.
+_MOST_ITEMS, _MOST_ITEMS_BLIND, _MOST_ITEMS_ON_CPU = 1024, 256, 32
+
 
 def generate(
     model: Any,
@@ -107,18 +118,6 @@ def _run(decoder: Decoder, examples: Sequence[Any], indices: list[int], axes: np
         len(indices),
         describe=lambda place: f"example {indices[place]} of length {axes[indices[place]].tolist()}",
     )
-
-
-# Without a budget the first batch has this many of the longest examples, the next as many as the peak says will fit.
-_FIRST_ITEMS = 8
-# A small batch says little about a far larger one, and the allocator cannot fill a device to the last byte.
-_MOST_GROWTH, _USABLE = 32, 0.8
-# Where no peak is measured.
-_BLIND_GROWTH = 2
-# Less than this much larger is not worth a new plan.
-_WORTHWHILE = 1.25
-# Larger batches gain little. Fewer where no peak is measured, and fewest on a CPU, where running out ends the process.
-_MOST_ITEMS, _MOST_ITEMS_BLIND, _MOST_ITEMS_ON_CPU = 1024, 256, 32
 
 
 @final

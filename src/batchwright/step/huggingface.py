@@ -19,6 +19,12 @@ from ..errors import ArgumentError
 from .losses import LossFunction, Sums, entropy_sum
 from .oom import Snapshot, devices_of
 
+IGNORED = -100
+OWN_LOSS = "write a loss_fn(model, micro_batch) that returns (loss_sum, weight) instead of huggingface_loss()"
+# Rounding of a loss, by the type the model returns it in.
+_TOLERANCE = 1e-4
+_HALF_TOLERANCE = 2e-2
+
 
 def huggingface_loss(*, with_entropy: bool = False) -> LossFunction:
     """Make a loss function for transformers models: the loss as a sum, and the labels it sums over.
@@ -106,13 +112,6 @@ def _entropy(outputs: Any, labels: Tensor) -> Tensor:
         raise ArgumentError("with_entropy needs labels that are classes, got floats; leave it out for regression")
     logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[1]
     return entropy_sum(logits, labels.to(logits.device))
-
-
-IGNORED = -100
-OWN_LOSS = "write a loss_fn(model, micro_batch) that returns (loss_sum, weight) instead of huggingface_loss()"
-# Rounding of a loss, by the type the model returns it in.
-_TOLERANCE = 1e-4
-_HALF_TOLERANCE = 2e-2
 
 
 class LossReading(NamedTuple):

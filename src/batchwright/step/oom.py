@@ -27,6 +27,16 @@ from .._oom import is_out_of_memory as is_out_of_memory
 from ..errors import UpdateMemoryError
 from ..size.learning_rate import scaled_lr
 
+# Gradients set aside, each with its parameter.
+Held: TypeAlias = "list[tuple[nn.Parameter, Tensor]]"
+
+# After this many clean steps the limit rises by a tenth, at most to just below the last failure.
+CLEAN_STEPS = 16
+GROWTH = 1.1
+BELOW_FAILURE = 0.95
+# A failure is forgotten after this many clean steps near the limit: what filled the device may be gone.
+FORGET_AFTER = 512
+
 
 def free_memory(devices: Iterable[torch.device]) -> None:
     """Collect objects that nothing refers to, and return the allocator's unused blocks to the device.
@@ -98,10 +108,6 @@ class Buffers:
                     yield buffer
 
 
-# Gradients set aside, each with its parameter.
-Held: TypeAlias = "list[tuple[nn.Parameter, Tensor]]"
-
-
 def set_aside(parameters: Sequence[nn.Parameter]) -> Held:
     """Take the gradients off their parameters and return them."""
     held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -125,14 +131,6 @@ def add_back(held: Held) -> None:
 def present(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Return the gradients that are not None."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-# After this many clean steps the limit rises by a tenth, at most to just below the last failure.
-CLEAN_STEPS = 16
-GROWTH = 1.1
-BELOW_FAILURE = 0.95
-# A failure is forgotten after this many clean steps near the limit: what filled the device may be gone.
-FORGET_AFTER = 512
 
 
 @final

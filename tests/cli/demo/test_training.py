@@ -6,16 +6,25 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from batchwright.cli.demo.data import Corpus, collate, lengths_of, make_arms  # noqa: E402
 from batchwright.cli.demo.records import QUICK  # noqa: E402
 from batchwright.cli.demo.training import (  # noqa: E402
+    END,
+    RARE,
+    START,
+    Corpus,
+    collate,
+    encode,
+    lengths_of,
+    load_corpus,
     loss_sum,
+    make_arms,
     make_model,
     rate_factor,
     train_arm,
     valid_batches,
     validate,
 )
+from batchwright.errors import ArgumentError  # noqa: E402
 
 SMALL = replace(QUICK, max_length=64, max_tokens=256, width=16, num_heads=2, num_checks=2, vocabulary_size=20)
 
@@ -25,6 +34,43 @@ def make_corpus(num=40):
     lengths = [64, *np.clip(rng.lognormal(2, 1, num - 1), 2, 64).astype(int)]
     examples = [rng.integers(4, 20, length + 1) for length in lengths]
     return Corpus(train=examples, valid=examples[:6], vocabulary=tuple(map(str, range(20))))
+
+
+def test_unknown_tokens_are_rare_and_the_end_is_marked():
+    assert encode(["a", "z"], {"a": 7}, 10).tolist() == [START, 7, RARE, END]
+
+
+def test_a_long_function_is_cut_to_what_the_model_reads_and_one_more():
+    ids = encode(["a"] * 50, {"a": 7}, 10)
+    assert ids.tolist() == [START] + [7] * 10
+    assert lengths_of([ids]).tolist() == [10]
+
+
+def test_the_standard_library_gives_a_heavy_tailed_corpus():
+    settings = replace(QUICK, num_train=200, max_length=512)
+    corpus = load_corpus(settings)
+    lengths = lengths_of(corpus.train)
+    assert (len(corpus.train), len(corpus.valid), len(corpus.vocabulary)) == (200, 16, 500)
+    assert lengths.max() > 3 * lengths.mean()
+    assert max(ids.max() for ids in corpus.train + corpus.valid) < 500
+
+
+def test_the_corpus_is_the_same_every_time():
+    first, second = load_corpus(QUICK), load_corpus(QUICK)
+    assert all((a == b).all() for a, b in zip(first.train, second.train, strict=True))
+
+
+def test_a_file_that_is_no_python_is_passed_over(tmp_path):
+    (tmp_path / "a.py").write_text("def broken(:\n")
+    for i in range(12):
+        (tmp_path / f"b{i}.py").write_text("def f(x):\n    return x\n" * 10)
+    corpus = load_corpus(replace(QUICK, num_train=20, num_valid=5), root=tmp_path)
+    assert (len(corpus.train), len(corpus.valid)) == (20, 5)
+
+
+def test_a_folder_without_python_is_refused(tmp_path):
+    with pytest.raises(ArgumentError, match="needs at least 2 Python files, found 0"):
+        load_corpus(QUICK, root=tmp_path)
 
 
 def test_padding_does_not_change_the_loss():
@@ -57,7 +103,7 @@ def test_every_arm_sees_every_example_once_within_the_budget():
     real = int(lengths_of(corpus.train).sum())
     for arm in arms:
         batches = list(arm.loader)
-        assert len(batches) == arm.num_steps
+        assert len(batches) == len(arm.loader)
         assert sum(len(batch) for batch in batches) == 40
         assert sum(int((batch[:, 1:] != 0).sum()) for batch in batches) == real
         assert max(batch[:, 1:].numel() for batch in batches) <= SMALL.max_tokens
@@ -65,8 +111,8 @@ def test_every_arm_sees_every_example_once_within_the_budget():
 
 def test_the_last_arm_makes_no_fewer_updates_than_the_first():
     first, _, full, small = make_arms(make_corpus(200).train, replace(SMALL, max_tokens=640))
-    assert first.num_steps == 20  # 640 padded tokens hold 10 of the longest, 64
-    assert full.num_steps < first.num_steps <= small.num_steps
+    assert len(first.loader) == 20  # 640 padded tokens hold 10 of the longest, 64
+    assert len(full.loader) < len(first.loader) <= len(small.loader)
 
 
 def test_training_lowers_the_loss_and_counts_what_it_did():
@@ -83,7 +129,7 @@ def test_training_lowers_the_loss_and_counts_what_it_did():
 def test_the_learning_rate_follows_the_root_of_the_tokens():
     corpus = make_corpus()
     arm = make_arms(corpus.train, SMALL)[0]
-    tokens = lengths_of(corpus.train).sum() / arm.num_steps
+    tokens = lengths_of(corpus.train).sum() / len(arm.loader)
     assert train_arm(arm, corpus, SMALL).rate == pytest.approx(SMALL.base_rate * math.sqrt(tokens / 1000))
 
 

@@ -57,7 +57,9 @@ def test_in_generation_short_inputs_still_take_their_output():
     assert 20 < int(items[0]) < 60
 
 
-@pytest.mark.parametrize("reference", [(8,), 8, (0, 5), [[8, 5]]])
+@pytest.mark.parametrize(
+    "reference", [(8,), 8, (0, 5), [[8, 5]], (8.5, 5), (True, 5), ("8", "5"), np.array([8.0, 5.0])]
+)
 def test_a_reference_that_is_no_shape_is_refused(reference):
     with pytest.raises(ArgumentError, match="reference must be a shape"):
         bw.MemoryModel.pretrained("train").budget(reference=reference)
@@ -71,6 +73,18 @@ def test_generation_without_an_output_length_is_refused():
 def test_an_unknown_task_is_refused():
     with pytest.raises(ArgumentError, match="task must be 'train' or 'generate', got 'eval'"):
         bw.MemoryModel.pretrained("eval")
+
+
+@pytest.mark.parametrize("shapes", [[[8, 512.5]], [[8, float("inf")]], [[8, float("nan")]], [["8", "5"]], [[8, 0]]])
+def test_shapes_that_are_not_whole_are_refused(shapes):
+    with pytest.raises(ArgumentError, match="shapes must be"):
+        PRIOR.relative(shapes, reference=(8, 512))
+
+
+def test_shapes_may_be_whole_floats_or_one_row():
+    expected = PRIOR.relative([[12, 20]], reference=(4, 100), new_tokens=30).tolist()
+    for shapes in ([[12.0, 20.0]], [12, 20], np.array([[12, 20]], dtype=np.uint8)):
+        assert PRIOR.relative(shapes, reference=np.array([4, 100]), new_tokens=30).tolist() == expected
 
 
 def test_lengths_of_other_axes_than_the_reference_are_refused():

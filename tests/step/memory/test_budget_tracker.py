@@ -17,7 +17,7 @@ from batchwright.step import MemoryMonitor, Stepper
 from batchwright.step.memory.budget_tracker import RELAX_AFTER, BudgetTracker
 from batchwright.testing import FakeMemory
 
-# 100 bytes and one a token, 10 % to spare.
+# 100 bytes and one per token, 10 % to spare.
 MODEL = MemoryModel(Terms(1, (100.0, 0.0, 1.0, 0.0)), margin=0.1)
 SHAPE = (10, 90)  # 1000 bytes predicted
 
@@ -104,7 +104,7 @@ LENGTH = 10
 
 
 def make_stepper(memory, bytes_a_token):
-    """Return a Stepper whose loss takes memory as a device would: 100 bytes and some a token."""
+    """Return a Stepper whose loss takes memory as a device would: 100 bytes and some per token."""
     model = nn.Linear(1, 1)
 
     def loss_fn(model, batch):

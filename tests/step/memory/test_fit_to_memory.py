@@ -18,7 +18,7 @@ from batchwright.testing import FakeMemory
 
 
 class Training:
-    """A small regression; its memory is 100 bytes of parameters and 10 an example, of 1000."""
+    """A small regression; its memory is 100 bytes of parameters and 10 per example, of 1000."""
 
     def __init__(self, *, fit):
         torch.manual_seed(0)
@@ -133,6 +133,11 @@ def test_a_size_that_was_too_large_is_forgotten_in_the_end():
 def test_at_the_smallest_size_growth_is_not_blocked_by_itself():
     fit = FitToMemory(64, min_size=8)
     assert [fit.observe(0.9), fit.observe(0.1)] == [8, 16]
+
+
+def test_a_size_just_below_the_one_that_failed_is_not_tried():
+    fit = FitToMemory(1000, initial=1000, factor=3.0)
+    assert [fit.observe(0.9), fit.observe(0.2), fit.observe(0.2)] == [333, 333, 333]  # 999 would fail as 1000 did
 
 
 @given(

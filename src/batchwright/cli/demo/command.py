@@ -16,15 +16,16 @@ from ..._machine import one_thread, versions_of
 from ..._optional import require
 from ..._types import IntArray
 from ..compare import Settings, compare
-from ..options import Commands, add_command
+from ..options import Commands, add_command, add_option
 from ..screen import Screen, render_table
 from .page import RESULT_HEADER, Run, render_page, result_rows
 from .records import FULL, QUICK
 
 _DEMO = """\
-Train a small language model on the functions of Python's standard library, with fixed-size batches and
-with planned batches, and write one page that compares them. Needs torch but no network; takes about two
-minutes.
+Train a small model with and without planned batches (needs torch).
+
+The model learns the functions of Python's standard library, with fixed-size batches and with planned
+batches, and one page compares them. Needs no network; takes about two minutes.
 """
 
 _EXAMPLES = """\
@@ -35,47 +36,20 @@ _EXAMPLES = """\
 
 def add_demo(commands: Commands) -> None:
     """Add the command ``demo``."""
-    command = add_command(
-        commands,
-        "demo",
-        summary="train a small model with and without planned batches (needs torch)",
-        description=_DEMO,
-        examples=_EXAMPLES,
-    )
-    command.add_argument(
-        "--output",
-        metavar="DIR",
-        type=Path,
-        default=Path("demo_out"),
-        help="folder for index.html and results.json (default: %(default)s)",
-    )
-    command.add_argument("--quick", action="store_true", help="train for a few seconds, to see that it runs")
-    command.set_defaults(run=_run)
+    command = add_command(commands, "demo", _DEMO, _EXAMPLES, run=_run)
+    add_option(command, "--output DIR", "folder for index.html and results.json", type=Path, default=Path("demo_out"))
+    add_option(command, "--quick", "train for a few seconds, to see that it runs")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> None:
+    """Train every arm, print a table, and write ``index.html`` and ``results.json``."""
     require("torch", extra="torch")
-    run_demo(arguments.output, quick=arguments.quick)
-    return 0
-
-
-def run_demo(output: Path, *, quick: bool = False) -> Path:
-    """Train every arm, print a table, and write ``index.html`` and ``results.json``.
-
-    Args:
-        output: the folder to write to; it is made if it does not exist.
-        quick: train for a few seconds instead of minutes.
-
-    Returns:
-        The path of the page.
-    """
-    from .data import lengths_of, load_corpus, make_arms
-    from .training import make_model, train_arm
+    from .training import lengths_of, load_corpus, make_arms, make_model, train_arm
 
     start = time.perf_counter()
     screen = Screen.of_stdout()
-    settings = QUICK if quick else FULL
-    make_folder(output)
+    settings = QUICK if arguments.quick else FULL
+    make_folder(arguments.output)
     with one_thread():  # two threads on shared cores are slower than one, and their times vary more
         screen.show(["Reading the functions of Python's standard library …"])
         corpus = load_corpus(settings)
@@ -84,22 +58,18 @@ def run_demo(output: Path, *, quick: bool = False) -> Path:
         screen.show([_data_line(lengths, num_parameters, settings.max_tokens), ""])
         results = [train_arm(arm, corpus, settings) for arm in make_arms(corpus.train, settings)]
     screen.show(["", *render_table(RESULT_HEADER, result_rows(results)), ""])
+    machine = f"{platform.system()} {platform.machine()}, one thread"
     run = Run(
         settings=settings,
         lengths=lengths,
         comparison=compare(lengths, Settings(max_tokens=settings.max_tokens, seed=settings.seed)),
         results=results,
         num_parameters=num_parameters,
-        versions={
-            "batchwright": bw.__version__,
-            **versions_of("torch", "numpy"),
-            "machine": f"{platform.system()} {platform.machine()}, one thread",
-        },
+        versions={"batchwright": bw.__version__, **versions_of("torch", "numpy"), "machine": machine},
         seconds=time.perf_counter() - start,
     )
-    page = _write(run, output)
-    screen.show([f"The page: {page}"])
-    return page
+    _write(run, arguments.output)
+    screen.show([f"The page: {arguments.output / 'index.html'}"])
 
 
 def _data_line(lengths: IntArray, num_parameters: int, max_tokens: int) -> str:
@@ -109,9 +79,8 @@ def _data_line(lengths: IntArray, num_parameters: int, max_tokens: int) -> str:
     )
 
 
-def _write(run: Run, output: Path) -> Path:
-    page = output / "index.html"
-    write_atomic(page, render_page(run))
+def _write(run: Run, output: Path) -> None:
+    write_atomic(output / "index.html", render_page(run))
     figures = {
         "settings": asdict(run.settings),
         "versions": dict(run.versions),
@@ -119,4 +88,3 @@ def _write(run: Run, output: Path) -> Path:
         "arms": [result.to_dict() for result in run.results],
     }
     write_atomic(output / "results.json", json.dumps(figures, indent=2) + "\n")
-    return page

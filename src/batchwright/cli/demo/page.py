@@ -12,7 +12,7 @@ from ..._charts.page import Markup, render_table
 from ..._charts.svg import Frame, Scale, clip, figure, hover, legend, marker, swatch, tag, text
 from ..._types import IntArray
 from ..compare import Comparison, Entry
-from ..histogram import make_bins
+from ..lengths import make_bins
 from ..screen import percent, times
 from .records import ArmResult, Check, DemoSettings
 

@@ -1,27 +1,156 @@
-"""A small decoder-only transformer, and the training of one arm."""
+"""The training of the demo: its corpus, four ways of batching it, a small transformer, and the training of an arm."""
 
 from __future__ import annotations
 
 import math
+import random
 import time
+from collections import Counter
 from collections.abc import Sequence
-from typing import final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset
 
 import batchwright as bw
 
 from ..._progress import ProgressBar
-from .data import PADDING, Arm, Corpus, collate, lengths_of
+from ..._stdlib_source import functions_in, python_files, stdlib_folder, tokenize
+from ...errors import ArgumentError
 from .records import ArmResult, Check, DemoSettings
 
+Ids = npt.NDArray[np.int64]
+
+_SPECIAL = ("<padding>", "<rare>", "<start>", "<end>")
+PADDING, RARE, START, END = range(4)
+# One file in this many is kept for validation, so that no validated function has a sibling in training.
+_VALID_EVERY = 10
 # For Adam the learning rate grows with the square root of the tokens per update; this many get the base rate.
 _TOKENS_AT_BASE_RATE = 1000
 _WARM_UP = 0.2
 _LAST_RATE = 0.1
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The token ids of each function, the start mark first; ``vocabulary[i]`` is the text of id ``i``."""
+
+    train: list[Ids]
+    valid: list[Ids]
+    vocabulary: tuple[str, ...]
+
+
+def load_corpus(settings: DemoSettings, *, root: Path | None = None) -> Corpus:
+    """Read functions until there are enough, from files in a random order that depends only on the seed.
+
+    Args:
+        settings: how many functions to read, how long they may be, and how many different tokens to keep.
+        root: a folder of Python files; None takes the standard library.
+    """
+    root = root or stdlib_folder()
+    files = python_files(root)
+    random.Random(settings.seed).shuffle(files)
+    valid_files = files[::_VALID_EVERY]
+    train_files = [file for i, file in enumerate(files) if i % _VALID_EVERY]
+    if not valid_files or not train_files:
+        raise ArgumentError(f"the demo needs at least 2 Python files, found {len(files)} under {root}")
+    train = _take(train_files, settings.num_train)
+    valid = _take(valid_files, settings.num_valid)
+    counts = Counter(token for tokens in train for token in tokens)
+    kept = counts.most_common(settings.vocabulary_size - len(_SPECIAL))
+    vocabulary = (*_SPECIAL, *(token for token, _ in kept))
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    return Corpus(
+        train=[encode(tokens, ids, settings.max_length) for tokens in train],
+        valid=[encode(tokens, ids, settings.max_length) for tokens in valid],
+        vocabulary=vocabulary,
+    )
+
+
+def encode(tokens: Sequence[str], ids: dict[str, int], max_length: int) -> Ids:
+    """Return start mark, tokens and end mark as ids: at most ``max_length`` to read, and one more to predict."""
+    known = [START, *(ids.get(token, RARE) for token in tokens), END]
+    return np.array(known[: max_length + 1], dtype=np.int64)
+
+
+def lengths_of(examples: Sequence[Ids]) -> npt.NDArray[np.int64]:
+    """Return how many tokens of each example the model reads: all but the last one, which it only predicts."""
+    return np.array([len(ids) - 1 for ids in examples], dtype=np.int64)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way of batching: a short name, what it does in a sentence, and its loader, one batch per update."""
+
+    name: str
+    what: str
+    loader: DataLoader[Any]
+
+
+def collate(examples: Sequence[Ids]) -> Tensor:
+    """Pad examples on the right to the longest of them."""
+    return pad_sequence([torch.from_numpy(ids) for ids in examples], batch_first=True, padding_value=PADDING)
+
+
+def make_arms(train: Sequence[Ids], settings: DemoSettings) -> list[Arm]:
+    """Return the arms; the others are compared with the first.
+
+    A batch of any arm has at most ``settings.max_tokens`` padded tokens.
+    """
+    lengths = lengths_of(train)
+    size = fixed_size(train, settings)
+    smaller = tokens_for_updates(train, -(-len(train) // size), settings)
+    generator = torch.Generator().manual_seed(settings.seed)
+    shuffled = _load(train, batch_size=size, shuffle=True, generator=generator)
+    what = f"{size} examples per batch in random order: the most that fit at the longest example"
+    arms = [Arm(name=f"fixed {size}, shuffled", what=what, loader=shuffled)]
+    planned: list[tuple[str, str, bw.Budget]] = [
+        (f"fixed {size}, by length", f"{size} examples of similar length per batch", bw.MaxItems(size)),
+        ("planned, full budget", "as many examples as fit", bw.MaxTokens(settings.max_tokens)),
+        ("planned, small budget", "as many updates as the fixed size makes, or a few more", bw.MaxTokens(smaller)),
+    ]
+    for name, what, budget in planned:
+        sampler = bw.BatchSampler(lengths, budget, seed=settings.seed, balance_over=1)
+        arms.append(Arm(name=name, what=f"{what}, bw.{budget}", loader=_load(train, batch_sampler=sampler)))
+    return arms
+
+
+def fixed_size(train: Sequence[Ids], settings: DemoSettings) -> int:
+    """Return the largest fixed size that fits the budget at the longest example."""
+    return max(1, settings.max_tokens // int(lengths_of(train).max()))
+
+
+def tokens_for_updates(train: Sequence[Ids], num_updates: int, settings: DemoSettings) -> int:
+    """Return the largest multiple of 64 as a budget that makes at least ``num_updates`` batches, if there is one."""
+    lengths = lengths_of(train)
+    lowest = -(-int(lengths.max()) // 64) * 64
+    for max_tokens in range(settings.max_tokens, lowest, -64):
+        if len(bw.plan_batches(lengths, bw.MaxTokens(max_tokens), seed=settings.seed)) >= num_updates:
+            return max_tokens
+    return lowest
+
+
+def _load(train: Sequence[Ids], **options: Any) -> DataLoader[Any]:
+    # A list is a data set to DataLoader, but not to its types.
+    return DataLoader(cast(Dataset[Any], train), collate_fn=collate, **options)
+
+
+def _take(files: Sequence[Path], count: int) -> list[list[str]]:
+    found: list[list[str]] = []
+    for file in files:
+        found += [tokenize(text) for text in functions_in(file)]
+        if len(found) >= count:
+            break
+    return found[:count]
 
 
 def train_arm(arm: Arm, corpus: Corpus, settings: DemoSettings) -> ArmResult:
@@ -34,9 +163,9 @@ def train_arm(arm: Arm, corpus: Corpus, settings: DemoSettings) -> ArmResult:
     """
     model = make_model(settings, len(corpus.vocabulary))
     num_tokens = int(lengths_of(corpus.train).sum())
-    rate = settings.base_rate * math.sqrt(num_tokens / arm.num_steps / _TOKENS_AT_BASE_RATE)
+    rate = settings.base_rate * math.sqrt(num_tokens / len(arm.loader) / _TOKENS_AT_BASE_RATE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, arm.num_steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, len(arm.loader)))
     valid = valid_batches(corpus, settings)
     checks: list[Check] = []
     shapes: list[tuple[int, int]] = []

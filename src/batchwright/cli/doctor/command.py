@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from ..._optional import require
-from ..options import Commands, add_command
+from ..options import Commands, add_command, add_option
 from ..screen import Screen, render_table
 from .records import Advice, Attention, Findings, Launch, Machine, Visits
 
 _DOCTOR = """\
-Measure this machine and say what that means for batches:
+Measure this machine and say what to set (needs torch).
+
+What it measures:
 
   memory      how much this process can use, and what holds the rest
   attention   which attention kernels run here, and what a new batch shape costs with each of them: some
@@ -21,7 +23,8 @@ Measure this machine and say what that means for batches:
   sizes       the batch size below which a step takes only as long as launching its kernels, and the one
               above which throughput hardly grows
 
-Takes about half a minute on a GPU or a CPU. It trains small models of its own and changes nothing.
+Each result comes with what it means for your batches, and a line to copy. Takes about half a minute; it
+trains small models of its own and changes nothing.
 """
 
 _EXAMPLES = """\
@@ -38,30 +41,22 @@ _ATTENTION_LEGEND = (
 
 def add_doctor(commands: Commands) -> None:
     """Add the command ``doctor``."""
-    command = add_command(
-        commands,
-        "doctor",
-        summary="measure this machine and say what to set (needs torch)",
-        description=_DOCTOR,
-        examples=_EXAMPLES,
-    )
-    command.add_argument("--quick", action="store_true", help="measure fewer shapes and sizes: a few seconds")
-    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    command.set_defaults(run=_run)
+    command = add_command(commands, "doctor", _DOCTOR, _EXAMPLES, run=_run)
+    add_option(command, "--quick", "measure fewer shapes and sizes: a few seconds")
+    add_option(command, "--json", "print one JSON object and nothing else")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> None:
     require("torch", extra="torch")
     from .examine import examine
 
     findings = examine(quick=arguments.quick, progress=sys.stderr.isatty() and not arguments.json)
     found = advise(findings)
     if arguments.json:
-        print(json.dumps({**findings.to_dict(), "advice": [vars(advice) for advice in found]}, indent=2))
-        return 0
+        print(json.dumps({**findings.to_dict(), "advice": [asdict(advice) for advice in found]}, indent=2))
+        return
     screen = Screen.of_stdout()
     screen.show([*findings_lines(findings, screen), *advice_lines(found, screen)])
-    return 0
 
 
 def findings_lines(findings: Findings, screen: Screen) -> list[str]:
@@ -85,7 +80,7 @@ def machine_lines(machine: Machine) -> list[str]:
     missing = [name for name, version in machine.versions.items() if version is None]
     return [
         f"device    {count}{machine.name} ({where}), {machine.num_cores} cores",
-        f"memory    {machine.free_bytes / GIB:.1f} of {machine.total_bytes / GIB:.1f} GiB free",
+        f"memory    {_free(machine)} free",
         f"versions  {known}",
         *([f"missing   {', '.join(missing)}"] if missing else []),
     ]
@@ -93,9 +88,8 @@ def machine_lines(machine: Machine) -> list[str]:
 
 def attention_lines(entries: tuple[Attention, ...]) -> list[str]:
     """Lay out the attention kernels side by side."""
-    return render_table(
-        ["attention", "new shape", "seen before", "extra", "padding"], [_row(entry) for entry in entries]
-    )
+    header = ["attention", "new shape", "seen before", "extra", "padding"]
+    return render_table(header, [_row(entry) for entry in entries])
 
 
 def launch_lines(launch: Launch) -> list[str]:
@@ -113,6 +107,10 @@ def advice_lines(found: list[Advice], screen: Screen) -> list[str]:
         lines += screen.wrap(f"{number}. {advice.text}", indent="   ")
         lines += [f"       {advice.code}"] if advice.code else []
     return lines
+
+
+def _free(machine: Machine) -> str:
+    return f"{machine.free_bytes / GIB:.1f} of {machine.total_bytes / GIB:.1f} GiB"
 
 
 def _row(entry: Attention) -> list[str]:
@@ -151,16 +149,17 @@ def advise(findings: Findings) -> list[Advice]:
     Returns:
         At least one piece of advice on shapes and one on sizes.
     """
-    machine = findings.machine
-    return [
-        *_about_noise(findings.launch),
-        *([_no_accelerator()] if machine.device == "cpu" else []),
+    machine, launch = findings.machine, findings.launch
+    found = [
+        _about_noise(launch),
+        _about_device(machine),
         _about_shapes(findings.attention, machine),
-        _about_sizes(findings.launch, machine),
+        _about_sizes(launch, machine),
         *_about_memory(machine),
-        *_about_numbers(machine),
-        *_about_packages(machine),
+        _about_numbers(machine),
+        _about_packages(machine),
     ]
+    return [advice for advice in found if advice is not None]
 
 
 def milliseconds(seconds: float) -> str:
@@ -172,22 +171,22 @@ def milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
 
 
-def _about_noise(launch: Launch) -> list[Advice]:
+def _about_noise(launch: Launch) -> Advice | None:
     if launch.noise < NOISY:
-        return []
+        return None
     text = (
         f"A step took {launch.noise:.1f} times as long as one of a larger batch: something else is running. Measure "
         "again when the machine is quiet before you trust these numbers."
     )
-    return [Advice("noise", text)]
+    return Advice("noise", text)
 
 
-def _no_accelerator() -> Advice:
-    return Advice(
-        "device",
+def _about_device(machine: Machine) -> Advice | None:
+    text = (
         "torch sees no GPU. On a CPU, time grows with padded tokens, so less padding is the whole gain. Memory is "
-        "not measured: budgets in bytes need a GPU.",
+        "not measured: budgets in bytes need a GPU."
     )
+    return Advice("device", text) if machine.device == "cpu" else None
 
 
 def _about_shapes(entries: tuple[Attention, ...], machine: Machine) -> Advice:
@@ -286,8 +285,8 @@ def _about_memory(machine: Machine) -> list[Advice]:
     found: list[Advice] = []
     if machine.free_bytes < MOSTLY_FREE * machine.total_bytes:
         text = (
-            f"Only {machine.free_bytes / GIB:.1f} of {machine.total_bytes / GIB:.1f} GiB are free: other processes "
-            "or a memory limit hold the rest. Calibrate when they are gone, or pass max_bytes."
+            f"Only {_free(machine)} are free: other processes or a memory limit hold the rest. Calibrate when they "
+            "are gone, or pass max_bytes."
         )
         found.append(Advice("memory", text))
     if not any(setting in machine.allocator for setting in ("expandable_segments:True", "cudaMallocAsync")):
@@ -299,20 +298,14 @@ def _about_memory(machine: Machine) -> list[Advice]:
     return found
 
 
-def _about_numbers(machine: Machine) -> list[Advice]:
-    if machine.has_bfloat16:
-        return []
-    return [
-        Advice(
-            "numbers",
-            f"{machine.name} does not compute in bfloat16. Use float16 with a scaler, which needs weight_of.",
-            'Stepper(..., autocast=torch.float16, scaler=torch.amp.GradScaler("cuda"), weight_of=...)',
-        )
-    ]
+def _about_numbers(machine: Machine) -> Advice | None:
+    text = f"{machine.name} does not compute in bfloat16. Use float16 with a scaler, which needs weight_of."
+    code = 'Stepper(..., autocast=torch.float16, scaler=torch.amp.GradScaler("cuda"), weight_of=...)'
+    return None if machine.has_bfloat16 else Advice("numbers", text, code)
 
 
-def _about_packages(machine: Machine) -> list[Advice]:
+def _about_packages(machine: Machine) -> Advice | None:
     if machine.versions.get("numba") is not None:
-        return []
+        return None
     text = "numba is not installed; with it, Packed() forms the same rows in less time."
-    return [Advice("packages", text, "pip install 'batchwright[numba]'")]
+    return Advice("packages", text, "pip install 'batchwright[numba]'")

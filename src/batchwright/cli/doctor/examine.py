@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, final
 
@@ -127,7 +128,8 @@ def measure_attention(
         The shortest times over the shapes; no visits if the kernel cannot run.
     """
     stack = _Stack(effort, device).to(device, _dtype(device))
-    with _quietly(), _only(backend):
+    with warnings.catch_warnings(), _only(backend):
+        warnings.simplefilter("ignore")  # torch warns about the reasons why a kernel cannot run
         masked = next((masked for masked in (True, False) if _runs(stack, masked)), None)
         if masked is None:
             return Attention(backend=backend)
@@ -169,14 +171,6 @@ def _only(backend: str) -> AbstractContextManager[None]:
     return nullcontext() if kernel is None else sdpa_kernel(kernel)
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence the warnings with which torch explains why a kernel cannot run."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def _runs(stack: _Stack, masked: bool) -> bool:
     """Try a kernel on one small batch, which also loads what must be loaded once."""
     try:
@@ -194,9 +188,7 @@ class _Stack(nn.Module):
         super().__init__()
         self._width, self._device = effort.width, device
         self._heads = max(1, effort.width // _HEAD_WIDTH)
-        self.layers = nn.ModuleList(
-            nn.Linear(effort.width, 3 * effort.width) for _ in range(effort.num_attention_layers)
-        )
+        self.layers = nn.ModuleList(nn.Linear(effort.width, 3 * effort.width) for _ in range(effort.num_layers))
 
     def step(self, num_items: int, length: int, *, masked: bool) -> None:
         """Run one batch forward and backward."""
@@ -279,7 +271,6 @@ def measure_launch(
 def sizes(effort: Effort) -> list[int]:
     """Return the numbers of examples to try: powers of two.
 
-    >>> from dataclasses import replace
     >>> from .records import CPU
     >>> sizes(replace(CPU, max_items=8))
     [1, 2, 4, 8]
@@ -294,11 +285,11 @@ def _without_peaks(rows: list[LaunchRow]) -> list[LaunchRow]:
     [5.0, 5.0, 6.0]
     """
     least = accumulate((row.seconds for row in reversed(rows)), min)
-    return [row._replace(seconds=seconds) for row, seconds in zip(rows, reversed([*least]), strict=True)]
+    return [replace(row, seconds=seconds) for row, seconds in zip(rows, reversed([*least]), strict=True)]
 
 
 def _training_step(device: torch.device, effort: Effort) -> Callable[[tuple[int, ...]], None]:
-    heads = max(1, effort.width // 64)
+    heads = max(1, effort.width // _HEAD_WIDTH)
     layer = nn.TransformerEncoderLayer(
         effort.width, heads, 4 * effort.width, activation="gelu", batch_first=True, norm_first=True, device=device
     )
@@ -324,12 +315,10 @@ def _autocast(device: torch.device) -> AbstractContextManager[Any]:
 def _kernel_seconds(device: torch.device, clock: Callable[[], float]) -> float:
     """Return the seconds to launch one small operation, from many that are launched without waiting."""
     x = torch.zeros(16, device=device)
-    for _ in range(_NUM_LAUNCHES):
-        x.add_(1)
-    x.sum().item()
-    start = clock()
-    for _ in range(_NUM_LAUNCHES):
-        x.add_(1)
-    seconds = clock() - start
-    x.sum().item()
+    for _ in range(2):  # the first round only loads the kernel
+        x.sum().item()
+        start = clock()
+        for _ in range(_NUM_LAUNCHES):
+            x.add_(1)
+        seconds = clock() - start
     return seconds / _NUM_LAUNCHES

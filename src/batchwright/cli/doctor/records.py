@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, final
+from itertools import takewhile
+from typing import Any, final
 
 # A step counts as no longer than the shortest one if it takes at most this much more.
 FLAT = 0.25
@@ -74,7 +75,9 @@ class Attention:
     picks: str | None = None
 
 
-class LaunchRow(NamedTuple):
+@final
+@dataclass(frozen=True)
+class LaunchRow:
     """The tokens of a training step, and its seconds once its shape is known."""
 
     tokens: int
@@ -111,12 +114,8 @@ class Launch:
     @property
     def flat_tokens(self) -> int:
         """Return the most tokens whose step takes at most a quarter more than the shortest."""
-        flat = self.rows[0].tokens
-        for row in self.rows:
-            if row.seconds > (1 + FLAT) * self.floor_seconds:
-                break
-            flat = row.tokens
-        return flat
+        most = (1 + FLAT) * self.floor_seconds
+        return [self.rows[0], *takewhile(lambda row: row.seconds <= most, self.rows)][-1].tokens
 
     @property
     def knee_tokens(self) -> int:
@@ -136,18 +135,11 @@ class Findings:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, including what follows from the measurements."""
-        launch = self.launch
-        derived = {
-            "floor_seconds": launch.floor_seconds,
-            "flat_tokens": launch.flat_tokens,
-            "knee_tokens": launch.knee_tokens,
+        figures = asdict(self)
+        figures["launch"] |= {
+            name: getattr(self.launch, name) for name in ("floor_seconds", "flat_tokens", "knee_tokens")
         }
-        rows = [row._asdict() for row in launch.rows]
-        return {
-            "machine": asdict(self.machine),
-            "attention": [asdict(entry) for entry in self.attention],
-            "launch": {**asdict(launch), "rows": rows, **derived},
-        }
+        return figures
 
 
 @final
@@ -167,8 +159,7 @@ class Effort:
 
     Args:
         width: the width of the models.
-        num_layers: the layers of the model whose steps are timed.
-        num_attention_layers: the layers of the stack whose attention is timed.
+        num_layers: the layers of the models.
         num_shapes: the number of new shapes per attention kernel.
         repeats: the timed runs of a shape after the first.
         length: the length of the examples of a step.
@@ -178,7 +169,6 @@ class Effort:
 
     width: int
     num_layers: int
-    num_attention_layers: int
     num_shapes: int
     repeats: int
     length: int
@@ -186,17 +176,8 @@ class Effort:
     most_seconds: float
 
 
-CPU = Effort(
-    width=64,
-    num_layers=2,
-    num_attention_layers=2,
-    num_shapes=4,
-    repeats=3,
-    length=16,
-    max_items=128,
-    most_seconds=0.5,
-)
-GPU = replace(CPU, width=1024, num_layers=12, num_attention_layers=12, num_shapes=5, length=64, max_items=1024)
+CPU = Effort(width=64, num_layers=2, num_shapes=4, repeats=3, length=16, max_items=128, most_seconds=0.5)
+GPU = replace(CPU, width=1024, num_layers=12, num_shapes=5, length=64, max_items=1024)
 
 
 def effort_for(machine: Machine, *, quick: bool) -> Effort:

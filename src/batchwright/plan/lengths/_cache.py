@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import secrets
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import ArgumentError
+from ..._files import write_atomic
+from ...errors import ArgumentError, StoreError
 
 # Part of every key: a change of what is stored or hashed must not find old files.
 FORMAT = b"batchwright lengths 1"
@@ -92,15 +92,10 @@ class LengthCache:
     def save(self, key: str, lengths: npt.NDArray[np.int32]) -> None:
         """Store lengths so that a reader finds the whole file or none; a full disk is only warned of."""
         path = self._path(key)
-        partial = path.with_name(f"{key}.{secrets.token_hex(4)}.tmp")
         try:
-            try:
-                partial.write_bytes(_pack(lengths))
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
-        except OSError as error:
-            warnings.warn(f"the lengths could not be stored in {path} ({error})", stacklevel=3)
+            write_atomic(path, _pack(lengths))
+        except StoreError as error:
+            warnings.warn(f"the lengths could not be stored: {error}", stacklevel=3)
 
     def _path(self, key: str) -> Path:
         return self.directory / f"{key}.npy"

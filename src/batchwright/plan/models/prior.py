@@ -69,7 +69,7 @@ class MemoryPrior:
         >>> prior.relative([[16, 128], [8, 512]], reference=(8, 256)).tolist()
         [1.0, 2.0]
         """
-        batches = as_shapes(np.atleast_2d(np.asarray(shapes)))
+        batches = as_shapes(_without_fractions(np.atleast_2d(np.asarray(shapes))))
         return self._cost_of(reference, new_tokens)(batches[:, 0], batches[:, 1:])
 
     def budget(self, *, reference: npt.ArrayLike, fraction: float = 0.9, new_tokens: int | None = None) -> MaxCost:
@@ -95,6 +95,12 @@ class MemoryPrior:
             )
         tokens = 0 if new_tokens is None else as_whole("new_tokens", new_tokens, least=1)
         return RelativeCost(self, shape, tokens)
+
+
+def _without_fractions(shapes: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return floats that are all whole as integers, which lengths from a table of sums may be."""
+    is_whole = shapes.dtype.kind == "f" and np.isfinite(shapes).all() and (shapes == np.trunc(shapes)).all()
+    return shapes.astype(np.int64) if is_whole else shapes
 
 
 def _as_reference(reference: npt.ArrayLike) -> tuple[int, ...]:

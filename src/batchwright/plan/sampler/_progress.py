@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, final
 
+import numpy as np
+
 from ..._checks import as_whole
+from ..._types import IntArray
 from ...errors import ArgumentError
 
 Item = TypeVar("Item")
@@ -148,3 +152,14 @@ class AbstractEpochs:
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch; a place restored within that very epoch is kept."""
         self._progress.set_epoch(epoch)
+
+
+def fingerprint(array: IntArray) -> str:
+    """Return a hash of an array's shape and values.
+
+    >>> fingerprint(np.array([1, 2], dtype=np.int32)) == fingerprint(np.array([2, 1], dtype=np.int32))
+    False
+    """
+    digest = hashlib.blake2b(repr(array.shape).encode(), digest_size=16)
+    digest.update(np.ascontiguousarray(array).reshape(-1).data)
+    return digest.hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from functools import cached_property
 from typing import Any, TypeVar, final
@@ -22,7 +21,7 @@ from ..grouping.base import Grouping, SizeLadder
 from ..grouping.sorting import WindowSort
 from ..plan import Batch, Plan, make_problem, plan_epoch
 from ..report import PlanReport
-from ._progress import AbstractEpochs, Cursor
+from ._progress import AbstractEpochs, Cursor, fingerprint
 
 Item = TypeVar("Item")
 
@@ -84,7 +83,6 @@ class BatchSampler(AbstractEpochs):
         super().__init__()
         # Planned now, so that data that do not fit the budget are refused here and not in the first epoch.
         self._epoch_plan: Plan | None = plan_epoch(self._lengths, self.budget, self.settings, 0)
-        self._fingerprint: str | None = None
 
     @property
     def plan(self) -> Plan:
@@ -147,7 +145,7 @@ class BatchSampler(AbstractEpochs):
         return {
             "version": STATE_VERSION,
             "num_examples": len(self._lengths),
-            "lengths": self._hash(),
+            "lengths": self._fingerprint,
             "budget": repr(self.budget),
             "settings": self.settings.to_state(),
             "seed": self.settings.seed,
@@ -178,12 +176,9 @@ class BatchSampler(AbstractEpochs):
             self._epoch_plan = plan_epoch(self._lengths, self.budget, self.settings, epoch)
         return self._epoch_plan
 
-    def _hash(self) -> str:
-        if self._fingerprint is None:
-            digest = hashlib.blake2b(repr(self._lengths.shape).encode(), digest_size=16)
-            digest.update(self._lengths.reshape(-1).data)
-            self._fingerprint = digest.hexdigest()
-        return self._fingerprint
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self._lengths)
 
     def _check_dataset(self, dataset: Sized) -> None:
         if len(dataset) != len(self._lengths):

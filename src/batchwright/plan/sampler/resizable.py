@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, final
@@ -19,7 +18,7 @@ from .._oversize import fits
 from .._settings import PlanSettings
 from ..budget import Budget, check_budget
 from ..plan import plan_epoch
-from ._progress import AbstractEpochs, Cursor
+from ._progress import AbstractEpochs, Cursor, fingerprint
 
 Item = TypeVar("Item")
 
@@ -270,17 +269,6 @@ def make_ordering(
     array = as_lengths(lengths).copy()  # a change of the caller's array must not change later epochs
     _check_lengths(array, num, check_budget(budget), settings)
     return Ordering(num, settings, array, budget, curriculum)
-
-
-def fingerprint(array: Int32Array) -> str:
-    """Return a hash of an array's shape and values.
-
-    >>> fingerprint(np.array([1, 2], dtype=np.int32)) == fingerprint(np.array([2, 1], dtype=np.int32))
-    False
-    """
-    digest = hashlib.blake2b(repr(array.shape).encode(), digest_size=16)
-    digest.update(np.ascontiguousarray(array).reshape(-1).data)
-    return digest.hexdigest()
 
 
 def _check_lengths(lengths: Int32Array, num_examples: int, budget: Budget, settings: PlanSettings) -> None:

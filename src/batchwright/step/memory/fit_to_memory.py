@@ -76,7 +76,9 @@ class FitToMemory:
             self._learned = self._learned.fall(new, failed_at=min(ran, size))
         else:
             counted = self._learned.count(forget_after=FORGET_AFTER)
-            self._learned = counted if counted.blocks(new) else counted.rise(new)
+            # One growth below the failure is as near as a size may come to it; nearer would only fail again.
+            is_near = counted.limit < counted.failed_at < new * self._rule.factor
+            self._learned = counted if is_near else counted.rise(new)
         return self.size
 
     def num_micro_batches(self, batch_size: int) -> int:

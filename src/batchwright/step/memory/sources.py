@@ -15,6 +15,9 @@ import torch
 from ..._optional import is_installed
 from ...errors import MissingDependencyError
 
+# The memory that a container may have, in versions 2 and 1 of control groups; the files are absent without a limit.
+_CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
 
 @runtime_checkable
 class MemorySource(Protocol):
@@ -145,10 +148,6 @@ class MpsMemory(SampledMemory):
 def _with_index(device: torch.device) -> torch.device:
     """Return the device with its number: not every function of ``torch.cuda`` takes ``"cuda"`` as the current one."""
     return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
-
-
-# The memory that a container may have, in versions 2 and 1 of control groups; the files are absent without a limit.
-_CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @final

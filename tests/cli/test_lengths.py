@@ -1,6 +1,19 @@
-import pytest
+import itertools
 
-from batchwright.cli.measure import load_tokenizer, unit_of
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchwright.cli.lengths import (
+    Bin,
+    is_heavy_tailed,
+    load_tokenizer,
+    make_bins,
+    percentile,
+    render_bars,
+    unit_of,
+)
 from batchwright.errors import ArgumentError
 from batchwright.plan.lengths.measuring import measure_lengths
 
@@ -80,3 +93,76 @@ def test_the_unit_follows_the_tokenizer():
         "tokens",
         "tokens",
     ]
+
+
+def test_bars_are_drawn_in_eighths_of_a_cell():
+    # 12 wide leaves 8 cells: 16 fills them, 7 is 3.5 cells, 1 is half a cell.
+    lines = render_bars([Bin(1, 1, 16), Bin(2, 2, 7), Bin(3, 3, 1)], width=13)
+    assert lines == ["1 ████████ 16", "2 ███▌      7", "3 ▌         1"]
+
+
+def test_a_bin_with_one_of_many_examples_is_still_seen():
+    # 1 of 10,000 would be less than an eighth of a cell.
+    lines = render_bars([Bin(1, 1, 10_000), Bin(2, 2, 1), Bin(3, 3, 0)], width=20)
+    assert "▏" in lines[1]
+    assert not any(block in lines[2] for block in "▏▎▍▌▋▊▉█")
+
+
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_every_line_fills_the_width(width):
+    lines = render_bars([Bin(1, 4, 900), Bin(5, 8, 1234), Bin(9, 12, 3)], width=width)
+    assert {len(line) for line in lines} == {width}
+
+
+def test_few_different_lengths_get_a_bin_each():
+    assert make_bins(np.array([5, 7, 7])) == [Bin(5, 5, 1), Bin(6, 6, 0), Bin(7, 7, 2)]
+
+
+def test_equal_bins_have_round_bounds():
+    # 10 to 90 needs 81 bins of 1, 41 of 2, 17 of 5: the first step with 16 or fewer is 10.
+    bins = make_bins(np.array([10, 55, 55, 90]))
+    assert [(b.low, b.high) for b in bins][:2] == [(10, 19), (20, 29)]
+    assert [b.count for b in bins] == [1, 0, 0, 0, 2, 0, 0, 0, 1]
+
+
+def test_bins_widen_under_a_heavy_tail():
+    # The longest, 100, is more than eight times the median, 4.
+    bins = make_bins(np.array([4, 4, 4, 5, 100]))
+    assert [b.label for b in bins] == [
+        "4-5",
+        "6-7",
+        "8-11",
+        "12-15",
+        "16-23",
+        "24-31",
+        "32-47",
+        "48-63",
+        "64-95",
+        "96-127",
+    ]
+    assert [b.count for b in bins] == [4, 0, 0, 0, 0, 0, 0, 0, 0, 1]
+
+
+def test_the_widest_span_falls_back_to_powers_of_two():
+    bins = make_bins(np.array([1, 1, 1, 5000]))
+    assert [b.low for b in bins] == [2**i for i in range(13)]
+
+
+@given(st.lists(st.integers(1, 2**31 - 1), min_size=1, max_size=50))
+def test_every_example_is_in_one_bin_and_bins_are_few(lengths):
+    bins = make_bins(np.array(lengths))
+    assert len(bins) <= 17
+    assert sum(b.count for b in bins) == len(lengths)
+    assert bins[0].low <= min(lengths) <= bins[0].high
+    assert bins[-1].low <= max(lengths) <= bins[-1].high
+    assert all(a.high + 1 == b.low for a, b in itertools.pairwise(bins))
+
+
+def test_percentiles_are_lengths_that_occur():
+    lengths = np.array([1, 1, 1, 1, 1, 1, 1, 1, 2, 50])
+    assert [percentile(lengths, p) for p in (50, 80, 90, 99)] == [1, 1, 2, 50]
+
+
+def test_a_heavy_tail_is_more_than_eight_medians():
+    assert is_heavy_tailed(np.array([10, 10, 81]))
+    assert not is_heavy_tailed(np.array([10, 10, 80]))

@@ -21,7 +21,7 @@ from batchwright.errors import DoesNotFitError
 from .made import GIB, H200, LAPTOP
 
 DEVICE = torch.device("cpu")
-TINY = replace(CPU, width=16, num_layers=1, num_attention_layers=1, num_shapes=2, repeats=1, length=4, max_items=4)
+TINY = replace(CPU, width=16, num_layers=1, num_shapes=2, repeats=1, length=4, max_items=4)
 
 
 def ticking(*seconds):

@@ -1,0 +1,264 @@
+"""The lengths of a file: counted by the tokenizer that ``--tokenizer`` names, summarised, and drawn as a histogram."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast, final
+
+import numpy as np
+import numpy.typing as npt
+
+import batchwright as bw
+
+from .._optional import require
+from .._types import IntArray
+from ..errors import ArgumentError
+from .options import load_function
+from .reading import Source, read_examples
+
+# The tokenizer that counts nothing, because the data hold lengths.
+LENGTHS = "lengths"
+# Blocks of one to seven eighths: a bar ends in the nearest one.
+_EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
+_MAX_BINS = 16
+# If the longest is this many medians long, equal bins would put nearly all examples in the first two.
+_HEAVY_TAIL = 8
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The lengths of a file.
+
+    Args:
+        lengths: at least one, shape ``(N,)`` or ``(N, 2)`` for pairs.
+        unit: what was counted: words, tokens, …
+        num_blank: the number of blank lines, which were skipped.
+        num_empty: the number of examples that were skipped because a text has no tokens.
+        num_cut: the number of examples that were cut to the largest length allowed.
+    """
+
+    lengths: IntArray
+    unit: str
+    num_blank: int
+    num_empty: int
+    num_cut: int
+
+    @property
+    def axes(self) -> dict[str, IntArray]:
+        """Return the lengths of each text of an example, by what was counted: ``words``, ``source words``, …"""
+        if self.lengths.ndim == 1:
+            return {self.unit: self.lengths}
+        return {f"{side} {self.unit}": self.lengths[:, axis] for axis, side in enumerate(("source", "target"))}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return counts and percentiles as plain numbers."""
+        lengths = [summary(lengths) for lengths in self.axes.values()]
+        return {"num_examples": len(self.lengths), **asdict(self), "lengths": lengths}
+
+
+def measure_file(source: Source, *, tokenizer: str, max_length: int | None, progress: bool) -> Measured:
+    """Read a file and count the tokens of each example.
+
+    Args:
+        source: the file and the fields to read.
+        tokenizer: the value of ``--tokenizer``.
+        max_length: longer texts count as this long; None for no limit.
+        progress: whether to show progress on a terminal.
+    """
+    count = None if source.holds_lengths else load_tokenizer(tokenizer)
+    rows, num_blank = read_examples(source)
+    if count is None:
+        lengths: npt.NDArray[Any] = np.asarray(rows, dtype=np.int64)
+    else:
+        lengths = bw.measure_lengths(cast(list[str], rows), count, progress=progress)
+    full = (lengths.reshape(len(lengths), -1) > 0).all(axis=1)
+    if not full.any():
+        raise ArgumentError(f"every text of {source.path} is empty when counted in {unit_of(tokenizer)}")
+    lengths = lengths[full]
+    num_cut = 0
+    if max_length is not None:
+        num_cut = int((lengths.reshape(len(lengths), -1) > max_length).any(axis=1).sum())
+        lengths = np.minimum(lengths, max_length)
+    num_empty = int((~full).sum())
+    return Measured(lengths=lengths, unit=unit_of(tokenizer), num_blank=num_blank, num_empty=num_empty, num_cut=num_cut)
+
+
+def unit_of(name: str) -> str:
+    """Return what a tokenizer counts, for messages.
+
+    >>> unit_of("words"), unit_of("gpt2/tokenizer.json")
+    ('words', 'tokens')
+    """
+    return {"words": "words", "chars": "characters", "bytes": "bytes"}.get(name, "tokens")
+
+
+def load_tokenizer(name: str) -> Any:
+    """Return the tokenizer that a name stands for; nothing is downloaded.
+
+    Args:
+        name: ``words``, ``chars``, ``bytes``, a ``tokenizer.json``, a folder that transformers'
+            ``AutoTokenizer`` reads, or ``module:function``.
+
+    Returns:
+        A tokenizer that ``measure_lengths`` takes.
+
+    >>> load_tokenizer("words")("to be  or")
+    ['to', 'be', 'or']
+    """
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_folder(path)
+    if path.is_file():
+        return _from_file(path)
+    module_name, _, function_name = name.partition(":")
+    if not (module_name and function_name):
+        raise ArgumentError(
+            f"--tokenizer {name}: no such file or folder; allowed are words, chars, bytes, lengths, "
+            "a tokenizer.json, a folder with a saved tokenizer, or module:function"
+        )
+    try:
+        return load_function(name)
+    except ArgumentError as error:
+        raise ArgumentError(f"--tokenizer {name}: {error}") from error.__cause__
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")  # JSON can hold a lone surrogate; it counts three
+
+
+_BUILT_IN: dict[str, Callable[[str], Any]] = {"words": str.split, "chars": len, "bytes": _utf8}
+
+
+def _from_file(path: Path) -> Any:
+    tokenizers = require("tokenizers", extra="hf")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust parser raises plain Exception
+        raise ArgumentError(f"{path} is not a tokenizer.json: {error}") from None
+    # A saved file may still pad and cut as in its last use; both would hide the true lengths.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _from_folder(path: Path) -> Any:
+    transformers = require("transformers", extra="hf")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        if (path / "tokenizer.json").is_file():
+            return _from_file(path / "tokenizer.json")
+        reason = str(error).strip().partition("\n")[0]
+        raise ArgumentError(f"{path} holds no tokenizer that transformers can load: {reason}") from None
+
+
+def percentile(lengths: IntArray, percent: float) -> int:
+    """Return the smallest length that at least ``percent`` of the examples do not exceed.
+
+    >>> percentile(np.array([1, 2, 3, 4]), 50)
+    2
+    """
+    return int(np.percentile(lengths, percent, method="inverted_cdf"))
+
+
+def summary(lengths: IntArray) -> dict[str, float]:
+    """Return minimum, mean, median, p90, p99 and maximum.
+
+    >>> summary(np.array([1, 2, 3, 10]))
+    {'min': 1, 'mean': 4.0, 'median': 2, 'p90': 10, 'p99': 10, 'max': 10}
+    """
+    ranks = {"median": 50, "p90": 90, "p99": 99, "max": 100}
+    found = {name: percentile(lengths, percent) for name, percent in ranks.items()}
+    return {"min": int(lengths.min()), "mean": float(lengths.mean()), **found}
+
+
+@final
+@dataclass(frozen=True)
+class Bin:
+    """``count`` examples have a length from ``low`` to ``high``, both included."""
+
+    low: int
+    high: int
+    count: int
+
+    @property
+    def label(self) -> str:
+        """Return the range as text: ``8-11``, or ``8`` for a single length."""
+        return f"{self.low:,}" if self.low == self.high else f"{self.low:,}-{self.high:,}"
+
+
+def is_heavy_tailed(lengths: IntArray) -> bool:
+    """Say whether the longest is more than eight times the median.
+
+    >>> is_heavy_tailed(np.array([1, 1, 9])), is_heavy_tailed(np.array([1, 1, 8]))
+    (True, False)
+    """
+    return int(lengths.max()) > _HEAVY_TAIL * percentile(lengths, 50)
+
+
+def make_bins(lengths: IntArray) -> list[Bin]:
+    """Cut lengths into at most 16 bins with round bounds; under a heavy tail the bins widen with the length.
+
+    >>> make_bins(np.array([1, 2, 2, 3]))
+    [Bin(low=1, high=1, count=1), Bin(low=2, high=2, count=2), Bin(low=3, high=3, count=1)]
+    >>> [b.label for b in make_bins(np.array([3, 3, 3, 40]))]
+    ['3', '4-5', '6-7', '8-11', '12-15', '16-23', '24-31', '32-47']
+    """
+    low, high = int(lengths.min()), int(lengths.max())
+    bounds = _growing_bounds(low, high) if is_heavy_tailed(lengths) else _equal_bounds(low, high)
+    # np.histogram would count a length at the last bound; a place in sorted order leaves it out.
+    counts = np.diff(np.searchsorted(np.sort(lengths), bounds)).tolist()
+    return [Bin(start, stop - 1, count) for (start, stop), count in zip(pairwise(bounds), counts, strict=True)]
+
+
+def render_bars(bins: Sequence[Bin], *, width: int) -> list[str]:
+    """Draw one line per bin: its range, a bar, the count. The longest bar fills the width.
+
+    Args:
+        bins: the bins.
+        width: the characters per line.
+
+    >>> for line in render_bars([Bin(1, 1, 2), Bin(2, 3, 4)], width=14):
+    ...     print(line)
+      1 ████     2
+    2-3 ████████ 4
+    """
+    labels = [b.label for b in bins]
+    counts = [f"{b.count:,}" for b in bins]
+    label_width, count_width = max(map(len, labels)), max(map(len, counts))
+    room = max(8, width - label_width - count_width - 2)
+    most = max(b.count for b in bins)
+    return [
+        f"{label:>{label_width}} {_bar(b.count / most * room):<{room}} {count:>{count_width}}"
+        for label, count, b in zip(labels, counts, bins, strict=True)
+    ]
+
+
+def _bar(cells: float) -> str:
+    """Draw a bar of a fractional number of cells; a count above zero is always visible."""
+    eighths = max(round(cells * 8), 1 if cells > 0 else 0)
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
+
+
+def _equal_bounds(low: int, high: int) -> list[int]:
+    """Return bounds at multiples of the smallest of 1, 2, 5, 10, 20, 50, … that needs at most 16 bins."""
+    steps = (factor * 10**power for power in range(10) for factor in (1, 2, 5))
+    step = next(s for s in steps if high // s - low // s < _MAX_BINS)
+    return [step * i for i in range(low // step, high // step + 2)]
+
+
+def _growing_bounds(low: int, high: int) -> list[int]:
+    """Return bounds at 1, 2, 3, 4, 6, 8, 12, … if 16 bins suffice, else at powers of 2, 4 or 16."""
+    powers = [2**i for i in range(33)]
+    for ladder in (sorted({*powers, *(3 * p for p in powers)}), powers, powers[::2], powers[::4]):
+        start, stop = bisect_right(ladder, low) - 1, bisect_right(ladder, high)
+        if stop - start <= _MAX_BINS:
+            break
+    return ladder[start : stop + 1]
