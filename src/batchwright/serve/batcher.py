@@ -280,7 +280,7 @@ class Batcher(Generic[Item, Result]):
 
     def _forget(self, request: Request) -> None:
         """Cancel a request that nobody waits for; a request that has ended stays as it is."""
-        if request.state.is_live:
+        if request.is_live:
             self._workers.cancel(request)
         request.waiter.abandon()
 

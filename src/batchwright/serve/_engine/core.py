@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
 from ..._ceiling import Ceiling
 from ...errors import Closed, DeadlineExceeded, QueueFull, TooLarge
 from ..latency import LatencyModel
 from ..settings import Settings
 from ..stats import Counters, Stats
-from .isolation import Isolation
+from .calls import Call, Isolation, Outcome
 from .policies import pick
-from .request import Outcome, Request, State, longest
+from .request import Request, State, longest
 
 # After this many requests were given up only by prediction, one is run all the same: a wrong prediction must not last.
 MAX_SHED_IN_A_ROW = 16
-
-
-@final
-@dataclass(frozen=True)
-class Call:
-    """A group of requests to run now; hand its outcome to ``Core.complete``."""
-
-    requests: list[Request]
-    steps: Generator[list[Request], Outcome, None] = field(repr=False)
-
-    @property
-    def items(self) -> list[Any]:
-        """Return the list that the function is called with."""
-        return [request.item for request in self.requests]
 
 
 @final
@@ -99,7 +85,7 @@ class Core:
 
     def cancel(self, request: Request, now: float) -> None:
         """Drop a request: if it waits it is never run, if it runs its answer is dropped."""
-        if request.state.is_live:
+        if request.is_live:
             self._end(request, State.CANCELLED, now)
             self._take_ended()  # nobody waits for it
 
@@ -221,7 +207,7 @@ class Core:
     def _settle(self, group: list[Request], outcome: Outcome) -> None:
         values = outcome.values if outcome.error is None else [outcome.error] * len(group)
         for request, value in zip(group, values, strict=True):
-            if not request.state.is_live:
+            if not request.is_live:
                 continue
             if isinstance(value, BaseException):
                 request.error = value
@@ -241,7 +227,7 @@ class Core:
         self._end(request, State.SHED, now)
 
     def _end(self, request: Request, state: State, now: float) -> None:
-        assert request.state.is_live, f"{request} ended twice"
+        assert request.is_live, f"{request} ended twice"
         if request.state is State.WAITING:
             del self._queue[request]
         else:
