@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from batchwright.errors import ArgumentError, MissingDependencyError
 from batchwright.serve import Batcher, LatencyModel, batched
 from batchwright.serve.http import make_app
-from batchwright.serve.http._bodies import Refused, decode_json, encode_json
-from batchwright.serve.http._item import _read_number
+from batchwright.serve.http.app import Refused, _read_number, decode_json, encode_json
 from batchwright.serve.settings import as_deadline
 
 from ..tools import Recorder
