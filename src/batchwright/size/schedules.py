@@ -6,12 +6,12 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal, SupportsIndex, TypeVar, final
+from typing import Any, ClassVar, Literal, SupportsIndex, TypeVar, final
 
 from .._checks import as_number, as_whole, check_choice
 from ..errors import ArgumentError
 from .from_learning_rate import from_lr, seesaw
-from .observation import Observation, Unit, check_counting, index_of, when
+from .observation import Observation, Unit, blocks_of_one, check_counting, index_of, when
 from .policy import TIMES, Answer, Named, Policy, ReasoningPolicy, State, as_size, grow, show
 
 __all__ = ["constant", "cyclic", "exponential", "from_lr", "linear", "milestones", "seesaw", "warm_up"]
@@ -51,10 +51,16 @@ class Counting(Named):
     Attributes:
         per: what is counted.
         every: how many make one index.
+        needs_every: whether a call per examples must say ``every``.
     """
 
+    needs_every: ClassVar[bool] = False
     per: Unit = "epoch"
     every: int = 1
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of the call."""
+        return [*super().arguments(), *(blocks_of_one(self.per, self.every) if self.needs_every else ())]
 
     def index(self, observation: Observation) -> int:
         """Return the index that comes next."""
@@ -86,6 +92,7 @@ class Schedule(Counting, ReasoningPolicy):
 class Linear(Schedule):
     """``start + slope × i``."""
 
+    needs_every: ClassVar[bool] = True
     start_size: float
     slope: float
 
@@ -108,7 +115,7 @@ def linear(start: float, slope: float, *, per: Unit = "epoch", every: SupportsIn
     >>> policy.update(policy.init(), Observation(epoch=3))
     (56.0, None)
     """
-    blocks = check_counting(per, every, by="linear", needs_every=True)
+    blocks = check_counting(per, every, by="linear", needs_every=Linear.needs_every)
     return Linear(as_number("start", start, least=1), as_number("slope", slope), per=per, every=blocks)
 
 
@@ -117,6 +124,7 @@ def linear(start: float, slope: float, *, per: Unit = "epoch", every: SupportsIn
 class Exponential(Schedule):
     """``start × factor^i``."""
 
+    needs_every: ClassVar[bool] = True
     start_size: float
     factor: float
 
@@ -139,7 +147,7 @@ def exponential(start: float, factor: float, *, per: Unit = "epoch", every: Supp
     >>> policy.update(policy.init(), Observation(epoch=11))
     (128.0, None)
     """
-    blocks = check_counting(per, every, by="exponential", needs_every=True)
+    blocks = check_counting(per, every, by="exponential", needs_every=Exponential.needs_every)
     return Exponential(as_number("start", start, least=1), as_number("factor", factor, above=0), per=per, every=blocks)
 
 

@@ -89,6 +89,11 @@ def test_what_is_no_batcher_is_refused():
         make_app(print)
 
 
+def test_the_front_can_be_imported_without_the_packages_of_the_extra():
+    code = "import sys; sys.modules.update(starlette=None, prometheus_client=None); import batchwright.serve.http"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("package", ["starlette", "prometheus_client"])
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)

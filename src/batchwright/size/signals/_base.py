@@ -9,7 +9,7 @@ from typing import Literal, SupportsIndex, TypeAlias, final, get_args
 
 from ..._checks import as_number, check_choice
 from ...errors import ArgumentError
-from ..observation import Observation, Unit, check_counting
+from ..observation import Observation, Unit, blocks_of_one, check_counting
 from ..policy import TIMES, Part, State, as_size, options, show
 
 Mode: TypeAlias = Literal["exponential", "linear"]
@@ -45,6 +45,10 @@ class Period(Part):
 
     per: Unit = "epoch"
     every: int = 1
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of a call."""
+        return [*super().arguments(), *blocks_of_one(self.per, self.every)]
 
     def span(self, num_periods: int = 1) -> str:
         """Return a number of periods in words."""
