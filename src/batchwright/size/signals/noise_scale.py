@@ -40,7 +40,7 @@ class ScalePolicy(ReasoningPolicy):
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Average the noise, and follow it."""
-        if not has_noise(observation, by=self.name):
+        if lacks_noise(observation):
             return need_two(observation, state)
         average = add_noise(state, observation, by=self.name, num_examples=self.num_examples)
         state, updates = average.to_state(), f"{average.num_updates:.0f} updates"
@@ -84,15 +84,11 @@ class NoiseRatio(ReasoningPolicy):
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Gather ratios, and at the end of a period compare their mean with the limits."""
-        if not has_noise(observation, by=self.name):
+        if lacks_noise(observation):
             return need_two(observation, state)
-        num_parts = int(observation.need("noise_parts", by=self.name))
-        ratio = noise_ratio(
-            float(observation.need("noise_s")),
-            float(observation.need("noise_g2")),
-            num_examples=int(observation.need("batch_size", by=self.name)),
-            num_parts=num_parts,
-        )
+        s, g2 = (float(observation.need(name, by=self.name)) for name in ("noise_s", "noise_g2"))
+        num_parts, num_examples = (int(observation.need(name, by=self.name)) for name in ("noise_parts", "batch_size"))
+        ratio = noise_ratio(s, g2, num_examples=num_examples, num_parts=num_parts)
         mean, state = self.period.gather(state, observation, ratio, by=self.name)
         if mean is None:
             return hold(observation, state, f"gathering the noise of {self.period.span()}")
@@ -193,13 +189,9 @@ def as_horizon(horizon: float) -> float:
     return as_number("horizon", horizon, above=0, most=1e12)
 
 
-def has_noise(observation: Observation, *, by: str) -> bool:
-    """Return whether noise was observed; only a batch of one example may lack it."""
-    if observation.noise_s is None and observation.batch_size == 1:
-        return False
-    observation.need("noise_s", by=by)
-    observation.need("noise_g2", by=by)
-    return True
+def lacks_noise(observation: Observation) -> bool:
+    """Return whether noise was not observed and need not be: only a batch of one example may lack it."""
+    return observation.noise_s is None and observation.batch_size == 1
 
 
 def need_two(observation: Observation, state: State) -> Answer:
