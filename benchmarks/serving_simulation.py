@@ -23,8 +23,9 @@ from serving_arms import ARMS
 from serving_load import DEADLINE_MS, WARM_UP_SECONDS, Answers, Load, Stub, poisson, stub_seconds, summarise
 
 from batchwright.serve import LatencyModel, Settings
+from batchwright.serve._engine.calls import Outcome
 from batchwright.serve._engine.core import Core
-from batchwright.serve._engine.request import Outcome, Request, State
+from batchwright.serve._engine.request import Request, State
 
 OVERHEAD_SECONDS = 0.0002
 

@@ -30,6 +30,12 @@ def test_a_failure_is_forgotten_after_enough_successes():
     assert ceiling.count(forget_after=3) == Ceiling(32)
 
 
+def test_a_success_that_is_not_clean_starts_the_count_anew():
+    ceiling = Ceiling(32, 64, 2)
+    assert ceiling.count(forget_after=3, clean=False) == Ceiling(32, 64, 0)
+    assert Ceiling(32).count(forget_after=3, clean=False) == Ceiling(32)
+
+
 def test_a_limit_that_could_not_fall_below_the_failure_is_not_held_by_it():
     ceiling = Ceiling(8).fall(8, failed_at=8)
     assert not ceiling.blocks(16)

@@ -36,9 +36,14 @@ class Ceiling:
         """Return the ceiling after a cost failed: lowered to ``to``, unless it is lower already."""
         return Ceiling(min(self.limit, to), failed_at)
 
-    def count(self, *, forget_after: int) -> Ceiling:
-        """Return the ceiling after one more success; the last of ``forget_after`` makes it forget the failure."""
-        num_clean = self.num_clean + 1
+    def count(self, *, forget_after: int, clean: bool = True) -> Ceiling:
+        """Return the ceiling after one more success.
+
+        Args:
+            forget_after: the success with which the failure is forgotten.
+            clean: False says that the failed cost would fail again, and starts the count anew.
+        """
+        num_clean = self.num_clean + 1 if clean else 0
         return Ceiling(self.limit) if num_clean >= forget_after else replace(self, num_clean=num_clean)
 
     def blocks(self, cost: float) -> bool:

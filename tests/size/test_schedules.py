@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from batchwright import size
 from batchwright.errors import ArgumentError, MissingSignalError
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.observation import Observation
@@ -293,3 +294,16 @@ def test_settings_are_frozen_and_comparable():
     assert linear(32, 8) != linear(32, 9)
     with pytest.raises(AttributeError):
         linear(32, 8).slope = 9
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "linear(1, 0, per='examples', every=1)",
+        "exponential(1, 2, per='examples', every=1)",
+        "loss_driven(per='examples', every=1)",
+        "milestones({0: 1}, per='examples')",
+    ],
+)
+def test_blocks_of_one_example_are_shown_where_a_call_must_name_them(text):
+    assert repr(eval(text, vars(size))) == text

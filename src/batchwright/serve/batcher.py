@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterable, Callable, Iterable
-from types import TracebackType
 from typing import Any, Generic, TypeVar, final
 
 from .._checks import as_flag, as_number, as_whole
@@ -238,17 +237,13 @@ class Batcher(Generic[Item, Result]):
     async def __aenter__(self) -> Batcher[Item, Result]:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         await self.close(drain=kind is None)
 
     def __enter__(self) -> Batcher[Item, Result]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.close_sync(drain=kind is None)
 
     def _enter(self, item: Any, waiter: Waiter, deadline_ms: float | None, priority: float) -> Request:
@@ -280,7 +275,7 @@ class Batcher(Generic[Item, Result]):
 
     def _forget(self, request: Request) -> None:
         """Cancel a request that nobody waits for; a request that has ended stays as it is."""
-        if request.state.is_live:
+        if request.is_live:
             self._workers.cancel(request)
         request.waiter.abandon()
 

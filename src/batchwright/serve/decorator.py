@@ -49,7 +49,7 @@ class BatchedFunction:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Threads and locks cannot be pickled: another process makes its own batcher.
-        return _rebuild, (self._run, self._options, self._name)
+        return BatchedFunction, (self._run, self._options), {"_name": self._name}
 
     async def __call__(self, item: Any, *, deadline_ms: float | None = None, priority: float = 0) -> Any:
         """Return the answer to one item; options as in ``Batcher.submit``."""
@@ -103,12 +103,6 @@ def batched(run: Run | None = None, **options: Any) -> BatchedFunction | Callabl
     if run is None:
         return functools.partial(BatchedFunction, options=options)
     return BatchedFunction(run, options)
-
-
-def _rebuild(run: Run, options: dict[str, Any], name: str | None) -> BatchedFunction:
-    function = BatchedFunction(run, options)
-    function._name = name
-    return function
 
 
 def _bind(run: Run, instance: Any) -> Run:

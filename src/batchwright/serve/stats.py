@@ -9,7 +9,7 @@ from typing import Any, final
 
 import numpy as np
 
-from ._engine.request import Request, State, longest
+from ._engine.request import ENDED, Request, State, longest
 
 # Percentiles are taken over this many of the latest requests.
 NUM_RECENT = 1000
@@ -117,7 +117,7 @@ class Counters:
         num_batches = sum(self.reasons.values())
         return {
             "num_submitted": self.num_submitted,
-            **{f"num_{state.value}": self.ended[state] for state in State if not state.is_live},
+            **{f"num_{state.value}": self.ended[state] for state in ENDED},
             "num_missed": self.num_missed,
             "num_refused": dict(self.refused),
             "num_batches": num_batches,

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, SupportsIndex, final
+from dataclasses import dataclass
+from typing import SupportsIndex, final
 
 from ..errors import ArgumentError
-from .observation import Observation, Unit, check_counting, index_of
+from .observation import Observation, Unit, check_counting
 from .policy import Named, Policy, State, as_size, check_policies, show, word
-from .schedules import as_pairs, find_last
-from .transforms import Chain as Chain
-from .transforms import chain as chain
-from .transforms import clamp as clamp
-from .transforms import cooldown as cooldown
-from .transforms import hysteresis as hysteresis
-from .transforms import monotone as monotone
-from .transforms import multiple_of as multiple_of
-from .transforms import rate_limit as rate_limit
-from .transforms import smooth as smooth
+from .schedules import Counting, as_pairs, find_last
+from .transforms import chain, clamp, cooldown, hysteresis, monotone, multiple_of, rate_limit, smooth
 
 __all__ = [
     "chain",
@@ -37,14 +29,10 @@ __all__ = [
 
 @final
 @dataclass(frozen=True, repr=False)
-class Switch(Named, Policy):
+class Switch(Counting, Policy):
     """One policy after another; the state holds the state of each."""
 
-    name: ClassVar[str] = "switch"
     policies: tuple[tuple[int, Policy], ...]
-    _: KW_ONLY
-    per: Unit = "epoch"
-    every: int = 1
 
     def init(self) -> State:
         """Return the states of all policies."""
@@ -67,7 +55,7 @@ class Switch(Named, Policy):
         return f"switch: the policy from {at} on; {policy.explain(state[active], observation)}"
 
     def _active(self, observation: Observation) -> int:
-        return find_last(self.policies, index_of(observation, self.per, self.every, by=self.name))
+        return find_last(self.policies, self.index(observation))
 
 
 def switch(policies: Mapping[int, Policy], *, per: Unit = "epoch", every: SupportsIndex | None = None) -> Policy:
@@ -97,7 +85,6 @@ def switch(policies: Mapping[int, Policy], *, per: Unit = "epoch", every: Suppor
 class Maximum(Named, Policy):
     """The largest of several answers; the state holds the state of each policy."""
 
-    name: ClassVar[str] = "maximum"
     policies: tuple[Policy, ...]
 
     def init(self) -> State:

@@ -7,14 +7,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, SupportsIndex, final
+from typing import Any, SupportsIndex, final, get_args
 
 import numpy as np
 
 from .._checks import as_whole, check_same
 from ..errors import ArgumentError, StateMismatchError
-from .observation import COUNTS, Counts, Observation, count_on, read_fields
-from .policy import Policy, State, as_size, has_text
+from .observation import COUNTS, Counts, Observation, Unit, count_on, read_fields
+from .policy import Part, Policy, State, as_size, has_text
 
 STATE_VERSION = 1
 
@@ -43,8 +43,8 @@ class Decision:
     reason: str
 
     def __str__(self) -> str:
-        counts = (("epoch", self.epoch), ("step", self.step), ("examples", self.examples))
-        place = ", ".join(f"{name} {count}" for name, count in counts if count is not None)
+        counts = [(unit, getattr(self, unit)) for unit in get_args(Unit)]
+        place = ", ".join(f"{unit} {count}" for unit, count in counts if count is not None)
         return f"{place + ': ' if place else ''}{self.old} -> {self.new} ({self.reason})"
 
 
@@ -184,15 +184,9 @@ class BatchSizeController:
 
     def _decide(self, size: int, state: State, observation: Observation, answer: Any) -> Decision:
         """Return the record of a change."""
-        return Decision(
-            epoch=observation.epoch,
-            step=observation.step,
-            examples=observation.examples,
-            old=self._size,
-            new=size,
-            wanted=as_size(answer),
-            reason=self._reason(state, observation, answer),
-        )
+        counts = {unit: getattr(observation, unit) for unit in get_args(Unit)}
+        reason = self._reason(state, observation, answer)
+        return Decision(**counts, old=self._size, new=size, wanted=as_size(answer), reason=reason)
 
     def _reason(self, state: State, observation: Observation, answer: Any) -> str:
         """Return the policy's words, and the bound that held its answer."""
@@ -219,7 +213,8 @@ def describe(settings: Any) -> str:
     "FromLr(start_size=32.0, power=1.0, per='epoch', every=1, after=0, max_factor=None)"
     """
     if is_dataclass(settings) and not isinstance(settings, type):
-        parts = [(item.name, getattr(settings, item.name)) for item in fields(settings) if item.compare]
+        items = settings.settings() if isinstance(settings, Part) else fields(settings)
+        parts = [(item.name, getattr(settings, item.name)) for item in items if item.compare]
         inside = ", ".join(f"{name}={describe(value)}" for name, value in parts if not callable(value))
         return f"{type(settings).__name__}({inside})"
     if isinstance(settings, Mapping):

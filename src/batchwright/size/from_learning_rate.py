@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, SupportsIndex, TypeAlias, final
+from typing import Any, SupportsIndex, TypeAlias, final
 
 from .._checks import as_number, as_whole
 from ..errors import ArgumentError
@@ -25,7 +25,6 @@ def decay_at(schedule: LrSchedule, index: int, after: int) -> float:
 class FromLr(ReasoningPolicy):
     """``start × decay(i)^−power``; the state is the start if the controller gives it."""
 
-    name: ClassVar[str] = "from_lr"
     schedule: LrSchedule
     _: KW_ONLY
     start_size: float | None = field(default=None, metadata={"argument": "start"})

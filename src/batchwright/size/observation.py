@@ -15,6 +15,8 @@ Unit: TypeAlias = Literal["epoch", "step", "examples"]
 
 COUNTS = ("epoch", "step", "examples", "tokens")
 
+_NOISE = ("noise_s", "noise_g2", "noise_reliable", "noise_parts")
+
 # Where each figure comes from, for the error that a policy without it raises.
 SOURCES = {
     "epoch": "pass the number of completed epochs: controller.observe(epoch=1, …)",
@@ -25,10 +27,7 @@ SOURCES = {
     "loss": "pass the loss: controller.observe(**report.observation()) does",
     "lr": "pass the learning rate: controller.observe(**report.observation()) does",
     "entropy": "let loss_fn return (loss_sum, weight, {'entropy': entropy_sum(logits)}), from batchwright.step",
-    "noise_s": "build the Stepper with measure_noise=True",
-    "noise_g2": "build the Stepper with measure_noise=True",
-    "noise_reliable": "build the Stepper with measure_noise=True",
-    "noise_parts": "build the Stepper with measure_noise=True",
+    **dict.fromkeys(_NOISE, "build the Stepper with measure_noise=True"),
     "seconds": "pass the seconds of the update: controller.observe(**report.observation()) does",
     "memory_fraction": "build the Stepper with memory=MemoryMonitor(), from batchwright.step",
 }
@@ -155,6 +154,11 @@ def check_counting(per: str, every: SupportsIndex | None, *, by: str, needs_ever
     if every is None and per == "examples" and needs_every:
         raise ArgumentError(f"{by} per examples needs every, the examples of one block, e.g. every=50_000")
     return 1 if every is None else as_whole("every", every, least=1)
+
+
+def blocks_of_one(per: Unit, every: int) -> tuple[str, ...]:
+    """Return the argument of a call that counts single examples, where ``check_counting`` wants it to be given."""
+    return ("every=1",) if per == "examples" and every == 1 else ()
 
 
 def index_of(observation: Observation, per: Unit, every: int, *, by: str) -> int:

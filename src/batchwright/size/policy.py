@@ -7,8 +7,9 @@ them. A policy that decides by itself returns an ``Answer``: the size, the next 
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from .._checks import is_number
@@ -99,13 +100,18 @@ class Part:
 
     fixed: ClassVar[tuple[str, ...]] = ()
 
+    def settings(self) -> list[Field[Any]]:
+        """Return the fields in the order of saved states: those of the class itself, then inherited ones."""
+        inherited = {item.name for base in type(self).__bases__ if is_dataclass(base) for item in fields(base)}
+        return sorted(fields(self), key=lambda item: item.name in inherited)  # type: ignore[arg-type]
+
     def arguments(self) -> list[str]:
         """Return the arguments of the call, without options at their usual value.
 
         A field with a default is an option, and the default is its usual value.
         """
         written = list(self.fixed)
-        for item in fields(self):  # type: ignore[arg-type]
+        for item in self.settings():
             value, name = getattr(self, item.name), item.metadata.get("argument", item.name)
             if isinstance(value, Part) and not isinstance(value, Named):
                 written += value.arguments()
@@ -120,10 +126,15 @@ class Named(Part):
     """A frozen dataclass that is written as the call that makes it; abstract.
 
     Attributes:
-        name: of the function that users call.
+        name: of the function that users call; ``WarmUp`` is made by ``warm_up``, unless a class says otherwise.
     """
 
     name: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" not in cls.__dict__:
+            cls.name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(self.arguments())})"

@@ -10,9 +10,8 @@ from typing import Any, ClassVar, Literal, SupportsIndex, TypeVar, final
 
 from .._checks import as_number, as_whole, check_choice
 from ..errors import ArgumentError
-from .from_learning_rate import from_lr as from_lr
-from .from_learning_rate import seesaw as seesaw
-from .observation import Observation, Unit, check_counting, index_of, when
+from .from_learning_rate import from_lr, seesaw
+from .observation import Observation, Unit, blocks_of_one, check_counting, index_of, when
 from .policy import TIMES, Answer, Named, Policy, ReasoningPolicy, State, as_size, grow, show
 
 __all__ = ["constant", "cyclic", "exponential", "from_lr", "linear", "milestones", "seesaw", "warm_up"]
@@ -25,7 +24,6 @@ Value = TypeVar("Value")
 class Constant(ReasoningPolicy):
     """The same size throughout."""
 
-    name: ClassVar[str] = "constant"
     size: float
 
     def start(self) -> float:
@@ -46,36 +44,47 @@ def constant(size: float) -> Policy:
     return Constant(as_number("size", size, least=1))
 
 
-class Schedule(ReasoningPolicy):
-    """A size that depends only on the number of completed epochs, updates or examples; abstract.
-
-    It is computed from the index and never from the size before it, so that rounding errors do not add up.
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Counting(Named):
+    """A policy that depends on how many epochs, updates or examples are completed; abstract.
 
     Attributes:
         per: what is counted.
         every: how many make one index.
+        needs_every: whether a call per examples must say ``every``.
     """
 
-    per: Unit
-    every: int
+    needs_every: ClassVar[bool] = False
+    per: Unit = "epoch"
+    every: int = 1
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of the call."""
+        return [*super().arguments(), *(blocks_of_one(self.per, self.every) if self.needs_every else ())]
+
+    def index(self, observation: Observation) -> int:
+        """Return the index that comes next."""
+        return index_of(observation, self.per, self.every, by=self.name)
+
+
+class Schedule(Counting, ReasoningPolicy):
+    """A size that depends only on the index; abstract.
+
+    It is computed from the index and never from the size before it, so that rounding errors do not add up.
+    """
 
     @abstractmethod
-    def size_at(self, index: int) -> float:
-        """Return the size at an index."""
-
-    @abstractmethod
-    def words_at(self, index: int) -> str:
-        """Say how the size at an index is computed."""
+    def at(self, index: int) -> tuple[float, str]:
+        """Return the size at an index, and how it is computed."""
 
     def start(self) -> float:
         """Return the size at index 0."""
-        return self.size_at(0)
+        return self.at(0)[0]
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Return the size at the index that comes next."""
-        index = index_of(observation, self.per, self.every, by=self.name)
-        reason = f"{self.name}: {self.words_at(index)} {when(observation, self.per)}"
-        return Answer(self.size_at(index), state, reason)
+        size, words = self.at(self.index(observation))
+        return Answer(size, state, f"{self.name}: {words} {when(observation, self.per)}")
 
 
 @final
@@ -83,20 +92,14 @@ class Schedule(ReasoningPolicy):
 class Linear(Schedule):
     """``start + slope × i``."""
 
-    name: ClassVar[str] = "linear"
+    needs_every: ClassVar[bool] = True
     start_size: float
     slope: float
-    _: KW_ONLY
-    per: Unit = "epoch"
-    every: int = 1
 
-    def size_at(self, index: int) -> float:
+    def at(self, index: int) -> tuple[float, str]:
         """Return ``start + slope × index``."""
-        return as_size(self.start_size + self.slope * min(index, 2**63))
-
-    def words_at(self, index: int) -> str:
-        """Return the formula with its numbers."""
-        return f"{show(self.start_size)} + {show(self.slope)} {TIMES} {index} = {show(self.size_at(index))}"
+        size = as_size(self.start_size + self.slope * min(index, 2**63))
+        return size, f"{show(self.start_size)} + {show(self.slope)} {TIMES} {index} = {show(size)}"
 
 
 def linear(start: float, slope: float, *, per: Unit = "epoch", every: SupportsIndex | None = None) -> Policy:
@@ -112,7 +115,7 @@ def linear(start: float, slope: float, *, per: Unit = "epoch", every: SupportsIn
     >>> policy.update(policy.init(), Observation(epoch=3))
     (56.0, None)
     """
-    blocks = check_counting(per, every, by="linear", needs_every=True)
+    blocks = check_counting(per, every, by="linear", needs_every=Linear.needs_every)
     return Linear(as_number("start", start, least=1), as_number("slope", slope), per=per, every=blocks)
 
 
@@ -121,20 +124,14 @@ def linear(start: float, slope: float, *, per: Unit = "epoch", every: SupportsIn
 class Exponential(Schedule):
     """``start × factor^i``."""
 
-    name: ClassVar[str] = "exponential"
+    needs_every: ClassVar[bool] = True
     start_size: float
     factor: float
-    _: KW_ONLY
-    per: Unit = "epoch"
-    every: int = 1
 
-    def size_at(self, index: int) -> float:
+    def at(self, index: int) -> tuple[float, str]:
         """Return ``start × factor^index``, kept finite."""
-        return grow(self.start_size, self.factor, index)
-
-    def words_at(self, index: int) -> str:
-        """Return the formula with its numbers."""
-        return f"{show(self.start_size)} {TIMES} {show(self.factor)}^{index} = {show(self.size_at(index))}"
+        size = grow(self.start_size, self.factor, index)
+        return size, f"{show(self.start_size)} {TIMES} {show(self.factor)}^{index} = {show(size)}"
 
 
 def exponential(start: float, factor: float, *, per: Unit = "epoch", every: SupportsIndex | None = None) -> Policy:
@@ -150,7 +147,7 @@ def exponential(start: float, factor: float, *, per: Unit = "epoch", every: Supp
     >>> policy.update(policy.init(), Observation(epoch=11))
     (128.0, None)
     """
-    blocks = check_counting(per, every, by="exponential", needs_every=True)
+    blocks = check_counting(per, every, by="exponential", needs_every=Exponential.needs_every)
     return Exponential(as_number("start", start, least=1), as_number("factor", factor, above=0), per=per, every=blocks)
 
 
@@ -159,28 +156,22 @@ def exponential(start: float, factor: float, *, per: Unit = "epoch", every: Supp
 class WarmUp(Schedule):
     """From one size to another within some counts, then the other size."""
 
-    name: ClassVar[str] = "warm_up"
     start_size: float
     end_size: float
     over: int
     _: KW_ONLY
     mode: Literal["linear", "geometric"] = "linear"
-    per: Unit = "epoch"
-    every: int = 1
 
-    def size_at(self, index: int) -> float:
+    def at(self, index: int) -> tuple[float, str]:
         """Return the size on the way, and the last size from ``over`` on."""
-        if index >= self.over:
-            return self.end_size
-        done = index / self.over
-        if self.mode == "geometric":
-            return grow(self.start_size, self.end_size / self.start_size, done)
-        return as_size(self.start_size + (self.end_size - self.start_size) * done)
+        done = min(index, self.over)
+        size = self._on_the_way(done / self.over) if done < self.over else self.end_size
+        return size, f"{done}/{self.over} from {show(self.start_size)} to {show(self.end_size)} = {show(size)}"
 
-    def words_at(self, index: int) -> str:
-        """Say how much of the way is done."""
-        done = f"{min(index, self.over)}/{self.over} from {show(self.start_size)} to {show(self.end_size)}"
-        return f"{done} = {show(self.size_at(index))}"
+    def _on_the_way(self, share: float) -> float:
+        if self.mode == "geometric":
+            return grow(self.start_size, self.end_size / self.start_size, share)
+        return as_size(self.start_size + (self.end_size - self.start_size) * share)
 
 
 def warm_up(
@@ -222,20 +213,12 @@ def warm_up(
 class Milestones(Schedule):
     """The size of the last milestone that was reached."""
 
-    name: ClassVar[str] = "milestones"
     sizes: tuple[tuple[int, float], ...]
-    _: KW_ONLY
-    per: Unit = "epoch"
-    every: int = 1
 
-    def size_at(self, index: int) -> float:
+    def at(self, index: int) -> tuple[float, str]:
         """Return the size of the last milestone at or before the index."""
-        return self.sizes[find_last(self.sizes, index)][1]
-
-    def words_at(self, index: int) -> str:
-        """Return the size and its milestone."""
-        at, size = self.sizes[find_last(self.sizes, index)]
-        return f"{show(size)} from milestone {at},"
+        count, size = self.sizes[find_last(self.sizes, index)]
+        return size, f"{show(size)} from milestone {count},"
 
 
 def milestones(sizes: Mapping[int, float], *, per: Unit = "epoch", every: SupportsIndex | None = None) -> Policy:
@@ -277,15 +260,11 @@ def find_last(pairs: tuple[tuple[int, Any], ...], index: int) -> int:
 
 @final
 @dataclass(frozen=True, repr=False)
-class Cyclic(Named, Policy):
+class Cyclic(Counting, Policy):
     """Another policy that sees a count that starts again."""
 
-    name: ClassVar[str] = "cyclic"
     inner: Policy
     period: int
-    _: KW_ONLY
-    per: Unit = "epoch"
-    every: int = 1
 
     def init(self) -> State:
         """Return the inner policy's state."""
@@ -301,7 +280,7 @@ class Cyclic(Named, Policy):
 
     def explain(self, state: State, observation: Observation) -> str:
         """Say which cycle it is, and give the inner policy's words."""
-        cycle = index_of(observation, self.per, self.every, by=self.name) // self.period
+        cycle = self.index(observation) // self.period
         return f"cycle {cycle} {when(observation, self.per)}; {self.inner.explain(state, self._fold(observation))}"
 
     def _fold(self, observation: Observation) -> Observation:

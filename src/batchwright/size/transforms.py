@@ -23,7 +23,6 @@ _BEGINNING = Observation(epoch=0, step=0, examples=0, tokens=0)
 class Chain(Named, Policy):
     """A policy whose answer goes through transforms."""
 
-    name: ClassVar[str] = "chain"
     policy: Policy
     transforms: tuple[Transform, ...]
 
@@ -109,12 +108,17 @@ class NamedTransform(Named, Transform):
         return "" if changed == size else f"{self!r} {self.verb} {show(changed)}"
 
 
+class HoldingTransform(NamedTransform):
+    """A transform that keeps a size that was or is in force; abstract."""
+
+    verb: ClassVar[str] = "holds"
+
+
 @final
 @dataclass(frozen=True, repr=False)
 class Clamp(NamedTransform):
     """At least one size, at most another."""
 
-    name: ClassVar[str] = "clamp"
     min_size: int
     max_size: int
 
@@ -140,7 +144,6 @@ def clamp(min_size: SupportsIndex, max_size: SupportsIndex) -> Transform:
 class MultipleOf(NamedTransform):
     """The nearest multiple of a number, at least the number itself."""
 
-    name: ClassVar[str] = "multiple_of"
     number: int
 
     def update(self, state: State, observation: Observation, size: float) -> tuple[float, State]:
@@ -168,7 +171,6 @@ def multiple_of(number: SupportsIndex) -> Transform:
 class Smooth(NamedTransform):
     """A moving average of the logarithm of the size; the state is that average."""
 
-    name: ClassVar[str] = "smooth"
     keep: float
 
     def update(self, state: State, observation: Observation, size: float) -> tuple[float, State]:
@@ -201,15 +203,12 @@ def smooth(keep: float) -> Transform:
 class RateLimit(NamedTransform):
     """At most a factor away from the size in force."""
 
-    name: ClassVar[str] = "rate_limit"
     verb: ClassVar[str] = "allows"
     factor: float
 
     def update(self, state: State, observation: Observation, size: float) -> tuple[float, State]:
         """Return the nearest size within the factor."""
-        now = _in_force(observation)
-        if now is None:
-            return size, state
+        now = _in_force(observation) or size
         # One example is always allowed: a small factor at a small size would be rounded back for ever.
         low, high = min(now / self.factor, now - 1), max(now * self.factor, now + 1)
         return float(min(max(size, low), high)), state
@@ -226,15 +225,13 @@ def rate_limit(factor: float) -> Transform:
 
 @final
 @dataclass(frozen=True, repr=False)
-class Cooldown(NamedTransform):
+class Cooldown(HoldingTransform):
     """No change for a while after a change.
 
     The state remembers the size in force and the count at the last observation, and the count at the last change.
     A change is read from the size in force, so that it counts as bounds and rounding left it.
     """
 
-    name: ClassVar[str] = "cooldown"
-    verb: ClassVar[str] = "holds"
     per: Unit
     pause: int
 
@@ -285,18 +282,14 @@ def cooldown(
 
 @final
 @dataclass(frozen=True, repr=False)
-class Hysteresis(NamedTransform):
+class Hysteresis(HoldingTransform):
     """No change while the wanted size is near the size in force."""
 
-    name: ClassVar[str] = "hysteresis"
-    verb: ClassVar[str] = "holds"
     fraction: float
 
     def update(self, state: State, observation: Observation, size: float) -> tuple[float, State]:
         """Return the size in force inside the dead band, else the size."""
-        now = _in_force(observation)
-        if now is None:
-            return size, state
+        now = _in_force(observation) or size
         inside = now / (1 + self.fraction) <= size <= now * (1 + self.fraction)
         return (float(now) if inside else size), state
 
@@ -316,18 +309,14 @@ def hysteresis(fraction: float) -> Transform:
 
 @final
 @dataclass(frozen=True, repr=False)
-class Monotone(NamedTransform):
+class Monotone(HoldingTransform):
     """Never below the largest size that was in force; the state is that size."""
-
-    name: ClassVar[str] = "monotone"
-    verb: ClassVar[str] = "holds"
 
     def update(self, state: State, observation: Observation, size: float) -> tuple[float, State]:
         """Return the size, or the largest so far."""
-        now = _in_force(observation)
-        floor = max(state or 0.0, float(now or 0))
         # Where no size is in force, the answers themselves are remembered.
-        return max(size, floor), max(size, floor) if now is None else floor
+        floor = max(state or 0.0, float(_in_force(observation) or size))
+        return max(size, floor), floor
 
 
 def monotone() -> Transform:

@@ -4,8 +4,9 @@ import pytest
 
 from batchwright.errors import Closed, DeadlineExceeded, QueueFull, TooLarge
 from batchwright.serve import LatencyModel
+from batchwright.serve._engine.calls import Outcome
 from batchwright.serve._engine.core import MAX_SHED_IN_A_ROW, Core
-from batchwright.serve._engine.request import Outcome, Request, State
+from batchwright.serve._engine.request import Request, State
 from batchwright.serve.settings import Settings
 
 from ..tools import items_of, make_requests

@@ -1,31 +1,50 @@
-"""The ceiling of a batch falls when memory runs out, and rises again."""
+"""The token limit of a batch falls when memory runs out, and rises again."""
 
-from batchwright.serve._engine.core import Ceiling
-
-
-def test_a_failed_size_halves_the_ceiling_and_a_larger_one_does_not_raise_it():
-    ceiling = Ceiling()
-    assert ceiling.limit(None) is None
-    ceiling.lower(1000)
-    ceiling.lower(4000)
-    assert ceiling.limit(None) == 500
+from batchwright.serve._engine.core import TokenLimit
 
 
-def test_the_ceiling_rises_with_batches_near_it_only():
-    ceiling = Ceiling()
-    ceiling.lower(2000)
+def test_a_failed_size_halves_the_limit_and_a_larger_one_does_not_raise_it():
+    limit = TokenLimit()
+    assert limit.within(None) is None
+    limit.lower(1000)
+    limit.lower(4000)
+    assert limit.within(None) == 500
+
+
+def test_the_limit_rises_with_batches_near_it_only():
+    limit = TokenLimit()
+    limit.lower(2000)
     for _ in range(1000):
-        ceiling.rise(100)
-    assert ceiling.limit(None) == 1000
+        limit.rise(100)
+    assert limit.within(None) == 1000
     for _ in range(100):
-        ceiling.rise(ceiling.limit(None))
-    # 1 % a batch up to 0.9 of what failed, then 0.05 %: past 1800, not yet at 2000.
-    assert 1800 <= ceiling.limit(None) < 2000
+        limit.rise(limit.within(None))
+    # 1 % per batch up to 0.95 of what failed.
+    assert limit.within(None) == 1900
 
 
-def test_the_ceiling_of_a_device_with_memory_again_goes_past_what_failed():
-    ceiling = Ceiling()
-    ceiling.lower(2000)
+def test_the_limit_of_a_device_with_memory_again_goes_past_what_failed():
+    limit = TokenLimit()
+    limit.lower(2000)
     for _ in range(1000):
-        ceiling.rise(ceiling.limit(None))
-    assert ceiling.limit(8192) == 8192
+        limit.rise(limit.within(None))
+    assert limit.within(8192) == 8192
+
+
+def test_memory_that_stays_short_fails_again_only_after_about_250_batches_near_the_limit():
+    limit = TokenLimit()
+    limit.lower(2000)
+    num_batches = 0
+    while limit.within(None) < 2000:
+        limit.rise(limit.within(None))
+        num_batches += 1
+    assert 240 <= num_batches <= 270
+
+
+def test_the_smallest_limit_rises_too():
+    limit = TokenLimit()
+    limit.lower(2)
+    assert limit.within(None) == 1
+    for _ in range(400):
+        limit.rise(limit.within(None))
+    assert limit.within(None) > 2

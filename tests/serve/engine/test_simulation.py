@@ -5,9 +5,10 @@ import itertools
 import random
 
 from batchwright.errors import Closed, DeadlineExceeded, DoesNotFitError, QueueFull, TooLarge
+from batchwright.serve._engine.calls import Outcome
 from batchwright.serve._engine.core import Core
 from batchwright.serve._engine.policies import MAX_PASSED_OVER
-from batchwright.serve._engine.request import Outcome, Request, State
+from batchwright.serve._engine.request import Request, State
 from batchwright.serve.latency import LatencyModel
 from batchwright.serve.settings import Settings
 from batchwright.testing import FakeClock
@@ -71,7 +72,7 @@ class World:
             self.configure()
 
     def cancel(self, request):
-        was_live = request.state.is_live
+        was_live = request.is_live
         self.core.cancel(request, self.clock())
         if was_live:
             self.end([request])

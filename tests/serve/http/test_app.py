@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from batchwright.errors import ArgumentError, MissingDependencyError
 from batchwright.serve import Batcher, LatencyModel, batched
 from batchwright.serve.http import make_app
-from batchwright.serve.http._bodies import Refused, decode_json, encode_json
-from batchwright.serve.http._item import _read_number
+from batchwright.serve.http.app import Refused, _read_number, decode_json, encode_json
 from batchwright.serve.settings import as_deadline
 
 from ..tools import Recorder
@@ -88,6 +87,11 @@ def test_a_batched_function_can_be_served():
 def test_what_is_no_batcher_is_refused():
     with pytest.raises(ArgumentError, match="takes a Batcher or a function under @batched"):
         make_app(print)
+
+
+def test_the_front_can_be_imported_without_the_packages_of_the_extra():
+    code = "import sys; sys.modules.update(starlette=None, prometheus_client=None); import batchwright.serve.http"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("package", ["starlette", "prometheus_client"])

@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
+from ..._ceiling import Ceiling
 from ...errors import Closed, DeadlineExceeded, QueueFull, TooLarge
 from ..latency import LatencyModel
 from ..settings import Settings
 from ..stats import Counters, Stats
-from .isolation import Isolation
+from .calls import Call, Isolation, Outcome
 from .policies import pick
-from .request import Outcome, Request, State, longest
+from .request import Request, State, longest
 
 # After this many requests were given up only by prediction, one is run all the same: a wrong prediction must not last.
 MAX_SHED_IN_A_ROW = 16
-
-
-@final
-@dataclass(frozen=True)
-class Call:
-    """A group of requests to run now; hand its outcome to ``Core.complete``."""
-
-    requests: list[Request]
-    steps: Generator[list[Request], Outcome, None] = field(repr=False)
-
-    @property
-    def items(self) -> list[Any]:
-        """Return the list that the function is called with."""
-        return [request.item for request in self.requests]
 
 
 @final
@@ -65,7 +52,7 @@ class Core:
         self._running: dict[Request, None] = {}
         self._num_jobs = 0
         self._num_shed_in_a_row = 0
-        self._ceiling = Ceiling()
+        self._token_limit = TokenLimit()
         self._ended: list[Request] = []
         self._now = 0.0
 
@@ -98,7 +85,7 @@ class Core:
 
     def cancel(self, request: Request, now: float) -> None:
         """Drop a request: if it waits it is never run, if it runs its answer is dropped."""
-        if request.state.is_live:
+        if request.is_live:
             self._end(request, State.CANCELLED, now)
             self._take_ended()  # nobody waits for it
 
@@ -172,14 +159,14 @@ class Core:
         return Stats(
             num_waiting=len(self._queue),
             num_running=len(self._running),
-            max_tokens=self._ceiling.limit(self.settings.max_tokens),
+            max_tokens=self._token_limit.within(self.settings.max_tokens),
             time_model=model,
             **self.counters.figures(),
         )
 
     def _limits(self) -> Settings:
         """Return the settings with the limits of this moment: memory may be short, a closed batcher does not wait."""
-        tokens = self._ceiling.limit(self.settings.max_tokens)
+        tokens = self._token_limit.within(self.settings.max_tokens)
         wait = self.settings.max_wait_ms if self.is_open else 0.0
         if (self._limited.max_tokens, self._limited.max_wait_ms) != (tokens, wait):
             self._limited = dataclasses.replace(self.settings, max_tokens=tokens, max_wait_ms=wait)
@@ -211,16 +198,16 @@ class Core:
         length = longest(group)
         if outcome.error is None:
             self.model.observe(len(group), length, seconds)
-            self._ceiling.rise(len(group) * length)
+            self._token_limit.rise(len(group) * length)
         elif outcome.is_oom:
             self.counters.num_ooms += 1
             if len(group) > 1 and self.settings.on_oom == "split":
-                self._ceiling.lower(len(group) * length)
+                self._token_limit.lower(len(group) * length)
 
     def _settle(self, group: list[Request], outcome: Outcome) -> None:
         values = outcome.values if outcome.error is None else [outcome.error] * len(group)
         for request, value in zip(group, values, strict=True):
-            if not request.state.is_live:
+            if not request.is_live:
                 continue
             if isinstance(value, BaseException):
                 request.error = value
@@ -240,7 +227,7 @@ class Core:
         self._end(request, State.SHED, now)
 
     def _end(self, request: Request, state: State, now: float) -> None:
-        assert request.state.is_live, f"{request} ended twice"
+        assert request.is_live, f"{request} ended twice"
         if request.state is State.WAITING:
             del self._queue[request]
         else:
@@ -274,42 +261,42 @@ def _deadline_exceeded(request: Request, now: float, model: LatencyModel) -> Dea
     )
 
 
-# Only a batch that uses this share of the ceiling raises it: a smaller one says nothing about memory.
+# Only a batch that uses this share of the limit raises it: a smaller one says nothing about memory.
 _NEAR = 0.75
-# Around the size that failed the ceiling rises slowly, elsewhere quickly: memory that is still short fails again only
-# after about 250 such batches, memory that is free again is soon used.
-_AROUND = (0.9, 1.1)
-_QUICK, _SLOW = 1.01, 1.0005
+_GROWTH = 1.01
+# It rises to just below what failed, and past it only after this many such batches: memory that is still short fails
+# again about that late, memory that is free again is used from then on.
+_BELOW_FAILURE = 0.95
+_FORGET_AFTER = 250
 
 
 @final
-class Ceiling:
+class TokenLimit:
     """The most padded tokens in a batch: halved when memory runs out, rising slowly while it does not.
 
-    >>> ceiling = Ceiling()
-    >>> ceiling.lower(8192)
-    >>> ceiling.limit(16_384), ceiling.limit(1000), ceiling.limit(None)
+    >>> learned = TokenLimit()
+    >>> learned.lower(8192)
+    >>> learned.within(16_384), learned.within(1000), learned.within(None)
     (4096, 1000, 4096)
     """
 
     def __init__(self) -> None:
-        self._tokens: float | None = None
-        self._failed = 0.0
+        self._ceiling = Ceiling()
 
-    def limit(self, max_tokens: int | None) -> int | None:
-        """Return the smaller of the ceiling and the setting."""
-        if self._tokens is None:
+    def within(self, max_tokens: int | None) -> int | None:
+        """Return the smaller of this limit and the setting."""
+        if self._ceiling.limit == math.inf:
             return max_tokens
-        tokens = int(self._tokens)
+        tokens = int(self._ceiling.limit)
         return tokens if max_tokens is None else min(tokens, max_tokens)
 
     def lower(self, tokens: int) -> None:
-        """Note that a batch of this many tokens did not fit: half of it is the new ceiling, unless that is higher."""
-        self._failed = float(tokens)
-        self._tokens = max(1.0, min(tokens / 2, self._tokens or tokens / 2))
+        """Note that a batch of this many tokens did not fit: half of it is the new limit, unless that is higher."""
+        self._ceiling = self._ceiling.fall(max(1.0, tokens / 2), failed_at=tokens)
 
     def rise(self, tokens: int) -> None:
-        """Note that a batch of this many tokens fitted; near the ceiling it raises the ceiling a little."""
-        if self._tokens is not None and tokens >= _NEAR * int(self._tokens):
-            is_around = _AROUND[0] <= self._tokens / self._failed <= _AROUND[1]
-            self._tokens *= _SLOW if is_around else _QUICK
+        """Note that a batch of this many tokens fitted; near the limit it raises the limit a little."""
+        limit = self._ceiling.limit
+        if limit < math.inf and tokens >= _NEAR * int(limit):
+            counted = self._ceiling.count(forget_after=_FORGET_AFTER)
+            self._ceiling = counted.rise(limit * _GROWTH, share=_BELOW_FAILURE)

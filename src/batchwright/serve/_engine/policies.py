@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import final
 
@@ -71,15 +71,12 @@ def pick(queue: Sequence[Request], now: float, model: LatencyModel, settings: Se
     >>> [request.item for request in pick(queue, 0.004, LatencyModel(), Settings()).batch]
     ['a', 'b']
     """
-    decide = _POLICIES[settings.policy]
     due = [request for request in queue if request.deadline > now]
+    decision = _POLICIES[settings.policy](due, now, model, settings) if due else Decision()
     if len(due) == len(queue):
-        return decide(due, now, model, settings) if due else Decision()
+        return decision
     expired = [request for request in queue if request.deadline <= now]
-    if not due:
-        return Decision(shed=expired)
-    decision = decide(due, now, model, settings)
-    return Decision(decision.batch, expired + decision.shed, decision.wake_seconds, decision.reason, decision.passed)
+    return replace(decision, shed=expired + decision.shed)
 
 
 def window(queue: list[Request], now: float, model: LatencyModel, settings: Settings) -> Decision:

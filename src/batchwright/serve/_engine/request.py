@@ -1,4 +1,4 @@
-"""One request, where it stands, and what a call of the function gave."""
+"""One request: what it asks for, when it is due, and where it stands."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ class State(Enum):
     CANCELLED = "cancelled"
     CLOSED = "closed"
 
-    @property
-    def is_live(self) -> bool:
-        """Say whether the request has yet to end."""
-        return self in (State.WAITING, State.RUNNING)
+
+ENDED = (State.ANSWERED, State.FAILED, State.SHED, State.CANCELLED, State.CLOSED)
 
 
 @final
@@ -54,7 +52,8 @@ class Request:
     urgency: float = 0.0
 
     def __post_init__(self) -> None:
-        self.urgency = self.arrival + min(self.allowance, self._patience()) * 2.0**-self.priority
+        patience = PATIENCE_SECONDS if self.deadline == math.inf else self.allowance
+        self.urgency = self.arrival + patience * 2.0**-self.priority
 
     @property
     def allowance(self) -> float:
@@ -63,31 +62,8 @@ class Request:
 
     @property
     def is_live(self) -> bool:
-        """Say whether somebody still waits for the answer."""
+        """Say whether the request has yet to end, and somebody still waits for the answer."""
         return self.state is State.WAITING or self.state is State.RUNNING
-
-    def _patience(self) -> float:
-        return PATIENCE_SECONDS if self.deadline == math.inf else math.inf
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a call of the function gave: one value per item, or an error.
-
-    Args:
-        values: one per item; an exception object fails only that item.
-        error: what was raised instead.
-        is_oom: the error means that memory ran out.
-        is_final: the error says nothing about the items, so running parts of them would not help.
-        is_lost: the event loop that ran the batch is gone; another one may do better.
-    """
-
-    values: Sequence[Any] = ()
-    error: BaseException | None = None
-    is_oom: bool = False
-    is_final: bool = False
-    is_lost: bool = False
 
 
 def longest(requests: Sequence[Request]) -> int:

@@ -19,8 +19,9 @@ from ..._oom import is_out_of_memory
 from ...errors import ArgumentError, Closed, ResultError
 from ..settings import Settings
 from ..stats import Stats
-from .core import Call, Core, Turn
-from .request import Outcome, Request
+from .calls import Call, Outcome
+from .core import Core, Turn
+from .request import Request
 from .waiters import deliver
 
 # The workers whose function runs in this context: a function that waits for its own batcher would wait forever.

@@ -194,10 +194,9 @@ def _measure(encoder: DemoEncoder, texts: list[str]) -> tuple[float, float]:
 
 
 def _round(rate: float) -> float:
-    """Return a rate rounded to two digits.
+    """Return a rate as a whole number of at most two digits and zeros.
 
     >>> _round(1234.5), _round(87.4)
     (1200.0, 87.0)
     """
-    step = 10 ** max(0, math.floor(math.log10(rate)) - 1)
-    return float(max(1, round(rate / step)) * step)
+    return float(max(1, round(float(f"{rate:.2g}"))))

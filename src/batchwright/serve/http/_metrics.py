@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
+from .._engine.request import ENDED
 from ..stats import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -17,7 +18,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 # Refused requests read new figures only this often: there may be thousands of them per second.
 _STALE_SECONDS = 0.5
-_ENDS = ("answered", "failed", "shed", "cancelled", "closed")
 
 
 @final
@@ -82,7 +82,7 @@ def _requests(stats: Stats) -> Iterator[Metric]:
     yield _gauge("queue_requests", "Requests that wait.", stats.num_waiting)
     yield _gauge("running_requests", "Requests in batches that run.", stats.num_running)
     yield _counter("submitted_requests", "Requests taken in.", stats.num_submitted)
-    ends = {end: getattr(stats, f"num_{end}") for end in _ENDS}
+    ends = {state.value: getattr(stats, f"num_{state.value}") for state in ENDED}
     yield _counters("ended_requests", "Requests that have ended, by how they ended.", "end", ends)
     yield _counter("missed_requests", "Requests answered after their deadline.", stats.num_missed)
     sheds = {"queue_full": 0, "too_large": 0, "closed": 0, **stats.num_refused, "deadline": stats.num_shed}

@@ -9,7 +9,7 @@ from typing import Literal, SupportsIndex, TypeAlias, final, get_args
 
 from ..._checks import as_number, check_choice
 from ...errors import ArgumentError
-from ..observation import Observation, Unit, check_counting
+from ..observation import Observation, Unit, blocks_of_one, check_counting
 from ..policy import TIMES, Part, State, as_size, options, show
 
 Mode: TypeAlias = Literal["exponential", "linear"]
@@ -46,6 +46,10 @@ class Period(Part):
     per: Unit = "epoch"
     every: int = 1
 
+    def arguments(self) -> list[str]:
+        """Return the arguments of a call."""
+        return [*super().arguments(), *blocks_of_one(self.per, self.every)]
+
     def span(self, num_periods: int = 1) -> str:
         """Return a number of periods in words."""
         number, unit = self.every * num_periods, self.per.removesuffix("s")
@@ -55,12 +59,14 @@ class Period(Part):
         """Return the state before anything is gathered."""
         return {"mean": 0.0, "weight": 0, "count": 0}
 
-    def read(self, state: State, observation: Observation, name: str, *, by: str) -> float:
-        """Return a figure, or NaN if an observation without it ends an epoch that was gathered."""
+    def follow(self, state: State, observation: Observation, name: str, *, by: str) -> tuple[float | None, State, str]:
+        """Gather a figure of the observation; return its mean and the state as ``gather`` does, and what was done."""
         ends = self.per == "epoch" and bool(state["weight"]) and (observation.epoch or 0) > state["count"]
-        if ends and getattr(observation, name) is None:
-            return math.nan
-        return float(observation.need(name, by=by))
+        # An observation that only ends an epoch need not have the figure.
+        is_needed = not ends or getattr(observation, name) is not None
+        value = float(observation.need(name, by=by)) if is_needed else math.nan
+        done = f"gathering the {name}" if math.isfinite(value) else f"{name} is {value} and left out"
+        return *self.gather(state, observation, value, by=by), f"{done} of {self.span()}"
 
     def gather(self, state: State, observation: Observation, value: float, *, by: str) -> tuple[float | None, State]:
         """Return the mean of the period that has just ended, None within a period, and the next state.

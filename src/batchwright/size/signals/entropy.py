@@ -55,7 +55,6 @@ class EntropyLimits(Part):
 class EntropyDriven(ReasoningPolicy):
     """Turns the mean entropy of a period, as a share of the largest possible entropy, into a size."""
 
-    name: ClassVar[str] = "entropy_driven"
     most: float
     rule: EntropyRange | EntropyLimits
     period: Period
@@ -71,11 +70,9 @@ class EntropyDriven(ReasoningPolicy):
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Gather entropies, and at the end of a period turn their mean into a size."""
-        entropy = self.period.read(state, observation, "entropy", by=self.name)
-        mean, state = self.period.gather(state, observation, entropy, by=self.name)
+        mean, state, done = self.period.follow(state, observation, "entropy", by=self.name)
         if mean is None:
-            found = "gathering the entropy" if math.isfinite(entropy) else f"entropy is {entropy} and left out"
-            return hold(observation, state, f"{found} of {self.period.span()}")
+            return hold(observation, state, done)
         h = min(max(mean / self.most, 0.0), 1.0)
         size, words = self.rule.answer(observation.current, h)
         return Answer(size, state, f"entropy {show(mean)} of at most {show(self.most)}, h = {show(h)}; {words}")

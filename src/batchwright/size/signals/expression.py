@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from ...errors import ArgumentError, BatchwrightError, MissingSignalError
 from ..noise import NoiseAverage
@@ -46,7 +46,6 @@ class _Reader:
 class Track(ReasoningPolicy):
     """Asks for the value of an expression."""
 
-    name: ClassVar[str] = "track"
     expression: Expression
     needs: tuple[str, ...] = ()
     horizon: float | None = HORIZON

@@ -172,7 +172,6 @@ def _amount(value: float, relative: bool) -> str:
 class LossDriven(ReasoningPolicy):
     """Grows the batch if a measure finds that the loss does well, and shrinks it if it does not."""
 
-    name: ClassVar[str] = "loss_driven"
     measure: Measure
     response: Response
     period: Period
@@ -184,11 +183,9 @@ class LossDriven(ReasoningPolicy):
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Take a loss, and compare at the end of a period."""
-        loss = self.period.read(state["period"], observation, "loss", by=self.name)
-        mean, period = self.period.gather(state["period"], observation, loss, by=self.name)
+        mean, period, done = self.period.follow(state["period"], observation, "loss", by=self.name)
         if mean is None:
-            found = "gathering the loss" if math.isfinite(loss) else f"loss is {loss} and left out"
-            return hold(observation, {**state, "period": period}, f"{found} of {self.period.span()}")
+            return hold(observation, {**state, "period": period}, done)
         verdict, past = self.measure.take(state["past"], mean, self.period.span)
         state = {"period": period, "past": past}
         if verdict is None:
@@ -285,30 +282,17 @@ def loss_driven(
     # Settings of the other measures are checked too: nonsense stays nonsense when it is not used.
     alpha = as_number("alpha", alpha, above=0, below=1)
     tolerance, relative = as_number("tolerance", tolerance, least=0), as_flag("relative", relative)
-    variance = _check_variance(window, steady, fluctuating, tolerance, relative, divide, detrend)
-    response = make_response(up, down, mode=mode, gain=gain)
-    period = make_period(per, every, by="loss_driven")
-    chosen: Measure = variance
-    if measure != "variance":
-        chosen = Difference(tolerance, relative, alpha if measure == "ema" else None)
-    elif gain is not None:
-        refuse_given({"gain": gain}, belong_to="measure='difference' and 'ema', whose variation has a sign")
-    elif tolerance and not variance.detrend:
-        raise ArgumentError("a variance has no sign: set steady and fluctuating, or use tolerance with detrend=True")
-    return LossDriven(chosen, response, period, int(direction))
-
-
-def _check_variance(
-    window: SupportsIndex,
-    steady: float,
-    fluctuating: float,
-    tolerance: float,
-    relative: bool,
-    divide: bool,
-    detrend: bool,
-) -> Variance:
     divide, detrend = as_flag("divide", divide), as_flag("detrend", detrend)
     window = as_whole("window", window, least=3 if detrend else 2)
     steady, fluctuating = as_number("steady", steady, least=0), as_number("fluctuating", fluctuating)
     check_order("steady", steady, "fluctuating", fluctuating)
-    return Variance(window, steady, fluctuating, tolerance, relative, divide, detrend)
+    response = make_response(up, down, mode=mode, gain=gain)
+    period = make_period(per, every, by="loss_driven")
+    if measure != "variance":
+        difference = Difference(tolerance, relative, alpha if measure == "ema" else None)
+        return LossDriven(difference, response, period, int(direction))
+    refuse_given({"gain": gain}, belong_to="measure='difference' and 'ema', whose variation has a sign")
+    if tolerance and not detrend:
+        raise ArgumentError("a variance has no sign: set steady and fluctuating, or use tolerance with detrend=True")
+    variance = Variance(window, steady, fluctuating, tolerance, relative, divide, detrend)
+    return LossDriven(variance, response, period, int(direction))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, SupportsIndex, final
+from typing import SupportsIndex, final
 
+from ..._ceiling import Ceiling
 from ..._checks import as_flag, as_number, as_whole, check_order
 from ..observation import Observation
 from ..policy import Answer, Policy, ReasoningPolicy, State, hold, options
@@ -17,7 +18,6 @@ from ._base import Response, make_response
 class MemoryDriven(ReasoningPolicy):
     """Shrinks the batch above one share of memory, grows it below another."""
 
-    name: ClassVar[str] = "memory_driven"
     high: float
     low: float
     response: Response
@@ -38,22 +38,23 @@ class MemoryDriven(ReasoningPolicy):
             return self._change(observation, {"too_large": current, "num_fitting": 0}, fraction, -1)
         if ran is not None and ran < current:
             return hold(observation, state, f"a batch of {ran} says little about the size in force")
-        state = self._weigh(state, current, fraction)
+        learned = self._weigh(state, current, fraction)
+        too_large = None if math.isinf(learned.failed_at) else learned.failed_at
+        state = {"too_large": too_large, "num_fitting": learned.num_clean}
         if fraction >= self.low:
             return hold(observation, state, f"{self._words(fraction)}, between the limits")
-        too_large = state["too_large"]
-        if self.remember and too_large is not None and too_large <= current * self.response.up:
+        if self.remember and learned.blocks(current * self.response.up):
             return hold(observation, state, f"{self._words(fraction)}, but {too_large} was too large")
         return self._change(observation, state, fraction, 1)
 
-    def _weigh(self, state: State, size: int, fraction: float) -> State:
+    def _weigh(self, state: State, size: int, fraction: float) -> Ceiling:
         """Count the readings in a row that say that the size that was too large would fit; after enough, forget it."""
-        if state["too_large"] is None:
-            return state
+        too_large = math.inf if state["too_large"] is None else state["too_large"]
+        # The limit is 0: the size that this policy asks for need not be the size in force.
+        learned = Ceiling(0, too_large, state["num_fitting"])
         # Memory grows at most in proportion to the items, so this estimate is never too low.
-        fits = fraction * max(1.0, state["too_large"] / size) <= self.high
-        num_fitting = state["num_fitting"] + 1 if fits else 0
-        return self.init() if num_fitting >= self.patience else {**state, "num_fitting": num_fitting}
+        fits = fraction * max(1.0, learned.failed_at / size) <= self.high
+        return learned.count(forget_after=self.patience, clean=fits)
 
     def _change(self, observation: Observation, state: State, fraction: float, way: int) -> Answer:
         size, words = self.response.apply(observation.current, way)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, SupportsIndex, TypeAlias, final, get_args
 
@@ -18,15 +19,20 @@ Estimator: TypeAlias = Literal["unbiased", "ratio"]
 HORIZON = 100_000.0
 
 
-@final
-@dataclass(frozen=True, repr=False)
-class NoiseScale(ReasoningPolicy):
-    """Asks for ``target × S / G2``, once the averages are reliable."""
+class ScalePolicy(ReasoningPolicy):
+    """Averages the noise of updates, and decides by the noise scale once it is reliable; abstract.
 
-    name: ClassVar[str] = "noise_driven"
-    target: float = 1.0
-    horizon: float = HORIZON
+    Attributes:
+        horizon: examples over which the averages forget.
+        num_examples: size of the training set; None for an endless source.
+    """
+
+    horizon: float
     num_examples: int | None = None
+
+    @abstractmethod
+    def follow(self, scale: float, words: str, state: State, observation: Observation) -> Answer:
+        """Return the answer to a noise scale, which the words name."""
 
     def init(self) -> State:
         """Return empty averages."""
@@ -34,13 +40,29 @@ class NoiseScale(ReasoningPolicy):
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Average the noise, and follow it."""
-        if not has_noise(observation, by=self.name):
+        if lacks_noise(observation):
             return need_two(observation, state)
         average = add_noise(state, observation, by=self.name, num_examples=self.num_examples)
-        scale, state = scale_of(average), average.to_state()
-        if scale is None:
-            return hold(observation, state, scale_words(average))
-        return ask(observation, state, self.target * scale, f"{scale_words(average)}, target {show(self.target)}")
+        state, updates = average.to_state(), f"{average.num_updates:.0f} updates"
+        scale = average.scale if average.is_reliable else None
+        if scale is None or not math.isfinite(scale):
+            return hold(observation, state, f"noise scale not reliable after {updates}")
+        return self.follow(scale, f"noise scale {show(scale)} over {updates}", state, observation)
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class NoiseScale(ScalePolicy):
+    """Asks for ``target × S / G2``."""
+
+    name: ClassVar[str] = "noise_driven"
+    target: float = 1.0
+    horizon: float = HORIZON
+    num_examples: int | None = None
+
+    def follow(self, scale: float, words: str, state: State, observation: Observation) -> Answer:
+        """Ask for ``target × scale``."""
+        return ask(observation, state, self.target * scale, f"{words}, target {show(self.target)}")
 
 
 @final
@@ -62,15 +84,11 @@ class NoiseRatio(ReasoningPolicy):
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Gather ratios, and at the end of a period compare their mean with the limits."""
-        if not has_noise(observation, by=self.name):
+        if lacks_noise(observation):
             return need_two(observation, state)
-        num_parts = int(observation.need("noise_parts", by=self.name))
-        ratio = noise_ratio(
-            float(observation.need("noise_s")),
-            float(observation.need("noise_g2")),
-            num_examples=int(observation.need("batch_size", by=self.name)),
-            num_parts=num_parts,
-        )
+        s, g2 = (float(observation.need(name, by=self.name)) for name in ("noise_s", "noise_g2"))
+        num_parts, num_examples = (int(observation.need(name, by=self.name)) for name in ("noise_parts", "batch_size"))
+        ratio = noise_ratio(s, g2, num_examples=num_examples, num_parts=num_parts)
         mean, state = self.period.gather(state, observation, ratio, by=self.name)
         if mean is None:
             return hold(observation, state, f"gathering the noise of {self.period.span()}")
@@ -171,13 +189,9 @@ def as_horizon(horizon: float) -> float:
     return as_number("horizon", horizon, above=0, most=1e12)
 
 
-def has_noise(observation: Observation, *, by: str) -> bool:
-    """Return whether noise was observed; only a batch of one example may lack it."""
-    if observation.noise_s is None and observation.batch_size == 1:
-        return False
-    observation.need("noise_s", by=by)
-    observation.need("noise_g2", by=by)
-    return True
+def lacks_noise(observation: Observation) -> bool:
+    """Return whether noise was not observed and need not be: only a batch of one example may lack it."""
+    return observation.noise_s is None and observation.batch_size == 1
 
 
 def need_two(observation: Observation, state: State) -> Answer:
@@ -202,16 +216,3 @@ def add_noise(state: State, observation: Observation, *, by: str, num_examples: 
     s, g2 = float(observation.need("noise_s", by=by)), float(observation.need("noise_g2", by=by))
     corrected = g2 if num_examples is None else g2 + s / num_examples
     return NoiseAverage(**state).update(s, corrected, num_examples=int(observation.need("batch_size", by=by)))
-
-
-def scale_of(average: NoiseAverage) -> float | None:
-    """Return the noise scale in examples, None while it is not reliable."""
-    scale = average.scale if average.is_reliable else None
-    return scale if scale is not None and math.isfinite(scale) else None
-
-
-def scale_words(average: NoiseAverage) -> str:
-    """Return the noise scale in words."""
-    updates = f"{average.num_updates:.0f} updates"
-    scale = scale_of(average)
-    return f"noise scale not reliable after {updates}" if scale is None else f"noise scale {show(scale)} over {updates}"

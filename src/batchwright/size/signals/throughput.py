@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, SupportsIndex, final
+from typing import Protocol, SupportsIndex, final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,9 @@ import numpy.typing as npt
 from ..._checks import as_number, as_whole, check_order
 from ..._types import FloatArray, IntArray
 from ...errors import ArgumentError
-from ..noise import NoiseAverage
 from ..observation import Observation
-from ..policy import Answer, Part, Policy, ReasoningPolicy, State, hold, options, show, word
-from .noise_scale import HORIZON, add_noise, as_horizon, has_noise, need_two, scale_of, scale_words
+from ..policy import Answer, Part, Policy, State, ask, hold, options, show, word
+from .noise_scale import HORIZON, ScalePolicy, as_horizon
 
 _NUM_CANDIDATES = 50
 
@@ -62,10 +61,9 @@ class StepTime(Part):
 
 @final
 @dataclass(frozen=True, repr=False)
-class Goodput(ReasoningPolicy):
+class Goodput(ScalePolicy):
     """Asks for the size that makes the most progress per second."""
 
-    name: ClassVar[str] = "goodput"
     time: StepTime
     base_size: int
     candidates: tuple[int, ...]
@@ -73,30 +71,20 @@ class Goodput(ReasoningPolicy):
     gain: float = 1.05
     num_candidates: int = field(default=_NUM_CANDIDATES, compare=False)  # as asked for; equal ones were dropped
 
-    def init(self) -> State:
-        """Return empty averages."""
-        return NoiseAverage(self.horizon).to_state()
-
     def start(self) -> float | None:
         """Return ``base_size``."""
         return float(self.base_size)
 
-    def decide(self, state: State, observation: Observation) -> Answer:
-        """Average the noise, and move if another size promises enough."""
-        if not has_noise(observation, by=self.name):
-            return need_two(observation, state)
-        average = add_noise(state, observation, by=self.name)
-        scale, state = scale_of(average), average.to_state()
-        if scale is None:
-            return hold(observation, state, scale_words(average))
+    def follow(self, scale: float, words: str, state: State, observation: Observation) -> Answer:
+        """Move if another size promises enough."""
         current = observation.current
         sizes = np.array([current, *self.candidates], dtype=np.int64)
         progress = self.progress(sizes, scale)
         best = int(np.argmax(progress))
-        promise = f"{scale_words(average)}, {sizes[best]} promises {progress[best] / progress[0]:.3f} of the goodput"
+        promise = f"{words}, {sizes[best]} promises {progress[best] / progress[0]:.3f} of the goodput"
         if progress[best] <= self.gain * progress[0]:
             return hold(observation, state, f"{promise}, not above {show(self.gain)}")
-        return Answer(float(sizes[best]), state, f"{promise} of {current}: {sizes[best]}")
+        return ask(observation, state, float(sizes[best]), f"{promise} of {current}")
 
     def progress(self, sizes: IntArray, scale: float) -> FloatArray:
         """Return ``B / seconds(B) × (N + B0) / (N + B)`` for a noise scale ``N``."""

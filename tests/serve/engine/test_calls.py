@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.errors import DoesNotFitError
-from batchwright.serve._engine.isolation import Isolation
-from batchwright.serve._engine.request import Outcome, Request, State
+from batchwright.serve._engine.calls import Isolation, Outcome
+from batchwright.serve._engine.request import Request, State
 
 
 class Device:
@@ -39,7 +39,7 @@ class Device:
 
     def settle(self, group, outcome):
         for index, request in enumerate(group):
-            if request.state.is_live:
+            if request.is_live:
                 assert request.item not in self.ends, "settled twice"
                 request.state = State.ANSWERED
                 self.ends[request.item] = outcome.error or outcome.values[index]

@@ -1,15 +1,51 @@
-"""Isolation: a bad item fails alone. It is found with few calls, and the other items are answered."""
+"""Calls of the user's function, what they gave, and which calls follow one that failed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import TypeAlias, final
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, final
 
 from ...errors import DoesNotFitError
-from .request import Outcome, Request
+from .request import Request
 
 Group: TypeAlias = list[Request]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call of the function gave: one value per item, or an error.
+
+    Args:
+        values: one per item; an exception object fails only that item.
+        error: what was raised instead.
+        is_oom: the error means that memory ran out.
+        is_final: the error says nothing about the items, so running parts of them would not help.
+        is_lost: the event loop that ran the batch is gone; another one may do better.
+    """
+
+    values: Sequence[Any] = ()
+    error: BaseException | None = None
+    is_oom: bool = False
+    is_final: bool = False
+    is_lost: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class Call:
+    """A group of requests to run now; hand its outcome to ``Core.complete``."""
+
+    requests: Group
+    steps: Generator[Group, Outcome, None] = field(repr=False)
+
+    @property
+    def items(self) -> list[Any]:
+        """Return the list that the function is called with."""
+        return [request.item for request in self.requests]
+
+
 Settle: TypeAlias = Callable[[Group, Outcome], None]
 # Steps yield a group to run and are sent its outcome; they return the groups about which nothing is known yet.
 Steps: TypeAlias = Generator[Group, Outcome, list[Group]]
@@ -18,7 +54,7 @@ Steps: TypeAlias = Generator[Group, Outcome, list[Group]]
 @final
 @dataclass(frozen=True)
 class Isolation:
-    """Runs a batch; if it fails, runs parts of it until every request has an answer or its own error.
+    """A bad item fails alone: parts of a failed batch run until every request has an answer or its own error.
 
     One bad item among ``n`` takes at most ``ceil(log2(n)) + 1`` more calls: half of the suspects are run; the half that
     fails, or the other half if it does not, holds the bad item. The halves that were put aside are run together at the
