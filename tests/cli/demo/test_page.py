@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from batchwright.cli.compare import Settings, compare
-from batchwright.cli.demo.page import Run, render_page
+from batchwright.cli.demo.command import Run, render_page
 from batchwright.cli.demo.records import QUICK, ArmResult, Check
 
 LENGTHS = np.array([4, 8, 8, 16, 32, 64, 128, 256])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar, final
 
 import numpy as np
 
-from ..._checks import as_whole
+from ..._checks import as_whole, check_same, read_whole
 from ..._types import IntArray
 from ...errors import ArgumentError
 
@@ -152,6 +152,13 @@ class AbstractEpochs:
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch; a place restored within that very epoch is kept."""
         self._progress.set_epoch(epoch)
+
+
+def read_place(state: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the epoch and the position of a saved state, or refuse one of other data or other settings than mine."""
+    for key in ("version", "num_examples", "lengths", "budget", "settings", "seed"):
+        check_same(key, state.get(key), mine[key])
+    return read_whole(state, "epoch"), read_whole(state, "position")
 
 
 def fingerprint(array: IntArray) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import check_ranks, check_same, read_whole
+from ..._checks import check_ranks
 from ..._lengths import as_lengths
 from ...errors import LengthsError, StateMismatchError
 from .._oversize import admit
@@ -21,7 +21,7 @@ from ..grouping.base import Grouping, SizeLadder
 from ..grouping.sorting import WindowSort
 from ..plan import Batch, Plan, make_problem, plan_epoch
 from ..report import PlanReport
-from ._progress import AbstractEpochs, Cursor, fingerprint
+from ._progress import AbstractEpochs, Cursor, fingerprint, read_place
 
 Item = TypeVar("Item")
 
@@ -160,10 +160,7 @@ class BatchSampler(AbstractEpochs):
             StateMismatchError: the state is of other lengths, another budget, other settings or another version;
                 the sampler stays as it was.
         """
-        mine = self.state_dict()
-        for key in ("version", "num_examples", "lengths", "budget", "settings", "seed"):
-            check_same(key, state.get(key), mine[key])
-        epoch, position = read_whole(state, "epoch"), read_whole(state, "position")
+        epoch, position = read_place(state, self.state_dict())
         if position not in self._base(epoch).offsets:
             raise StateMismatchError(
                 f"position {position} of the state is not where a batch of epoch {epoch} begins; "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import HasSize, as_sized, as_whole, check_ranks, check_same, read_size, read_whole
+from ..._checks import HasSize, as_sized, as_whole, check_ranks, check_same, read_size
 from ..._lengths import as_lengths
 from ..._random import Purpose, bit_stream, permutation
 from ..._types import MAX_INT32
@@ -18,7 +18,7 @@ from .._oversize import fits
 from .._settings import PlanSettings
 from ..budget import Budget, check_budget
 from ..plan import plan_epoch
-from ._progress import AbstractEpochs, Cursor, fingerprint
+from ._progress import AbstractEpochs, Cursor, fingerprint, read_place
 
 Item = TypeVar("Item")
 
@@ -174,10 +174,7 @@ class ResizableBatchSampler(AbstractEpochs):
             StateMismatchError: the state is of other lengths, another budget, another curriculum, other settings or
                 another version; the sampler stays as it was.
         """
-        mine = self.state_dict()
-        for key in ("version", "num_examples", "lengths", "budget", "settings", "seed"):
-            check_same(key, state.get(key), mine[key])
-        epoch, position = read_whole(state, "epoch"), read_whole(state, "position")
+        epoch, position = read_place(state, self.state_dict())
         order = self._order_of(epoch)
         check_same("curriculum", state.get("curriculum"), order.curriculum)
         if position > len(order.indices):
