@@ -10,16 +10,42 @@ HERE = Path(__file__).parent
 TOOL = HERE.parent / "tools" / "public_names.py"
 
 # name: (as recorded, as it is now or None where it is gone, why). Names are "front.name" or "front.Class.member".
+_OBSERVATION = "batchwright.lab.observations.Observation"
+_IS_FINDING = "the class is called Finding now, and Observation is the same class under its old name"
 CHANGED: dict[str, tuple[str, str | None, str]] = {
-    f"batchwright.integrations.{name}.current_gradient_accumulation_steps": (
-        "attribute",
-        None,
-        "an attribute of the trainer, which a function sets now; the trainer still has it",
-    )
-    for name in ("dynabatch.DynabatchTrainerMixin", "huggingface.AdaptiveTrainerMixin")
+    **{
+        f"batchwright.integrations.{name}.current_gradient_accumulation_steps": (
+            "attribute",
+            None,
+            "an attribute of the trainer, which a function sets now; the trainer still has it",
+        )
+        for name in ("dynabatch.DynabatchTrainerMixin", "huggingface.AdaptiveTrainerMixin")
+    },
+    _OBSERVATION: (
+        "class(*, topic, sentence, evidence=(), strategies=()), bases: none",
+        "is batchwright.lab.observations.Finding",
+        _IS_FINDING,
+    ),
+    **{
+        f"{_OBSERVATION}.{name}": ("attribute", None, _IS_FINDING)
+        for name in ("evidence", "sentence", "strategies", "topic")
+    },
+    f"{_OBSERVATION}.to_dict": ("method(self)", None, _IS_FINDING),
 }
-# Names that came since.
-ADDED = {"batchwright.ResizableBatchSampler.num_in_epoch"}
+# Names that came since; the members of a new class come with it.
+ADDED = {
+    "batchwright.ResizableBatchSampler.num_in_epoch",
+    "batchwright.lab.observations.Finding",
+    "batchwright.lab.presets.Cell",
+    "batchwright.lab.presets.LabPlan",
+    "batchwright.lab.report.HOST",
+    "batchwright.lab.report.LabFolder",
+    "batchwright.lab.report.make_server",
+    "batchwright.lab.strategies.BASELINE",
+    "batchwright.lab.strategies.RunSettings",
+    "batchwright.size.learning_rate.scaled_lr",
+    "batchwright.step.split_by_budget",
+}
 
 
 def load_tool():
@@ -35,7 +61,7 @@ def differences(recorded, present, changed=CHANGED, added=ADDED):
     for name in sorted(recorded.keys() | present.keys()):
         old, new = recorded.get(name), present.get(name)
         if old is None:
-            if name not in added:
+            if name not in added and name.rpartition(".")[0] not in added:
                 lines.append(f"{name} is new: {new}")
         elif (old, new) not in [(old, old), changed.get(name, ())[:2]]:
             lines.append(f"{name} was {old!r} and is {new!r}" if new else f"{name} is missing: {old!r}")
