@@ -58,7 +58,7 @@ def make_text(shape: Shape, device: str) -> Inputs:
 
 
 def make_images(shape: Shape, device: str) -> Inputs:
-    """Return square images of so many patches, and a class each."""
+    """Return square images with this many patches, and a class for each."""
     num, patches = shape
     side = PATCH * math.isqrt(patches)
     pixels = torch.rand((num, 3, side, side), device=device)
@@ -66,7 +66,7 @@ def make_images(shape: Shape, device: str) -> Inputs:
 
 
 def make_speech(shape: Shape, device: str) -> Inputs:
-    """Return so many samples of sound, a mask of rows that end a little earlier, and a text each."""
+    """Return this many samples of sound, a mask of rows that end a little earlier, and a text for each."""
     num, samples = shape
     mask = torch.ones((num, samples), dtype=torch.long, device=device)
     mask[1:, -400:] = 0

@@ -21,7 +21,7 @@ class Distribution:
     Args:
         name: what the command line calls it.
         title: what the table calls it.
-        budget: the most padded tokens a batch may have.
+        budget: the largest number of padded tokens per batch.
         shortest: lengths below are raised to it.
         longest: lengths above are cut to it.
         draw: takes a generator and a number of examples, returns lengths before rounding.

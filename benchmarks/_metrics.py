@@ -1,4 +1,4 @@
-"""What a plan is worth. Every arm is judged by these functions, from its batches and the lengths alone."""
+"""What a plan is worth. Every arm is judged by these functions, from only its batches and the lengths."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def summarize(batches: Batches, next_epoch: Batches, lengths: IntArray, budget: 
         batches: the first epoch.
         next_epoch: the second, as the same arm reshuffles it.
         lengths: one length an example.
-        budget: the most padded tokens a batch may have.
+        budget: the largest number of padded tokens per batch.
 
     Returns:
         A dict of plain numbers; None where a figure is not defined.

@@ -17,7 +17,7 @@ class Ours(Planner):
 
     Args:
         lengths: one length an example.
-        budget: the most padded tokens a batch may have.
+        budget: the largest number of padded tokens per batch.
         grouping: the name of a grouping of batchwright, e.g. ``"Buckets"``. Rows of ``"Packed"`` are as long as
             the budget, so that a batch is one row.
         balance_over: the option of ``plan_batches``; None leaves its default.

@@ -121,7 +121,7 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, with ``-dirty`` behind it if a file was changed since."""
+    """The commit of this checkout, with ``-dirty`` after it if a file was changed since."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else None

@@ -167,7 +167,7 @@ def run_arm(loop: Loop, arm: Arm) -> Row:
     """Run an epoch twice, in random order, and report both.
 
     An epoch that takes longer than ``epoch_seconds`` ends early; the second then runs the same batches, so that it has
-    seen every shape. Examples a second count what was trained: a batch that ran out of memory counts in time alone.
+    seen every shape. Examples per second count what was trained: a batch that ran out of memory counts only as time.
     Tokens are real ones; where an epoch was cut they depend less than examples on which batches it had.
     """
     loop.free()

@@ -3,7 +3,7 @@
     .venv-bench/bin/python benchmarks/dynabatch_planning.py [--num-examples 100000] [--repeats 3]
 
 Each arm has a process of its own, one thread, the same lists of lengths and the same arguments, which are the defaults
-with ``batch_size=32``. The clock runs around the constructor alone. The median counts; the JSON holds every time.
+with ``batch_size=32``. The clock runs only around the constructor. The median counts; the JSON holds every time.
 """
 
 from __future__ import annotations

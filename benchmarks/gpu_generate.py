@@ -88,7 +88,7 @@ class Translator(M2M100ForConditionalGeneration):
             Translator.most_bytes = max(Translator.most_bytes, Translator.monitor.peak_bytes)
 
     def generate_exactly(self, num_new: int, input_ids: Tensor, attention_mask: Tensor) -> None:
-        """Generate so many tokens for every row, whatever its input has."""
+        """Generate this many tokens for every row, whatever its input has."""
         ids = {"input_ids": input_ids, "attention_mask": attention_mask}
         super().generate(**ids, min_new_tokens=num_new, max_new_tokens=num_new, do_sample=False)
 
@@ -212,7 +212,7 @@ def make_arms(
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """Add what each arm is to dynabatch and to the shuffled fixed size, in steady examples a second."""
+    """Add what each arm is to dynabatch and to the shuffled fixed size, in steady examples per second."""
     speeds = {row["arm"]: row["steady_per_second"] for row in rows}
     against = {"to_peer": speeds.get("dynabatch, defaults"), "to_fixed": speeds[f"fixed {SIZE}, shuffled"]}
     for row in rows:

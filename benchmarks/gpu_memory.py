@@ -7,7 +7,7 @@
 
 Encoder, decoders, sequence-to-sequence models, images (a shape counts patches) and speech (it counts samples), random
 weights. Training is bf16 autocast with AdamW and gradients kept between micro-batches; inference is in bf16. Text in
-training is measured by `calibrate_huggingface` alone, everything else by `calibrate` with a run of its own and
+training is measured only by `calibrate_huggingface`, everything else by `calibrate` with a run of its own and
 `growing_shapes`. Then shapes that were not probed, half of them near the limit, are measured and compared
 with `predict` and with `upper`. `--counted` runs the same models with tensors that have a size but no data, and counts
 the bytes of those that live: no workspaces of kernels, no rounding of an allocator, but every operation of the model. A
@@ -44,7 +44,7 @@ COLUMNS = (
 
 
 def make_run(model: Any, architecture: Architecture, device: Device, *, trains: bool) -> Callable[[Shape], None]:
-    """Return one forward and backward pass of a shape, or a forward pass alone."""
+    """Return one forward and backward pass of a shape, or only a forward pass."""
 
     def train(shape: Shape) -> None:
         inputs = architecture.inputs(shape, device.name)

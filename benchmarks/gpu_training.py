@@ -107,7 +107,7 @@ def dense_shapes(budget: bw.Budget, lengths: tuple[int, ...]) -> list[tuple[int,
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """Add what each arm is to the fixed size, to dynabatch and to the limit, in steady examples a second."""
+    """Add what each arm is to the fixed size, to dynabatch and to the limit, in steady examples per second."""
     speeds = {row["arm"]: row["steady_per_second"] for row in reversed(rows)}
     against = {
         "to_fixed": speeds.get(f"fixed {SIZE}, shuffled"),

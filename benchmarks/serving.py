@@ -1,4 +1,4 @@
-"""How long single requests take behind a batcher, ours beside others, under open-loop load.
+"""How long single requests take through a batcher, ours beside others, under open-loop load.
 
     python benchmarks/serving.py                # every arm that is installed, three passes, about half an hour
     python benchmarks/serving.py --quick        # our arms, one pass, two seconds a point

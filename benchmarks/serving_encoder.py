@@ -1,4 +1,4 @@
-"""A real encoder behind a batcher, under open-loop load: one at a time, a fixed window, and ours.
+"""A real encoder with a batcher in front, under open-loop load: one at a time, a fixed window, and ours.
 
     python benchmarks/serving_encoder.py --output benchmarks/results/serving_encoder.json
     python benchmarks/serving_encoder.py --device cuda --output benchmarks/results/serving_encoder_gpu.json

@@ -1,4 +1,4 @@
-"""The serving benchmark in simulated time: the decisions alone, exact to the digit on any machine.
+"""The serving benchmark in simulated time: only the decisions, exact to the digit on any machine.
 
     python benchmarks/serving_simulation.py
     python benchmarks/serving_simulation.py --new-shape-ms 75 --deadline-ms 326 --rates 250 500

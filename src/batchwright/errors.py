@@ -13,7 +13,7 @@
     ├── UpdateMemoryError        (RuntimeError) the optimizer ran out of memory; its update may be half done
     ├── Closed                   (RuntimeError) a batcher takes no more requests
     ├── QueueFull                (RuntimeError) as many requests wait as are allowed
-    ├── ResultError              (RuntimeError) a batched function did not return one result an item
+    ├── ResultError              (RuntimeError) a batched function did not return one result per item
     ├── DeadlineExceeded         (TimeoutError) a request could not finish in time, so it was not run
     ├── StoreError               (OSError)      results of a lab cannot be written or read
     └── MissingDependencyError   (ImportError)  an optional package is needed; the message names the extra
