@@ -27,7 +27,7 @@ Ask = Callable[[int], Awaitable[int]]
 
 
 class Stub:
-    """A model that takes 4 ms, and 0.25 ms per item of 64 padded tokens; it sleeps, so that only waiting is measured."""
+    """A model that takes 4 ms and 0.25 ms per item of 64 padded tokens; it sleeps, so only waiting is measured."""
 
     def __init__(self) -> None:
         self.batches: list[int] = []
