@@ -10,8 +10,9 @@ from typing import Any, final
 
 from .._records import CellKey, RunRecord, cell_of, diverged, number
 from ..observations._effects import LOSS, MEASURES, Measure, counted, effects, p_text
+from ..observations._ranking import cell_tests, rank
 from ..observations._slices import cells_of, groups_of, kind_of, overall, properties_of
-from ..observations.evidence import Compared, Evidence, Finding, cell_tests, rank
+from ..observations.evidence import Compared, Evidence, Finding
 from ..strategies.strategy import BASELINE
 
 NAMES = {measure.name: measure.title[0].upper() + measure.title[1:] for measure in MEASURES}
