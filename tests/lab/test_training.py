@@ -10,7 +10,7 @@ import torch
 from batchwright.errors import ArgumentError
 from batchwright.lab.datasets import load
 from batchwright.lab.models import collate_for, loss_fn_for, make_model
-from batchwright.lab.runner._instruments import ActivationMemory
+from batchwright.lab.models.objective import ActivationMemory
 from batchwright.lab.runner._training import Loop, evaluation_points, run_one
 from batchwright.lab.strategies import Conditions, RunSettings, Setup, Strategy, get, names
 from batchwright.size import constant, track
@@ -207,6 +207,16 @@ def test_a_replay_of_the_same_seed_is_the_same_run():
     source = run("loss_difference_exponential")
     record = run("replay_loss_difference_exponential", replay_of=source)
     assert record["final"]["validation_loss"] == source["final"]["validation_loss"]
+
+
+def test_seconds_count_training_without_validation(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr("batchwright.lab.runner._training.time.process_time", lambda: float(next(clock)))
+    loop = Loop(WINE, "logistic", Setup(), 0, SETTINGS)
+    loop.run()
+    # The clock is read before and after each validation: one second of training lies between two of them.
+    assert [point["seconds"] for point in loop.curve] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert loop.final()["seconds"] == 5.0
 
 
 def test_a_replay_of_another_strategy_is_refused():
