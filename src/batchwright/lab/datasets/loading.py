@@ -20,7 +20,7 @@ from ..._checks import as_whole
 from ..._optional import require
 from ..._stdlib_source import functions_in, python_files, stdlib_folder
 from ...errors import ArgumentError
-from ._assemble import MIN_EXAMPLES, SPLIT_SEED, VALIDATION_EVERY, assemble_arrays, assemble_texts, standardise
+from ._assemble import MIN_EXAMPLES, SPLIT_SEED, VALIDATION_EVERY, assemble, assemble_texts, standardise
 from ._own_file import load_file
 from .dataset import Array, Dataset, Ids, Split, Task
 
@@ -129,7 +129,7 @@ def _load_sklearn(name: str, *, limit: int | None) -> Dataset:
     task, num_classes, options = _SKLEARN[name]
     loaded = getattr(require("sklearn.datasets", extra="lab"), f"load_{name}")(**options)
     features = loaded.images[:, None] if name == "digits" else loaded.data
-    return assemble_arrays(name, features, loaded.target, task=task, num_classes=num_classes, limit=limit)
+    return assemble(name, features, loaded.target, task=task, num_classes=num_classes, limit=limit)
 
 
 def _load_fashion_mnist(*, folder: Path | None = None, limit: int | None = None) -> Dataset:

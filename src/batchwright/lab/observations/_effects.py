@@ -228,15 +228,11 @@ def counted(number: int, what: str) -> str:
 
 
 def digits(value: float) -> str:
-    """Write a positive number with two significant digits, and from ten on without decimals.
+    """Write a positive number with two significant digits and at most four decimals, and from ten on with none.
 
     >>> digits(0.0123), digits(2.0), digits(1234.5)
     ('0.012', '2', '1,234')
     """
     if value >= 9.95:
         return f"{value:,.0f}"
-    if value == 0:
-        return "0"
-    decimals = max(0, 1 - math.floor(math.log10(value)))
-    text = f"{value:.{min(decimals, 4)}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    return f"{value:.2g}" if value >= 0.001 else f"{value:.4f}".rstrip("0").rstrip(".")

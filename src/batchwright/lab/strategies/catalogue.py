@@ -13,29 +13,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
+from ... import size
 from ...errors import ArgumentError
-from ...size import (
-    Curriculum,
-    Policy,
-    chain,
-    constant,
-    cooldown,
-    cyclic,
-    entropy_driven,
-    exponential,
-    from_lr,
-    hysteresis,
-    linear,
-    loss_driven,
-    memory_driven,
-    milestones,
-    noise_driven,
-    rate_limit,
-    seesaw,
-)
 from .strategy import Conditions, Make, Setup, Strategy
 
-Growth: TypeAlias = Callable[[Conditions, int], Policy]
+Growth: TypeAlias = Callable[[Conditions, int], size.Policy]
 Measure: TypeAlias = Literal["difference", "ema", "variance"]
 Mode: TypeAlias = Literal["linear", "exponential"]
 
@@ -102,7 +84,7 @@ def schedule_of(record: Mapping[str, Any]) -> dict[int, int]:
 def _replay(conditions: Conditions) -> Setup:
     if conditions.schedule is None:
         raise ArgumentError("a replay needs the record of the run it repeats; give run_one replay_of=record")
-    return Setup(policy=milestones(conditions.schedule, per="examples"))
+    return Setup(policy=size.milestones(conditions.schedule, per="examples"))
 
 
 def _ready(group: str, name: str, about: str) -> Callable[[Make], Make]:
@@ -118,12 +100,12 @@ def _ready(group: str, name: str, about: str) -> Callable[[Make], Make]:
 
 @_ready("constant", "constant", "The base size throughout: the baseline.")
 def _constant(conditions: Conditions) -> Setup:
-    return Setup(policy=constant(conditions.settings.base_size))
+    return Setup(policy=size.constant(conditions.settings.base_size))
 
 
 @_ready("constant", "constant_large", "The largest size from the start, at the baseline's learning rate.")
 def _constant_large(conditions: Conditions) -> Setup:
-    return Setup(policy=constant(conditions.settings.max_size))
+    return Setup(policy=size.constant(conditions.settings.max_size))
 
 
 @_ready(
@@ -136,21 +118,21 @@ def _constant_large_scaled(conditions: Conditions) -> Setup:
     num_warm = max(1, round(_WARM_UP * settings.num_examples))
     rule = "sqrt" if settings.optimizer == "adam" else "linear"
     return Setup(
-        policy=constant(settings.max_size),
+        policy=size.constant(settings.max_size),
         lr_factor=lambda examples: min(1.0, (examples + settings.max_size) / num_warm),
         stepper={"lr_rule": rule, "base_size": settings.base_size},
     )
 
 
-def _linear_growth(conditions: Conditions, num_epochs: int) -> Policy:
+def _linear_growth(conditions: Conditions, num_epochs: int) -> size.Policy:
     """Return ``B_i = B_init + a·i`` with ``a`` such that the last of some epochs has the largest size."""
     settings = conditions.settings
-    return linear(settings.base_size, (settings.max_size - settings.base_size) / (num_epochs - 1))
+    return size.linear(settings.base_size, (settings.max_size - settings.base_size) / (num_epochs - 1))
 
 
-def _exponential_growth(conditions: Conditions, num_epochs: int) -> Policy:
+def _exponential_growth(conditions: Conditions, num_epochs: int) -> size.Policy:
     """Return ``B_i = B_init·a^i`` with ``a`` such that the last of some epochs has the largest size."""
-    return exponential(conditions.settings.base_size, conditions.growth ** (1 / (num_epochs - 1)))
+    return size.exponential(conditions.settings.base_size, conditions.growth ** (1 / (num_epochs - 1)))
 
 
 @_ready("linear", "linear", "B_i = B_init + a·i over the epochs.")
@@ -165,7 +147,7 @@ def _exponential(conditions: Conditions) -> Setup:
 
 def _cycling(conditions: Conditions, growth: Growth) -> Setup:
     period = max(2, conditions.num_epochs // _NUM_CYCLES)
-    return Setup(policy=cyclic(growth(conditions, period), period))
+    return Setup(policy=size.cyclic(growth(conditions, period), period))
 
 
 for _name, _growth in (("linear", _linear_growth), ("exponential", _exponential_growth)):
@@ -186,9 +168,9 @@ for _rule, _how in (("linear", "in proportion to"), ("sqrt", "with the root of")
 def _loss(conditions: Conditions, measure: Measure, mode: Mode) -> Setup:
     up, down, gain = _linear_response(conditions) if mode == "linear" else (2.0, 0.5, 1.0)
     if measure == "variance":  # it has no sign, so the response has no gain
-        return Setup(policy=loss_driven("variance", window=_WINDOW, mode=mode, up=up, down=down))
+        return Setup(policy=size.loss_driven("variance", window=_WINDOW, mode=mode, up=up, down=down))
     return Setup(
-        policy=loss_driven(measure, alpha=_ALPHA, mode=mode, up=up, down=down, gain=gain, tolerance=_TOLERANCE)
+        policy=size.loss_driven(measure, alpha=_ALPHA, mode=mode, up=up, down=down, gain=gain, tolerance=_TOLERANCE)
     )
 
 
@@ -221,12 +203,12 @@ def _entropy(conditions: Conditions) -> Setup:
     smallest, largest = conditions.settings.base_size, conditions.settings.max_size
     if smallest == largest:  # nothing to choose from
         return Setup()
-    return Setup(policy=entropy_driven(_num_classes(conditions), smallest=smallest, largest=largest))
+    return Setup(policy=size.entropy_driven(_num_classes(conditions), smallest=smallest, largest=largest))
 
 
 @_ready("entropy", "entropy_threshold", "Doubles below 30 % of the largest entropy, halves above 70 %.")
 def _entropy_threshold(conditions: Conditions) -> Setup:
-    return Setup(policy=entropy_driven(_num_classes(conditions), mode="threshold"))
+    return Setup(policy=size.entropy_driven(_num_classes(conditions), mode="threshold"))
 
 
 def _num_classes(conditions: Conditions) -> int:
@@ -240,8 +222,8 @@ def _noise(conditions: Conditions) -> Setup:
     # The average needs several updates of the largest size before it is reliable.
     horizon = max(_NOISE_HORIZON * conditions.num_train, 16 * conditions.settings.max_size)
     pause = max(1, round(_NOISE_PAUSE * conditions.num_train))
-    follow = noise_driven(horizon=horizon, num_examples=conditions.num_train)
-    policy = chain(follow, rate_limit(2), hysteresis(0.25), cooldown(examples=pause))
+    follow = size.noise_driven(horizon=horizon, num_examples=conditions.num_train)
+    policy = size.chain(follow, size.rate_limit(2), size.hysteresis(0.25), size.cooldown(examples=pause))
     return Setup(policy=policy, noise_parts=_NOISE_PARTS)
 
 
@@ -251,7 +233,7 @@ def _noise(conditions: Conditions) -> Setup:
     "Doubles where the ratio of gradient variance to squared norm over 4 parts is high, halves where low.",
 )
 def _noise_ratio(conditions: Conditions) -> Setup:
-    return Setup(policy=noise_driven(estimator="ratio"), noise_parts=_NOISE_PARTS)
+    return Setup(policy=size.noise_driven(estimator="ratio"), noise_parts=_NOISE_PARTS)
 
 
 @_ready("curriculum", "curriculum", "Easy examples first; the batch grows with the share of examples in use.")
@@ -265,17 +247,17 @@ def _curriculum_constant(conditions: Conditions) -> Setup:
     return Setup(curriculum=_easy_first(conditions))
 
 
-def _easy_first(conditions: Conditions) -> Curriculum:
+def _easy_first(conditions: Conditions) -> size.Curriculum:
     if conditions.difficulty is None:
         raise ArgumentError("a curriculum needs a score for every example; give Conditions a difficulty")
     # Early epochs are short, so that all examples are in use after about a third of the run.
     full_at = conditions.num_epochs / 2
-    return Curriculum(conditions.difficulty(), start_fraction=_START_FRACTION, full_at=full_at)
+    return size.Curriculum(conditions.difficulty(), start_fraction=_START_FRACTION, full_at=full_at)
 
 
 @_ready("memory", "memory_batch", "The batch doubles while a simulated memory is under 48 % full, halves above 80 %.")
 def _memory_batch(conditions: Conditions) -> Setup:
-    return Setup(policy=memory_driven(), room=max(2, conditions.settings.max_size // 2))
+    return Setup(policy=size.memory_driven(), room=max(2, conditions.settings.max_size // 2))
 
 
 @_ready(
@@ -295,7 +277,7 @@ def _lr_decay(conditions: Conditions) -> Setup:
 def _shared_decay(conditions: Conditions, power: float) -> Setup:
     """Let the batch take the decay to a power, and the learning rate the rest of it."""
     settings, most = conditions.settings, conditions.growth
-    policy = from_lr(settings.decay, start=settings.base_size, power=power, per="examples", max_factor=most)
+    policy = size.from_lr(settings.decay, start=settings.base_size, power=power, per="examples", max_factor=most)
 
     def lr_factor(examples: int) -> float:
         decay = settings.decay(examples)
@@ -315,6 +297,6 @@ for _name, _power, _about in (
     "lr-decay", "seesaw", "At each milestone the batch takes the decay and the rate its root, for Adam (Seesaw 2025)."
 )
 def _seesaw(conditions: Conditions) -> Setup:
-    settings = conditions.settings
-    policy, lr_factor = seesaw(settings.decay, start=settings.base_size, per="examples", max_factor=conditions.growth)
+    settings, most = conditions.settings, conditions.growth
+    policy, lr_factor = size.seesaw(settings.decay, start=settings.base_size, per="examples", max_factor=most)
     return Setup(policy=policy, lr_factor=lr_factor)
