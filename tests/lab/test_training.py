@@ -10,7 +10,6 @@ import torch
 from batchwright.errors import ArgumentError
 from batchwright.lab.datasets import load
 from batchwright.lab.models import collate_for, loss_fn_for, make_model
-from batchwright.lab.models.objective import ActivationMemory
 from batchwright.lab.runner._training import Loop, evaluation_points, run_one
 from batchwright.lab.strategies import Conditions, RunSettings, Setup, Strategy, get, names
 from batchwright.size import constant, track
@@ -166,23 +165,6 @@ def test_memory_grows_the_batch_while_it_is_less_than_half_full():
     full = run(own(Setup(policy=policy, room=9)), model="mlp")
     assert full["decisions"][0]["reason"].startswith("memory 88.9 % full")
     assert full["decisions"][0]["new"] == 4
-
-
-def test_activations_are_counted_by_hand():
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 1))
-
-    def loss_fn(model, batch):
-        return model(batch[0]).sum(), len(batch[0])
-
-    memory = ActivationMemory(room=30)
-    watched = memory.watch(loss_fn)
-    watched(model, (torch.ones(3, 5), torch.ones(3)))
-    # Kept: the input 3 × 5 and the output of ReLU 3 × 7, four bytes each; weights are not counted.
-    assert memory.peak_bytes == 4 * (15 + 21)
-    assert memory.total_bytes == 10 * memory.peak_bytes
-    memory.reset_peak()
-    watched(model, (torch.ones(6, 5), torch.ones(6)))
-    assert memory.peak_bytes == 8 * (15 + 21)
 
 
 def test_a_curriculum_covers_the_easy_examples_first():

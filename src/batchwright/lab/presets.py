@@ -209,7 +209,7 @@ def best_rate(scores: Iterable[Score]) -> float:
 
 
 def _mean(finals: list[dict[str, Any]], name: str) -> float | None:
-    values = [final.get(name) for final in finals]
+    values: list[Any] = [final.get(name) for final in finals]
     return None if None in values else sum(values) / len(values)
 
 

@@ -121,16 +121,13 @@ def _same(part: Slice, twin: Slice) -> Finding:
 
 def scope(runs: Sequence[RunRecord]) -> Finding:
     """Say how much was run."""
-    names = {key: sorted({str(run[key]) for run in runs}) for key in ("dataset", "model", "strategy")}
-    seeds = sorted({run["seed"] for run in runs})
-    counts = (("data set", names["dataset"]), ("model", names["model"]), ("strategy", names["strategy"]))
-    parts = [counted(len(values), what) for what, values in counts]
+    kinds = (("dataset", "data set"), ("model", "model"), ("strategy", "strategy"), ("seed", "seed"))
+    datasets, models, strategies, seeds = (counted(len({run[key] for run in runs}), what) for key, what in kinds)
     ended = sum(1 for _ in finished(runs))
     return Finding(
         topic="scope",
-        sentence=f"{counted(len(runs), 'run')}, of which {ended:,} ended well: {parts[0]}, {parts[1]} and {parts[2]}, "
-        f"with {counted(len(seeds), 'seed')}. Every strategy is compared with {BASELINE} on the same data set, model "
-        "and seed.",
+        sentence=f"{counted(len(runs), 'run')}, of which {ended:,} ended well: {datasets}, {models} and {strategies}, "
+        f"with {seeds}. Every strategy is compared with {BASELINE} on the same data set, model and seed.",
     )
 
 
