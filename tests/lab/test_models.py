@@ -13,6 +13,7 @@ from batchwright.errors import ArgumentError
 from batchwright.lab.datasets import Dataset, Split, load
 from batchwright.lab.models import collate_for, count_parameters, evaluate, loss_fn_for, make_model, models_for
 from batchwright.lab.models.networks import BagOfTokens
+from batchwright.lab.models.objective import ActivationMemory
 from batchwright.step import Stepper
 
 
@@ -344,3 +345,20 @@ def test_data_sets_are_read_without_torch():
     code = "import sys; import batchwright.lab.datasets as d; d.load('python_chars', limit=20); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "sklearn"} & set(loaded)
+
+
+def test_activations_are_counted_by_hand():
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 1))
+
+    def loss_fn(model, batch):
+        return model(batch[0]).sum(), len(batch[0])
+
+    memory = ActivationMemory(room=30)
+    watched = memory.watch(loss_fn)
+    watched(model, (torch.ones(3, 5), torch.ones(3)))
+    # Kept: the input 3 × 5 and the output of ReLU 3 × 7, four bytes each; weights are not counted.
+    assert memory.peak_bytes == 4 * (15 + 21)
+    assert memory.total_bytes == 10 * memory.peak_bytes
+    memory.reset_peak()
+    watched(model, (torch.ones(6, 5), torch.ones(6)))
+    assert memory.peak_bytes == 8 * (15 + 21)

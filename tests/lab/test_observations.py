@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from batchwright.lab._records import CellKey
 from batchwright.lab.observations import observe
 from batchwright.lab.observations._effects import CONVERGENCE, LOSS, effects
+from batchwright.lab.observations._ranking import rank
 from batchwright.lab.observations._slices import Slice, by_halves, by_kind
-from batchwright.lab.observations.evidence import rank
 
 from .fabricated import DATASETS, STRATEGIES, fabricate, fail
 
@@ -167,7 +167,8 @@ def test_fewer_updates_count_only_at_a_loss_that_is_shown_to_be_as_good():
     (cost,) = about(observations, "cost")
     # exponential makes fewer updates than linear, but ends 20 % higher.
     assert cost.strategies == ("linear",)
-    assert "less than 5 % above the validation loss of constant" in cost.sentence
+    assert "linear is shown to end less than 5 % above the validation loss of constant" in cost.sentence
+    assert "Its updates change by −" in cost.sentence  # noqa: RUF001
     noisy = observe(fabricate(strategies=strategies, noise=0.5))
     assert about(noisy, "cost")[0].strategies == ()
     assert "none is shown to need fewer updates" in text(noisy, "cost")
@@ -197,7 +198,21 @@ def test_failed_and_diverged_runs_are_counted_and_left_out():
 
 def test_a_strategy_that_is_missing_somewhere_has_no_place():
     records = [one for one in fabricate() if (one["dataset"], one["strategy"]) != ("wine", "entropy")]
-    assert "Not ranked, since not run on all of it: entropy." in text(observe(records), "overall")
+    assert "Not run on all of it, so not ranked: entropy." in text(observe(records), "overall")
+
+
+def test_strategies_without_a_common_seed_are_a_tie():
+    records = [
+        one
+        for one in fabricate(effects={"linear": -0.3}, seeds=6, strategies=("constant", "linear", "exponential"))
+        if one["strategy"] == "constant" or (one["strategy"] == "linear") == (one["seed"] < 3)
+    ]
+    assert "It is a tie: exponential cannot be told apart from it" in text(observe(records), "overall")
+
+
+def test_a_winner_over_one_other_strategy_is_ahead_of_it():
+    records = fabricate(effects={"linear": -0.3}, strategies=("constant", "linear", "exponential"))
+    assert "and it is ahead of the other strategy." in text(observe(records), "overall")
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from batchwright.errors import ArgumentError, BatchwrightError, StateMismatchErr
 from batchwright.lab import presets
 from batchwright.lab._records import RunStore, finite, read_records
 from batchwright.lab.datasets import load
-from batchwright.lab.presets import GRIDS
-from batchwright.lab.runner import Cell, Lab, LabPlan, StoreError, _jobs
-from batchwright.lab.runner._jobs import execute, load_data, plan_jobs, run_jobs, tuning_jobs
-from batchwright.lab.runner.lab import Score, best_rate, score_rates
+from batchwright.lab.presets import GRIDS, Score, best_rate, plan_jobs, score_rates, tuning_jobs
+from batchwright.lab.runner import Cell, Lab, LabPlan, StoreError, _training
+from batchwright.lab.runner._training import execute, load_data
+from batchwright.lab.runner.lab import run_jobs
 
 WINE = Cell(dataset="wine", model="logistic", num_epochs=1, lr=0.01)
 DIABETES = Cell(dataset="diabetes", model="linear", num_epochs=1, lr=0.01)
@@ -145,7 +145,7 @@ def test_a_file_is_replaced_whole_and_leaves_nothing_beside_it(tmp_path):
 def test_a_plan_makes_every_strategy_in_every_cell_with_every_seed():
     jobs = jobs_of(plan(WINE, DIABETES, strategies=("constant", "entropy")))
     # Entropy is not for regression: 2 seeds × (2 constants + 1 entropy).
-    assert [(job.seed, job.strategy, job.dataset) for job in jobs] == [
+    assert [(job.seed, job.strategy, job.cell.dataset) for job in jobs] == [
         *[(0, "constant", "wine"), (0, "constant", "diabetes"), (0, "entropy", "wine")],
         *[(1, "constant", "wine"), (1, "constant", "diabetes"), (1, "entropy", "wine")],
     ]
@@ -258,14 +258,14 @@ def test_a_folder_without_a_plan_asks_for_one(tmp_path):
 
 
 def test_a_run_that_fails_is_recorded_and_the_rest_go_on(tmp_path, monkeypatch):
-    real = _jobs.run_one
+    real = _training.run_one
 
     def breaks_for_linear(dataset, model, strategy, *rest, **options):
         if strategy == "linear":
             raise RuntimeError("the flux is gone")
         return real(dataset, model, strategy, *rest, **options)
 
-    monkeypatch.setattr(_jobs, "run_one", breaks_for_linear)
+    monkeypatch.setattr(_training, "run_one", breaks_for_linear)
     records = run(tmp_path, plan(seeds=(0,), strategies=("constant", "linear", "exponential")))
     assert [found["status"] for found in records] == ["ok", "failed", "ok"]
     assert records[1]["error"] == "RuntimeError: the flux is gone"

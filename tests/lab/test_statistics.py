@@ -1,11 +1,14 @@
 """Statistics against values from tables and by hand."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchwright import lab
 from batchwright.errors import ArgumentError
 from batchwright.lab.statistics import (
     equivalence,
@@ -179,3 +182,11 @@ def test_a_curve_reaches_its_target_between_two_points():
 def test_what_cannot_be_compared_is_refused(call, match):
     with pytest.raises(ArgumentError, match=match):
         call()
+
+
+def test_the_front_loads_its_modules_when_they_are_asked_for():
+    code = "import sys, batchwright.lab as lab; print(lab.statistics.holm([0.5]), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[0.5] False\n"
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = lab.nothing

@@ -10,7 +10,6 @@ import torch
 from batchwright.errors import ArgumentError
 from batchwright.lab.datasets import load
 from batchwright.lab.models import collate_for, loss_fn_for, make_model
-from batchwright.lab.runner._instruments import ActivationMemory
 from batchwright.lab.runner._training import Loop, evaluation_points, run_one
 from batchwright.lab.strategies import Conditions, RunSettings, Setup, Strategy, get, names
 from batchwright.size import constant, track
@@ -168,23 +167,6 @@ def test_memory_grows_the_batch_while_it_is_less_than_half_full():
     assert full["decisions"][0]["new"] == 4
 
 
-def test_activations_are_counted_by_hand():
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 1))
-
-    def loss_fn(model, batch):
-        return model(batch[0]).sum(), len(batch[0])
-
-    memory = ActivationMemory(room=30)
-    watched = memory.watch(loss_fn)
-    watched(model, (torch.ones(3, 5), torch.ones(3)))
-    # Kept: the input 3 × 5 and the output of ReLU 3 × 7, four bytes each; weights are not counted.
-    assert memory.peak_bytes == 4 * (15 + 21)
-    assert memory.total_bytes == 10 * memory.peak_bytes
-    memory.reset_peak()
-    watched(model, (torch.ones(6, 5), torch.ones(6)))
-    assert memory.peak_bytes == 8 * (15 + 21)
-
-
 def test_a_curriculum_covers_the_easy_examples_first():
     record = run("curriculum_constant")
     # A quarter of 142 is 36 (35.5 rounded up) in epoch 0, all from epoch 2 on: 36 + ceil(0.625 × 142) = 36 + 89.
@@ -207,6 +189,16 @@ def test_a_replay_of_the_same_seed_is_the_same_run():
     source = run("loss_difference_exponential")
     record = run("replay_loss_difference_exponential", replay_of=source)
     assert record["final"]["validation_loss"] == source["final"]["validation_loss"]
+
+
+def test_seconds_count_training_without_validation(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr("batchwright.lab.runner._training.time.process_time", lambda: float(next(clock)))
+    loop = Loop(WINE, "logistic", Setup(), 0, SETTINGS)
+    loop.run()
+    # The clock is read before and after each validation: one second of training lies between two of them.
+    assert [point["seconds"] for point in loop.curve] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert loop.final()["seconds"] == 5.0
 
 
 def test_a_replay_of_another_strategy_is_refused():

@@ -1,13 +1,18 @@
-"""What a lab can run: cells of data set and model, plans made of them, and the presets, which are plans by name."""
+"""What a lab can run: cells of data set and model, plans made of them, and the presets, which are plans by name.
+
+And what a plan asks for: its runs, and before them those that choose the learning rates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, final
 
-from ..errors import ArgumentError
-from ._records import finite
+from ..errors import ArgumentError, BatchwrightError
+from ._records import RunRecord, finite, run_id
 from .datasets.dataset import Dataset
 from .strategies.catalogue import get as get_strategy
 from .strategies.catalogue import names as strategy_names
@@ -118,6 +123,130 @@ class LabPlan:
         grids = {name: tuple(grid) for name, grid in values["grids"].items()}
         cells = tuple(Cell(**cell) for cell in values["cells"])
         return cls(name=values["name"], cells=cells, grids=grids, **lists)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run to make.
+
+    Args:
+        cell: the data set and the model.
+        strategy: the name of the strategy.
+        seed: the seed of the run.
+        settings: the settings of the run.
+        notes: further settings for the record.
+        after: for a replay, the id of the run that it repeats.
+    """
+
+    cell: Cell
+    strategy: str
+    seed: int
+    settings: RunSettings
+    notes: Mapping[str, Any]
+    after: str | None = None
+
+    @property
+    def id(self) -> str:
+        """Return the id of its record."""
+        return run_id(self.cell.dataset, self.cell.model, self.strategy, self.seed, self.all_settings)
+
+    @property
+    def all_settings(self) -> dict[str, Any]:
+        """Return the settings and the notes, as the record holds them."""
+        return {**self.settings.to_dict(), **self.notes}
+
+
+def tuning_jobs(plan: LabPlan, cell: Cell, dataset: Dataset) -> list[Job]:
+    """Return the runs of the baseline that choose the learning rate of a cell; empty if the cell has one."""
+    if cell.lr is not None:
+        return []
+    settings, notes = cell.settings(dataset), {"data": dict(cell.data)}
+    return [
+        Job(cell=cell, strategy=BASELINE, seed=seed, settings=settings.with_lr(rate), notes=notes)
+        for rate in plan.grids[cell.optimizer]
+        for seed in plan.tuning_seeds
+    ]
+
+
+@final
+@dataclass(frozen=True)
+class Score:
+    """How the baseline did at one learning rate: means over the tuning seeds, None if a run failed or diverged."""
+
+    lr: float
+    metric: float | None
+    validation_loss: float | None
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Return what decides: the metric, and for equal metrics the loss; the larger, the better."""
+        metric, loss = self.metric, self.validation_loss
+        return -math.inf if metric is None else metric, -math.inf if loss is None else -loss
+
+
+def score_rates(records: Iterable[RunRecord]) -> list[Score]:
+    """Return the scores of the learning rates that runs of the baseline were made with."""
+    by_rate: dict[float, list[dict[str, Any]]] = {}
+    for record in records:
+        by_rate.setdefault(record["settings"]["lr"], []).append(record["final"] or {})
+    return [Score(rate, _mean(finals, "metric"), _mean(finals, "validation_loss")) for rate, finals in by_rate.items()]
+
+
+def best_rate(scores: Iterable[Score]) -> float:
+    """Return the rate with the best metric, and among equal metrics the one with the lowest loss.
+
+    >>> best_rate([Score(0.1, 0.9, 0.5), Score(0.01, 0.9, 0.4), Score(1.0, None, None)])
+    0.01
+    """
+    best = max(scores, key=lambda score: score.rank)
+    if best.metric is None:
+        raise BatchwrightError(
+            "the baseline failed or diverged at every learning rate of the grid; look into tuning.jsonl, "
+            "or give the plan other grids or the cell an lr"
+        )
+    return best.lr
+
+
+def _mean(finals: list[dict[str, Any]], name: str) -> float | None:
+    values: list[Any] = [final.get(name) for final in finals]
+    return None if None in values else sum(values) / len(values)
+
+
+def plan_jobs(plan: LabPlan, datasets: Sequence[Dataset], rates: Sequence[float]) -> list[Job]:
+    """Return all runs of a plan, one seed after another; the cells take turns, so that progress is even.
+
+    Args:
+        plan: the plan.
+        datasets: the data set of each cell.
+        rates: the learning rate of each cell.
+    """
+    cells = [
+        (cell, dataset.num_classes, cell.settings(dataset).with_lr(rate))
+        for cell, dataset, rate in zip(plan.cells, datasets, rates, strict=True)
+    ]
+    return [
+        job
+        for place in range(len(plan.seeds))
+        for name in plan.strategies
+        for cell, num_classes, settings in cells
+        if get_strategy(name).fits(num_classes)
+        for job in _jobs_of_strategy(plan, place, name, cell, settings)
+    ]
+
+
+def _jobs_of_strategy(plan: LabPlan, place: int, name: str, cell: Cell, settings: RunSettings) -> list[Job]:
+    source, seeds, data = get_strategy(name).replays, plan.seeds, {"data": dict(cell.data)}
+    note = {"lr_grid": None if cell.lr is not None else list(plan.grids[cell.optimizer])}
+    job = partial(Job, cell=cell, settings=settings)
+    if source is None:
+        return [job(strategy=name, seed=seeds[place], notes={**note, **data})]
+    if len(seeds) == 1:
+        return []
+    # Its own sizes would give the very same run; those of another seed tell whether adapting to this one mattered.
+    other = job(strategy=source, seed=seeds[(place + 1) % len(seeds)], notes={**note, **data})
+    replays = {"strategy": source, "seed": other.seed, "id": other.id}
+    return [job(strategy=name, seed=seeds[place], notes={**note, "replays": replays, **data}, after=other.id)]
 
 
 def names() -> tuple[str, ...]:

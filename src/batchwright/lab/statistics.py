@@ -109,12 +109,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """
     if any(not 0 <= value <= 1 for value in p_values):
         raise ArgumentError(f"p-values must be from 0 to 1, got {list(p_values)}")
-    corrected = [0.0] * len(p_values)
-    largest = 0.0
-    for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[index]))
-        corrected[index] = largest
-    return corrected
+    order, factors = np.argsort(p_values), np.arange(len(p_values), 0, -1)
+    corrected = np.empty(len(p_values))
+    corrected[order] = np.maximum.accumulate(np.minimum(1.0, factors * np.take(p_values, order)))
+    return [float(value) for value in corrected]
 
 
 def examples_to_reach(curve: Sequence[tuple[float, float]], target: float) -> float | None:

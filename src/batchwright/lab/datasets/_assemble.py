@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -49,44 +50,41 @@ def split_rows(labels: Array, *, task: Task, limit: int | None = None) -> tuple[
     return rng.permutation(train), rng.permutation(several[kept])
 
 
-def assemble_arrays(
-    name: str, features: Array, labels: Array, *, task: Task, num_classes: int | None, limit: int | None = None
-) -> Dataset:
-    """Return a data set of rows ``(N, columns)`` or images ``(N, channels, height, width)``."""
-    train, validation = split_rows(labels, task=task, limit=limit)
-    train_features, validation_features = standardise(features[train], features[validation])
-    train_labels, validation_labels = _scaled_labels(labels[train], labels[validation], task)
-    return Dataset(
-        name=name,
-        task=task,
-        train=Split(features=train_features, labels=train_labels),
-        validation=Split(features=validation_features, labels=validation_labels),
-        num_classes=num_classes,
-    )
-
-
-def assemble_texts(
+def assemble(
     name: str,
-    texts: Sequence[str],
+    features: Array | list[Ids],
     labels: Array,
     *,
     task: Task,
     num_classes: int | None,
-    max_length: int,
     limit: int | None = None,
+    vocabulary_size: int | None = None,
 ) -> Dataset:
-    """Return a data set of texts, each as the ids of its first ``max_length`` tokens."""
+    """Return a data set of rows ``(N, columns)``, images ``(N, channels, height, width)``, or the ids of texts."""
     train, validation = split_rows(labels, task=task, limit=limit)
-    ids = [hash_ids(text, max_length=max_length) for text in texts]
-    train_labels, validation_labels = _scaled_labels(labels[train], labels[validation], task)
+    targets = labels[train].astype(np.int64), labels[validation].astype(np.int64)
+    if task == "regression":
+        targets = standardise(labels[train], labels[validation])
+    inputs: Sequence[Array | list[Ids]]
+    if isinstance(features, list):
+        inputs = [[features[row] for row in rows] for rows in (train, validation)]
+    else:
+        inputs = standardise(features[train], features[validation])
+    parts = [Split(features=part, labels=target) for part, target in zip(inputs, targets, strict=True)]
     return Dataset(
         name=name,
         task=task,
-        train=Split(features=[ids[row] for row in train], labels=train_labels),
-        validation=Split(features=[ids[row] for row in validation], labels=validation_labels),
+        train=parts[0],
+        validation=parts[1],
         num_classes=num_classes,
-        vocabulary_size=VOCABULARY_SIZE,
+        vocabulary_size=vocabulary_size,
     )
+
+
+def assemble_texts(name: str, texts: Sequence[str], labels: Array, *, max_length: int, **options: Any) -> Dataset:
+    """Return a data set of texts, each as the ids of its first ``max_length`` tokens; options as for ``assemble``."""
+    ids = [hash_ids(text, max_length=max_length) for text in texts]
+    return assemble(name, ids, labels, vocabulary_size=VOCABULARY_SIZE, **options)
 
 
 def standardise(train: Array, validation: Array) -> tuple[Array, Array]:
@@ -107,12 +105,6 @@ def standardise(train: Array, validation: Array) -> tuple[Array, Array]:
         part -= mean
         part /= spread
     return train.astype(np.float32, copy=False), validation.astype(np.float32, copy=False)
-
-
-def _scaled_labels(train: Array, validation: Array, task: Task) -> tuple[Array, Array]:
-    if task == "regression":
-        return standardise(train, validation)
-    return train.astype(np.int64), validation.astype(np.int64)
 
 
 def _is_alone(labels: Array) -> Array:

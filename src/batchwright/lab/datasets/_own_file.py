@@ -15,11 +15,11 @@ import numpy as np
 from ..._checks import check_choice
 from ..._files import Record, read_records
 from ...errors import ArgumentError
-from ._assemble import MIN_EXAMPLES, assemble_arrays, assemble_texts
+from ._assemble import MIN_EXAMPLES, assemble, assemble_texts
 from .dataset import Array, Dataset
 
 FileTask: TypeAlias = Literal["classification", "regression"]
-_SUFFIXES = (".csv", ".tsv", ".jsonl", ".npz")
+_TEXT_SUFFIXES = (".csv", ".tsv", ".jsonl")
 # Whole numbers with at most this many different values count as classes.
 _MAX_NUMERIC_CLASSES = 20
 # Features are kept in 32 bits.
@@ -44,34 +44,30 @@ def load_file(
     if len(table.where) < MIN_EXAMPLES:
         raise ArgumentError(f"{path} has {len(table.where)} rows; the lab needs at least {MIN_EXAMPLES}")
     labels, task, num_classes = encode_target(table, target, task)
+    options: dict[str, Any] = {"task": task, "num_classes": num_classes, "limit": limit}
     names = table.feature_names(target, columns)
     blocks = [name for name in names if isinstance(table.take(name), np.ndarray)]
     if not blocks and any(table.is_text(name) for name in names):
         # No text is empty: a missing value was refused before.
         texts = table.texts(_only_text(table, names))
-        return assemble_texts(
-            name, texts, labels, task=task, num_classes=num_classes, max_length=max_length, limit=limit
-        )
+        return assemble_texts(name, texts, labels, max_length=max_length, **options)
     features = _block(table, names) if blocks else np.stack([table.numbers(name) for name in names], axis=1)
-    return assemble_arrays(name, features, labels, task=task, num_classes=num_classes, limit=limit)
+    return assemble(name, features, labels, **options)
 
 
 def _read(path: Path) -> Columns:
+    if path.suffix.lower() == ".npz":
+        return _read_arrays(path)
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if suffix.lower() not in _SUFFIXES or (suffix.lower() == ".npz" and path.suffix == ".gz"):
+    if suffix.lower() not in _TEXT_SUFFIXES:
         raise ArgumentError(
-            f"cannot tell the format of {path.name}; the name must end in {', '.join(_SUFFIXES)}, and all but .npz may "
-            "be followed by .gz"
+            f"cannot tell the format of {path.name}; the name must end in {', '.join(_TEXT_SUFFIXES)}, .npz, and all "
+            "but .npz may be followed by .gz"
         )
-    return _read_arrays(path) if suffix.lower() == ".npz" else _read_records(path)
-
-
-def _read_records(path: Path) -> Columns:
     rows = [(where, record) for where, record in read_records(path, tsv_header=True) if record is not None]
     if not rows:
         raise ArgumentError(f"{path} holds no rows")
-    names = list(rows[0][1])
-    values = {name: [_value(record, name, where) for where, record in rows] for name in names}
+    values = {name: [_value(record, name, where) for where, record in rows] for name in rows[0][1]}
     return Columns(name=str(path), values=values, where=[where for where, _ in rows])
 
 
@@ -160,14 +156,10 @@ class Columns:
     values: Mapping[str, Sequence[Any]]
     where: Sequence[str]
 
-    def listed(self) -> str:
-        """Return the names for a message."""
-        return ", ".join(self.values)
-
     def take(self, name: str) -> Sequence[Any]:
         """Return the values of a column, or say which columns there are, or where a value is missing."""
         if name not in self.values:
-            raise ArgumentError(f"{self.name} has no column {name!r}; columns here: {self.listed()}")
+            raise ArgumentError(f"{self.name} has no column {name!r}; columns here: {', '.join(self.values)}")
         for value, where in zip(self.values[name], self.where, strict=True):
             if _is_missing(value):
                 raise ArgumentError(f"{where}: column {name!r} has no value, got {value!r}; fill it in or drop the row")
@@ -238,13 +230,12 @@ def encode_target(columns: Columns, name: str, task: FileTask | None) -> tuple[A
     task = task or _guess(numbers)
     if task == "regression":
         target = columns.numbers(name)
-        _check_varies(columns, name, len(np.unique(target)))
+        _check_target(columns, name, len(np.unique(target)), most=len(target))
         return target, task, None
     has_text = any(number is None for number in numbers)
     values = np.array(_as_labels(columns, name)) if has_text else columns.numbers(name)
     classes, labels = np.unique(values, return_inverse=True)
-    _check_varies(columns, name, len(classes))
-    _check_classes(columns, name, len(classes))
+    _check_target(columns, name, len(classes), most=len(labels) // 2)
     return labels, task, len(classes)
 
 
@@ -262,19 +253,16 @@ def _as_labels(columns: Columns, name: str) -> list[str]:
     return [str(value) for value in columns.values[name]]
 
 
-def _check_varies(columns: Columns, name: str, num_values: int) -> None:
+def _check_target(columns: Columns, name: str, num_values: int, *, most: int) -> None:
+    num_rows = len(columns.where)
     if num_values == 1:
         raise ArgumentError(
-            f"{columns.name}: the target {name!r} is {columns.values[name][0]!r} in all {len(columns.where)} rows; "
+            f"{columns.name}: the target {name!r} is {columns.values[name][0]!r} in all {num_rows} rows; "
             "there is nothing to learn"
         )
-
-
-def _check_classes(columns: Columns, name: str, num_classes: int) -> None:
-    num_rows = len(columns.where)
-    if num_classes > num_rows // 2:
+    if num_values > most:
         raise ArgumentError(
-            f"{columns.name}: the target {name!r} has {num_classes} different values in {num_rows} rows, too many to "
+            f"{columns.name}: the target {name!r} has {num_values} different values in {num_rows} rows, too many to "
             "be classes; name another column, or pass task='regression' to predict a number"
         )
 

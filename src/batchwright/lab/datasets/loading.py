@@ -20,7 +20,7 @@ from ..._checks import as_whole
 from ..._optional import require
 from ..._stdlib_source import functions_in, python_files, stdlib_folder
 from ...errors import ArgumentError
-from ._assemble import MIN_EXAMPLES, SPLIT_SEED, VALIDATION_EVERY, assemble_arrays, assemble_texts, standardise
+from ._assemble import MIN_EXAMPLES, SPLIT_SEED, VALIDATION_EVERY, assemble, assemble_texts, standardise
 from ._own_file import load_file
 from .dataset import Array, Dataset, Ids, Split, Task
 
@@ -51,8 +51,8 @@ NUM_WINDOWS = 2000
 WINDOW = 64
 # Few per file, so that both parts see many files.
 _WINDOWS_PER_FILE = 64
-_ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
-_OTHER = len(_ALPHABET)
+# The id after those of the line end and of the 95 printable ASCII characters.
+_OTHER = 96
 
 
 def names() -> tuple[str, ...]:
@@ -129,7 +129,7 @@ def _load_sklearn(name: str, *, limit: int | None) -> Dataset:
     task, num_classes, options = _SKLEARN[name]
     loaded = getattr(require("sklearn.datasets", extra="lab"), f"load_{name}")(**options)
     features = loaded.images[:, None] if name == "digits" else loaded.data
-    return assemble_arrays(name, features, loaded.target, task=task, num_classes=num_classes, limit=limit)
+    return assemble(name, features, loaded.target, task=task, num_classes=num_classes, limit=limit)
 
 
 def _load_fashion_mnist(*, folder: Path | None = None, limit: int | None = None) -> Dataset:
@@ -140,8 +140,8 @@ def _load_fashion_mnist(*, folder: Path | None = None, limit: int | None = None)
         limit: the most images, both parts together; None for all.
     """
     folder = folder or DEBIAN_FOLDER
-    num_validation = None if limit is None else limit // VALIDATION_EVERY
-    num_train = None if limit is None or num_validation is None else limit - num_validation
+    kept = 0 if limit is None else limit // VALIDATION_EVERY
+    num_train, num_validation = (None, None) if limit is None else (limit - kept, kept)
     train_images, train_labels = _part(folder, "train", num_train)
     validation_images, validation_labels = _part(folder, "t10k", num_validation)
     train_features, validation_features = standardise(train_images, validation_images)

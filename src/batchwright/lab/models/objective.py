@@ -1,14 +1,15 @@
-"""What a task asks of a model: the tensors of a batch, the loss to lower, and how good a model is in the end."""
+"""What a task asks of a model: the tensors of a batch, the loss to lower, the memory it takes, how good a model is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias, final, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from ..._checks import check_choice
@@ -18,6 +19,8 @@ from ...plan import MaxItems, MaxTokens, Sorted, plan_batches
 from ...step import entropy_sum, supervised_loss
 from ...step.losses import LossFunction, Sums
 from ..datasets.dataset import PADDING, Array, Dataset, Ids, Part, Split
+
+METRICS = {"classification": "accuracy", "regression": "r2", "language": "loss"}
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 Places: TypeAlias = Sequence[int] | IntArray
@@ -157,3 +160,73 @@ def _r2(squared_errors: float, split: Split) -> float:
     if variance == 0:  # all targets are the same: 1 if every one was met, else 0
         return float(squared_errors == 0)
     return 1 - squared_errors / variance
+
+
+def metric_of(dataset: Dataset, figures: Mapping[str, float]) -> float:
+    """Return the metric from what ``evaluate`` returned; higher is better, so that of language is minus the loss."""
+    return -figures["loss"] if dataset.task == "language" else figures[METRICS[dataset.task]]
+
+
+@final
+class ActivationMemory:
+    """Counts the bytes of activations that a micro-batch keeps for its backward pass, in a memory of simulated size.
+
+    A CPU has no device memory that runs out, and the resident memory of a process does not follow the batch of a small
+    model. What does grow with the batch is what autograd keeps: it is counted here, exactly and the same in every run.
+    Only the size of the memory is made up: room for ``room`` examples like those of the first micro-batch.
+
+    Use it as the ``source`` of a ``MemoryMonitor``.
+
+    Args:
+        room: how many examples fit.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._total_bytes: int | None = None
+        self._peak_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Return 0: between updates nothing is kept."""
+        return 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the bytes of the largest micro-batch since ``reset_peak``."""
+        return self._peak_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the size of the memory; 1 before the first micro-batch, so that it can be divided by."""
+        return self._total_bytes or 1
+
+    def reset_peak(self) -> None:
+        """Forget the micro-batches so far."""
+        self._peak_bytes = 0
+
+    def watch(self, loss_fn: LossFunction) -> LossFunction:
+        """Return the loss function with its activations counted; its batches are ``(inputs, targets)``."""
+
+        def watched(model: nn.Module, batch: Any) -> Sums:
+            # Parameters are in memory anyway, and views that share memory count once.
+            parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+            kept: dict[int, int] = {}
+
+            def pack(tensor: Tensor) -> Tensor:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in parameters:
+                    kept[storage.data_ptr()] = storage.nbytes()
+                return tensor
+
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                sums = loss_fn(model, batch)
+            self._add(sum(kept.values()), num_items=len(batch[1]))
+            return sums
+
+        return watched
+
+    def _add(self, num_bytes: int, *, num_items: int) -> None:
+        if self._total_bytes is None:
+            self._total_bytes = max(1, round(self._room * num_bytes / num_items))
+        self._peak_bytes = max(self._peak_bytes, num_bytes)

@@ -131,14 +131,27 @@ def effects(records: Iterable[RunRecord], measure: Measure) -> dict[tuple[CellKe
     return found
 
 
-def seed_means(found: Effects, cells: Sequence[CellKey], strategy: str) -> dict[int, float]:
-    """Return the change of a strategy averaged over cells, for each seed that has all of them.
+def seed_means(found: Effects, cells: Sequence[CellKey]) -> dict[str, dict[int, float]]:
+    """Return the change of each strategy averaged over cells, for each seed that has all of them.
 
     The cells are not a sample: a test over these means is about new seeds, not about new data.
     """
-    parts = [found.get((cell, strategy), {}) for cell in cells]
-    seeds = set(parts[0]).intersection(*parts[1:]) if parts else set()
+    names = dict.fromkeys(strategy for cell, strategy in found if cell in cells)
+    return {name: _mean_of([found.get((cell, name), {}) for cell in cells]) for name in names}
+
+
+def _mean_of(parts: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    seeds = set(parts[0]).intersection(*parts[1:])
     return {seed: math.fsum(part[seed] for part in parts) / len(parts) for seed in sorted(seeds)}
+
+
+def paired(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, float]:
+    """Return ``one - other`` for each seed that both have.
+
+    >>> paired({0: 1.0, 1: 3.0, 2: 5.0}, {1: 1.0, 2: 1.0})
+    {1: 2.0, 2: 4.0}
+    """
+    return {seed: one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())}
 
 
 def _partner(record: RunRecord) -> tuple[object, ...]:
@@ -189,13 +202,13 @@ def p_text(p: float) -> str:
     return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
 
 
-def listed(names: Sequence[str], *, most: int = 6) -> str:
+def listed(names: Sequence[object], *, most: int = 6) -> str:
     """Write a list with ``and``; names beyond ``most`` are only counted.
 
     >>> listed(["a"]), listed(["a", "b", "c"]), listed(list("abcdefgh"), most=3)
     ('a', 'a, b and c', 'a, b, c and 5 more')
     """
-    shown = list(names[:most])
+    shown = [str(name) for name in names[:most]]
     if len(names) > most:
         shown.append(f"{len(names) - most} more")
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
@@ -215,15 +228,11 @@ def counted(number: int, what: str) -> str:
 
 
 def digits(value: float) -> str:
-    """Write a positive number with two significant digits, and from ten on without decimals.
+    """Write a positive number with two significant digits and at most four decimals, and from ten on with none.
 
     >>> digits(0.0123), digits(2.0), digits(1234.5)
     ('0.012', '2', '1,234')
     """
     if value >= 9.95:
         return f"{value:,.0f}"
-    if value == 0:
-        return "0"
-    decimals = max(0, 1 - math.floor(math.log10(value)))
-    text = f"{value:.{min(decimals, 4)}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    return f"{value:.2g}" if value >= 0.001 else f"{value:.4f}".rstrip("0").rstrip(".")

@@ -131,7 +131,7 @@ def by_kind(records: Sequence[RunRecord]) -> list[Slice]:
 
 def by_model(records: Sequence[RunRecord]) -> list[Slice]:
     """Return one slice per model, if there are two or more."""
-    return _by_name("model", {cell: cell.model for cell in cells_of(records)}, before="the model ")
+    return _by_name("model", {cell: cell.model for cell in cells_of(records)}, before="runs of the model ")
 
 
 def by_halves(records: Sequence[RunRecord]) -> list[Halves]:

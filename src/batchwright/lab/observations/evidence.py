@@ -1,18 +1,17 @@
-"""Evidence: tests of strategies against the baseline, how strategies rank by them, and the findings they support."""
+"""Evidence: tests of strategies in pairs of runs, corrected together, and the findings that rest on them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias, final
+from typing import Any, Literal, TypeAlias, cast, final
 
-from .._records import CellKey
-from ..statistics import PairedDifference, holm, paired_difference
-from ._effects import Effects, Measure, counted, p_text, seed_means
-from ._slices import Slice
+from ..statistics import holm, paired_difference
+from ..strategies.strategy import BASELINE
+from ._effects import Measure, counted, p_text
 
+Correction: TypeAlias = Literal["Holm", "Bonferroni"]
 # A corrected p-value below this counts as shown.
 LEVEL = 0.05
 
@@ -40,7 +39,7 @@ class Compared:
     high: float
     p_corrected: float
     num_tests: int
-    correction: str = "Holm"
+    correction: Correction = "Holm"
 
     @property
     def is_shown(self) -> bool:
@@ -50,6 +49,10 @@ class Compared:
     def figures(self, measure: Measure) -> str:
         """Write the mean change, its interval and the p-value."""
         return f"{measure.text(self.mean)} ({measure.interval(self.low, self.high)}, {p_text(self.p_corrected)})"
+
+    def evidence(self, measure: Measure, where: str, *, against: str = BASELINE) -> Evidence:
+        """Return the test as evidence about cells."""
+        return Evidence(what=f"{self.strategy} against {against}, {where}", measure=measure, compared=self)
 
 
 @final
@@ -105,154 +108,51 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the finding as plain JSON."""
-        return {
-            "topic": self.topic,
-            "sentence": self.sentence,
-            "strategies": list(self.strategies),
-            "evidence": [one.to_dict() for one in self.evidence],
-        }
+        evidence = [one.to_dict() for one in self.evidence]
+        return {"topic": self.topic, "sentence": self.sentence, "strategies": [*self.strategies], "evidence": evidence}
 
 
 # The name it had first; ``batchwright.size.Observation`` is something else.
 Observation: TypeAlias = Finding
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Verdicts:
-    """Strategies against the baseline by one measure, corrected together, the best mean first."""
+def compare_all(values: Mapping[str, Mapping[int, float]], *, correction: Correction = "Holm") -> list[Compared]:
+    """Test each strategy's changes, by seed, against zero, and correct all tests together.
 
-    measure: Measure
-    compared: tuple[Compared, ...]
+    A strategy with fewer than two seeds is not tested.
 
-    @property
-    def first(self) -> Compared:
-        """Return the strategy with the best mean."""
-        return self.compared[0]
-
-    def better(self) -> list[Compared]:
-        """Return the strategies shown to be better than the baseline."""
-        return [one for one in self.compared if one.is_shown and self.measure.gain(one.mean) > 0]
-
-    def worse(self) -> list[Compared]:
-        """Return the strategies shown to be worse than the baseline."""
-        return [one for one in self.compared if one.is_shown and self.measure.gain(one.mean) < 0]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Ranking:
-    """The strategies on a slice.
-
-    Args:
-        slice: the cells.
-        verdicts: each strategy against the baseline.
-        ties: the strategies that no test tells apart from the first. Together with the first they include the truly
-            best one in 95 of 100 cases: it drops out only if another one seems better in a test, and these tests are
-            corrected by Bonferroni.
-        closest: the first against the nearest strategy that is not in ``ties``; None if there is none.
-        left_out: the strategies that did not run on all cells and so are not ranked.
-        against: the cells on which the mean of the first is worse than the baseline.
-    """
-
-    slice: Slice
-    verdicts: Verdicts
-    ties: tuple[str, ...]
-    closest: Compared | None
-    left_out: tuple[str, ...]
-    against: tuple[CellKey, ...]
-
-
-def compare_all(values: Mapping[str, Sequence[float]]) -> list[Compared]:
-    """Test each strategy's changes against zero, and correct all tests together.
-
-    >>> for one in compare_all({"linear": [-0.3, -0.31, -0.29], "cyclical": [0.1, -0.2, 0.05]}):
+    >>> changes = {"linear": {0: -0.3, 1: -0.31, 2: -0.29}, "cyclical": {0: 0.1, 1: -0.2, 2: 0.05}}
+    >>> for one in compare_all(changes):
     ...     print(one.strategy, round(one.mean, 3), one.num_tests, one.is_shown)
     linear -0.3 2 True
     cyclical -0.017 2 False
     """
-    tests = {name: _against_zero(tuple(changes)) for name, changes in values.items() if len(changes) > 1}
-    corrected = holm([_p_of(test) for test in tests.values()])
+    tests = {name: _against_zero(tuple(changes.values())) for name, changes in values.items() if len(changes) > 1}
+    p_values = [p for *_, p in tests.values()]
+    if correction == "Holm":
+        num_tests, corrected = len(tests), holm(p_values)
+    else:
+        num_tests = len(values)
+        corrected = [min(1.0, num_tests * p) for p in p_values]
     return [
-        _compared(name, test, p, num_tests=len(tests)) for (name, test), p in zip(tests.items(), corrected, strict=True)
+        Compared(
+            strategy=name,
+            num_pairs=len(values[name]),
+            mean=mean,
+            low=low,
+            high=high,
+            p_corrected=p,
+            num_tests=num_tests,
+            correction=correction,
+        )
+        for (name, (mean, low, high, _)), p in zip(tests.items(), corrected, strict=True)
     ]
 
 
-def rank(found: Effects, part: Slice, measure: Measure) -> Ranking | None:
-    """Rank the strategies that ran on all cells of a slice; None if no two seeds can be compared."""
-    names = list(dict.fromkeys(strategy for cell, strategy in found if cell in part.cells))
-    means = {name: seed_means(found, part.cells, name) for name in names}
-    means = {name: changes for name, changes in means.items() if len(changes) > 1}
-    if not means:
-        return None
-    verdicts = _verdicts({name: list(changes.values()) for name, changes in means.items()}, measure)
-    ties, closest = _against_first(means, [one.strategy for one in verdicts.compared])
-    return Ranking(
-        slice=part,
-        verdicts=verdicts,
-        ties=tuple(ties),
-        closest=closest,
-        left_out=tuple(name for name in names if name not in means),
-        against=tuple(
-            cell for cell in part.cells if measure.gain(sum(found[cell, verdicts.first.strategy].values())) < 0
-        ),
-    )
-
-
-def cell_tests(found: Effects, measure: Measure) -> dict[CellKey, Verdicts]:
-    """Test every strategy on every cell in which one has two seeds to compare; each cell is corrected by itself."""
-    tests = {}
-    for cell in sorted({cell for cell, _ in found}):
-        changes = {strategy: list(values.values()) for (other, strategy), values in found.items() if other == cell}
-        verdicts = _verdicts(changes, measure)
-        if verdicts.compared:
-            tests[cell] = verdicts
-    return tests
-
-
-def _verdicts(changes: Mapping[str, Sequence[float]], measure: Measure) -> Verdicts:
-    compared = sorted(compare_all(changes), key=lambda one: (-measure.gain(one.mean), one.strategy))
-    return Verdicts(measure=measure, compared=tuple(compared))
-
-
-def _against_first(means: Mapping[str, Mapping[int, float]], order: Sequence[str]) -> tuple[list[str], Compared | None]:
-    """Return the strategies that cannot be told apart from the first, and the test of the first against the next."""
-    tests = {name: _against_zero(_differences(means, order[0], name)) for name in order[1:]}
-    # Bonferroni, and not Holm: the truly best one must survive each of these tests, whatever the others say.
-    corrected = {name: min(1.0, len(tests) * _p_of(test)) for name, test in tests.items()}
-    ties = [name for name, p in corrected.items() if p >= LEVEL]
-    apart = next((name for name in corrected if name not in ties), None)
-    if apart is None:
-        return ties, None
-    closest = _compared(apart, tests[apart], corrected[apart], num_tests=len(tests), correction="Bonferroni")
-    return ties, closest
-
-
-def _differences(means: Mapping[str, Mapping[int, float]], one: str, other: str) -> tuple[float, ...]:
-    seeds = sorted(means[one].keys() & means[other].keys())
-    return tuple(means[one][seed] - means[other][seed] for seed in seeds)
-
-
-def _compared(name: str, test: PairedDifference, p: float, *, num_tests: int, correction: str = "Holm") -> Compared:
-    return Compared(
-        strategy=name,
-        num_pairs=test.num_pairs,
-        mean=test.mean,
-        low=-math.inf if test.low is None else test.low,
-        high=math.inf if test.high is None else test.high,
-        p_corrected=p,
-        num_tests=num_tests,
-        correction=correction,
-    )
-
-
-def _p_of(test: PairedDifference) -> float:
-    """Return the p-value; a single pair shows nothing."""
-    return 1.0 if test.p_value is None else test.p_value
-
-
 @lru_cache(maxsize=4096)  # the matrix, the charts and the sentences ask for the same tests
-def _against_zero(changes: tuple[float, ...]) -> PairedDifference:
+def _against_zero(changes: tuple[float, ...]) -> tuple[float, float, float, float]:
+    """Return the mean, both ends of its interval and the p-value of two changes or more."""
     # The same updates cut into other pieces differ in the last bits; without rounding, a change of 1e-8 that is the
     # same for every seed would count as shown.
-    return paired_difference([round(change, 6) for change in changes], [0.0] * len(changes))
+    test = paired_difference([round(change, 6) for change in changes], [0.0] * len(changes))
+    return cast("tuple[float, float, float, float]", (test.mean, test.low, test.high, test.p_value))

@@ -11,8 +11,9 @@ from typing import Any, final
 from ..._charts.page import render_table
 from .._records import CellKey, RunRecord, cell_of, diverged, number
 from ..observations._effects import LOSS, MEASURES, Measure, counted, effects, p_text
+from ..observations._ranking import cell_tests, rank
 from ..observations._slices import cells_of, groups_of, kind_of, overall, properties_of
-from ..observations.evidence import Compared, Evidence, Finding, cell_tests, rank
+from ..observations.evidence import Compared, Evidence, Finding
 from ..strategies.strategy import BASELINE
 
 NAMES = {measure.name: measure.title[0].upper() + measure.title[1:] for measure in MEASURES}
@@ -92,43 +93,46 @@ def render_matrix(records: Sequence[RunRecord]) -> str:
 
 
 def _table(records: Sequence[RunRecord], order: Sequence[str], measure: Measure, *, hidden: bool) -> str:
-    cells, groups = cells_of(records), groups_of(records)
-    entries = matrix_effects(records, measure)
-    pooled = pooled_effects(records, measure)
-    head = '<th scope="col">strategy</th>' + ('<th scope="col" class="pooled">over all</th>' if pooled else "")
-    head += "".join(_column(cell) for cell in cells)
-    rows = [_row(name, groups[name], [pooled.get(name)] if pooled else [], cells, entries) for name in order]
+    columns, rows = matrix_rows(records, order, measure)
+    groups, title = groups_of(records), html.escape(NAMES[measure.name])
+    head = '<th scope="col">strategy</th>' + "".join(_column(cell) for cell in columns)
+    body = "".join(_row(name, groups[name], columns, row) for name, row in rows.items())
     good = "lower is better" if measure.lower_is_better else "higher is better"
-    caption = (
-        f"{NAMES[measure.name]} against {BASELINE}, by data set and model; {good}. 95 % intervals under each mean."
-    )
     return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="{html.escape(NAMES[measure.name])}" '
+        f'<div class="wide" tabindex="0" role="region" aria-label="{title}" '
         f'data-measure="{measure.name}"{" hidden" if hidden else ""}><table class="matrix"><caption><span>'
-        f"{html.escape(caption)}</span></caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f"{title} against {BASELINE}, by data set and model; {good}. 95 % intervals under each mean.</span></caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
-def _column(cell: CellKey) -> str:
-    return (
-        f'<th scope="col" data-dataset="{html.escape(cell.dataset)}" data-model="{html.escape(cell.model)}">'
-        f"{breakable(cell.dataset)}<small>{html.escape(cell.model)}</small></th>"
-    )
+def matrix_rows(
+    records: Sequence[RunRecord], order: Sequence[str], measure: Measure
+) -> tuple[list[CellKey | None], dict[str, list[Effect | None]]]:
+    """Return the columns, and the entries of each strategy; a column without a cell, if any, is over all cells."""
+    cells = cells_of(records)
+    entries, pooled = matrix_effects(records, measure), pooled_effects(records, measure)
+    columns: list[CellKey | None] = [None, *cells] if pooled else [*cells]
+    return columns, {
+        name: [pooled.get(name) if cell is None else entries.get((cell, name)) for cell in columns] for name in order
+    }
 
 
-def _row(
-    name: str,
-    group: str,
-    pooled: Sequence[Effect | None],
-    cells: Sequence[CellKey],
-    entries: Mapping[tuple[CellKey, str], Effect],
-) -> str:
-    parts = [_entry(entry, ' class="pooled {}"') for entry in pooled]
-    for cell in cells:
-        place = f' data-dataset="{html.escape(cell.dataset)}" data-model="{html.escape(cell.model)}" class="{{}}"'
-        parts.append(_entry(entries.get((cell, name)), place))
+def _place(cell: CellKey) -> str:
+    return f'data-dataset="{html.escape(cell.dataset)}" data-model="{html.escape(cell.model)}"'
+
+
+def _column(cell: CellKey | None) -> str:
+    if cell is None:
+        return '<th scope="col" class="pooled">over all</th>'
+    return f'<th scope="col" {_place(cell)}>{breakable(cell.dataset)}<small>{html.escape(cell.model)}</small></th>'
+
+
+def _row(name: str, group: str, columns: Sequence[CellKey | None], row: Sequence[Effect | None]) -> str:
+    attributes = [' class="pooled {}"' if cell is None else f' {_place(cell)} class="{{}}"' for cell in columns]
+    parts = "".join(_entry(entry, given) for entry, given in zip(row, attributes, strict=True))
     head = f'<th scope="row">{breakable(name)}<small>{html.escape(group)}</small></th>'
-    return f'<tr data-group="{html.escape(group)}">{head}{"".join(parts)}</tr>'
+    return f'<tr data-group="{html.escape(group)}">{head}{parts}</tr>'
 
 
 def _entry(entry: Effect | None, attributes: str) -> str:

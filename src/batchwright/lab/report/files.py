@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -14,19 +14,19 @@ from typing import final
 
 from ..._files import write_atomic
 from ...errors import ArgumentError
-from .._records import CellKey, RunRecord, cell_of, diverged
+from .._records import RunRecord, cell_of, diverged
 from ..observations._effects import LOSS, METRIC, Measure, effects, mean_loss
-from ..observations._slices import cells_of
 from ..observations.evidence import Finding
 from ..observations.observing import observe
 from ..strategies.strategy import BASELINE
-from ._tables import SIGNS, TOPICS, Effect, failed_runs, footer_text, matrix_effects, pooled_effects, row_order
+from ._tables import SIGNS, TOPICS, Effect, failed_runs, footer_text, matrix_rows, row_order
 from .folder import LabFolder, read_lab
 from .page import render_html
 
 _FINAL = ("metric", "validation_loss", "train_loss", "updates", "seconds", "examples")
+_PLACE = ("dataset", "model", "strategy", "group", "seed")
 CSV_COLUMNS = (
-    *("dataset", "model", "strategy", "group", "seed", "status", "metric_name", *_FINAL),
+    *(*_PLACE, "status", "metric_name", *_FINAL),
     *("mean_validation_loss", "num_decisions", "loss_change", "metric_change", "error"),
 )
 
@@ -82,10 +82,7 @@ def render_csv(lab: LabFolder) -> str:
         change = losses.get(place, {}).get(run["seed"])
         writer.writerow(
             {
-                **{
-                    key: run.get(key)
-                    for key in ("dataset", "model", "strategy", "group", "seed", "metric_name", "error")
-                },
+                **{key: run.get(key) for key in (*_PLACE, "metric_name", "error")},
                 **{key: (run.get("final") or {}).get(key) for key in _FINAL},
                 "status": "diverged" if diverged(run) else run["status"],
                 "mean_validation_loss": mean_loss(run),
@@ -123,18 +120,10 @@ def render_markdown(lab: LabFolder, *, observations: Sequence[Finding] | None = 
 
 
 def _matrix(records: Sequence[RunRecord], measure: Measure) -> str:
-    cells = cells_of(records)
-    entries = matrix_effects(records, measure)
-    pooled = pooled_effects(records, measure)
-    head = ["strategy", *(["over all"] if pooled else []), *map(str, cells)]
-    rows = [_row(name, [pooled.get(name)] if pooled else [], cells, entries) for name in row_order(records)]
-    return "\n".join(_line(row) for row in (head, ["---"] * len(head), *rows))
-
-
-def _row(
-    name: str, pooled: Sequence[Effect | None], cells: Sequence[CellKey], entries: Mapping[tuple[CellKey, str], Effect]
-) -> list[str]:
-    return [name, *(_entry(one) for one in [*pooled, *(entries.get((cell, name)) for cell in cells)])]
+    columns, rows = matrix_rows(records, row_order(records), measure)
+    head = ["strategy", *("over all" if cell is None else str(cell) for cell in columns)]
+    lines = [[name, *map(_entry, row)] for name, row in rows.items()]
+    return "\n".join(_line(line) for line in (head, ["---"] * len(head), *lines))
 
 
 def _entry(entry: Effect | None) -> str:

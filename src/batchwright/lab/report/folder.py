@@ -78,11 +78,13 @@ def expected_runs(lab: LabFolder) -> int | None:
     if not isinstance(plan, Mapping):
         return None
     try:
-        cells, names, num_seeds = plan["cells"], plan["strategies"], len(plan["seeds"])
-        has_classes = {name: given.get("num_classes") is not None for name, given in properties_of(lab.records).items()}
-        return sum(
-            num_seeds * _num_of(cell, names, num_seeds, has_classes.get(cell["dataset"], True)) for cell in cells
-        )
+        num_seeds, strategies = len(plan["seeds"]), [get(name) for name in plan["strategies"]]
+        # A replay repeats the sizes of another seed, so with one seed there is none.
+        made = [one for one in strategies if one.replays is None or num_seeds > 1]
+        given = properties_of(lab.records).items()
+        regressions = {name for name, properties in given if properties.get("num_classes") is None}
+        pairs = [(cell["dataset"] in regressions, one.needs_classes) for cell in plan["cells"] for one in made]
+        return num_seeds * (len(pairs) - pairs.count((True, True)))
     except (ArgumentError, KeyError, TypeError):
         return None
 
@@ -93,13 +95,6 @@ def progress_text(lab: LabFolder) -> str:
     if expected is None or len(lab.records) >= expected:
         return ""
     return f"{len(lab.records):,} of {expected:,} runs so far; this page follows the lab."
-
-
-def _num_of(cell: Mapping[str, Any], names: Sequence[str], num_seeds: int, has_classes: bool) -> int:
-    strategies = [get(name) for name in names]
-    fitting = [one for one in strategies if has_classes or not one.needs_classes]
-    # A replay repeats the sizes of another seed, so with one seed there is none.
-    return sum(1 for one in fitting if one.replays is None or num_seeds > 1)
 
 
 def _read_runs(path: Path) -> tuple[Sequence[RunRecord], int]:

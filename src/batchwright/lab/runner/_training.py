@@ -1,8 +1,11 @@
-"""One run: a model trained by a strategy on a fixed number of examples, and everything worth keeping of it."""
+"""One run: a model trained by a strategy on a fixed number of examples, and the record of it, whatever happens."""
 
 from __future__ import annotations
 
+import json
 import math
+import time
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -19,18 +22,59 @@ from ...plan import MaxTokens, ResizableBatchSampler
 from ...size import BatchSizeController, constant
 from ...size.noise import NoiseAverage
 from ...step import FitToMemory, MemoryMonitor, Stepper, StepReport
-from .._records import make_record
+from .._records import RunRecord, make_record
 from ..datasets.dataset import Dataset, difficulty_of
+from ..datasets.loading import load
 from ..models.networks import count_parameters, make_model
-from ..models.objective import collate_for, evaluate, loss_fn_for
+from ..models.objective import METRICS, ActivationMemory, collate_for, evaluate, loss_fn_for, metric_of
+from ..presets import Job
 from ..strategies.catalogue import get, schedule_of
 from ..strategies.strategy import Conditions, RunSettings, Setup, Strategy
-from ._instruments import ActivationMemory, RunningMean, Stopwatch
 
-_METRICS = {"classification": "accuracy", "regression": "r2", "language": "loss"}
 _KINDS = {"table": "tabular", "images": "image", "text": "text"}
 # Padded tokens per micro-batch of texts: short texts run together, and the update stays the same.
 _MICRO_TOKENS = 4096
+
+
+def execute(job: Job, source: RunRecord | None) -> RunRecord:
+    """Make a run and return its record; an exception becomes a record with status ``failed``.
+
+    Args:
+        job: the run.
+        source: for a replay, the record of the run that it repeats.
+    """
+    try:
+        if source is not None and source["status"] != "ok":
+            raise ArgumentError(f"it repeats the run of {source['strategy']} with seed {source['seed']}, which failed")
+        dataset = load_data(job.cell.dataset, job.cell.data)
+        return run_one(dataset, job.cell.model, job.strategy, job.seed, job.settings, replay_of=source, notes=job.notes)
+    except Exception as error:
+        return failed(job, f"{type(error).__name__}: {error}", trace=traceback.format_exc())
+
+
+def failed(job: Job, error: str, *, trace: str | None = None) -> RunRecord:
+    """Return the record of a run that did not reach its end."""
+    return make_record(
+        dataset=job.cell.dataset,
+        model=job.cell.model,
+        strategy=job.strategy,
+        group=get(job.strategy).group,
+        seed=job.seed,
+        settings=job.all_settings,
+        status="failed",
+        error=error,
+        traceback=trace,
+    )
+
+
+def load_data(name: str, options: Mapping[str, Any]) -> Dataset:
+    """Load a data set once per process."""
+    return _load(name, json.dumps(dict(options), sort_keys=True))
+
+
+@lru_cache(maxsize=8)
+def _load(name: str, options: str) -> Dataset:
+    return load(name, **json.loads(options))
 
 
 def run_one(
@@ -75,7 +119,7 @@ def run_one(
         torch.default_generator.manual_seed(seed)
         loop = Loop(dataset, model_name, setup, seed, settings)
         loop.run()
-        final = loop.final() | {"train_loss": _train_loss(loop, dataset)}
+        final = loop.final()
     return make_record(
         dataset=dataset.name,
         model=model_name,
@@ -85,7 +129,7 @@ def run_one(
         settings={**settings.to_dict(), **(notes or {})},
         properties=properties_of(dataset),
         num_parameters=count_parameters(loop.model),
-        metric_name=_METRICS[dataset.task],
+        metric_name=METRICS[dataset.task],
         curve=loop.curve,
         decisions=loop.decisions(),
         final=final,
@@ -106,20 +150,11 @@ def _conditions(
     )
 
 
-def _train_loss(loop: Loop, dataset: Dataset) -> float | None:
-    return None if loop.has_diverged else evaluate(loop.model, dataset, part="train")["loss"]
-
-
 @lru_cache(maxsize=8)
 def properties_of(dataset: Dataset) -> dict[str, Any]:
     """Return the properties of a data set, with its kind (tabular, image, text or language); computed once."""
     kind = "language" if dataset.task == "language" else _KINDS[dataset.kind]
     return {**dataset.properties(), "kind": kind}
-
-
-def metric_of(dataset: Dataset, figures: Mapping[str, float]) -> float:
-    """Return the metric from what ``evaluate`` returned; higher is better, so that of language is minus the loss."""
-    return -figures["loss"] if dataset.task == "language" else figures[_METRICS[dataset.task]]
 
 
 @final
@@ -142,39 +177,47 @@ class Loop:
         self._stepper = self._make_stepper()
         self._points = evaluation_points(settings, num_train)
         self._noise = NoiseAverage(horizon=4.0 * num_train)
-        self._clock = Stopwatch()
+        self._seconds, self._since = 0.0, time.process_time()
         self._examples = self._updates = self._epoch = 0
-        self._losses = RunningMean()
+        # Of the updates since the last validation, for their mean loss.
+        self._loss_sum, self._num_since = 0.0, 0
         self.has_diverged = False
         self.curve: list[dict[str, Any]] = []
 
     def run(self) -> None:
         """Train until the examples are used up or the loss is not finite."""
         self._validate(self._settings.lr * self._lr_factor())
-        with self._clock:
-            for batch, ends_epoch in self._batches():
-                report = self._step(batch)
-                if not math.isfinite(report.loss):
-                    self.has_diverged = True
-                    return
-                if self._updates == 1:
-                    # Rules that scale the rate with the batch apply during the update; only now is the rate known.
-                    self.curve[0]["lr"] = report.lr
-                self._observe(report, ends_epoch)
-                if self._examples >= self._points[0]:
-                    self._validate(report.lr)
+        for batch, ends_epoch in self._batches():
+            report = self._step(batch)
+            if not math.isfinite(report.loss):
+                self.has_diverged = True
+                return
+            if self._updates == 1:
+                # Rules that scale the rate with the batch apply during the update; only now is the rate known.
+                self.curve[0]["lr"] = report.lr
+            self._observe(report, ends_epoch)
+            if self._examples >= self._points[0]:
+                self._validate(report.lr)
 
     def final(self) -> dict[str, Any]:
         """Return where the run ended; the figures are None if it diverged."""
+        seconds = self._read_clock()
         last = {} if self.has_diverged else self.curve[-1]
         return {
-            "train_loss": None,
+            "train_loss": None if self.has_diverged else evaluate(self.model, self._dataset, part="train")["loss"],
             "validation_loss": last.get("validation_loss"),
             "metric": last.get("metric"),
             "updates": self._updates,
-            "seconds": self._clock.seconds,
+            "seconds": seconds,
             "examples": self._examples,
         }
+
+    def _read_clock(self) -> float:
+        """Return the seconds of training: processor time, which other processes do not lengthen."""
+        now = time.process_time()
+        self._seconds += now - self._since
+        self._since = now
+        return self._seconds
 
     def decisions(self) -> list[dict[str, Any]]:
         """Return every change of the batch size."""
@@ -205,7 +248,8 @@ class Loop:
 
     def _observe(self, report: StepReport, ends_epoch: bool) -> None:
         self._epoch += ends_epoch
-        self._losses.add(report.loss, report.batch_size)
+        self._loss_sum += report.loss * report.batch_size
+        self._num_since += report.batch_size
         noise = report.noise
         if noise is not None:
             self._noise = self._noise.update(noise.s, noise.g2, num_examples=report.batch_size)
@@ -216,15 +260,15 @@ class Loop:
         self._controller.observe(**{**report.observation(), **counts})
 
     def _validate(self, lr: float) -> None:
-        with self._clock.paused():
-            figures = evaluate(self.model, self._dataset)
+        seconds = self._read_clock() if self._updates else 0.0
+        figures = evaluate(self.model, self._dataset)
         self.curve.append(
             {
                 "examples": self._examples,
                 "updates": self._updates,
-                "seconds": self._clock.seconds,
+                "seconds": seconds,
                 "epoch": self._epoch,
-                "train_loss": self._losses.take(),
+                "train_loss": self._loss_sum / self._num_since if self._num_since else None,
                 "validation_loss": figures["loss"],
                 "metric": metric_of(self._dataset, figures),
                 "batch_size": self._controller.size,
@@ -232,7 +276,9 @@ class Loop:
                 "noise_scale": self._noise.scale if self._noise.is_reliable else None,
             }
         )
+        self._loss_sum, self._num_since = 0.0, 0
         self._points = [point for point in self._points if point > self._examples] or [math.inf]
+        self._since = time.process_time()  # validation does not count
 
     def _lr_factor(self) -> float:
         return 1.0 if self._setup.lr_factor is None else self._setup.lr_factor(self._examples)

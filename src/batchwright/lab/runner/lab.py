@@ -1,13 +1,16 @@
-"""Lab: a folder in which a plan is run; the learning rate of each cell is chosen first."""
+"""Lab: a folder in which a plan is run, by several processes; one that dies costs only its run."""
 
 from __future__ import annotations
 
 import json
-import math
+import multiprocessing
 import os
-from collections.abc import Iterable, Sequence
+import signal
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, final
 
@@ -18,11 +21,13 @@ from ..._progress import ProgressBar
 from ...errors import ArgumentError, BatchwrightError, StateMismatchError, StoreError
 from .._records import RunRecord, RunStore, hardware, read_records, versions
 from ..datasets.dataset import Dataset
-from ..presets import LabPlan
+from ..presets import Job, LabPlan, best_rate, plan_jobs, score_rates, tuning_jobs
 from ..presets import get as get_preset
-from ._jobs import Job, load_data, plan_jobs, run_jobs, tuning_jobs
+from ._training import execute, failed, load_data
 
 VERSION = 1
+_READY = "ready"
+_SECONDS_TO_END = 5.0
 
 
 @final
@@ -178,46 +183,144 @@ class Lab:
         write_atomic(self.folder / "lab.json", json.dumps(content, indent=1) + "\n")
 
 
-@final
-@dataclass(frozen=True)
-class Score:
-    """How the baseline did at one learning rate: means over the tuning seeds, None if a run failed or diverged."""
+def run_jobs(
+    jobs: Sequence[Job], *, finished: Mapping[str, RunRecord], num_workers: int
+) -> Generator[RunRecord, None, None]:
+    """Run jobs and yield each record when it is there; a replay waits for the run that it repeats.
 
-    lr: float
-    metric: float | None
-    validation_loss: float | None
+    Closing the generator ends the processes.
 
-    @property
-    def rank(self) -> tuple[float, float]:
-        """Return what decides: the metric, and for equal metrics the loss; the larger, the better."""
-        metric, loss = self.metric, self.validation_loss
-        return -math.inf if metric is None else metric, -math.inf if loss is None else -loss
-
-
-def score_rates(records: Iterable[RunRecord]) -> list[Score]:
-    """Return the scores of the learning rates that runs of the baseline were made with."""
-    by_rate: dict[float, list[dict[str, Any]]] = {}
-    for record in records:
-        by_rate.setdefault(record["settings"]["lr"], []).append(record["final"] or {})
-    return [Score(rate, _mean(finals, "metric"), _mean(finals, "validation_loss")) for rate, finals in by_rate.items()]
-
-
-def best_rate(scores: Iterable[Score]) -> float:
-    """Return the rate with the best metric, and among equal metrics the one with the lowest loss.
-
-    >>> best_rate([Score(0.1, 0.9, 0.5), Score(0.01, 0.9, 0.4), Score(1.0, None, None)])
-    0.01
+    Args:
+        jobs: the runs to make.
+        finished: records of earlier runs, which replays may need.
+        num_workers: how many processes to use; 0 runs everything in this process.
     """
-    best = max(scores, key=lambda score: score.rank)
-    if best.metric is None:
-        raise BatchwrightError(
-            "the baseline failed or diverged at every learning rate of the grid; look into tuning.jsonl, "
-            "or give the plan other grids or the cell an lr"
-        )
-    return best.lr
+    backlog = _Backlog(jobs, finished)
+    if num_workers == 0:
+        while (task := backlog.take()) is not None:
+            yield backlog.finish(execute(*task))
+        return
+    workers = [_Worker.start() for _ in range(min(num_workers, len(jobs)))]
+    try:
+        yield from _work_off(backlog, workers)
+    finally:
+        for worker in workers:
+            worker.stop()
 
 
-def _mean(finals: list[dict[str, Any]], name: str) -> float | None:
-    values = [final.get(name) for final in finals]
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known and len(known) == len(values) else None
+def _work_off(backlog: _Backlog, workers: list[_Worker]) -> Iterator[RunRecord]:
+    while True:
+        for worker in workers:
+            if worker.job is None and (task := backlog.take()) is not None:
+                worker.give(*task)
+        busy = {worker.connection: worker for worker in workers if worker.job is not None}
+        if not busy:
+            return
+        for connection in wait(list(busy)):
+            worker = busy[connection]  # type: ignore[index]
+            record = worker.receive()
+            if worker.is_dead:
+                workers[workers.index(worker)] = _Worker.start()
+            if record is not None:
+                yield backlog.finish(record)
+
+
+@final
+class _Backlog:
+    """Jobs that wait, in order; a replay is ready when the run that it repeats has ended."""
+
+    def __init__(self, jobs: Sequence[Job], finished: Mapping[str, RunRecord]) -> None:
+        self._waiting = list(jobs)
+        # Only runs that a replay repeats are kept: records are large, and there may be thousands.
+        self._needed = {job.after for job in jobs if job.after is not None}
+        self._sources = {name: record for name, record in finished.items() if name in self._needed}
+
+    def take(self) -> tuple[Job, RunRecord | None] | None:
+        """Return the first job that is ready and the run that it repeats, None if no job is ready."""
+        for place, job in enumerate(self._waiting):
+            if job.after is None or job.after in self._sources:
+                del self._waiting[place]
+                return job, None if job.after is None else self._sources[job.after]
+        return None
+
+    def finish(self, record: RunRecord) -> RunRecord:
+        """Note a run that has ended, and return it."""
+        if record["id"] in self._needed:
+            self._sources[record["id"]] = record
+        return record
+
+
+@final
+@dataclass
+class _Worker:
+    """A process, the connection to it, and its job."""
+
+    process: BaseProcess
+    connection: Connection
+    job: Job | None = None
+    is_ready: bool = False
+    is_dead: bool = False
+
+    @classmethod
+    def start(cls) -> _Worker:
+        """Start a fresh interpreter: a forked one would inherit the state of torch's threads."""
+        context = multiprocessing.get_context("spawn")
+        mine, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()  # else the connection would not end when the process dies
+        return cls(process, mine)
+
+    def give(self, job: Job, source: RunRecord | None) -> None:
+        """Hand over a job."""
+        self.job = job
+        try:
+            self.connection.send((job, source))
+        except OSError:
+            pass  # the process is dead, as receive() will find
+
+    def receive(self) -> RunRecord | None:
+        """Return the record of the job, None if the process only says that it is ready.
+
+        Raises:
+            BatchwrightError: the process could not start.
+        """
+        assert self.job is not None
+        try:
+            message = self.connection.recv()
+        except (EOFError, OSError):
+            return self._mourn(self.job)
+        if message == _READY:
+            self.is_ready = True
+            return None
+        self.job = None
+        return dict(message)
+
+    def _mourn(self, job: Job) -> RunRecord:
+        self.stop()
+        self.is_dead, code = True, self.process.exitcode
+        if not self.is_ready:
+            raise BatchwrightError(
+                f"a worker process ended with exit code {code} before it could begin; a script must run a lab "
+                "under if __name__ == '__main__':, or with num_workers=0"
+            )
+        return failed(job, f"its process ended with exit code {code}, perhaps for lack of memory")
+
+    def stop(self) -> None:
+        """End the process, whatever it is doing."""
+        self.connection.close()
+        self.process.join(0.0 if self.job is not None else _SECONDS_TO_END)
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join()
+
+
+def _serve(connection: Connection) -> None:
+    """Run jobs until the connection ends; Ctrl-C is for the parent to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        connection.send(_READY)
+        while True:
+            connection.send(execute(*connection.recv()))
+    except (EOFError, OSError):
+        return

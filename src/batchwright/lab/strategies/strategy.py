@@ -215,14 +215,6 @@ class Strategy:
         return num_classes is not None or not self.needs_classes
 
 
-def in_group(group: str, *, needs_classes: bool = False, **made: tuple[Make, str]) -> list[Strategy]:
-    """Return the strategies of a group; each comes as its name, with what makes its setup and a sentence about it."""
-    return [
-        Strategy(name=name, group=group, make=make, about=about, needs_classes=needs_classes)
-        for name, (make, about) in made.items()
-    ]
-
-
 def _base_size(num_train: int) -> int:
     smallest, largest = BASE_SIZES
     return min(max(_power_of_two(num_train // BASE_BATCHES), smallest), largest)

@@ -1,0 +1,183 @@
+"""How strategies rank on some cells, tested against the baseline and against the first, and the sentence about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from .._records import CellKey
+from ..strategies.strategy import BASELINE
+from ._effects import Effects, Measure, counted, listed, paired, seed_means
+from ._slices import Slice
+from .evidence import Compared, Evidence, Finding, compare_all
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Verdicts:
+    """Strategies against the baseline by one measure, corrected together, the best mean first."""
+
+    measure: Measure
+    compared: tuple[Compared, ...]
+
+    @property
+    def first(self) -> Compared:
+        """Return the strategy with the best mean."""
+        return self.compared[0]
+
+    def better(self) -> list[Compared]:
+        """Return the strategies shown to be better than the baseline."""
+        return [one for one in self.compared if one.is_shown and self.measure.gain(one.mean) > 0]
+
+    def worse(self) -> list[Compared]:
+        """Return the strategies shown to be worse than the baseline."""
+        return [one for one in self.compared if one.is_shown and self.measure.gain(one.mean) < 0]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """The strategies on a slice.
+
+    Args:
+        slice: the cells.
+        verdicts: each strategy against the baseline.
+        ties: the strategies that no test tells apart from the first. Together with the first they include the truly
+            best one in 95 of 100 cases: it drops out only if another one seems better in a test, and these tests are
+            corrected by Bonferroni.
+        closest: the first against the nearest strategy that is not in ``ties``; None if there is none.
+        left_out: the strategies that did not run on all cells and so are not ranked.
+        against: the cells on which the mean of the first is worse than the baseline.
+    """
+
+    slice: Slice
+    verdicts: Verdicts
+    ties: tuple[str, ...]
+    closest: Compared | None
+    left_out: tuple[str, ...]
+    against: tuple[CellKey, ...]
+
+
+def rank(found: Effects, part: Slice, measure: Measure) -> Ranking | None:
+    """Rank the strategies that ran on all cells of a slice; None if no two seeds can be compared."""
+    every = seed_means(found, part.cells)
+    means = {name: changes for name, changes in every.items() if len(changes) > 1}
+    if not means:
+        return None
+    verdicts = _verdicts(means, measure)
+    first, *others = (one.strategy for one in verdicts.compared)
+    # Bonferroni, and not Holm: the truly best one must survive each of these tests, whatever the others say.
+    pairs = {name: paired(means[first], means[name]) for name in others}
+    tests = compare_all(pairs, correction="Bonferroni")
+    apart = {one.strategy: one for one in tests if one.is_shown}
+    return Ranking(
+        slice=part,
+        verdicts=verdicts,
+        ties=tuple(name for name in others if name not in apart),
+        closest=next(iter(apart.values()), None),
+        left_out=tuple(name for name in every if name not in means),
+        against=tuple(cell for cell in part.cells if measure.gain(sum(found[cell, first].values())) < 0),
+    )
+
+
+def cell_tests(found: Effects, measure: Measure) -> dict[CellKey, Verdicts]:
+    """Test every strategy on every cell in which one has two seeds to compare; each cell is corrected by itself."""
+    cells: dict[CellKey, dict[str, Mapping[int, float]]] = {}
+    for (cell, strategy), changes in found.items():
+        cells.setdefault(cell, {})[strategy] = changes
+    tests = {cell: _verdicts(cells[cell], measure) for cell in sorted(cells)}
+    return {cell: verdicts for cell, verdicts in tests.items() if verdicts.compared}
+
+
+def _verdicts(changes: Mapping[str, Mapping[int, float]], measure: Measure) -> Verdicts:
+    compared = sorted(compare_all(changes), key=lambda one: (-measure.gain(one.mean), one.strategy))
+    return Verdicts(measure=measure, compared=tuple(compared))
+
+
+def best_finding(ranking: Ranking, fixed: frozenset[str], *, topic: str) -> Finding:
+    """Say which strategy is best on a slice, which ones tie with it, or that none is better than the baseline.
+
+    Args:
+        ranking: the ranking on the slice.
+        fixed: the strategies whose batch size never changes.
+        topic: the topic of the finding.
+    """
+    better = ranking.verdicts.better()
+    leaders: tuple[str, ...] = ()
+    if better:
+        best = better[0].strategy
+        leaders = (best, *(name for name in ranking.ties if name != best))
+        tell = _winner if ranking.verdicts.first.is_shown else _second_winner
+        sentence = tell(ranking) + fixed_clause(best, fixed)
+    else:
+        sentence = _no_winner(ranking)
+    if ranking.left_out:
+        sentence += f" Not run on all of it, so not ranked: {listed(ranking.left_out)}."
+    return Finding(topic=topic, sentence=sentence, evidence=_best_evidence(ranking), strategies=leaders)
+
+
+def _winner(ranking: Ranking) -> str:
+    verdicts, first = ranking.verdicts, ranking.verdicts.first
+    num_others, num_seeds = len(verdicts.compared) - 1, counted(first.num_pairs, "seed")
+    sentence = (
+        f"On {ranking.slice}, {first.strategy} has the lowest {verdicts.measure.title}: "
+        f"{first.figures(verdicts.measure)} against {BASELINE}"
+    )
+    if ranking.ties:
+        sentence += f". It is a tie: {listed(ranking.ties)} cannot be told apart from it with {num_seeds}."
+    else:
+        others = "the other strategy" if num_others == 1 else f"all {num_others} others"
+        sentence += f", and it is ahead of {others}." if num_others else "."
+    if ranking.against:  # an average must not hide where it is on the wrong side
+        sentence += f" Not everywhere: its mean is worse than that of {BASELINE} on {listed(ranking.against)}."
+    return sentence
+
+
+def _second_winner(ranking: Ranking) -> str:
+    """Name the best strategy that is shown to be better, if the one with the best mean is not."""
+    measure, best, first = ranking.verdicts.measure, ranking.verdicts.better()[0], ranking.verdicts.first
+    return (
+        f"On {ranking.slice}, {best.strategy} is shown to be better than {BASELINE} by the {measure.title}: "
+        f"{best.figures(measure)}. The mean of {first.strategy} is lower still, but could be chance: "
+        f"{first.figures(measure)}."
+    )
+
+
+def _no_winner(ranking: Ranking) -> str:
+    verdicts, first = ranking.verdicts, ranking.verdicts.first
+    worse, num_all, figures = verdicts.worse(), len(verdicts.compared), first.figures(verdicts.measure)
+    if len(worse) == num_all:
+        which = f"the only strategy, {first.strategy}, is" if num_all == 1 else f"all {num_all} strategies are"
+        return (
+            f"On {ranking.slice}, {which} worse than {BASELINE} by the {verdicts.measure.title}; "
+            f"the nearest is {first.strategy} with {figures}."
+        )
+    is_gain = verdicts.measure.gain(first.mean) > 0
+    sentence = (
+        f"On {ranking.slice}, no strategy is shown to be better than {BASELINE} by the {verdicts.measure.title}: "
+        f"{'the' if is_gain else 'even the'} best mean, {figures} for {first.strategy}, "
+        f"{'could be chance' if is_gain else 'is not a gain'}."
+    )
+    return sentence + (f" Shown to be worse: {listed([one.strategy for one in worse])}." if worse else "")
+
+
+def fixed_clause(strategy: str, fixed: frozenset[str]) -> str:
+    """Return the sentence that a gain of a fixed batch size does not come from adapting; empty for other strategies."""
+    if strategy not in fixed:
+        return ""
+    return f" The batch size of {strategy} never changes, so this gain does not come from adapting it."
+
+
+def _best_evidence(ranking: Ranking) -> tuple[Evidence, ...]:
+    """Return the tests of the strategies that the sentence names, and of the nearest one that is told apart."""
+    verdicts, where = ranking.verdicts, str(ranking.slice)
+    better, first, closest = verdicts.better(), verdicts.first, ranking.closest
+    named = {first.strategy, *(one.strategy for one in better[:1] or verdicts.worse())}
+    has_won = bool(better) and first.is_shown
+    named |= set(ranking.ties if has_won else ())
+    found = [one.evidence(verdicts.measure, where) for one in verdicts.compared if one.strategy in named]
+    if closest is not None and has_won:
+        what = f"{first.strategy} against {closest.strategy}, {where}"
+        found.append(Evidence(what=what, measure=verdicts.measure, compared=closest))
+    return tuple(found)
