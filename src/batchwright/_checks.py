@@ -6,9 +6,10 @@ NumPy's numbers count as numbers everywhere; what is kept is the plain number, s
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol, final
@@ -114,6 +115,16 @@ def check_order(low_name: str, low: float, high_name: str, high: float) -> None:
     """Refuse two limits that leave no room between them."""
     if not low < high:
         raise ArgumentError(f"{low_name} must be below {high_name}, got {low_name}={low!r}, {high_name}={high!r}")
+
+
+def shared_options(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a function takes too: ``shared_options(function, locals())`` as the first statement.
+
+    >>> shared_options(sorted, {"reverse": True, "texts": ["b", "a"]})
+    {'reverse': True}
+    """
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 def check_ranks(rank: Any, world_size: Any) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,16 +9,6 @@ from ..errors import ArgumentError
 
 # The framework opens autocast and owns the scaler; a second one would act twice.
 _DECIDED = ("autocast", "scaler")
-
-
-def shared_options(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a function takes too: ``shared_options(function, locals())`` as the first statement.
-
-    >>> shared_options(sorted, {"reverse": True, "texts": ["b", "a"]})
-    {'reverse': True}
-    """
-    names = inspect.signature(function).parameters
-    return {name: value for name, value in arguments.items() if name in names}
 
 
 def check_options(options: Mapping[str, Any], source: str) -> None:

@@ -38,16 +38,13 @@ def figures_of(
         controller: the controller of the batch size.
         **more: further figures, e.g. ``padding=plan.report().padding``; their names get the prefix ``batch/``.
     """
-    noise = report.noise
     found: dict[str, float | None] = {
         "batch/size": report.batch_size,
         "batch/micro_batches": report.num_micro_batches,
         "memory/ooms": report.ooms,
         "memory/peak_bytes": report.peak_bytes,
         "memory/fraction": report.memory_fraction,
-        "noise/s": None if noise is None else noise.s,
-        "noise/g2": None if noise is None else noise.g2,
-        "noise/scale": None if noise is None else noise.scale,
+        **{f"noise/{name}": getattr(report.noise, name, None) for name in ("s", "g2", "scale")},
         "train/loss": report.loss,
         "train/lr": report.lr,
         "train/entropy": report.entropy,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, final, get_args
 
-from .._checks import as_flag, as_whole, check_choice
+from .._checks import as_flag, as_whole, check_choice, shared_options
 from ..errors import ArgumentError
 from .budget import Cost, name_of
 from .grouping.base import Grouping, SizeLadder, SizeRounding, check_grouping
@@ -57,8 +57,7 @@ class PlanSettings:
     @classmethod
     def of(cls, arguments: Mapping[str, Any], **fixed: Any) -> PlanSettings:
         """Return the settings among a function's arguments: ``PlanSettings.of(locals())`` as its first statement."""
-        names = {item.name for item in fields(cls)}
-        return cls(**{name: value for name, value in arguments.items() if name in names}, **fixed)
+        return cls(**shared_options(cls, arguments), **fixed)
 
     @property
     def rounding(self) -> SizeRounding:

@@ -63,6 +63,18 @@ class _Counted(Budget):
             raise BudgetError(f"{name} needs a whole number, got {self.limit!r}")
         object.__setattr__(self, "limit", as_limit(name, self.limit))
 
+    def _per_item(self, lengths: IntArray) -> IntArray:
+        """Return what one item of each padded length ``(M, axes)`` counts: 1."""
+        return np.ones(len(lengths), dtype=np.int64)
+
+    def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
+        """Return ``num_items × count of one item / limit``."""
+        return np.asarray(num_items) * self._per_item(lengths) / float(self.limit)
+
+    def max_items(self, lengths: IntArray) -> IntArray:
+        """Return ``limit // count of one item``."""
+        return np.minimum(min(self.limit, _MAX_INT64) // self._per_item(lengths), MAX_INT32)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.limit})"
 
@@ -76,14 +88,6 @@ class MaxItems(_Counted):
     [64, 64]
     """
 
-    def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
-        """Return ``num_items / limit``."""
-        return np.asarray(num_items) / float(self.limit)
-
-    def max_items(self, lengths: IntArray) -> IntArray:
-        """Return ``limit`` for every length."""
-        return np.full(len(lengths), min(self.limit, MAX_INT32), dtype=np.int64)
-
 
 @final
 @dataclass(frozen=True, repr=False)
@@ -94,13 +98,9 @@ class MaxTokens(_Counted):
     [16, 81]
     """
 
-    def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
-        """Return ``num_items × sum(lengths) / limit``."""
-        return np.asarray(num_items) * _tokens(lengths) / float(self.limit)
-
-    def max_items(self, lengths: IntArray) -> IntArray:
-        """Return ``limit // sum(lengths)``."""
-        return np.minimum(min(self.limit, _MAX_INT64) // _tokens(lengths), MAX_INT32)
+    def _per_item(self, lengths: IntArray) -> IntArray:
+        """Return the padded tokens of an item, summed over the axes."""
+        return np.asarray(lengths).sum(axis=1, dtype=np.int64)
 
 
 @final
@@ -237,10 +237,6 @@ def name_of(cost: Cost) -> str:
 
 def _parts(budget: Budget) -> tuple[Budget, ...]:
     return budget.parts if isinstance(budget, AllOf) else (budget,)
-
-
-def _tokens(lengths: IntArray) -> IntArray:
-    return np.asarray(lengths).sum(axis=1, dtype=np.int64)
 
 
 def as_limit(name: str, limit: Any) -> Any:

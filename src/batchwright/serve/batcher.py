@@ -13,7 +13,7 @@ import weakref
 from collections.abc import AsyncIterable, Callable, Iterable
 from typing import Any, Generic, TypeVar, final
 
-from .._checks import as_flag, as_number, as_whole
+from .._checks import as_flag, as_number, as_whole, shared_options
 from ..errors import ArgumentError
 from ._engine.core import Core
 from ._engine.request import Request
@@ -86,19 +86,10 @@ class Batcher(Generic[Item, Result]):
         time_model: LatencyModel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._settings = Settings(**shared_options(Settings, locals()))
         if not callable(run):
             raise ArgumentError(f"run must be a function of a list of items, got {run!r}")
         self._num_workers = as_whole("num_workers", num_workers, least=1)
-        self._settings = Settings(
-            policy=policy,
-            max_items=max_items,
-            max_wait_ms=max_wait_ms,
-            deadline_ms=deadline_ms,
-            max_tokens=max_tokens,
-            max_queue=max_queue,
-            on_error=on_error,
-            on_oom=on_oom,
-        )
         self._length_of = length_of
         self._is_coroutine = _is_coroutine_function(run)
         self._time_model = LatencyModel() if time_model is None else time_model

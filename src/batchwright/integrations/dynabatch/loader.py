@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset
 
-from ..._checks import as_whole
+from ..._checks import as_whole, shared_options
 from ..._machine import num_cores
 from ...errors import ArgumentError, LengthsError
 from ...plan.models.prior import Task
-from .._options import shared_options
 from .lengths import as_array, measure_tokens, truncated
 from .sampler import DynaBatchSampler
 

@@ -17,14 +17,13 @@ import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 
-from ..._checks import read_size
+from ..._checks import read_size, shared_options
 from ...errors import ArgumentError, StateMismatchError
 from ...plan.budget import Budget
 from ...plan.grouping.base import Grouping
 from ...size.learning_rate import Rule
 from ...size.noise import NoiseAverage
 from ...step.memory.monitor import MemoryMonitor
-from .._options import shared_options
 from .._ranked import check_no_stream
 from .._trainer_step import Devices, one_process, undivided
 from ._data import TrainingData, TrainLoader, micro_batches_of

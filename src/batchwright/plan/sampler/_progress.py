@@ -11,7 +11,7 @@ import numpy as np
 
 from ..._checks import as_whole, check_same, read_whole
 from ..._types import IntArray
-from ...errors import ArgumentError
+from ...errors import ArgumentError, StateMismatchError
 
 Item = TypeVar("Item")
 
@@ -152,6 +152,14 @@ class AbstractEpochs:
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch; a place restored within that very epoch is kept."""
         self._progress.set_epoch(epoch)
+
+    def _move_to(self, epoch: int, position: int, *, is_there: bool, fault: str) -> None:
+        """Go to a place of a saved state, or refuse one that does not exist."""
+        if not is_there:
+            raise StateMismatchError(
+                f"position {position} of the state {fault} epoch {epoch}; the state was changed by hand"
+            )
+        self._progress.move(epoch, position)
 
 
 def read_place(state: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..._checks import check_ranks
 from ..._lengths import as_lengths
-from ...errors import LengthsError, StateMismatchError
+from ...errors import LengthsError
 from .._oversize import admit
 from .._ranks import shard
 from .._settings import Oversize, PlanSettings, Remainder
@@ -161,12 +161,8 @@ class BatchSampler(AbstractEpochs):
                 the sampler stays as it was.
         """
         epoch, position = read_place(state, self.state_dict())
-        if position not in self._base(epoch).offsets:
-            raise StateMismatchError(
-                f"position {position} of the state is not where a batch of epoch {epoch} begins; "
-                "the state was changed by hand"
-            )
-        self._progress.move(epoch, position)
+        is_there = position in self._base(epoch).offsets
+        self._move_to(epoch, position, is_there=is_there, fault="is not where a batch begins in")
 
     def _base(self, epoch: int) -> Plan:
         if self._epoch_plan is None or self._epoch_plan.epoch != epoch:

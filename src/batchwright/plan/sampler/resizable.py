@@ -13,7 +13,7 @@ from ..._checks import HasSize, as_sized, as_whole, check_ranks, check_same, rea
 from ..._lengths import as_lengths
 from ..._random import Purpose, bit_stream, permutation
 from ..._types import MAX_INT32
-from ...errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
+from ...errors import ArgumentError, BudgetError, LengthsError
 from .._oversize import fits
 from .._settings import PlanSettings
 from ..budget import Budget, check_budget
@@ -177,12 +177,8 @@ class ResizableBatchSampler(AbstractEpochs):
         epoch, position = read_place(state, self.state_dict())
         order = self._order_of(epoch)
         check_same("curriculum", state.get("curriculum"), order.curriculum)
-        if position > len(order.indices):
-            raise StateMismatchError(
-                f"position {position} of the state is after the {len(order.indices)} examples of epoch {epoch}; "
-                "the state was changed by hand"
-            )
-        self._progress.move(epoch, position)
+        num = len(order.indices)
+        self._move_to(epoch, position, is_there=position <= num, fault=f"is after the {num} examples of")
 
     def _order_of(self, epoch: int) -> EpochOrder:
         if self._order is None or self._order.epoch != epoch:
