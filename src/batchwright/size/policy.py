@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from .._checks import is_number
@@ -95,9 +96,11 @@ class Part:
 
     Attributes:
         fixed: arguments that every object of the class stands for.
+        needs_every: whether the call refuses ``per="examples"`` without ``every``.
     """
 
     fixed: ClassVar[tuple[str, ...]] = ()
+    needs_every: ClassVar[bool] = False
 
     def arguments(self) -> list[str]:
         """Return the arguments of the call, without options at their usual value.
@@ -110,10 +113,14 @@ class Part:
             if isinstance(value, Part) and not isinstance(value, Named):
                 written += value.arguments()
             elif item.default is not MISSING:
-                written += options(**{name: (value, item.default)})
+                written += options(**{name: (value, self._usual(item))})
             else:
                 written.append(f"{name}={word(value)}" if item.kw_only else word(value))
         return written
+
+    def _usual(self, item: Field[Any]) -> Any:
+        is_needed = item.name == "every" and self.needs_every and getattr(self, "per", None) == "examples"
+        return None if is_needed else item.default
 
 
 class Named(Part):
@@ -145,11 +152,14 @@ def word(value: Any) -> str:
     ('64', '0.5', "'epoch'", '{0: 64, 10: 256}', 'len')
     """
     if is_number(value):
-        return str(int(value)) if abs(value) < 1e15 and value == int(value) else repr(float(value))
+        is_short = isinstance(value, Integral) or (abs(value) < 1e15 and value == int(value))
+        return str(int(value)) if is_short else repr(float(value))
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):  # a mapping, frozen as pairs
         return "{" + ", ".join(f"{key}: {word(item)}" for key, item in value) + "}"
     if callable(value):
         return getattr(value, "__name__", type(value).__name__)
+    if isinstance(value, str):
+        return repr(str(value))  # NumPy's strings show their type
     return repr(value) if has_text(value) else type(value).__name__
 
 

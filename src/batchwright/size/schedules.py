@@ -84,6 +84,7 @@ class Linear(Schedule):
     """``start + slope × i``."""
 
     name: ClassVar[str] = "linear"
+    needs_every: ClassVar[bool] = True
     start_size: float
     slope: float
     _: KW_ONLY
@@ -122,6 +123,7 @@ class Exponential(Schedule):
     """``start × factor^i``."""
 
     name: ClassVar[str] = "exponential"
+    needs_every: ClassVar[bool] = True
     start_size: float
     factor: float
     _: KW_ONLY

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, SupportsIndex, TypeAlias, final, get_args
+from typing import ClassVar, Literal, SupportsIndex, TypeAlias, final, get_args
 
 from ..._checks import as_number, check_choice
 from ...errors import ArgumentError
@@ -43,6 +43,7 @@ class Period(Part):
     2.0
     """
 
+    needs_every: ClassVar[bool] = True
     per: Unit = "epoch"
     every: int = 1
 
