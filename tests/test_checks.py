@@ -36,7 +36,7 @@ def test_real_numbers_are_numbers(value):
     assert is_number(value)
 
 
-@pytest.mark.parametrize("value", [True, np.True_, "3", None, 3j, np.complex64(3), np.array(3), [3]])
+@pytest.mark.parametrize("value", [True, np.True_, "3", None, 3j, np.complex64(3), np.timedelta64(3), np.array(3), [3]])
 def test_other_values_are_not(value):
     assert not is_number(value)
 
@@ -162,6 +162,16 @@ def test_a_rank_is_below_the_world_size():
 @pytest.mark.parametrize("value", [3, 3.0, np.int64(3), np.float32(3), np.arange(3), np.array(3), "3", None])
 def test_numbers_and_arrays_are_no_controllers(value):
     assert not has_size(value)
+
+
+def test_a_controller_may_be_an_array_to_numpy():
+    class Controller:
+        size = 3
+
+        def __array__(self, dtype=None, copy=None):
+            return np.array([32, 64])
+
+    assert as_sized("controller", controller := Controller()) is controller
 
 
 def test_a_number_is_a_size_that_never_changes():

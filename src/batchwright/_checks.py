@@ -20,12 +20,24 @@ from .errors import ArgumentError, StateMismatchError
 
 
 def is_number(value: object) -> bool:
-    """Say whether a value is a real number of Python or NumPy; True and False are not.
+    """Say whether a value is a real number of Python or NumPy; True, False and spans of time are not.
 
     >>> is_number(3), is_number(np.float32(0.5)), is_number(True), is_number("3"), is_number(None)
     (True, True, False, False, False)
     """
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool | np.timedelta64)
+
+
+def float_of(number: Any) -> float:
+    """Return a number as a ``float``: infinity if it is beyond every float.
+
+    >>> float_of(3), float_of(-(10**400))
+    (3.0, -inf)
+    """
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def as_whole(name: str, value: Any, *, least: int) -> int:
@@ -72,10 +84,7 @@ def as_number(
         ...
     batchwright.errors.ArgumentError: alpha must be a number above 0 and below 1, got 1.5
     """
-    try:
-        number = float(value) if is_number(value) else math.nan
-    except OverflowError:
-        number = math.inf if value > 0 else -math.inf
+    number = float_of(value) if is_number(value) else math.nan
     is_allowed = math.isfinite(number) or (infinite and not math.isnan(number))
     # Only bounds that were given are compared: infinity is not below an infinity that stands for "no bound".
     exceeds = above == -math.inf or number > above
@@ -162,7 +171,8 @@ def has_size(value: object) -> bool:
     >>> has_size(FixedSize(3)), has_size(np.int64(3)), has_size(np.arange(3)), has_size(3)
     (True, False, False, False)
     """
-    return hasattr(value, "size") and not hasattr(value, "__array__")
+    is_array = hasattr(value, "__array__") and hasattr(value, "shape")
+    return hasattr(value, "size") and not is_array
 
 
 def as_sized(name: str, value: Any) -> HasSize:

@@ -49,7 +49,9 @@ def test_lengths_that_cannot_be_planned_are_refused(lengths, message):
         bw.plan_batches(lengths, BUDGET)
 
 
-@pytest.mark.parametrize("limit", [0, -5, float("nan"), float("inf"), True, "9", None])
+@pytest.mark.parametrize(
+    "limit", [0, -5, float("nan"), float("inf"), pytest.param(10**400, id="huge"), True, "9", None]
+)
 @pytest.mark.parametrize("make", [bw.MaxItems, bw.MaxTokens, lambda limit: bw.MaxCost(np.multiply, limit)])
 def test_a_limit_must_be_a_finite_number_above_zero(make, limit):
     with pytest.raises(BudgetError, match=rf"needs a (whole number|finite limit above 0), got {limit!r}"):

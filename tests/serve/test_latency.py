@@ -160,6 +160,15 @@ def test_numbers_of_numpy_are_learned_and_saved_as_plain_ones():
     assert numpy.to_json() == plain.to_json()
 
 
+def test_a_time_beyond_every_float_is_left_out_and_an_empty_item_is_learned_from():
+    model = LatencyModel()
+    model.observe(1, 8, 10**400)
+    assert model.num_observed == 0
+    for _ in range(3):
+        model.observe(1, 0, 0.5)
+    assert model.num_observed > 0
+
+
 def test_an_impossible_decay_is_refused():
     with pytest.raises(ArgumentError, match="decay"):
         LatencyModel(decay=0)

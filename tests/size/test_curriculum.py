@@ -111,6 +111,7 @@ def test_infinite_scores_are_the_hardest():
         ({"difficulty": [[1, 2]]}, r"got \(1, 2\)"),
         ({"difficulty": [1.0, math.nan]}, "difficulty is NaN at example 1"),
         ({"difficulty": ["easy", "hard"]}, "difficulty must be numbers"),
+        ({"difficulty": [1, 10**400]}, "difficulty must be numbers"),
         ({"start_fraction": 0}, "start_fraction must be a number above 0 and at most 1, got 0"),
         ({"start_fraction": 1.1}, "start_fraction must be a number above 0 and at most 1, got 1.1"),
         ({"full_at": 0}, "full_at must be a number above 0, got 0"),

@@ -47,6 +47,7 @@ def test_a_run_of_this_version_leaves_the_state_that_the_earlier_one_left(saved)
         "NoiseScale(target=2, horizon=50000, num_examples=None)",
         "NoiseScale(target=np.float64(2.0), horizon=np.int64(50000), num_examples=None)",
         "NoiseScale(target=np.float32(2.0), horizon=5e+04, num_examples=None)",
+        "NoiseScale(target=np.longdouble('2.0'), horizon=array(50000), num_examples=None)",
     ],
 )
 def test_the_same_number_may_be_written_in_another_form(text):

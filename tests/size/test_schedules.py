@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from batchwright import size
@@ -278,6 +279,10 @@ def test_nonsense_is_refused_when_the_policy_is_made(make, words):
         (constant(64), "constant(64)"),
         (linear(32, 2.5), "linear(32, 2.5)"),
         (linear(32, 8, per="examples", every=1000), "linear(32, 8, per='examples', every=1000)"),
+        (linear(1, 0, per="examples", every=1), "linear(1, 0, per='examples', every=1)"),
+        (exponential(1, 2, per="examples", every=1), "exponential(1, 2, per='examples', every=1)"),
+        (linear(1, 8, every=10**16), "linear(1, 8, every=10000000000000000)"),
+        (linear(1, 8, per=np.str_("step")), "linear(1, 8, per='step')"),
         (cyclic(exponential(16, 2), 4), "cyclic(exponential(16, 2), 4)"),
         (milestones({0: 64, 5: 128}, per="step"), "milestones({0: 64, 5: 128}, per='step')"),
         (from_lr(halving, start=64), "from_lr(halving, start=64)"),

@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from .._checks import is_number
+from .._checks import float_of, is_number
 from .._types import MAX_INT32, FloatArray, IntArray
 from ..errors import ArgumentError, BudgetError
 
@@ -241,6 +241,7 @@ def _parts(budget: Budget) -> tuple[Budget, ...]:
 
 def as_limit(name: str, limit: Any) -> Any:
     """Return a limit as a plain number above 0: an ``int`` where it is whole by type, else a ``float``."""
-    if not is_number(limit) or not 0 < limit < math.inf:
+    # Compared as floats: a number beyond every float, or too small for one, is no limit to divide by.
+    if not is_number(limit) or not 0 < float_of(limit) < math.inf:
         raise BudgetError(f"{name} needs a finite limit above 0, got {limit!r}")
     return int(limit) if isinstance(limit, Integral) else float(limit)

@@ -10,7 +10,7 @@ from typing import Any, final
 
 import numpy as np
 
-from .._checks import as_number, as_whole, check_same, is_number
+from .._checks import as_number, as_whole, check_same, float_of, is_number
 from .._types import FloatArray
 from ..errors import ArgumentError
 
@@ -147,8 +147,8 @@ class LatencyModel:
         """
         if not is_number(seconds):
             raise ArgumentError(f"seconds must be a number, got {seconds!r}")
-        seconds = float(seconds)
-        num_items, length = as_whole("num_items", num_items, least=1), as_whole("length", length, least=1)
+        seconds = float_of(seconds)
+        num_items, length = as_whole("num_items", num_items, least=1), as_whole("length", length, least=0)
         if not self._learns or not 0 < seconds < math.inf:
             return
         is_new, is_ignored = self._visit(num_items, length, seconds)

@@ -234,7 +234,8 @@ def _with_plain_numbers(text: Any) -> Any:
     """
     if not isinstance(text, str):
         return text
-    text = re.sub(rf"\bnp\.(float16|float32|float64|u?int\d+)\((-?{_NUMBER})\)", _numpy_number, text)
+    kinds = r"np\.float16|np\.float32|np\.float64|np\.longdouble|np\.u?int\d+|array"
+    text = re.sub(rf"\b({kinds})\('?(-?{_NUMBER})'?\)", _numpy_number, text)
     return re.sub(rf"(?<![\w.]){_NUMBER}(?![\w.])", _whole_number, text)
 
 
@@ -243,7 +244,8 @@ _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 
 def _numpy_number(match: re.Match[str]) -> str:
     kind, digits = match.groups()
-    return repr(float(getattr(np, kind)(digits))) if kind.startswith("float") else digits
+    is_float = kind.startswith(("np.float", "np.long"))
+    return repr(float(getattr(np, kind.removeprefix("np."))(digits))) if is_float else digits
 
 
 def _whole_number(match: re.Match[str]) -> str:

@@ -147,7 +147,7 @@ class CurriculumSize(ReasoningPolicy):
 def _as_scores(difficulty: npt.ArrayLike) -> FloatArray:
     try:
         scores = np.array(difficulty, dtype=np.float64)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(f"difficulty must be numbers, one per example: {error}") from error
     if scores.ndim != 1 or len(scores) == 0:
         raise ArgumentError(f"difficulty must be one score per example, shape (N,), got {scores.shape}")

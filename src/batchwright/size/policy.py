@@ -10,6 +10,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from dataclasses import MISSING, Field, fields, is_dataclass
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from .._checks import is_number
@@ -156,11 +157,14 @@ def word(value: Any) -> str:
     ('64', '0.5', "'epoch'", '{0: 64, 10: 256}', 'len')
     """
     if is_number(value):
-        return str(int(value)) if abs(value) < 1e15 and value == int(value) else repr(float(value))
+        is_short = isinstance(value, Integral) or (abs(value) < 1e15 and value == int(value))
+        return str(int(value)) if is_short else repr(float(value))
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):  # a mapping, frozen as pairs
         return "{" + ", ".join(f"{key}: {word(item)}" for key, item in value) + "}"
     if callable(value):
         return getattr(value, "__name__", type(value).__name__)
+    if isinstance(value, str):
+        return repr(str(value))  # NumPy's strings show their type
     return repr(value) if has_text(value) else type(value).__name__
 
 

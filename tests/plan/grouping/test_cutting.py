@@ -74,6 +74,11 @@ def test_a_rest_is_split_into_allowed_sizes(num_items, limit, rounding):
     assert sizes == sorted(sizes, reverse=True)
 
 
+def test_a_multiple_above_every_size_changes_nothing():
+    plans = [bw.plan_batches([3] * 20, bw.MaxItems(7), size_multiple_of=multiple) for multiple in (1, 10**400)]
+    assert list(plans[0]) == list(plans[1])
+
+
 @pytest.mark.parametrize("axes", [1, 2, 3])
 @pytest.mark.parametrize("num_examples", [3, 7, 13, 77])
 def test_what_is_left_at_the_end_keeps_to_the_ladder(num_examples, axes):

@@ -211,6 +211,10 @@ def test_any_iterable_of_texts_is_read(texts):
     assert measure(texts, str.split, batch_size=2).tolist() == [1, 2, 3]
 
 
+def test_a_batch_may_be_larger_than_any_list():
+    assert measure(["a", "b c"], str.split, batch_size=2**63).tolist() == [1, 2]
+
+
 def test_a_stream_is_read_no_further_than_the_batch_at_hand():
     read = []
     stream = (read.append(i) or "a" * i for i in range(1, 10))

@@ -71,7 +71,7 @@ SOURCES = {"plain": lambda: NUMBERS, "stateful": Stateful, "one-shot": lambda: i
 every_source = pytest.mark.parametrize("new_source", SOURCES.values(), ids=SOURCES.keys())
 
 
-@pytest.mark.parametrize("buffer_size", [1, 7, 95, 1000])
+@pytest.mark.parametrize("buffer_size", [1, 7, 95, 1000, 2**63])
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=str)
 def test_the_same_examples_come_out_as_went_in_and_the_budget_is_kept(grouping, buffer_size):
     batches = list(make(grouping=grouping, buffer_size=buffer_size))

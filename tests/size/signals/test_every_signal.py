@@ -114,3 +114,16 @@ def test_settings_are_frozen_and_can_be_compared(policy):
 def test_what_is_exported_is_sorted_and_there():
     assert signals.__all__ == sorted(signals.__all__)
     assert all(callable(getattr(signals, name)) for name in signals.__all__)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "loss_driven(per='examples', every=1)",
+        "entropy_driven(10, smallest=16, largest=512, per='examples', every=1)",
+        "noise_driven(estimator='ratio', per='examples', every=1)",
+        "noise_driven(num_examples=10000000000000000)",
+    ],
+)
+def test_a_policy_is_written_as_the_call_that_makes_it(text):
+    assert repr(eval(f"signals.{text}")) == text

@@ -157,6 +157,8 @@ class Broken:
         ({"world_size": 0}, "world_size must be a whole number of 1 or more, got 0"),
         ({"max_items": 0}, "max_items must be a whole number of 1 or more, got 0"),
         ({"horizon": 0}, "horizon must be a number above 0"),
+        ({"base_size": 10**400}, "base_size must be at most 9007199254740992"),
+        ({"length": 10**30}, "length must be at most 9007199254740992"),
         ({"time_model": Broken()}, "must predict seconds above 0"),
     ],
 )

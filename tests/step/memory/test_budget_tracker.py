@@ -95,7 +95,7 @@ def test_a_peak_that_is_none_is_refused(peak):
 
 @pytest.mark.parametrize("release", [0, 1.5])
 def test_a_release_that_is_no_share_is_refused(release):
-    with pytest.raises(ArgumentError, match="release must be a number above 0 and of at most 1"):
+    with pytest.raises(ArgumentError, match="release must be a number above 0 and at most 1"):
         BudgetTracker(MODEL, release=release)
 
 

@@ -167,7 +167,8 @@ class SizeRounding:
     ladder: SizeLadder | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "multiple_of", as_whole("size_multiple_of", self.multiple_of, least=1))
+        multiple_of = as_whole("size_multiple_of", self.multiple_of, least=1)
+        object.__setattr__(self, "multiple_of", min(multiple_of, 2**63 - 1))  # above every size all are alike
         if self.ladder is not None and self.ladder not in get_args(SizeLadder):
             allowed = ", ".join(map(repr, get_args(SizeLadder)))
             raise ArgumentError(f"size_ladder must be one of None, {allowed}, got {self.ladder!r}")

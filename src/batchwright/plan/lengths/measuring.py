@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -139,7 +140,7 @@ def _read_batches(texts: Iterable[Any], batch_size: int) -> Iterator[TextBatch]:
     """Cut the texts into batches and refuse the first example that is not like the others."""
     examples = iter(texts)
     start = num_sides = 0
-    while chunk := list(islice(examples, batch_size)):
+    while chunk := list(islice(examples, min(batch_size, sys.maxsize))):
         num_sides = num_sides or _num_sides(chunk[0])
         for offset, example in enumerate(chunk):
             if num_sides == 0 or _num_sides(example) != num_sides:

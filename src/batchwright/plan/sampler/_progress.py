@@ -58,11 +58,12 @@ class Cursor:
 
     def receive(self) -> None:
         """Count an item that reached the loop; more of them than batches cannot be placed."""
-        self.num_received = (self.num_received or 0) + 1
-        if self.num_received >= len(self._ends):
+        num_received, num_formed = (self.num_received or 0) + 1, len(self._ends) - 1
+        if num_received > num_formed:
             raise ArgumentError(
-                f"track() counts one item per batch, the loader gave more than the {len(self._ends) - 1} batches formed"
+                f"track() counts one item per batch, the loader gave more than the {num_formed} batches formed"
             )
+        self.num_received = num_received
 
 
 @final

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from inspect import GEN_CLOSED, getgeneratorstate
@@ -165,7 +166,7 @@ class _Reader(Generic[Example]):
         skip = place.num_given
         while True:
             state = place.source if skip else _state_of(self.source)
-            examples = list(islice(stream, self.buffer_size))
+            examples = list(islice(stream, min(self.buffer_size, sys.maxsize)))
             batches = self._plan(examples, place)
             _check_reached(len(batches), skip, place)
             for index in range(skip, len(batches)):
@@ -221,7 +222,7 @@ def _check_reached(num_batches: int, num_given: int, place: _Place) -> None:
 
 
 def _skip(stream: Iterator[Any], num: int) -> None:
-    skipped = sum(1 for _ in islice(stream, num))
+    skipped = sum(1 for _ in islice(stream, min(num, sys.maxsize)))
     if skipped < num:
         raise StateMismatchError(
             f"the stream ended after {skipped} examples, the state was taken after {num}; "

@@ -17,6 +17,7 @@ from ..policy import Answer, Part, Policy, State, ask, hold, options, show, word
 from .noise_scale import HORIZON, ScalePolicy, as_horizon
 
 _NUM_CANDIDATES = 50
+_MOST = 2**53
 
 
 class TimePrediction(Protocol):
@@ -157,15 +158,15 @@ def goodput(
     >>> size  # the candidate nearest to sqrt(400 × 0.1 / 0.001) = 200
     193.0
     """
-    first = as_whole("base_size", base_size, least=1)
-    low = first if smallest is None else as_whole("smallest", smallest, least=1)
-    high = 64 * first if largest is None else as_whole("largest", largest, least=1)
+    first = _as_count("base_size", base_size)
+    low = first if smallest is None else _as_count("smallest", smallest)
+    high = 64 * first if largest is None else _as_count("largest", largest)
     check_order("smallest", low, "largest", high)
     num_candidates = as_whole("num_candidates", num_candidates, least=2)
     steps = np.geomspace(low, high, num_candidates)
     candidates = tuple(sorted(set(np.rint(steps).astype(np.int64).tolist())))
-    most = None if max_items is None else as_whole("max_items", max_items, least=1)
-    time = StepTime(time_model, _lengths(length), as_whole("world_size", world_size, least=1), most)
+    most = None if max_items is None else _as_count("max_items", max_items)
+    time = StepTime(time_model, _lengths(length), _as_count("world_size", world_size), most)
     time.seconds(np.array(candidates, dtype=np.int64))  # a model that cannot predict these fails now, not in training
     gain = as_number("gain", gain, least=1)
     return Goodput(time, first, candidates, as_horizon(horizon), gain, num_candidates)
@@ -175,4 +176,12 @@ def _lengths(length: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ...]
     axes = length if isinstance(length, Sequence) else (length,)
     if not axes:
         raise ArgumentError(f"length must be a whole number, or one per axis, got {length!r}")
-    return tuple(as_whole("length", axis, least=1) for axis in axes)
+    return tuple(_as_count("length", axis) for axis in axes)
+
+
+def _as_count(name: str, value: SupportsIndex) -> int:
+    """Return a whole number of 1 or more that is exact as a ``float`` too."""
+    count = as_whole(name, value, least=1)
+    if count > _MOST:
+        raise ArgumentError(f"{name} must be at most {_MOST}, got {value!r}")
+    return count
