@@ -140,6 +140,11 @@ def test_a_size_just_below_the_one_that_failed_is_not_tried():
     assert [fit.observe(0.9), fit.observe(0.2), fit.observe(0.2)] == [333, 333, 333]  # 999 would fail as 1000 did
 
 
+def test_a_size_well_below_the_one_that_failed_is_tried():
+    fit = FitToMemory(64, initial=5)
+    assert [fit.observe(0.9), fit.observe(0.1), fit.observe(0.1)] == [2, 4, 4]
+
+
 @given(
     constant=st.floats(0, 0.7),
     per_item=st.floats(1e-4, 0.5),

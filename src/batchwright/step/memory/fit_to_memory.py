@@ -13,6 +13,8 @@ from ...errors import ArgumentError
 
 # A size that was too large is tried again after this many observations: what filled the device may be gone.
 FORGET_AFTER = 512
+# Until then a size from this share of it on is taken as too large as well: 999 would only fail as 1000 did.
+BELOW_FAILURE = 0.95
 
 
 @final
@@ -76,9 +78,7 @@ class FitToMemory:
             self._learned = self._learned.fall(new, failed_at=min(ran, size))
         else:
             counted = self._learned.count(forget_after=FORGET_AFTER)
-            # One growth below the failure is as near as a size may come to it; nearer would only fail again.
-            is_near = counted.limit < counted.failed_at < new * self._rule.factor
-            self._learned = counted if is_near else counted.rise(new)
+            self._learned = counted if counted.blocks(new / BELOW_FAILURE) else counted.rise(new)
         return self.size
 
     def num_micro_batches(self, batch_size: int) -> int:
