@@ -6,6 +6,8 @@ A call returns what it made, which must hold no number of NumPy, and what is rea
 import asyncio
 import dataclasses
 import math
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -188,8 +190,23 @@ def lab_plan(num_epochs=4, lr=None, seed=0, tuning_seed=9, rate=0.5):
 def cell_settings(num_epochs=4, lr=0.5, base_size=8):
     options = {"base_size": base_size}
     cell = lab("").Cell(dataset="wine", model="mlp", num_epochs=num_epochs, lr=lr, options=options)
-    made = cell.settings(SimpleNamespace(train=range(142)))
-    return made, made.to_dict()
+    return settings_of(cell.settings(SimpleNamespace(train=range(142))))
+
+
+def settings_of(made):
+    return made, [made.to_dict(), made.decay(900)]
+
+
+def run_settings(share=0.5, **options):
+    sizes = {"num_examples": 1000, "base_size": 8, "min_size": 4, "max_size": 64, **options}
+    return settings_of(lab("strategies").RunSettings(decay_at=(share, 0.75), **sizes))
+
+
+def served_page(port):
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "lab.json").touch()
+        with lab("report").make_server(Path(folder), port=port) as server:
+            return None, server.server_address[0]
 
 
 def loaded(**options):
@@ -231,6 +248,13 @@ SERVING = {
 BATCHER = {**SERVING, "num_workers": whole(1, 3)}
 CLOSING = {"drain": flag(), "timeout_seconds": number(5, 60, or_none=True, refused=[*FINITE_OR_NOT, math.nan])}
 SECONDS = number(0, 50)
+OR_INFINITE = [*FINITE_OR_NOT, None, math.nan]
+FREEDOM = number(0.5, 9, refused=OR_INFINITE)
+RUN_SETTINGS = {
+    **dict.fromkeys(("num_examples", "max_size"), whole(64, 999)), "base_size": whole(8, 32), "min_size": whole(1, 8),
+    "num_evaluations": whole(1, 9), "lr": number(0, 2), "momentum": number(0, 0.75), "decay_factor": number(1, 9),
+    "share": number(0, 0.5),
+}  # fmt: skip
 TERMS = dict.fromkeys(("fixed", "per_item", "square", "longer_square"), number(0, 50))
 FIGURES = dict.fromkeys(
     ("waited_seconds", "deadline_seconds", "predicted_seconds"), number(0, 9, refused=UNCHECKED)
@@ -367,6 +391,7 @@ CALLS = {
         lambda every: (lab("callbacks").StepLogger(SimpleNamespace(log=print), every=every), []),
         {"every": whole(1, 9)},
     ),
+    "lab.report.make_server": (served_page, {"port": whole(0, 0)}),
     "lab.datasets.load": (loaded, {"limit": whole(50, 99, or_none=True), "max_length": whole(1, 99)}),
     "lab.models.make_model": (modelled, {"seed": whole(0, 99)}),
     "lab.statistics.paired_difference": (paired, {"confidence": number(0.5, 0.75), "resolution": SECONDS}),
@@ -380,16 +405,36 @@ CALLS = {
     ),
     "lab.statistics.t_cdf": (
         lambda t=1, freedom=3: (None, lab("statistics").t_cdf(t, freedom)),
-        {"t": number(-9, 9, refused=FINITE_OR_NOT), "freedom": whole(1, 9)},
+        {"t": number(-9, 9, refused=OR_INFINITE), "freedom": FREEDOM},
     ),
     "lab.statistics.t_quantile": (
         lambda probability=0.5, freedom=3: (None, lab("statistics").t_quantile(probability, freedom)),
-        {"probability": number(0.125, 0.875), "freedom": whole(1, 9)},
+        {"probability": number(0.125, 0.875), "freedom": FREEDOM},
     ),
     "lab.strategies.Conditions": (conditions, {"num_train": whole(50, 99), "num_classes": whole(2, 9)}),
     "lab.strategies.Setup": (
         lambda **o: shown(lab("strategies").Setup(**o)),
         {"noise_parts": whole(2, 9, or_none=True), "room": whole(1, 99, or_none=True), "fit_micro_batch": flag()},
+    ),
+    "lab.strategies.RunSettings": (run_settings, RUN_SETTINGS),
+    "lab.strategies.RunSettings.decay": (
+        lambda examples: (None, run_settings()[0].decay(examples)), {"examples": whole(0, 999)},
+    ),
+    "lab.strategies.RunSettings.fit": (
+        lambda num_train=999, num_epochs=4, **o: settings_of(
+            lab("strategies").RunSettings.fit(num_train, num_epochs=num_epochs, **o)
+        ),
+        {"num_train": whole(99, 999), "num_epochs": whole(1, 9), "base_size": whole(8, 16)},
+    ),
+    "lab.strategies.RunSettings.with_lr": (lambda lr: settings_of(run_settings()[0].with_lr(lr)), {"lr": number(0, 2)}),
+    "lab.strategies.RunSettings.check_size_of": (
+        lambda num_train: (None, run_settings()[0].check_size_of(num_train)), {"num_train": whole(999, 9999)},
+    ),
+    "lab.strategies.Strategy": (
+        lambda **o: (
+            (made := lab("strategies").Strategy(name="mine", group="constant", make=print, **o)), made.needs_classes
+        ),
+        {"needs_classes": flag()},
     ),
 }  # fmt: skip
 
@@ -402,11 +447,5 @@ EXCEPTIONS = {
     "Buckets.check_axes": "called by the plan", "Packed.check_axes": "called by the plan",
     "lab.Lab.run": "a run trains a model; tests/lab runs it",
     "lab.callbacks.TensorBoardLogger.log": "called by StepLogger",
-    "lab.strategies.Strategy": "its flag is read by fits", "lab.strategies.Strategy.fits": "called with a Dataset",
-}  # fmt: skip
-# Calls that do not keep plain numbers yet, or do not refuse what is not a number. Remove a name once it does.
-WAITING = {
-    "lab.Cell", "lab.Cell.settings", "lab.LabPlan", "lab.strategies.Conditions", "lab.strategies.Setup",
-    "lab.statistics.paired_difference", "lab.statistics.equivalence", "lab.statistics.examples_to_reach",
-    "lab.statistics.t_cdf", "lab.statistics.t_quantile",
+    "lab.strategies.Strategy.fits": "asks only whether the number is None",
 }  # fmt: skip

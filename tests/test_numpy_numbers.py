@@ -18,13 +18,8 @@ from hypothesis import strategies as st
 import batchwright as bw
 from batchwright import testing
 
-from .numpy_calls import CALLS, EXCEPTIONS, WAITING, learned, regrouped, resized, sampled, streamed
+from .numpy_calls import CALLS, EXCEPTIONS, learned, regrouped, resized, sampled, streamed
 from .test_public_names import load_tool
-
-
-def names_of_calls():
-    marks = {name: pytest.mark.xfail(reason="NumPy's numbers still leak here", run=False) for name in WAITING}
-    return [pytest.param(name, marks=marks.get(name, ())) for name in CALLS]
 
 
 def numpy_kinds(value):
@@ -63,7 +58,7 @@ def text_of(made):
     return None if " at 0x" in repr(made) else repr(made)
 
 
-@pytest.mark.parametrize("name", names_of_calls())
+@pytest.mark.parametrize("name", CALLS)
 @settings(max_examples=4, deadline=None, database=None)
 @given(data=st.data())
 def test_a_call_with_numpy_numbers_is_the_call_with_plain_ones(name, data):
@@ -78,7 +73,7 @@ def test_a_call_with_numpy_numbers_is_the_call_with_plain_ones(name, data):
     assert "np." not in (text_of(made_by_numpy) or "")
 
 
-@pytest.mark.parametrize("name", names_of_calls())
+@pytest.mark.parametrize("name", CALLS)
 def test_what_is_no_number_is_refused_in_words(name):
     call, options = CALLS[name]
     for option, kind in options.items():
@@ -173,7 +168,7 @@ def test_every_public_option_that_takes_a_number_is_tried():
         if name not in EXCEPTIONS and options - set(CALLS.get(name, (None, {}))[1])
     }
     assert missing == {}
-    listed = {*CALLS, *EXCEPTIONS, *WAITING}
+    listed = {*CALLS, *EXCEPTIONS}
     assert {name for name in listed - set(found) if not name.startswith(("lab.", "serve.http."))} == {
         "BatchSizeController"
     }

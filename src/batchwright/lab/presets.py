@@ -11,12 +11,22 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, final
 
+from .._checks import as_whole
 from ..errors import ArgumentError, BatchwrightError
 from ._records import RunRecord, finite, run_id
 from .datasets.dataset import Dataset
 from .strategies.catalogue import get as get_strategy
 from .strategies.catalogue import names as strategy_names
-from .strategies.strategy import BASELINE, OptimizerName, RunSettings, plain
+from .strategies.strategy import (
+    BASELINE,
+    OptimizerName,
+    RunSettings,
+    as_items,
+    as_plain,
+    as_plains,
+    plain,
+    set_fields,
+)
 
 __all__ = ["Cell", "LabPlan", "get", "names"]
 
@@ -51,8 +61,13 @@ class Cell:
     lr: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_epochs", "data", "options", "lr"):
-            object.__setattr__(self, name, plain(getattr(self, name)))
+        set_fields(
+            self,
+            num_epochs=as_whole("num_epochs", self.num_epochs, least=1),
+            data=plain(self.data),
+            options=plain(self.options),
+            lr=None if self.lr is None else as_plain("lr", self.lr, above=0),
+        )
 
     def __str__(self) -> str:
         return f"{self.dataset} · {self.model}"
@@ -91,8 +106,11 @@ class LabPlan:
     grids: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: dict(GRIDS))
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "tuning_seeds", "grids"):
-            object.__setattr__(self, name, plain(getattr(self, name)))
+        for name in ("seeds", "tuning_seeds"):
+            seeds = as_items(name, getattr(self, name))
+            set_fields(self, **{name: tuple(as_whole(name, seed, least=0) for seed in seeds)})
+        grids = {name: as_plains(f"grids[{name!r}]", rates, above=0) for name, rates in self.grids.items()}
+        set_fields(self, grids=grids)
         for what in ("cells", "strategies", "seeds", "tuning_seeds"):
             if not getattr(self, what):
                 raise ArgumentError(f"{what} of a plan must not be empty")

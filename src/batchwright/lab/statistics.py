@@ -9,8 +9,9 @@ from typing import Any, final
 
 import numpy as np
 
-from .._checks import as_number
+from .._checks import as_number, float_of, is_number
 from .._optional import require
+from .._types import FloatArray
 from ..errors import ArgumentError
 
 __all__ = ["PairedDifference", "equivalence", "examples_to_reach", "holm", "paired_difference", "t_cdf", "t_quantile"]
@@ -107,7 +108,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
     """
-    if any(not 0 <= value <= 1 for value in p_values):
+    if not all(is_number(value) and 0 <= value <= 1 for value in p_values):
         raise ArgumentError(f"p-values must be from 0 to 1, got {list(p_values)}")
     order, factors = np.argsort(p_values), np.arange(len(p_values), 0, -1)
     corrected = np.empty(len(p_values))
@@ -128,11 +129,15 @@ def examples_to_reach(curve: Sequence[tuple[float, float]], target: float) -> fl
     >>> examples_to_reach([(0, 0.1), (100, 0.5), (200, 0.9)], 0.7)
     150.0
     """
+    target = as_number("target", target)
     before: tuple[float, float] | None = None
-    for examples, metric in curve:
+    for point in curve:
+        if not all(map(is_number, point)):
+            raise ArgumentError(f"the points of curve must be two numbers, got {point!r}")
+        examples, metric = map(float, point)
         if metric >= target:
             if before is None:
-                return float(examples)
+                return examples
             share = (target - before[1]) / (metric - before[1])
             return before[0] + share * (examples - before[0])
         before = (examples, metric)
@@ -146,7 +151,7 @@ def _summary(values: Sequence[float], baseline: Sequence[float], resolution: flo
         raise ArgumentError(
             f"values and baseline must have the same length, at least 1; got {len(values)} and {len(baseline)}"
         )
-    one, other = np.asarray(values, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
+    one, other = _figures(values), _figures(baseline)
     differences = one - other
     if not np.isfinite(differences).all():
         raise ArgumentError("pairs must be finite numbers; leave out failed runs, on both sides")
@@ -158,6 +163,11 @@ def _summary(values: Sequence[float], baseline: Sequence[float], resolution: flo
         spread, differences = 0.0, differences[:1]
     spread = max(spread, resolution / math.sqrt(6))
     return float(differences.mean()), spread / math.sqrt(freedom + 1), freedom
+
+
+def _figures(values: Sequence[float]) -> FloatArray:
+    """Return results as an array, with NaN for what is not a number."""
+    return np.array([float_of(value) if is_number(value) else math.nan for value in values])
 
 
 def _ratio(top: float, bottom: float) -> float:

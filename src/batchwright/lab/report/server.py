@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar, final
 
+from ..._checks import as_whole
 from ...errors import ArgumentError, BatchwrightError
 from .files import render_csv, render_markdown
 from .folder import PLAN, RUNS, LabFolder, progress_text, read_lab
@@ -82,6 +83,7 @@ def make_server(folder: Path, *, port: int = 0) -> ThreadingHTTPServer:
         folder: the folder of a lab, which may not have begun.
         port: the port; 0 takes any free one.
     """
+    port = as_whole("port", port, least=0)
     if not (folder / RUNS).is_file() and not (folder / PLAN).is_file():
         read_lab(folder)  # says what is missing
     pages = LabPages(folder)

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, final
 
-from ..._checks import as_whole
+from ..._checks import as_flag, as_whole
 from ..._files import make_folder, write_atomic
 from ..._machine import num_cores
 from ..._progress import ProgressBar
@@ -85,8 +85,9 @@ class Lab:
             StateMismatchError: the folder has another plan.
             StoreError: the folder cannot be written, or the disk is full; what was recorded is kept.
         """
-        plan = self._settle(plan)
         workers = num_cores() if num_workers is None else as_whole("num_workers", num_workers, least=0)
+        progress, retry_failed = as_flag("progress", progress), as_flag("retry_failed", retry_failed)
+        plan = self._settle(plan)
         datasets = [load_data(cell.dataset, cell.data) for cell in plan.cells]
         rates = self._tune(plan, datasets, workers, progress)
         jobs = plan_jobs(plan, datasets, rates)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias, final, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import as_number, as_whole, check_choice
+from ..._checks import as_flag, as_number, as_whole, check_choice
 from ...errors import ArgumentError
 from ...size import Curriculum, Policy
 
@@ -63,18 +63,22 @@ class RunSettings:
     num_evaluations: int = 12
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            object.__setattr__(self, item.name, plain(getattr(self, item.name)))
-        as_whole("num_examples", self.num_examples, least=1)
-        as_whole("min_size", self.min_size, least=1)
-        as_whole("base_size", self.base_size, least=self.min_size)
-        as_whole("max_size", self.max_size, least=self.base_size)
-        as_whole("num_evaluations", self.num_evaluations, least=1)
-        as_number("lr", self.lr, above=0)
-        as_number("momentum", self.momentum, least=0, below=1)
-        as_number("decay_factor", self.decay_factor, least=1)
+        min_size = as_whole("min_size", self.min_size, least=1)
+        base_size = as_whole("base_size", self.base_size, least=min_size)
+        set_fields(
+            self,
+            num_examples=as_whole("num_examples", self.num_examples, least=1),
+            base_size=base_size,
+            min_size=min_size,
+            max_size=as_whole("max_size", self.max_size, least=base_size),
+            lr=as_plain("lr", self.lr, above=0),
+            momentum=as_plain("momentum", self.momentum, least=0, below=1),
+            decay_at=as_plains("decay_at", self.decay_at, above=0, below=1),
+            decay_factor=as_plain("decay_factor", self.decay_factor, least=1),
+            num_evaluations=as_whole("num_evaluations", self.num_evaluations, least=1),
+        )
         check_choice("optimizer", self.optimizer, get_args(OptimizerName))
-        if list(self.decay_at) != sorted(self.decay_at) or not all(0 < share < 1 for share in self.decay_at):
+        if list(self.decay_at) != sorted(self.decay_at):
             raise ArgumentError(f"decay_at must be ascending shares above 0 and below 1, got {self.decay_at!r}")
 
     @classmethod
@@ -88,7 +92,8 @@ class RunSettings:
         >>> settings.num_examples, settings.min_size, settings.base_size, settings.max_size
         (14380, 8, 16, 256)
         """
-        base = int(options.pop("base_size", _base_size(num_train)))
+        num_train = as_whole("num_train", num_train, least=1)
+        base = as_whole("base_size", options.pop("base_size", _base_size(num_train)), least=1)
         sizes = {
             "base_size": base,
             "min_size": max(1, base // 2),
@@ -99,11 +104,13 @@ class RunSettings:
 
     def decay(self, examples: int) -> float:
         """Return the factor of a rate that is divided at each milestone, after some number of examples."""
+        examples = as_whole("examples", examples, least=0)
         passed = sum(examples >= round(share * self.num_examples) for share in self.decay_at)
         return self.decay_factor**-passed
 
     def check_size_of(self, num_train: int) -> None:
         """Refuse a largest size that leaves too few updates per epoch."""
+        num_train = as_whole("num_train", num_train, least=0)
         if self.max_size > num_train // MIN_BATCHES:
             raise ArgumentError(
                 f"max_size must be at most a quarter of the {num_train} training examples, "
@@ -143,6 +150,14 @@ class Conditions:
     difficulty: Callable[[], npt.NDArray[np.float64]] | None = None
     schedule: Mapping[int, int] | None = None
 
+    def __post_init__(self) -> None:
+        set_fields(
+            self,
+            num_train=as_whole("num_train", self.num_train, least=1),
+            num_classes=None if self.num_classes is None else as_whole("num_classes", self.num_classes, least=1),
+            schedule=None if self.schedule is None else _plain_schedule(self.schedule),
+        )
+
     @property
     def num_epochs(self) -> int:
         """Return the epochs of a run over all examples, at least 2."""
@@ -177,6 +192,14 @@ class Setup:
     room: int | None = None
     fit_micro_batch: bool = False
 
+    def __post_init__(self) -> None:
+        set_fields(
+            self,
+            noise_parts=None if self.noise_parts is None else as_whole("noise_parts", self.noise_parts, least=1),
+            room=None if self.room is None else as_whole("room", self.room, least=1),
+            fit_micro_batch=as_flag("fit_micro_batch", self.fit_micro_batch),
+        )
+
 
 Make: TypeAlias = Callable[[Conditions], Setup]
 
@@ -209,6 +232,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         check_choice("group", self.group, GROUPS)
+        set_fields(self, needs_classes=as_flag("needs_classes", self.needs_classes))
 
     def fits(self, num_classes: int | None) -> bool:
         """Say whether the strategy can be used with this many classes; None stands for regression."""
@@ -225,6 +249,13 @@ def _power_of_two(number: int) -> int:
     return 1 << (max(1, number).bit_length() - 1)
 
 
+def _plain_schedule(schedule: Mapping[int, int]) -> dict[int, int]:
+    return {
+        as_whole("the examples of schedule", examples, least=0): as_whole("the sizes of schedule", size, least=1)
+        for examples, size in schedule.items()
+    }
+
+
 def plain(value: Any) -> Any:
     """Return settings with plain Python numbers where NumPy's stood: ids of runs are made from their JSON text.
 
@@ -236,3 +267,41 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(plain(item) for item in value)
     return value.item() if isinstance(value, np.generic) else value
+
+
+def as_plain(name: str, value: Any, **bounds: Any) -> float:
+    """Return a finite number as a plain one; an ``int`` stays an ``int``, since 1 and 1.0 give ids of different runs.
+
+    >>> as_plain("lr", np.float32(0.5), above=0), as_plain("lr", np.int64(1), above=0)
+    (0.5, 1)
+    """
+    number = as_number(name, value, **bounds)
+    return int(value) if isinstance(value, int | np.integer) else number
+
+
+def as_plains(name: str, values: Any, **bounds: Any) -> tuple[float, ...]:
+    """Return a list of finite numbers as plain ones.
+
+    >>> as_plains("grids", [np.float32(0.5), 1], above=0)
+    (0.5, 1)
+    """
+    return tuple(as_plain(name, value, **bounds) for value in as_items(name, values))
+
+
+def as_items(name: str, values: Any) -> Iterable[Any]:
+    """Return a list, a tuple or anything else that numbers can be taken from, or refuse it.
+
+    >>> as_items("seeds", 3)
+    Traceback (most recent call last):
+        ...
+    batchwright.errors.ArgumentError: seeds must be a list of numbers, got 3
+    """
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise ArgumentError(f"{name} must be a list of numbers, got {values!r}")
+    return values
+
+
+def set_fields(frozen: Any, **values: Any) -> None:
+    """Set fields of a frozen dataclass while it is made."""
+    for name, value in values.items():
+        object.__setattr__(frozen, name, value)
