@@ -22,7 +22,7 @@ class FitToMemory:
     """A micro-batch size that follows the memory in use; the logical batch stays, and so does the update.
 
     Give it to ``Stepper(micro_batch=...)`` and call ``observe`` with the peak after each step. A size that passed
-    ``high`` is not tried again for ``FORGET_AFTER`` observations, so sizes do not swing.
+    ``high``, or one nearly as large, is not tried again for ``FORGET_AFTER`` observations, so sizes do not swing.
 
     Args:
         max_size: the largest micro-batch.
