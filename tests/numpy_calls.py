@@ -413,7 +413,7 @@ CALLS = {
     ),
     "lab.strategies.Conditions": (
         conditions, {"num_train": whole(50, 99), "num_classes": whole(2, 9, or_none=True),
-                     "examples": whole(1, 99), "batch": whole(8, 16)},
+                     "examples": whole(1, 99, refused=[math.nan, "3", None, 2.5]), "batch": whole(8, 16)},
     ),
     "lab.strategies.Setup": (
         lambda **o: shown(lab("strategies").Setup(**o)),
