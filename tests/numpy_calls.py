@@ -225,10 +225,10 @@ def paired(**options):
     return found, dataclasses.asdict(found)
 
 
-def conditions(num_train=100, num_classes=3):
-    run_settings, _ = cell_settings()
-    made = lab("strategies").Conditions(settings=run_settings, num_train=num_train, num_classes=num_classes)
-    return made, [repr(lab("strategies").get(name).make(made).policy) for name in ("linear", "entropy")]
+def conditions(examples=0, batch=16, **options):
+    given = {"settings": run_settings()[0], "num_train": 100, "num_classes": 3, "schedule": {0: 8, examples: batch}}
+    made = lab("strategies").Conditions(**{**given, **options})
+    return made, [repr(lab("strategies").get(name).make(made).policy) for name in ("linear", "entropy", "replay_noise")]
 
 
 PLANNING = {
@@ -411,7 +411,10 @@ CALLS = {
         lambda probability=0.5, freedom=3: (None, lab("statistics").t_quantile(probability, freedom)),
         {"probability": number(0.125, 0.875), "freedom": FREEDOM},
     ),
-    "lab.strategies.Conditions": (conditions, {"num_train": whole(50, 99), "num_classes": whole(2, 9)}),
+    "lab.strategies.Conditions": (
+        conditions, {"num_train": whole(50, 99), "num_classes": whole(2, 9, or_none=True),
+                     "examples": whole(1, 99, refused=[math.nan, "3", None, 2.5]), "batch": whole(8, 16)},
+    ),
     "lab.strategies.Setup": (
         lambda **o: shown(lab("strategies").Setup(**o)),
         {"noise_parts": whole(2, 9, or_none=True), "room": whole(1, 99, or_none=True), "fit_micro_batch": flag()},

@@ -181,6 +181,11 @@ def test_a_plan_survives_json():
         ({"strategies": ("constant", "replay_noise")}, "need noise as well"),
         ({"strategies": ("constant", "constant")}, "constant more than once"),
         ({"seeds": ()}, "seeds of a plan must not be empty"),
+        ({"seeds": 3}, "seeds must be a list of numbers, got 3"),
+        ({"seeds": "3"}, "seeds must be a list of numbers, got '3'"),
+        ({"tuning_seeds": (1.5,)}, "tuning_seeds must be a whole number of 0 or more, got 1.5"),
+        ({"grids": {"sgd": 0.1}}, r"grids\['sgd'\] must be a list of numbers, got 0.1"),
+        ({"grids": {"sgd": (0,)}}, r"grids\['sgd'\] must be a number above 0, got 0"),
         ({"seeds": (0, 1000)}, "seeds and tuning_seeds must differ"),
         ({"strategies": ("constant", "magic")}, "no strategy 'magic'"),
     ],
@@ -450,6 +455,19 @@ def test_a_baseline_that_never_ends_well_is_an_error():
 
 
 # --- numbers of NumPy
+
+
+def test_whole_rates_keep_the_ids_of_their_runs():
+    cell = Cell(dataset="wine", model="logistic", num_epochs=2, lr=1, options={"momentum": 0})
+    settings = cell.settings(load("wine"))
+    assert json.dumps([settings.lr, settings.momentum, cell.lr]) == "[1, 0, 1]"
+
+
+@pytest.mark.parametrize("name", ["progress", "retry_failed", "num_workers"])
+def test_a_lab_refuses_what_is_not_a_flag_or_a_number_before_it_begins(tmp_path, name):
+    with pytest.raises(ArgumentError, match=f"{name} must be .*, got 'yes'"):
+        Lab(tmp_path / "lab").run(plan(), **{name: "yes"})
+    assert not (tmp_path / "lab").exists()
 
 
 def test_numbers_of_numpy_make_the_same_runs_as_plain_ones():

@@ -210,6 +210,8 @@ def test_a_strategy_of_an_unknown_group_is_refused():
         {"momentum": 1.0},
         {"decay_at": (0.75, 0.5)},
         {"decay_at": (1.0,)},
+        {"decay_at": 0.5},
+        {"decay_at": ("0.5",)},
         {"decay_factor": 0.5},
     ],
 )
