@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -26,6 +26,15 @@ def is_number(value: object) -> bool:
     (True, True, False, False, False)
     """
     return isinstance(value, Real) and not isinstance(value, bool | np.timedelta64)
+
+
+def is_whole(value: object) -> bool:
+    """Say whether a value is a whole number of Python or NumPy by its type; 3.0 is not.
+
+    >>> is_whole(3), is_whole(np.uint8(3)), is_whole(3.0), is_whole(True)
+    (True, True, False, False)
+    """
+    return is_number(value) and isinstance(value, Integral)
 
 
 def float_of(number: Any) -> float:
@@ -91,6 +100,16 @@ def as_number(
     if is_allowed and least <= number <= most and exceeds and (below == math.inf or number < below):
         return number
     raise ArgumentError(f"{name} must be a number{_bounds(least, above, most, below)}, got {value!r}")
+
+
+def as_plain(name: str, value: Any, **bounds: Any) -> float:
+    """Return a number as ``as_number`` does, but a whole number as an ``int``: its text and its JSON stay the same.
+
+    >>> as_plain("lr", np.float32(0.5), above=0), as_plain("lr", np.int64(1), above=0)
+    (0.5, 1)
+    """
+    number = as_number(name, value, **bounds)
+    return int(value) if is_whole(value) else number
 
 
 def as_flag(name: str, value: object) -> bool:

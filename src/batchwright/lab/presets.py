@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, final
 
-from .._checks import as_whole
+from .._checks import as_plain, as_whole
 from ..errors import ArgumentError, BatchwrightError
 from ._records import RunRecord, finite, run_id
 from .datasets.dataset import Dataset
@@ -22,7 +22,6 @@ from .strategies.strategy import (
     OptimizerName,
     RunSettings,
     as_items,
-    as_plain,
     as_plains,
     plain,
     set_fields,

@@ -6,13 +6,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from .._checks import float_of, is_number
+from .._checks import float_of, is_number, is_whole
 from .._types import MAX_INT32, FloatArray, IntArray
 from ..errors import ArgumentError, BudgetError
 
@@ -59,7 +58,7 @@ class _Counted(Budget):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if not isinstance(self.limit, Integral) or isinstance(self.limit, bool):
+        if not is_whole(self.limit):
             raise BudgetError(f"{name} needs a whole number, got {self.limit!r}")
         object.__setattr__(self, "limit", as_limit(name, self.limit))
 
@@ -209,8 +208,7 @@ def check_budget(budget: Budget) -> Budget:
     """Return the budget, or say what a budget is."""
     if isinstance(budget, Budget):
         return budget
-    is_count = isinstance(budget, Integral) and not isinstance(budget, bool)
-    hint = f"; write MaxItems({budget}) or MaxTokens({budget})" if is_count else ""
+    hint = f"; write MaxItems({budget}) or MaxTokens({budget})" if is_whole(budget) else ""
     raise ArgumentError(f"budget must be a Budget such as MaxTokens(8192), got {budget!r}{hint}")
 
 
@@ -244,4 +242,4 @@ def as_limit(name: str, limit: Any) -> Any:
     # Compared as floats: a number beyond every float, or too small for one, is no limit to divide by.
     if not is_number(limit) or not 0 < float_of(limit) < math.inf:
         raise BudgetError(f"{name} needs a finite limit above 0, got {limit!r}")
-    return int(limit) if isinstance(limit, Integral) else float(limit)
+    return int(limit) if is_whole(limit) else float(limit)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from numbers import Integral
-from typing import Any, final
+from typing import final
 
-from .._checks import as_number, as_whole
+from .._checks import as_number, as_plain, as_whole
 from ..errors import ArgumentError
 
 
@@ -62,7 +61,7 @@ class FakeMemory:
 
     def run_batch(self, *shape: int) -> None:
         """Take the memory of a batch and give it back, or raise ``MemoryError`` where it is not free."""
-        shape = tuple(_as_plain(number) for number in shape)
+        shape = tuple(as_plain("a number in the shape", number, least=0) for number in shape)
         needed = round(as_number("the result of bytes_of", self._bytes_of(*shape), least=0))
         free = self.total_bytes - self._used_bytes
         if needed > free:
@@ -91,12 +90,6 @@ class FakeClock:
     def advance(self, seconds: float) -> None:
         """Let time pass; it never goes back."""
         self._now_seconds += as_number("seconds", seconds, least=0)
-
-
-def _as_plain(number: Any) -> Any:
-    """Return a number of a shape as Python's own; a test may pass sums of lengths as floats."""
-    plain = as_number("a number in the shape", number, least=0)
-    return int(number) if isinstance(number, Integral) else plain
 
 
 def _num_elements(*shape: int) -> int:

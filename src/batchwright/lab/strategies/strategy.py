@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, final, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import as_flag, as_number, as_whole, check_choice
+from ..._checks import as_flag, as_plain, as_whole, check_choice
 from ...errors import ArgumentError
 from ...size import Curriculum, Policy
 
@@ -267,16 +267,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(plain(item) for item in value)
     return value.item() if isinstance(value, np.generic) else value
-
-
-def as_plain(name: str, value: Any, **bounds: Any) -> float:
-    """Return a finite number as a plain one; an ``int`` stays an ``int``, since 1 and 1.0 give ids of different runs.
-
-    >>> as_plain("lr", np.float32(0.5), above=0), as_plain("lr", np.int64(1), above=0)
-    (0.5, 1)
-    """
-    number = as_number(name, value, **bounds)
-    return int(value) if isinstance(value, int | np.integer) else number
 
 
 def as_plains(name: str, values: Any, **bounds: Any) -> tuple[float, ...]:

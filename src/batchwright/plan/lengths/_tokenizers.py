@@ -9,7 +9,6 @@ import copy
 import functools
 import inspect
 import json
-import numbers
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, final
 
+from ..._checks import is_whole
 from ...errors import ArgumentError, LengthsError
 
 # How far a description follows closures and attributes: a tokenizer in a partial in a closure is found.
@@ -176,7 +176,7 @@ def _slow_state(tokenizer: Any) -> list[Any]:
 
 def _as_length(result: Any, text: str) -> int:
     """Read a function's result as a length; what would only look like one is refused."""
-    if isinstance(result, numbers.Integral) and not isinstance(result, bool) and int(result) >= 0:
+    if is_whole(result) and int(result) >= 0:
         return int(result)
     # len() of a mapping counts its keys, and len() of a tensor with a batch axis is 1.
     is_sequence = hasattr(result, "__len__") and not isinstance(result, Mapping)
