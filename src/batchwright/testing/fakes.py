@@ -61,12 +61,12 @@ class FakeMemory:
 
     def run_batch(self, *shape: int) -> None:
         """Take the memory of a batch and give it back, or raise ``MemoryError`` where it is not free."""
-        shape = tuple(as_plain("a number in the shape", number, least=0) for number in shape)
-        needed = round(as_number("the result of bytes_of", self._bytes_of(*shape), least=0))
+        plain = tuple(as_plain("a number in the shape", number, least=0) for number in shape)
+        needed = round(as_number("the result of bytes_of", self._bytes_of(*plain), least=0))
         free = self.total_bytes - self._used_bytes
         if needed > free:
             self._peak_bytes = self.total_bytes  # a device is full when it runs out
-            raise MemoryError(f"a batch of shape {shape} takes {needed} bytes; {free} of {self.total_bytes} are free")
+            raise MemoryError(f"a batch of shape {plain} takes {needed} bytes; {free} of {self.total_bytes} are free")
         self._peak_bytes = max(self._peak_bytes, self._used_bytes + needed)
 
 
