@@ -92,5 +92,5 @@ class FakeClock:
         self._now_seconds += as_number("seconds", seconds, least=0)
 
 
-def _num_elements(*shape: int) -> int:
+def _num_elements(*shape: float) -> float:
     return math.prod(shape)
