@@ -19,8 +19,8 @@ from .._ranks import Ranks
 from .._tree import leaves
 from ..errors import ArgumentError
 from ..step.huggingface import IGNORED, LossReading, read_loss, usual_reading
+from ..step.memory.fit_to_memory import MicroLimit
 from ..step.oom import (
-    MicroLimit,
     Snapshot,
     add_back,
     devices_of,

@@ -22,8 +22,9 @@ from ..plan import Budget, MaxItems
 from ..size.learning_rate import Rule, get_rule
 from .losses import LossFunction, needs_whole_batch
 from .memory.budget_tracker import Feedback
+from .memory.fit_to_memory import MicroLimit
 from .noise import GradientNorms
-from .oom import Buffers, MicroLimit, Snapshot, devices_of, drop_gradients, free_memory, is_out_of_memory
+from .oom import Buffers, Snapshot, devices_of, drop_gradients, free_memory, is_out_of_memory
 from .report import MicroSums, Pending, Totals
 from .splitting import ExampleBatch, LogicalBatch, Part, TensorBatch, cost_of, split
 

@@ -15,12 +15,14 @@ from ..errors import ArgumentError
 from ..plan import Budget
 from ..size.learning_rate import Rule, adascale, get_rule, scaled_lr
 from ..size.noise import NoiseAverage
+from ._optimizers import allocate_state, apply_update
 from ._runner import Runner, Settings
 from .losses import LossFunction
 from .memory.budget_tracker import Feedback
+from .memory.fit_to_memory import MicroLimit
 from .memory.monitor import MemoryMonitor
 from .noise import NoiseMeter
-from .oom import MicroLimit, add_back, allocate_state, apply_update, drop_gradients, present, set_aside
+from .oom import add_back, drop_gradients, present, set_aside
 from .report import Pending, StepReport, Summary, check_weight
 from .splitting import LogicalBatch
 

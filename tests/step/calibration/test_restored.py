@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from batchwright.errors import ArgumentError
+from batchwright.step._optimizers import step_of_zeros
 from batchwright.step.calibration.running import restored
-from batchwright.step.oom import step_of_zeros
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),

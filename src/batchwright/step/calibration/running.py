@@ -21,8 +21,9 @@ from ..._lengths import as_shapes
 from ..._progress import ProgressBar
 from ...errors import ArgumentError, BudgetError, DoesNotFitError
 from ...plan.budget import as_limit
+from .._optimizers import step_of_zeros
 from ..memory.monitor import MemoryMonitor
-from ..oom import Snapshot, devices_of, drop_gradients, free_memory, is_out_of_memory, step_of_zeros
+from ..oom import Snapshot, devices_of, drop_gradients, free_memory, is_out_of_memory
 from .result import Calibration, Measurement, Shape
 from .shapes import Explore, Strategy, in_turn
 

@@ -1,10 +1,10 @@
-"""FitToMemory: the size of micro-batches follows the memory in use."""
+"""How large a micro-batch may be: a size that follows the memory in use, and a limit learned from what failed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from ..._ceiling import Ceiling
@@ -15,6 +15,10 @@ from ...errors import ArgumentError
 FORGET_AFTER = 512
 # Until then a size from this share of it on is taken as too large as well: 999 would only fail as 1000 did.
 BELOW_FAILURE = 0.95
+
+# After this many clean steps the limit rises by a tenth, at most to just below the last failure.
+CLEAN_STEPS = 16
+GROWTH = 1.1
 
 
 @final
@@ -167,3 +171,56 @@ class MemoryRule:
     def clamp(self, size: int) -> int:
         """Return the size within ``min_size`` and ``max_size``."""
         return max(self.min_size, min(size, self.max_size))
+
+
+@final
+@dataclass(frozen=True)
+class MicroLimit:
+    """The largest cost of a micro-batch that is believed to fit; a value, replaced and never changed.
+
+    The cost is in the unit of the splitter: items, tokens, or a share of a budget. A failure halves the ceiling, every
+    ``CLEAN_STEPS`` clean steps raise it by a tenth.
+
+    Attributes:
+        learned: the ceiling, the least cost that ran out of memory and is not forgotten, and the steps near the ceiling
+            since its last change.
+    """
+
+    learned: Ceiling = field(default_factory=Ceiling)
+
+    @property
+    def ceiling(self) -> float:
+        """Return the most that a micro-batch may cost."""
+        return self.learned.limit
+
+    def after_failure(self, cost: float) -> MicroLimit:
+        """Return the limit after a micro-batch of this cost ran out of memory."""
+        half = min(self.ceiling, cost) / 2
+        return MicroLimit(self.learned.fall(half, failed_at=min(cost, self.learned.failed_at)))
+
+    def after_success(self, largest: float) -> MicroLimit:
+        """Return the limit after a step whose largest micro-batch had this cost.
+
+        >>> limit = MicroLimit().after_failure(64)
+        >>> for _ in range(CLEAN_STEPS):
+        ...     limit = limit.after_success(32)
+        >>> limit.ceiling
+        35.2
+        """
+        if largest < self.ceiling / GROWTH:
+            return self  # the step did not come near the ceiling, so nothing was learned
+        counted = self.learned.count(forget_after=FORGET_AFTER)
+        if counted.num_clean % CLEAN_STEPS == 0:
+            counted = counted.rise(self.ceiling * GROWTH, share=BELOW_FAILURE, recount=True)
+        return MicroLimit(counted)
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the limit as JSON values; infinity is None."""
+        values = {"ceiling": self.ceiling, "failed_at": self.learned.failed_at, "num_clean": self.learned.num_clean}
+        return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> MicroLimit:
+        """Return the limit of a saved state."""
+        ceiling, failed_at = (math.inf if state[name] is None else state[name] for name in ("ceiling", "failed_at"))
+        return MicroLimit(Ceiling(ceiling, failed_at, state["num_clean"]))
