@@ -129,7 +129,9 @@ def _is_untouched(optimizer: Any) -> bool:
 
     Fused kernels count no versions of what they write, so nothing is known about them.
     """
-    values = [value for state in getattr(optimizer, "state", {}).values() for value in state.values()]
+    values: list[Any] = []
+    for state in getattr(optimizer, "state", {}).values():
+        values += state.values() if isinstance(state, dict) else [state]
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     return not is_fused and not any(value._version if isinstance(value, Tensor) else value for value in values)
 
@@ -142,7 +144,7 @@ def allocate_state(optimizer: Any) -> None:
     it, and the first update makes it anew. Nothing happens if the optimizer has state already.
     """
     inner = innermost(optimizer)
-    if any(inner.state.values()):
+    if _has_state(inner):
         return
     parameters = optimizer_parameters(inner)
     held = set_aside(parameters)
@@ -170,7 +172,7 @@ def step_of_zeros(optimizer: Any) -> None:
     The gradients remain, and so does the state, which is that after one step: put both back afterwards.
     """
     inner = innermost(optimizer)
-    if any(inner.state.values()):
+    if _has_state(inner):
         _set_zero_gradients(inner)
     else:
         inner.state.update(first_state(inner))
@@ -241,9 +243,15 @@ def _set_zero_gradients(optimizer: Any) -> None:
         if parameter.grad is not None:
             parameter.grad = parameter.grad.zero_()
         elif is_sparse:
-            parameter.grad = torch.sparse_coo_tensor(size=parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            like = {"dtype": parameter.dtype, "device": parameter.device}
+            parameter.grad = torch.sparse_coo_tensor(size=parameter.shape, check_invariants=True, **like)
         else:
             parameter.grad = torch.zeros_like(parameter)
+
+
+def _has_state(optimizer: Any) -> bool:
+    # A look at optimizer.state[parameter] leaves an empty dictionary there.
+    return any(state for state in optimizer.state.values() if isinstance(state, dict))
 
 
 def _needs_closure(optimizer: Any) -> bool:
