@@ -43,6 +43,8 @@ ADDED = {
     "batchwright.lab.report.make_server",
     "batchwright.lab.strategies.BASELINE",
     "batchwright.lab.strategies.RunSettings",
+    "batchwright.size.learning_rate.current_lr",
+    "batchwright.size.learning_rate.innermost",
     "batchwright.size.learning_rate.scaled_lr",
     "batchwright.step.split_by_budget",
 }

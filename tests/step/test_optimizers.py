@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR, SequentialLR, StepLR
-
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from batchwright.errors import ArgumentError, UpdateMemoryError
@@ -128,8 +127,8 @@ def assert_equal_to_the_bit(plain, warm):
 
 @pytest.mark.parametrize(("kind", "options"), list(variants()))
 def test_training_after_a_warm_up_is_the_same_to_the_bit(kind, options):
-    # Before, relative errors of the parameters after three steps: ASGD 4.3e-2, NAdam 9.5e-2, Rprop 8.7e-2,
-    # SGD with dampening 4.1e-2.
+    # Before, relative errors of the parameters after three steps at a rate of 0.05: ASGD 5.3e-2, NAdam 2.9e-2,
+    # Rprop 1.5e-1, SGD with a dampening of 0.5 7.9e-2; SparseAdam raised.
     flags = {"is_sparse": kind is torch.optim.SparseAdam, "differentiable": options.get("differentiable", False)}
     plain, warm, _ = histories(lambda groups: kind(groups, **options), **flags)
     assert_equal_to_the_bit(plain, warm)
@@ -160,7 +159,8 @@ def test_every_class_of_schedulefree_is_tried_or_refused():
 
 @pytest.mark.parametrize("make", FREE.values(), ids=FREE)
 def test_training_without_a_schedule_after_a_warm_up_is_the_same_to_the_bit(make):
-    # Before: 0.93 for AdamWScheduleFree, because z started at zero instead of at the parameters.
+    # Before: 1.08 for AdamWScheduleFree and 1.06 for SGDScheduleFree, because z started at zero instead of at the
+    # parameters; the wrappers raised ZeroDivisionError.
     def in_training(groups):
         optimizer = make(groups)
         optimizer.train()
@@ -330,7 +330,7 @@ class Hungry(torch.optim.SGD):
 def test_a_warm_up_that_runs_out_of_memory_changes_nothing():
     parameters = make_parameters()
     before = [parameter.detach().clone() for parameter in parameters]
-    with pytest.raises(UpdateMemoryError, match="does not fit in memory.*nothing has changed") as caught:
+    with pytest.raises(UpdateMemoryError, match=r"does not fit in memory.*nothing has changed") as caught:
         allocate_state(Hungry(parameters))
     assert caught.value.can_retry
     assert all(torch.equal(a, b) for a, b in zip(parameters, before, strict=True))

@@ -80,8 +80,10 @@ def current_lr(optimizer: Any) -> float | None:
     """Return the learning rate of the first group, None if it has none.
 
     >>> from types import SimpleNamespace
-    >>> current_lr(SimpleNamespace(param_groups=[{"lr": 0.5}])), current_lr(SimpleNamespace(param_groups=[{"lr": None}]))
-    (0.5, None)
+    >>> current_lr(SimpleNamespace(param_groups=[{"lr": 0.5}]))
+    0.5
+    >>> current_lr(SimpleNamespace(param_groups=[{"lr": None}])) is None
+    True
     """
     rate = optimizer.param_groups[0].get("lr")
     return None if rate is None else float(rate)
