@@ -171,6 +171,24 @@ def test_training_without_a_schedule_after_a_warm_up_is_the_same_to_the_bit(make
     assert {group["k"] for group in optimizer.param_groups} == {4}
 
 
+def test_training_with_a_rate_of_none_after_a_warm_up_is_the_same_to_the_bit():
+    transformers = pytest.importorskip("transformers")
+
+    def adafactor(groups):
+        return transformers.Adafactor([{"params": group["params"]} for group in groups])
+
+    results = []
+    for is_warm in (False, True):
+        parameters = make_parameters()
+        optimizer = adafactor(make_groups(parameters))
+        if is_warm:
+            allocate_state(optimizer)
+        for number in range(3):
+            real_step(optimizer, parameters, number)
+        results.append(parameters)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 SCHEDULES = {
     "exponential": lambda optimizer: ExponentialLR(optimizer, 0.5),
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),

@@ -252,7 +252,7 @@ def _set_zero_gradients(optimizer: Any) -> None:
         if parameter.grad is not None:
             parameter.grad = parameter.grad.zero_()
         elif is_sparse:
-            like = {"dtype": parameter.dtype, "device": parameter.device}
+            like: dict[str, Any] = {"dtype": parameter.dtype, "device": parameter.device}
             parameter.grad = torch.sparse_coo_tensor(size=parameter.shape, check_invariants=True, **like)
         else:
             parameter.grad = torch.zeros_like(parameter)
