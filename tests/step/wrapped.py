@@ -94,7 +94,9 @@ def compiled_ddp(rank, world_size):
 
 def hidden_wrappers(rank, world_size):
     inside = nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 1))
-    refused(lambda: Stepper(inside, sgd(inside.parameters()), loss_fn), "DistributedDataParallel lies inside the model (0)")
+    refused(
+        lambda: Stepper(inside, sgd(inside.parameters()), loss_fn), "DistributedDataParallel lies inside the model (0)"
+    )
     old = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
     refused(lambda: Stepper(old, sgd(old.parameters()), loss_fn), "FullyShardedDataParallel lies inside the model")
 
