@@ -6,6 +6,7 @@ import warnings
 
 import lightning.pytorch as pl
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
@@ -73,8 +74,8 @@ def make_resizable():
     return ResizableBatchSampler(61, controller)
 
 
-def fit(make_sampler, *callbacks, num_ooms=0, ckpt_path=None):
-    model, batching = Model(num_ooms), AdaptiveBatching()
+def fit(make_sampler, *callbacks, model=None, num_ooms=0, ckpt_path=None):
+    model, batching = model or Model(num_ooms), AdaptiveBatching()
     trainer = pl.Trainer(
         max_epochs=2, accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, log_every_n_steps=1,
@@ -128,6 +129,19 @@ def check(make_sampler, path, rank, world_size):
     return steps
 
 
+def check_failure(rank, world_size):
+    """An error on the last rank ends training on all of them; before, the others waited for it for ever."""
+
+    class Failing(Model):
+        def loss_sums(self, batch):
+            if rank == world_size - 1 and self.trainer.global_step == 2:
+                raise ZeroDivisionError("only here")
+            return super().loss_sums(batch)
+
+    with pytest.raises(ZeroDivisionError, match="only here"):
+        fit(make_planned, model=Failing())
+
+
 def main(rank, world_size, folder):
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -137,6 +151,7 @@ def main(rank, world_size, folder):
     assert len(steps) == 13, "six updates in the first epoch, seven in the second"
     steps = check(make_resizable, f"{folder}/resizable.ckpt", rank, world_size)
     assert len({sum(map(len, step)) for step in steps}) > 2, "sizes change"
+    check_failure(rank, world_size)
     leave_group()
 
 
