@@ -16,10 +16,9 @@ from ..plan import Budget
 from ..size.learning_rate import Rule, adascale, current_lr, get_rule, scaled_lr
 from ..size.noise import NoiseAverage
 from ._gathering import Gatherer
-from ._gradients import Existing, clip
-from ._optimizers import allocate_state, apply_update, check_optimizer
+from ._gradients import Existing, Trained, attempt, clip
+from ._optimizers import allocate_state, apply_update, check_optimizer, take_over
 from ._settings import Settings
-from ._trained import Trained, attempt
 from .losses import LossFunction
 from .memory.budget_tracker import Feedback
 from .memory.fit_to_memory import MicroLimit
@@ -193,7 +192,7 @@ class Stepper:
         _, error = attempt(apply)
         if self._ranks.world_size > 1:
             try:
-                self._trained.take_over(error, scaler, self._device)
+                take_over(self._ranks, self._optimizer, self._trained.parameters, scaler, error, self._device)
             except Exception:
                 self._end()
                 raise
