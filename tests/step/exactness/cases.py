@@ -24,9 +24,7 @@ class Case:
     dtype: str = "float64"
     structure: str = "tuple"
     sizes: tuple[int, ...] = (5,)  # one logical batch per accumulate
-    weights: str = (
-        "count"  # "weighted" and "tokens" may be zero; "mean" is a user's masked mean, NaN where all is masked
-    )
+    weights: str = "count"  # "weighted" and "tokens" may be zero; "mean" is a masked mean, NaN where all is masked
     form: str = "float"  # of the weight that the loss returns
     weight_of: bool = False
     total_weight: bool = False
@@ -35,8 +33,8 @@ class Case:
     existing: str = "none"  # gradients there before: "none", "zeros", "clear", "add"
     clip: bool = False
     wrapper: str = "none"
-    optimizer: str = "SGD"
     options: int = 0
+    optimizer: str = "SGD"
     warm_up: bool = False
     oom: str = "none"  # "forward", "backward"
     oom_call: int = 0  # the accumulate it happens in
@@ -130,15 +128,21 @@ def can_train(model, dtype, name, options):
 def simplest(case, fails):
     """Return the plainest case near this one that still fails: every setting goes back to its default if it can."""
     for field in fields(case):
-        plainer = replace(case, **{field.name: field.default})
-        if plainer != case and _is_possible(plainer) and fails(plainer):
-            case = plainer
+        plainer = [field.default]
+        if field.name == "sizes":
+            plainer += [(3,) * num for num in range(1, len(case.sizes) + 1)]
+        for value in plainer:
+            other = replace(case, **{field.name: value})
+            if other != case and _is_possible(other) and fails(other):
+                case = other
+                break
     return case
 
 
 def _is_possible(case):
     return (
-        can_train(case.model, case.dtype, case.optimizer, case.options)
+        case.options < len(OPTIMIZERS[case.optimizer])
+        and can_train(case.model, case.dtype, case.optimizer, case.options)
         and case.oom_call < len(case.sizes)
         and not (case.trim and case.structure != "dict")
         and not (case.step and len(case.sizes) > 1)
