@@ -180,7 +180,10 @@ class Rank:
         dist.all_gather_object(everyone, mine, group=self.checks)
         self.model.table = torch.zeros(4, dtype=torch.float64)  # a user's repair of what "buffer" did
         where = f"step {step} ({name}, {num_calls} batches): {everyone}"
-        succeeded = self.check_outcome(everyone, _total_weight(step, num_calls, everyone), where)
+        shares = _shares(step, num_calls, everyone)
+        succeeded = self.check_outcome(everyone, sum(float(share["w"].sum()) for _, share in shares), where)
+        if succeeded:
+            _check_metrics(dict(_figures(report)[-1]), shares, where)
         self.counts["succeeded" if succeeded else "raised"] += 1
         self.check_parameters(step, num_calls, everyone, succeeded, where)
 
@@ -245,12 +248,10 @@ class Rank:
     def step_of_twin(self, step, num_calls, everyone):
         self.twin_optimizer.zero_grad()
         weight = 0.0
-        for rank, (event, place, *_) in enumerate(everyone):
-            for call in range(num_calls):
-                share = changed_share(make_share(step, rank, call), event if call == place else "none")
-                for x, y, w in zip(*share.values(), strict=True):
-                    ((self.twin(x[None])[0] - y).square() * w).backward()
-                    weight += float(w)
+        for _, share in _shares(step, num_calls, everyone):
+            for x, y, w in zip(*share.values(), strict=True):
+                ((self.twin(x[None])[0] - y).square() * w).backward()
+                weight += float(w)
         gradients = [parameter.grad for parameter in self.twin.parameters()]
         torch._foreach_div_(gradients, weight)
         norm = float(torch.cat([gradient.flatten() for gradient in gradients]).norm())
@@ -262,14 +263,28 @@ class Rank:
         self.twin_optimizer.load_state_dict(self.optimizer.state_dict())
 
 
-def _total_weight(step, num_calls, everyone):
-    """Return the weight of all examples that the ranks handed over."""
-    shares = [
-        changed_share(make_share(step, rank, call), event if call == place else "none")
+def _shares(step, num_calls, everyone):
+    """Return the batches that all ranks handed over, each with what was the matter with it."""
+    return [
+        (
+            event if call == place else "none",
+            changed_share(make_share(step, rank, call), event if call == place else "none"),
+        )
         for rank, (event, place, *_) in enumerate(everyone)
         for call in range(num_calls)
     ]
-    return sum(float(share["w"].sum()) for share in shares)
+
+
+def _check_metrics(found, shares, where):
+    """Check that a metric holds the sums of those ranks that gave it, over their weight or over all weight."""
+    total = sum(float(share["w"].sum()) for _, share in shares)
+    for name, scale, kinds in (("a", 10, ("one metric", "other metric")), ("b", 1000, ("other metric",))):
+        given = [share for event, share in shares if (event in kinds) == (name == "b")]
+        weight = sum(float(share["w"].sum()) for share in given)
+        assert (name in found) <= bool(given), f"nobody gave {name}, {where}"
+        if name in found and weight:
+            allowed = (scale, scale * weight / total)
+            assert any(math.isclose(found[name], value) for value in allowed), f"{name} is none of {allowed}, {where}"
 
 
 def _figures(report):
