@@ -67,7 +67,7 @@ class Sparse(nn.Module):
         self.head = nn.Linear(4, 1) if head else None
 
     def forward(self, x, tokens):
-        rows = torch.tanh(self.table(tokens)).sum(1)
+        rows = (torch.tanh(self.table(tokens)) * (tokens > 0)[..., None]).sum(1)
         return rows.sum(1) if self.head is None else self.head(rows)[:, 0]
 
 
