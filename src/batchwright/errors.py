@@ -11,6 +11,7 @@
     ├── StateMismatchError       (ValueError)   a saved state belongs to other data or settings
     ├── DoesNotFitError          (RuntimeError) one example runs out of memory by itself
     ├── UpdateMemoryError        (RuntimeError) the optimizer ran out of memory; its update may be half done
+    ├── RankError                (RuntimeError) another rank failed, so this one stopped with it
     ├── Closed                   (RuntimeError) a batcher takes no more requests
     ├── QueueFull                (RuntimeError) as many requests wait as are allowed
     ├── ResultError              (RuntimeError) a batched function did not return one result per item
@@ -34,6 +35,7 @@ __all__ = [
     "MissingDependencyError",
     "MissingSignalError",
     "QueueFull",
+    "RankError",
     "ResultError",
     "StateMismatchError",
     "StoreError",
@@ -72,6 +74,10 @@ class DoesNotFitError(BatchwrightError, RuntimeError):
 
 class UpdateMemoryError(BatchwrightError, RuntimeError):
     """The optimizer ran out of memory in its step; the message says whether parameters have changed."""
+
+
+class RankError(BatchwrightError, RuntimeError):
+    """Another rank failed with an error of its own class; the message gives the rank, the class and the text."""
 
 
 class MissingDependencyError(BatchwrightError, ImportError):

@@ -129,7 +129,7 @@ def test_earlier_accumulations_and_foreign_gradients_survive_a_failure():
             raise torch.OutOfMemoryError("out of memory")
         return net(x).sum(), len(x)
 
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), plain)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), plain, existing_gradients="add")
     stepper.accumulate(first)
     armed[0] = True
     stepper.accumulate(second)

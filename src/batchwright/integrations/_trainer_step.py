@@ -254,7 +254,7 @@ class SafeSteps:
     ) -> Tensor:
         num = num_rows(inputs, self._key)
         row_cost = sum(tensor.numel() for tensor in leaves(inputs)) / num
-        snapshot = Snapshot(module.buffers(), devices_of(module))
+        snapshot = Snapshot.of(module)
         rows, most = list(range(num)), num
         while rows:
             most = max(1, min(most, int(min(self._limit.ceiling / row_cost, num))))

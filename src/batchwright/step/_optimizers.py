@@ -100,3 +100,20 @@ def _zero_state(optimizer: Optimizer) -> None:
                     value.zero_()
                 elif isinstance(value, int | float) and not isinstance(value, bool):
                     state[name] = type(value)(0)
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    pass
+
+
+def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
+    pass
+
+
+def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return list(dict.fromkeys(_parameters(optimizer)))
+
+
+def current_lr(optimizer: Optimizer) -> float | None:
+    rate = optimizer.param_groups[0].get("lr")
+    return None if rate is None else float(rate)

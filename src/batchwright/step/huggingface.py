@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .._tree import num_examples, take
 from ..errors import ArgumentError
 from .losses import LossFunction, Sums, entropy_sum
-from .oom import Snapshot, devices_of
+from .oom import Snapshot
 
 IGNORED = -100
 OWN_LOSS = "write a loss_fn(model, micro_batch) that returns (loss_sum, weight) instead of huggingface_loss()"
@@ -173,7 +173,7 @@ def read_loss(model: nn.Module, batch: Mapping[str, Any], labels: Tensor) -> Los
     if counts_tokens(labels) and labels.shape[1] < 3:
         return None
     model = getattr(model, "_orig_mod", model)  # the shapes of two examples are not worth compiling
-    snapshot = Snapshot(model.buffers(), devices_of(model))
+    snapshot = Snapshot.of(model)
     try:
         with evaluating(model), torch.no_grad():
             return _Probe(model, batch, labels).read()

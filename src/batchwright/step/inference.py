@@ -90,7 +90,7 @@ def run_in_pieces(fn: Callable[[Any], Any], piece: Piece, num: int, *, describe:
     while place < num:
         stop = place + _near_equal(num - place, size)
         devices = _devices()
-        snapshot = Snapshot((), devices)
+        snapshot = Snapshot(None, devices)
         failure = _attempt(fn, piece(place, stop), results)
         if failure is None:
             place = stop

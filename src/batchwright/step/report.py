@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ArgumentError
+from ._gradients import Gradients
 from .noise import NoiseReport
 
 Sum: TypeAlias = "Tensor | float"  # a float where the loss function counted on the host
@@ -36,7 +37,7 @@ class StepReport:
     seconds: float
     peak_bytes: int | None
     memory_fraction: float | None
-    lr: float
+    lr: float | None
     _loss_sum: Tensor | float
     _metric_sums: Mapping[str, Tensor | float]
     _noise: Callable[[], NoiseReport] | None = None
@@ -212,42 +213,63 @@ class Summary(NamedTuple):
     ooms: int
     metric_sums: Mapping[str, Tensor | float]
     squares: Tensor | None
+    asked_weight: float | None
 
 
 @final
 @dataclass
 class Pending:
-    """What ``accumulate`` has gathered and ``update`` will use."""
+    """What ``accumulate`` has gathered and ``update`` will use.
 
-    divisor: float | None  # backward runs on loss_sum / divisor; None lets the first micro-batch decide
-    fallback: float  # the divisor if weights do not count examples, a power of two
-    weight_known: bool  # the divisor is the weight of the update, so nothing is left to multiply
-    foreign: list[tuple[nn.Parameter, Tensor]]  # gradients that were there before
+    Attributes:
+        gradients: of the parameters that the update trains.
+        total_weight: of the whole update, if a trainer knows it.
+        asked_weight: what ``weight_of`` has counted so far on this rank, None without it.
+        noise_seed: seeds the random subsets that noise is measured on, None if it is not measured.
+        divisor: backward runs on ``loss_sum / divisor``; the first micro-batch settles it.
+        same_names: whether metrics have the same names on all ranks.
+        stage: how far the update is: gathered, reduced, or unscaled and clipped.
+    """
+
+    gradients: Gradients
+    total_weight: float | None = None
+    asked_weight: float | None = None
+    noise_seed: int | None = None
+    divisor: float | None = None
     totals: Totals = field(default_factory=Totals)
     ooms: int = 0
     started: float = field(default_factory=time.perf_counter)
     summary: Summary | None = None
     noise: Callable[[], NoiseReport] | None = None
-    is_reduced: bool = False
-
-    def divide_by(self, weight: Tensor | Copied | float, num_examples: int, num_all: int) -> float:
-        """Return the divisor; the first micro-batch of an update settles it.
-
-        Dividing by the weight of the whole batch leaves nothing to multiply afterwards. That weight is known if weights
-        count examples (``num_all``), or if the micro-batch is the whole batch and its weight is on the host. Otherwise
-        the divisor is a power of two, which loses no digit and needs no wait for the device.
-        """
-        if self.divisor is None:
-            self.divisor = self.fallback
-            if isinstance(weight, float) and weight == num_examples:
-                self.divisor = float(num_all)
-            elif num_examples == num_all and _is_on_host(weight) and 0 < float(weight) < math.inf:
-                self.divisor = float(weight)
-        return self.divisor
+    same_names: bool = True
+    stage: Literal["gathered", "reduced", "unscaled", "clipped"] = "gathered"
+    norm: Tensor | None = None
 
 
-def _is_on_host(weight: Tensor | Copied | float) -> bool:
+def is_on_host(weight: Tensor | Copied | float) -> bool:
+    """Return whether a weight can be read without waiting for a device."""
     return isinstance(weight, float) or (isinstance(weight, Tensor) and weight.is_cpu)
+
+
+def power_of_two(value: float) -> float:
+    """Return the power of two nearest to a value, 1 for a value that has none.
+
+    >>> power_of_two(100.0), power_of_two(0.0)
+    (128.0, 1.0)
+    """
+    if not 0 < value < math.inf:
+        return 1.0
+    return 2.0 ** round(math.log2(value))
+
+
+def check_asked(summary: Summary) -> None:
+    """Refuse an update for which ``weight_of`` and ``loss_fn`` count differently."""
+    asked, found = summary.asked_weight, summary.weight
+    if asked is not None and not math.isclose(asked, found, rel_tol=1e-5):
+        raise ArgumentError(
+            f"weight_of counted {asked:g} for this update, but loss_fn returned weights of {found:g}; both must count "
+            "the same examples or tokens"
+        )
 
 
 def check_weight(weight: float) -> float:

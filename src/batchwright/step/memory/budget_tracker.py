@@ -121,7 +121,15 @@ class Feedback:
         """Begin a new peak."""
         self._memory.reset_peak()
 
-    def end(self, shapes: Sequence[tuple[int, ...]]) -> None:
+    def failed(self, size: int) -> None: ...
+
+    def to_state(self) -> Any:
+        return self.tracker.to_state()
+
+    def load_state(self, state: Any) -> None:
+        self.tracker = self.tracker.with_state(state)
+
+    def end(self, sizes: Sequence[int], shapes: Any) -> None:
         """Compare the peak with the prediction for these micro-batches."""
         peak = self._memory.peak_bytes
         if peak > 0:
