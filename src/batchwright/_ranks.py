@@ -18,6 +18,7 @@ from .errors import ArgumentError, RankError
 
 _BUCKET_BYTES = 32 * 2**20
 _HALF = (torch.float16, torch.bfloat16)
+_PLAIN = (Tensor, nn.Parameter)
 
 
 @final
@@ -165,9 +166,8 @@ class Ranks:
             parameters: that they belong to, in the same order on all ranks.
             factor: of this rank.
         """
-        found = [gradient for gradient in gradients if gradient is not None]
-        if factor != 1 and found:
-            torch._foreach_mul_(found, factor)
+        if factor != 1:
+            _multiply([gradient for gradient in gradients if gradient is not None], factor)
         if self.world_size == 1:
             return list(gradients)
         summed = list(gradients)
@@ -206,7 +206,8 @@ class Ranks:
         for group in self._groups:
             index = torch.cat(_gather_rows(index.T.contiguous(), group)).T
             values = torch.cat(_gather_rows(values.contiguous(), group))
-        return torch.sparse_coo_tensor(index, values, parameter.shape).coalesce()
+        # Indices of gradients are valid; saying so keeps torch from warning that it does not look.
+        return torch.sparse_coo_tensor(index, values, parameter.shape, check_invariants=False).coalesce()
 
     # Buffers
 
@@ -240,7 +241,7 @@ class Ranks:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether a tensor is a ``DTensor``, whose gradients are reduced by what made it."""
-    return hasattr(tensor, "device_mesh")
+    return type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh")
 
 
 def is_expanded(tensor: Tensor) -> bool:
@@ -291,6 +292,14 @@ def common_error(error: Exception | None, failures: Sequence[Failure | None]) ->
 
 def _widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64  # Metal has no float64
+
+
+def _multiply(gradients: Sequence[Tensor], factor: float) -> None:
+    """Multiply gradients in place, in one call for plain ones and one for shards."""
+    for kind in (False, True):
+        alike = [gradient for gradient in gradients if is_sharded(gradient) is kind]
+        if alike:
+            torch._foreach_mul_(alike, factor)
 
 
 def _as_dense(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
