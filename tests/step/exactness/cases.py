@@ -24,7 +24,8 @@ class Case:
     dtype: str = "float64"
     structure: str = "tuple"
     sizes: tuple[int, ...] = (5,)  # one logical batch per accumulate
-    weights: str = "count"  # "weighted" and "tokens" may be zero; "mean" is a masked mean, NaN where all is masked
+    # "weighted" and "tokens" may be zero. Where all is masked, "mean" is NaN and "skip" a zero without a graph.
+    weights: str = "count"
     form: str = "float"  # of the weight that the loss returns
     weight_of: bool = False
     total_weight: bool = False
@@ -81,11 +82,11 @@ def draw_case(rng):
 
 
 def _draw_weights(rng, case):
-    kinds = ["tokens", "mean"] if case.model == "tied" else ["count", "weighted", "weighted", "mean"]
+    kinds = ["tokens", "mean", "skip"] if case.model == "tied" else ["count", "weighted", "weighted", "mean", "skip"]
     if case.model.startswith("sparse"):  # a lazy optimizer sees which rows were touched, even by a weight of zero
         kinds = ["count"]
     weights = rng.choice(kinds)
-    form = rng.choice(["int", "float", "tensor"] if weights == "count" else ["float", "tensor"])
+    form = rng.choice(["int", "float", "long", "tensor"] if weights == "count" else ["float", "numpy", "tensor"])
     return replace(case, weights=weights, form=form, weight_of=rng.random() < 0.3, total_weight=rng.random() < 0.15)
 
 
@@ -96,7 +97,7 @@ def _draw_split(rng, case):
 
 
 def _draw_wrapper(rng, case):
-    if case.model == "complex":
+    if case.model in ("complex", "penalty", "checkpoint"):
         return rng.choice(["none", "none", "compile"])
     return rng.choices(["none", "compile", "ddp", "compile(ddp)", "ddp(compile)"], [10, 2, 5, 1, 1])[0]
 
@@ -147,6 +148,6 @@ def _is_possible(case):
         and not (case.trim and case.structure != "dict")
         and not (case.step and len(case.sizes) > 1)
         and (case.weights == "tokens") <= (case.model == "tied")
-        and not (case.form == "int" and case.weights != "count")
+        and not (case.form in ("int", "long") and case.weights != "count")
         and not (case.model == "tied" and case.weights in ("count", "weighted"))
     )

@@ -6,6 +6,7 @@ import math
 import warnings
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +23,14 @@ from .structures import collate, make_fields, pack, trim, unpack
 NUM_UPDATES = 3
 CLIP = 0.05
 EXACT = 1e-12
+
+_FORMS = {
+    "int": lambda weight: round(float(weight)),
+    "float": float,
+    "numpy": lambda weight: np.float64(weight),
+    "long": lambda weight: weight.long(),
+    "tensor": lambda weight: weight,
+}
 
 
 @dataclass
@@ -150,9 +159,7 @@ class Run:
             _run_out(None)
         if is_over and case.oom == "backward" and case.model in ("tied", "sparse", "sparse_only"):
             loss.register_hook(_run_out)
-        if case.form == "int":
-            return loss, round(float(weight))
-        return loss, float(weight) if case.form == "float" else weight.detach()
+        return loss, _FORMS[case.form](weight.detach())
 
     def _update(self, stepper, number, optimizer):
         """Run one update and compare everything; return the gradient that the optimizer should have seen."""
@@ -270,7 +277,7 @@ class Run:
         case = self.case
         if case.dtype == "float64":
             return EXACT
-        if case.model in ("dropout", "buffers"):
+        if self.setup.is_random:
             return 40 * torch.finfo(case.torch_dtype).eps
         twin = start.copy()
         loss, weight = loss_and_weight(case, twin, twin.model, fields)

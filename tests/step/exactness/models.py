@@ -7,11 +7,12 @@ import copy
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 7
 MODELS = (
     "mlp", "shared", "tied", "frozen", "frozen_in_optimizer", "temperature", "loss_module", "unfrozen", "added_group",
-    "buffers", "dropout", "sparse", "sparse_only", "complex", "unused", "part",
+    "frozen_later", "buffers", "dropout", "checkpoint", "penalty", "sparse", "sparse_only", "complex", "unused", "part",
 )  # fmt: skip
 
 
@@ -30,6 +31,14 @@ class Plain(nn.Module):
         if self.twice:
             hidden = torch.tanh(self.first(hidden))
         return self.second(self.dropout(hidden))[:, 0]
+
+
+class Checkpointed(Plain):
+    """Runs its first layer and dropout again in backward, with the same random numbers."""
+
+    def forward(self, x, tokens):
+        hidden = checkpoint(lambda value: self.dropout(torch.tanh(self.first(value))), x, use_reentrant=False)
+        return self.second(hidden)[:, 0]
 
 
 class Counting(Plain):
@@ -108,6 +117,8 @@ class Setup:
             return Complex()
         if kind == "buffers":
             return Counting(bias=bias)
+        if kind == "checkpoint":
+            return Checkpointed(bias=bias, dropout=0.4)
         dropout = 0.4 if kind == "dropout" else 0.0
         return Plain(bias=bias, dropout=dropout, unused=kind == "unused", twice=kind == "shared")
 
@@ -122,7 +133,9 @@ class Setup:
         return self.parameters()
 
     def before_update(self, number, optimizer):
-        """Do what a user does between updates: unfreeze a layer, hand the optimizer one more."""
+        """Do what a user does between updates: freeze or unfreeze a layer, hand the optimizer one more."""
+        if number == 1 and self.kind == "frozen_later":
+            self.model.first.requires_grad_(False)
         if number == 1 and self.kind in ("unfrozen", "added_group"):
             self.model.first.requires_grad_(True)
             if self.kind == "added_group":
@@ -131,10 +144,12 @@ class Setup:
     @property
     def is_random(self):
         """Return whether the gradient depends on the split through the random numbers that forward draws."""
-        return self.kind in ("dropout", "buffers")
+        return self.kind in ("dropout", "buffers", "checkpoint")
 
     def losses(self, model, fields):
         """Return the loss of every example and its number of tokens, ``(B,)`` each."""
+        if self.kind == "penalty" and not fields.x.requires_grad:
+            fields.x = fields.x.detach().clone().requires_grad_()
         predicted = model(fields.x, fields.tokens)
         if self.kind == "tied":
             each = F.cross_entropy(predicted.transpose(1, 2), fields.tokens, reduction="none")
@@ -144,6 +159,9 @@ class Setup:
             predicted = predicted * self.outside.temperature.exp()
         elif self.kind == "loss_module":
             predicted = self.outside.head(predicted[:, None])[:, 0]
+        elif self.kind == "penalty":  # the slope enters the loss, so backward goes through a backward
+            (slope,) = torch.autograd.grad(predicted.sum(), fields.x, create_graph=True)
+            return (predicted - fields.y).square() + slope.square().sum(1), torch.ones_like(fields.y)
         return (predicted - fields.y).square(), torch.ones_like(fields.y)
 
     def copy(self):

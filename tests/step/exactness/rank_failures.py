@@ -198,6 +198,9 @@ class Rank:
                 stepper.accumulate(batch)
             stepper.reduce()
             return stepper.update()
+        except Exception:
+            stepper.abandon()  # whoever calls the parts decides what becomes of the batches before the one that failed
+            raise
         finally:
             self.event, self.optimizer.place = "none", ""
 
@@ -306,6 +309,13 @@ def main(rank, world_size, store, num_steps, *kinds):
     for step in range(num_steps):
         this.run(step)
     print(f"rank {rank}: {this.counts}, worst {this.worst:.1e}")
+    if not kinds:
+        met = {
+            draw_event(step, other, draw_plan(step)[0], tuple(KINDS))[0]
+            for step in range(num_steps)
+            for other in range(world_size)
+        }
+        assert met == {"none", *KINDS}, f"never drawn: {set(KINDS) - met}"
     leave_group()
 
 

@@ -22,6 +22,8 @@ def loss_and_weight(case, setup, model, fields):
     loss, weight = scaled.sum(), each.sum()
     if case.weights == "mean":
         loss = loss / weight * weight.detach()  # 0 / 0 where everything is masked
+    elif case.weights == "skip" and float(weight) == 0:
+        loss = torch.zeros((), dtype=loss.dtype)
     return loss, weight
 
 
