@@ -46,6 +46,8 @@ class Ranks:
         self.world_size = 1
         for group in self._groups:
             self.world_size *= dist.get_world_size(group)
+        self._sync_norms = [part for part in self.module.modules() if isinstance(part, nn.SyncBatchNorm)]
+        self._has_shards = self.is_sharded or any(map(is_sharded, self.module.parameters()))
         self._shapes: tuple[Any, ...] = ()
         self._mark = 0
 
@@ -62,7 +64,12 @@ class Ranks:
     @property
     def has_sync_batch_norm(self) -> bool:
         """Return whether batch statistics are taken over all ranks."""
-        return any(isinstance(part, nn.SyncBatchNorm) and part.training for part in self.module.modules())
+        return any(part.training for part in self._sync_norms)
+
+    @property
+    def can_retry(self) -> bool:
+        """Return whether a rank can run a batch again while the others wait; with shards they wait in their forward."""
+        return not self._has_shards and not self.meet_in_forward
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return the context in which DDP does not reduce gradients."""

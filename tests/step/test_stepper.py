@@ -424,3 +424,10 @@ def test_gradients_of_parameters_that_only_the_optimizer_knows_are_cleared_too()
         Stepper(model, optimizer, lambda m, x: (m(x).sum(), len(x))).step(torch.ones(3, 2))
     assert other.grad is None
     assert other.tolist() == [1.0, 1.0]
+
+
+def test_spectral_norm_in_training_mode_is_warned_of_when_the_batch_is_split():
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Linear(4, 1))
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), square_loss, micro_batch=5)
+    with pytest.warns(UserWarning, match="spectral norm in training mode"):
+        stepper.step(Pair(torch.randn(10, 3), torch.randn(10, 1)))

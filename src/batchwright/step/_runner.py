@@ -112,7 +112,7 @@ class Runner:
         check_split(self._settings.loss_fn, parts)
         if len(parts) > 1 and not self._warned:
             self._warned = True
-            warning = batch_norm_warning(self._ranks.module)
+            warning = split_warning(self._ranks.module)
             if warning is not None:
                 warnings.warn(warning, stacklevel=6)
 
@@ -154,7 +154,7 @@ class Runner:
             return totals
         except Exception as error:
             # Where ranks meet in the forward pass, none can try again on its own: the others wait for it inside.
-            can_retry = self._settings.on_oom == "split" and not self._ranks.meet_in_forward
+            can_retry = self._settings.on_oom == "split" and self._ranks.can_retry
             if not can_retry or not part or not is_out_of_memory(error):
                 raise
         # Outside the except block the traceback is gone, and with it the activations that it held.
@@ -239,9 +239,14 @@ def check_split(loss_fn: LossFunction, parts: Parts) -> None:
         )
 
 
-def batch_norm_warning(module: nn.Module) -> str | None:
-    """Return a warning about BatchNorm in training mode, None if the module has none."""
+def split_warning(module: nn.Module) -> str | None:
+    """Return a warning about parts whose result depends on the other examples of a batch, None if there is none."""
     for name, part in module.named_modules():
+        if type(part).__name__ == "_SpectralNorm" and part.training:
+            return (
+                f"spectral norm in training mode ({name}) changes its weight in every forward pass, so once per "
+                "micro-batch: the update depends on the split. Put it into eval mode, or run batches whole"
+            )
         if isinstance(part, _BatchNorm) and part.training:
             return (
                 f"BatchNorm in training mode ({name}) sees micro-batches, not the batch: its statistics, and so the "
