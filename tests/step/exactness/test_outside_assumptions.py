@@ -143,6 +143,34 @@ def test_batch_norm_in_training_mode_is_said_to_depend_on_the_split():
         stepper.step(make_batch(6))
 
 
+def test_batch_norm_without_running_statistics_depends_on_the_split_in_eval_mode_too():
+    # Before: an error of 79 % without a word.
+    model = (
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 1)).double().eval()
+    )
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), squares, micro_batch=3)
+    with pytest.warns(UserWarning, match="BatchNorm"):
+        stepper.step(make_batch(6))
+
+
+def test_a_weight_that_depends_on_parameters_is_exact_or_refused():
+    # The mean is loss_sum / weight, so its gradient has a part through the weight. Before: that part was missing.
+    def learned(model, pair):
+        x, y = pair
+        weights = model(x)[:, 0].sigmoid()
+        return (weights * y.square()).sum(), weights.sum()
+
+    model, batch = make_model(), make_batch(6)
+    twin = copy.deepcopy(model)
+    loss, weight = learned(twin, batch)
+    (loss / weight).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = Recorder(model, optimizer)
+    with contextlib.suppress(ArgumentError):
+        Stepper(model, optimizer, learned, micro_batch=2).step(batch)
+    assert all(relative(gradient, gradient_of(twin)) < 1e-12 for gradient in recorder.gradients)
+
+
 def test_after_any_error_in_a_step_the_next_one_is_exact():
     model, batch = make_model(), make_batch(6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
