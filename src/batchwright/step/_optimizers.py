@@ -234,7 +234,7 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
 def _unchanged(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Put the values of parameters and the random state back, after an error too."""
     devices = {parameter.device for parameter in parameters if parameter.device.type not in ("cpu", "meta")}
-    random_state = Snapshot((), sorted(devices, key=str))
+    random_state = Snapshot(None, sorted(devices, key=str))
     locals_ = [parameter.detach() for parameter in parameters]
     locals_ = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in locals_]
     values = [tensor.to("cpu", copy=True) for tensor in locals_]
@@ -276,20 +276,3 @@ def _set_to_zero(states: State) -> None:
                     value.zero_()
                 elif isinstance(value, int | float) and not isinstance(value, bool):
                     state[name] = type(value)(0)
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    pass
-
-
-def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
-    pass
-
-
-def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return list(dict.fromkeys(_parameters(optimizer)))
-
-
-def current_lr(optimizer: Optimizer) -> float | None:
-    rate = optimizer.param_groups[0].get("lr")
-    return None if rate is None else float(rate)

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from .._ranks import Ranks
 from ..errors import ArgumentError
 from ..plan import Budget
-from ..size.learning_rate import Rule, adascale, get_rule, scaled_lr
+from ..size.learning_rate import Rule, adascale, current_lr, get_rule, scaled_lr
 from ..size.noise import NoiseAverage
 from ._gathering import Gatherer
 from ._gradients import Existing, clip
-from ._optimizers import allocate_state, apply_update, check_optimizer, current_lr
+from ._optimizers import allocate_state, apply_update, check_optimizer
 from ._settings import Settings
 from ._trained import Trained, attempt
 from .losses import LossFunction
@@ -158,7 +158,8 @@ class Stepper:
     def update(self) -> StepReport:
         """Unscale, clip and apply the gradient; afterwards ``.grad`` is None.
 
-        If the optimizer runs out of memory before it has changed a parameter, ``update`` can be called again.
+        If the optimizer runs out of memory before it has changed anything (``error.can_retry``), ``update`` can be
+        called again. After any other error the update is abandoned.
         """
         pending = self._require_pending()
         if pending.stage == "gathered":
@@ -197,8 +198,8 @@ class Stepper:
                 self._end()
                 raise
         elif error is not None:
-            if getattr(error, "num_changed", 0):
-                self.abandon()  # a second attempt would change some parameters twice
+            if not getattr(error, "can_retry", False):
+                self.abandon()  # a second attempt could apply parts of the update twice
             raise error
 
     def _end(self) -> None:
