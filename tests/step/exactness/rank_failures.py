@@ -3,6 +3,7 @@
 ``python -m tests.step.exactness.rank_failures RANK WORLD_SIZE STORE NUM_STEPS [KIND ...]`` runs only some kinds.
 """
 
+import copy
 import math
 import random
 import sys
@@ -263,7 +264,7 @@ class Rank:
 
     def follow(self):
         self.twin.load_state_dict(self.model.state_dict(), strict=False)
-        self.twin_optimizer.load_state_dict(self.optimizer.state_dict())
+        self.twin_optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))  # it would keep the tensors
 
 
 def _shares(step, num_calls, everyone):
