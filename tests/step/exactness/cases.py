@@ -12,7 +12,7 @@ from .optimizers import OPTIMIZERS, make_optimizer
 from .structures import STRUCTURES, make_fields
 
 # Structures that no general rule can cut are drawn less often.
-_SHARES = dict.fromkeys(STRUCTURES, 6) | {"pairs": 2, "list": 2, "rows": 1, "packed": 1, "patches": 1}
+_SHARES = dict.fromkeys(STRUCTURES, 6) | {"pairs": 3, "list": 3, "rows": 1, "packed": 1, "patches": 1, "hook": 3}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,10 @@ def draw_case(rng):
         [kind for kind in MODELS if dtype == "float64" or kind not in ("complex", "sparse", "sparse_only")]
     )
     structure = rng.choices(list(_SHARES), list(_SHARES.values()))[0]
-    sizes = tuple(rng.choice([1, 2, 3, 4, 5, 7, 9]) for _ in range(rng.choice([1, 1, 1, 2, 2, 3])))
+    # A list of one tensor is a batch of one field, as a DataLoader makes it, so a list of rows has at least two.
+    sizes = tuple(
+        rng.choice([2 if structure == "rows" else 1, 2, 3, 4, 5, 7, 9]) for _ in range(rng.choice([1, 1, 1, 2, 2, 3]))
+    )
     case = Case(seed=rng.randrange(1000), model=model, dtype=dtype, structure=structure, sizes=sizes)
     case = _draw_weights(rng, case)
     case = _draw_split(rng, case)

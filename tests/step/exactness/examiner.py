@@ -18,7 +18,7 @@ from .cases import Case
 from .models import Setup
 from .optimizers import make_optimizer
 from .reference import clipped, distance, gradients_by_example, gradients_by_piece, loss_and_weight, norm_of
-from .structures import collate, make_fields, pack, trim, unpack
+from .structures import collate, make_fields, pack, split_patches, trim, unpack
 
 NUM_UPDATES = 3
 CLIP = 0.05
@@ -120,6 +120,8 @@ class Run:
             options["micro_batch"] = "auto" if case.micro_batch == "auto" else int(case.micro_batch)
         if case.structure == "examples":
             options["collate"] = collate
+        if case.structure == "hook":
+            options["split"] = split_patches
         if case.trim:
             options["trim"] = trim
         if case.weight_of:

@@ -15,7 +15,7 @@ from .models import VOCABULARY
 WIDTH = 6  # the longest example
 STRUCTURES = (
     "tuple", "tensor", "dict", "nested", "namedtuple", "dataclass", "examples", "strings", "lists", "arrays", "values",
-    "list", "pairs", "rows", "packed", "patches",
+    "list", "pairs", "rows", "packed", "patches", "hook",
 )  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def pack(structure, fields):
         batch |= {"scale": 1.0, "name": "a" * len(y), "none": None, "flag": True}
     elif structure == "packed":
         batch["tokens"] = pack_sequence([row[row > 0] for row in tokens], enforce_sorted=False)
-    elif structure == "patches":
+    elif structure in ("patches", "hook"):
         counts = torch.arange(len(y)) % 3 + 1
         patches = torch.zeros(int(counts.sum()), 3, dtype=x.dtype)
         patches[counts.cumsum(0) - counts] = x
@@ -138,6 +138,17 @@ def trim(batch):
     return batch | {name: batch[name][:, :width] for name in ("tokens", "keep")}
 
 
+def split_patches(batch, indices):
+    """Return the examples at some places of the structure ``hook``, whose examples have one to three patches each."""
+    counts = batch["counts"]
+    if indices is None:
+        return len(counts)
+    places = list(indices)
+    part = {name: value[places] for name, value in batch.items() if name != "patches"}
+    part["patches"] = torch.cat([batch["patches"].split(counts.tolist())[place] for place in places])
+    return part
+
+
 def unpack(structure, batch, dtype=torch.float64):
     """Return the fields of a batch or micro-batch, as a user's loss would read them."""
     if structure == "examples":
@@ -163,7 +174,7 @@ def unpack(structure, batch, dtype=torch.float64):
 
 
 def _unpack_dict(structure, batch, dtype):
-    num = len(batch["patches"]) if structure == "patches" else len(batch["x"])
+    num = len(batch["x"]) if "x" in batch else len(batch["y"])
     if structure == "strings":
         batch["y"] = torch.tensor([float(text) for text, _ in zip(batch["y"], batch["x"], strict=False)], dtype=dtype)
     elif structure == "lists":
@@ -180,7 +191,7 @@ def _unpack_dict(structure, batch, dtype):
             batch.pop(name)
     elif structure == "packed":
         batch["tokens"], _ = pad_packed_sequence(batch["tokens"], batch_first=True, total_length=WIDTH)
-    elif structure == "patches":
+    elif structure in ("patches", "hook"):
         counts = batch.pop("counts")
         owners = torch.arange(len(counts)).repeat_interleave(counts)
         patches = batch.pop("patches")

@@ -23,8 +23,10 @@ PER_TEST = 100
 
 # Every refusal that a drawn case may meet; the guide lists them.
 REFUSALS = (
-    r"tensors of a batch must share their first dimension",
-    r"no dimension to split on",
+    r"the batch is a list of \d+ entries that may be fields or examples",
+    r"the batch has to be cut into micro-batches, but .* is a PackedSequence",
+    r"fields of a batch must share their first dimension.*give split=",
+    r"the batch has to be cut into micro-batches, but the fields of a batch must share",
 )
 
 
