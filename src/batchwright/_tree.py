@@ -1,25 +1,33 @@
-"""Nested batches of tensors: walk through them, count their examples, take or split examples.
+"""Nested batches: walk through their tensors, count their examples, take some of their rows.
 
-Two kinds of batch are cut into examples:
+One rule says what the rows of a batch of B examples are:
 
-- ``take`` and ``split`` cut any nesting of tensors. The first axis of every tensor counts the examples.
-- ``take_rows`` cuts the named inputs of a model. The axis of the examples is found per tensor, and a list or tuple with
-  one entry per example is indexed, whatever it holds.
+- A tensor or an array has its rows on axis 0, one per example.
+- A mapping, a named tuple, a dataclass, and the tuple that is a batch itself hold fields. Every field has B rows.
+- A list or a tuple inside a batch holds one entry per example, whatever the entries are, or it holds fields of B rows
+  each, such as the layers of a model. If both are possible, fields differ in type or number of axes; entries that look
+  alike are refused.
+- A list that is a batch itself holds fields, as ``default_collate`` makes it. Entries that look alike could be
+  examples, so they are refused: fields are given as a tuple, examples with ``collate=``.
+- A single value that is no tensor, such as a number, a text, None or a path, belongs to no example and stays whole.
+
+Everything else is refused: a tensor without axes, a list of another length, packed, nested and compressed sparse
+tensors, objects that are none of these and hold more than single values. The error names the place, such as
+``batch[1]['boxes']``. ``take_rows`` keeps the same rule for the named inputs of a model, whose examples may also lie on
+axis 1.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError
-
-# select(tensor, axis): the chosen examples of one tensor
-_Select: TypeAlias = Callable[[Tensor, int], Tensor]
+from ._containers import fields_of, rebuilt
+from ._rows import CannotCutError as CannotCutError
+from ._rows import Reader, Selection, count_rows, input_axis, may_be_examples
 
 
 def leaves(batch: Any) -> Iterator[Tensor]:
@@ -30,15 +38,11 @@ def leaves(batch: Any) -> Iterator[Tensor]:
     """
     if isinstance(batch, Tensor):
         yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
+        return
+    fields = fields_of(batch)
+    if fields is not None or isinstance(batch, list | tuple):
+        for value in batch if fields is None else fields.values():
             yield from leaves(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from leaves(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for item in dataclasses.fields(batch):
-            yield from leaves(getattr(batch, item.name))
 
 
 def map_leaves(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -49,138 +53,100 @@ def map_leaves(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(batch, Tensor):
         return function(batch)
-    if isinstance(batch, Mapping):
-        return _rebuilt_mapping(batch, {key: map_leaves(value, function) for key, value in batch.items()})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_leaves(value, function) for value in batch))
+    fields = fields_of(batch)
+    if fields is not None:
+        return rebuilt(batch, {name: map_leaves(value, function) for name, value in fields.items()})
     if isinstance(batch, list | tuple):
         return type(batch)(map_leaves(value, function) for value in batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = {item.name: map_leaves(getattr(batch, item.name), function) for item in dataclasses.fields(batch)}
-        return dataclasses.replace(batch, **values)
     return batch
 
 
-def _rebuilt_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    try:
-        return type(batch)(values)  # type: ignore[call-arg]  # BatchEncoding and the like take a dict
-    except TypeError:
-        return values
-
-
 def num_examples(batch: Any) -> int:
-    """Return the first dimension that all tensors share, or say which dimensions differ.
+    """Return the number of rows that all fields share, or say which field has none or others.
 
-    >>> num_examples({"x": torch.zeros(3, 5), "y": torch.zeros(3)})
+    >>> num_examples({"x": torch.zeros(3, 5), "names": ["a", "b", "c"]})
     3
     """
-    sizes = []
-    for tensor in leaves(batch):
-        if tensor.ndim == 0:
-            raise ArgumentError(
-                "a tensor of the batch has no dimension to split on; keep scalars out of the batch or as Python numbers"
-            )
-        sizes.append(len(tensor))
-    if not sizes:
-        raise ArgumentError(f"the batch holds no tensor, got {type(batch).__name__}; a list of examples needs collate=")
-    if len(set(sizes)) > 1:
-        raise ArgumentError(
-            f"the tensors of a batch must share their first dimension, got {sorted(set(sizes))}; "
-            "put other values outside the batch"
-        )
-    if sizes[0] == 0:
-        raise ArgumentError("the batch is empty; give at least one example")
-    return sizes[0]
+    return Rows(batch).num
 
 
-def take(batch: Any, indices: Sequence[int], *, num: int | None = None) -> Any:
+def take(batch: Any, indices: Sequence[int]) -> Any:
     """Return some examples of a nested batch; neighbours are sliced without a copy.
-
-    In a mapping, a list that holds one value per example and no tensor, such as texts or names, is cut too.
-
-    Args:
-        batch: nested tensors with the examples on their first axis.
-        indices: a list, or a range of neighbours.
-        num: the number of examples, where it is known.
 
     >>> take({"x": torch.arange(3), "texts": ["a", "b", "c"]}, [0, 2])
     {'x': tensor([0, 2]), 'texts': ['a', 'c']}
     """
-    num = num_examples(batch) if num is None else num
-    select = _selector(indices)
-    if isinstance(batch, Mapping) and any(isinstance(value, list) for value in batch.values()):
-        batch = {key: _cut_plain_list(value, indices, num) for key, value in batch.items()}
-    return map_leaves(batch, lambda tensor: select(tensor, 0))
-
-
-def _cut_plain_list(value: Any, indices: Sequence[int], num: int) -> Any:
-    is_plain = isinstance(value, list) and len(value) == num and next(leaves(value), None) is None
-    return [value[index] for index in indices] if is_plain else value
-
-
-def split(batch: Any, sizes: Sequence[int]) -> list[Any] | None:
-    """Return neighbouring parts of the given sizes, cut in one call per tensor.
-
-    Returns None unless the batch is a plain dict, tuple or list that holds only tensors.
-
-    >>> split({"x": torch.arange(3)}, [2, 1])
-    [{'x': tensor([0, 1])}, {'x': tensor([2])}]
-    """
-    if type(batch) not in (dict, tuple, list):  # a subclass may need to be built in its own way
-        return None
-    values = list(batch.values()) if isinstance(batch, dict) else batch
-    if not all(isinstance(value, Tensor) for value in values):
-        return None
-    parts = zip(*(value.split(sizes) for value in values), strict=True)
-    if isinstance(batch, dict):
-        return [dict(zip(batch, part, strict=True)) for part in parts]
-    return list(map(type(batch), parts))
+    return Rows(batch).take(indices)
 
 
 def take_rows(batch: Mapping[str, Any], rows: Sequence[int], num: int) -> dict[str, Any]:
     """Return some of the ``num`` examples of a model's inputs; values that belong to no example stay whole.
 
-    Tensors are cut along their first axis, or along the second if only that one counts the examples. Lists and tuples
-    with ``num`` entries are indexed. Tensors without an axis and all other values are kept.
+    Tensors are cut along their first axis, or along the second if only that one counts the examples; a tensor without
+    axes stays whole. Lists and tuples hold one entry per example, or tensors with such an axis each.
 
     >>> take_rows({"x": torch.arange(4), "names": ["a", "b", "c", "d"], "scale": 2.0}, [1, 2], 4)
     {'x': tensor([1, 2]), 'names': ['b', 'c'], 'scale': 2.0}
     """
-    select = _selector(rows)
-    return {name: _rows_of(name, value, rows, num, select) for name, value in batch.items()}
+    reader, selection = Reader(num, input_axis), Selection(rows)
+    return {name: reader.read(value, f"batch[{name!r}]")(selection) for name, value in batch.items()}
 
 
-def _rows_of(name: str, value: Any, rows: Sequence[int], num: int, select: _Select) -> Any:
-    if isinstance(value, Tensor):
-        axis = _row_axis(name, value, num)
-        return value if axis is None else select(value, axis)
-    if isinstance(value, Mapping):
-        return {key: _rows_of(f"{name}.{key}", item, rows, num, select) for key, item in value.items()}
-    if isinstance(value, list | tuple) and len(value) == num:
-        return type(value)(value[row] for row in rows)
-    return value
+@final
+class Rows:
+    """A batch that was read once: how many examples it has, and any of them.
+
+    >>> rows = Rows((torch.arange(3), ["a", "b", "c"]))
+    >>> rows.num, rows.take([2, 0])
+    (3, (tensor([2, 0]), ['c', 'a']))
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        self.num = _flat_rows(batch)
+        self._is_flat = self.num > 0
+        if not self._is_flat:
+            self.num = count_rows(batch)
+            self._cut = Reader(self.num).read_batch(batch)
+
+    def take(self, indices: Sequence[int]) -> Any:
+        """Return some examples in the given order; neighbours without a copy."""
+        selection = Selection(indices)
+        return self._take_flat(selection) if self._is_flat else self._cut(selection)
+
+    def split(self, sizes: Sequence[int]) -> list[Any] | None:
+        """Return neighbouring parts of the given sizes, cut in one call per tensor.
+
+        Returns None unless the batch is a plain dict, tuple or list that holds only tensors.
+
+        >>> Rows({"x": torch.arange(3)}).split([2, 1])
+        [{'x': tensor([0, 1])}, {'x': tensor([2])}]
+        """
+        if not self._is_flat:
+            return None
+        is_dict = type(self._batch) is dict
+        tensors = self._batch.values() if is_dict else self._batch
+        parts = zip(*[tensor.split(sizes) for tensor in tensors], strict=True)
+        if is_dict:
+            return [dict(zip(self._batch, part, strict=True)) for part in parts]
+        return list(map(type(self._batch), parts))
+
+    def _take_flat(self, selection: Selection) -> Any:
+        if type(self._batch) is dict:
+            return {name: selection.of_tensor(tensor, 0) for name, tensor in self._batch.items()}
+        return type(self._batch)([selection.of_tensor(tensor, 0) for tensor in self._batch])
 
 
-def _row_axis(name: str, value: Tensor, num: int) -> int | None:
-    if value.ndim == 0:
-        return None
-    # Positions of several kinds have shape (kinds, B, L). The name decides, as there may be as many examples as kinds.
-    if name.endswith("position_ids") and value.ndim == 3 and value.shape[1] == num:
-        return 1
-    if value.shape[0] == num:
+def _flat_rows(batch: Any) -> int:
+    """Return the number of rows of a dict, tuple or list that holds only plain tensors, 0 for all other batches."""
+    if type(batch) not in (dict, tuple, list):  # a subclass may need to be built in its own way
         return 0
-    if value.ndim > 1 and value.shape[1] == num:
-        return 1
-    raise ArgumentError(
-        f"the tensor {name!r} of shape {tuple(value.shape)} cannot be cut into pieces of {num} examples; its first or "
-        "second axis must be the examples"
-    )
-
-
-def _selector(indices: Sequence[int]) -> _Select:
-    """Return what selects examples along an axis: a view for neighbours, a copy for others."""
-    start, num = indices[0], len(indices)
-    if isinstance(indices, range) or indices == list(range(start, start + num)):
-        return lambda tensor, axis: tensor.narrow(axis, start, num)
-    index = torch.tensor(indices)
-    return lambda tensor, axis: tensor.index_select(axis, index.to(tensor.device, non_blocking=True))
+    num = 0
+    for value in batch.values() if type(batch) is dict else batch:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested or value.ndim == 0:
+            return 0
+        rows = value.shape[0]
+        if num not in (0, rows):
+            return 0
+        num = rows
+    return 0 if type(batch) is list and may_be_examples(batch) else num

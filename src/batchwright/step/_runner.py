@@ -26,7 +26,7 @@ from .memory.fit_to_memory import MicroLimit
 from .noise import GradientNorms
 from .oom import Buffers, Snapshot, devices_of, drop_gradients, free_memory, is_out_of_memory
 from .report import MicroSums, Pending, Totals
-from .splitting import ExampleBatch, LogicalBatch, Part, TensorBatch, cost_of, split
+from .splitting import LogicalBatch, Part, cost_of, split, wrap_batch
 
 Parts: TypeAlias = Sequence[Part]
 _Failure: TypeAlias = tuple[float, Part]  # cost and examples of the micro-batch that did not fit
@@ -210,9 +210,7 @@ class Settings:
 
     def wrap(self, batch: Any) -> LogicalBatch:
         """Return the batch as something that can be split."""
-        if self.collate is not None and isinstance(batch, list):
-            return ExampleBatch(batch, self.collate, self.lengths)
-        return TensorBatch(batch, lengths=self.lengths, trim=self.trim)
+        return wrap_batch(batch, collate=self.collate, lengths=self.lengths, trim=self.trim, split=None)
 
     @property
     def cost_budget(self) -> Budget | None:
