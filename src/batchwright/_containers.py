@@ -28,6 +28,7 @@ _PLAIN = (
     torch.dtype, torch.device, torch.Generator, datetime.date, datetime.time, datetime.timedelta, type,
     types.FunctionType, types.BuiltinFunctionType, types.MethodType,
 )  # fmt: skip
+_COMMON = frozenset({str, bytes, type(None), bool, int, float})
 # Mappings that are made from a dict, and hold no more than their keys and values.
 _MAPPINGS = (dict, UserDict, types.MappingProxyType)
 
@@ -126,9 +127,12 @@ def is_plain(value: Any) -> bool:
     >>> is_plain(0.5), is_plain("a"), is_plain(None), is_plain([1]), is_plain(np.ones(2))
     (True, True, True, False, False)
     """
-    if type(value) in _PLAIN:  # the abstract classes among them are slow to ask
+    # The abstract classes are slow to ask, and a batch has a value of these kinds per example.
+    if type(value) in _COMMON:
         return True
-    return not isinstance(value, torch.Tensor) and _holds_only_plain(value, set())
+    if isinstance(value, list | tuple | dict | torch.Tensor | np.ndarray):
+        return isinstance(value, torch.Size)
+    return _holds_only_plain(value, set())
 
 
 def _holds_only_plain(value: Any, seen: set[int]) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -21,7 +22,6 @@ _AxisOf: TypeAlias = Callable[[Any, int, str], int | None]
 # Rows of these can be taken exactly: compressed sparse tensors cannot be indexed.
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 _OUTSIDE = "keep what belongs to no example out of the batch"
-_NEEDS_COLLATE = "a list of examples needs collate= (collate=list hands them on as they are)"
 
 
 @final
@@ -76,26 +76,35 @@ class Reader:
     Args:
         num: the number of examples.
         axis_of: finds the axis of the examples of a tensor; None takes the first.
-        unlike_are_fields: take no list for one entry per example whose entries are of several kinds.
+        entries_only: every list or tuple has one entry per example, and none holds fields.
+        unlike_are_fields: a list or tuple whose entries are of several kinds holds fields.
     """
 
-    def __init__(self, num: int, axis_of: _AxisOf | None = None, *, unlike_are_fields: bool = False) -> None:
-        self._num = num
+    def __init__(
+        self,
+        num: int,
+        axis_of: _AxisOf | None = None,
+        *,
+        entries_only: bool = False,
+        unlike_are_fields: bool = False,
+    ) -> None:
+        self.num = num
         self._axis_of = first_axis if axis_of is None else axis_of
+        self._entries_only = entries_only
         self._unlike_are_fields = unlike_are_fields
 
     def read_batch(self, batch: Any) -> Cut:
         """Return what cuts a batch; a list or tuple that is one holds fields."""
         return self._fields(batch, "batch") if type(batch) in (list, tuple) else self.read(batch, "batch")
 
-    def read(self, value: Any, place: str) -> Cut:
-        """Return what cuts a value, or say why nothing can."""
+    def read(self, value: Any, place: str, parent: Any = None) -> Cut:
+        """Return what cuts a value inside a parent, or say why nothing can."""
         if isinstance(value, Tensor | np.ndarray):
             return self._array(value, place)
         if isinstance(value, PackedSequence):
             raise self._complaint(f"{place} is a PackedSequence, whose rows are steps of several examples")
         if type(value) in (list, tuple):
-            return self._sequence(value, place)
+            return self._sequence(value, place, parent)
         fields = fields_of(value)
         if fields is not None and is_open(value):
             return self._named(value, fields, place)
@@ -107,7 +116,7 @@ class Reader:
         if isinstance(value, Tensor) and (value.is_nested or value.layout not in _LAYOUTS):
             kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
             raise self._complaint(f"{place} is a {kind} tensor, which cannot be cut into rows")
-        axis = self._axis_of(value, self._num, place)
+        axis = self._axis_of(value, self.num, place)
         if axis is None:
             return lambda selection: value
         if axis >= 0:
@@ -118,12 +127,12 @@ class Reader:
                 f"{place} has no dimension to split on; keep scalars out of the batch or as Python numbers"
             )
         raise self._complaint(
-            f"{place} of shape {tuple(value.shape)} cannot be cut into pieces of {self._num} examples, as it has no "
+            f"{place} of shape {tuple(value.shape)} cannot be cut into pieces of {self.num} examples, as it has no "
             f"row per example; {_OUTSIDE}"
         )
 
     def _named(self, value: Any, fields: dict[Any, Any], place: str) -> Cut:
-        cuts = {name: self.read(item, _inside(value, name, place)) for name, item in fields.items()}
+        cuts = {name: self.read(item, place_of(value, name, place), value) for name, item in fields.items()}
         if self.has_rows(value) is None:
             return lambda selection: value
         try:
@@ -132,61 +141,77 @@ class Reader:
             raise self._complaint(f"{place} cannot be made of fewer rows: {error}") from error
         return lambda selection: rebuilt(value, {name: cut(selection) for name, cut in cuts.items()})
 
-    def _sequence(self, value: Any, place: str) -> Cut:
+    def _sequence(self, value: Any, place: str, parent: Any) -> Cut:
         if not value:
             return lambda selection: value
-        are_entries, are_fields = len(value) == self._num, self._agree(value) is True
-        if are_entries and are_fields and self._num > 1 and not _are_unlike(value):
+        are_entries = len(value) == self.num
+        are_fields = self._may_hold_fields(value, parent) and self.holds_fields(value) is True
+        if are_entries and are_fields and self.num > 1 and not are_unlike(value):
             raise self._complaint(
-                f"{place} may be one entry per example or {len(value)} fields of {self._num} rows each; name fields in "
+                f"{place} may be one entry per example or {len(value)} fields of {self.num} rows each; name fields in "
                 "a dict, or give a list of examples and collate="
             )
-        if are_fields and not (are_entries and self._num == 1):
+        if are_fields and not (are_entries and self.num == 1):
             return self._fields(value, place)
         if are_entries:
             return lambda selection: selection.of_sequence(value)
         raise self._complaint(
-            f"{place} is a {type(value).__name__} of {len(value)} entries in a batch of {self._num} examples; give one "
-            f"entry per example, and {_OUTSIDE}"
+            f"{place} is a {type(value).__name__} of {len(value)} entries in a batch of {self.num} examples; give one "
+            f"entry per example, name fields in a dict, and {_OUTSIDE}"
         )
 
+    def _may_hold_fields(self, value: Any, parent: Any) -> bool:
+        # default_collate makes lists of fields, but puts them into no tuple and no dataclass.
+        hand_made = type(parent) is tuple or dataclasses.is_dataclass(parent)
+        return not self._entries_only and not (type(value) is list and hand_made)
+
     def _fields(self, value: Any, place: str) -> Cut:
-        cuts = [self.read(item, f"{place}[{index}]") for index, item in enumerate(value)]
+        cuts = [self.read(item, f"{place}[{index}]", value) for index, item in enumerate(value)]
         return lambda selection: type(value)([cut(selection) for cut in cuts])
 
-    def has_rows(self, value: Any, *, is_batch: bool = False) -> bool | None:
-        """Say whether a value may have a row per example; None if it belongs to none."""
+    def has_rows(self, value: Any, parent: Any = None) -> bool | None:
+        """Say whether a value inside a parent may have a row per example; None if it belongs to none."""
         if isinstance(value, Tensor | np.ndarray):
-            axis = first_axis(value, self._num, "") if _is_ragged(value) else self._axis_of(value, self._num, "")
+            axis = first_axis(value, self.num, "") if _is_ragged(value) else self._axis_of(value, self.num, "")
             return None if axis is None else axis >= 0
         if type(value) in (list, tuple):
-            if len(value) == self._num and not is_batch and not (self._unlike_are_fields and _are_unlike(value)):
-                return True
-            return self._agree(value) or (False if value else None)
+            return self._sequence_has_rows(value, parent)
         if is_plain(value):
             return None
-        if (rows := _own_rows(value)) is not None:
-            return rows == self._num
+        if (rows := own_rows(value)) is not None:
+            return rows == self.num
         fields = fields_of(value)
-        return self._agree(fields.values()) if fields is not None and is_open(value) else False
+        return self.holds_fields(value) if fields is not None and is_open(value) else False
 
-    def _agree(self, values: Iterable[Any]) -> bool | None:
-        """Say whether values may be fields: all have a row per example, but for those that belong to none."""
+    def _sequence_has_rows(self, value: Any, parent: Any) -> bool | None:
+        if not value:
+            return None
+        if len(value) == self.num and not (self._unlike_are_fields and are_unlike(value)):
+            return True
+        return self._may_hold_fields(value, parent) and self.holds_fields(value) is True
+
+    def holds_fields(self, container: Any) -> bool | None:
+        """Say whether a container may hold fields: all have a row per example, but for those that belong to none."""
+        fields = fields_of(container)
         found: bool | None = None
-        for value in values:
-            has_rows = self.has_rows(value)
+        for value in container if fields is None else fields.values():
+            has_rows = self.has_rows(value, container)
             if has_rows is False:
                 return False
             found = found or has_rows
         return found
 
+    def has_rows_in_batch(self, batch: Any) -> bool | None:
+        """Say whether a batch may have a row per example; a list or tuple that is one holds fields."""
+        return self.holds_fields(batch) if type(batch) in (list, tuple) else self.has_rows(batch)
+
     def _complaint(self, reason: str) -> CannotCutError:
-        return CannotCutError(reason, self._num)
+        return CannotCutError(reason, self.num)
 
 
 def first_axis(value: Any, num: int, place: str) -> int:
     """Return axis 0 if it counts the examples, else -1."""
-    return 0 if value.ndim and _num_rows(value) == num else -1
+    return 0 if value.ndim and num_rows(value) == num else -1
 
 
 def input_axis(value: Any, num: int, place: str) -> int | None:
@@ -201,7 +226,8 @@ def input_axis(value: Any, num: int, place: str) -> int | None:
     return 1 if value.ndim > 1 and value.shape[1] == num else -1
 
 
-def _num_rows(value: Any) -> int:
+def num_rows(value: Any) -> int:
+    """Return the length of axis 0 of a tensor or array; nested tensors know it too."""
     return int(value.size(0) if _is_ragged(value) else value.shape[0])
 
 
@@ -210,13 +236,14 @@ def _is_ragged(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_nested
 
 
-def _inside(value: Any, name: Any, place: str) -> str:
+def place_of(value: Any, name: Any, place: str) -> str:
+    """Return how a field of a container is reached."""
     if isinstance(value, Mapping):
         return f"{place}[{name!r}]"
     return f"{place}{name}" if name.startswith("[") else f"{place}.{name}"
 
 
-def _own_rows(value: Any) -> int | None:
+def own_rows(value: Any) -> int | None:
     """Return the number of examples of what cannot be cut but knows it: packed sequences, batches of graphs."""
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0])
@@ -224,26 +251,7 @@ def _own_rows(value: Any) -> int | None:
     return num if isinstance(num, int) else None
 
 
-# Batches
-
-
-def may_be_examples(batch: list[Any]) -> bool:
-    """Say whether the entries of a list could as well be examples as fields of a batch.
-
-    Entries of several kinds are fields, and so are tensors whose rows differ in shape. But three-dimensional ones with
-    3 or 4 rows are more likely images of different sizes.
-    """
-    if len(batch) < 2 or _are_unlike(batch):
-        return len(batch) == 1 and not isinstance(batch[0], Tensor | np.ndarray)
-    shapes = {tuple(value.shape) for value in batch if isinstance(value, Tensor | np.ndarray)}
-    return len(shapes) < 2 or _look_like_images(shapes)
-
-
-def _look_like_images(shapes: set[tuple[int, ...]]) -> bool:
-    return all(len(shape) == 3 and shape[0] in (3, 4) for shape in shapes)
-
-
-def _are_unlike(values: Sequence[Any]) -> bool:
+def are_unlike(values: Sequence[Any]) -> bool:
     """Say whether values are of several kinds, as the fields of a batch are and its examples are not."""
     return not any(map(is_plain, values)) and len(set(map(_kind, values))) > 1
 
@@ -254,92 +262,3 @@ def _kind(value: Any) -> Any:
     if isinstance(value, list | tuple) and value:
         return Sequence, _kind(value[0])
     return Mapping if isinstance(value, Mapping) else type(value)
-
-
-def count_rows(batch: Any) -> int:
-    """Return the number of examples of a batch, or say why it is not known.
-
-    Raises:
-        CannotCutError: fields have different numbers of rows, or rows can be counted in two ways.
-        ArgumentError: there is nothing to count, or the batch is empty.
-    """
-    if type(batch) is list and may_be_examples(batch):
-        raise CannotCutError(
-            f"the batch is a list of {len(batch)} entries that may be fields or examples; give fields as a tuple, "
-            f"tuple(batch), while {_NEEDS_COLLATE}"
-        )
-    places: dict[int, str] = {}
-    for place, rows in _counted(batch, "batch"):
-        places.setdefault(rows, place)
-    if not places:
-        return _count_entries(batch)
-    if len(places) > 1:
-        found = ", ".join(f"{place} has {rows}" for rows, place in places.items())
-        advice = _NEEDS_COLLATE if type(batch) is list else _OUTSIDE
-        raise CannotCutError(
-            f"the fields of a batch must share their first dimension, got {sorted(places)}: {found}; {advice}",
-            _num_texts(batch),
-        )
-    (num,) = places
-    if num == 0:
-        raise ArgumentError("the batch is empty; give at least one example")
-    return num
-
-
-def _counted(value: Any, place: str) -> Iterator[tuple[str, int]]:
-    """Yield the places of a batch that count its examples for certain, and their numbers of rows."""
-    if isinstance(value, Tensor | np.ndarray):
-        if value.ndim:
-            yield place, _num_rows(value)
-    elif (rows := _own_rows(value)) is not None:
-        yield place, rows
-    elif (fields := fields_of(value)) is not None:
-        for name, item in fields.items():
-            yield from _counted(item, _inside(value, name, place))
-    elif place == "batch" and type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            yield from _counted(item, f"batch[{index}]")
-
-
-def _num_texts(batch: Any) -> int | None:
-    """Return the number of rows of token ids: images and other parts of a text may be more or fewer."""
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    return len(ids) if isinstance(ids, Tensor) and ids.ndim == 2 else None
-
-
-def _count_entries(batch: Any) -> int:
-    """Count the examples of a batch that has them only in lists: the number must fit all of them, in one way."""
-    guesses = _guesses(batch, is_batch=True)
-    fitting = [num for num in guesses if num > 0 and Reader(num).has_rows(batch, is_batch=True)]
-    if len(fitting) > 1:
-        likely = [num for num in fitting if Reader(num, unlike_are_fields=True).has_rows(batch, is_batch=True)]
-        fitting = likely or fitting
-    if len(fitting) == 1:
-        return fitting[0]
-    if fitting:
-        raise CannotCutError(
-            f"the batch may hold {' or '.join(map(str, fitting))} examples, as its lists may be entries or fields; "
-            f"name fields in a dict, while {_NEEDS_COLLATE}"
-        )
-    try:
-        Reader(guesses[0] if guesses else 1).read_batch(batch)
-    except CannotCutError as error:
-        raise CannotCutError(str(error)) from error  # the number of examples was a guess
-    raise ArgumentError(
-        f"the batch holds no tensor, got {type(batch).__name__}; give nested tensors, or lists with one row per example"
-    )
-
-
-def _guesses(value: Any, *, is_batch: bool = False) -> list[int]:
-    """Return every number of examples that the first list may stand for: its own length, or that of its entries."""
-    if isinstance(value, Tensor | np.ndarray):
-        return [_num_rows(value)] if value.ndim else []
-    fields = fields_of(value)
-    holds_entries = fields is None and type(value) in (list, tuple)
-    if fields is None and not holds_entries:
-        return []
-    own = [len(value)] if holds_entries and not is_batch and value else []
-    for item in value if holds_entries else fields.values():
-        if found := _guesses(item):
-            return list(dict.fromkeys(own + found))
-    return own

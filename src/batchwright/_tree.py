@@ -4,8 +4,9 @@ One rule says what the rows of a batch of B examples are:
 
 - A tensor or an array has its rows on axis 0, one per example.
 - A mapping, a named tuple, a dataclass, and the tuple that is a batch itself hold fields. Every field has B rows.
-- A list or a tuple inside a batch holds one entry per example, whatever the entries are, or it holds fields of B rows
-  each, such as the layers of a model. If both are possible, fields differ in type or number of axes; entries that look
+- A list inside a tuple or a dataclass holds one entry per example, whatever the entries are.
+- Other lists and tuples inside a batch hold one entry per example too, or fields of B rows each, as ``default_collate``
+  makes them. If both are possible, entries that differ in type or number of axes are fields, and entries that look
   alike are refused.
 - A list that is a batch itself holds fields, as ``default_collate`` makes it. Entries that look alike could be
   examples, so they are refused: fields are given as a tuple, examples with ``collate=``.
@@ -22,12 +23,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ._containers import fields_of, rebuilt
+from ._containers import fields_of, is_plain, rebuilt
 from ._rows import CannotCutError as CannotCutError
-from ._rows import Reader, Selection, count_rows, input_axis, may_be_examples
+from ._rows import Reader, Selection, are_unlike, input_axis, num_rows, own_rows, place_of
+from .errors import ArgumentError
+
+_NEEDS_COLLATE = "a list of examples needs collate= (collate=list hands them on as they are)"
 
 
 def leaves(batch: Any) -> Iterator[Tensor]:
@@ -106,8 +111,9 @@ class Rows:
         self.num = _flat_rows(batch)
         self._is_flat = self.num > 0
         if not self._is_flat:
-            self.num = count_rows(batch)
-            self._cut = Reader(self.num).read_batch(batch)
+            reader = _reader_of(batch)
+            self.num = reader.num
+            self._cut = reader.read_batch(batch)
 
     def take(self, indices: Sequence[int]) -> Any:
         """Return some examples in the given order; neighbours without a copy."""
@@ -149,4 +155,123 @@ def _flat_rows(batch: Any) -> int:
         if num not in (0, rows):
             return 0
         num = rows
-    return 0 if type(batch) is list and may_be_examples(batch) else num
+    return 0 if type(batch) is list and _may_be_examples(batch) else num
+
+
+def _may_be_examples(batch: list[Any]) -> bool:
+    """Say whether the entries of a list could as well be examples as fields of a batch.
+
+    Entries of several kinds are fields, and so are tensors whose rows differ in shape. But three-dimensional ones with
+    3 or 4 rows are more likely images of different sizes.
+    """
+    if len(batch) < 2 or are_unlike(batch):
+        return len(batch) == 1 and not isinstance(batch[0], Tensor | np.ndarray)
+    shapes = {tuple(value.shape) for value in batch if isinstance(value, Tensor | np.ndarray)}
+    return len(shapes) < 2 or _look_like_images(shapes)
+
+
+def _look_like_images(shapes: set[tuple[int, ...]]) -> bool:
+    return all(len(shape) == 3 and shape[0] in (3, 4) for shape in shapes)
+
+
+def _reader_of(batch: Any) -> Reader:
+    """Return what reads the rows of a batch, or say why their number is not known.
+
+    Raises:
+        CannotCutError: fields have different numbers of rows, or rows can be counted in two ways.
+        ArgumentError: there is nothing to count, or the batch is empty.
+    """
+    if type(batch) is list and _may_be_examples(batch):
+        raise CannotCutError(
+            f"the batch is a list of {len(batch)} entries that may be fields or examples; give fields as a tuple, "
+            f"tuple(batch), while {_NEEDS_COLLATE}"
+        )
+    places: dict[int, str] = {}
+    for place, rows in _counted(batch, "batch"):
+        places.setdefault(rows, place)
+    if not places:
+        return _reader_of_lists(batch)
+    if len(places) > 1:
+        found = ", ".join(f"{place} has {rows}" for rows, place in places.items())
+        advice = _NEEDS_COLLATE if type(batch) is list else "keep what belongs to no example out of the batch"
+        raise CannotCutError(
+            f"the fields of a batch must share their first dimension, got {sorted(places)}: {found}; {advice}",
+            _num_texts(batch),
+        )
+    (num,) = places
+    if num == 0:
+        raise ArgumentError("the batch is empty; give at least one example")
+    return Reader(num)
+
+
+def _counted(value: Any, place: str) -> Iterator[tuple[str, int]]:
+    """Yield the places of a batch that count its examples for certain, and their numbers of rows."""
+    if isinstance(value, Tensor | np.ndarray):
+        if value.ndim:
+            yield place, num_rows(value)
+    elif (rows := own_rows(value)) is not None:
+        yield place, rows
+    elif (fields := fields_of(value)) is not None:
+        for name, item in fields.items():
+            yield from _counted(item, place_of(value, name, place))
+    elif place == "batch" and type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            yield from _counted(item, f"batch[{index}]")
+
+
+def _num_texts(batch: Any) -> int | None:
+    """Return the number of rows of token ids: images and other parts of a text may be more or fewer."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return len(ids) if isinstance(ids, Tensor) and ids.ndim == 2 else None
+
+
+def _reader_of_lists(batch: Any) -> Reader:
+    """Read a batch that has its examples only in lists: their number must fit all lists, in one way."""
+    guesses = _guesses(batch, is_batch=True)
+    fitting = [num for num in guesses if num > 0 and Reader(num).has_rows_in_batch(batch)]
+    columns = _columns(batch)
+    if columns and not any(all(map(Reader(num).holds_fields, columns)) for num in fitting):
+        # Lists of one length are all of one kind. As some cannot hold fields, all have one entry per example.
+        return Reader(len(columns[0]), entries_only=True)
+    likely = [num for num in fitting if Reader(num, unlike_are_fields=True).has_rows_in_batch(batch)]
+    fitting = likely or fitting
+    if len(fitting) == 1:
+        return Reader(fitting[0])
+    if fitting:
+        raise CannotCutError(
+            f"the batch may hold {' or '.join(map(str, fitting))} examples, as its lists may be entries or fields; "
+            f"name fields in a dict, while {_NEEDS_COLLATE}"
+        )
+    try:
+        Reader(guesses[0] if guesses else 1).read_batch(batch)
+    except CannotCutError as error:
+        raise CannotCutError(str(error)) from error  # the number of examples was a guess
+    raise ArgumentError(
+        f"the batch holds no tensor, got {type(batch).__name__}; give nested tensors, or lists with one row per example"
+    )
+
+
+def _columns(batch: Any) -> list[Any] | None:
+    """Return the lists and tuples of a batch that holds only these, of one length, and single values; else None."""
+    fields = fields_of(batch)
+    holds_entries = fields is None and type(batch) in (list, tuple)
+    if fields is None and not holds_entries:
+        return None
+    values = [value for value in (batch if holds_entries else fields.values()) if not is_plain(value)]
+    are_lists = all(type(value) in (list, tuple) for value in values)
+    return values if are_lists and len(set(map(len, values))) == 1 and values[0] else None
+
+
+def _guesses(value: Any, *, is_batch: bool = False) -> list[int]:
+    """Return every number of examples that the first list may stand for: its own length, or that of its entries."""
+    if isinstance(value, Tensor | np.ndarray):
+        return [num_rows(value)] if value.ndim else []
+    fields = fields_of(value)
+    holds_entries = fields is None and type(value) in (list, tuple)
+    if fields is None and not holds_entries:
+        return []
+    own = [len(value)] if holds_entries and not is_batch and value else []
+    for item in value if holds_entries else fields.values():
+        if found := _guesses(item):
+            return list(dict.fromkeys(own + found))
+    return own
