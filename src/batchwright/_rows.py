@@ -151,6 +151,8 @@ class Reader:
                 f"{place} may be one entry per example or {len(value)} fields of {self.num} rows each; name fields in "
                 "a dict, or give a list of examples and collate="
             )
+        if self._may_hold_fields(value, parent) and self._are_broken_fields(value):
+            return self._fields(value, place)  # says which field has no row per example
         if are_fields and not (are_entries and self.num == 1):
             return self._fields(value, place)
         if are_entries:
@@ -164,6 +166,13 @@ class Reader:
         # default_collate makes lists of fields, but puts them into no tuple and no dataclass.
         hand_made = type(parent) is tuple or dataclasses.is_dataclass(parent)
         return not self._entries_only and not (type(value) is list and hand_made)
+
+    def _are_broken_fields(self, value: Any) -> bool:
+        """Say whether some, but not all, values of several kinds have a row per example; entries would be alike."""
+        if self.holds_fields(value) is not False:
+            return False
+        filled = [item for item in value if not is_plain(item)]
+        return are_unlike(filled) and any(self.has_rows(item, value) for item in filled)
 
     def _fields(self, value: Any, place: str) -> Cut:
         cuts = [self.read(item, f"{place}[{index}]", value) for index, item in enumerate(value)]

@@ -8,6 +8,7 @@ One rule says what the rows of a batch of B examples are:
 - Other lists and tuples inside a batch hold one entry per example too, or fields of B rows each, as ``default_collate``
   makes them. If both are possible, entries that differ in type or number of axes are fields, and entries that look
   alike are refused.
+- Lists and tuples of one length that are all of a batch are read alike, so one that cannot hold fields decides for all.
 - A list that is a batch itself holds fields, as ``default_collate`` makes it. Entries that look alike could be
   examples, so they are refused: fields are given as a tuple, examples with ``collate=``.
 - A single value that is no tensor, such as a number, a text, None or a path, belongs to no example and stays whole.
@@ -229,9 +230,9 @@ def _reader_of_lists(batch: Any) -> Reader:
     """Read a batch that has its examples only in lists: their number must fit all lists, in one way."""
     guesses = _guesses(batch, is_batch=True)
     fitting = [num for num in guesses if num > 0 and Reader(num).has_rows_in_batch(batch)]
-    columns = _columns(batch)
+    columns = [] if not guesses else _columns(batch)
     if columns and not any(all(map(Reader(num).holds_fields, columns)) for num in fitting):
-        # Lists of one length are all of one kind. As some cannot hold fields, all have one entry per example.
+        # Lists of one length are read alike. As some cannot hold fields, all have one entry per example.
         return Reader(len(columns[0]), entries_only=True)
     likely = [num for num in fitting if Reader(num, unlike_are_fields=True).has_rows_in_batch(batch)]
     fitting = likely or fitting
@@ -251,15 +252,16 @@ def _reader_of_lists(batch: Any) -> Reader:
     )
 
 
-def _columns(batch: Any) -> list[Any] | None:
-    """Return the lists and tuples of a batch that holds only these, of one length, and single values; else None."""
+def _columns(batch: Any) -> list[Any]:
+    """Return the lists and tuples of a batch that holds only these, of one length, and single values.
+
+    Lists of single values are left out: ``default_collate`` makes them of texts, whatever the other lists hold.
+    """
     fields = fields_of(batch)
-    holds_entries = fields is None and type(batch) in (list, tuple)
-    if fields is None and not holds_entries:
-        return None
-    values = [value for value in (batch if holds_entries else fields.values()) if not is_plain(value)]
-    are_lists = all(type(value) in (list, tuple) for value in values)
-    return values if are_lists and len(set(map(len, values))) == 1 and values[0] else None
+    values = [value for value in (batch if fields is None else fields.values()) if not is_plain(value)]
+    if any(type(value) not in (list, tuple) for value in values) or len(set(map(len, values))) != 1:
+        return []
+    return [value for value in values if not all(map(is_plain, value))]
 
 
 def _guesses(value: Any, *, is_batch: bool = False) -> list[int]:
