@@ -39,7 +39,7 @@ def fields_of(value: Any) -> dict[Any, Any] | None:
     >>> fields_of({"x": 1}), fields_of([1]), fields_of((1, 2))
     ({'x': 1}, None, None)
     """
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | Mapping):  # a dict is known at once
         return dict(value)
     if isinstance(value, tuple):
         names = names_of(value)
@@ -72,6 +72,8 @@ def rebuilt(value: Any, fields: dict[Any, Any]) -> Any:
     >>> rebuilt(defaultdict(int, a=1), {"a": 2})
     defaultdict(<class 'int'>, {'a': 2})
     """
+    if type(value) is dict:
+        return fields
     if isinstance(value, Mapping):
         return _mapping(value, fields)
     if isinstance(value, tuple):

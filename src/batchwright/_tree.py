@@ -269,11 +269,11 @@ def _guesses(value: Any, *, is_batch: bool = False) -> list[int]:
     if isinstance(value, Tensor | np.ndarray):
         return [num_rows(value)] if value.ndim else []
     fields = fields_of(value)
-    holds_entries = fields is None and type(value) in (list, tuple)
-    if fields is None and not holds_entries:
+    if fields is not None:
+        values, own = list(fields.values()), []
+    elif type(value) in (list, tuple):
+        values, own = value, [] if is_batch or not value else [len(value)]
+    else:
         return []
-    own = [len(value)] if holds_entries and not is_batch and value else []
-    for item in value if holds_entries else fields.values():
-        if found := _guesses(item):
-            return list(dict.fromkeys(own + found))
-    return own
+    found = next(filter(None, map(_guesses, values)), [])
+    return list(dict.fromkeys(own + found))

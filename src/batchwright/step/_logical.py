@@ -182,7 +182,7 @@ class WholeBatch(LogicalBatch):
         self._batch = batch
         self._trim = trim
         self.lengths = None if lengths is None else _checked(lengths(batch), num)
-        self.num_examples = num if self.lengths is None or num is not None else len(self.lengths)
+        self.num_examples = len(self.lengths) if self.lengths is not None else num or 0  # one of them is known
         self.refusal = ArgumentError(
             f"the batch has to be cut into micro-batches, but {reason}. If it cannot run whole, {_GIVE_SPLIT}"
         )
