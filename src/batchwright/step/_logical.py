@@ -13,7 +13,7 @@ from torch import Tensor
 from .._checks import as_whole
 from .._containers import fields_of
 from .._lengths import as_lengths
-from .._tree import CannotCutError, Rows, leaves
+from .._tree import CannotCutError, Rows
 from ..errors import ArgumentError
 
 Lengths: TypeAlias = npt.NDArray[np.int32]
@@ -80,18 +80,12 @@ class LogicalBatch(ABC):
     def gains_from_sorting(self) -> bool:
         """Return whether micro-batches of short examples are narrower."""
 
-    @property
-    @abstractmethod
-    def num_elements(self) -> int:
-        """Return an upper bound on how many elements a loss may sum over."""
-
 
 @final
 class TensorBatch(LogicalBatch):
     """Nested fields with one row per example; they keep their width unless ``trim`` is given."""
 
     def __init__(self, batch: Any, *, lengths: Callable[[Any], Any] | None, trim: Callable[[Any], Any] | None) -> None:
-        self._batch = batch
         self._rows = Rows(batch)
         self._trim = trim
         self.num_examples = self._rows.num
@@ -118,11 +112,6 @@ class TensorBatch(LogicalBatch):
         """Return whether rows are trimmed."""
         return self._trim is not None and self.lengths is not None
 
-    @property
-    def num_elements(self) -> int:
-        """Return the number of elements of the largest tensor."""
-        return _most_elements(self._batch, self.num_examples)
-
 
 @final
 class ExampleBatch(LogicalBatch):
@@ -147,12 +136,6 @@ class ExampleBatch(LogicalBatch):
     def gains_from_sorting(self) -> bool:
         """Return whether lengths are known."""
         return self.lengths is not None
-
-    @property
-    def num_elements(self) -> int:
-        """Return the number of examples times the longest, or times 2**16 if lengths are not known."""
-        longest = 1 << 16 if self.lengths is None else int(self.lengths.sum(axis=1).max())
-        return self.num_examples * longest
 
 
 @final
@@ -197,11 +180,6 @@ class WholeBatch(LogicalBatch):
     def gains_from_sorting(self) -> bool:
         """Return False, as there is one micro-batch."""
         return False
-
-    @property
-    def num_elements(self) -> int:
-        """Return the number of elements of the largest tensor, at least 2**16 per example."""
-        return _most_elements(self._batch, self.num_examples << 16)
 
 
 @final
@@ -250,15 +228,6 @@ class CustomBatch(LogicalBatch):
     def gains_from_sorting(self) -> bool:
         """Return whether lengths are known."""
         return self.lengths is not None
-
-    @property
-    def num_elements(self) -> int:
-        """Return the number of elements of the largest tensor, at least 2**16 per example."""
-        return _most_elements(self._batch, self.num_examples << 16)
-
-
-def _most_elements(batch: Any, least: int) -> int:
-    return max([least, *(tensor.numel() for tensor in leaves(batch))])
 
 
 def _checked(lengths: Any, num: int | None) -> Lengths:
