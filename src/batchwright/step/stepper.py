@@ -60,7 +60,8 @@ class Stepper:
             from a ``MemoryModel``; on CUDA they do so without this argument.
         existing_gradients: what happens to gradients that are there when an update begins: ``"clear"`` drops them, as
             the ``zero_grad()`` of a loop by hand would, and warns once if they were not zero; ``"add"`` adds them.
-        split: cuts batches whose tensors do not all have one row per example.
+        split: cuts batches that do not have one row per example everywhere, such as graphs or patches of images:
+            ``split(batch, None)`` returns the number of examples, ``split(batch, indices)`` the micro-batch of some.
 
     >>> model = nn.Linear(2, 1)
     >>> def loss_fn(model, batch):
