@@ -91,13 +91,21 @@ def take_rows(batch: Mapping[str, Any], rows: Sequence[int], num: int) -> dict[s
     """Return some of the ``num`` examples of a model's inputs; values that belong to no example stay whole.
 
     Tensors are cut along their first axis, or along the second if only that one counts the examples; a tensor without
-    axes stays whole. Lists and tuples hold one entry per example, or tensors with such an axis each.
+    axes stays whole. Lists and tuples hold one entry per example, or tensors with such an axis each; a list of another
+    number of single values, such as tokens to suppress, is a setting and stays whole.
 
     >>> take_rows({"x": torch.arange(4), "names": ["a", "b", "c", "d"], "scale": 2.0}, [1, 2], 4)
     {'x': tensor([1, 2]), 'names': ['b', 'c'], 'scale': 2.0}
     """
     reader, selection = Reader(num, input_axis), Selection(rows)
-    return {name: reader.read(value, f"batch[{name!r}]")(selection) for name, value in batch.items()}
+    return {
+        name: value if _is_setting(value, num) else reader.read(value, f"batch[{name!r}]")(selection)
+        for name, value in batch.items()
+    }
+
+
+def _is_setting(value: Any, num: int) -> bool:
+    return type(value) in (list, tuple) and len(value) != num and all(map(is_plain, value))
 
 
 @final
