@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, final
 
@@ -141,10 +141,10 @@ class Ranks:
             gathered = [item for items in lists for item in items]
         return gathered
 
-    def broadcast(self, value: Any, *, rank: int) -> Any:
-        """Return the value of one rank on all ranks; for rare cases, as it is slow."""
+    def broadcast(self, make: Callable[[], Any], *, rank: int) -> Any:
+        """Return on all ranks what one of them makes; for rare cases, as it is slow."""
         (group,) = self._groups
-        values = [value]
+        values = [make() if dist.get_rank(group) == rank else None]
         dist.broadcast_object_list(values, src=dist.get_global_rank(group, rank), group=group)
         return values[0]
 

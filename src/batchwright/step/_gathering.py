@@ -9,9 +9,10 @@ from torch import Tensor
 
 from .._ranks import Ranks, mark_of
 from ..errors import ArgumentError
+from ._gradients import Trained, attempt
+from ._optimizers import forget_unscaling
 from ._runner import Runner
 from ._settings import Settings
-from ._trained import Trained, attempt, forget_unscaling
 from .memory.budget_tracker import Feedback
 from .memory.monitor import MemoryMonitor
 from .noise import GradientNorms, NoiseMeter

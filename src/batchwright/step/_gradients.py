@@ -1,22 +1,102 @@
-"""The gradients of one update: set aside, summed over micro-batches and ranks, put where the optimizer reads them."""
+"""What an update trains, asked anew every time, and its gradients: set aside, summed over pieces and ranks."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .._ranks import Ranks, half_to_float, is_sharded
 from ..errors import ArgumentError
+from ._optimizers import check_parameters, optimizer_parameters
 
+T = TypeVar("T")
 Existing: TypeAlias = Literal["clear", "add"]
 # Gradients taken off their parameters, in the order of the parameters.
 _Sums: TypeAlias = "list[Tensor | None]"
+
+
+@final
+class Trained:
+    """The parameters that an optimizer updates now, of the model or not.
+
+    Attributes:
+        parameters: those with ``requires_grad``, each once, in the order of the optimizer.
+        gradients: of these parameters.
+        optimizer: the optimizer.
+    """
+
+    def __init__(self, ranks: Ranks, optimizer: Optimizer) -> None:
+        self._ranks = ranks
+        self.optimizer = optimizer
+        self._names: dict[int, str] = {}
+        self._mark = 0
+        self.parameters: list[nn.Parameter] = []
+        self.gradients = Gradients([], [])
+        self.refresh()
+        if not self.parameters:
+            raise ArgumentError(
+                "the optimizer updates no trainable parameter; set requires_grad on those to train, and give them to it"
+            )
+
+    def refresh(self) -> bool:
+        """Ask the optimizer again, and return whether it updates other parameters than before."""
+        found = optimizer_parameters(self.optimizer)
+        check_parameters(found)
+        if len(found) == len(self.parameters) and all(map(_is, found, self.parameters)):
+            return False
+        self._ranks.check_reached(found)
+        own = list(self._ranks.module.named_parameters())
+        known = {id(parameter) for parameter in found}
+        in_groups = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        others = {id(one): one for one in [*(value for _, value in own), *in_groups] if id(one) not in known}
+        self._names = {id(parameter): name for name, parameter in own}
+        self.parameters = found
+        self.gradients = Gradients(found, list(others.values()))
+        self._mark = self._mark_of_unshared() if self._ranks.world_size > 1 else 0
+        return True
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters with their names; one that the model does not own is named by its place."""
+        return [
+            (self._names.get(id(value), f"optimizer.{place}"), value) for place, value in enumerate(self.parameters)
+        ]
+
+    def marks(self) -> list[int]:
+        """Return numbers that must be the same on all ranks; see ``check_marks``."""
+        return [self._ranks.mark_of_buffers(), self._mark, len(self.parameters)]
+
+    def check_marks(self, are_equal: Sequence[bool]) -> None:
+        """Refuse, on all ranks alike, what differs between them; each of ``marks`` was compared."""
+        same_buffers, same_values, same_number = are_equal
+        if not same_buffers:
+            raise ArgumentError(
+                "buffers of the model have other shapes on other ranks, so they cannot be shared; give them the same "
+                "shape everywhere, or use DDP(broadcast_buffers=False)"
+            )
+        if not (same_values and same_number):
+            raise ArgumentError(
+                "the optimizer trains parameters that the wrapped model does not own, and their values differ between "
+                "ranks; make them with the same seed on all ranks, or put them into the model before it is wrapped"
+            )
+
+    def _mark_of_unshared(self) -> int:
+        """Return a checksum of the parameters that no wrapper has made equal on all ranks."""
+        is_shared: Callable[[nn.Parameter], bool] = (
+            is_sharded if self._ranks.is_sharded else lambda parameter: id(parameter) in self._names
+        )
+        mark = 0
+        for parameter in self.parameters:
+            if not is_shared(parameter):
+                mark = zlib.crc32(_bytes_of(parameter), mark)
+        return mark
 
 
 @final
@@ -229,3 +309,21 @@ def _foreign_hooks(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Paramete
             if foreign:
                 found.append((parameter, registered, foreign))
     return found
+
+
+def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Run a function, and return its result or its error: other ranks must hear of it before it is raised."""
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def _is(first: Any, second: Any) -> bool:
+    return first is second
+
+
+def _bytes_of(parameter: Tensor) -> bytes:
+    flat = parameter.detach().cpu().contiguous()
+    real = torch.view_as_real(flat) if flat.is_complex() else flat
+    return real.reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._ranks import Ranks, common_error, failure_of
 from ..errors import ArgumentError, UpdateMemoryError
 from ..size.learning_rate import innermost
 from .oom import Snapshot, add_back, drop_gradients, is_out_of_memory, set_aside
@@ -143,6 +144,60 @@ def _is_untouched(optimizer: Any) -> bool:
         values += state.values() if isinstance(state, dict) else [state]
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     return not is_fused and not any(value._version if isinstance(value, Tensor) else value for value in values)
+
+
+def take_over(
+    ranks: Ranks,
+    optimizer: Any,
+    parameters: Sequence[nn.Parameter],
+    scaler: torch.amp.GradScaler | None,
+    error: Exception | None,
+    device: torch.device,
+) -> None:
+    """Let ranks on which the optimizer's step failed take over the result of one on which it did not.
+
+    Every rank calls it after the step. If one failed, all raise in the end: the failed ones their own error.
+    """
+    if ranks.is_sharded:  # no other rank holds the same part
+        ranks.agree(error, device)
+        return
+    (has_failed,) = ranks.largest([float(error is not None)], device)
+    if not has_failed:
+        return
+    failures = ranks.gather(failure_of(error))
+    source = next((rank for rank, failure in enumerate(failures) if failure is None), 0)
+    state = ranks.broadcast(lambda: _state_of(optimizer, parameters, scaler), rank=source)
+    second: Exception | None = None
+    try:
+        if error is not None:
+            _load(state, optimizer, parameters, scaler)
+    except Exception as caught:
+        second = caught
+    ranks.agree(second, device)
+    raise common_error(error, failures)
+
+
+def _state_of(optimizer: Any, parameters: Sequence[nn.Parameter], scaler: Any) -> dict[str, Any]:
+    return {
+        "parameters": [parameter.detach().cpu() for parameter in parameters],
+        "optimizer": optimizer.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+    }
+
+
+def _load(state: dict[str, Any], optimizer: Any, parameters: Sequence[nn.Parameter], scaler: Any) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(parameters, state["parameters"], strict=True):
+            parameter.copy_(value)
+    optimizer.load_state_dict(state["optimizer"])
+    if scaler is not None:
+        forget_unscaling(scaler, optimizer)
+        scaler.load_state_dict(state["scaler"])
+
+
+def forget_unscaling(scaler: Any, optimizer: Any) -> None:
+    """Let a scaler unscale the next gradients, although those of this update were not used."""
+    getattr(scaler, "_per_optimizer_states", {}).pop(id(optimizer), None)
 
 
 def allocate_state(optimizer: Any) -> None:

@@ -16,7 +16,7 @@ from .._ranks import Ranks
 from .._tree import leaves
 from ..errors import ArgumentError, DoesNotFitError
 from ._settings import Settings
-from .losses import LossFunction, needs_whole_batch
+from .losses import needs_whole_batch
 from .memory.budget_tracker import Feedback
 from .memory.fit_to_memory import MicroLimit
 from .noise import GradientNorms
@@ -42,6 +42,7 @@ class Runner:
         self._ranks = ranks
         self._device = device
         self._feedback = feedback
+        self._compares = needs_whole_batch(settings.loss_fn)
         self._warned = False
         self.limit = MicroLimit()
         self.usual_weight: float | None = None
@@ -73,7 +74,7 @@ class Runner:
             budget=self._settings.cost_budget,
             limit=min(self._settings.asked * factor, self.limit.ceiling),
             order=order,
-            least_parts=1 if noise_seed is None or self._ranks.world_size > 1 else 2,
+            least_parts=self._least_parts(noise_seed),
         )
         self._check(parts)
         return parts
@@ -96,7 +97,7 @@ class Runner:
             num_parts = self._agree_on_parts(parts)
             outcome = self._attempt(logical, parts, num_parts, pending, norms)
             if isinstance(outcome, Totals):
-                self._learn(logical, parts)
+                self._learn(logical, parts, is_cut=len(parts) > self._least_parts(seed))
                 return outcome
             pending.ooms += 1
             pending.gradients.drop()
@@ -109,7 +110,11 @@ class Runner:
             self._lower_limit(outcome, logical)
 
     def _check(self, parts: Parts) -> None:
-        check_split(self._settings.loss_fn, parts)
+        if len(parts) > 1 and self._compares:
+            raise ArgumentError(
+                f"this loss compares the examples of a batch, so {len(parts)} micro-batches would change it; "
+                "use a smaller logical batch, activation checkpointing, or a loss with cached embeddings"
+            )
         if len(parts) > 1 and not self._warned:
             self._warned = True
             warning = split_warning(self._ranks.module)
@@ -210,10 +215,14 @@ class Runner:
         (total,) = self._ranks.sum([local], self._device)
         return total if pending.asked_weight is not None and total > 0 else power_of_two(total)
 
-    def _learn(self, logical: LogicalBatch, parts: Parts) -> None:
+    def _least_parts(self, noise_seed: int | None) -> int:
+        return 1 if noise_seed is None or self._ranks.world_size > 1 else 2
+
+    def _learn(self, logical: LogicalBatch, parts: Parts, *, is_cut: bool) -> None:
         if math.isfinite(self.limit.ceiling):
             largest = max(cost_of(logical, part, self._settings.cost_budget) for part in parts)
-            self.limit = self.limit.after_success(largest)
+            is_cut = is_cut and self.limit.ceiling < self._settings.asked
+            self.limit = self.limit.after_success(largest, is_cut=is_cut)
         if self._feedback is not None:
             shapes = None
             if logical.lengths is not None:
@@ -228,15 +237,6 @@ class Runner:
         self.limit = self.limit.after_failure(cost)
         if self._feedback is not None:
             self._feedback.failed(len(part))
-
-
-def check_split(loss_fn: LossFunction, parts: Parts) -> None:
-    """Refuse to split a batch whose loss compares its examples."""
-    if len(parts) > 1 and needs_whole_batch(loss_fn):
-        raise ArgumentError(
-            f"this loss compares the examples of a batch, so {len(parts)} micro-batches would change it; "
-            "use a smaller logical batch, activation checkpointing, or a loss with cached embeddings"
-        )
 
 
 def split_warning(module: nn.Module) -> str | None:

@@ -18,7 +18,7 @@ from ..plan import Budget, MaxItems
 from ..size.learning_rate import Rule, get_rule
 from ._gradients import Existing
 from .losses import LossFunction
-from .splitting import ExampleBatch, LogicalBatch, TensorBatch
+from .splitting import LogicalBatch, wrap_batch
 
 _ITEMS = MaxItems(1)
 
@@ -76,9 +76,7 @@ class Settings:
 
     def wrap(self, batch: Any) -> LogicalBatch:
         """Return the batch as something that can be split."""
-        if self.collate is not None and isinstance(batch, list):
-            return ExampleBatch(batch, self.collate, self.lengths)
-        return TensorBatch(batch, lengths=self.lengths, trim=self.trim)
+        return wrap_batch(batch, collate=self.collate, lengths=self.lengths, trim=self.trim, split=self.split)
 
     @property
     def cost_budget(self) -> Budget | None:

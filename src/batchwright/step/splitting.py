@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
 from .._checks import as_whole
 from .._lengths import as_lengths
-from .._tree import leaves, num_examples, take
-from .._tree import split as split_tree
 from ..errors import ArgumentError
 from ..plan import Budget
 from ..plan.budget import check_budget
-
-Lengths: TypeAlias = npt.NDArray[np.int32]
-Part: TypeAlias = Sequence[int]  # the places of a micro-batch's examples; a range where they are neighbours
+from ._logical import Lengths
+from ._logical import LogicalBatch as LogicalBatch
+from ._logical import Part as Part
+from ._logical import wrap_batch as wrap_batch
 
 
 def split_by_budget(
@@ -54,106 +51,6 @@ def split_by_budget(
     return _cut(rows, places, check_budget(budget), 1.0, most)
 
 
-class LogicalBatch(ABC):
-    """The examples of one update, which can be taken apart and put together in any order."""
-
-    num_examples: int
-    lengths: Lengths | None  # (B, axes), as the micro-batch will be padded
-
-    @abstractmethod
-    def take(self, indices: Part) -> Any:
-        """Return the micro-batch of some examples."""
-
-    def take_all(self, parts: Sequence[Part]) -> Iterable[Any]:
-        """Return the micro-batches of all parts, each made when it is needed."""
-        return map(self.take, parts)
-
-    @property
-    @abstractmethod
-    def gains_from_sorting(self) -> bool:
-        """Return whether micro-batches of short examples are narrower."""
-
-    @property
-    @abstractmethod
-    def num_elements(self) -> int:
-        """Return an upper bound on how many elements a loss may sum over."""
-
-
-@final
-class TensorBatch(LogicalBatch):
-    """Nested tensors, split along their first dimension; they keep their width unless ``trim`` is given."""
-
-    def __init__(self, batch: Any, *, lengths: Callable[[Any], Any] | None, trim: Callable[[Any], Any] | None) -> None:
-        self._batch = batch
-        self._trim = trim
-        self.num_examples = num_examples(batch)
-        self.lengths = None if lengths is None else _checked(lengths(batch), self.num_examples)
-        if self.lengths is not None and trim is None:
-            # Every row keeps the width of the whole batch, so each costs that much.
-            self.lengths = np.broadcast_to(self.lengths.max(axis=0), self.lengths.shape)
-
-    def take(self, indices: Part) -> Any:
-        """Return a slice or selection of every tensor, trimmed."""
-        part = take(self._batch, indices, num=self.num_examples)
-        return part if self._trim is None else self._trim(part)
-
-    def take_all(self, parts: Sequence[Part]) -> Iterable[Any]:
-        """Return the micro-batches of all parts; neighbours are cut in one go, without a copy."""
-        if self._trim is None and len(parts) > 1 and all(isinstance(part, range) for part in parts):
-            found = split_tree(self._batch, list(map(len, parts)))
-            if found is not None:
-                return found
-        return map(self.take, parts)
-
-    @property
-    def gains_from_sorting(self) -> bool:
-        """Return whether rows are trimmed."""
-        return self._trim is not None and self.lengths is not None
-
-    @property
-    def num_elements(self) -> int:
-        """Return the number of elements of the largest tensor."""
-        return max(tensor.numel() for tensor in leaves(self._batch))
-
-
-@final
-class ExampleBatch(LogicalBatch):
-    """A list of examples and the function that collates some of them."""
-
-    def __init__(
-        self, examples: Sequence[Any], collate: Callable[[list[Any]], Any], lengths: Callable[[Any], Any] | None
-    ) -> None:
-        if not examples:
-            raise ArgumentError("the batch is empty; give at least one example")
-        self._examples = examples
-        self._collate = collate
-        self.num_examples = len(examples)
-        found = None if lengths is None else [lengths(example) for example in examples]
-        self.lengths = None if found is None else _checked(found, self.num_examples)
-
-    def take(self, indices: Part) -> Any:
-        """Return the collated examples."""
-        return self._collate([self._examples[index] for index in indices])
-
-    @property
-    def gains_from_sorting(self) -> bool:
-        """Return whether lengths are known."""
-        return self.lengths is not None
-
-    @property
-    def num_elements(self) -> int:
-        """Return the number of examples times the longest, or times 2**16 if lengths are not known."""
-        longest = 1 << 16 if self.lengths is None else int(self.lengths.sum(axis=1).max())
-        return self.num_examples * longest
-
-
-def _checked(lengths: Any, num: int) -> Lengths:
-    array = as_lengths(lengths)
-    if len(array) != num:
-        raise ArgumentError(f"lengths must have one row per example, {num}, got {len(array)}")
-    return array
-
-
 def split(
     batch: LogicalBatch,
     *,
@@ -173,7 +70,19 @@ def split(
 
     Returns:
         The places of the examples of each micro-batch.
+
+    Raises:
+        ArgumentError: the batch only runs whole, and one micro-batch is too large.
     """
+    parts = _parts_of(batch, budget, limit, order, least_parts)
+    if len(parts) > 1 and batch.refusal is not None:
+        raise batch.refusal
+    return parts
+
+
+def _parts_of(
+    batch: LogicalBatch, budget: Budget | None, limit: float, order: npt.NDArray[np.int64] | None, least_parts: int
+) -> Sequence[Part]:
     if order is None and batch.gains_from_sorting:
         assert batch.lengths is not None
         order = _longest_first(batch.lengths)

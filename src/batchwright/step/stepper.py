@@ -16,10 +16,9 @@ from ..plan import Budget
 from ..size.learning_rate import Rule, adascale, current_lr, get_rule, scaled_lr
 from ..size.noise import NoiseAverage
 from ._gathering import Gatherer
-from ._gradients import Existing, clip
-from ._optimizers import allocate_state, apply_update, check_optimizer
+from ._gradients import Existing, Trained, attempt, clip
+from ._optimizers import allocate_state, apply_update, check_optimizer, take_over
 from ._settings import Settings
-from ._trained import Trained, attempt
 from .losses import LossFunction
 from .memory.budget_tracker import Feedback
 from .memory.fit_to_memory import MicroLimit
@@ -61,7 +60,8 @@ class Stepper:
             from a ``MemoryModel``; on CUDA they do so without this argument.
         existing_gradients: what happens to gradients that are there when an update begins: ``"clear"`` drops them, as
             the ``zero_grad()`` of a loop by hand would, and warns once if they were not zero; ``"add"`` adds them.
-        split: cuts batches whose tensors do not all have one row per example.
+        split: cuts batches that do not have one row per example everywhere, such as graphs or patches of images:
+            ``split(batch, None)`` returns the number of examples, ``split(batch, indices)`` the micro-batch of some.
 
     >>> model = nn.Linear(2, 1)
     >>> def loss_fn(model, batch):
@@ -193,7 +193,7 @@ class Stepper:
         _, error = attempt(apply)
         if self._ranks.world_size > 1:
             try:
-                self._trained.take_over(error, scaler, self._device)
+                take_over(self._ranks, self._optimizer, self._trained.parameters, scaler, error, self._device)
             except Exception:
                 self._end()
                 raise
