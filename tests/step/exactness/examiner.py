@@ -23,6 +23,7 @@ from .structures import collate, make_fields, pack, split_patches, trim, unpack
 NUM_UPDATES = 3
 CLIP = 0.05
 EXACT = 1e-12
+_OF_TOKENS = ("tied", "sparse", "sparse_only")  # no gradient reaches their inputs
 
 _FORMS = {
     "int": lambda weight: round(float(weight)),
@@ -159,7 +160,7 @@ class Run:
         loss, weight = loss_and_weight(case, self.setup, model, fields)
         if is_over and case.oom == "forward":
             _run_out(None)
-        if is_over and case.oom == "backward" and case.model in ("tied", "sparse", "sparse_only"):
+        if is_over and case.oom == "backward" and loss.requires_grad and case.model in _OF_TOKENS:
             loss.register_hook(_run_out)
         return loss, _FORMS[case.form](weight.detach())
 
