@@ -16,7 +16,7 @@ from ._settings import Settings
 from .memory.budget_tracker import Feedback
 from .memory.monitor import MemoryMonitor
 from .noise import GradientNorms, NoiseMeter
-from .report import Pending, Summary, Totals, check_asked, check_weight
+from .report import Pending, Summary, Totals, check_summary, check_weight
 from .splitting import LogicalBatch
 
 
@@ -151,15 +151,13 @@ class Gatherer:
         """Turn sums into the gradient of the mean, on all ranks."""
         summary = pending.summary = self._summarize(pending)
         try:
-            check_weight(summary.weight)
-            check_asked(summary)
+            check_summary(summary)
         except ArgumentError:
             self.abandon()
             raise
-        assert pending.divisor is not None
         weight = summary.weight if pending.total_weight is None else pending.total_weight
         self.runner.usual_weight = summary.weight / self._ranks.world_size
-        pending.gradients.finish(self._ranks, pending.divisor / weight)
+        pending.gradients.finish(self._ranks, (pending.divisor or 1.0) / weight)
         if self.meter is not None and summary.squares is not None and summary.num_micro_batches >= 2:
             # Hooks saw gradients of loss_sum / divisor; noise is that of the per-example gradients of B × loss / W.
             scale = 1.0 if self._settings.scaler is None else float(self._settings.scaler.get_scale())
@@ -180,20 +178,25 @@ class Gatherer:
         squares = None if norms is None or norms.total is None else norms.total * (pending.divisor or 1.0) ** 2
         if self._ranks.world_size == 1:
             counts = (totals.num_examples, totals.num_micro_batches, pending.ooms)
-            return Summary(float(totals.weight), totals.loss, *counts, dict(totals.metrics), squares, asked)
+            return Summary(
+                float(totals.weight), totals.loss, *counts, dict(totals.metrics), squares, asked, totals.num_spoiled
+            )
         names = sorted(totals.metrics)
         if not pending.same_names:
             names = sorted({name for found in self._ranks.gather(names) for name in found})
-        weight, asked_sum, num, parts, ooms, loss, *rest = self._ranks.sum(
-            [totals.weight, asked or 0.0, totals.num_examples, totals.num_micro_batches, pending.ooms, totals.loss]
+        counts = [totals.num_examples, totals.num_micro_batches, pending.ooms, totals.num_spoiled]
+        weight, asked_sum, loss, num, parts, ooms, spoiled, *rest = self._ranks.sum(
+            [totals.weight, asked or 0.0, totals.loss, *counts]
             + [totals.metrics.get(name, 0.0) for name in names]
             + ([] if norms is None else [0.0] * norms.num_groups if squares is None else list(squares)),
             self.device,
         )
         metrics = dict(zip(names, rest, strict=False))
         summed = torch.tensor(rest[len(names) :], dtype=torch.float64) if norms is not None else None
-        counts = (round(num), round(parts), round(ooms))
-        return Summary(weight, loss, *counts, metrics, summed, None if asked is None else asked_sum)
+        return Summary(
+            weight, loss, round(num), round(parts), round(ooms), metrics, summed,
+            None if asked is None else asked_sum, round(spoiled),
+        )  # fmt: skip
 
     def abandon(self) -> None:
         """Drop the update that was begun, with its gradients; the next one can begin. Without one, nothing happens."""

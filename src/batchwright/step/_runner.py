@@ -148,8 +148,9 @@ class Runner:
             with self._ranks.no_sync(), gradients.gathering(in_pieces=in_pieces):
                 for part in parts:
                     sums = self._forward(next(micro_batches))  # unnamed, so that the inputs are freed after it
-                    divisor = self._divisor(pending, sums.weight, len(part), logical.num_examples)
-                    self._backward(sums, divisor, norms, num_measured=len(part))
+                    if not sums.is_empty or self._ranks.is_sharded:
+                        divisor = self._divisor(pending, sums.weight, len(part), logical.num_examples)
+                        self._backward(sums, divisor, norms, num_measured=len(part))
                     totals.add(sums, len(part))
                     if in_pieces and self._ranks.is_sharded:
                         gradients.widen_shards()
@@ -247,10 +248,11 @@ def split_warning(module: nn.Module) -> str | None:
                 f"spectral norm in training mode ({name}) changes its weight in every forward pass, so once per "
                 "micro-batch: the update depends on the split. Put it into eval mode, or run batches whole"
             )
-        if isinstance(part, _BatchNorm) and part.training:
+        if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None):
+            mode = "in training mode" if part.training else "without running statistics"
             return (
-                f"BatchNorm in training mode ({name}) sees micro-batches, not the batch: its statistics, and so the "
-                "update, depend on the split. Use GroupNorm or LayerNorm, or put it into eval mode"
+                f"BatchNorm {mode} ({name}) sees micro-batches, not the batch: its statistics, and so the update, "
+                "depend on the split. Use GroupNorm or LayerNorm, or put it into eval mode with running statistics"
             )
     return None
 

@@ -88,7 +88,11 @@ class StepReport:
 
 @final
 class MicroSums:
-    """The sums of one micro-batch."""
+    """The sums of one micro-batch.
+
+    Attributes:
+        is_empty: it sums over nothing, weight and loss are 0 or the loss is no number; it has no gradient.
+    """
 
     def __init__(self, returned: Any) -> None:
         if isinstance(returned, Tensor):
@@ -99,12 +103,22 @@ class MicroSums:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ArgumentError(f"loss_sum must be a tensor with one element, got {shape}; {_HOW}")
-        if not loss.requires_grad:
+        if isinstance(weight, Tensor) and weight.requires_grad:
             raise ArgumentError(
-                "loss_sum does not depend on any trainable parameter; is the model frozen, or under no_grad?"
+                "the weight depends on trainable parameters, and the gradient of such a quotient is no sum over "
+                "micro-batches; return weight.detach(), or put that dependence into loss_sum"
             )
         self.loss = loss.reshape(()) if loss.ndim else loss
         self.weight = _early(_as_scalar(weight, loss))
+        # The mean over nothing is NaN, and so are its gradients.
+        is_none = is_on_host(self.weight) and float(self.weight) == 0
+        self.is_empty = is_none and not 0 < abs(float(loss.detach())) < math.inf
+        if not loss.requires_grad and not self.is_empty:
+            raise ArgumentError(
+                "loss_sum does not depend on any trainable parameter; is the model frozen, or under no_grad?"
+            )
+        if self.is_empty:
+            self.loss = torch.zeros_like(self.loss.detach())
         metrics = returned[2] if len(returned) == 3 else {}
         if not isinstance(metrics, Mapping):
             raise ArgumentError(f"the metrics of loss_fn must be a mapping of sums, got {type(metrics).__name__}")
@@ -176,8 +190,18 @@ class Totals:
         self._losses.append(sums.loss.detach())
         self._weights.append(sums.weight)
         for name, value in sums.metrics.items():
-            self._metrics.setdefault(name, []).append(value)
+            is_counted = not sums.is_empty or math.isfinite(value)
+            self._metrics.setdefault(name, []).append(value if is_counted else 0.0)
         self.num_examples += num_examples
+
+    @property
+    def num_spoiled(self) -> int:
+        """Return how many micro-batches have no weight and a loss that is no number, which was seen too late.
+
+        Only weights on a device are read after the backward pass; others are left out before it.
+        """
+        pairs = zip(self._losses, self._weights, strict=True)
+        return sum(isinstance(w, Copied) and float(w) == 0 and not math.isfinite(loss) for loss, w in pairs)
 
     def merge(self, other: Totals) -> None:
         """Add the totals of another batch of the same update."""
@@ -214,6 +238,7 @@ class Summary(NamedTuple):
     metric_sums: Mapping[str, Tensor | float]
     squares: Tensor | None
     asked_weight: float | None
+    num_spoiled: int
 
 
 @final
@@ -262,8 +287,14 @@ def power_of_two(value: float) -> float:
     return 2.0 ** round(math.log2(value))
 
 
-def check_asked(summary: Summary) -> None:
-    """Refuse an update for which ``weight_of`` and ``loss_fn`` count differently."""
+def check_summary(summary: Summary) -> None:
+    """Refuse an update that has no mean, or for which ``weight_of`` and ``loss_fn`` count differently."""
+    check_weight(summary.weight)
+    if summary.num_spoiled:
+        raise ArgumentError(
+            f"{summary.num_spoiled} micro-batches have weight 0 and a loss that is no number, as is their gradient; "
+            "return a loss of 0 for them, or the weight as a number of Python, and they are left out"
+        )
     asked, found = summary.asked_weight, summary.weight
     if asked is not None and not math.isclose(asked, found, rel_tol=1e-5):
         raise ArgumentError(
