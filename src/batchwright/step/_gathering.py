@@ -177,10 +177,10 @@ class Gatherer:
         norms = self._norms(pending)
         squares = None if norms is None or norms.total is None else norms.total * (pending.divisor or 1.0) ** 2
         if self._ranks.world_size == 1:
-            counts = (totals.num_examples, totals.num_micro_batches, pending.ooms)
             return Summary(
-                float(totals.weight), totals.loss, *counts, dict(totals.metrics), squares, asked, totals.num_spoiled
-            )
+                float(totals.weight), totals.loss, totals.num_examples, totals.num_micro_batches, pending.ooms,
+                dict(totals.metrics), squares, asked, totals.num_spoiled,
+            )  # fmt: skip
         names = sorted(totals.metrics)
         if not pending.same_names:
             names = sorted({name for found in self._ranks.gather(names) for name in found})

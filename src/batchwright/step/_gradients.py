@@ -273,7 +273,7 @@ def _norm_of(gradient: Tensor) -> Tensor:
     """Return the norm in float32 or wider: in float16 it would overflow."""
     if is_sharded(gradient):
         dtype = half_to_float(gradient.dtype)
-        norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype).full_tensor()  # type: ignore[attr-defined]
+        norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype).full_tensor()
         return norm
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return torch.linalg.vector_norm(values.to(half_to_float(values.dtype)))
