@@ -180,7 +180,9 @@ def test_a_single_value_belongs_to_no_example_alone_or_in_an_object(value):
 
 
 @pytest.mark.parametrize(
-    "value", [[1], (1,), {"a": 1}, {1}, range(2), iter([1]), torch.ones(2), np.ones(2), Frozen(x=1)], ids=repr
+    "value",
+    [[1], (1,), {"a": 1}, {1}, range(2), iter([1]), torch.ones(2), np.ones(2), Frozen(x=1)],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_may_hold_a_value_per_example_is_no_single_value_alone_or_in_an_object(value):
     assert not is_plain(value)

@@ -89,7 +89,11 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("batch", "message", "num"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("batch", "message", "num"),
+    REFUSED,
+    ids=lambda value: str(value)[:40] if isinstance(value, str | int) else type(value).__name__,
+)
 def test_what_is_not_made_of_rows_is_refused_by_name(batch, message, num):
     with pytest.raises(CannotCutError, match=message) as caught:
         Rows(batch)
