@@ -105,7 +105,7 @@ class Evaluation:
             return predict()
         has_labels = isinstance(inputs.get("labels"), Tensor)
         if has_labels and not devices.is_divided:
-            self._weights.learn(loss, inputs)
+            self._weights.learn(loss, [inputs])
         rows = torch.tensor(num_rows(inputs, row_key(inputs, loss.model)))
         # Before the step, which may remove the labels.
         weight = self._weights.count(inputs) if has_labels and self._weights.is_known else rows

@@ -13,18 +13,29 @@ import torch
 from torch import Tensor, nn
 
 from ..._checks import read_whole
+from ...errors import ArgumentError
 from ...step.noise import NoiseMeter, NoiseReport
+from .._failures import raise_gathered
 from .._inputs import num_rows
-from .._trainer_step import Devices, SafeSteps, Step, Strategy
+from .._safe_steps import (
+    SafeSteps,
+    Step,
+    average_gradients,
+    fill_for_scaler,
+    ranks_of,
+    trained_parameters,
+    unreduced_parameters,
+)
+from .._trainer_step import WHOLE, Devices
 from ._batches import Counted
 from ._settings import Settings
-from ._weights import LossWeights, TrainerLoss, UpdateWeight, row_key
+from ._weights import LossWeights, TrainerLoss, UpdateWeight, refuse, row_key
 
 # A retry begins with half of what did not fit; no smaller bound is set.
 _NO_BOUND = 1 << 31
-# Places in the sums of an update: its weight in labels or examples, examples, tokens, padded tokens, micro-batches, and
-# how often a rank has run out of memory since training began.
-_WEIGHT, _EXAMPLES, _TOKENS, _PADDED, _PARTS, _OOMS = range(6)
+# Places in the sums of an update: its weight in labels or examples, examples, tokens, padded tokens, micro-batches, how
+# often a rank has run out of memory since training began, and how many ranks have failed or cannot weigh micro-batches.
+_WEIGHT, _EXAMPLES, _TOKENS, _PADDED, _PARTS, _OOMS, _FAILED, _REFUSED = range(8)
 
 
 @final
@@ -48,7 +59,7 @@ class Updates:
         self._settings = settings
         self._weights = weights
         self._devices: Devices | None = None
-        self._repeats: deque[bool] = deque()
+        self._shares: deque[float] = deque()  # the weights of the micro-batches that are left
         self._key = ""
         self._safe_steps: SafeSteps | None = None
 
@@ -57,52 +68,88 @@ class Updates:
         self.figures = TrainingFigures()
         if self.noise is not None:
             self.noise.meter.norms.close()
-        self.noise = GradientNoise(model) if self._settings.measure_noise else None
+        self.noise = GradientNoise(trained_parameters(model)) if self._settings.measure_noise else None
 
     def close(self) -> None:
         """End a training; its figures can still be read."""
         self.whole, self._safe_steps = None, None
 
     def begin(
-        self, batches: list[Any], received: tuple[Counted, list[bool]], *, loss: TrainerLoss, devices: Devices
+        self,
+        batches: list[Any],
+        received: tuple[Counted, list[bool]],
+        *,
+        loss: TrainerLoss,
+        devices: Devices,
+        optimizer: Any = None,
     ) -> None:
-        """Begin an update.
+        """Begin an update; if a rank cannot, no rank does.
 
         Args:
             batches: its micro-batches on this rank.
             received: what they hold, and which of them are repeats that count on another rank.
             loss: of the trainer.
             devices: whose micro-batches make one update together.
+            optimizer: tells which parameters are trained.
         """
         counted, repeats = received
-        self._devices, self._repeats, self._key = devices, deque(repeats), row_key(batches[0], loss.model)
+        self._devices, self._key = devices, row_key(batches[0], loss.model)
         if self._safe_steps is None and self._settings.on_oom != "raise":
-            strategy: Strategy = "skip" if self._settings.on_oom == "skip" else "split_retry"
-            self._safe_steps = SafeSteps(strategy, _NO_BOUND, self._key, self._note_oom)
-        weight = torch.zeros(()) if devices.is_divided else self._weigh(batches, repeats, loss)
-        mine = torch.tensor([float(weight), *counted, self.figures.num_ooms], dtype=torch.float64)
+            self._safe_steps = SafeSteps(self._settings.on_oom, _NO_BOUND, self._key, self._note_oom)
+        shares, failure = [], None
+        try:
+            shares = [1.0] * len(batches) if devices.is_divided else self._weigh(batches, repeats, loss)
+            if self.noise is not None:
+                self._check_rows(batches, repeats, counted)
+                self.noise.begin(trained_parameters(loss.model, optimizer))
+        except Exception as error:  # raised below, on all ranks
+            failure = error
+        flags = [failure is not None, bool(self._weights.refusal)]
+        mine = torch.tensor([sum(shares), *counted, self.figures.num_ooms, *flags], dtype=torch.float64)
         sums = devices.add_up(mine)
+        if failure is not None and devices.args.world_size == 1:
+            raise failure
+        if sums[_FAILED] > 0:
+            raise_gathered(failure)
         self.figures.begin(sums)
-        if self.noise is not None:
-            self.noise.begin()
+        self._shares = deque(shares)
         if self._settings.memory is not None:
             self._settings.memory.reset_peak()
-        self.whole = None
-        if not devices.is_divided:
-            total = sums[_WEIGHT] if devices.args.average_tokens_across_devices else weight
-            # A whole number: a total of a wide float type would widen half-precision losses.
-            total = total.clamp(min=1).round().long().to(devices.args.device)
-            self.whole = UpdateWeight(total, devices.num_replicas)
+        self.whole = None if devices.is_divided else self._weight_of_update(sums, sum(shares), devices)
 
-    def _weigh(self, batches: list[Any], repeats: list[bool], loss: TrainerLoss) -> Tensor:
-        self._weights.learn(loss, batches[0])
-        weights = [
-            self._weights.count(batch).cpu() * (not is_repeat)
+    def _weigh(self, batches: list[Any], repeats: list[bool], loss: TrainerLoss) -> list[float]:
+        self._weights.learn(loss, batches)
+        is_whole = bool(self._weights.refusal)  # then it counts as one, whatever it holds
+        return [
+            0.0 if is_repeat else 1.0 if is_whole else float(self._weights.count(batch))
             for batch, is_repeat in zip(batches, repeats, strict=True)
         ]
-        return torch.stack(weights).sum()
 
-    def run(self, step: Step, model: nn.Module, parts: list[Any], devices: Devices) -> Tensor:
+    def _weight_of_update(self, sums: Tensor, mine: float, devices: Devices) -> UpdateWeight | None:
+        """Return what the micro-batches are parts of; None if there is only one, whose weight nobody knows."""
+        refusal, num_parts = self._weights.refusal, round(float(sums[_PARTS]))
+        if sums[_REFUSED] > 0:
+            # Under DDP every rank may have a whole batch of its own, as in the trainer itself.
+            is_declared = refusal == WHOLE
+            if num_parts > (devices.world_size if is_declared else 1):
+                raise refuse(refusal or "another rank cannot tell", num_parts)
+            if not is_declared:
+                return None
+        total = sums[_WEIGHT] if devices.args.average_tokens_across_devices else torch.tensor(mine)
+        # A whole number: a total of a wide float type would widen half-precision losses.
+        return UpdateWeight(total.clamp(min=1).round().long().to(devices.args.device), devices.num_replicas)
+
+    def _check_rows(self, batches: list[Any], repeats: list[bool], counted: Counted) -> None:
+        rows = sum(
+            num_rows(batch, self._key) for batch, is_repeat in zip(batches, repeats, strict=True) if not is_repeat
+        )
+        if rows != counted.examples:
+            raise ArgumentError(
+                f"measure_noise needs a row per example, but {counted.examples} examples came in {rows} rows; use a "
+                "collator that does not pack, or leave measure_noise out"
+            )
+
+    def run(self, step: Step, model: nn.Module, parts: list[Any], devices: Devices, optimizer: Any = None) -> Tensor:
         """Run forward and backward of an item, micro-batch by micro-batch, and return its loss.
 
         Args:
@@ -110,9 +157,11 @@ class Updates:
             model: as the trainer wraps it.
             parts: the micro-batches of the item.
             devices: tell whether the item ends an update.
+            optimizer: tells which parameters are trained.
         """
         last = len(parts) - 1
-        losses = [self._run_part(step, model, part, devices, is_end=place == last) for place, part in enumerate(parts)]
+        run = self._run_plainly if self._safe_steps is None or devices.is_divided else self._run_safely
+        losses = [run(step, model, part, devices, optimizer, is_end=place == last) for place, part in enumerate(parts)]
         total: Tensor = sum(losses[1:], losses[0])
         self.figures.loss = self.figures.loss + total
         if self.noise is not None and devices.accelerator.sync_gradients:
@@ -125,30 +174,56 @@ class Updates:
             )
         return total
 
-    def _run_part(self, step: Step, model: nn.Module, part: Any, devices: Devices, *, is_end: bool) -> Tensor:
-        """Add the gradient of a micro-batch; under DDP nothing is sent before the last one."""
-        whole, accelerator = self.whole, devices.accelerator
-        if whole is not None and self._repeats and self._repeats.popleft():
-            whole = whole._replace(num_replicas=0)  # another rank runs the same example: no weight here
+    def _run_safely(
+        self, step: Step, model: nn.Module, part: Any, devices: Devices, optimizer: Any, *, is_end: bool
+    ) -> Tensor:
+        """Add the gradient of a micro-batch, in pieces if memory runs out."""
+        assert self._safe_steps is not None
+        share, inputs = self._shares.popleft(), dict(part)
         if self.noise is not None:
             self.noise.keep()
-        if self._safe_steps is None or whole is None:
-            with nullcontext() if is_end else accelerator.no_sync(model):
-                return self._weighted_step(step, whole, model, part)
         return self._safe_steps.run(
             model,
-            dict(part),
-            partial(self._weighted_step, step, whole),
-            is_last=is_end and accelerator.sync_gradients,
-            has_scaler=accelerator.scaler is not None,
+            inputs,
+            partial(self._weighted_step, step, has_share=share > 0),
+            is_last=is_end and devices.accelerator.sync_gradients,
+            cut=self._weights.cut(inputs),
+            optimizer=optimizer,
+            has_scaler=devices.accelerator.scaler is not None,
         )
 
-    def _weighted_step(self, step: Step, whole: UpdateWeight | None, model: nn.Module, inputs: Any) -> Tensor:
+    def _run_plainly(
+        self, step: Step, model: nn.Module, part: Any, devices: Devices, optimizer: Any, *, is_end: bool
+    ) -> Tensor:
+        """Add the gradient of a micro-batch; under DDP nothing is sent before the last one."""
+        accelerator, share = devices.accelerator, self._shares.popleft()
+        is_last = is_end and accelerator.sync_gradients
+        with nullcontext() if is_end else accelerator.no_sync(model):
+            # Other ranks wait in this backward pass.
+            runs_idle = share == 0 and is_last and devices.args.world_size > 1
+            loss = self._weighted_step(step, model, part, has_share=share > 0, runs_idle=runs_idle)
+        if is_last and devices.args.world_size > 1:
+            left_out = unreduced_parameters(model, optimizer)
+            if left_out:
+                average_gradients(ranks_of(model), left_out)
+        elif is_last and accelerator.scaler is not None and share == 0:
+            fill_for_scaler(trained_parameters(model, optimizer))
+        return loss
+
+    def _weighted_step(
+        self, step: Step, model: nn.Module, inputs: Any, *, has_share: bool, runs_idle: bool = False
+    ) -> Tensor:
+        whole = self.whole
         if whole is None:
             return step(model, inputs)
-        noise = self.noise if whole.num_replicas else None
-        with self._weights.weighing(whole), noise.part(num_rows(inputs, self._key)) if noise else nullcontext():
-            return step(model, inputs)
+        # A mean over no label may be NaN, and so may be its gradient, even times zero.
+        is_idle = not (has_share and self._weights.has_weight(inputs))
+        noise = self.noise if has_share else None
+        with noise.part(num_rows(inputs, self._key)) if noise else nullcontext():
+            if is_idle and not runs_idle:
+                return torch.zeros((), device=whole.total.device)
+            with self._weights.weighing(whole, is_idle=is_idle):
+                return step(model, inputs)
 
     def _note_oom(self) -> None:
         self.figures.num_ooms += 1
@@ -236,7 +311,7 @@ class TrainingFigures:
 
 
 def _no_sums() -> Tensor:
-    return torch.zeros(6, dtype=torch.float64)
+    return torch.zeros(8, dtype=torch.float64)
 
 
 @final
@@ -244,14 +319,15 @@ class GradientNoise:
     """Measures the gradient noise of updates whose micro-batches are random parts.
 
     Args:
-        model: without wrappers for several devices.
+        parameters: that are trained.
 
     Attributes:
         meter: holds the average over all updates so far.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.meter = NoiseMeter([(name, value) for name, value in model.named_parameters() if value.requires_grad])
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._parameters = list(map(id, parameters))
+        self.meter = NoiseMeter([("", parameter) for parameter in parameters])
         self._num_parts = 0
         self._kept: tuple[Tensor | None, int] = (None, 0)
         self._read: Callable[[], NoiseReport] | None = None
@@ -261,8 +337,12 @@ class GradientNoise:
         """Return the noise of the newest update, None if it had fewer than two parts."""
         return None if self._read is None else self._read()
 
-    def begin(self) -> None:
-        """Begin an update."""
+    def begin(self, parameters: list[nn.Parameter]) -> None:
+        """Begin an update of some parameters; others may have been unfrozen since the last one."""
+        if list(map(id, parameters)) != self._parameters:
+            self.meter.norms.close()
+            meter = NoiseMeter([("", parameter) for parameter in parameters])
+            meter.average, self.meter, self._parameters = self.meter.average, meter, list(map(id, parameters))
         self.meter.norms.reset()
         self._num_parts, self._read = 0, None
         self.keep()

@@ -23,9 +23,10 @@ from ...plan.budget import Budget
 from ...plan.grouping.base import Grouping
 from ...size.learning_rate import Rule
 from ...size.noise import NoiseAverage
+from ...step.losses import needs_whole_batch
 from ...step.memory.monitor import MemoryMonitor
 from .._ranked import check_no_stream
-from .._trainer_step import Devices, one_process, undivided
+from .._trainer_step import Devices, on_its_own, one_process, undivided
 from ._data import TrainingData, TrainLoader, micro_batches_of
 from ._evaluation import Evaluation, EvaluationPlan
 from ._lengths import LengthCache
@@ -90,6 +91,8 @@ class AdaptiveTrainerMixin:
     train_dataset: Any
     eval_dataset: Any
     compute_metrics: Callable[..., Any] | None
+    compute_loss_func: Callable[..., Any] | None
+    optimizer: Any
 
     def __init__(
         self,
@@ -181,7 +184,11 @@ class AdaptiveTrainerMixin:
         batches = self._batching.data.batches
         if items and batches is not None:
             self._batching.updates.begin(
-                micro_batches_of(items), batches.take_received(), loss=self._trainer_loss(), devices=Devices.of(self)
+                micro_batches_of(items),
+                batches.take_received(),
+                loss=self._trainer_loss(),
+                devices=Devices.of(self),
+                optimizer=self.optimizer,
             )
         return items, num_items
 
@@ -194,6 +201,7 @@ class AdaptiveTrainerMixin:
                 model,
                 micro_batches_of([inputs]),
                 Devices.of(self),
+                self.optimizer,
             )
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
@@ -212,8 +220,23 @@ class AdaptiveTrainerMixin:
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items
             )
 
+    def _tried_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Any:
+        with on_its_own(self):
+            return self._loss_of_one_process(model, inputs, num_items)
+
     def _trainer_loss(self) -> TrainerLoss:
-        return TrainerLoss(self._loss_of_one_process, self.model, self._prepare_inputs)  # type: ignore[attr-defined]
+        return TrainerLoss(
+            self._tried_loss,
+            self.model,
+            self._prepare_inputs,  # type: ignore[attr-defined]
+            is_half=bool(self.args.bf16 or self.args.fp16),
+            needs_whole=self._needs_whole_batch(),
+        )
+
+    def _needs_whole_batch(self) -> bool:
+        """Say whether ``whole_batch`` marks the loss: the trainer's ``compute_loss``, or its ``compute_loss_func``."""
+        own = super().compute_loss  # type: ignore[misc]
+        return any(map(needs_whole_batch, (own, self.compute_loss_func)))
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of an item."""
