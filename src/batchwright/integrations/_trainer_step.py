@@ -345,3 +345,9 @@ def zero_of(loss: Tensor, outputs: Any) -> Tensor:
     """
     zeros = [(tensor * 0).sum() for tensor in leaves(outputs) if tensor.requires_grad and tensor.numel() > 1]
     return sum(zeros[1:], zeros[0]) if zeros else torch.where(torch.tensor(False, device=loss.device), loss, 0)
+
+
+def as_logged(loss: Tensor, model: nn.Module) -> Tensor:
+    """Return a loss in a type that depends on the model only, as ranks without a loss gather a zero with the others."""
+    is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+    return loss.to(torch.float64 if is_double else torch.float32)

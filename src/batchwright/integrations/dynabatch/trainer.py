@@ -27,6 +27,7 @@ from .._trainer_step import (
     WHOLE,
     Devices,
     Weighing,
+    as_logged,
     find_weighing,
     is_divided,
     is_mean_over_examples,
@@ -147,9 +148,9 @@ class DynabatchTrainerMixin:
         """Run forward and backward of a micro-batch, in pieces if memory runs out."""
         # Without the weight of its update a piece would not know its own.
         if self._safe_steps is None or self._window_weight is None:
-            return self._weighted_step(model, inputs, *args, **kwargs)
+            return as_logged(self._weighted_step(model, inputs, *args, **kwargs), model)
         assert self._weighing is not None
-        return self._safe_steps.run(
+        loss = self._safe_steps.run(
             model,
             dict(inputs),
             lambda module, part: self._weighted_step(module, part, *args, **kwargs),
@@ -158,6 +159,7 @@ class DynabatchTrainerMixin:
             optimizer=self.optimizer,
             has_scaler=self.accelerator.scaler is not None,
         )
+        return as_logged(loss, model)
 
     def _weighted_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         if self._window_weight is None:

@@ -26,7 +26,7 @@ from .._safe_steps import (
     trained_parameters,
     unreduced_parameters,
 )
-from .._trainer_step import WHOLE, Devices
+from .._trainer_step import WHOLE, Devices, as_logged
 from ._batches import Counted
 from ._settings import Settings
 from ._weights import LossWeights, TrainerLoss, UpdateWeight, refuse, row_key
@@ -162,7 +162,7 @@ class Updates:
         last = len(parts) - 1
         run = self._run_plainly if self._safe_steps is None or devices.is_divided else self._run_safely
         losses = [run(step, model, part, devices, optimizer, is_end=place == last) for place, part in enumerate(parts)]
-        total: Tensor = sum(losses[1:], losses[0])
+        total = as_logged(sum(losses[1:], losses[0]), model)
         self.figures.loss = self.figures.loss + total
         if self.noise is not None and devices.accelerator.sync_gradients:
             scaler = devices.accelerator.scaler
