@@ -96,6 +96,10 @@ class Cut(ABC):
         """Return the inputs of some units as a dict of their own; all of them are the batch as it came."""
         return dict(self.batch) if len(units) == self.num else self.take(units)
 
+    def untrimmed(self, units: Sequence[int]) -> dict[str, Any]:
+        """Return the inputs of some units as wide as they came, so that outputs of several parts can be joined."""
+        return self.take(units)
+
     def describe(self, unit: int) -> str:
         """Return what a unit that does not fit looks like."""
         tensors = list(leaves(self.part([unit])))
@@ -112,7 +116,11 @@ class Rows(Cut):
 
     def take(self, units: Sequence[int]) -> dict[str, Any]:
         """Return some rows without the padding that none of them needs."""
-        return trim_padding(take_rows(self.batch, list(units), self.num))
+        return trim_padding(self.untrimmed(units))
+
+    def untrimmed(self, units: Sequence[int]) -> dict[str, Any]:
+        """Return some rows with all of their padding."""
+        return take_rows(self.batch, list(units), self.num)
 
 
 @final

@@ -20,23 +20,11 @@ from ..._checks import as_whole, check_choice
 from ...errors import ArgumentError, LengthsError
 from ...size.learning_rate import Rule, get_rule
 from ...step.losses import needs_whole_batch
+from .._devices import Devices, is_divided, on_its_own, one_process, undivided
 from .._failures import raise_together
 from .._ranked import check_no_stream, loader_options
 from .._safe_steps import SafeSteps
-from .._trainer_step import (
-    WHOLE,
-    Devices,
-    Weighing,
-    as_logged,
-    find_weighing,
-    is_divided,
-    is_mean_over_examples,
-    on_its_own,
-    one_process,
-    undivided,
-    weighted,
-    zero_of,
-)
+from .._trainer_step import WHOLE, Weighing, as_logged, find_weighing, is_mean_over_examples, weighted, zero_of
 from .sampler import DynaBatchSampler
 
 OOMFallbackStrategy: TypeAlias = Literal["split_retry", "skip", None]
@@ -197,7 +185,7 @@ class DynabatchTrainerMixin:
     def _learn(self, batches: list[Any]) -> None:
         """Look at the first micro-batch, unless an earlier one has told what the loss is a mean over."""
         key = self._batch_size_key
-        if any(map(needs_whole_batch, (super().compute_loss, self.compute_loss_func))):  # type: ignore[misc]
+        if any(map(needs_whole_batch, (super().compute_loss, self.compute_loss_func, self.model))):  # type: ignore[misc]
             if len(batches) > 1:
                 raise ArgumentError(f"an update of {len(batches)} micro-batches is not one whole batch, but {WHOLE}")
             self._weighing = Weighing(None, True, key, refusal=WHOLE)

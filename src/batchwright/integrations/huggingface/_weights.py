@@ -53,6 +53,7 @@ class LossWeights:
         self._update: UpdateWeight | None = None
         self._is_weighing = False
         self._is_idle = False
+        self._was_asked = False
 
     def learn(self, loss: TrainerLoss, batches: Sequence[Mapping[str, Any]]) -> None:
         """Look at the largest of some micro-batches, unless an earlier one has told what the loss is a mean over."""
@@ -109,11 +110,16 @@ class LossWeights:
             update: what they are parts of.
             is_idle: the micro-batch does not count; its gradients are zero, and only exist for other ranks.
         """
-        self._is_weighing, self._update, self._is_idle = True, update, is_idle
+        self._is_weighing, self._update, self._is_idle, self._was_asked = True, update, is_idle, False
         try:
             yield
         finally:
             self._is_weighing, self._update, self._is_idle = False, None, False
+        if update is not None and not self._was_asked:
+            raise ArgumentError(
+                "the trainer's loss was not weighed: a compute_loss or training_step above the adaptive one does not call "
+                "super(); write the loss into a trainer class and make it adaptive: adaptive(YourTrainer)"
+            )
 
     def loss(
         self, compute: Callable[[Any, bool], Any], inputs: Mapping[str, Any], *, with_outputs: bool
@@ -127,6 +133,7 @@ class LossWeights:
             inputs: the micro-batch.
             with_outputs: the outputs are needed.
         """
+        self._was_asked = True
         if not self._is_weighing or self._weighing is None:
             return None
         update, labels = self._update, self._labels_of_rows(inputs)

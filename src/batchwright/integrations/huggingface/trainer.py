@@ -10,35 +10,31 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import numpy.typing as npt
 import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 
-from ..._checks import read_size, shared_options
-from ...errors import ArgumentError, StateMismatchError
+from ..._checks import shared_options
+from ...errors import ArgumentError
 from ...plan.budget import Budget
 from ...plan.grouping.base import Grouping
 from ...size.learning_rate import Rule
-from ...size.noise import NoiseAverage
+from ...step.huggingface import unwrapped
 from ...step.losses import needs_whole_batch
 from ...step.memory.monitor import MemoryMonitor
+from .._devices import Devices, on_its_own, one_process, undivided
 from .._ranked import check_no_stream
-from .._trainer_step import Devices, on_its_own, one_process, undivided
-from ._data import TrainingData, TrainLoader, micro_batches_of
-from ._evaluation import Evaluation, EvaluationPlan
-from ._lengths import LengthCache
+from ._batching import Batching
+from ._data import TrainLoader, fetch_together, micro_batches_of
+from ._evaluation import EvaluationPlan
 from ._settings import OnOom, Settings, Weighting, check_trainer, check_trainer_class
-from ._updates import Updates
-from ._weights import LossWeights, TrainerLoss
-from .callbacks import UpdateCallback
+from ._weights import TrainerLoss
 
 # The key of the state in trainer_state.json, under stateful_callbacks.
 STATE_NAME = "batchwright"
-# Raise it when an older state can no longer be read.
-STATE_VERSION = 1
 
 
 class AdaptiveTrainerMixin:
@@ -49,10 +45,13 @@ class AdaptiveTrainerMixin:
     micro-batches under the budget; ``gradient_accumulation_steps`` stays 1.
 
     An update uses the gradient of the mean over all its labels on all ranks. It does not depend on the sizes of the
-    micro-batches, nor on whether the model takes ``num_items_in_batch``. Every example counts once per epoch: if
-    fewer examples than ranks are left, a rank without one runs the example of another rank with weight 0. A checkpoint
-    holds the place in the epoch and the state of the controller, so ``resume_from_checkpoint`` continues with the very
-    next batch. Evaluation is planned too: predictions come in the order of the data, and the loss is the exact mean.
+    micro-batches, nor on whether the model takes ``num_items_in_batch``; the first micro-batch shows what the loss is a
+    mean over. If it cannot tell, updates of several micro-batches are refused. ``step.losses.whole_batch`` marks a
+    ``compute_loss``, ``compute_loss_func`` or model that compares the examples of a batch, which is then never cut.
+
+    Every example counts once per epoch: if fewer examples than ranks are left, a rank without one runs the example of
+    another rank with weight 0. A checkpoint holds the place in the epoch and the state of the controller, so
+    ``resume_from_checkpoint`` continues with the very next batch. Evaluation is planned too: predictions come in the order of the data, and the loss is the exact mean.
 
     The trainer logs with the loss: ``batch_size`` (per update, over all ranks), ``num_micro_batches``, ``padding``,
     ``ooms``, and if they are in use ``batch_size_wanted``, ``noise_scale`` and ``lr_factor``.
@@ -68,10 +67,11 @@ class AdaptiveTrainerMixin:
         weighting: ``"tokens"``: every label counts the same. ``"examples"``: every example counts the same, with the
             mean over its own labels. If labels are tokens, this needs the logits, and a loss that is their cross
             entropy.
-        on_oom: ``"split"`` runs a micro-batch that runs out of memory again in smaller pieces, exactly. ``"skip"``
-            leaves it out, but its labels still count in the mean. Both need memory for a second gradient if an update
-            has several micro-batches, and under DDP they reduce gradients after the backward pass, not during it.
-            ``"raise"`` changes none of this.
+        on_oom: ``"split"`` runs a micro-batch that runs out of memory again in smaller pieces, exactly; if one example
+            does not fit by itself, or the micro-batch cannot be cut, it raises ``DoesNotFitError``. ``"skip"``
+            leaves the micro-batch out, but its labels still count in the mean. Both need memory for a second gradient
+            if an update has several micro-batches, and under DDP they reduce gradients after the backward pass, not
+            during it. ``"raise"`` changes none of this.
         lr_rule: ``"none"``, ``"linear"``, ``"sqrt"``, ``"adascale"`` or a function of ``(batch_size, base_size)``; it
             applies only inside the optimizer's step.
         base_size: the batch size over all ranks that ``learning_rate`` was chosen for; needed with ``lr_rule``.
@@ -178,10 +178,12 @@ class AdaptiveTrainerMixin:
 
     # The updates
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> tuple[list[Any], Any]:
         """Return the items of an update, and begin it."""
-        items, num_items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         batches = self._batching.data.batches
+        if batches is not None:
+            epoch_iterator = iter(fetch_together(epoch_iterator, num_batches, self.args))
+        items, num_items = super().get_batch_samples(epoch_iterator, num_batches, *args)  # type: ignore[misc]
         if items and batches is not None:
             self._batching.updates.begin(
                 micro_batches_of(items),
@@ -234,9 +236,9 @@ class AdaptiveTrainerMixin:
         )
 
     def _needs_whole_batch(self) -> bool:
-        """Say whether ``whole_batch`` marks the loss: the trainer's ``compute_loss``, or its ``compute_loss_func``."""
-        own = super().compute_loss  # type: ignore[misc]
-        return any(map(needs_whole_batch, (own, self.compute_loss_func)))
+        """Say whether ``whole_batch`` marks the trainer's ``compute_loss``, its ``compute_loss_func`` or the model."""
+        theirs = super().compute_loss  # type: ignore[misc]
+        return any(map(needs_whole_batch, (self.compute_loss, theirs, self.compute_loss_func, unwrapped(self.model))))
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of an item."""
@@ -283,8 +285,10 @@ class AdaptiveTrainerMixin:
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch; its loss counts by the labels or examples it is a mean over."""
-        predict = functools.partial(super().prediction_step, model, inputs, *args, **kwargs)  # type: ignore[misc]
-        return self._batching.evaluation.step(predict, inputs, self._trainer_loss(), Devices.of(self))
+        step = super().prediction_step  # type: ignore[misc]
+        return self._batching.evaluation.step(
+            lambda part: step(model, part, *args, **kwargs), inputs, self._trainer_loss(), Devices.of(self)
+        )
 
 
 @functools.cache
@@ -303,83 +307,3 @@ def adaptive(trainer_cls: type) -> type:
     if issubclass(trainer_cls, AdaptiveTrainerMixin):
         return trainer_cls
     return type(f"Adaptive{trainer_cls.__name__}", (AdaptiveTrainerMixin, trainer_cls), {"__module__": __package__})
-
-
-@final
-class Batching:
-    """Holds the settings and the collaborators of an adaptive trainer.
-
-    None of them holds the trainer: such a cycle would keep the worker processes of its loader alive until garbage is
-    collected.
-
-    Args:
-        settings: what the user asked for.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        lengths = LengthCache()
-        self.settings = settings
-        self.weights = LossWeights(settings.weighting)
-        self.data = TrainingData(settings, lengths)
-        self.updates = Updates(settings, self.weights)
-        self.evaluation = Evaluation(settings, lengths, self.weights)
-        self.callback = UpdateCallback(settings, self.data, self.updates)
-
-    def close(self) -> None:
-        """End a training."""
-        self.callback.close()
-        self.updates.close()
-        self.data.batches = None
-
-    def take_figures(self) -> dict[str, float]:
-        """Return the figures of the updates since the last log; an empty dict if there were none."""
-        figures = {} if self.data.batches is None else self.updates.figures.take_recent()
-        if not figures:
-            return {}
-        if self.settings.rule is not None:
-            figures["lr_factor"] = self.updates.figures.lr_factor
-        if self.settings.controller is not None:
-            figures["batch_size_wanted"] = read_size(self.settings.controller)
-        scale = None if self.updates.noise is None else self.updates.noise.meter.average.scale
-        return figures if scale is None else {**figures, "noise_scale": scale}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data and everything that was learned, as JSON values."""
-        assert self.data.batches is not None
-        controller, noise = self.settings.controller, self.updates.noise
-        # Older checkpoints hold the keys "feed" and "course", so they keep these names.
-        return {
-            "version": STATE_VERSION,
-            "feed": self.data.batches.state_dict(),
-            "course": self.updates.figures.state_dict(),
-            "controller": None if controller is None else controller.state_dict(),
-            "noise": None if noise is None else noise.meter.average.to_state(),
-        }
-
-    def restore(self, saved: Mapping[str, Any] | None, epochs_trained: int, *, ignores_place: bool) -> int:
-        """Continue from a state, and return the epoch to run.
-
-        Args:
-            saved: of ``state_dict``; None if the checkpoint has none.
-            epochs_trained: the epoch that the trainer found.
-            ignores_place: begin the epoch again.
-        """
-        batches, controller, noise = self.data.batches, self.settings.controller, self.updates.noise
-        assert batches is not None
-        if saved is None or saved.get("version") != STATE_VERSION:
-            if ignores_place:
-                return epochs_trained
-            raise StateMismatchError(
-                "the checkpoint does not hold the place in its epoch, as checkpoints of adaptive trainers do; set "
-                "ignore_data_skip=True to begin the epoch again"
-            )
-        if ignores_place:
-            batches.set_epoch(int(saved["feed"]["sampler"]["epoch"]))
-        else:
-            batches.load_state_dict(saved["feed"])
-        self.updates.figures.load_state_dict(saved["course"])
-        if controller is not None and saved["controller"] is not None:
-            controller.load_state_dict(saved["controller"])
-        if noise is not None and saved["noise"] is not None:
-            noise.meter.average = NoiseAverage(**saved["noise"])
-        return batches.epoch

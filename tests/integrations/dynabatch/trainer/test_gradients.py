@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import Seq2SeqTrainer, Trainer
 
 from batchwright.errors import ArgumentError
-from batchwright.integrations._trainer_step import parallel_size
+from batchwright.integrations._devices import parallel_size
 from batchwright.integrations.dynabatch import make_dynabatch_trainer
 
 from ..models import MODELS, NUM_TOKENS, collate, make_examples
