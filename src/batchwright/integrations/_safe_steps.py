@@ -246,6 +246,12 @@ def trained_parameters(module: nn.Module, optimizer: Any = None) -> list[nn.Para
     return list(found.values())
 
 
+def foreign_parameters(module: nn.Module, optimizer: Any) -> list[nn.Parameter]:
+    """Return what only the optimizer holds: a trainer never clears the gradients of these between updates."""
+    own = set(map(id, module.parameters()))
+    return [parameter for parameter in trained_parameters(module, optimizer) if id(parameter) not in own]
+
+
 def fill_for_scaler(parameters: list[nn.Parameter]) -> None:
     """Give a ``GradScaler``, which fails without any gradient, an infinite one: it skips the update, as intended."""
     if not present(parameters):

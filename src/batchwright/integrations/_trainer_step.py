@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -23,6 +24,7 @@ from ..step.huggingface import (
     num_labels,
     read_views,
     row_views,
+    try_out,
     unwrapped,
     usual_reading,
 )
@@ -157,18 +159,31 @@ def _read_rows(
 
 
 def _of_sequences(loss: _TrainerLoss, inputs: Mapping[str, Any], labels: Tensor, key: str) -> Weighing:
-    """Try two sequences of a packed row, then all of it with few labels; the first also shows that it can be cut."""
+    """Try two sequences of a packed row, which also shows whether it can be cut, then all of it with few labels."""
     refusal = ""
-    for views_of, cuts in ((_two_sequences, True), (label_views, False)):
+    for views_of, is_cut in ((_two_sequences, True), (label_views, False)):
         try:
             views = views_of(inputs)
             reading = None if views is None else _read(loss, views)
         except (ArgumentError, DoesNotFitError) as error:
             refusal = str(error)
             continue
-        if reading is not None:
-            return Weighing(reading, True, key, cuts_sequences=cuts)
+        if views is not None and reading is not None:
+            return Weighing(reading, True, key, cuts_sequences=is_cut and _are_independent(loss, views))
     return Weighing(None if refusal else usual_reading(loss.module, labels), bool(refusal), key, refusal=refusal)
+
+
+def _are_independent(loss: _TrainerLoss, views: Views) -> bool:
+    """Say whether the loss of the second of two sequences stays the same when the tokens of the first one change."""
+    tokens, name = views.both.get("input_ids"), _name_of_labels(views.both)
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        return False
+    num = views.first[name].shape[1]
+    labels, others = views.both[name].clone(), tokens.clone()
+    labels[:, :num] = IGNORED
+    others[:, :num] = tokens[:, num - 1 : num]  # one that the model knows, everywhere
+    before, after = try_out(loss, {**views.both, name: labels}, {**views.both, name: labels, "input_ids": others})
+    return math.isclose(before, after, rel_tol=1e-7)
 
 
 def _read(loss: _TrainerLoss, views: Views) -> LossReading | None:
@@ -197,7 +212,7 @@ def _two_sequences(inputs: Mapping[str, Any]) -> Views | None:
     if len(order) < 2:
         return None
     (num, first), (_, second) = order[:2]
-    name = "shift_labels" if isinstance(inputs.get("shift_labels"), Tensor) else "labels"
+    name = _name_of_labels(inputs)
     parts = [cut.take([first, second]), cut.take([first]), cut.take([second])]
     filled = torch.where(parts[0][name] == IGNORED, inputs[name].max().clamp(min=0), parts[0][name])
     thin = torch.full_like(filled, IGNORED)
@@ -205,6 +220,10 @@ def _two_sequences(inputs: Mapping[str, Any]) -> Views | None:
         thin[0, place] = filled[0, place]
     rows = [thin, thin[:, :num], thin[:, num:]]
     return Views(*({**part, name: row.contiguous()} for part, row in zip(parts, rows, strict=True)), copies=1)
+
+
+def _name_of_labels(inputs: Mapping[str, Any]) -> str:
+    return "shift_labels" if isinstance(inputs.get("shift_labels"), Tensor) else "labels"
 
 
 @final

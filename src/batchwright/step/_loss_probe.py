@@ -229,14 +229,19 @@ def read_views(loss: ProbedLoss, views: Views) -> LossReading | None:
         snapshot.restore()
 
 
-def adds_up_by_example(loss: ProbedLoss, views: Views) -> bool:
-    """Say whether the loss of two examples is the mean of their losses apart; random state and buffers are put back."""
+def try_out(loss: ProbedLoss, *inputs: Mapping[str, Any]) -> list[float]:
+    """Return losses in evaluation mode without gradients; random state and buffers are put back."""
     snapshot = Snapshot(loss.module.buffers(), devices_of(loss.module))
     try:
         with evaluating(loss.module), torch.no_grad():
-            both, first, second = (float(loss(view)) for view in views[:3])
+            return [float(loss(given)) for given in inputs]
     finally:
         snapshot.restore()
+
+
+def adds_up_by_example(loss: ProbedLoss, views: Views) -> bool:
+    """Say whether the loss of two examples is the mean of their losses apart."""
+    both, first, second = try_out(loss, *views[:3])
     return math.isclose(2 * both, first + second, rel_tol=loss.tolerance, abs_tol=1e-12)
 
 

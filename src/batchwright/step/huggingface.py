@@ -26,6 +26,7 @@ from ._loss_probe import label_views as label_views
 from ._loss_probe import num_labels as num_labels
 from ._loss_probe import read_views as read_views
 from ._loss_probe import row_views as row_views
+from ._loss_probe import try_out as try_out
 from ._loss_probe import unwrapped as unwrapped
 from ._loss_probe import usual_reading as usual_reading
 from .losses import LossFunction, Sums, entropy_sum

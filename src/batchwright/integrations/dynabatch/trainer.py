@@ -20,10 +20,11 @@ from ..._checks import as_whole, check_choice
 from ...errors import ArgumentError, LengthsError
 from ...size.learning_rate import Rule, get_rule
 from ...step.losses import needs_whole_batch
+from ...step.oom import drop_gradients
 from .._devices import Devices, is_divided, on_its_own, one_process, undivided
 from .._failures import raise_together
 from .._ranked import check_no_stream, loader_options
-from .._safe_steps import SafeSteps
+from .._safe_steps import SafeSteps, foreign_parameters
 from .._trainer_step import WHOLE, Weighing, as_logged, find_weighing, is_mean_over_examples, weighted, zero_of
 from .sampler import DynaBatchSampler
 
@@ -111,6 +112,7 @@ class DynabatchTrainerMixin:
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Return the micro-batches of an update; their total weight is kept."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        drop_gradients(foreign_parameters(self.model, self.optimizer))
         self._window_weight = self._weigh(batches) if batches and self._can_weigh() else None
         return batches, num_items
 

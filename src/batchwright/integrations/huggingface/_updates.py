@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..._checks import read_whole
 from ...errors import ArgumentError
+from ...step.oom import drop_gradients
 from .._devices import Devices
 from .._failures import raise_gathered
 from .._inputs import num_rows
@@ -22,6 +23,7 @@ from .._safe_steps import (
     Step,
     average_gradients,
     fill_for_scaler,
+    foreign_parameters,
     ranks_of,
     trained_parameters,
     unreduced_parameters,
@@ -97,6 +99,7 @@ class Updates:
         self._devices, self._key = devices, row_key(batches[0], loss.model)
         if self._safe_steps is None and self._settings.on_oom != "raise":
             self._safe_steps = SafeSteps(self._settings.on_oom, _NO_BOUND, self._key, self._note_oom)
+        drop_gradients(foreign_parameters(loss.model, optimizer))
         shares, failure = [], None
         try:
             shares = [1.0] * len(batches) if devices.is_divided else self._weigh(batches, repeats, loss)

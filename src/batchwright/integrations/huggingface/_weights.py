@@ -117,8 +117,8 @@ class LossWeights:
             self._is_weighing, self._update, self._is_idle = False, None, False
         if update is not None and not self._was_asked:
             raise ArgumentError(
-                "the trainer's loss was not weighed: a compute_loss or training_step above the adaptive one does not call "
-                "super(); write the loss into a trainer class and make it adaptive: adaptive(YourTrainer)"
+                "the trainer's loss was not weighed: a compute_loss or training_step above the adaptive one does not "
+                "call super(); write the loss into a trainer class and make it adaptive: adaptive(YourTrainer)"
             )
 
     def loss(

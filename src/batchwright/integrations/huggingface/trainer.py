@@ -51,7 +51,8 @@ class AdaptiveTrainerMixin:
 
     Every example counts once per epoch: if fewer examples than ranks are left, a rank without one runs the example of
     another rank with weight 0. A checkpoint holds the place in the epoch and the state of the controller, so
-    ``resume_from_checkpoint`` continues with the very next batch. Evaluation is planned too: predictions come in the order of the data, and the loss is the exact mean.
+    ``resume_from_checkpoint`` continues with the very next batch. Evaluation is planned too: predictions come in the
+    order of the data, and the loss is the exact mean.
 
     The trainer logs with the loss: ``batch_size`` (per update, over all ranks), ``num_micro_batches``, ``padding``,
     ``ooms``, and if they are in use ``batch_size_wanted``, ``noise_scale`` and ``lr_factor``.
