@@ -181,9 +181,10 @@ def _are_independent(loss: _TrainerLoss, views: Views) -> bool:
     num = views.first[name].shape[1]
     labels, others = views.both[name].clone(), tokens.clone()
     labels[:, :num] = IGNORED
-    others[:, :num] = tokens[:, num - 1 : num]  # one that the model knows, everywhere
+    least, most = tokens.min(), tokens.max()
+    others[:, :num] = most if bool((tokens[:, :num] == least).all()) else least
     before, after = try_out(loss, {**views.both, name: labels}, {**views.both, name: labels, "input_ids": others})
-    return math.isclose(before, after, rel_tol=1e-7)
+    return bool(least != most) and math.isclose(before, after, rel_tol=1e-7)
 
 
 def _read(loss: _TrainerLoss, views: Views) -> LossReading | None:
@@ -219,7 +220,8 @@ def _two_sequences(inputs: Mapping[str, Any]) -> Views | None:
     for place in (num - 1, -2, -1):  # one label of the first sequence, two of the second
         thin[0, place] = filled[0, place]
     rows = [thin, thin[:, :num], thin[:, num:]]
-    return Views(*({**part, name: row.contiguous()} for part, row in zip(parts, rows, strict=True)), copies=1)
+    both, alone, other = ({**part, name: row.contiguous()} for part, row in zip(parts, rows, strict=True))
+    return Views(both, alone, other, copies=1)
 
 
 def _name_of_labels(inputs: Mapping[str, Any]) -> str:

@@ -213,7 +213,8 @@ def label_views(batch: Mapping[str, Any]) -> Views | None:
         chosen[places] = full[places]
         return {**batch, name: chosen.view_as(labels)}
 
-    return Views(*(view(places) for places in sets), copies=1)
+    both, apart, rest = map(view, sets)
+    return Views(both, apart, rest, copies=1)
 
 
 def read_views(loss: ProbedLoss, views: Views) -> LossReading | None:

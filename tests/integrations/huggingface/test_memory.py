@@ -11,6 +11,7 @@ import batchwright as bw
 from batchwright.errors import DoesNotFitError
 from batchwright.integrations._inputs import Sequences, Whole, is_packed
 
+from ...processes import run_ranks
 from ..dynabatch.failing import fail_above, raise_error
 from .trainers import (
     TOLERANCE,
@@ -156,20 +157,20 @@ def test_packed_rows_are_not_weighed_by_example_nor_measured(tmp_path):
 @pytest.mark.parametrize("pieces", ["micro-batches", "after out of memory"])
 def test_half_precision_gradients_are_rounded_once(pieces, tmp_path):
     """Rounded after each of many pieces, they were 3.6 times further from the truth than those of an unsplit step."""
-    examples, found = numbered(24, causal=True), {}
+    examples, found = numbered(24, causal=True) * 5, {}
     truth = exact("llama", range(24))[0]
     for kind in ("whole", "pieces"):
         model = make_model("llama").bfloat16()
-        options = {"budget": bw.MaxItems(24), "train_sampling_strategy": "sequential"}
+        options = {"budget": bw.MaxItems(120), "train_sampling_strategy": "sequential"}
         if kind == "pieces" and pieces == "micro-batches":
-            options |= {"budget": bw.MaxItems(1), "gradient_accumulation_steps": 24}
+            options |= {"budget": bw.MaxItems(1), "gradient_accumulation_steps": 120}
         elif kind == "pieces":
             fail_above(model, 1, "backward")
         trainer, _, gradients = make_trainer("llama", tmp_path, model=model, examples=examples, **options)
         trainer.train()
         found[kind] = relative_error(gradients.seen[0].double(), truth)
-    # The forward passes of single rows round as well, but not the sum of their gradients.
-    assert found["pieces"] < 1.5 * found["whole"], found
+    # Single rows round in their own way, but the sum of their gradients does not.
+    assert found["pieces"] < 1.2 * found["whole"], found
 
 
 def test_parameters_unfrozen_during_training_are_exact_after_out_of_memory(tmp_path):
@@ -270,3 +271,8 @@ def test_plain_trainers_lose_nothing_of_this(tmp_path):
     batch = collate(numbered(causal=True))
     plain.model(**batch).loss.backward()
     assert relative_error(gradients.seen[0], flat_gradient(plain.model)) < TOLERANCE
+
+
+def test_what_fails_on_one_of_two_ranks_is_raised_on_both(tmp_path):
+    """The other rank waited in a collective for ever."""
+    run_ranks("tests.integrations.huggingface.failing_ranks", 2, tmp_path, python=("-W", "error"))

@@ -185,7 +185,7 @@ def _joined(values: list[Any], sizes: list[int | None]) -> Any:
     if first is None:
         return None
     if isinstance(first, Mapping):
-        return type(first)({name: _joined([value[name] for value in values], sizes) for name in first})
+        return {name: _joined([value[name] for value in values], sizes) for name in first}
     if isinstance(first, tuple | list):
         return type(first)(_joined(list(parts), sizes) for parts in zip(*values, strict=True))
     if not all(isinstance(value, Tensor) and value.ndim and len(value) == size
@@ -194,7 +194,7 @@ def _joined(values: list[Any], sizes: list[int | None]) -> Any:
             "a batch of evaluation does not fit, and an output of the model has no row per example, so parts of the "
             "batch cannot be joined; leave it out with ignore_keys, or use a smaller eval_budget"
         )
-    return nested_concat(first, values[1], padding_index=-100)
+    return nested_concat(first, values[1], padding_index=-100)  # type: ignore[no-untyped-call]
 
 
 @final
