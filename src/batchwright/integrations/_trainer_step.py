@@ -36,8 +36,8 @@ Compute: TypeAlias = Callable[[nn.Module, dict[str, Any], Any], Tensor]
 
 WHOLE = "its loss was declared to need the whole batch"
 WHAT_TO_DO = (
-    "let the loss divide a sum by num_items_in_batch, say that it is a mean over examples (weighting='examples'), or "
-    "use one micro-batch per update, which needs no weight"
+    "let the loss divide a sum by num_items_in_batch, pass weighting='examples' if it is a mean over examples, or mark "
+    "it with step.losses.whole_batch and use one micro-batch per update"
 )
 
 
@@ -73,8 +73,13 @@ class Weighing:
 
     def count(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the weight of a micro-batch, on its device."""
-        if self.reading is None or not isinstance(inputs.get("labels"), Tensor):
+        if self.reading is None:
             return torch.tensor(num_rows(inputs, self.key))
+        if not isinstance(inputs.get("labels"), Tensor):
+            raise ArgumentError(
+                f"a micro-batch has no labels, only {sorted(inputs)}, but others were weighed by theirs; give every "
+                "batch labels, -100 where none counts"
+            )
         return num_labels(inputs, self.reading.shifts)
 
     def cut(self, inputs: dict[str, Any]) -> Cut:
@@ -117,9 +122,9 @@ def find_weighing(
     if not isinstance(labels, Tensor) or labels.ndim not in (1, 2):
         why = "the batch has no tensor 'labels' of one or two axes, so nothing says what its loss is a mean over"
         return Weighing(None, True, key, refusal="" if by_example else why)
-    loss = _TrainerLoss(compute, model, HALF_TOLERANCE if is_half else TOLERANCE)
+    loss = _TrainerLoss(compute, model, TOLERANCE)
     if is_packed(inputs) and num_rows(inputs, key) == 1:
-        return _of_sequences(loss, inputs, labels, key)
+        return _of_sequences(loss, inputs, key, is_half=is_half)
     return _of_rows(loss, inputs, labels, key, by_example=by_example)
 
 
@@ -158,19 +163,29 @@ def _read_rows(
         return _read(loss, one), False
 
 
-def _of_sequences(loss: _TrainerLoss, inputs: Mapping[str, Any], labels: Tensor, key: str) -> Weighing:
-    """Try two sequences of a packed row, which also shows whether it can be cut, then all of it with few labels."""
-    refusal = ""
-    for views_of, is_cut in ((_two_sequences, True), (label_views, False)):
-        try:
-            views = views_of(inputs)
-            reading = None if views is None else _read(loss, views)
-        except (ArgumentError, DoesNotFitError) as error:
-            refusal = str(error)
-            continue
-        if views is not None and reading is not None:
-            return Weighing(reading, True, key, cuts_sequences=is_cut and _are_independent(loss, views))
-    return Weighing(None if refusal else usual_reading(loss.module, labels), bool(refusal), key, refusal=refusal)
+def _of_sequences(loss: _TrainerLoss, inputs: Mapping[str, Any], key: str, *, is_half: bool) -> Weighing:
+    """Try a packed row with few labels, then two of its sequences, which shows whether it can be cut."""
+    # Rows of other lengths run in other kernels, which round differently.
+    apart = _TrainerLoss(loss.compute, loss.module, HALF_TOLERANCE if is_half else TOLERANCE)
+    cuts, read = False, None
+    try:
+        views = _two_sequences(inputs)
+        read = None if views is None else _read(apart, views)
+        cuts = views is not None and read is not None and _are_independent(apart, views)
+    except (ArgumentError, DoesNotFitError):
+        pass  # the row is not cut
+    try:
+        whole = label_views(inputs)
+        reading = read if whole is None else _read(loss, whole)
+    except ArgumentError as error:
+        return Weighing(None, True, key, refusal=str(error))
+    except DoesNotFitError as error:
+        if not cuts:
+            return Weighing(None, True, key, refusal=str(error))
+        reading = read
+    return Weighing(
+        reading or usual_reading(loss.module, inputs["labels"]), reading is not None, key, cuts_sequences=cuts
+    )
 
 
 def _are_independent(loss: _TrainerLoss, views: Views) -> bool:
@@ -237,11 +252,11 @@ class _TrainerLoss(ProbedLoss):
 
     def __init__(self, compute: Compute, model: nn.Module, tolerance: float) -> None:
         self.module, self.tolerance = model, tolerance
-        self._compute = compute
+        self.compute = compute
 
     def __call__(self, inputs: Mapping[str, Any], **options: Any) -> Tensor:
         """Return the loss for a number of items, or without one."""
-        return self._compute(self.module, dict(inputs), options.get("num_items_in_batch"))
+        return self.compute(self.module, dict(inputs), options.get("num_items_in_batch"))
 
     def complaint(self, why: str) -> ArgumentError:
         """Return the error, whose text is part of a longer one."""

@@ -195,23 +195,24 @@ def label_views(batch: Mapping[str, Any]) -> Views | None:
     """Return a whole batch with few labels that count, for batches that cannot be cut; None if it is too short.
 
     One label counts in the first view, three others in the second. One of these is the first of a row, which tells
-    whether the loss shifts labels. Labels that count in the batch are taken before others.
+    whether the loss shifts labels. Labels that count in the batch are taken if there are enough of them.
     """
     name = "shift_labels" if isinstance(batch.get("shift_labels"), Tensor) else "labels"
     labels = batch[name]
     if not counts_tokens(labels) or labels.shape[1] < 4:
         return None
-    inner = labels[:, 1:].flatten()
-    order = torch.argsort((inner == IGNORED).to(torch.uint8), stable=True)[:3].tolist()
-    width = labels.shape[1]
-    first, *others = [place // (width - 1) * width + place % (width - 1) + 1 for place in order]
+    places = torch.arange(labels.numel(), device=labels.device).view_as(labels)[:, 1:]
+    is_used = labels[:, 1:] != IGNORED
+    chosen = places[is_used] if int(is_used.sum()) >= 3 else places.flatten()
+    # Neighbours are labels of one sequence, the first belongs to another one if there are several in a row.
+    first, *others = chosen[[0, -2, -1]].tolist()
     sets = ([first, 0, *others], [first], [0, *others])
     full = torch.where(labels == IGNORED, _stand_in(labels), labels).flatten()
 
-    def view(places: list[int]) -> dict[str, Any]:
-        chosen = torch.full_like(full, IGNORED)
-        chosen[places] = full[places]
-        return {**batch, name: chosen.view_as(labels)}
+    def view(kept: list[int]) -> dict[str, Any]:
+        thinned = torch.full_like(full, IGNORED)
+        thinned[kept] = full[kept]
+        return {**batch, name: thinned.view_as(labels)}
 
     both, apart, rest = map(view, sets)
     return Views(both, apart, rest, copies=1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import Trainer
+from transformers import DataCollatorWithFlattening, Trainer
 
 import batchwright as bw
 from batchwright.errors import ArgumentError, DoesNotFitError
@@ -292,3 +292,36 @@ def test_parameters_that_only_the_optimizer_holds_are_exact_after_out_of_memory(
         )
         (total / sum(len(examples[n]["labels"]) - 1 for n in numbers)).backward()
         assert float(gradient) == pytest.approx(float(reference.log_scale.grad), rel=1e-5)
+
+
+def test_a_batch_without_labels_among_others_is_refused(tmp_path):
+    """It was counted by its rows, the others by their labels."""
+    trainer, *_ = make_trainer("t5", tmp_path, gradient_accumulation_steps=2)
+    recording, calls = trainer.data_collator, []
+
+    def collator(examples):
+        calls.append(1)
+        batch = recording(examples)
+        return batch if len(calls) % 4 else {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+    trainer.data_collator = collator
+    with pytest.raises(ArgumentError, match=r"no labels, only .* but others were weighed by theirs"):
+        trainer.train()
+
+
+def test_a_mean_over_the_sequences_of_a_packed_row_is_refused(tmp_path):
+    """Neither its labels nor its rows say how much such a row counts."""
+
+    class BySequence(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels, starts = inputs["labels"], (inputs["position_ids"] == 0).cumsum(dim=1) - 1
+            logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+            losses = F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="none")
+            kept, group = labels[0, 1:] != -100, starts[0, 1:]
+            means = [losses[kept & (group == g)].mean() for g in group.unique() if (kept & (group == g)).any()]
+            return torch.stack(means).mean()
+
+    options = {"trainer_cls": BySequence, "budget": bw.MaxItems(4), "data_collator": DataCollatorWithFlattening()}
+    trainer, *_ = make_trainer("llama", tmp_path, gradient_accumulation_steps=2, **options)
+    with pytest.raises(ArgumentError, match=r"2 micro-batches needs to know.*LlamaForCausalLM is not a mean"):
+        trainer.train()

@@ -183,7 +183,7 @@ class Updates:
     ) -> Tensor:
         """Add the gradient of a micro-batch, in pieces if memory runs out."""
         assert self._safe_steps is not None
-        share, inputs = self._shares.popleft(), dict(part)
+        share, inputs = self._next_share(), dict(part)
         if self.noise is not None:
             self.noise.keep()
         return self._safe_steps.run(
@@ -200,7 +200,7 @@ class Updates:
         self, step: Step, model: nn.Module, part: Any, devices: Devices, optimizer: Any, *, is_end: bool
     ) -> Tensor:
         """Add the gradient of a micro-batch; under DDP nothing is sent before the last one."""
-        accelerator, share = devices.accelerator, self._shares.popleft()
+        accelerator, share = devices.accelerator, self._next_share()
         is_last = is_end and accelerator.sync_gradients
         with nullcontext() if is_end else accelerator.no_sync(model):
             # Other ranks wait in this backward pass.
@@ -213,6 +213,9 @@ class Updates:
         elif is_last and accelerator.scaler is not None and share == 0:
             fill_for_scaler(trained_parameters(model, optimizer))
         return loss
+
+    def _next_share(self) -> float:
+        return self._shares.popleft() if self._shares else 1.0  # a step that belongs to no update of ours
 
     def _weighted_step(
         self, step: Step, model: nn.Module, inputs: Any, *, has_share: bool, runs_idle: bool = False

@@ -139,10 +139,10 @@ class LossWeights:
         update, labels = self._update, self._labels_of_rows(inputs)
         divides = self._weighing.divides and labels is None
         # Before the loss, which may remove the labels.
-        weight = torch.ones(()) if update is not None and self.refusal else self.count(inputs)
+        weight = self._weight_of(inputs, update, divides)
         with_outputs = with_outputs or self._is_idle or labels is not None
         # The trainer evaluates with the number of labels of the batch, so a loss may count on getting one.
-        number = (weight.clamp(min=1) if update is None else update.total) if divides else None
+        number = (weight if update is None else update.total) if divides else None
         found = compute(number, with_outputs)
         loss, outputs = found if with_outputs else (found, None)
         if self._is_idle:
@@ -154,6 +154,11 @@ class LossWeights:
         if divides:
             return loss * update.num_replicas, outputs
         return weighted(loss, weight, update.total, update.num_replicas), outputs
+
+    def _weight_of(self, inputs: Mapping[str, Any], update: UpdateWeight | None, divides: bool) -> Tensor:
+        if (update is None and not divides) or self.refusal:
+            return torch.ones(())  # nobody divides by it, or the batch counts as one
+        return self.count(inputs).clamp(min=update is None)
 
     def _mean_over_rows(self, loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
         losses, counts = _losses_of_rows(logits, labels, self._shifts)
