@@ -296,17 +296,12 @@ def test_parameters_that_only_the_optimizer_holds_are_exact_after_out_of_memory(
 
 def test_a_batch_without_labels_among_others_is_refused(tmp_path):
     """It was counted by its rows, the others by their labels."""
-    trainer, *_ = make_trainer("t5", tmp_path, gradient_accumulation_steps=2)
-    recording, calls = trainer.data_collator, []
-
-    def collator(examples):
-        calls.append(1)
-        batch = recording(examples)
-        return batch if len(calls) % 4 else {name: batch[name] for name in ("input_ids", "attention_mask")}
-
-    trainer.data_collator = collator
+    trainer, *_ = make_trainer("t5", tmp_path)
+    weights, examples = trainer._batching.weights, numbered(3)
+    weights.learn(trainer._trainer_loss(), [collate(examples)])
+    assert weights.count(collate(examples)) == sum(len(example["labels"]) for example in examples)
     with pytest.raises(ArgumentError, match=r"no labels, only .* but others were weighed by theirs"):
-        trainer.train()
+        weights.count(without_labels(examples))
 
 
 def test_a_mean_over_the_sequences_of_a_packed_row_is_refused(tmp_path):

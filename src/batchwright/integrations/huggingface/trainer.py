@@ -179,12 +179,14 @@ class AdaptiveTrainerMixin:
 
     # The updates
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> tuple[list[Any], Any]:
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Return the items of an update, and begin it."""
         batches = self._batching.data.batches
+        call = inspect.signature(super().get_batch_samples).bind(*args, **kwargs)  # type: ignore[misc]
+        given = call.arguments
         if batches is not None:
-            epoch_iterator = iter(fetch_together(epoch_iterator, num_batches, self.args))
-        items, num_items = super().get_batch_samples(epoch_iterator, num_batches, *args)  # type: ignore[misc]
+            given["epoch_iterator"] = iter(fetch_together(given["epoch_iterator"], given["num_batches"], self.args))
+        items, num_items = super().get_batch_samples(*call.args, **call.kwargs)  # type: ignore[misc]
         if items and batches is not None:
             self._batching.updates.begin(
                 micro_batches_of(items),
