@@ -1,25 +1,30 @@
 """What `Stepper` costs over the loop one would write by hand: same model, same batches, steps of about 20 ms.
 
-    python benchmarks/stepper_overhead.py [--steps 400]
+    python benchmarks/stepper_overhead.py [--steps 400] [--against ../before/src]
 
 Two models: a small transformer and a wide MLP, which has the most parameters to touch for its arithmetic, so most to
 lose; each with as many rows as take 20 ms by hand on this machine. Weights count examples; the rows marked "tokens"
 return the weight as a tensor that is not the number of examples, so that gradients are multiplied once at the end.
 accelerate is measured where it is installed, and the loop by hand twice: what the second differs by is noise. Arms take
 turns of eight steps, in random order, after one step that is not counted: in training the step before was one of the
-same loop too. Medians of the ratios of processor seconds, turn by turn.
+same loop too. Medians of the ratios of processor seconds, turn by turn. ``--against`` measures the Stepper of another
+checkout (``git worktree add ../before <commit>``) in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import platform
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -90,10 +95,25 @@ def hand_arm(model: nn.Module, batch: Batch, num_parts: int) -> Callable[[], obj
     return step
 
 
-def stepper_arm(model: nn.Module, batch: Batch, num_parts: int, **options: object) -> Callable[[], object]:
+def other_stepper(source: Path) -> Any:
+    """Return the Stepper of another checkout, imported under another name beside ours."""
+    folder = source / "batchwright"
+    spec = importlib.util.spec_from_file_location(
+        "batchwright_before", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["batchwright_before"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return importlib.import_module("batchwright_before.step").Stepper
+
+
+def stepper_arm(
+    model: nn.Module, batch: Batch, num_parts: int, make: Any = Stepper, **options: object
+) -> Callable[[], object]:
     loss_fn = options.pop("loss_fn", by_example)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    stepper = Stepper(model, optimizer, loss_fn, micro_batch=len(batch[0]) // num_parts, **options)  # type: ignore[arg-type]
+    stepper = make(model, optimizer, loss_fn, micro_batch=len(batch[0]) // num_parts, **options)
     return lambda: stepper.step(batch).loss
 
 
@@ -159,7 +179,10 @@ def measure(arms: dict[str, Callable[[], object]], num_steps: int) -> list[dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400, help="counted steps of every arm")
-    num_steps = parser.parse_args().steps
+    parser.add_argument("--against", type=Path, help="the src folder of another checkout")
+    arguments = parser.parse_args()
+    num_steps = arguments.steps
+    before = None if arguments.against is None else other_stepper(arguments.against)
     torch.set_num_threads(1)
     rows = []
     for model_name, make in (("transformer", make_transformer), ("mlp", make_mlp)):
@@ -172,6 +195,9 @@ def main() -> None:
                 "stepper, tokens": stepper_arm(*make(num_rows), num_parts, loss_fn=by_token),
                 "accelerate": accelerate_arm(*make(num_rows), num_parts),
             }
+            if before is not None:
+                arms["before"] = stepper_arm(*make(num_rows), num_parts, before)
+                arms["before, tokens"] = stepper_arm(*make(num_rows), num_parts, before, loss_fn=by_token)
             if num_parts > 1:
                 arms["stepper, noise"] = stepper_arm(*make(num_rows), num_parts, measure_noise=True)
                 arms["stepper, noise/4"] = stepper_arm(*make(num_rows), num_parts, measure_noise=4)

@@ -21,6 +21,12 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         )
         for name in ("dynabatch.DynabatchTrainerMixin", "huggingface.AdaptiveTrainerMixin")
     },
+    "batchwright.errors.UpdateMemoryError": (
+        "class, bases: BaseException, BatchwrightError, Exception, RuntimeError",
+        "class(message, *, num_changed=0, can_retry=False), bases: BaseException, BatchwrightError, Exception, "
+        "RuntimeError",
+        "it says what is left of the step",
+    ),
     _OBSERVATION: (
         "class(*, topic, sentence, evidence=(), strategies=()), bases: none",
         "is batchwright.lab.observations.Finding",
@@ -35,6 +41,8 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
 # Names that came since; the members of a new class come with it.
 ADDED = {
     "batchwright.ResizableBatchSampler.num_in_epoch",
+    "batchwright.errors.UpdateMemoryError.can_retry",
+    "batchwright.errors.UpdateMemoryError.num_changed",
     "batchwright.lab.observations.Finding",
     "batchwright.lab.presets.Cell",
     "batchwright.lab.presets.LabPlan",
@@ -43,6 +51,8 @@ ADDED = {
     "batchwright.lab.report.make_server",
     "batchwright.lab.strategies.BASELINE",
     "batchwright.lab.strategies.RunSettings",
+    "batchwright.size.learning_rate.current_lr",
+    "batchwright.size.learning_rate.innermost",
     "batchwright.size.learning_rate.scaled_lr",
     "batchwright.step.split_by_budget",
 }

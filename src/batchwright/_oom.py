@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import errno
+import re
+
 # Classes by name, so that nothing has to be imported: torch and JAX, TensorFlow, Python, NumPy.
 _NAMES = frozenset({"OutOfMemoryError", "ResourceExhaustedError", "MemoryError", "_ArrayMemoryError"})
-# Texts of errors of other classes: libraries under torch, other back ends, wrapped errors.
-_TEXTS = (
-    "out of memory",  # CUDA, HIP, MPS, XPU
-    "alloc_failed",  # cuBLAS, cuDNN, cuSOLVER, hipBLAS
-    "allocfailed",  # MIOpen
-    "cublas_status_not_initialized",  # what cuBLAS says when its handle cannot be allocated
-    "device_allocation_failed",
-    "cusparse_status_insufficient_resources",
-    "resource_exhausted",
-    "can't allocate memory",
-    "failed to allocate memory",
-    "not enough memory: you tried to allocate",
+# Texts of errors of other classes, in lower case: libraries under torch, other back ends, wrapped errors.
+_TEXTS = re.compile(
+    "|".join(
+        [
+            r"out[ _]?of[ _]?(?:device[ _]?|host[ _]?)?memory",  # CUDA, HIP, NCCL, Metal, Level Zero (XPU), XLA
+            r"cudaerrormemoryallocation",
+            r"alloc_?failed",  # cuBLAS, cuDNN, cuSOLVER, cuFFT, hipBLAS, MIOpen
+            r"device_allocation_failed",
+            r"devmem allocation failed",  # Gaudi
+            r"cublas_status_not_initialized",  # what cuBLAS says when its handle cannot be allocated
+            r"cusparse_status_insufficient_resources",
+            r"resource_exhausted",
+            r"can(?:'t|not| not) allocate memory",  # the CPU, and blocks that a device cannot have in one piece
+            r"failed to (?:cuda )?c?alloc(?:ate)? (?:memory|request for|\d)",  # XLA, ONNX Runtime, NCCL
+            r"not enough memory: you tried to allocate",
+            r"std::bad_alloc|bad allocation",
+            r"invalid buffer size: \d",  # Metal
+            # torch tries one algorithm after another, swallows that a workspace did not fit, and then says only this.
+            # The second text also stands for operations that cuDNN does not have: these fail in the smallest piece
+            # too, and the error that is raised then has this one as its cause.
+            r"unable to find a valid cudnn algorithm",
+            r"unable to find an engine to execute this computation",
+        ]
+    )
 )
+# What happened in a loader's process: no smaller piece of the batch helps against it.
+_ELSEWHERE = "dataloader worker"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Say whether an error means that memory ran out: by the name of its class, by its text, or by one of its causes.
+
+    Causes are those of ``raise … from …`` and what a compiler of torch wraps. An error that was only raised while
+    another one was handled is an error of its own: a bug in an ``except`` block is not hidden.
 
     >>> is_out_of_memory(MemoryError())
     True
@@ -30,15 +50,24 @@ def is_out_of_memory(error: BaseException) -> bool:
     False
     """
     seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
+    pending: list[object] = [error]
     while pending:
         current = pending.pop()
-        if current is None or id(current) in seen:
+        if not isinstance(current, BaseException) or id(current) in seen:
             continue
         seen.add(id(current))
-        if any(kind.__name__ in _NAMES for kind in type(current).__mro__):
+        if _says_so(current):
             return True
-        if isinstance(current, RuntimeError) and any(text in str(current).lower() for text in _TEXTS):
-            return True
-        pending += [current.__cause__, current.__context__]
+        pending += [current.__cause__, getattr(current, "inner_exception", None)]
     return False
+
+
+def _says_so(error: BaseException) -> bool:
+    text = str(error).lower()
+    if _ELSEWHERE in text:
+        return False
+    if any(kind.__name__ in _NAMES for kind in type(error).__mro__):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and _TEXTS.search(text) is not None

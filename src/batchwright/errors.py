@@ -11,6 +11,7 @@
     ├── StateMismatchError       (ValueError)   a saved state belongs to other data or settings
     ├── DoesNotFitError          (RuntimeError) one example runs out of memory by itself
     ├── UpdateMemoryError        (RuntimeError) the optimizer ran out of memory; its update may be half done
+    ├── RankError                (RuntimeError) another rank failed, so this one stopped with it
     ├── Closed                   (RuntimeError) a batcher takes no more requests
     ├── QueueFull                (RuntimeError) as many requests wait as are allowed
     ├── ResultError              (RuntimeError) a batched function did not return one result per item
@@ -34,6 +35,7 @@ __all__ = [
     "MissingDependencyError",
     "MissingSignalError",
     "QueueFull",
+    "RankError",
     "ResultError",
     "StateMismatchError",
     "StoreError",
@@ -71,7 +73,32 @@ class DoesNotFitError(BatchwrightError, RuntimeError):
 
 
 class UpdateMemoryError(BatchwrightError, RuntimeError):
-    """The optimizer ran out of memory in its step; the message says whether parameters have changed."""
+    """The optimizer ran out of memory in its step; the message says whether parameters have changed.
+
+    Args:
+        message: says what has changed, and what to do.
+        num_changed: parameters that certainly have new values.
+        can_retry: neither parameters nor the optimizer's state have changed, so the same step can run again.
+    """
+
+    def __init__(self, message: str, *, num_changed: int = 0, can_retry: bool = False) -> None:
+        super().__init__(message)
+        self.num_changed = int(num_changed)
+        self.can_retry = bool(can_retry)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep the figures between processes."""
+        return _update_memory_error, (type(self), str(self), self.num_changed, self.can_retry)
+
+
+def _update_memory_error(
+    kind: type[UpdateMemoryError], message: str, num_changed: int, can_retry: bool
+) -> UpdateMemoryError:
+    return kind(message, num_changed=num_changed, can_retry=can_retry)
+
+
+class RankError(BatchwrightError, RuntimeError):
+    """Another rank failed with an error of its own class; the message gives the rank, the class and the text."""
 
 
 class MissingDependencyError(BatchwrightError, ImportError):

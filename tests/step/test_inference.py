@@ -196,7 +196,25 @@ def test_what_a_failed_attempt_held_is_let_go_before_the_next():
     assert oom_safe(fn, torch.arange(4)).tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("batch", [[], torch.zeros(0), "text", 3, ("a", "b"), {"x": [1, 2]}])
+def test_a_list_of_boxes_per_image_is_split_with_its_image():
+    def fn(batch):
+        images, boxes = batch
+        if len(images) > 2:
+            raise torch.OutOfMemoryError
+        return torch.stack([image * box.sum() for image, box in zip(images, boxes, strict=True)])
+
+    images, boxes = torch.arange(5.0), [np.full(place, 2) for place in range(5)]
+    assert oom_safe(fn, (images, boxes)).tolist() == [0, 2, 8, 18, 32]
+
+
+def test_a_batch_that_cannot_be_cut_runs_whole_and_says_why_if_it_does_not_fit():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    assert float(oom_safe(lambda batch: batch.data.sum(), packed)) == 5
+    with pytest.raises(DoesNotFitError, match="the batch, which cannot be cut because batch is a PackedSequence"):
+        oom_safe(Limited(0), packed)
+
+
+@pytest.mark.parametrize("batch", [[], torch.zeros(0), "text", 3, ("a", "b"), {"x": 1}])
 def test_a_batch_that_cannot_be_split_is_refused_before_it_runs(batch):
     fn = Limited(8)
     with pytest.raises(ArgumentError, match=r"empty|nested tensors"):

@@ -129,7 +129,7 @@ def test_earlier_accumulations_and_foreign_gradients_survive_a_failure():
             raise torch.OutOfMemoryError("out of memory")
         return net(x).sum(), len(x)
 
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), plain)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), plain, existing_gradients="add")
     stepper.accumulate(first)
     armed[0] = True
     stepper.accumulate(second)
@@ -236,3 +236,22 @@ def test_gradients_equal_the_unsplit_batch_without_dropout():
     (loss / weight).backward()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(a.grad, b.grad, rtol=1e-12)
+
+
+def test_the_limit_of_a_constant_batch_grows_back_once_memory_is_free_again():
+    """Before, 64 examples ran in 4 micro-batches for ever after there was once room for 16 only."""
+    room = [16]
+
+    def scarce(net, x):
+        if len(x) > room[0]:
+            raise torch.OutOfMemoryError("out of memory")
+        return net(x).sum(), len(x)
+
+    model = nn.Linear(4, 1)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0), scarce)
+    x = torch.zeros(64, 4)
+    assert stepper.step(x).num_micro_batches == 4
+    room[0] = 64
+    reports = [stepper.step(x) for _ in range(740)]
+    assert reports[-1].num_micro_batches == 1
+    assert sum(report.ooms for report in reports) == 0

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._ranks import Ranks
 from .._tree import leaves
-from ..errors import DoesNotFitError
+from ..errors import ArgumentError, DoesNotFitError
 from ..step.memory.fit_to_memory import MicroLimit
 from ..step.oom import (
     Snapshot,
@@ -25,7 +25,6 @@ from ..step.oom import (
     present,
     set_aside,
 )
-from ._failures import raise_together
 from ._inputs import Cut, Rows
 
 # step(model, inputs) -> detached loss, forward and backward
@@ -86,20 +85,26 @@ class SafeSteps:
             optimizer: may train parameters that the model does not own.
             has_scaler: a ``GradScaler`` follows.
         """
-        ranks = ranks_of(model) if self._ranks is None or self._ranks[0] is not model else self._ranks[1]
+        ranks = Ranks(model) if self._ranks is None or self._ranks[0] is not model else self._ranks[1]
         self._ranks = model, ranks
         parameters = trained_parameters(ranks.module, optimizer)
         loss, failure = torch.zeros((), device=parameters[0].device), None
         try:
+            check_retries(ranks, parameters)
             cut = Rows(inputs, self._key) if cut is None else cut
             loss = self._add(ranks, cut, step, parameters, is_last=is_last)
         except Exception as error:
             failure = error
         if failure is not None or is_last:
             # A rank that fails does not run the rest of the update: it meets the others where they end theirs.
-            raise_together(failure, parameters[0].device, group=ranks.group, world_size=ranks.world_size)
-        if is_last and ranks.world_size > 1:
-            average_gradients(ranks, parameters)
+            (same_buffers,) = ranks.agree(failure, parameters[0].device, marks=[ranks.mark_of_buffers()])
+            if not same_buffers:
+                raise ArgumentError(
+                    "buffers of the model have other shapes on other ranks, so they cannot be shared; give them the "
+                    "same shape everywhere, or pass ddp_broadcast_buffers=False"
+                )
+        if is_last:
+            self._sums.write_back(ranks, parameters)
             ranks.share_buffers()
         if is_last and has_scaler:
             fill_for_scaler(parameters)
@@ -119,7 +124,7 @@ class SafeSteps:
             add_back(held)
             if is_done:
                 self._sums.add(sums)
-            if is_last or not is_done:
+            else:
                 self._sums.write_back()
         return loss
 
@@ -127,11 +132,12 @@ class SafeSteps:
         self, module: nn.Module, cut: Cut, step: Step, parameters: list[nn.Parameter], sums: WideSums
     ) -> Tensor:
         unit_cost = sum(tensor.numel() for tensor in leaves(cut.batch)) / cut.num
-        snapshot = Snapshot(module.buffers(), devices_of(module))
+        snapshot = Snapshot.of(module)
         units, most = list(range(cut.num)), cut.num
         while units:
             most = max(1, min(most, int(min(self._limit.ceiling / unit_cost, cut.num))))
             pieces = [piece.tolist() for piece in np.array_split(units, -(-len(units) // most))]
+            check_hooks(parameters, len(pieces))
             outcome = _attempt(module, cut, pieces, step, lambda: sums.collect(parameters))
             if isinstance(outcome, Tensor):
                 self._limit = self._limit.after_success(max(map(len, pieces)) * unit_cost)
@@ -159,6 +165,38 @@ class SafeSteps:
         logger.warning(
             "%s %d of %d does not fit by itself and is left out of this update.", cut.unit.capitalize(), unit, cut.num
         )
+
+
+def check_retries(ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse models that a rank cannot run again on its own, and parameters that a reduction would not reach."""
+    if not ranks.can_retry:
+        raise ArgumentError(
+            "ranks meet inside the forward pass, in SyncBatchNorm or in shards, so none can try again on its own; pass "
+            "on_oom='raise', or use a norm that does not look at the batch"
+        )
+    ranks.check_reached(parameters)
+    if any(parameter._post_accumulate_grad_hooks for parameter in parameters):
+        raise ArgumentError(
+            "a parameter has a hook of register_post_accumulate_grad_hook, which may update it inside the backward "
+            "pass, and nothing could undo that if memory runs out; use an optimizer that steps later, or on_oom='raise'"
+        )
+
+
+def check_hooks(parameters: Sequence[nn.Parameter], num_parts: int) -> None:
+    """Refuse hooks of parameters that would see the gradients of parts instead of that of the update.
+
+    Args:
+        parameters: that are trained.
+        num_parts: in how many backward passes the gradient is gathered.
+    """
+    for parameter in parameters if num_parts > 1 else []:
+        steps = parameter._post_accumulate_grad_hooks
+        foreign = [hook for hook in (parameter._backward_hooks or {}).values() if not hasattr(hook, "is_batchwright")]
+        if steps or foreign:
+            raise ArgumentError(
+                f"a parameter of shape {tuple(parameter.shape)} has a hook, which would see the gradients of "
+                f"{num_parts} micro-batches instead of that of the update; remove it, or use one micro-batch per update"
+            )
 
 
 def does_not_fit(cut: Cut, unit: int) -> str:
@@ -226,12 +264,20 @@ class WideSums:
         total = self._sums.get(parameter)
         self._sums[parameter] = value.float() if total is None else total.add_(value)
 
-    def write_back(self) -> None:
-        """Round the sums once, into ``.grad``."""
-        for parameter, total in self._sums.items():
-            rounded = (total if parameter.grad is None else total.add_(parameter.grad)).to(parameter.dtype)
-            parameter.grad = rounded
+    def write_back(self, ranks: Ranks | None = None, parameters: Sequence[nn.Parameter] | None = None) -> None:
+        """Round the sums once, into ``.grad``; with ranks, first average all gradients over them."""
+        chosen = list(self._sums) if parameters is None else parameters
+        sums = [self._with_newest(parameter) for parameter in chosen]
+        if ranks is not None:
+            sums = ranks.add_up(sums, chosen, 1 / ranks.world_size)
+        for parameter, total in zip(chosen, sums, strict=True):
+            if total is not None and total is not parameter.grad:
+                parameter.grad = total.to(parameter.dtype)
         self.drop()
+
+    def _with_newest(self, parameter: nn.Parameter) -> Tensor | None:
+        total, newest = self._sums.get(parameter), parameter.grad
+        return newest if total is None else total if newest is None else total.add_(newest)
 
     def drop(self) -> None:
         """Forget what was collected."""
@@ -258,24 +304,11 @@ def fill_for_scaler(parameters: list[nn.Parameter]) -> None:
         parameters[0].grad = torch.full_like(parameters[0], torch.inf)
 
 
-def ranks_of(model: nn.Module) -> Ranks:
-    """Return the ranks of a model as a trainer wraps it."""
-    inner = getattr(model, "_orig_mod", model)
-    return Ranks(inner if isinstance(inner, DistributedDataParallel) else model)
-
-
-def average_gradients(ranks: Ranks, parameters: list[nn.Parameter]) -> None:
-    """Do what DDP would have done after a backward pass."""
-    ranks.sum_gradients(parameters)
-    gradients = present(parameters)
-    if gradients:
-        torch._foreach_mul_(gradients, 1 / ranks.world_size)
-
-
 def unreduced_parameters(model: nn.Module, optimizer: Any) -> list[nn.Parameter]:
     """Return the trained parameters that DDP does not reduce: those of no module, and those unfrozen later."""
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, DistributedDataParallel):
         return []
+    # It looks at the parameters once, when it is made.
     reduced = {id(parameter) for parameter in inner._module_parameters}
     return [parameter for parameter in trained_parameters(inner.module, optimizer) if id(parameter) not in reduced]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, final, get_args
 
 from ..errors import ArgumentError
 
@@ -64,16 +64,45 @@ def get_rule(rule: str | Rule | None) -> Rule | Literal["adascale"] | None:
     return known[rule]
 
 
+# Wrappers that only hand calls on, by the name of a class, each with the attribute that holds the real optimizer.
+_WRAPPERS = {"AcceleratedOptimizer": "optimizer", "LightningOptimizer": "_optimizer", "_FabricOptimizer": "_optimizer"}
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer inside the wrappers of Accelerate and Lightning, or the optimizer itself."""
+    names = (_WRAPPERS.get(kind.__name__) for kind in type(optimizer).__mro__)
+    attribute = next((name for name in names if name is not None), None)
+    inner = None if attribute is None else getattr(optimizer, attribute, None)
+    return optimizer if inner is None else innermost(inner)
+
+
+def current_lr(optimizer: Any) -> float | None:
+    """Return the learning rate of the first group, None if it has none.
+
+    >>> from types import SimpleNamespace
+    >>> current_lr(SimpleNamespace(param_groups=[{"lr": 0.5}]))
+    0.5
+    >>> current_lr(SimpleNamespace(param_groups=[{"lr": None}])) is None
+    True
+    """
+    rate = optimizer.param_groups[0].get("lr")
+    return None if rate is None else float(rate)
+
+
 @contextmanager
 def scaled_lr(optimizer: Any, factor: float) -> Iterator[None]:
-    """Multiply the learning rate of every group inside the context, and put the old rates back after it.
+    """Multiply the learning rate of every group in the optimizer's step, and put the rates back before anyone looks.
 
-    A scheduler keeps its own sequence that way: one that builds on ``group["lr"]``, as ``ExponentialLR`` does, would
-    compound any lasting change.
+    Schedulers keep their own sequence that way, in a step hook too: hooks of ``torch.optim`` see the rate as it was,
+    and what they make of it stays. An optimizer without such hooks has scaled rates from the first line inside the
+    context to the last. A factor of 1 touches nothing.
 
     Args:
         optimizer: a ``torch.optim.Optimizer``, or anything with its ``param_groups``.
         factor: the rates are multiplied by it.
+
+    Raises:
+        ArgumentError: a group has no rate, or the step itself changed a scaled rate.
 
     >>> from types import SimpleNamespace
     >>> optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}])
@@ -83,12 +112,101 @@ def scaled_lr(optimizer: Any, factor: float) -> Iterator[None]:
     >>> optimizer.param_groups[0]["lr"]
     0.5
     """
-    before = [group["lr"] for group in optimizer.param_groups]
-    if factor != 1:
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
+    if factor == 1:
+        yield
+        return
+    inner = innermost(optimizer)
+    rates = _ScaledRates(inner, factor)
+    with _step_hooks(inner, rates) if _runs_hooks(inner) else rates:
+        try:
+            yield
+        except BaseException:
+            rates.put_back()
+            raise
+
+
+def _runs_hooks(optimizer: Any) -> bool:
+    """Say whether ``step`` calls hooks; a compiled one is left alone, as every new hook would compile it again."""
+    step = getattr(optimizer, "step", None)
+    is_plain = getattr(step, "hooked", False) and not hasattr(step, "_torchdynamo_orig_callable")
+    return is_plain and hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+@contextmanager
+def _step_hooks(optimizer: Any, rates: _ScaledRates) -> Iterator[None]:
+    """Scale in the last hook before the step and put back in the first one after it."""
+    before = optimizer.register_step_pre_hook(lambda *_: rates.__enter__())
+    after = optimizer.register_step_post_hook(lambda *_: rates.__exit__())
+    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
     try:
         yield
     finally:
-        for group, rate in zip(optimizer.param_groups, before, strict=True):
+        before.remove()
+        after.remove()
+        rates.put_back()  # if an error ended the step between the two hooks
+
+
+@final
+class _ScaledRates:
+    """The learning rates of an optimizer, scaled from ``__enter__`` to ``__exit__``.
+
+    Args:
+        optimizer: has ``param_groups``.
+        factor: the rates are multiplied by it.
+    """
+
+    def __init__(self, optimizer: Any, factor: float) -> None:
+        self._optimizer, self._factor = optimizer, factor
+        self._depth = 0  # hooks run twice if a step calls the step of its base class
+        self._held: list[tuple[dict[str, Any], Any, Any, Any]] = []
+        self._check()
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._check()
+        tensors: dict[int, Any] = {}  # groups may share a tensor, which is scaled once
+        for group in self._optimizer.param_groups:
+            rate = group["lr"]
+            if hasattr(rate, "mul_"):  # a tensor stays the same object: compiled steps and graphs read it
+                if id(rate) not in tensors:
+                    tensors[id(rate)] = rate.detach().clone()
+                    rate.detach().mul_(self._factor)
+                self._held.append((group, rate, tensors[id(rate)], rate._version))
+            else:
+                group["lr"] = rate * self._factor
+                self._held.append((group, rate, None, group["lr"]))
+
+    def __exit__(self, *_: object) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            return
+        changed = [
+            group["lr"]
+            for group, rate, value, mark in self._held
+            if (group["lr"] != mark if value is None else group["lr"] is not rate or rate._version != mark)
+        ]
+        self.put_back()
+        if changed:
+            raise ArgumentError(
+                f"the learning rate was changed to {changed[0]} inside the step of {type(self._optimizer).__name__} "
+                "while it was scaled, so nobody can tell what it is without the scale; change it after the step or "
+                "in a step hook, or leave lr_rule out"
+            )
+
+    def put_back(self) -> None:
+        """Restore every rate, after an error too."""
+        held, self._held, self._depth = self._held, [], 0
+        for group, rate, value, _ in held:
+            if value is not None:
+                rate.detach().copy_(value)
             group["lr"] = rate
+
+    def _check(self) -> None:
+        for number, group in enumerate(self._optimizer.param_groups):
+            if group.get("lr") is None:
+                raise ArgumentError(
+                    f"lr_rule scales the learning rate, but group {number} of {type(self._optimizer).__name__} has "
+                    "none; give the optimizer a rate (for Adafactor also relative_step=False), or leave lr_rule out"
+                )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
-from .oom import Snapshot, devices_of
+from .oom import Snapshot
 
 IGNORED = -100
 LABELS = ("labels", "shift_labels")
@@ -223,7 +223,7 @@ def read_views(loss: ProbedLoss, views: Views) -> LossReading | None:
 
     The loss runs in evaluation mode without gradients; random state and buffers are put back.
     """
-    snapshot = Snapshot(loss.module.buffers(), devices_of(loss.module))
+    snapshot = Snapshot.of(loss.module)
     try:
         with evaluating(loss.module), torch.no_grad():
             return _Reader(loss, views).read()
@@ -233,7 +233,7 @@ def read_views(loss: ProbedLoss, views: Views) -> LossReading | None:
 
 def try_out(loss: ProbedLoss, *inputs: Mapping[str, Any]) -> list[float]:
     """Return losses in evaluation mode without gradients; random state and buffers are put back."""
-    snapshot = Snapshot(loss.module.buffers(), devices_of(loss.module))
+    snapshot = Snapshot.of(loss.module)
     try:
         with evaluating(loss.module), torch.no_grad():
             return [float(loss(given)) for given in inputs]

@@ -1,29 +1,105 @@
-"""The optimizer's step, which cannot be tried again: apply it without a surprise, allocate its state beforehand."""
+"""The optimizer: what it trains, whether it fits an update made of pieces, its step, and its state beforehand."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import UpdateMemoryError
-from ..size.learning_rate import scaled_lr
-from .oom import add_back, drop_gradients, is_out_of_memory, set_aside
+from .._ranks import Ranks, common_error, failure_of
+from ..errors import ArgumentError, UpdateMemoryError
+from ..size.learning_rate import innermost
+from .oom import Snapshot, add_back, drop_gradients, is_out_of_memory, set_aside
+
+State: TypeAlias = "dict[Tensor, dict[str, Any]]"
+
+# Optimizers whose state starts with zeros only, SGD if it does not damp. Whatever is missing here is right too: its
+# state is not kept.
+_STARTS_AT_ZERO: frozenset[type] = frozenset(
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adafactor", "Adam", "AdamW", "Adamax", "Muon", "RAdam", "RMSprop", "SGD", "SparseAdam")
+    if hasattr(torch.optim, name)
+)
+_IN_BACKWARD = "_in_backward_optimizers"
+_hooks_of = attrgetter("_post_accumulate_grad_hooks")
+_requires_grad = attrgetter("requires_grad")
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse an optimizer that one call of ``step()`` per update cannot serve, or that trains nothing."""
+    if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
+        raise ArgumentError(
+            f"optimizer must have param_groups and step(), as a torch.optim.Optimizer has, got {type(optimizer)!r}"
+        )
+    inner = innermost(optimizer)
+    name = type(inner).__name__
+    if hasattr(inner, "fused_backward"):
+        raise ArgumentError(f"{name} steps inside backward, once per micro-batch; use an optimizer with a step() alone")
+    if hasattr(inner, "first_step") and hasattr(inner, "second_step"):
+        raise ArgumentError(
+            f"{name} needs the gradient at two points per update, but it is computed once, before step(); "
+            "use an optimizer whose step() needs no second gradient"
+        )
+    if _needs_closure(inner):
+        raise ArgumentError(
+            f"the step of {name} needs a closure that computes the gradient again, but it is computed once, before "
+            "step(); use an optimizer whose step() works without a closure"
+        )
+    if not any(group["params"] for group in inner.param_groups):
+        raise ArgumentError("the optimizer has no parameter; give it those to train")
+
+
+def check_parameters(parameters: Sequence[Tensor]) -> None:
+    """Refuse parameters that something updates or changes inside backward, and so once per micro-batch."""
+    # Two quick passes, as this runs at every update.
+    if not any(map(_hooks_of, parameters)) and not any(_IN_BACKWARD in value.__dict__ for value in parameters):
+        return
+    for number, parameter in enumerate(parameters):
+        if parameter._post_accumulate_grad_hooks:
+            found = "a hook of register_post_accumulate_grad_hook"
+        elif _IN_BACKWARD in vars(parameter):
+            found = "an optimizer of _apply_optimizer_in_backward"
+        else:
+            continue
+        raise ArgumentError(
+            f"parameter {number} of shape {tuple(parameter.shape)} has {found}, which runs inside every backward, so "
+            "once per micro-batch instead of once per update; remove it and let the optimizer's step() update"
+        )
+
+
+def optimizer_parameters(optimizer: Any) -> list[nn.Parameter]:
+    """Return the parameters that an optimizer trains now, each once, in order, over all its groups.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD([layer.weight], lr=0.1)
+    >>> optimizer.add_param_group({"params": [layer.bias]})
+    >>> [tuple(parameter.shape) for parameter in optimizer_parameters(optimizer)]
+    [(1, 2), (1,)]
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    found = list(filter(_requires_grad, chain.from_iterable(groups)))
+    # By id: the hash of a tensor takes four times as long as all the rest. Duplicates are rare.
+    return found if len(set(map(id, found))) == len(found) else list({id(value): value for value in found}.values())
 
 
 def apply_update(
-    optimizer: Optimizer, parameters: Sequence[nn.Parameter], scaler: torch.amp.GradScaler | None = None
+    optimizer: Any, parameters: Sequence[nn.Parameter], scaler: torch.amp.GradScaler | None = None
 ) -> None:
     """Run the optimizer's step; if memory runs out, say whether parameters have changed.
 
     Raises:
-        UpdateMemoryError: the step ran out of memory.
+        UpdateMemoryError: the step ran out of memory; ``num_changed`` and ``can_retry`` say what is left of it.
     """
-    versions = [parameter._version for parameter in parameters]
+    versions = _versions(parameters)
     try:
         if scaler is None:
             optimizer.step()
@@ -33,68 +109,223 @@ def apply_update(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        changed = sum(parameter._version != version for parameter, version in zip(parameters, versions, strict=True))
-        done = f"{changed} of {len(versions)} parameters have changed" if changed else "no parameter has changed"
-        raise UpdateMemoryError(
-            f"out of memory in optimizer.step; {done}. Call stepper.warm_up() before training so that the optimizer's "
-            "state is allocated first, or leave it more room with a smaller budget"
-        ) from error
+        num_changed = sum(new != old for new, old in zip(_versions(parameters), versions, strict=True))
+        raise _ran_out(innermost(optimizer), num_changed, len(versions)) from error
 
 
-def allocate_state(optimizer: Optimizer) -> None:
-    """Make an optimizer allocate its state without changing a parameter; nothing happens if it has state already.
+def _ran_out(optimizer: Any, num_changed: int, num_all: int) -> UpdateMemoryError:
+    can_retry = not num_changed and _is_untouched(optimizer)
+    if num_changed:
+        done = f"{num_changed} of {num_all} parameters have changed"
+    else:
+        done = "no parameter has changed" + ("" if can_retry else ", but the optimizer's state may have")
+    return UpdateMemoryError(
+        f"out of memory in optimizer.step; {done}. Call stepper.warm_up() before training so that the optimizer's "
+        "state is allocated first, or leave it more room with a smaller budget",
+        num_changed=num_changed,
+        can_retry=can_retry,
+    )
 
-    It runs ``step_of_zeros`` and then sets counts and averages back to zero.
+
+def _versions(parameters: Sequence[Tensor]) -> list[int]:
+    try:
+        return [parameter._version for parameter in parameters]
+    except RuntimeError:  # inference tensors count no versions; nothing outside inference mode may write to them
+        return [0 if parameter.is_inference() else parameter._version for parameter in parameters]
+
+
+def _is_untouched(optimizer: Any) -> bool:
+    """Say whether a step that failed has surely left the state as it was: no state, or state that is only just made.
+
+    Fused kernels count no versions of what they write, so nothing is known about them.
     """
-    parameters = _parameters(optimizer)
-    if any(optimizer.state.get(parameter) for parameter in parameters):
+    values: list[Any] = []
+    for state in getattr(optimizer, "state", {}).values():
+        values += state.values() if isinstance(state, dict) else [state]
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    return not is_fused and not any(value._version if isinstance(value, Tensor) else value for value in values)
+
+
+def take_over(
+    ranks: Ranks,
+    optimizer: Any,
+    parameters: Sequence[nn.Parameter],
+    scaler: torch.amp.GradScaler | None,
+    error: Exception | None,
+    device: torch.device,
+) -> None:
+    """Let ranks on which the optimizer's step failed take over the result of one on which it did not.
+
+    Every rank calls it after the step. If one failed, all raise in the end: the failed ones their own error.
+    """
+    if ranks.is_sharded:  # no other rank holds the same part
+        ranks.agree(error, device)
         return
+    (has_failed,) = ranks.largest([float(error is not None)], device)
+    if not has_failed:
+        return
+    failures = ranks.gather(failure_of(error))
+    source = next((rank for rank, failure in enumerate(failures) if failure is None), 0)
+    state = ranks.broadcast(lambda: _state_of(optimizer, parameters, scaler), rank=source)
+    second: Exception | None = None
+    try:
+        if error is not None:
+            _load(state, optimizer, parameters, scaler)
+    except Exception as caught:
+        second = caught
+    ranks.agree(second, device)
+    raise common_error(error, failures)
+
+
+def _state_of(optimizer: Any, parameters: Sequence[nn.Parameter], scaler: Any) -> dict[str, Any]:
+    return {
+        "parameters": [parameter.detach().cpu() for parameter in parameters],
+        "optimizer": optimizer.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+    }
+
+
+def _load(state: dict[str, Any], optimizer: Any, parameters: Sequence[nn.Parameter], scaler: Any) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(parameters, state["parameters"], strict=True):
+            parameter.copy_(value)
+    optimizer.load_state_dict(state["optimizer"])
+    if scaler is not None:
+        forget_unscaling(scaler, optimizer)
+        scaler.load_state_dict(state["scaler"])
+
+
+def forget_unscaling(scaler: Any, optimizer: Any) -> None:
+    """Let a scaler unscale the next gradients, although those of this update were not used."""
+    getattr(scaler, "_per_optimizer_states", {}).pop(id(optimizer), None)
+
+
+def allocate_state(optimizer: Any) -> None:
+    """Make sure that the first update has room; training goes on as if this had not happened, to the bit.
+
+    The state of the first step is made by ``first_state`` and, where it starts with zeros only, kept. Elsewhere (ASGD,
+    NAdam, Rprop, SGD with dampening, every optimizer outside ``torch.optim``) it is dropped again: there was room for
+    it, and the first update makes it anew. Nothing happens if the optimizer has state already.
+    """
+    inner = innermost(optimizer)
+    if _has_state(inner):
+        return
+    parameters = optimizer_parameters(inner)
     held = set_aside(parameters)
     try:
-        step_of_zeros(optimizer)
+        state = first_state(inner)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UpdateMemoryError(
+            "the first update of the optimizer does not fit in memory: gradients, state and what its step needs; "
+            "nothing has changed. Use an optimizer with less state, a smaller model, or more memory",
+            can_retry=True,
+        ) from error
     finally:
         drop_gradients(parameters)
         add_back(held)
-    _zero_state(optimizer)
+    if type(inner) in _STARTS_AT_ZERO and not any(group.get("dampening") for group in inner.param_groups):
+        _set_to_zero(state)
+        inner.state.update(state)
 
 
-def step_of_zeros(optimizer: Optimizer) -> None:
-    """Run a step with gradients of zero, a learning rate of zero and no weight decay; the gradients remain."""
-    parameters = _parameters(optimizer)
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
-    with scaled_lr(optimizer, 0.0), _without_decay(optimizer):
+def step_of_zeros(optimizer: Any) -> None:
+    """Give every parameter a gradient of zero and the optimizer the state of its first step; no parameter moves.
+
+    The gradients remain, and so does the state, which is that after one step: put both back afterwards.
+    """
+    inner = innermost(optimizer)
+    if _has_state(inner):
+        _set_zero_gradients(inner)
+    else:
+        inner.state.update(first_state(inner))
+
+
+def first_state(optimizer: Any) -> State:
+    """Return the state after a step with gradients of zero, which remain; parameters and the optimizer stay.
+
+    The step is that of a twin with the same parameters and copies of everything else, so no hook, no scheduler and no
+    counter sees it. Parameters get their values back from copies in host memory.
+    """
+    twin = _twin(optimizer, {id(tensor): tensor for group in optimizer.param_groups for tensor in group["params"]})
+    for options in (twin.defaults if hasattr(twin, "defaults") else {}, *twin.param_groups):
+        if options.get("differentiable"):
+            options["differentiable"] = False  # it would record the graph of this step
+    step = type(twin).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without the hooks of all optimizers
+    with _unchanged(optimizer_parameters(optimizer)):
+        _set_zero_gradients(optimizer)
         if _needs_closure(optimizer):
-            optimizer.step(lambda: 0.0)
+            step(twin, lambda: 0.0)
         else:
-            apply_update(optimizer, parameters)
+            step(twin)
+    return dict(twin.state)
 
 
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+def _twin(optimizer: Any, copies: dict[int, Any]) -> Any:
+    """Return a copy of an optimizer, without its hooks; ``copies`` are what it shares, each under its id."""
+    twin = copies[id(optimizer)] = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            vars(twin)[name] = OrderedDict()
+        elif name != "step":  # schedulers put a step of their own there, to count
+            vars(twin)[name] = _twin(value, copies) if isinstance(value, Optimizer) else _copied(value, copies)
+    return twin
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    if isinstance(value, nn.Module):
+        return value
+    try:
+        return copy.deepcopy(value, copies)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return value  # process groups, streams and the like cannot be copied
 
 
 @contextmanager
-def _without_decay(optimizer: Optimizer) -> Iterator[None]:
-    groups = [group for group in optimizer.param_groups if group.get("weight_decay") is not None]
-    decays = [(group, group["weight_decay"]) for group in groups]
-    for group, decay in decays:
-        group["weight_decay"] = 0 * decay
+def _unchanged(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Put the values of parameters and the random state back, after an error too."""
+    devices = {parameter.device for parameter in parameters if parameter.device.type not in ("cpu", "meta")}
+    random_state = Snapshot(None, sorted(devices, key=str))
+    locals_ = [parameter.detach() for parameter in parameters]
+    locals_ = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in locals_]
+    values = [tensor.to("cpu", copy=True) for tensor in locals_]
     try:
         yield
     finally:
-        for group, decay in decays:
-            group["weight_decay"] = decay
+        for tensor, value in zip(locals_, values, strict=True):
+            tensor.copy_(value)
+        random_state.restore()
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
+def _set_zero_gradients(optimizer: Any) -> None:
+    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    for parameter in optimizer_parameters(optimizer):
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.zero_()
+        elif is_sparse:
+            like: dict[str, Any] = {"dtype": parameter.dtype, "device": parameter.device}
+            parameter.grad = torch.sparse_coo_tensor(size=parameter.shape, check_invariants=True, **like)
+        else:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _has_state(optimizer: Any) -> bool:
+    # A look at optimizer.state[parameter] leaves an empty dictionary there.
+    return any(state for state in optimizer.state.values() if isinstance(state, dict))
+
+
+def _needs_closure(optimizer: Any) -> bool:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _zero_state(optimizer: Optimizer) -> None:
+def _set_to_zero(states: State) -> None:
     with torch.no_grad():
-        for state in optimizer.state.values():
+        for state in states.values():
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     value.zero_()

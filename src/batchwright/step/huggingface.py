@@ -118,6 +118,6 @@ def _entropy(outputs: Any, labels: Tensor) -> Tensor:
 
 def read_loss(model: nn.Module, batch: Mapping[str, Any], labels: Tensor) -> LossReading | None:
     """Find out from two examples how to read a loss; None if this batch cannot tell."""
-    num = num_examples(dict(batch))
-    views = row_views({**batch, "labels": labels}, num, lambda inputs, rows: take(dict(inputs), rows, num=num))
+    batch = {**batch, "labels": labels}
+    views = row_views(batch, num_examples(batch), lambda inputs, rows: take(dict(inputs), rows))
     return read_views(ModelLoss(model), views)

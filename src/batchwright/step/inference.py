@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._tree import leaves, num_examples, take
+from .._containers import rebuilt
+from .._tree import CannotCutError, Rows, leaves
 from ..errors import ArgumentError, DoesNotFitError
 from .oom import Snapshot, free_memory, is_out_of_memory
 
@@ -30,8 +31,8 @@ def oom_safe(fn: Callable[[Any], Any], batch: Any, *, merge: Callable[[list[Any]
     Args:
         fn: takes a batch and returns one result per example: tensors, arrays, lists, or mappings, tuples and
             dataclasses of these.
-        batch: a list of examples, or nested tensors that share their first dimension. Give a collated batch that is a
-            list as a tuple.
+        batch: a list of examples, or nested fields with one row per example. Give a collated batch that is a list as a
+            tuple. A batch that is neither runs whole, and if it does not fit, the error says why it is not cut.
         merge: joins the results of pieces; None joins tensors along their first dimension and lists end to end. For
             token ids of unequal width use ``functools.partial(merge_padded, pad_value=0)``.
 
@@ -45,8 +46,8 @@ def oom_safe(fn: Callable[[Any], Any], batch: Any, *, merge: Callable[[list[Any]
     >>> oom_safe(fn, torch.arange(5))
     {'double': tensor([0, 2, 4, 6, 8])}
     """
-    num, piece = _divisible(batch)
-    pieces = run_in_pieces(fn, piece, num, describe=lambda place: _described(place, piece(place, place + 1)))
+    num, piece, describe = _divisible(batch)
+    pieces = run_in_pieces(fn, piece, num, describe=describe)
     if len(pieces.results) == 1:
         return pieces.results[0]
     with torch.inference_mode():
@@ -90,7 +91,7 @@ def run_in_pieces(fn: Callable[[Any], Any], piece: Piece, num: int, *, describe:
     while place < num:
         stop = place + _near_equal(num - place, size)
         devices = _devices()
-        snapshot = Snapshot((), devices)
+        snapshot = Snapshot(None, devices)
         failure = _attempt(fn, piece(place, stop), results)
         if failure is None:
             place = stop
@@ -127,14 +128,19 @@ def _devices() -> list[torch.device]:
     return [torch.device("mps")] if torch.backends.mps.is_available() else []
 
 
-def _divisible(batch: Any) -> tuple[int, Piece]:
+def _divisible(batch: Any) -> tuple[int, Piece, Callable[[int], str]]:
+    """Return the number of examples, what takes some, and what names one; a batch that cannot be cut counts as one."""
     if isinstance(batch, list | np.ndarray):
         if len(batch) == 0:
             raise ArgumentError("the batch is empty; give at least one example")
-        return len(batch), lambda start, stop: batch[start:stop]
-    if next(leaves(batch), None) is None:
-        raise ArgumentError(f"the batch must be nested tensors or a list of examples, got {type(batch).__name__}")
-    return num_examples(batch), lambda start, stop: take(batch, list(range(start, stop)))
+        return len(batch), lambda start, stop: batch[start:stop], lambda place: _described(place, batch[place])
+    try:
+        rows = Rows(batch)
+    except CannotCutError as error:
+        text = f"the batch, which cannot be cut because {error},"
+        return 1, lambda start, stop: batch, lambda place: text
+    describe = lambda place: _described(place, rows.take([place]))  # noqa: E731
+    return rows.num, lambda start, stop: rows.take(range(start, stop)), describe
 
 
 def _merged(results: list[Any], *, join: Callable[[list[Tensor]], Tensor] | None = None) -> Any:
@@ -149,7 +155,7 @@ def _merged(results: list[Any], *, join: Callable[[list[Tensor]], Tensor] | None
         return [item for result in results for item in result]
     merged = partial(_merged, join=join)
     if isinstance(first, Mapping):
-        return _like(first, _by_name([dict(result) for result in results], merged))
+        return rebuilt(first, _by_name([dict(result) for result in results], merged))
     if isinstance(first, tuple):
         values = [merged(list(column)) for column in _columns(results)]
         return type(first)(*values) if hasattr(first, "_fields") else tuple(values)
@@ -174,13 +180,6 @@ def _columns(results: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 def _fields(result: Any) -> dict[str, Any]:
     return {item.name: getattr(result, item.name) for item in dataclasses.fields(result)}
-
-
-def _like(first: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    try:
-        return type(first)(values)  # type: ignore[call-arg]  # dicts and model outputs alike take a dict
-    except TypeError:
-        return values
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:

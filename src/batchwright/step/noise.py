@@ -60,13 +60,24 @@ class NoiseMeter:
     def __init__(
         self, named_parameters: Sequence[tuple[str, nn.Parameter]], group_of: Callable[[str], str] | None = None
     ) -> None:
-        names = ["" if group_of is None else group_of(name) for name, _ in named_parameters]
-        self._names = list(dict.fromkeys(names))
-        self.norms = GradientNorms(
-            [parameter for _, parameter in named_parameters], [self._names.index(name) for name in names]
-        )
+        self._group_of = group_of
+        self._names: list[str] = []
+        self.norms = self._watch(named_parameters)
         self._average = NoiseAverage()
         self._unread: list[_Sample] = []
+
+    def _watch(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> GradientNorms:
+        names = ["" if self._group_of is None else self._group_of(name) for name, _ in named_parameters]
+        self._names = list(dict.fromkeys(names))
+        return GradientNorms(
+            [parameter for _, parameter in named_parameters], [self._names.index(name) for name in names]
+        )
+
+    def watch(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Measure these parameters from now on; the average over updates stays."""
+        self._read()
+        self.norms.close()
+        self.norms = self._watch(named_parameters)
 
     @property
     def average(self) -> NoiseAverage:
@@ -141,7 +152,7 @@ class GradientNorms:
         self.num_groups = max(self.groups) + 1
         self._parameters = list(parameters)
         self._handles: list[RemovableHandle] = [
-            parameter.register_hook(partial(self._add, group))
+            parameter.register_hook(_marked(partial(self._add, group)))
             for parameter, group in zip(parameters, self.groups, strict=True)
         ]
         self._open: _Squares | None = None
@@ -174,9 +185,9 @@ class GradientNorms:
         found = squares.sums(self.num_groups)
         return torch.zeros(self.num_groups, dtype=torch.float64) if found is None else found
 
-    def reset(self) -> None:
-        """Forget the micro-batches so far."""
-        self._open, self.total = None, None
+    def reset(self, total: Tensor | None = None) -> None:
+        """Forget the micro-batches so far, or go back to an earlier total."""
+        self._open, self.total = None, total
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -196,6 +207,8 @@ class _Squares:
 
     def add(self, gradient: Tensor, group: int) -> None:
         """Take the norm of a gradient, now or later together with others."""
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient)
         if gradient.numel() > (_SMALL_ON_CPU if gradient.is_cpu else _SMALL) or gradient.is_sparse:
             self._squares.append(_square(gradient))
             self._groups.append(group)
@@ -230,6 +243,11 @@ class _Squares:
                 self._squares.append(torch.dot(norms, norms))
             self._groups.append(group)
         self._waiting, self._num_waiting = {}, 0
+
+
+def _marked(hook: Any) -> Any:
+    hook.is_batchwright = True  # hooks of users, which may change a gradient, lack this mark
+    return hook
 
 
 def _square(gradient: Tensor) -> Tensor:

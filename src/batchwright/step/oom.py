@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._oom import is_out_of_memory as is_out_of_memory
+from .._ranks import is_expanded
 
 # Gradients set aside, each with its parameter.
 Held: TypeAlias = "list[tuple[nn.Parameter, Tensor]]"
@@ -42,19 +43,42 @@ def devices_of(module: nn.Module) -> list[torch.device]:
 
 @final
 class Snapshot:
-    """The random state and a module's buffers at one moment, so that a second attempt repeats the first."""
+    """The random state and a module's buffers at one moment, so that a second attempt repeats the first.
 
-    def __init__(self, buffers: Iterable[Tensor], devices: Iterable[torch.device]) -> None:
-        self._buffers: list[tuple[Tensor, Tensor]] = [(buffer, buffer.detach().clone()) for buffer in buffers]
+    Buffers that a forward pass replaced or added are put back and removed. What it does not hold: attributes that are
+    no buffers, such as the sums of a metric or the hidden state of a recurrent model, and a ``torch.Generator`` of your
+    own.
+
+    Args:
+        buffers: of the module, None for no module.
+        devices: whose random state is kept, besides the CPU's.
+    """
+
+    def __init__(self, buffers: Buffers | None, devices: Iterable[torch.device]) -> None:
+        self._places = [(place, dict(place)) for place in (buffers.places if buffers is not None else [])]
+        self._values = [
+            (buffer, buffer.detach().clone())
+            for _, held in self._places
+            for buffer in held.values()
+            if buffer is not None and not is_expanded(buffer)  # nothing can write to an expanded one
+        ]
         self._python = random.getstate()
         self._numpy = np.random.get_state()
         self._torch = torch.get_rng_state()
         self._devices = [(device, _get_device_state(device)) for device in devices]
 
+    @classmethod
+    def of(cls, module: nn.Module) -> Snapshot:
+        """Return the state of a module now."""
+        return cls(Buffers(module), devices_of(module))
+
     def restore(self) -> None:
         """Put everything back."""
+        for place, held in self._places:
+            place.clear()
+            place.update(held)
         with torch.no_grad():
-            for buffer, value in self._buffers:
+            for buffer, value in self._values:
                 buffer.copy_(value)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
@@ -78,17 +102,14 @@ def _set_device_state(device: torch.device, state: Any) -> None:
 
 @final
 class Buffers:
-    """The buffers of a module at any time, without the walk through all its parts that ``module.buffers()`` makes."""
+    """Where the buffers of a module lie, without the walk through all its parts that ``module.buffers()`` makes.
+
+    Attributes:
+        places: a dictionary per part; it stays the same object when buffers are added or replaced.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        # These dictionaries stay the same objects when buffers are added or replaced.
-        self._of_parts = [part._buffers for part in module.modules()]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for buffers in self._of_parts:
-            for buffer in buffers.values():
-                if buffer is not None:
-                    yield buffer
+        self.places: list[dict[str, Tensor | None]] = [part._buffers for part in module.modules()]
 
 
 def set_aside(parameters: Sequence[nn.Parameter]) -> Held:

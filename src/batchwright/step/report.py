@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ArgumentError
+from ._gradients import Gradients
 from .noise import NoiseReport
 
 Sum: TypeAlias = "Tensor | float"  # a float where the loss function counted on the host
@@ -36,7 +37,7 @@ class StepReport:
     seconds: float
     peak_bytes: int | None
     memory_fraction: float | None
-    lr: float
+    lr: float | None
     _loss_sum: Tensor | float
     _metric_sums: Mapping[str, Tensor | float]
     _noise: Callable[[], NoiseReport] | None = None
@@ -87,7 +88,11 @@ class StepReport:
 
 @final
 class MicroSums:
-    """The sums of one micro-batch."""
+    """The sums of one micro-batch.
+
+    Attributes:
+        is_empty: it sums over nothing, weight and loss are 0 or the loss is no number; it has no gradient.
+    """
 
     def __init__(self, returned: Any) -> None:
         if isinstance(returned, Tensor):
@@ -98,12 +103,22 @@ class MicroSums:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ArgumentError(f"loss_sum must be a tensor with one element, got {shape}; {_HOW}")
-        if not loss.requires_grad:
+        if isinstance(weight, Tensor) and weight.requires_grad:
             raise ArgumentError(
-                "loss_sum does not depend on any trainable parameter; is the model frozen, or under no_grad?"
+                "the weight depends on trainable parameters, and the gradient of such a quotient is no sum over "
+                "micro-batches; return weight.detach(), or put that dependence into loss_sum"
             )
         self.loss = loss.reshape(()) if loss.ndim else loss
         self.weight = _early(_as_scalar(weight, loss))
+        # The mean over nothing is NaN, and so are its gradients.
+        is_none = is_on_host(self.weight) and float(self.weight) == 0
+        self.is_empty = is_none and not 0 < abs(float(loss.detach())) < math.inf
+        if not loss.requires_grad and not self.is_empty:
+            raise ArgumentError(
+                "loss_sum does not depend on any trainable parameter; is the model frozen, or under no_grad?"
+            )
+        if self.is_empty:
+            self.loss = torch.zeros_like(self.loss.detach())
         metrics = returned[2] if len(returned) == 3 else {}
         if not isinstance(metrics, Mapping):
             raise ArgumentError(f"the metrics of loss_fn must be a mapping of sums, got {type(metrics).__name__}")
@@ -175,8 +190,18 @@ class Totals:
         self._losses.append(sums.loss.detach())
         self._weights.append(sums.weight)
         for name, value in sums.metrics.items():
-            self._metrics.setdefault(name, []).append(value)
+            is_counted = not sums.is_empty or math.isfinite(value)
+            self._metrics.setdefault(name, []).append(value if is_counted else 0.0)
         self.num_examples += num_examples
+
+    @property
+    def num_spoiled(self) -> int:
+        """Return how many micro-batches have no weight and a loss that is no number, which was seen too late.
+
+        Only weights on a device are read after the backward pass; others are left out before it.
+        """
+        pairs = zip(self._losses, self._weights, strict=True)
+        return sum(isinstance(w, Copied) and float(w) == 0 and not math.isfinite(loss) for loss, w in pairs)
 
     def merge(self, other: Totals) -> None:
         """Add the totals of another batch of the same update."""
@@ -212,42 +237,70 @@ class Summary(NamedTuple):
     ooms: int
     metric_sums: Mapping[str, Tensor | float]
     squares: Tensor | None
+    asked_weight: float | None
+    num_spoiled: int
 
 
 @final
 @dataclass
 class Pending:
-    """What ``accumulate`` has gathered and ``update`` will use."""
+    """What ``accumulate`` has gathered and ``update`` will use.
 
-    divisor: float | None  # backward runs on loss_sum / divisor; None lets the first micro-batch decide
-    fallback: float  # the divisor if weights do not count examples, a power of two
-    weight_known: bool  # the divisor is the weight of the update, so nothing is left to multiply
-    foreign: list[tuple[nn.Parameter, Tensor]]  # gradients that were there before
+    Attributes:
+        gradients: of the parameters that the update trains.
+        total_weight: of the whole update, if a trainer knows it.
+        asked_weight: what ``weight_of`` has counted so far on this rank, None without it.
+        noise_seed: seeds the random subsets that noise is measured on, None if it is not measured.
+        divisor: backward runs on ``loss_sum / divisor``; the first micro-batch settles it.
+        same_names: whether metrics have the same names on all ranks.
+        stage: how far the update is: gathered, reduced, or unscaled and clipped.
+    """
+
+    gradients: Gradients
+    total_weight: float | None = None
+    asked_weight: float | None = None
+    noise_seed: int | None = None
+    divisor: float | None = None
     totals: Totals = field(default_factory=Totals)
     ooms: int = 0
     started: float = field(default_factory=time.perf_counter)
     summary: Summary | None = None
     noise: Callable[[], NoiseReport] | None = None
-    is_reduced: bool = False
-
-    def divide_by(self, weight: Tensor | Copied | float, num_examples: int, num_all: int) -> float:
-        """Return the divisor; the first micro-batch of an update settles it.
-
-        Dividing by the weight of the whole batch leaves nothing to multiply afterwards. That weight is known if weights
-        count examples (``num_all``), or if the micro-batch is the whole batch and its weight is on the host. Otherwise
-        the divisor is a power of two, which loses no digit and needs no wait for the device.
-        """
-        if self.divisor is None:
-            self.divisor = self.fallback
-            if isinstance(weight, float) and weight == num_examples:
-                self.divisor = float(num_all)
-            elif num_examples == num_all and _is_on_host(weight) and 0 < float(weight) < math.inf:
-                self.divisor = float(weight)
-        return self.divisor
+    same_names: bool = True
+    stage: Literal["gathered", "reduced", "unscaled", "clipped"] = "gathered"
+    norm: Tensor | None = None
 
 
-def _is_on_host(weight: Tensor | Copied | float) -> bool:
+def is_on_host(weight: Tensor | Copied | float) -> bool:
+    """Return whether a weight can be read without waiting for a device."""
     return isinstance(weight, float) or (isinstance(weight, Tensor) and weight.is_cpu)
+
+
+def power_of_two(value: float) -> float:
+    """Return the power of two nearest to a value, 1 for a value that has none.
+
+    >>> power_of_two(100.0), power_of_two(0.0)
+    (128.0, 1.0)
+    """
+    if not 0 < value < math.inf:
+        return 1.0
+    return 2.0 ** round(math.log2(value))
+
+
+def check_summary(summary: Summary) -> None:
+    """Refuse an update that has no mean, or for which ``weight_of`` and ``loss_fn`` count differently."""
+    check_weight(summary.weight)
+    if summary.num_spoiled:
+        raise ArgumentError(
+            f"{summary.num_spoiled} micro-batches have weight 0 and a loss that is no number, as is their gradient; "
+            "return a loss of 0 for them, or the weight as a number of Python, and they are left out"
+        )
+    asked, found = summary.asked_weight, summary.weight
+    if asked is not None and not math.isclose(asked, found, rel_tol=1e-5):
+        raise ArgumentError(
+            f"weight_of counted {asked:g} for this update, but loss_fn returned weights of {found:g}; both must count "
+            "the same examples or tokens"
+        )
 
 
 def check_weight(weight: float) -> float:

@@ -13,18 +13,18 @@ from torch.optim import Optimizer
 from .._ranks import Ranks
 from ..errors import ArgumentError
 from ..plan import Budget
-from ..size.learning_rate import Rule, adascale, get_rule, scaled_lr
+from ..size.learning_rate import Rule, adascale, current_lr, get_rule, scaled_lr
 from ..size.noise import NoiseAverage
-from ._optimizers import allocate_state, apply_update
-from ._runner import Runner, Settings
+from ._gathering import Gatherer
+from ._gradients import Existing, Trained, attempt, clip
+from ._optimizers import allocate_state, apply_update, check_optimizer, take_over
+from ._settings import Settings
 from .losses import LossFunction
 from .memory.budget_tracker import Feedback
 from .memory.fit_to_memory import MicroLimit
 from .memory.monitor import MemoryMonitor
 from .noise import NoiseMeter
-from .oom import add_back, drop_gradients, present, set_aside
-from .report import Pending, StepReport, Summary, check_weight
-from .splitting import LogicalBatch
+from .report import Pending, StepReport
 
 
 @final
@@ -36,8 +36,9 @@ class Stepper:
 
     Args:
         model: a module, plain, in ``DistributedDataParallel`` or after ``fully_shard``.
-        optimizer: updates the model's parameters.
-        loss_fn: ``loss_fn(model, micro_batch) -> (loss_sum, weight)`` or ``(loss_sum, weight, {name: sum})``.
+        optimizer: its parameters are trained, of the model or not; it is asked for them at every update.
+        loss_fn: ``loss_fn(model, micro_batch) -> (loss_sum, weight)`` or ``(loss_sum, weight, {name: sum})``. It may
+            run again after out of memory, so it must have no side effects.
         micro_batch: how much runs at once: ``"auto"`` (everything, until memory runs out), a number of examples, a
             budget, or a controller with ``.size``.
         lengths: for tensors ``lengths(batch) -> (B,) | (B, axes)``, for a list of examples ``lengths(example)``.
@@ -57,6 +58,10 @@ class Stepper:
         base_size: the batch size that the optimizer's learning rate is meant for; needed with ``lr_rule``.
         memory: reads the peak of every batch, for ``report.memory_fraction``. The peaks also tighten or relax a budget
             from a ``MemoryModel``; on CUDA they do so without this argument.
+        existing_gradients: what happens to gradients that are there when an update begins: ``"clear"`` drops them, as
+            the ``zero_grad()`` of a loop by hand would, and warns once if they were not zero; ``"add"`` adds them.
+        split: cuts batches that do not have one row per example everywhere, such as graphs or patches of images:
+            ``split(batch, None)`` returns the number of examples, ``split(batch, indices)`` the micro-batch of some.
 
     >>> model = nn.Linear(2, 1)
     >>> def loss_fn(model, batch):
@@ -88,14 +93,13 @@ class Stepper:
         lr_rule: str | Rule | None = None,
         base_size: int | None = None,
         memory: MemoryMonitor | None = None,
+        existing_gradients: Existing = "clear",
+        split: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         self._ranks = Ranks(model)
-        named = [(name, value) for name, value in self._ranks.module.named_parameters() if value.requires_grad]
-        if not named:
-            raise ArgumentError("the model has no trainable parameter; set requires_grad on those to train")
         self._settings = Settings(
             loss_fn, micro_batch, lengths, collate, trim, weight_of, clip_norm, autocast, scaler, on_oom,
-            measure_noise, lr_rule, base_size,
+            measure_noise, lr_rule, base_size, existing_gradients, split,
         )  # fmt: skip
         if measure_noise and self._ranks.is_sharded:
             raise ArgumentError(
@@ -103,146 +107,114 @@ class Stepper:
             )
         if noise_groups is not None and not measure_noise:
             raise ArgumentError("noise_groups needs measure_noise=True")
-        self._parameters = [parameter for _, parameter in named]
-        self._device = self._parameters[0].device
+        check_optimizer(optimizer)
         self._optimizer = optimizer
+        self._trained = Trained(self._ranks, optimizer)
+        self._device = self._trained.parameters[0].device
         self._lr_rule = get_rule(lr_rule)
-        self._meter = NoiseMeter(named, noise_groups) if measure_noise else None
+        self._meter = NoiseMeter(self._trained.named(), noise_groups) if measure_noise else None
         self._memory = memory
         self._feedback = Feedback.of(micro_batch, memory, self._device)
-        self._runner = Runner(
-            self._settings,
-            self._ranks,
-            self._parameters,
-            norms=None if self._meter is None else self._meter.norms,
-            feedback=self._feedback,
+        self._gatherer = Gatherer(
+            self._settings, self._ranks, self._trained, meter=self._meter, memory=memory, feedback=self._feedback
         )
-        self._num_updates = 0
-        self._pending: Pending | None = None
 
     def step(self, batch: Any) -> StepReport:
-        """Run one update on a logical batch: ``accumulate``, ``reduce``, ``update``."""
-        self.accumulate(batch)
-        self.reduce()
-        return self.update()
+        """Run one update on a logical batch: ``accumulate``, ``reduce``, ``update``.
+
+        After an error the update is abandoned, and the next ``step`` works. If the batch itself failed, what earlier
+        ``accumulate`` calls have gathered stays.
+        """
+        self._gatherer.add(batch, None)
+        try:
+            self._gatherer.reduce(self._require_pending())
+            return self.update()
+        except BaseException:
+            self.abandon()
+            raise
 
     def accumulate(self, batch: Any, *, total_weight: float | None = None) -> None:
         """Add the gradient of a batch; several calls before ``reduce`` form one update.
 
+        All ranks call it equally often. If the batch of one rank fails, all ranks raise, and no batch counts.
+
         Args:
             batch: nested tensors, or a list of examples with ``collate``.
             total_weight: the weight of the whole update over all ranks, if a trainer knows it; a single process then
-                has the complete gradient without ``reduce``.
+                has the complete gradient without ``reduce``. It is the same in every call of an update.
         """
-        if self._pending is not None and self._pending.is_reduced:
-            raise ArgumentError("the gradient was reduced already; call update() before the next accumulate(batch)")
-        logical = self._settings.wrap(batch)
-        is_new = self._pending is None
-        pending = self._pending or self._begin(batch, logical, total_weight)
-        held = [] if is_new else set_aside(self._parameters)  # for a new update, _begin has set gradients aside
-        try:
-            due = self._meter is not None and self._num_updates % self._settings.measure_noise == 0
-            totals = self._runner.run(logical, pending, noise_seed=self._num_updates if due else None)
-        except BaseException:
-            # Drop what this batch has added, and put back what was there before it.
-            drop_gradients(self._parameters)
-            add_back(held)
-            add_back(pending.foreign if is_new else [])
-            raise
-        add_back(held)
-        pending.totals.merge(totals)
-        self._pending = pending
-
-    def _begin(self, batch: Any, logical: LogicalBatch, total_weight: float | None) -> Pending:
-        """Choose the divisor of the loss, equal on all ranks, and set aside gradients that are not ours."""
-        foreign = set_aside(self._parameters)
-        if self._meter is not None:
-            self._meter.norms.reset()
-        if self._memory is not None and self._feedback is None:
-            self._memory.reset_peak()
-        if total_weight is not None:
-            return Pending(check_weight(float(total_weight)), 1.0, True, foreign)
-        if self._settings.weight_of is not None:
-            (weight,) = self._ranks.sum([self._settings.weight_of(batch)], self._device)
-            return Pending(check_weight(float(weight)), 1.0, True, foreign)
-        elements = self._ranks.maximum(logical.num_elements, self._device)
-        power = float(1 << (elements - 1).bit_length())
-        return Pending(None if self._ranks.world_size == 1 else power, power, False, foreign)
+        if self._gatherer.pending is not None and self._gatherer.pending.stage == "gathered":
+            self._gatherer.pending.gradients.check_untouched()
+        self._gatherer.add(batch, total_weight)
+        self._trained.gradients.watch()
 
     def reduce(self) -> None:
         """Sum gradients and weights over all ranks, and turn sums into the gradient of the mean."""
         pending = self._require_pending()
-        if pending.is_reduced:
-            return
-        summary = pending.summary = self._summarize(pending)
-        try:
-            check_weight(summary.weight)
-        except ArgumentError:
-            self._abandon()
-            raise
-        self._ranks.sum_gradients(self._parameters)
-        assert pending.divisor is not None
-        factor = 1.0 if pending.weight_known else pending.divisor / summary.weight
-        if factor != 1 and (gradients := present(self._parameters)):
-            torch._foreach_mul_(gradients, factor)
-        if self._meter is not None and summary.squares is not None and summary.num_micro_batches >= 2:
-            # Hooks saw gradients of loss_sum / divisor; noise is that of the per-example gradients of B × loss / W.
-            scale = 1.0 if self._settings.scaler is None else float(self._settings.scaler.get_scale())
-            pending.noise = self._meter.add(
-                summary.squares,
-                q_factor=(summary.num_examples * factor / scale) ** 2,
-                gb_factor=scale**-2,
-                num_examples=summary.num_examples,
-                num_parts=summary.num_micro_batches,
-            )
-        add_back(pending.foreign)
-        pending.foreign = []
-        pending.is_reduced = True
-
-    def _summarize(self, pending: Pending) -> Summary:
-        """Return the sums over all ranks; one device copies nothing to the host but a weight that lies on it."""
-        totals = pending.totals
-        squares = None if self._meter is None else self._meter.norms.total
-        if self._ranks.world_size == 1:
-            counts = (totals.num_examples, totals.num_micro_batches, pending.ooms)
-            return Summary(float(totals.weight), totals.loss, *counts, dict(totals.metrics), squares)
-        names = sorted(totals.metrics)
-        weight, num, parts, ooms, loss, *rest = self._ranks.sum(
-            [totals.weight, totals.num_examples, totals.num_micro_batches, pending.ooms, totals.loss]
-            + [totals.metrics[name] for name in names]
-            + ([] if self._meter is None else self._local_squares(squares)),
-            self._device,
-        )
-        metrics = dict(zip(names, rest, strict=False))
-        summed = torch.tensor(rest[len(names) :], dtype=torch.float64) if self._meter is not None else None
-        return Summary(weight, loss, round(num), round(parts), round(ooms), metrics, summed)
-
-    def _local_squares(self, squares: Tensor | None) -> list[Tensor | float]:
-        assert self._meter is not None
-        return [0.0] * self._meter.norms.num_groups if squares is None else list(squares)
+        if pending.stage == "gathered":
+            pending.gradients.check_untouched()
+            self._gatherer.reduce(pending)
 
     def update(self) -> StepReport:
-        """Unscale, clip and apply the gradient; afterwards ``.grad`` is None."""
+        """Unscale, clip and apply the gradient; afterwards ``.grad`` is None.
+
+        If the optimizer runs out of memory before it has changed anything (``error.can_retry``), ``update`` can be
+        called again. After any other error the update is abandoned.
+        """
         pending = self._require_pending()
-        if not pending.is_reduced:
+        if pending.stage == "gathered":
             self.reduce()
+        self._unscale_and_clip(pending)
         assert pending.summary is not None
-        scaler, clip_norm = self._settings.scaler, self._settings.clip_norm
-        if scaler is not None:
-            scaler.unscale_(self._optimizer)
-        norm = None if clip_norm is None else nn.utils.clip_grad_norm_(self._parameters, clip_norm)
-        rate = float(self._optimizer.param_groups[0]["lr"])
+        rate = current_lr(self._optimizer)
         factor = self._lr_factor(pending.summary.num_examples)
-        with scaled_lr(self._optimizer, factor):
-            apply_update(self._optimizer, self._parameters, scaler)
-        self._optimizer.zero_grad(set_to_none=True)
-        drop_gradients(self._parameters)
+        self._apply(factor)
+        self._end()
+        return self._report(pending, None if rate is None else rate * factor)
+
+    def _unscale_and_clip(self, pending: Pending) -> None:
+        scaler, clip_norm = self._settings.scaler, self._settings.clip_norm
+        if pending.stage == "reduced":
+            if scaler is not None:
+                scaler.unscale_(self._optimizer)
+            pending.stage = "unscaled"
+        if pending.stage == "unscaled":
+            pending.norm = None if clip_norm is None else clip(self._trained.parameters, clip_norm)
+            pending.stage = "clipped"
+
+    def _apply(self, factor: float) -> None:
+        """Run the optimizer's step with the learning rate of this batch size."""
+        scaler = self._settings.scaler
+
+        def apply() -> None:
+            with scaled_lr(self._optimizer, factor):
+                apply_update(self._optimizer, self._trained.parameters, scaler)
+
+        _, error = attempt(apply)
+        if self._ranks.world_size > 1:
+            try:
+                take_over(self._ranks, self._optimizer, self._trained.parameters, scaler, error, self._device)
+            except Exception:
+                self._end()
+                raise
+        elif error is not None:
+            if not getattr(error, "can_retry", False):
+                self.abandon()  # a second attempt could apply parts of the update twice
+            raise error
+
+    def _end(self) -> None:
+        """Leave no trace of the update."""
+        self._optimizer.zero_grad()
+        self._trained.gradients.drop()
         self._ranks.share_buffers()
-        self._num_updates += 1
-        self._pending = None
+        self._gatherer.num_updates += 1
+        self._gatherer.pending = None
         if self._meter is not None:
             self._meter.norms.reset()
-        return self._report(pending, rate * factor, norm)
+
+    def abandon(self) -> None:
+        """Drop the update that was begun, with its gradients; the next one can begin. Without one, nothing happens."""
+        self._gatherer.abandon()
 
     def warm_up(self) -> None:
         """Allocate the optimizer's state now, without changing a parameter, so that the first update cannot run out."""
@@ -253,34 +225,27 @@ class Stepper:
         average = NoiseAverage() if self._meter is None else self._meter.average
         return {
             "version": 2,
-            "limit": self._runner.limit.to_state(),
+            "limit": self._gatherer.runner.limit.to_state(),
             "noise": average.to_state(),
-            "num_updates": self._num_updates,
-            "memory": None if self._feedback is None else self._feedback.tracker.to_state(),
+            "num_updates": self._gatherer.num_updates,
+            "memory": None if self._feedback is None else self._feedback.to_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with what another run learned."""
         if state.get("version") != 2:
             raise ArgumentError(f"the state of a Stepper has version 2, got {state.get('version')!r}")
-        self._runner.limit = MicroLimit.from_state(state["limit"])
+        self._gatherer.runner.limit = MicroLimit.from_state(state["limit"])
         if self._meter is not None:
             self._meter.average = NoiseAverage(**state["noise"])
         if self._feedback is not None and state["memory"] is not None:
-            self._feedback.tracker = self._feedback.tracker.with_state(state["memory"])
-        self._num_updates = state["num_updates"]
-
-    def _abandon(self) -> None:
-        """Put the gradients back as they were before the update began."""
-        pending, self._pending = self._pending, None
-        drop_gradients(self._parameters)
-        if pending is not None:
-            add_back(pending.foreign)
+            self._feedback.load_state(state["memory"])
+        self._gatherer.num_updates = state["num_updates"]
 
     def _require_pending(self) -> Pending:
-        if self._pending is None:
+        if self._gatherer.pending is None:
             raise ArgumentError("nothing was accumulated; call accumulate(batch) first, or step(batch) for all three")
-        return self._pending
+        return self._gatherer.pending
 
     def _lr_factor(self, batch_size: int) -> float:
         if self._lr_rule is None:
@@ -292,7 +257,7 @@ class Stepper:
         average = self._meter.average
         return adascale(batch_size, base_size, s=average.s, g2=average.g2) if average.is_reliable else 1.0
 
-    def _report(self, pending: Pending, rate: float, norm: Tensor | None) -> StepReport:
+    def _report(self, pending: Pending, rate: float | None) -> StepReport:
         assert pending.summary is not None
         summary = pending.summary
         seconds, peak, fraction = self._ranks.largest(
@@ -310,7 +275,7 @@ class Stepper:
             _loss_sum=summary.loss_sum,
             _metric_sums=summary.metric_sums,
             _noise=pending.noise,
-            _grad_norm=norm,
+            _grad_norm=pending.norm,
         )
 
     def _read_memory(self) -> tuple[float, float]:

@@ -117,6 +117,26 @@ def check_resumed(make_sampler, folder, rank, world_size, steps, end):
     assert torch.allclose(flat(resumed.model), end, rtol=1e-12, atol=1e-14)
 
 
+def check_outside(rank, world_size):
+    """A parameter that DDP does not know is trained as in one process: the loss is the mean of s² |x|²."""
+    AcceleratorState._reset_state(False)
+    model, scale = make_model(), torch.nn.Parameter(torch.tensor(2.0).double())
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.01)
+    loader = DataLoader(DATA, batch_sampler=make_planned(rank, world_size))
+
+    def scaled(module, batch):
+        return (scale * batch["x"]).square().sum() + 0 * module(batch["x"]).sum(), len(batch["x"])
+
+    prepared = prepare(Accelerator(cpu=True), model, optimizer, loader, loss_fn=scaled, micro_batch=2)
+    steps, _ = run_epochs(prepared, 1, world_size)
+    expected = 2.0
+    for step in steps:
+        indices = [index for batch in step for index in batch]
+        squares = sum(float(INPUTS[index].square().sum()) for index in indices)
+        expected -= 0.01 * 2 * expected * squares / len(indices)
+    assert abs(scale.item() - expected) < 1e-12 * expected
+
+
 def main(rank, world_size, folder):
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -128,6 +148,7 @@ def main(rank, world_size, folder):
     prepared, steps = check(make_resizable, f"{folder}/resizable", rank, world_size)
     assert len({sum(map(len, step)) for step in steps}) > 2, "sizes change"
     assert prepared.stepper.scheduler.scheduler.last_epoch == len(steps)
+    check_outside(rank, world_size)
     # What every rank measures for itself is the same in their observations, or their sizes would differ.
     observed = agree({"seconds": float(rank), "memory_fraction": None, "loss": 0.5}, torch.device("cpu"))
     assert observed == {"seconds": world_size - 1, "memory_fraction": None, "loss": 0.5}

@@ -22,7 +22,8 @@ from batchwright.plan.sampler.resizable import ResizableBatchSampler
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.schedules import linear
 from batchwright.size.signals import loss_driven
-from batchwright.step import Stepper
+from batchwright.step import FitToMemory, MemoryMonitor, Stepper
+from batchwright.testing import FakeMemory
 
 from ...processes import run_ranks
 
@@ -168,7 +169,58 @@ def test_out_of_memory_is_split_and_one_update_follows():
     assert prepared.stepper.stepper.state_dict()["num_updates"] == len(reports)
 
 
+def test_parameters_outside_the_model_that_the_optimizer_has_are_trained_exactly():
+    """Before, their sums over micro-batches were not divided by the weight: a change of -0.03 for -0.08."""
+    model, scale = nn.Linear(4, 1).double(), nn.Parameter(torch.tensor(2.0).double())
+    start = {"w": model.weight.detach().clone(), "b": model.bias.detach().clone(), "s": scale.detach().clone()}
+
+    def scaled(net, batch):
+        weights = 1.0 + batch["index"] % 3
+        return (weights * (scale * net(batch["x"].double())).square().squeeze(1)).sum(), weights.sum()
+
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.01)
+    loader = DataLoader(DATA, batch_sampler=make_sampler())
+    prepared = prepare(Accelerator(cpu=True), model, optimizer, loader, loss_fn=scaled, micro_batch=3)
+    batches = run_epochs(prepared, 1)
+    values = {name: value.requires_grad_() for name, value in start.items()}
+    for batch in batches:
+        total = sum(1.0 + index % 3 for index in batch)
+        for index in batch:
+            output = values["w"] @ DATA[index]["x"].double() + values["b"]
+            ((1.0 + index % 3) / total * (values["s"] * output).square().sum()).backward()
+        for value in values.values():
+            value.data -= 0.01 * value.grad
+            value.grad = None
+    for name, found in (("w", model.weight), ("b", model.bias), ("s", scale)):
+        torch.testing.assert_close(found.detach(), values[name].detach(), rtol=1e-12, atol=1e-14)
+
+
 # Checkpoints.
+
+
+def test_a_size_that_follows_memory_is_fed_and_saved(tmp_path):
+    memory = FakeMemory(1000, bytes_of=lambda num_items: 40 * num_items)
+
+    def measured(model, batch):
+        memory.run_batch(len(batch["x"]))
+        return loss_fn(model, batch)
+
+    def make():
+        return make_run(loss_fn=measured, micro_batch=FitToMemory(16), memory=MemoryMonitor(source=memory))
+
+    accelerator, whole = make()
+
+    def save(num):
+        if num == 2:
+            accelerator.save_state(tmp_path)
+
+    run_epochs(whole, 1, after_step=save)
+    accelerator, resumed = make()
+    accelerator.load_state(tmp_path)
+    assert resumed.stepper.stepper.state_dict()["memory"]["size"] == 4  # 1, then 2 and 4
+    run_epochs(resumed, 1)
+    states = [prepared.stepper.stepper.state_dict()["memory"] for prepared in (whole, resumed)]
+    assert states[0] == states[1]
 
 
 def train_and_resume(folder, make, num_steps, num_epochs=3):

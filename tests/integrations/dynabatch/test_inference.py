@@ -258,7 +258,7 @@ def test_positions_with_the_examples_on_the_second_axis_are_cut_there(num):
 
 
 def test_a_tensor_that_belongs_to_no_examples_is_refused():
-    with pytest.raises(ArgumentError, match=r"'pixel_values' of shape \(7, 4\)"):
+    with pytest.raises(ArgumentError, match=r"\['pixel_values'\] of shape \(7, 4\)"):
         split_inputs_dict({"input_ids": torch.zeros(3, 2), "pixel_values": torch.zeros(7, 4)}, 2)
 
 

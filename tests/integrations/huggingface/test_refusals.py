@@ -9,7 +9,9 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
 
 import batchwright as bw
+from batchwright._ranks import Ranks
 from batchwright.errors import ArgumentError, DoesNotFitError
+from batchwright.integrations._safe_steps import check_retries
 from batchwright.integrations.huggingface import AdaptiveTrainerMixin
 from batchwright.step.losses import whole_batch
 
@@ -320,3 +322,33 @@ def test_a_mean_over_the_sequences_of_a_packed_row_is_refused(tmp_path):
     trainer, *_ = make_trainer("llama", tmp_path, gradient_accumulation_steps=2, **options)
     with pytest.raises(ArgumentError, match=r"2 micro-batches needs to know.*LlamaForCausalLM is not a mean"):
         trainer.train()
+
+
+def test_hooks_of_parameters_that_would_see_parts_of_a_gradient_are_refused(tmp_path):
+    """A hook that clamps saw every micro-batch by itself, and the sum of clamped gradients is another one."""
+    for options, most in (({"gradient_accumulation_steps": 2}, 99), ({}, 2)):
+        model = make_model("llama")
+        model.lm_head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        model.register_forward_pre_hook(fail_above_rows(most), with_kwargs=True)
+        trainer, *_ = make_trainer("llama", tmp_path, model=model, **options)
+        with pytest.raises(ArgumentError, match="has a hook, which would see the gradients of"):
+            trainer.train()
+
+
+def test_an_optimizer_that_steps_inside_the_backward_pass_is_refused(tmp_path):
+    model = make_model("llama")
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    trainer, *_ = make_trainer("llama", tmp_path, model=model)
+    with pytest.raises(ArgumentError, match="may update it inside the backward pass"):
+        trainer.train()
+    trainer, *_ = make_trainer("llama", tmp_path, model=model, on_oom="raise")
+    trainer.train()  # one backward pass per update, as without us
+
+
+def test_ranks_that_meet_in_the_forward_pass_cannot_try_again():
+    # SyncBatchNorm runs on GPUs only; that there are two ranks is all that matters here.
+    ranks = Ranks(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+    check_retries(ranks, [])
+    ranks.world_size = 2
+    with pytest.raises(ArgumentError, match="ranks meet inside the forward pass, in SyncBatchNorm"):
+        check_retries(ranks, [])

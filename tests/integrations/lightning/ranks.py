@@ -6,6 +6,7 @@ import warnings
 
 import lightning.pytorch as pl
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
@@ -49,8 +50,8 @@ class Model(ExactUpdates, pl.LightningModule):
     def on_train_batch_start(self, batch, batch_idx):
         self.batches.append(batch["index"].tolist())
 
-    def validation_step(self, batch, batch_idx):
-        self.validated.append(batch["index"].tolist())
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        self.validated.append([(dataloader_idx, index) for index in batch["index"].tolist()])
 
 
 class Save(Callback):
@@ -73,14 +74,15 @@ def make_resizable():
     return ResizableBatchSampler(61, controller)
 
 
-def fit(make_sampler, *callbacks, num_ooms=0, ckpt_path=None):
-    model, batching = Model(num_ooms), AdaptiveBatching()
+def fit(make_sampler, *callbacks, model=None, num_ooms=0, ckpt_path=None):
+    model, batching = model or Model(num_ooms), AdaptiveBatching()
     trainer = pl.Trainer(
         max_epochs=2, accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, log_every_n_steps=1,
         callbacks=[batching, *callbacks],
     )  # fmt: skip
-    val = DataLoader(DATA, batch_sampler=bw.BatchSampler(LENGTHS, bw.MaxTokens(120), shuffle=False))
+    samplers = [bw.BatchSampler(LENGTHS, bw.MaxTokens(num), shuffle=False) for num in (120, 60)]
+    val = [DataLoader(DATA, batch_sampler=sampler) for sampler in samplers]
     data = PlannedDataModule(DataLoader(DATA, batch_sampler=make_sampler()), val=val)
     trainer.fit(model, data, ckpt_path=ckpt_path)
     logged = float(trainer.callback_metrics["batchwright/ooms"])
@@ -116,8 +118,8 @@ def check(make_sampler, path, rank, world_size):
     steps = list(zip(*gather(model.batches, world_size), strict=True))
     seen = sorted(index for step in steps for batch in step for index in batch)
     assert seen == sorted([*range(61), *range(61)]), "every example once per epoch, over all ranks"
-    validated = sorted(index for batches in gather(model.validated, world_size) for batch in batches for index in batch)
-    assert validated == sorted([*range(61), *range(61)]), "validated once per epoch, over all ranks"
+    validated = sorted(pair for batches in gather(model.validated, world_size) for batch in batches for pair in batch)
+    assert validated == sorted([(loader, index) for loader in (0, 1) for index in range(61)] * 2), "once per epoch"
     end = flat(model)
     assert all(torch.equal(end, other) for other in gather(end, world_size)), "ranks drifted apart"
     assert torch.allclose(end, reference(steps), rtol=1e-9, atol=1e-12), "not the update of one process"
@@ -125,6 +127,19 @@ def check(make_sampler, path, rank, world_size):
     assert resumed.batches == model.batches[NUM_BEFORE:]
     assert torch.allclose(flat(resumed), end, rtol=1e-12, atol=1e-14)
     return steps
+
+
+def check_failure(rank, world_size):
+    """An error on the last rank ends training on all of them; before, the others waited for it for ever."""
+
+    class Failing(Model):
+        def loss_sums(self, batch):
+            if rank == world_size - 1 and self.trainer.global_step == 2:
+                raise ZeroDivisionError("only here")
+            return super().loss_sums(batch)
+
+    with pytest.raises(ZeroDivisionError, match="only here"):
+        fit(make_planned, model=Failing())
 
 
 def main(rank, world_size, folder):
@@ -136,6 +151,7 @@ def main(rank, world_size, folder):
     assert len(steps) == 13, "six updates in the first epoch, seven in the second"
     steps = check(make_resizable, f"{folder}/resizable.ckpt", rank, world_size)
     assert len({sum(map(len, step)) for step in steps}) > 2, "sizes change"
+    check_failure(rank, world_size)
     leave_group()
 
 

@@ -15,6 +15,8 @@ from batchwright.plan.sampler.regrouping import regroup
 from batchwright.plan.sampler.resizable import ResizableBatchSampler
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.signals import loss_driven
+from batchwright.step import FitToMemory, MemoryMonitor
+from batchwright.testing import FakeMemory
 
 from .training import (
     BUDGET,
@@ -105,6 +107,25 @@ def test_regrouped_batches_resume(tmp_path):
     resumed = fit(loader=make(), batching=AdaptiveBatching(collate=collate), ckpt_path=tmp_path / "7.ckpt")[0]
     assert sorted(chain(*whole.batches)) == sorted([*range(61)] * 3)
     check_resumed(whole, resumed, 7)
+
+
+def test_a_size_that_follows_memory_resumes(tmp_path):
+    memory = FakeMemory(1000, bytes_of=lambda num_items: 40 * num_items)
+
+    class Measured(Model):
+        def loss_sums(self, batch):
+            memory.run_batch(len(batch["x"]))
+            return super().loss_sums(batch)
+
+    def make():
+        return AdaptiveBatching(micro_batch=FitToMemory(16), memory=MemoryMonitor(source=memory))
+
+    whole, resumed = make(), make()
+    fit(Measured(), batching=whole, callbacks=[Save(tmp_path)], max_epochs=1)
+    saved = torch.load(tmp_path / "2.ckpt", weights_only=True)["callbacks"]["AdaptiveBatching"]["stepper"]["memory"]
+    assert saved["size"] == 4  # 1, then 2 and 4, at 0.04 and 0.08 of memory
+    fit(Measured(), batching=resumed, ckpt_path=tmp_path / "2.ckpt", max_epochs=1)
+    assert resumed.stepper.state_dict()["memory"] == whole.stepper.state_dict()["memory"]
 
 
 def test_a_checkpoint_at_the_end_of_an_epoch_goes_on_with_the_next(tmp_path):

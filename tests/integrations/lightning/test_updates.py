@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
@@ -16,7 +17,8 @@ from batchwright.integrations.lightning import AdaptiveBatching, ExactUpdates, P
 from batchwright.plan.sampler.resizable import ResizableBatchSampler
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.schedules import linear
-from batchwright.step import Stepper
+from batchwright.step import FitToMemory, MemoryMonitor, Stepper
+from batchwright.testing import FakeMemory
 
 from ...processes import run_ranks
 from .training import (
@@ -129,6 +131,84 @@ def test_out_of_memory_is_split_and_counted():
     assert model.batches == list(chain(*plans()))
     assert trainer.global_step == sum(NUM_BATCHES)
     assert float(trainer.callback_metrics["batchwright/ooms"]) == batching.num_ooms > 0
+
+
+def test_micro_batches_follow_memory_without_a_call_by_the_user():
+    """Before, nothing fed FitToMemory under a Trainer: the size stayed 1."""
+    memory = FakeMemory(1000, used_bytes=100, bytes_of=lambda num_items: 10 * num_items)
+
+    class Measured(Model):
+        def loss_sums(self, batch):
+            memory.run_batch(len(batch["x"]))
+            return super().loss_sums(batch)
+
+    fit_to = FitToMemory(16)
+    batching = AdaptiveBatching(micro_batch=fit_to, memory=MemoryMonitor(source=memory))
+    model, trainer = Measured(), make_trainer(batching, max_epochs=1)
+    trainer.fit(model, DataLoader(DATA, batch_size=16))
+    assert fit_to.size == 16
+    assert batching.stepper.state_dict()["memory"]["size"] == 16
+
+
+class Unfreezing(BaseFinetuning):
+    """Trains the head alone in the first epoch, and the rest as well, ten times slower, from the second on."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.body)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.body, optimizer, initial_denom_lr=10)
+
+
+class TwoParts(ExactUpdates, pl.LightningModule):
+    """A body and a head in double precision; examples count once to three times, and at most ``room`` fit."""
+
+    def __init__(self, room=100):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(4, 3).double(), nn.Linear(3, 1).double()
+        self.room = room
+
+    def loss_sums(self, batch):
+        weights = 1.0 + batch["index"] % 3
+        losses = self.head(torch.tanh(self.body(batch["x"].double()))).square().squeeze(1)
+        loss = (losses * weights).sum()
+        if len(losses) > self.room:
+            loss.register_hook(run_out)
+        return loss, weights.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([value for value in self.parameters() if value.requires_grad], lr=0.1)
+
+
+def run_out(gradient):
+    raise torch.OutOfMemoryError("out of memory")
+
+
+def tune_by_hand(num_epochs):
+    """Return the parameters after plain autograd, one example at a time, in batches of 8."""
+    model = TwoParts()
+    for epoch in range(num_epochs):
+        for start in range(0, 61, 8):
+            weights = {index: 1.0 + index % 3 for index in range(start, min(start + 8, 61))}
+            for index, weight in weights.items():
+                loss = model.head(torch.tanh(model.body(INPUTS[index].double()))).square().sum()
+                (loss * weight / sum(weights.values())).backward()
+            for part, rate in ((model.head, 0.1), (model.body, 0.01 if epoch >= 1 else 0.0)):
+                for value in part.parameters():
+                    value.data -= rate * value.grad
+                    value.grad = None
+    return parameters(model)
+
+
+@pytest.mark.parametrize(("micro_batch", "room"), [("auto", 100), (3, 100), ("auto", 3)])
+def test_parameters_that_a_callback_unfreezes_are_trained_exactly(micro_batch, room):
+    """Before, sums of the body over micro-batches were not divided by their weight: 6 % off after two epochs."""
+    model, batching = TwoParts(room), AdaptiveBatching(micro_batch=micro_batch)
+    trainer = make_trainer(batching, Unfreezing(), max_epochs=3)
+    trainer.fit(model, DataLoader(DATA, batch_size=8))
+    torch.testing.assert_close(parameters(model), tune_by_hand(3), rtol=1e-12, atol=1e-14)
 
 
 # Figures, schedulers, controller.

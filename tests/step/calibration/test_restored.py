@@ -12,12 +12,15 @@ from batchwright.errors import ArgumentError
 from batchwright.step._optimizers import step_of_zeros
 from batchwright.step.calibration.running import restored
 
+torch.set_num_threads(1)
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
     "adam with a tensor rate": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.1)),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.1, momentum=0.5),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.1, weight_decay=0.1),
+    "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.1),
     "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1),
 }
 
@@ -109,7 +112,7 @@ def test_tensors_keep_their_identity():
     assert [id(state["exp_avg"]) for state in optimizer.state.values()] == list(map(id, moments))
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad", "rmsprop"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad", "rmsprop", "nadam", "rprop"])
 def test_allocating_state_makes_all_of_it_and_moves_no_parameter(name):
     model = make_model()
     optimizer = OPTIMIZERS[name](model.parameters())
@@ -118,6 +121,19 @@ def test_allocating_state_makes_all_of_it_and_moves_no_parameter(name):
     assert all(optimizer.state[parameter] for parameter in model.parameters())
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1]
+
+
+def test_hooks_and_schedulers_do_not_see_the_step_of_zeros():
+    # Before, the scheduler in the hook moved on, and the rate was not put back to where the scheduler stood.
+    model = make_model()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    with restored([model], [optimizer]):
+        step_of_zeros(optimizer)
+    assert scheduler.last_epoch == 0
+    train(model, optimizer)
+    assert [scheduler.last_epoch, optimizer.param_groups[0]["lr"]] == [1, 0.05]
 
 
 def test_training_goes_on_as_if_nothing_had_happened():

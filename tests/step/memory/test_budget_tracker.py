@@ -14,7 +14,7 @@ from batchwright.errors import ArgumentError
 from batchwright.plan import MemoryModel
 from batchwright.plan.models._terms import Terms
 from batchwright.step import MemoryMonitor, Stepper
-from batchwright.step.memory.budget_tracker import RELAX_AFTER, BudgetTracker
+from batchwright.step.memory.budget_tracker import RELAX_AFTER, BudgetTracker, Feedback
 from batchwright.testing import FakeMemory
 
 # 100 bytes and one per token, 10 % to spare.
@@ -170,3 +170,28 @@ def test_a_budget_of_tokens_has_nothing_to_correct():
     )
     assert stepper.step(torch.ones(16, 1)).num_micro_batches == 2
     assert stepper.state_dict()["memory"] is None
+
+
+def test_the_peak_of_a_failed_attempt_does_not_count_for_the_smaller_pieces_after_it():
+    """Before, the full memory at the failure was taken for the peak of the pieces: a ratio of 1.75 for 1.0."""
+    memory = make_memory(total_bytes=350)
+    feedback = Feedback.of(MODEL.budget(330), MemoryMonitor(source=memory), torch.device("cpu"))
+    feedback.begin()
+    with pytest.raises(MemoryError):
+        memory.run_batch(30, 1.0)
+    feedback.failed(30)
+    memory.run_batch(10, 1.0)  # 200 bytes, as predicted
+    feedback.end([10], [(10, LENGTH)])
+    assert feedback.to_state() == {"version": 1, "ratio": 1.0, "num_observed": 1}
+
+
+def test_a_budget_in_bytes_is_not_corrected_where_nobody_reads_peaks():
+    assert Feedback.of(MODEL.budget(330), None, torch.device("cpu")) is None
+    assert Feedback.of(8, MemoryMonitor(source=make_memory()), torch.device("cpu")) is None
+
+
+def test_a_tracker_leaves_the_state_of_a_size_alone():
+    feedback = Feedback.of(MODEL.budget(330), MemoryMonitor(source=make_memory()), torch.device("cpu"))
+    for state in (None, {"version": 1, "size": 8, "too_large": None, "num_clean": 0}):
+        feedback.load_state(state)
+    assert feedback.factor == 1.0

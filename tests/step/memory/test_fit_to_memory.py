@@ -1,4 +1,4 @@
-"""FitToMemory: the three ways to follow memory, run on a real model whose memory is made up."""
+"""FitToMemory and MicroLimit: the ways to follow memory, run on a real model whose memory is made up."""
 
 import json
 import math
@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batchwright.errors import ArgumentError
-from batchwright.step.memory.fit_to_memory import FORGET_AFTER, FitToMemory, MemoryRule
+from batchwright.step.memory.fit_to_memory import CLEAN_STEPS, FORGET_AFTER, FitToMemory, MemoryRule, MicroLimit
 from batchwright.step.memory.monitor import MemoryMonitor
+from batchwright.step.splitting import TensorBatch, split
 from batchwright.step.stepper import Stepper
 from batchwright.testing import FakeMemory
 
@@ -33,6 +34,10 @@ class Training:
         x, y = batch
         self.memory.run_batch(len(x))
         return (model(x) - y).square().sum(), len(x)
+
+    def make_stepper(self, **options):
+        options = {"memory": self.monitor, **options}
+        return Stepper(self.model, self.optimizer, self.loss_sum, micro_batch=self.fit, **options)
 
     def observe(self, **options):
         size = self.fit.observe(self.monitor.peak_fraction, **options)
@@ -203,3 +208,193 @@ def test_impossible_settings_are_refused(settings, complaint):
 def test_a_fraction_that_is_not_a_share_is_refused(fraction):
     with pytest.raises(ArgumentError, match="fraction must be a number of 0 or more"):
         FitToMemory(4).observe(fraction)
+
+
+# What a Stepper observes by itself.
+
+
+def test_a_stepper_observes_every_batch_and_leaves_the_update_alone():
+    """Before, nothing called ``observe``: the counts were 16, 16, 16, 16, 16."""
+    training = Training(fit=FitToMemory(64, initial=4))
+    stepper = training.make_stepper()
+    counts = []
+    for _ in range(6):
+        expected = one_update_of_all(training)
+        counts.append(stepper.step((training.x, training.y)).num_micro_batches)
+        torch.testing.assert_close(training.model.weight.detach(), expected)
+    # 0.14, 0.18, 0.26 and 0.42 of memory are low. 100 bytes are there before each batch and do not grow with it, so 64
+    # examples are predicted at 0.1 + 2 × 0.32 = 0.74, which is what they take.
+    assert counts == [16, 8, 4, 2, 1, 1]
+    training.memory.used_bytes = 300  # another process comes: 64 examples now need 0.94, 32 need 0.62
+    assert [stepper.step((training.x, training.y)).num_micro_batches for _ in range(3)] == [1, 2, 2]
+
+
+def test_observing_a_step_that_the_stepper_has_observed_changes_nothing():
+    training = Training(fit=FitToMemory(64, initial=4))
+    stepper = training.make_stepper()
+    sizes = []
+    for _ in range(3):
+        stepper.step((training.x, training.y))
+        sizes.append(training.fit.observe(0.1, num_items=training.fit.size))
+    assert sizes == [8, 16, 32]
+    assert training.fit.observe(0.85) == 16  # one that no Stepper has seen counts
+
+
+def test_batches_that_form_one_update_are_observed_one_by_one():
+    training = Training(fit=FitToMemory(64, initial=4))
+    stepper = training.make_stepper()
+    for half in (slice(0, 32), slice(32, 64)):
+        stepper.accumulate((training.x[half], training.y[half]))
+    assert training.fit.size == 16
+    assert stepper.update().num_micro_batches == 8 + 4
+
+
+def test_running_out_of_memory_shrinks_the_size_once_and_its_peak_is_not_that_of_the_smaller_pieces():
+    training = Training(fit=FitToMemory(64, initial=64))
+    training.memory.used_bytes = 500  # room for 50
+    report = training.make_stepper().step((training.x, training.y))
+    assert (report.ooms, report.num_micro_batches) == (1, 2)
+    # 32 examples took 0.82 of the memory and are too many for the rule; the full memory of the failure is not theirs.
+    assert training.fit.size == 16
+    assert report.memory_fraction == pytest.approx(0.82)
+
+
+def test_a_size_that_ran_out_of_memory_is_not_tried_again_soon():
+    training = Training(fit=FitToMemory(64, initial=64))
+    training.memory.used_bytes = 400  # room for 60
+    stepper = training.make_stepper()
+    assert stepper.step((training.x, training.y)).ooms == 1
+    training.memory.used_bytes = 0
+    sizes = []
+    for _ in range(FORGET_AFTER + 1):
+        stepper.step((training.x, training.y))
+        sizes.append(training.fit.size)
+    # The step that failed has counted as well, after its smaller pieces fitted.
+    assert sizes == [32] * (FORGET_AFTER - 2) + [64] * 3
+
+
+def test_where_no_peak_can_be_read_only_failures_and_the_user_teach():
+    training = Training(fit=FitToMemory(64, initial=64))
+    training.memory.used_bytes = 500
+    stepper = training.make_stepper(memory=None)
+    assert stepper.step((training.x, training.y)).ooms == 1
+    assert training.fit.observe(1.0) == 32, "the failure of that step has counted already"
+    training.memory.used_bytes = 100
+    stepper.step((training.x, training.y))
+    assert training.fit.observe(0.85) == 16, "no Stepper has observed this step"
+
+
+def test_the_size_is_saved_with_the_stepper_and_a_state_without_it_loads():
+    training = Training(fit=FitToMemory(64, initial=4))
+    stepper = training.make_stepper()
+    stepper.step((training.x, training.y))
+    state = json.loads(json.dumps(stepper.state_dict()))
+    other = Training(fit=FitToMemory(64))
+    other.make_stepper().load_state_dict(state)
+    assert other.fit.state_dict() == training.fit.state_dict()
+    other.make_stepper().load_state_dict({**state, "memory": None})  # as it was saved before Steppers observed
+    other.make_stepper().load_state_dict({**state, "memory": {"version": 1, "ratio": 2.0, "num_observed": 3}})
+    assert other.fit.size == 8
+
+
+@pytest.mark.needs_cuda
+def test_on_cuda_the_peak_is_read_without_a_monitor():
+    training = Training(fit=FitToMemory(64, initial=4))
+    training.model.to("cuda")
+    stepper = training.make_stepper(memory=None)
+    for _ in range(4):
+        stepper.step((training.x.to("cuda"), training.y.to("cuda")))
+    assert training.fit.size == 64
+
+
+# Accumulation.
+
+
+def test_accumulation_steps_double_above_nine_tenths_and_halve_below_seven():
+    training = Training(fit=FitToMemory.accumulating(64, max_steps=4))
+    stepper = training.make_stepper()
+    counts = []
+    for used in (100, 300, 300, 550, 600, 600):
+        training.memory.used_bytes = used
+        expected = one_update_of_all(training)
+        counts.append(stepper.step((training.x, training.y)).num_micro_batches)
+        torch.testing.assert_close(training.model.weight.detach(), expected)
+    # Whole, the batch needs 0.74 and then 0.94 of the memory. Two steps need 0.62, then 0.87 and 0.92; four 0.76.
+    assert counts == [1, 1, 2, 2, 2, 4]
+    training.memory.used_bytes = 100
+    counts = [stepper.step((training.x, training.y)).num_micro_batches for _ in range(FORGET_AFTER)]
+    assert counts == [4] * (FORGET_AFTER - 1) + [2]  # four need 0.26 now, but two were too few not long ago
+
+
+def test_accumulation_steps_stay_within_their_limit():
+    fit = FitToMemory.accumulating(100, max_steps=6)
+    steps = [fit.num_micro_batches(100)]
+    for _ in range(4):
+        fit.observe(0.95)
+        steps.append(fit.num_micro_batches(100))
+    assert steps == [1, 2, 4, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"batch_size": 0, "max_steps": 2}, "batch_size must be a whole number of 1 or more, got 0"),
+        ({"batch_size": 4, "max_steps": 0.5}, "max_steps must be a whole number of 1 or more, got 0.5"),
+    ],
+)
+def test_accumulation_that_cannot_be_is_refused(arguments, complaint):
+    with pytest.raises(ArgumentError, match=complaint):
+        FitToMemory.accumulating(**arguments)
+
+
+# The limit of micro_batch="auto".
+
+
+def follow_limit(capacity_at, num_steps, *, batch_size=64):
+    """Return the micro-batches of every step and the steps of all failures, for a memory of so many examples."""
+    batch = TensorBatch(torch.zeros(batch_size, 1), lengths=None, trim=None)
+    limit, counts, failures = MicroLimit(), [], []
+    for step in range(num_steps):
+        parts = split(batch, budget=None, limit=limit.ceiling)
+        while len(parts[0]) > capacity_at(step):
+            failures.append(step)
+            limit = limit.after_failure(len(parts[0]))
+            parts = split(batch, budget=None, limit=limit.ceiling)
+        limit = limit.after_success(len(parts[0]), is_cut=len(parts) > 1)
+        counts.append(len(parts))
+    return counts, failures
+
+
+def test_a_constant_batch_runs_in_one_piece_again_after_memory_was_short_for_a_while():
+    """Before, it ran in 4 pieces for ever: 16 of 64 stayed below the ceiling of 19.36 by more than a tenth."""
+    counts, failures = follow_limit(lambda step: 16 if step < 10 else 64, 1000)
+    assert counts[:10] == [4] * 10
+    assert counts.index(1) == 736  # 7 rises to just below 32, 512 steps until that is forgotten, 7 rises more
+    assert counts == sorted(counts, reverse=True)
+    assert failures == [0, 0]  # 64 and 32, and none on the way back
+
+
+@pytest.mark.parametrize("capacity", [16, 20, 33, 50])
+def test_a_memory_that_stays_small_is_probed_about_twice_in_a_thousand_steps(capacity):
+    counts, failures = follow_limit(lambda step: capacity, 10_000)
+    assert sum(step >= 1000 for step in failures) <= 2 * 9
+    # A probe that fails costs a tenth or two of the ceiling, not half of it: the split is that of before.
+    assert set(counts[1000:]) == {math.ceil(64 / capacity)}
+
+
+def test_a_step_that_is_neither_cut_nor_near_the_ceiling_teaches_nothing():
+    limit = MicroLimit().after_failure(64)
+    for _ in range(10 * FORGET_AFTER):
+        limit = limit.after_success(20)
+    assert limit == MicroLimit().after_failure(64)
+    assert MicroLimit().after_success(20, is_cut=True) == MicroLimit()
+
+
+def test_memory_that_shrinks_after_a_failure_was_forgotten_is_found_by_halving_again():
+    limit = MicroLimit().after_failure(64)
+    for _ in range(FORGET_AFTER + 20 * CLEAN_STEPS):
+        limit = limit.after_success(32, is_cut=True)
+    assert limit.learned.failed_at == math.inf
+    first = limit.after_failure(60)
+    assert first.ceiling == pytest.approx(60 / 1.21)
+    assert first.after_failure(32).ceiling == 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import accelerate
@@ -49,14 +49,16 @@ def prepare(
     divides the data itself: every example once per epoch over all ranks, in equally many steps. Accelerate prepares
     other loaders as usual.
 
-    ``accelerator.save_state`` saves the position in the epoch, what the stepper learned and the controller's state.
+    ``accelerator.save_state`` saves the position in the epoch, what the stepper learned (with a ``FitToMemory`` also
+    its size) and the controller's state.
     After ``accelerator.load_state`` the loop continues with the very next batch:
     ``for epoch in range(loader.epoch, num_epochs)``. All ranks get what the first rank learned about memory.
 
     Args:
         accelerator: on one device or with DDP; DeepSpeed, Megatron-LM, FSDP and gradient accumulation are refused.
         model: the model to train, prepared already or not.
-        optimizer: the optimizer of its parameters, prepared already or not.
+        optimizer: the optimizer of its parameters, prepared already or not. It may train others as well, such as the
+            weights of a loss; put these on the device yourself.
         loader: a ``DataLoader`` with ``batch_sampler=`` a ``BatchSampler`` or ``ResizableBatchSampler``, what
             ``regroup`` made, or any other ``DataLoader``.
         loss_fn: ``loss_fn(model, micro_batch) -> (loss_sum, weight)``, as for ``Stepper``.
@@ -85,37 +87,51 @@ def prepare(
     """
     _check_accelerator(accelerator)
     check_options(stepper_options, "Accelerator(mixed_precision=…)")
-    sampler = sampler_of(loader)
-    if sampler is None and not isinstance(loader, DataLoader):
-        raise ArgumentError(f"loader must be a DataLoader or what regroup made, got {type(loader).__name__}")
-    if sampler is not None:
-        _check_data_settings(accelerator)
+    sampler = _find_sampler(accelerator, loader)
     observer = controller_of(sampler, controller)
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ArgumentError("ReduceLROnPlateau needs a metric; call its step yourself, after evaluation")
+    _check_scheduler(scheduler)
 
     is_divided = sampler is not None and _divide(accelerator, loader, sampler)
     model, optimizer = accelerator.prepare(model, optimizer)
     _check_model(model, accelerator.num_processes)
-    stepper = Stepper(
-        model,
-        optimizer.optimizer,  # the bare one: the prepared one would use the scaler a second time
-        loss_fn,
-        autocast=_autocast_of(accelerator),
-        scaler=accelerator.scaler,
-        **move_after_collate(stepper_options, _mover(accelerator, has_examples=False)),
-    )
-    if sampler is None:
-        prepared = accelerator.prepare(loader)
-    else:
-        move = _mover(accelerator, has_examples=stepper_options.get("collate") is not None)
-        prepared = PreparedLoader(loader, sampler, move)
+    stepper = _make_stepper(accelerator, model, optimizer, loss_fn, stepper_options)
+    has_examples = stepper_options.get("collate") is not None
+    prepared = _prepare_loader(accelerator, loader, sampler, has_examples=has_examples)
     if scheduler is not None:
         scheduler = accelerator.prepare(scheduler)
         scheduler.split_batches |= sampler is not None and not is_divided  # then it advances once per update
     accelerated = AcceleratedStepper(stepper, optimizer, prepared, scheduler, observer)
     accelerator.register_for_checkpointing(accelerated)
     return Prepared(model, optimizer, prepared, accelerated)
+
+
+def _find_sampler(accelerator: Any, loader: Any) -> Any:
+    """Return the batchwright sampler of a loader, None if it has none; refuse what cannot be prepared."""
+    sampler = sampler_of(loader)
+    if sampler is not None:
+        _check_data_settings(accelerator)
+    elif not isinstance(loader, DataLoader):
+        raise ArgumentError(f"loader must be a DataLoader or what regroup made, got {type(loader).__name__}")
+    return sampler
+
+
+def _make_stepper(
+    accelerator: Any, model: nn.Module, optimizer: Any, loss_fn: LossFunction, options: Mapping[str, Any]
+) -> Stepper:
+    return Stepper(
+        model,
+        optimizer.optimizer,  # the bare one: the prepared one would use the scaler a second time
+        loss_fn,
+        autocast=_autocast_of(accelerator),
+        scaler=accelerator.scaler,
+        **move_after_collate(options, _mover(accelerator, has_examples=False)),
+    )
+
+
+def _prepare_loader(accelerator: Any, loader: Any, sampler: Any, *, has_examples: bool) -> Any:
+    if sampler is None:
+        return accelerator.prepare(loader)
+    return PreparedLoader(loader, sampler, _mover(accelerator, has_examples=has_examples))
 
 
 def _check_accelerator(accelerator: Any) -> None:
@@ -149,6 +165,12 @@ def _check_data_settings(accelerator: Any) -> None:
             f"the Accelerator has {name}=True, but a batchwright sampler divides the data over ranks itself; leave it "
             "out, and for a batch size counted over all ranks use ResizableBatchSampler"
         )
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    """Refuse a scheduler that cannot advance after every update."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ArgumentError("ReduceLROnPlateau needs a metric; call its step yourself, after evaluation")
 
 
 def _check_model(model: nn.Module, world_size: int) -> None:

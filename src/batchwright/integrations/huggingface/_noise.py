@@ -38,9 +38,8 @@ class GradientNoise:
     def begin(self, parameters: list[nn.Parameter]) -> None:
         """Begin an update of some parameters; others may have been unfrozen since the last one."""
         if list(map(id, parameters)) != self._parameters:
-            self.meter.norms.close()
-            meter = NoiseMeter([("", parameter) for parameter in parameters])
-            meter.average, self.meter, self._parameters = self.meter.average, meter, list(map(id, parameters))
+            self._parameters = list(map(id, parameters))
+            self.meter.watch([("", parameter) for parameter in parameters])
         self.meter.norms.reset()
         self._num_parts, self._read = 0, None
         self.keep()

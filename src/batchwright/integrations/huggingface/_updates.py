@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._checks import read_whole
+from ..._ranks import Ranks
 from ...errors import ArgumentError
 from ...step.oom import drop_gradients
 from .._devices import Devices
@@ -21,10 +22,9 @@ from .._inputs import num_rows
 from .._safe_steps import (
     SafeSteps,
     Step,
-    average_gradients,
+    check_hooks,
     fill_for_scaler,
     foreign_parameters,
-    ranks_of,
     trained_parameters,
     unreduced_parameters,
 )
@@ -102,6 +102,7 @@ class Updates:
         drop_gradients(foreign_parameters(loss.model, optimizer))
         shares, failure = [], None
         try:
+            check_hooks(trained_parameters(loss.model, optimizer), len(batches))
             shares = [1.0] * len(batches) if devices.is_divided else self._weigh(batches, repeats, loss)
             if self.noise is not None:
                 self._check_rows(batches, repeats, counted)
@@ -209,7 +210,7 @@ class Updates:
         if is_last and devices.args.world_size > 1:
             left_out = unreduced_parameters(model, optimizer)
             if left_out:
-                average_gradients(ranks_of(model), left_out)
+                Ranks(model).sum_gradients(left_out, 1 / devices.args.world_size)
         elif is_last and accelerator.scaler is not None and share == 0:
             fill_for_scaler(trained_parameters(model, optimizer))
         return loss

@@ -9,7 +9,7 @@ from typing import Any, final
 from transformers import TrainerCallback
 
 from ..._checks import as_whole, read_size, read_whole
-from ...size.learning_rate import adascale, scaled_lr
+from ...size.learning_rate import adascale, current_lr, scaled_lr
 from .._ranked import agree, controller_of
 from ._data import TrainingData
 from ._settings import Settings
@@ -38,7 +38,7 @@ class UpdateCallback(TrainerCallback):
         self._data = data
         self._updates = updates
         self._scaled = ExitStack()
-        self._rate = 0.0
+        self._rate: float | None = None
 
     def close(self) -> None:
         """Restore the learning rate if an error ended the optimizer's step."""
@@ -47,7 +47,8 @@ class UpdateCallback(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Scale the learning rate."""
         factor = self._updates.figures.lr_factor = self.lr_factor()
-        self._rate = float(optimizer.param_groups[0]["lr"]) * factor
+        rate = current_lr(optimizer)
+        self._rate = None if rate is None else rate * factor
         self._scaled.enter_context(scaled_lr(optimizer, factor))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

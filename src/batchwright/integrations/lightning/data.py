@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, final
 
 from ...errors import ArgumentError
@@ -11,7 +12,7 @@ from ._package import LightningDataModule
 from .updates import find_callback
 
 
-def planned_loader(loader: Any, trainer: Any, *, training: bool = True) -> TrainLoader | EvaluationLoader:
+def planned_loader(loader: Any, trainer: Any, *, training: bool = True) -> Any:
     """Return a loader for Lightning whose batchwright sampler divides the data over ranks itself.
 
     Return it from ``train_dataloader`` of a module or data module, or pass it to ``trainer.fit``. Lightning cannot
@@ -20,10 +21,11 @@ def planned_loader(loader: Any, trainer: Any, *, training: bool = True) -> Train
     Args:
         loader: a ``DataLoader`` with ``batch_sampler=`` a batchwright sampler, or what ``regroup`` made.
         trainer: has an ``AdaptiveBatching`` among its callbacks.
-        training: False for validation and tests, which run the same epoch each time.
+        training: False for validation and tests, which run the same epoch each time. There may then be several loaders
+            in a list or a dict, and as many are returned.
     """
     if not training:
-        return EvaluationLoader(loader, trainer)
+        return _each(loader, lambda one: EvaluationLoader(one, trainer))
     if trainer.overfit_batches > 0:
         raise ArgumentError(
             "Trainer(overfit_batches=…) needs a sampler that Lightning can replace; plan a data set of few examples"
@@ -39,14 +41,15 @@ class PlannedDataModule(LightningDataModule):
 
     Args:
         train: the training data, as for ``planned_loader``.
-        val: a loader for validation; one without a batchwright sampler is left to Lightning.
-        test: a loader for tests, likewise.
+        val: a loader for validation, or several in a list or a dict; those without a batchwright sampler are left to
+            Lightning.
+        test: loaders for tests, likewise.
     """
 
     def __init__(self, train: Any, *, val: Any = None, test: Any = None) -> None:
         super().__init__()
         self._train = train
-        self._planned: tuple[Any, TrainLoader | EvaluationLoader] | None = None
+        self._planned: tuple[Any, TrainLoader] | None = None
         # Set only if there is data: Lightning takes a method that returns nothing for a mistake.
         if val is not None:
             self.val_dataloader = lambda: self._evaluation(val)  # type: ignore[method-assign]
@@ -59,5 +62,14 @@ class PlannedDataModule(LightningDataModule):
             self._planned = (self.trainer, planned_loader(self._train, self.trainer))
         return self._planned[1]
 
-    def _evaluation(self, loader: Any) -> Any:
-        return loader if sampler_of(loader) is None else planned_loader(loader, self.trainer, training=False)
+    def _evaluation(self, loaders: Any) -> Any:
+        return _each(loaders, lambda one: one if sampler_of(one) is None else EvaluationLoader(one, self.trainer))
+
+
+def _each(loaders: Any, make: Callable[[Any], Any]) -> Any:
+    """Return what is made of every loader, in the same list, tuple or dict."""
+    if isinstance(loaders, dict):
+        return {name: _each(one, make) for name, one in loaders.items()}
+    if isinstance(loaders, list | tuple):
+        return [_each(one, make) for one in loaders]
+    return make(loaders)

@@ -13,9 +13,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ...errors import ArgumentError, StateMismatchError
 from ...step import Stepper, StepReport
-from ...step.losses import Sums
+from ...step.losses import LossFunction, Sums, needs_whole_batch, whole_batch
 from .._options import check_options, move_after_collate
 from .._ranked import controller_of
+from ._hooks import Hooks, refuse_methods
 from ._loaders import TrainLoader
 from ._package import Callback
 
@@ -34,6 +35,11 @@ class ExactUpdates(ABC):
 
     ``Trainer(gradient_clip_val=…)`` and ``accumulate_grad_batches`` belong to automatic optimisation; use
     ``AdaptiveBatching(clip_norm=…)`` and larger batches.
+
+    Hooks of the module and of callbacks run once per update: ``on_after_backward`` with the gradient of the whole batch
+    on all ranks, ``on_before_optimizer_step``, and ``on_before_zero_grad`` after the step. ``on_before_backward`` runs
+    per micro-batch, with its summed loss. ``optimizer_zero_grad`` does not run; a module with an ``optimizer_step``,
+    ``backward`` or ``configure_gradient_clipping`` of its own is refused.
 
     >>> import torch
     >>> from lightning.pytorch import LightningModule
@@ -56,7 +62,11 @@ class ExactUpdates(ABC):
 
     @abstractmethod
     def loss_sums(self, batch: Any) -> Sums:
-        """Return ``(loss_sum, weight)`` of a micro-batch, or ``(loss_sum, weight, {name: sum})``."""
+        """Return ``(loss_sum, weight)`` of a micro-batch, or ``(loss_sum, weight, {name: sum})``.
+
+        It runs again if memory runs out, and what it logs or counts is then there twice. Return sums to be logged in
+        the third place: ``AdaptiveBatching.report.metrics`` has each once. ``@whole_batch`` above it refuses a split.
+        """
 
     @property
     def automatic_optimization(self) -> bool:
@@ -110,6 +120,7 @@ class AdaptiveBatching(Callback):
         self.loader: TrainLoader | None = None
         self.report: StepReport | None = None
         self.num_ooms = 0
+        self._hooks: Hooks | None = None
         self._given_controller = controller
         self._prefix = prefix
         self._options = stepper_options
@@ -126,7 +137,10 @@ class AdaptiveBatching(Callback):
         """Make the stepper: by now the Trainer has placed and wrapped the model and the optimizer."""
         self.controller = controller_of(self.loader, self._given_controller)
         if isinstance(pl_module, ExactUpdates):
-            self.stepper = _make_stepper(trainer, pl_module, self._options)
+            refuse_methods(pl_module)
+            optimizer = _only_optimizer(pl_module).optimizer
+            self._hooks = Hooks(trainer, pl_module, optimizer, has_scaler=_scaler_of(trainer) is not None)
+            self.stepper = _make_stepper(trainer, pl_module, _loss_of(pl_module, self._hooks), self._options)
         elif self.controller is not None or self._options:
             raise ArgumentError(
                 f"{type(pl_module).__name__} runs its own updates; a controller and options of Stepper need exact "
@@ -141,16 +155,29 @@ class AdaptiveBatching(Callback):
 
     def run_update(self, trainer: Any, module: Any, batch: Any) -> StepReport:
         """Run one update and let the controller observe it; ``ExactUpdates.training_step`` calls it."""
-        assert self.stepper is not None
         # A Trainer opens autocast around the whole step; Stepper opens it only in forward passes.
         with _counted(trainer, module), torch.autocast(module.device.type, enabled=False):
-            report = self.report = self.stepper.step(batch)
+            report = self.report = self._step(batch)
         _advance_schedulers(trainer, module)
         self.num_ooms += report.ooms
         if self.controller is not None:
             completed = trainer.current_epoch + trainer.is_last_batch
             self.controller.observe(epoch=completed, **report.observation())
         return report
+
+    def _step(self, batch: Any) -> StepReport:
+        """Run one update and the hooks in it."""
+        assert self.stepper is not None
+        assert self._hooks is not None
+        self.stepper.accumulate(batch)
+        self.stepper.reduce()
+        try:
+            self._hooks.after_backward()
+            with self._hooks.around_step():
+                return self.stepper.update()
+        except BaseException:
+            self.stepper.abandon()
+            raise
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Log the padding of the rest of the epoch, if batches are planned."""
@@ -201,14 +228,14 @@ def find_callback(trainer: Any) -> AdaptiveBatching:
     return found[0]
 
 
-def _make_stepper(trainer: Any, module: Any, options: Mapping[str, Any]) -> Stepper:
+def _make_stepper(trainer: Any, module: Any, loss_fn: LossFunction, options: Mapping[str, Any]) -> Stepper:
     _check_strategy(trainer)
     optimizer, scaler = _only_optimizer(module), _scaler_of(trainer)
     return Stepper(
         trainer.strategy.model,
         # Lightning's step counts and calls hooks; with a scaler it would use that a second time.
         optimizer if scaler is None else optimizer.optimizer,
-        _loss_of,
+        loss_fn,
         autocast=_DTYPES.get(trainer.precision),
         scaler=scaler,
         **move_after_collate(options, lambda batch: module.transfer_batch_to_device(batch, module.device, 0)),
@@ -235,9 +262,16 @@ def _only_optimizer(module: Any) -> Any:
     return optimizers
 
 
-def _loss_of(module: Any, batch: Any) -> Sums:
-    sums: Sums = module.loss_sums(batch)
-    return sums
+def _loss_of(module: Any, hooks: Hooks) -> LossFunction:
+    """Return ``loss_sums`` as a Stepper calls it; what was said about splitting the batch stays said."""
+
+    def loss_fn(model: Any, batch: Any) -> Sums:
+        sums: Sums = model.loss_sums(batch)
+        if isinstance(sums, tuple):  # anything else is refused by the Stepper
+            hooks.before_backward(sums[0])
+        return sums
+
+    return whole_batch(loss_fn) if needs_whole_batch(module.loss_sums) else loss_fn
 
 
 def _scaler_of(trainer: Any) -> Any:

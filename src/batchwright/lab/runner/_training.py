@@ -253,13 +253,10 @@ class Loop:
         noise = report.noise
         if noise is not None:
             self._noise = self._noise.update(noise.s, noise.g2, num_examples=report.batch_size)
-        if self._fit is not None and report.memory_fraction is not None:
-            largest = -(-report.batch_size // report.num_micro_batches)
-            self._fit.observe(report.memory_fraction, num_items=largest)
         counts = {"epoch": self._epoch, "step": self._updates, "examples": self._examples}
         self._controller.observe(**{**report.observation(), **counts})
 
-    def _validate(self, lr: float) -> None:
+    def _validate(self, lr: float | None) -> None:
         seconds = self._read_clock() if self._updates else 0.0
         figures = evaluate(self.model, self._dataset)
         self.curve.append(

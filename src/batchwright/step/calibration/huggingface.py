@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...errors import ArgumentError
-from ..oom import Snapshot, devices_of
+from ..oom import Snapshot
 from .result import Calibration, Shape
 from .running import calibrate
 from .shapes import growing_shapes
@@ -116,7 +116,7 @@ class _Inputs:
         return self._labels_like(self._look_at_logits())
 
     def _look_at_logits(self) -> Tensor:
-        before = Snapshot(self._model.buffers(), devices_of(self._model))
+        before = Snapshot.of(self._model)
         try:
             with torch.no_grad():
                 logits = getattr(self._model(**self._tokens((1, 4))), "logits", None)

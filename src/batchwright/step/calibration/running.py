@@ -237,7 +237,7 @@ def restored(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ())
     True
     """
     modules, optimizers = list(modules), list(optimizers)
-    random_state = Snapshot((), [device for module in modules for device in devices_of(module)])
+    random_state = Snapshot(None, [device for module in modules for device in devices_of(module)])
     held = _Held()
     for module in modules:
         held.add_module(module)

@@ -1,7 +1,8 @@
-"""BudgetTracker: a budget in bytes that follows measured peaks."""
+"""What measured peaks teach: BudgetTracker corrects a budget in bytes, Feedback carries peaks from a Stepper."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -13,11 +14,15 @@ import torch
 from ..._checks import as_number, as_whole
 from ...errors import ArgumentError
 from ...plan import MaxBytes, MemoryModel
+from .fit_to_memory import FitToMemory
 from .monitor import MemoryMonitor
 
 # A model that was right for this many steps may use most of its margin, which was meant for shapes it had not seen.
 RELAX_AFTER = 16
 RELAX_SPARE = 1.02
+
+# The share of memory that a failed micro-batch asked for: above any ``high``.
+_OVERFULL = 2.0
 
 
 @final
@@ -90,39 +95,132 @@ class BudgetTracker:
         return replace(self, ratio=float(state["ratio"]), num_observed=int(state["num_observed"]))
 
 
-@final
-class Feedback:
-    """Reads the peak of a batch and keeps a ``BudgetTracker`` up to date.
-
-    Args:
-        tracker: compares peaks with its model.
-        memory: where peaks are read.
-    """
-
-    def __init__(self, tracker: BudgetTracker, memory: MemoryMonitor) -> None:
-        self.tracker = tracker
-        self._memory = memory
+class Feedback(ABC):
+    """What the batches of a Stepper teach about memory: ``begin``, ``failed`` per failed attempt, ``end``."""
 
     @staticmethod
     def of(micro_batch: Any, memory: MemoryMonitor | None, device: torch.device) -> Feedback | None:
-        """Return the feedback for a budget in bytes; None for any other budget, or if no peak can be read."""
-        if not isinstance(micro_batch, MaxBytes):
-            return None
-        if memory is None and device.type != "cuda":
-            return None  # the resident memory of a process says little about one batch
-        return Feedback(BudgetTracker(micro_batch.model), MemoryMonitor(device) if memory is None else memory)
+        """Return the feedback for a budget in bytes or a ``FitToMemory``; None if there is nothing to teach.
+
+        Args:
+            micro_batch: as given to the Stepper.
+            memory: where peaks are read; None reads them only on CUDA.
+            device: of the model.
+        """
+        if memory is None and device.type == "cuda":
+            memory = MemoryMonitor(device)
+        if isinstance(micro_batch, FitToMemory):
+            return FitFeedback(micro_batch, memory)
+        # Without CUDA: the resident memory of a process says little about one batch, unless somebody asks for it.
+        return BudgetFeedback(micro_batch.model, memory) if isinstance(micro_batch, MaxBytes) and memory else None
+
+    @property
+    @abstractmethod
+    def factor(self) -> float:
+        """Return by how much to multiply the budget of the next batch."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin a batch, and with it a new peak."""
+
+    @abstractmethod
+    def failed(self, size: int) -> None:
+        """Note that a micro-batch of so many examples ran out of memory; call it when its memory is free again."""
+
+    @abstractmethod
+    def end(self, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] | None) -> None:
+        """Read the peak of a batch.
+
+        Args:
+            sizes: the numbers of examples of the micro-batches that ran.
+            shapes: their shapes, None if lengths are not known.
+        """
+
+    @abstractmethod
+    def to_state(self) -> dict[str, Any] | None:
+        """Return what was learned as JSON values."""
+
+    @abstractmethod
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
+        """Continue with what another run learned; the state of another kind of feedback is left alone."""
+
+
+@final
+class BudgetFeedback(Feedback):
+    """Compares the peak of every batch with a memory model's prediction."""
+
+    def __init__(self, model: MemoryModel, memory: MemoryMonitor) -> None:
+        self._tracker = BudgetTracker(model)
+        self._memory = memory
 
     @property
     def factor(self) -> float:
         """Return the factor of the budget now."""
-        return self.tracker.factor
+        return self._tracker.factor
 
     def begin(self) -> None:
         """Begin a new peak."""
         self._memory.reset_peak()
 
-    def end(self, shapes: Sequence[tuple[int, ...]]) -> None:
+    def failed(self, size: int) -> None:
+        """Forget the peak of the failed attempt: the smaller micro-batches that follow did not make it."""
+        self._memory.reset_peak()
+
+    def end(self, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] | None) -> None:
         """Compare the peak with the prediction for these micro-batches."""
         peak = self._memory.peak_bytes
-        if peak > 0:
-            self.tracker = self.tracker.observe(shapes, peak)
+        if shapes and peak > 0:
+            self._tracker = self._tracker.observe(shapes, peak)
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the state of the tracker."""
+        return self._tracker.to_state()
+
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
+        """Continue with the state of another tracker."""
+        if state is not None and "ratio" in state:
+            self._tracker = self._tracker.with_state(state)
+
+
+@final
+class FitFeedback(Feedback):
+    """Lets a ``FitToMemory`` observe every batch; without a place to read peaks it learns only from failures."""
+
+    def __init__(self, fit: FitToMemory, memory: MemoryMonitor | None) -> None:
+        self._fit = fit
+        self._memory = memory
+        self._used_before = 0
+
+    @property
+    def factor(self) -> float:
+        """Return 1: the size itself follows memory."""
+        return 1.0
+
+    def begin(self) -> None:
+        """Begin a new peak, and note what is in use before the batch."""
+        if self._memory is not None:
+            self._memory.reset_peak()
+            self._used_before = self._memory.used_bytes
+
+    def failed(self, size: int) -> None:
+        """Shrink below the size that failed, and forget the peak of that attempt."""
+        self._fit._observe_step(_OVERFULL, num_items=size)
+        if self._memory is not None:
+            self._memory.reset_peak()
+
+    def end(self, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] | None) -> None:
+        """Observe the peak of the batch, of which the bytes in use before it do not grow with the size."""
+        if self._memory is None or not sizes:
+            return
+        peak, fraction = self._memory.peak_bytes, self._memory.peak_fraction
+        baseline = fraction * min(1.0, self._used_before / peak) if peak > 0 else 0.0
+        self._fit._observe_step(fraction, num_items=max(sizes), baseline=baseline)
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the state of the size."""
+        return self._fit.state_dict()
+
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
+        """Continue with the state of another size."""
+        if state is not None and "size" in state:
+            self._fit.load_state_dict(state)

@@ -25,8 +25,10 @@ GROWTH = 1.1
 class FitToMemory:
     """A micro-batch size that follows the memory in use; the logical batch stays, and so does the update.
 
-    Give it to ``Stepper(micro_batch=...)`` and call ``observe`` with the peak after each step. A size that passed
-    ``high``, or one nearly as large, is not tried again for ``FORGET_AFTER`` observations, so sizes do not swing.
+    Give it to ``Stepper(micro_batch=...)``, which observes the peak of every batch: on CUDA by itself, elsewhere with
+    ``Stepper(memory=MemoryMonitor())``. A micro-batch that runs out of memory counts as one that passed ``high``. In a
+    loop of your own, call ``observe`` after each step. A size that passed ``high``, or one nearly as large, is not
+    tried again for ``FORGET_AFTER`` observations, so sizes do not swing.
 
     Args:
         max_size: the largest micro-batch.
@@ -59,6 +61,25 @@ class FitToMemory:
         if size > most:
             raise ArgumentError(f"initial must be from {least} to {most}, got {initial!r}")
         self._learned = Ceiling(size)
+        self._is_observed = False  # by a Stepper, and not yet by the user
+
+    @staticmethod
+    def accumulating(batch_size: int, *, max_steps: int) -> FitToMemory:
+        """Return a size that begins with the whole batch and follows memory by steps of accumulation.
+
+        Above 0.9 of memory the steps double, at most to ``max_steps``; below 0.7 they halve.
+
+        Args:
+            batch_size: the largest logical batch.
+            max_steps: the most micro-batches to cut it into.
+
+        >>> fit = FitToMemory.accumulating(64, max_steps=4)
+        >>> [fit.num_micro_batches(64)] + [64 // fit.observe(share) for share in (0.95, 0.95, 0.95, 0.3)]
+        [1, 2, 4, 4, 2]
+        """
+        most = as_whole("batch_size", batch_size, least=1)
+        steps = as_whole("max_steps", max_steps, least=1)
+        return FitToMemory(most, min_size=-(-most // steps), initial=most, high=0.9, low=0.7)
 
     @property
     def size(self) -> int:
@@ -68,6 +89,8 @@ class FitToMemory:
     def observe(self, fraction: float, *, num_items: int | None = None, baseline: float = 0.0) -> int:
         """Take the share of memory at the peak of a step, and return the size for the next step.
 
+        After a step that a ``Stepper`` has observed, the first call changes nothing: no step counts twice.
+
         Args:
             fraction: e.g. ``monitor.peak_fraction``, after a ``monitor.reset_peak()`` before the step.
             num_items: the items of the largest micro-batch that ran, if fewer than ``size``.
@@ -75,15 +98,25 @@ class FitToMemory:
         """
         fraction = as_number("fraction", fraction, least=0)
         baseline = as_number("baseline", baseline, least=0)
+        ran = self.size if num_items is None else as_whole("num_items", num_items, least=1)
+        if not self._is_observed:
+            self._follow(fraction, ran, baseline)
+        self._is_observed = False
+        return self.size
+
+    def _observe_step(self, fraction: float, *, num_items: int, baseline: float = 0.0) -> None:
+        """Take what a ``Stepper`` has measured; see ``observe``."""
+        self._follow(fraction, num_items, baseline)
+        self._is_observed = True
+
+    def _follow(self, fraction: float, ran: int, baseline: float) -> None:
         size = self.size
-        ran = size if num_items is None else as_whole("num_items", num_items, least=1)
         new = self._rule.next_size(size, fraction, num_items=ran, baseline=baseline)
         if fraction > self._rule.high:
             self._learned = self._learned.fall(new, failed_at=min(ran, size))
         else:
             counted = self._learned.count(forget_after=FORGET_AFTER)
             self._learned = counted if counted.blocks(new / BELOW_FAILURE) else counted.rise(new)
-        return self.size
 
     def num_micro_batches(self, batch_size: int) -> int:
         """Return ``ceil(batch_size / size)``, the accumulation steps that keep a logical batch."""
@@ -179,11 +212,12 @@ class MicroLimit:
     """The largest cost of a micro-batch that is believed to fit; a value, replaced and never changed.
 
     The cost is in the unit of the splitter: items, tokens, or a share of a budget. A failure halves the ceiling, every
-    ``CLEAN_STEPS`` clean steps raise it by a tenth.
+    ``CLEAN_STEPS`` clean steps raise it by a tenth, up to just below the failure. After ``FORGET_AFTER`` clean steps
+    the failure is forgotten and the ceiling rises on: memory may be free again.
 
     Attributes:
-        learned: the ceiling, the least cost that ran out of memory and is not forgotten, and the steps near the ceiling
-            since its last change.
+        learned: the ceiling, the least cost that ran out of memory and is not forgotten, and the clean steps since its
+            last change.
     """
 
     learned: Ceiling = field(default_factory=Ceiling)
@@ -195,20 +229,30 @@ class MicroLimit:
 
     def after_failure(self, cost: float) -> MicroLimit:
         """Return the limit after a micro-batch of this cost ran out of memory."""
-        half = min(self.ceiling, cost) / 2
-        return MicroLimit(self.learned.fall(half, failed_at=min(cost, self.learned.failed_at)))
+        # With every failure forgotten, a tenth less has run for long: this was one step too far, not another memory.
+        is_probe = math.isfinite(self.ceiling) and math.isinf(self.learned.failed_at)
+        lower = min(self.ceiling, cost) / (GROWTH**2 if is_probe else 2)
+        return MicroLimit(self.learned.fall(lower, failed_at=min(cost, self.learned.failed_at)))
 
-    def after_success(self, largest: float) -> MicroLimit:
+    def after_success(self, largest: float, *, is_cut: bool = False) -> MicroLimit:
         """Return the limit after a step whose largest micro-batch had this cost.
+
+        A step is clean if its largest micro-batch came near the ceiling, or if the ceiling cut the batch: equal pieces
+        stay below the ceiling, and only a higher one shows whether fewer of them fit. Other steps teach nothing.
+
+        Args:
+            largest: the cost of the largest micro-batch.
+            is_cut: whether a higher ceiling would have cut the batch into fewer micro-batches.
 
         >>> limit = MicroLimit().after_failure(64)
         >>> for _ in range(CLEAN_STEPS):
-        ...     limit = limit.after_success(32)
+        ...     limit = limit.after_success(22, is_cut=True)  # 64 examples in pieces of 22, 21 and 21
         >>> limit.ceiling
         35.2
         """
-        if largest < self.ceiling / GROWTH:
-            return self  # the step did not come near the ceiling, so nothing was learned
+        is_near = largest >= self.ceiling / GROWTH
+        if math.isinf(self.ceiling) or not (is_near or is_cut):
+            return self
         counted = self.learned.count(forget_after=FORGET_AFTER)
         if counted.num_clean % CLEAN_STEPS == 0:
             counted = counted.rise(self.ceiling * GROWTH, share=BELOW_FAILURE, recount=True)

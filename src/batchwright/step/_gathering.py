@@ -1,0 +1,228 @@
+"""Gathering: batches become the gradient of one update, on all ranks or on none."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from .._ranks import Ranks, mark_of
+from ..errors import ArgumentError
+from ._gradients import Trained, attempt
+from ._optimizers import forget_unscaling
+from ._runner import Runner
+from ._settings import Settings
+from .memory.budget_tracker import Feedback
+from .memory.monitor import MemoryMonitor
+from .noise import GradientNorms, NoiseMeter
+from .report import Pending, Summary, Totals, check_summary, check_weight
+from .splitting import LogicalBatch
+
+
+@final
+class Gatherer:
+    """Adds up the gradients of batches until an update takes them; a batch that fails on one rank counts on none.
+
+    Attributes:
+        trained: the parameters that the optimizer updates.
+        runner: runs micro-batches.
+        meter: measures gradient noise, None if nobody asked for it.
+        pending: the update that was begun, None between updates.
+        num_updates: that were applied so far.
+        device: that the first parameter lies on.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        ranks: Ranks,
+        trained: Trained,
+        *,
+        meter: NoiseMeter | None,
+        memory: MemoryMonitor | None,
+        feedback: Feedback | None,
+    ) -> None:
+        self._settings = settings
+        self._ranks = ranks
+        self._memory = memory
+        self._feedback = feedback
+        self._is_warned = False
+        self.trained = trained
+        self.device = trained.parameters[0].device
+        self.runner = Runner(settings, ranks, self.device, feedback)
+        self.meter = meter
+        self.pending: Pending | None = None
+        self.num_updates = 0
+
+    def add(self, batch: Any, total_weight: float | None) -> None:
+        """Run a batch and add its gradient; if it fails on any rank, leave everything as it was, and raise on all."""
+        snapshot = self.runner.snapshot()
+        opened: _Opened | None = None
+        prepared, error = attempt(lambda: self._prepare(batch, total_weight))
+        totals: Totals | None = None
+        try:
+            if self._ranks.meet_in_forward:  # where a failed rank would be waited for
+                self._ranks.agree(error, self.device)
+            if prepared is not None:
+                opened = self._open(prepared, total_weight)
+                pending, norms = opened.pending, self._norms(opened.pending)
+                totals, error = attempt(lambda: self.runner.run(prepared.logical, pending, snapshot, norms))
+                if error is not None and self._ranks.meet_in_forward:
+                    raise error
+            names = 0 if totals is None or self._ranks.world_size == 1 else mark_of(sorted(totals.metrics))
+            same_names, *same = self._ranks.agree(error, self.device, marks=[names, *self.trained.marks()])
+            self.trained.check_marks(same)
+        except BaseException:
+            snapshot.restore()
+            if opened is not None:
+                self._undo(opened)
+            raise
+        assert opened is not None
+        assert totals is not None
+        if opened.taken is not None:
+            opened.pending.gradients.put_back(opened.taken)
+        opened.pending.totals.merge(totals)
+        opened.pending.same_names &= same_names
+        self.pending = opened.pending
+
+    def _prepare(self, batch: Any, total_weight: float | None) -> _Prepared:
+        """Do what may be refused before anything is changed."""
+        pending = self.pending
+        if pending is not None and pending.stage != "gathered":
+            raise ArgumentError("the gradient was reduced already; call update() before the next accumulate(batch)")
+        if total_weight is not None:
+            total_weight = check_weight(float(total_weight))
+        if pending is not None and pending.total_weight != total_weight:
+            raise ArgumentError(
+                f"total_weight is {total_weight}, but an earlier accumulate of the same update had "
+                f"{pending.total_weight}; give the weight of the whole update in every call"
+            )
+        if self.trained.refresh():
+            if pending is not None:
+                raise ArgumentError(
+                    "the optimizer trains other parameters than when the update began; freeze or unfreeze between "
+                    "updates, or call abandon() first"
+                )
+            self.runner.look_at_model()
+            if self.meter is not None:
+                self.meter.watch(self.trained.named())
+        logical = self._settings.wrap(batch)
+        if self._ranks.meet_in_forward:
+            self.runner.cut(logical, None)
+        return _Prepared(logical, None if self._settings.weight_of is None else float(self._settings.weight_of(batch)))
+
+    def _open(self, prepared: _Prepared, total_weight: float | None) -> _Opened:
+        """Begin an update, or take the gradients of the one that runs aside."""
+        pending = self.pending
+        asked_before = None if pending is None else pending.asked_weight
+        taken = None if pending is None else pending.gradients.take()
+        if pending is None:
+            gradients = self.trained.gradients
+            self._is_warned |= gradients.begin(self._settings.existing_gradients, is_warned=self._is_warned)
+            is_due = self.meter is not None and self.num_updates % self._settings.measure_noise == 0
+            pending = Pending(gradients, total_weight, noise_seed=self.num_updates if is_due else None)
+            if self.meter is not None:
+                self.meter.norms.reset()
+            if self._memory is not None and self._feedback is None:
+                self._memory.reset_peak()
+        if prepared.asked is not None:
+            pending.asked_weight = (asked_before or 0.0) + prepared.asked
+        measured = None if self.meter is None else self.meter.norms.total
+        return _Opened(pending, taken, asked_before, pending.divisor, measured)
+
+    def _undo(self, opened: _Opened) -> None:
+        """Drop what a batch has added, and put back what was there before it."""
+        pending = opened.pending
+        pending.gradients.drop()
+        if opened.taken is None:
+            pending.gradients.put_existing_back()
+        else:
+            pending.gradients.put_back(opened.taken)
+            pending.gradients.watch()
+        pending.asked_weight, pending.divisor = opened.asked_before, opened.divisor_before
+        if self.meter is not None:
+            self.meter.norms.reset(opened.measured_before)
+
+    def _norms(self, pending: Pending) -> GradientNorms | None:
+        return None if self.meter is None or pending.noise_seed is None else self.meter.norms
+
+    def reduce(self, pending: Pending) -> None:
+        """Turn sums into the gradient of the mean, on all ranks."""
+        summary = pending.summary = self._summarize(pending)
+        try:
+            check_summary(summary)
+        except ArgumentError:
+            self.abandon()
+            raise
+        weight = summary.weight if pending.total_weight is None else pending.total_weight
+        self.runner.usual_weight = summary.weight / self._ranks.world_size
+        pending.gradients.finish(self._ranks, (pending.divisor or 1.0) / weight)
+        if self.meter is not None and summary.squares is not None and summary.num_micro_batches >= 2:
+            # Hooks saw gradients of loss_sum / divisor; noise is that of the per-example gradients of B × loss / W.
+            scale = 1.0 if self._settings.scaler is None else float(self._settings.scaler.get_scale())
+            pending.noise = self.meter.add(
+                summary.squares,
+                q_factor=(summary.num_examples / weight / scale) ** 2,
+                gb_factor=scale**-2,
+                num_examples=summary.num_examples,
+                num_parts=summary.num_micro_batches,
+            )
+        pending.gradients.add_existing(self._ranks)
+        pending.stage = "reduced"
+
+    def _summarize(self, pending: Pending) -> Summary:
+        """Return the sums over all ranks; one device copies nothing to the host but a weight that lies on it."""
+        totals, asked = pending.totals, pending.asked_weight
+        norms = self._norms(pending)
+        squares = None if norms is None or norms.total is None else norms.total * (pending.divisor or 1.0) ** 2
+        if self._ranks.world_size == 1:
+            return Summary(
+                float(totals.weight), totals.loss, totals.num_examples, totals.num_micro_batches, pending.ooms,
+                dict(totals.metrics), squares, asked, totals.num_spoiled,
+            )  # fmt: skip
+        names = sorted(totals.metrics)
+        if not pending.same_names:
+            names = sorted({name for found in self._ranks.gather(names) for name in found})
+        counts = [totals.num_examples, totals.num_micro_batches, pending.ooms, totals.num_spoiled]
+        weight, asked_sum, loss, num, parts, ooms, spoiled, *rest = self._ranks.sum(
+            [totals.weight, asked or 0.0, totals.loss, *counts]
+            + [totals.metrics.get(name, 0.0) for name in names]
+            + ([] if norms is None else [0.0] * norms.num_groups if squares is None else list(squares)),
+            self.device,
+        )
+        metrics = dict(zip(names, rest, strict=False))
+        summed = torch.tensor(rest[len(names) :], dtype=torch.float64) if norms is not None else None
+        return Summary(
+            weight, loss, round(num), round(parts), round(ooms), metrics, summed,
+            None if asked is None else asked_sum, round(spoiled),
+        )  # fmt: skip
+
+    def abandon(self) -> None:
+        """Drop the update that was begun, with its gradients; the next one can begin. Without one, nothing happens."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        pending.gradients.drop()
+        pending.gradients.put_existing_back()
+        if self.meter is not None:
+            self.meter.norms.reset()
+        if self._settings.scaler is not None:
+            forget_unscaling(self._settings.scaler, self.trained.optimizer)
+
+
+class _Prepared(NamedTuple):
+    """A batch that may be run."""
+
+    logical: LogicalBatch
+    asked: float | None  # what weight_of counted
+
+
+class _Opened(NamedTuple):
+    """What a failed batch needs to be undone."""
+
+    pending: Pending
+    taken: list[Tensor | None] | None  # gradients of earlier batches, None for the first of an update
+    asked_before: float | None
+    divisor_before: float | None
+    measured_before: Tensor | None

@@ -1,0 +1,329 @@
+"""What an update trains, asked anew every time, and its gradients: set aside, summed over pieces and ranks."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from .._ranks import Ranks, half_to_float, is_sharded
+from ..errors import ArgumentError
+from ._optimizers import check_parameters, optimizer_parameters
+
+T = TypeVar("T")
+Existing: TypeAlias = Literal["clear", "add"]
+# Gradients taken off their parameters, in the order of the parameters.
+_Sums: TypeAlias = "list[Tensor | None]"
+
+
+@final
+class Trained:
+    """The parameters that an optimizer updates now, of the model or not.
+
+    Attributes:
+        parameters: those with ``requires_grad``, each once, in the order of the optimizer.
+        gradients: of these parameters.
+        optimizer: the optimizer.
+    """
+
+    def __init__(self, ranks: Ranks, optimizer: Optimizer) -> None:
+        self._ranks = ranks
+        self.optimizer = optimizer
+        self._names: dict[int, str] = {}
+        self._mark = 0
+        self.parameters: list[nn.Parameter] = []
+        self.gradients = Gradients([], [])
+        self.refresh()
+        if not self.parameters:
+            raise ArgumentError(
+                "the optimizer updates no trainable parameter; set requires_grad on those to train, and give them to it"
+            )
+
+    def refresh(self) -> bool:
+        """Ask the optimizer again, and return whether it updates other parameters than before."""
+        found = optimizer_parameters(self.optimizer)
+        check_parameters(found)
+        if len(found) == len(self.parameters) and all(map(_is, found, self.parameters)):
+            return False
+        self._ranks.check_reached(found)
+        own = list(self._ranks.module.named_parameters())
+        known = {id(parameter) for parameter in found}
+        in_groups = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        others = {id(one): one for one in [*(value for _, value in own), *in_groups] if id(one) not in known}
+        self._names = {id(parameter): name for name, parameter in own}
+        self.parameters = found
+        self.gradients = Gradients(found, list(others.values()))
+        self._mark = self._mark_of_unshared() if self._ranks.world_size > 1 else 0
+        return True
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters with their names; one that the model does not own is named by its place."""
+        return [
+            (self._names.get(id(value), f"optimizer.{place}"), value) for place, value in enumerate(self.parameters)
+        ]
+
+    def marks(self) -> list[int]:
+        """Return numbers that must be the same on all ranks; see ``check_marks``."""
+        return [self._ranks.mark_of_buffers(), self._mark, len(self.parameters)]
+
+    def check_marks(self, are_equal: Sequence[bool]) -> None:
+        """Refuse, on all ranks alike, what differs between them; each of ``marks`` was compared."""
+        same_buffers, same_values, same_number = are_equal
+        if not same_buffers:
+            raise ArgumentError(
+                "buffers of the model have other shapes on other ranks, so they cannot be shared; give them the same "
+                "shape everywhere, or use DDP(broadcast_buffers=False)"
+            )
+        if not (same_values and same_number):
+            raise ArgumentError(
+                "the optimizer trains parameters that the wrapped model does not own, and their values differ between "
+                "ranks; make them with the same seed on all ranks, or put them into the model before it is wrapped"
+            )
+
+    def _mark_of_unshared(self) -> int:
+        """Return a checksum of the parameters that no wrapper has made equal on all ranks."""
+        is_shared: Callable[[nn.Parameter], bool] = (
+            is_sharded if self._ranks.is_sharded else lambda parameter: id(parameter) in self._names
+        )
+        mark = 0
+        for parameter in self.parameters:
+            if not is_shared(parameter):
+                mark = zlib.crc32(_bytes_of(parameter), mark)
+        return mark
+
+
+@final
+class Gradients:
+    """What the parameters of an update gather in ``.grad``.
+
+    Whatever changes a gradient must see that of the whole batch, since only sums of pieces are exact. So hooks that
+    users have put on parameters wait until the sum is there, and parameters in half precision are summed in float32.
+
+    Args:
+        trained: what the optimizer updates.
+        others: parameters of the model that it does not update; their gradients are dropped.
+    """
+
+    def __init__(self, trained: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> None:
+        self.trained = trained
+        self._all = [*trained, *others]
+        self._half = [parameter for parameter in trained if half_to_float(parameter.dtype) is not parameter.dtype]
+        self._wide: dict[nn.Parameter, Tensor] = {}  # float32 sums of parameters in half precision
+        self._existing: _Sums = []
+        self._seen: list[tuple[Tensor | None, int]] = []
+
+    @property
+    def has_half(self) -> bool:
+        """Return whether a parameter is in half precision."""
+        return bool(self._half)
+
+    def begin(self, existing: Existing, *, is_warned: bool) -> bool:
+        """Begin an update without gradients; return whether some that were there were not zero and are lost.
+
+        Args:
+            existing: ``"clear"`` drops gradients that are there, ``"add"`` keeps them for ``finish``.
+            is_warned: do not warn again.
+        """
+        found = [parameter.grad for parameter in self._all if parameter.grad is not None]
+        is_lost = False
+        if existing == "add":
+            self._existing = [parameter.grad for parameter in self.trained]
+        elif found and not is_warned and _num_not_zero(found) > 0:
+            is_lost = True
+            warnings.warn(
+                f"{_num_not_zero(found)} of {len(self._all)} parameters had a gradient when the update began; such "
+                "gradients are cleared, now and later, as zero_grad() would; existing_gradients='add' adds them",
+                stacklevel=5,
+            )
+        self.drop()
+        return is_lost
+
+    def take(self) -> _Sums:
+        """Take the sums so far off the parameters, so that a batch that fails does not touch them."""
+        taken = [self._wide.pop(parameter, parameter.grad) for parameter in self.trained]
+        self.drop()
+        return taken
+
+    def put_back(self, taken: _Sums) -> None:
+        """Add what ``take`` returned to what has been gathered since."""
+        for parameter, before in zip(self.trained, taken, strict=True):
+            if before is None:
+                continue
+            if before.dtype is not parameter.dtype or parameter in self._wide:
+                now = self._wide.pop(parameter, parameter.grad)
+                self._wide[parameter] = before.float() if now is None else before.float().add_(now)
+                parameter.grad = None
+            else:
+                parameter.grad = before if parameter.grad is None else _sum_of(before, parameter.grad)
+
+    def drop(self) -> None:
+        """Forget what was gathered."""
+        self._wide = {}
+        for parameter in self._all:
+            parameter.grad = None
+
+    def put_existing_back(self) -> None:
+        """Give the parameters the gradients that they had before the update, if these were to be added."""
+        for parameter, gradient in zip(self.trained, self._existing, strict=False):
+            parameter.grad = gradient
+        self._existing = []
+
+    @contextmanager
+    def gathering(self, *, in_pieces: bool) -> Iterator[None]:
+        """Run backward passes inside this context; hooks of the user do not see their gradients.
+
+        Args:
+            in_pieces: several backward passes follow, whose gradients in half precision are summed in float32.
+        """
+        hooks = _foreign_hooks(self.trained)
+        for _, registered, foreign in hooks:
+            for key in foreign:
+                del registered[key]
+        handles = self._widening_hooks() if in_pieces and self._half else []
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for _, registered, foreign in hooks:
+                ours = dict(registered)
+                registered.clear()
+                registered.update({**foreign, **ours})
+
+    def _widening_hooks(self) -> list[RemovableHandle]:
+        return [
+            parameter.register_post_accumulate_grad_hook(self._widen)
+            for parameter in self._half
+            if not is_sharded(parameter)
+        ]
+
+    def _widen(self, parameter: Any) -> None:
+        """Move the gradient of a parameter in half precision to its sum in float32."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        before = self._wide.get(parameter)
+        self._wide[parameter] = gradient.float() if before is None else before.add_(gradient)
+
+    def widen_shards(self) -> None:
+        """Do the same for shards, which FSDP2 writes without a hook; call it after every backward pass."""
+        for parameter in self._half:
+            if is_sharded(parameter):
+                self._widen(parameter)
+
+    def watch(self) -> None:
+        """Remember the gradients as they are now, for ``check_untouched``."""
+        self._seen = [_version_of(parameter) for parameter in self._all]
+
+    def check_untouched(self) -> None:
+        """Refuse gradients that somebody else has changed since ``watch``."""
+        for parameter, (gradient, version) in zip(self._all, self._seen, strict=True):
+            now = _version_of(parameter)
+            if now[0] is not gradient or now[1] != version:
+                raise ArgumentError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} was changed between accumulate and "
+                    "reduce, by another backward pass or by hand; finish one update before the next begins, and change "
+                    "gradients only after reduce()"
+                )
+
+    def finish(self, ranks: Ranks, factor: float) -> None:
+        """Turn sums into the gradient of the update, on all ranks: multiply, reduce, run the hooks of the user."""
+        sums = [self._wide.pop(parameter, parameter.grad) for parameter in self.trained]
+        summed = ranks.add_up(sums, self.trained, factor)
+        for parameter, gradient in zip(self.trained, summed, strict=True):
+            if gradient is not None and gradient is not parameter.grad:
+                parameter.grad = gradient.to(parameter.dtype)
+        for parameter, _, foreign in _foreign_hooks(self.trained):
+            for hook in foreign.values():
+                changed = None if parameter.grad is None else hook(parameter.grad)
+                parameter.grad = parameter.grad if changed is None else changed
+
+    def add_existing(self, ranks: Ranks) -> None:
+        """Add the gradients that were there before the update, if these were to be added."""
+        existing, self._existing = self._existing, []
+        if existing and ranks.world_size > 1:
+            # Gradients of one rank are averaged as DDP would; those that all ranks share stay as they are.
+            existing = ranks.add_up(existing, self.trained, 1 / ranks.world_size)
+        for parameter, before in zip(self.trained, existing, strict=False):
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else _sum_of(before, parameter.grad)
+
+
+def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale gradients down to a norm of ``max_norm``; return the norm that they had."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not any(one.is_sparse or is_sharded(one) or half_to_float(one.dtype) is not one.dtype for one in gradients):
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    norms = [_norm_of(gradient) for gradient in gradients]
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(float(scale) if gradient.is_sparse or is_sharded(gradient) else scale.to(gradient.device))
+    return total
+
+
+def _norm_of(gradient: Tensor) -> Tensor:
+    """Return the norm in float32 or wider: in float16 it would overflow."""
+    if is_sharded(gradient):
+        dtype = half_to_float(gradient.dtype)
+        norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype).full_tensor()
+        return norm
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return torch.linalg.vector_norm(values.to(half_to_float(values.dtype)))
+
+
+def _sum_of(before: Tensor, now: Tensor) -> Tensor:
+    """Add gradients as backward would, of which each may be sparse."""
+    if now.is_sparse and not before.is_sparse:
+        return before.add_(now)
+    return now.add_(before) if before.is_sparse and not now.is_sparse else before.add_(now)
+
+
+def _num_not_zero(gradients: Sequence[Tensor]) -> int:
+    def is_zero(gradient: Tensor) -> bool:
+        local = gradient.to_local() if is_sharded(gradient) else gradient  # type: ignore[attr-defined]
+        return not bool((local.coalesce().values() if local.is_sparse else local).any())
+
+    return sum(not is_zero(gradient.detach()) for gradient in gradients)
+
+
+def _version_of(parameter: nn.Parameter) -> tuple[Tensor | None, int]:
+    gradient = parameter.grad
+    return gradient, -1 if gradient is None or gradient.is_inference() else gradient._version
+
+
+def _foreign_hooks(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Any, dict[int, Any]]]:
+    """Return the parameters that have hooks which are not ours, all their hooks, and the foreign ones."""
+    found = []
+    for parameter in parameters:
+        registered: Any = parameter._backward_hooks
+        if registered and not is_sharded(parameter):
+            foreign = {key: hook for key, hook in registered.items() if not hasattr(hook, "is_batchwright")}
+            if foreign:
+                found.append((parameter, registered, foreign))
+    return found
+
+
+def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Run a function, and return its result or its error: other ranks must hear of it before it is raised."""
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def _is(first: Any, second: Any) -> bool:
+    return first is second
+
+
+def _bytes_of(parameter: Tensor) -> bytes:
+    flat = parameter.detach().cpu().contiguous()
+    real = torch.view_as_real(flat) if flat.is_complex() else flat
+    return real.reshape(-1).view(torch.uint8).numpy().tobytes()

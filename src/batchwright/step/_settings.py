@@ -1,0 +1,119 @@
+"""The arguments of a Stepper, checked once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._checks import as_number, as_whole, check_choice, has_size, is_number, read_size
+from ..errors import ArgumentError
+from ..plan import Budget, MaxItems
+from ..size.learning_rate import Rule, get_rule
+from ._gradients import Existing
+from .losses import LossFunction
+from .splitting import LogicalBatch, wrap_batch
+
+_ITEMS = MaxItems(1)
+
+
+@final
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of a Stepper, checked once and kept as plain values; ``measure_noise`` becomes 0 for never."""
+
+    loss_fn: LossFunction
+    micro_batch: Any
+    lengths: Callable[[Any], Any] | None
+    collate: Callable[[list[Any]], Any] | None
+    trim: Callable[[Any], Any] | None
+    weight_of: Callable[[Any], float | Tensor] | None
+    clip_norm: float | None
+    autocast: torch.dtype | None
+    scaler: torch.amp.GradScaler | None
+    on_oom: Literal["split", "raise"]
+    measure_noise: int
+    lr_rule: str | Rule | None
+    base_size: int | None
+    existing_gradients: Existing
+    split: Callable[[Any, Any], Any] | None
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss_fn):
+            raise ArgumentError(f"loss_fn must be a function of (model, micro_batch), got {self.loss_fn!r}")
+        self._keep("micro_batch", _as_micro_batch(self.micro_batch, self.lengths))
+        if self.clip_norm is not None:
+            self._keep("clip_norm", as_number("clip_norm", self.clip_norm, above=0, infinite=True))
+        if self.scaler is not None and self.scaler.is_enabled() and self.weight_of is None:
+            raise ArgumentError(
+                "a GradScaler needs the weight of a batch before it runs: weight_of=lambda batch: number of tokens; "
+                "its skips depend on the size of gradients"
+            )
+        check_choice("on_oom", self.on_oom, ("split", "raise"))
+        check_choice("existing_gradients", self.existing_gradients, ("clear", "add"))
+        self._keep("measure_noise", _as_interval(self.measure_noise))
+        self._check_rate()
+
+    def _check_rate(self) -> None:
+        if self.base_size is not None:
+            self._keep("base_size", as_whole("base_size", self.base_size, least=1))
+        rule = get_rule(self.lr_rule)
+        if rule is not None and self.base_size is None:
+            raise ArgumentError(
+                "lr_rule needs base_size, the batch size that the optimizer's learning rate is meant for"
+            )
+        if rule == "adascale" and not self.measure_noise:
+            raise ArgumentError("lr_rule='adascale' needs measure_noise=True")
+
+    def _keep(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def wrap(self, batch: Any) -> LogicalBatch:
+        """Return the batch as something that can be split."""
+        return wrap_batch(batch, collate=self.collate, lengths=self.lengths, trim=self.trim, split=self.split)
+
+    @property
+    def cost_budget(self) -> Budget | None:
+        """Return what counts the cost of a micro-batch: the budget given, a number of items, or None for tokens."""
+        if isinstance(self.micro_batch, Budget):
+            return self.micro_batch
+        return None if isinstance(self.micro_batch, str) else _ITEMS
+
+    @property
+    def asked(self) -> float:
+        """Return the most that a micro-batch may cost by the setting, whatever memory says."""
+        given = self.micro_batch
+        if isinstance(given, Budget):
+            return 1.0
+        if isinstance(given, str):
+            return math.inf
+        return given if isinstance(given, int) else read_size(given, "micro_batch")
+
+    def precision(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass."""
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
+
+
+def _as_micro_batch(value: Any, lengths: Any) -> Any:
+    if isinstance(value, Budget):
+        if lengths is None:
+            raise ArgumentError(f"micro_batch={value} needs lengths=, the lengths of the examples of a batch")
+        return value
+    if (isinstance(value, str) and value == "auto") or has_size(value):
+        return value
+    if is_number(value):
+        return as_whole("micro_batch", value, least=1)
+    raise ArgumentError(f"micro_batch must be 'auto', a number of 1 or more, a budget or a controller, got {value!r}")
+
+
+def _as_interval(value: Any) -> int:
+    """Return the number of updates from one measurement of noise to the next, 0 for never."""
+    if isinstance(value, bool | np.bool_):
+        return int(value)
+    return as_whole("measure_noise, if not True or False,", value, least=0)
