@@ -128,8 +128,8 @@ def test_the_first_batch_is_checked_on_two_examples_and_later_ones_are_not():
     )
     loss_fn(model, batch)
     loss_fn(model, batch)
-    # A mean and a sum of two examples, then the two batches of 7.
-    assert sizes == [2, 2, 7, 7]
+    # Of two examples two sums, a mean, and the sum of each, then the two batches of 7.
+    assert sizes == [2, 2, 2, 2, 2, 7, 7]
 
 
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "LlamaForCausalLM"])
@@ -166,6 +166,56 @@ def test_a_loss_that_is_no_mean_over_labels_is_refused(shape):
     model = Smoothed(lambda logits: logits.sum().square())
     with pytest.raises(ArgumentError, match=r"the loss of Smoothed is not a mean over its labels.*write a loss_fn"):
         huggingface_loss()(model, batch)
+
+
+class ComparingSum(nn.Module):
+    """Divides by the number it is given, as a sum would, but compares its examples."""
+
+    accepts_loss_kwargs = True
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x, labels, num_items_in_batch=None):
+        rows = self.head(x)
+        number = len(rows) if num_items_in_batch is None else num_items_in_batch
+        return {"loss": F.cross_entropy(rows @ rows.T, torch.arange(len(rows)), reduction="sum") / number}
+
+
+def test_a_sum_that_compares_examples_is_refused():
+    """Its mean and its sum fit each other, so it was taken for a sum over labels."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(6, 4), "labels": torch.randint(0, 3, (6,))}
+    with pytest.raises(ArgumentError, match=r"ComparingSum is not a mean.*all with num_items_in_batch=1"):
+        huggingface_loss()(ComparingSum(), batch)
+
+
+def test_labels_shifted_by_the_collator_are_the_ones_that_count():
+    """The loss uses them, but others were counted."""
+    name = "LlamaForCausalLM"
+    model, batch = make_model(name), make_batch(name)
+    shifted = torch.full_like(batch["labels"], -100)
+    shifted[:, :-1] = batch["labels"][:, 1:]
+    shifted[0] = -100
+    loss_sum, weight = huggingface_loss()(model, {**batch, "shift_labels": shifted})
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    assert weight == int((shifted != -100).sum())
+    torch.testing.assert_close(loss_sum, F.cross_entropy(logits.flatten(0, 1), shifted.flatten(), reduction="sum"))
+
+
+def test_a_head_of_zeros_tells_nothing_and_later_batches_are_asked():
+    """All losses are equal, so every way of counting fits; the usual one holds until one fits better."""
+    model, batch = make_model("BertForTokenClassification").double(), make_batch("BertForTokenClassification")
+    head, loss_fn = copy.deepcopy(model.classifier), huggingface_loss()
+    with torch.no_grad():
+        model.classifier.weight.zero_()
+        model.classifier.bias.zero_()
+    assert loss_fn(model, batch)[1] == int((batch["labels"] != -100).sum())
+    assert not loss_fn._known
+    model.classifier.load_state_dict(head.state_dict())
+    loss_fn(model, batch)
+    assert len(loss_fn._known) == 1
 
 
 def test_the_check_leaves_no_trace_in_buffers():

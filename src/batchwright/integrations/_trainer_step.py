@@ -1,123 +1,44 @@
-"""An exact training step for Hugging Face trainers: weights of micro-batches, and retries after out of memory."""
+"""The weights of micro-batches in an update of a Hugging Face trainer: what its loss is a mean over."""
 
 from __future__ import annotations
 
-import logging
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, TypeAlias, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from .._ranks import Ranks
 from .._tree import leaves
-from ..errors import ArgumentError
-from ..step.huggingface import IGNORED, LossReading, read_loss, usual_reading
-from ..step.memory.fit_to_memory import MicroLimit
-from ..step.oom import (
-    Snapshot,
-    add_back,
-    devices_of,
-    drop_gradients,
-    free_memory,
-    is_out_of_memory,
-    present,
-    set_aside,
+from ..errors import ArgumentError, DoesNotFitError
+from ..step.huggingface import (
+    HALF_TOLERANCE,
+    IGNORED,
+    TOLERANCE,
+    LossReading,
+    ProbedLoss,
+    Views,
+    adds_up_by_example,
+    label_views,
+    num_labels,
+    read_views,
+    row_views,
+    try_out,
+    unwrapped,
+    usual_reading,
 )
-from ._inputs import num_rows, take_rows, trim_padding
+from ..step.oom import devices_of, free_memory, is_out_of_memory
+from ._inputs import Cut, Rows, Sequences, Whole, is_packed, num_rows, take_rows
 
 # compute(model, inputs, num_items_in_batch) -> loss, what a trainer calls compute_loss
 Compute: TypeAlias = Callable[[nn.Module, dict[str, Any], Any], Tensor]
-# step(model, inputs) -> detached loss, forward and backward
-Step: TypeAlias = Callable[[nn.Module, dict[str, Any]], Tensor]
-Strategy: TypeAlias = Literal["split_retry", "skip"]
 
-logger = logging.getLogger(__name__)
-
-
-def parallel_size(trainer: Any) -> int:
-    """Return how many ranks of a trainer work on the same batch: tensor, context and sequence parallelism."""
-    return math.prod(max(1, getattr(trainer, f"get_{kind}_size", int)()) for kind in ("tp", "cp", "sp"))
-
-
-def is_divided(trainer: Any) -> bool:
-    """Say whether ranks hold parts of the model or of an example: FSDP, DeepSpeed, or ``parallel_size`` above 1."""
-    is_sharded = getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False)
-    return bool(is_sharded) or parallel_size(trainer) > 1
-
-
-@final
-@dataclass(frozen=True)
-class Devices:
-    """The processes that a trainer runs on.
-
-    Attributes:
-        args: the ``TrainingArguments``.
-        accelerator: of the trainer.
-        parallel_size: ranks that work on the same batch.
-        is_divided: ranks hold parts of the model or of an example, so the trainer weighs micro-batches by its own rule.
-    """
-
-    args: Any
-    accelerator: Any
-    parallel_size: int
-    is_divided: bool
-
-    @classmethod
-    def of(cls, trainer: Any) -> Devices:
-        """Return the devices of a trainer as they are now."""
-        return cls(trainer.args, trainer.accelerator, parallel_size(trainer), is_divided(trainer))
-
-    @property
-    def rank(self) -> int:
-        """Return which share of the data is ours."""
-        return int(self.args.process_index // self.parallel_size)
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of shares."""
-        return int(max(1, self.args.world_size // self.parallel_size))
-
-    @property
-    def num_replicas(self) -> int:
-        """Return over how many processes gradients of the update are averaged; 1 if every rank keeps its own mean."""
-        return int(self.accelerator.num_processes) if self.args.average_tokens_across_devices else 1
-
-    def add_up(self, figures: Tensor) -> Tensor:
-        """Sum figures over all ranks; ranks that share a batch count once."""
-        if self.args.world_size == 1:
-            return figures
-        summed: Tensor = self.accelerator.reduce(figures.to(self.args.device), reduction="sum")
-        return summed / self.parallel_size
-
-
-@contextmanager
-def one_process(args: Any) -> Iterator[None]:
-    """Keep a trainer from multiplying its loss by the number of processes."""
-    before = args.average_tokens_across_devices
-    args.average_tokens_across_devices = False
-    try:
-        yield
-    finally:
-        args.average_tokens_across_devices = before
-
-
-@contextmanager
-def undivided(trainer: Any) -> Iterator[None]:
-    """Keep a trainer from dividing losses by the accumulation steps, as the weights of an update sum to one."""
-    steps, accelerator = trainer.current_gradient_accumulation_steps, trainer.accelerator
-    divisor = accelerator.gradient_accumulation_steps  # Accelerate divides before transformers 5.6; it is 1 later
-    trainer.current_gradient_accumulation_steps = accelerator.gradient_accumulation_steps = 1
-    try:
-        yield
-    finally:
-        trainer.current_gradient_accumulation_steps, accelerator.gradient_accumulation_steps = steps, divisor
+WHOLE = "its loss was declared to need the whole batch"
+WHAT_TO_DO = (
+    "let the loss divide a sum by num_items_in_batch, pass weighting='examples' if it is a mean over examples, or mark "
+    "it with step.losses.whole_batch and use one micro-batch per update"
+)
 
 
 @final
@@ -129,11 +50,21 @@ class Weighing:
         reading: how to read the loss; None counts examples.
         is_sure: False if the batch could not tell; a later batch may.
         key: the input whose length is the number of examples.
+        refusal: why a part of a batch has no weight; then an update is a single micro-batch, which is not cut.
+        cuts_sequences: packed sequences were found to be independent, so a packed row may be cut between them.
+        saw_rows: two rows were compared; one row does not show whether the loss compares examples.
     """
 
     reading: LossReading | None
     is_sure: bool
     key: str
+    refusal: str = ""
+    cuts_sequences: bool = False
+    saw_rows: bool = True
+
+    def is_settled(self, inputs: Mapping[str, Any]) -> bool:
+        """Say whether a micro-batch has nothing new to tell."""
+        return self.is_sure and (self.saw_rows or num_rows(inputs, self.key) == 1)
 
     @property
     def divides(self) -> bool:
@@ -142,46 +73,196 @@ class Weighing:
 
     def count(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the weight of a micro-batch, on its device."""
-        labels = inputs.get("labels")
-        if self.reading is None or not isinstance(labels, Tensor):
+        if self.reading is None:
             return torch.tensor(num_rows(inputs, self.key))
-        if labels.is_floating_point():
-            return torch.tensor(len(labels))
-        return ((labels[:, 1:] if self.reading.shifts else labels) != IGNORED).sum()
+        if not isinstance(inputs.get("labels"), Tensor):
+            raise ArgumentError(
+                f"a micro-batch has no labels, only {sorted(inputs)}, but others were weighed by theirs; give every "
+                "batch labels, -100 where none counts"
+            )
+        return num_labels(inputs, self.reading.shifts)
+
+    def cut(self, inputs: dict[str, Any]) -> Cut:
+        """Return how a micro-batch can be cut if it does not fit."""
+        if self.refusal:
+            return Whole(inputs, self.refusal)
+        if not is_packed(inputs) or num_rows(inputs, self.key) > 1:
+            return Rows(inputs, self.key)
+        if not self.cuts_sequences:
+            return Whole(inputs, "it is a packed row, and its sequences were not found to be independent")
+        try:
+            return Sequences(inputs)
+        except ArgumentError as error:
+            return Whole(inputs, str(error))
 
 
-def find_weighing(compute: Compute, model: nn.Module, inputs: Mapping[str, Any], *, key: str) -> Weighing:
-    """Find out from two examples what the loss of a trainer is a mean over; model and random state stay as they were.
+def find_weighing(
+    compute: Compute,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    key: str,
+    by_example: bool = False,
+    is_half: bool = False,
+) -> Weighing:
+    """Find out from parts of a micro-batch what the loss of a trainer is a mean over.
+
+    Model and random state stay as they were. The loss runs on two examples, or if the batch cannot be cut on all of it
+    with few labels, apart and together.
 
     Args:
         compute: the trainer's own loss, made by the model, by label smoothing or by a function of the user.
         model: without wrappers for several devices.
         inputs: a micro-batch on the model's device.
         key: the input whose length is the number of examples.
+        by_example: the user says that every example counts the same.
+        is_half: the model computes in half precision.
     """
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.ndim not in (1, 2):
-        return Weighing(None, True, key)
+        why = "the batch has no tensor 'labels' of one or two axes, so nothing says what its loss is a mean over"
+        return Weighing(None, True, key, refusal="" if by_example else why)
+    loss = _TrainerLoss(compute, model, TOLERANCE)
+    if is_packed(inputs) and num_rows(inputs, key) == 1:
+        return _of_sequences(loss, inputs, key, is_half=is_half)
+    return _of_rows(loss, inputs, labels, key, by_example=by_example)
+
+
+def is_mean_over_examples(compute: Compute, model: nn.Module, inputs: Mapping[str, Any], *, key: str) -> bool:
+    """Say whether the loss of two examples is the mean of their losses apart, as for ``find_weighing``."""
+    return adds_up_by_example(_TrainerLoss(compute, model, TOLERANCE), _two_rows(inputs, key))
+
+
+def _of_rows(loss: _TrainerLoss, inputs: Mapping[str, Any], labels: Tensor, key: str, *, by_example: bool) -> Weighing:
+    has_two = num_rows(inputs, key) > 1
     try:
-        reading = read_loss(_LossOf(model, compute), inputs, labels)
+        views = _two_rows(inputs, key)
+    except ArgumentError as error:  # rows cannot be cut, so all of them run
+        whole = label_views(inputs)
+        if whole is None:
+            return Weighing(None, True, key, refusal="" if by_example else str(error))
+        views, has_two = whole, True
+    try:
+        reading, has_two = _read_rows(loss, inputs, views, key) if has_two else (_read(loss, views), False)
     except ArgumentError as error:
-        warnings.warn(f"micro-batches are weighted by their examples: {error}", stacklevel=2)
-        return Weighing(None, True, key)
-    return Weighing(reading or usual_reading(model, labels), reading is not None, key)
+        is_stated = by_example and adds_up_by_example(loss, views)
+        return Weighing(None, True, key, refusal="" if is_stated else str(error))
+    return Weighing(reading or usual_reading(loss.module, labels), reading is not None, key, saw_rows=has_two)
+
+
+def _read_rows(
+    loss: _TrainerLoss, inputs: Mapping[str, Any], views: Views, key: str
+) -> tuple[LossReading | None, bool]:
+    """Return the reading from two rows, or from one where two do not fit, and whether there were two."""
+    try:
+        return _read(loss, views), True
+    except DoesNotFitError:
+        one = label_views(take_rows(inputs, [0], num_rows(inputs, key)))
+        if one is None:
+            raise
+        return _read(loss, one), False
+
+
+def _of_sequences(loss: _TrainerLoss, inputs: Mapping[str, Any], key: str, *, is_half: bool) -> Weighing:
+    """Try a packed row with few labels, then two of its sequences, which shows whether it can be cut."""
+    # Rows of other lengths run in other kernels, which round differently.
+    apart = _TrainerLoss(loss.compute, loss.module, HALF_TOLERANCE if is_half else TOLERANCE)
+    cuts, read = False, None
+    try:
+        views = _two_sequences(inputs)
+        read = None if views is None else _read(apart, views)
+        cuts = views is not None and read is not None and _are_independent(apart, views)
+    except (ArgumentError, DoesNotFitError):
+        pass  # the row is not cut
+    try:
+        whole = label_views(inputs)
+        reading = read if whole is None else _read(loss, whole)
+    except ArgumentError as error:
+        return Weighing(None, True, key, refusal=str(error))
+    except DoesNotFitError as error:
+        if not cuts:
+            return Weighing(None, True, key, refusal=str(error))
+        reading = read
+    return Weighing(
+        reading or usual_reading(loss.module, inputs["labels"]), reading is not None, key, cuts_sequences=cuts
+    )
+
+
+def _are_independent(loss: _TrainerLoss, views: Views) -> bool:
+    """Say whether the loss of the second of two sequences stays the same when the tokens of the first one change."""
+    tokens, name = views.both.get("input_ids"), _name_of_labels(views.both)
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        return False
+    num = views.first[name].shape[1]
+    labels, others = views.both[name].clone(), tokens.clone()
+    labels[:, :num] = IGNORED
+    least, most = tokens.min(), tokens.max()
+    others[:, :num] = most if bool((tokens[:, :num] == least).all()) else least
+    before, after = try_out(loss, {**views.both, name: labels}, {**views.both, name: labels, "input_ids": others})
+    return bool(least != most) and math.isclose(before, after, rel_tol=1e-7)
+
+
+def _read(loss: _TrainerLoss, views: Views) -> LossReading | None:
+    try:
+        return read_views(loss, views)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    # Outside the except block: the traceback is gone, and with it the activations it held.
+    free_memory(devices_of(loss.module))
+    raise DoesNotFitError(
+        "memory ran out in the forward pass, without gradients, that shows what the loss is a mean over; shorten the "
+        "examples, or use a smaller model"
+    )
+
+
+def _two_rows(inputs: Mapping[str, Any], key: str) -> Views:
+    num = num_rows(inputs, key)
+    return row_views(inputs, num, lambda others, rows: take_rows(others, rows, num))
+
+
+def _two_sequences(inputs: Mapping[str, Any]) -> Views | None:
+    """Return the two shortest sequences of a packed row that have three tokens, None if there are none."""
+    cut = Sequences(dict(inputs))
+    order = sorted((length, unit) for unit, length in enumerate(cut.lengths) if length >= 3)
+    if len(order) < 2:
+        return None
+    (num, first), (_, second) = order[:2]
+    name = _name_of_labels(inputs)
+    parts = [cut.take([first, second]), cut.take([first]), cut.take([second])]
+    filled = torch.where(parts[0][name] == IGNORED, inputs[name].max().clamp(min=0), parts[0][name])
+    thin = torch.full_like(filled, IGNORED)
+    for place in (num - 1, -2, -1):  # one label of the first sequence, two of the second
+        thin[0, place] = filled[0, place]
+    rows = [thin, thin[:, :num], thin[:, num:]]
+    both, alone, other = ({**part, name: row.contiguous()} for part, row in zip(parts, rows, strict=True))
+    return Views(both, alone, other, copies=1)
+
+
+def _name_of_labels(inputs: Mapping[str, Any]) -> str:
+    return "shift_labels" if isinstance(inputs.get("shift_labels"), Tensor) else "labels"
 
 
 @final
-class _LossOf(nn.Module):
-    """A trainer's loss in the form of a model, so that it can be read like the loss of a model."""
+class _TrainerLoss(ProbedLoss):
+    """A trainer's loss, to be tried out."""
 
-    def __init__(self, model: nn.Module, compute: Compute) -> None:
-        super().__init__()
-        self.module = model
-        self._compute = compute
+    takes_number = True  # compute_loss takes it, whether or not it is honoured
+    trusts_number = True  # a trainer divides by its own count of labels
 
-    def forward(self, num_items_in_batch: Any = None, **inputs: Any) -> dict[str, Tensor]:
-        """Return only the loss."""
-        return {"loss": self._compute(self.module, inputs, num_items_in_batch)}
+    def __init__(self, compute: Compute, model: nn.Module, tolerance: float) -> None:
+        self.module, self.tolerance = model, tolerance
+        self.compute = compute
+
+    def __call__(self, inputs: Mapping[str, Any], **options: Any) -> Tensor:
+        """Return the loss for a number of items, or without one."""
+        return self.compute(self.module, dict(inputs), options.get("num_items_in_batch"))
+
+    def complaint(self, why: str) -> ArgumentError:
+        """Return the error, whose text is part of a longer one."""
+        return ArgumentError(
+            f"the loss of {type(unwrapped(self.module)).__name__} is not a mean over its labels: {why}"
+        )
 
 
 def weighted(loss: Tensor, weight: Tensor, total: Tensor, num_replicas: int) -> Tensor:
@@ -195,122 +276,16 @@ def weighted(loss: Tensor, weight: Tensor, total: Tensor, num_replicas: int) -> 
     return torch.where(share > 0, loss * share.to(torch.promote_types(loss.dtype, torch.float32)), 0)
 
 
-@final
-class SafeSteps:
-    """Runs forward and backward of micro-batches; the gradient stays exact if memory runs out.
+def zero_of(loss: Tensor, outputs: Any) -> Tensor:
+    """Return zero that depends on the outputs, so that every parameter gets a gradient, which is zero.
 
-    A micro-batch that does not fit is run again in smaller pieces, as if it had been cut like that from the beginning:
-    its partial gradients are dropped, random state and buffers are restored. The size that failed is remembered, so
-    that later micro-batches are cut before they fail. Under DDP, forward and backward run without collectives; ranks
-    meet in one reduction after the last micro-batch of an update.
-
-    Args:
-        strategy: ``"split_retry"``, or ``"skip"`` to leave out a micro-batch that does not fit.
-        first_size: the largest number of examples in a piece at the first retry.
-        key: the input whose length is the number of examples.
-        on_oom: called after every failure.
+    A mean over no label may be NaN, and so may be its gradient, even times zero.
     """
-
-    def __init__(self, strategy: Strategy, first_size: int, key: str, on_oom: Callable[[], None]) -> None:
-        self._strategy = strategy
-        self._first_size = first_size
-        self._key = key
-        self._on_oom = on_oom
-        self._limit = MicroLimit()
-        self._ranks: tuple[nn.Module, Ranks] | None = None
-
-    def run(
-        self, model: nn.Module, inputs: dict[str, Any], step: Step, *, is_last: bool, has_scaler: bool = False
-    ) -> Tensor:
-        """Add the gradient of a micro-batch to the gradients; return its loss, 0 if all of it was left out.
-
-        Args:
-            model: as the trainer wraps it.
-            inputs: the micro-batch.
-            step: runs forward and backward on a piece, with the weight of the piece in the update.
-            is_last: the micro-batch ends the update, so ranks add up their gradients.
-            has_scaler: a ``GradScaler`` follows.
-        """
-        ranks = self._ranks_of(model)
-        parameters = [parameter for parameter in ranks.module.parameters() if parameter.requires_grad]
-        held = set_aside(parameters)
-        try:
-            with ranks.no_sync():
-                loss = self._run_until_it_fits(ranks.module, inputs, step, parameters)
-        except BaseException:
-            drop_gradients(parameters)
-            raise
-        finally:
-            add_back(held)
-        if is_last and ranks.world_size > 1:
-            _average(ranks, parameters)
-        if is_last and has_scaler and not present(parameters):
-            # A scaler fails without any gradient. An infinite one makes it skip the update, which is intended.
-            parameters[0].grad = torch.full_like(parameters[0], torch.inf)
-        return loss
-
-    def _run_until_it_fits(
-        self, module: nn.Module, inputs: dict[str, Any], step: Step, parameters: list[nn.Parameter]
-    ) -> Tensor:
-        num = num_rows(inputs, self._key)
-        row_cost = sum(tensor.numel() for tensor in leaves(inputs)) / num
-        snapshot = Snapshot.of(module)
-        rows, most = list(range(num)), num
-        while rows:
-            most = max(1, min(most, int(min(self._limit.ceiling / row_cost, num))))
-            pieces = [piece.tolist() for piece in np.array_split(rows, -(-len(rows) // most))]
-            outcome = _attempt(module, inputs, num, pieces, step)
-            if isinstance(outcome, Tensor):
-                self._limit = self._limit.after_success(max(map(len, pieces)) * row_cost)
-                return outcome
-            drop_gradients(parameters)
-            snapshot.restore()
-            free_memory(devices_of(module))
-            self._on_oom()
-            if self._strategy == "skip":
-                logger.warning("A micro-batch of %d examples ran out of memory and is left out.", num)
-                break
-            if len(outcome) == 1:
-                logger.warning(
-                    "Example %d of %d does not fit by itself and is left out of this update.", outcome[0], num
-                )
-                rows = [row for row in rows if row != outcome[0]]
-            else:
-                self._limit = self._limit.after_failure(len(outcome) * row_cost)
-                most = min(-(-len(outcome) // 2), self._first_size)
-        return torch.zeros((), device=parameters[0].device)
-
-    def _ranks_of(self, model: nn.Module) -> Ranks:
-        if self._ranks is None or self._ranks[0] is not model:
-            inner = getattr(model, "_orig_mod", model)
-            self._ranks = model, Ranks(inner if isinstance(inner, DistributedDataParallel) else model)
-        return self._ranks[1]
+    zeros = [(tensor * 0).sum() for tensor in leaves(outputs) if tensor.requires_grad and tensor.numel() > 1]
+    return sum(zeros[1:], zeros[0]) if zeros else torch.where(torch.tensor(False, device=loss.device), loss, 0)
 
 
-def _attempt(
-    module: nn.Module, inputs: dict[str, Any], num: int, pieces: list[list[int]], step: Step
-) -> Tensor | list[int]:
-    """Run all pieces; return the sum of their losses, or the piece that ran out of memory."""
-    total: Tensor | None = None
-    piece: list[int] = []
-    try:
-        for piece in pieces:
-            part = inputs if len(piece) == num else trim_padding(take_rows(inputs, piece, num))
-            loss = step(module, dict(part))
-            total = loss if total is None else total + loss
-        assert total is not None
-        return total
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    # Outside the except block: the traceback is gone, and with it the activations it held.
-    return piece
-
-
-def _average(ranks: Ranks, parameters: list[nn.Parameter]) -> None:
-    """Do what DDP would have done: average gradients, and share the buffers of the first rank."""
-    ranks.sum_gradients(parameters)
-    gradients = present(parameters)
-    if gradients:
-        torch._foreach_mul_(gradients, 1 / ranks.world_size)
-    ranks.share_buffers()
+def as_logged(loss: Tensor, model: nn.Module) -> Tensor:
+    """Return a loss in a type that depends on the model only, as ranks without a loss gather a zero with the others."""
+    first = next(model.parameters())
+    return loss.to(torch.float64 if first.dtype == torch.float64 else torch.float32)

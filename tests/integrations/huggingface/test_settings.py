@@ -79,3 +79,15 @@ def test_an_older_trainer_is_refused_with_the_version_it_takes():
 def test_numbers_of_numpy_are_kept_as_plain_ones(tmp_path):
     trainer, *_ = make_trainer("t5", tmp_path, lr_rule="sqrt", base_size=np.int64(8))
     assert type(trainer._batching.settings.base_size) is int
+
+
+@pytest.mark.parametrize("options", [{}, {"on_oom": "raise", "controller": make_controller(4)}])
+def test_a_loss_that_gathers_from_ranks_runs_equally_often_on_all_of_them(options, tmp_path):
+    class Gathering(SimpleNamespace):
+        pass
+
+    Gathering.__module__ = "trl.trainer.sft_trainer"
+    trainer, *_ = make_trainer("t5", tmp_path, **options)
+    args = SimpleNamespace(n_gpu=1, world_size=2, average_tokens_across_devices=True)
+    with pytest.raises(ArgumentError, match="loss of a TRL trainer gathers figures from all ranks"):
+        check_trainer(trainer._batching.settings, Gathering(args=args))

@@ -151,8 +151,7 @@ class Regressor(torch.nn.Module):
         return {"loss": (self.layer(pixel_values)[:, 0] - targets).square().mean()}
 
 
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
-def test_other_modalities_are_weighted_by_their_examples(weighting, tmp_path):
+def test_other_modalities_are_weighted_by_their_examples_where_that_is_said(tmp_path):
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     examples, model = [{"pixel_values": draw(2), "targets": draw(())} for _ in range(7)], Regressor()
@@ -161,7 +160,7 @@ def test_other_modalities_are_weighted_by_their_examples(weighting, tmp_path):
         return {key: torch.stack([example[key] for example in chosen]) for key in chosen[0]}
 
     options = {"lengths": [9, 8, 7, 6, 5, 4, 3], "budget": bw.MaxTokens(16), "data_collator": stack}
-    options |= {"gradient_accumulation_steps": 7, "weighting": weighting, "label_names": ["targets"]}
+    options |= {"gradient_accumulation_steps": 7, "weighting": "examples", "label_names": ["targets"]}
     trainer, _, gradients = make_trainer("t5", tmp_path, model=model, examples=examples, **options)
     trainer.train()
     reference = Regressor()

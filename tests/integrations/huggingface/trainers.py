@@ -17,7 +17,7 @@ from batchwright.integrations.huggingface import adaptive
 from ..dynabatch.models import MODELS, collate, make_examples, make_model
 from ..dynabatch.trainer.training import Gradients, flat_gradient, make_args, relative_error
 
-__all__ = ["MODELS", "collate", "flat_gradient", "make_examples", "make_model", "relative_error"]
+__all__ = ["MODELS", "collate", "flat_gradient", "make_args", "make_examples", "make_model", "relative_error"]
 
 TOLERANCE = 1e-6  # norms of T5 and Llama, and the loss of causal models, always round to float32
 BUDGET = bw.MaxTokens(80)

@@ -19,17 +19,13 @@ from torch.utils.data import DataLoader, SequentialSampler
 from ..._checks import as_whole, check_choice
 from ...errors import ArgumentError, LengthsError
 from ...size.learning_rate import Rule, get_rule
+from ...step.losses import needs_whole_batch
+from ...step.oom import drop_gradients
+from .._devices import Devices, is_divided, on_its_own, one_process, undivided
+from .._failures import raise_together
 from .._ranked import check_no_stream, loader_options
-from .._trainer_step import (
-    Devices,
-    SafeSteps,
-    Weighing,
-    find_weighing,
-    is_divided,
-    one_process,
-    undivided,
-    weighted,
-)
+from .._safe_steps import SafeSteps, foreign_parameters
+from .._trainer_step import WHOLE, Weighing, as_logged, find_weighing, is_mean_over_examples, weighted, zero_of
 from .sampler import DynaBatchSampler
 
 OOMFallbackStrategy: TypeAlias = Literal["split_retry", "skip", None]
@@ -41,8 +37,9 @@ class DynabatchTrainerMixin:
     An update uses the gradient of the mean over all labels of its micro-batches, on all ranks, whatever their sizes. A
     loss that divides by ``num_items_in_batch`` gives this by itself; if the loss ignores that number, each
     micro-batch is weighted by its labels. The first micro-batch shows which of the two holds. A loss that is not a mean
-    over labels is weighted by examples, with a warning. FSDP, DeepSpeed, ``DataParallel`` and tensor parallelism keep
-    the trainer's own rule.
+    over labels is weighted by examples, with a warning, and never split. A loss that ``step.losses.whole_batch`` marks
+    runs in updates of one micro-batch. FSDP, DeepSpeed, ``DataParallel`` and tensor parallelism keep the trainer's own
+    rule.
 
     The ranks share the batches, and resuming in the middle of an epoch continues with the very next batch.
 
@@ -56,14 +53,17 @@ class DynabatchTrainerMixin:
             failure is logged as ``oom_failed``. With several micro-batches per update it needs memory for a second
             gradient; under DDP, gradients are reduced after the backward pass, not during it.
         oom_min_batch_size: the largest number of examples in a piece at the first retry, halved if it does not fit;
-            None takes the sampler's ``min_batch_size``. A single example that does not fit is left out, with a warning.
+            None takes the sampler's ``min_batch_size``. A single example that does not fit is left out, with a warning;
+            a micro-batch that cannot be split raises ``DoesNotFitError``.
         **kwargs: arguments of the trainer.
     """
 
     args: Any
     accelerator: Any
     model: Any
+    optimizer: Any
     train_dataset: Any
+    compute_loss_func: Any
     current_gradient_accumulation_steps: int
 
     def __init__(
@@ -112,6 +112,7 @@ class DynabatchTrainerMixin:
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Return the micro-batches of an update; their total weight is kept."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        drop_gradients(foreign_parameters(self.model, self.optimizer))
         self._window_weight = self._weigh(batches) if batches and self._can_weigh() else None
         return batches, num_items
 
@@ -123,6 +124,9 @@ class DynabatchTrainerMixin:
         assert self._window_weight is not None
         divides, weight = self._weighing.divides, self._weighing.count(inputs)
         kwargs["num_items_in_batch"] = self._window_weight if divides else None
+        if float(weight) == 0:  # runs only for the other ranks, which wait in its backward pass
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)  # type: ignore[misc]
+            return (zero_of(loss, outputs), outputs) if return_outputs else zero_of(loss, outputs)
         result = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
         if divides:
             return result
@@ -134,19 +138,27 @@ class DynabatchTrainerMixin:
         """Run forward and backward of a micro-batch, in pieces if memory runs out."""
         # Without the weight of its update a piece would not know its own.
         if self._safe_steps is None or self._window_weight is None:
-            return self._weighted_step(model, inputs, *args, **kwargs)
-        return self._safe_steps.run(
+            return as_logged(self._weighted_step(model, inputs, *args, **kwargs), model)
+        assert self._weighing is not None
+        loss = self._safe_steps.run(
             model,
             dict(inputs),
             lambda module, part: self._weighted_step(module, part, *args, **kwargs),
             is_last=self.accelerator.sync_gradients,
+            cut=self._weighing.cut(dict(inputs)),
+            optimizer=self.optimizer,
             has_scaler=self.accelerator.scaler is not None,
         )
+        return as_logged(loss, model)
 
     def _weighted_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         if self._window_weight is None:
             whole: Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
             return whole
+        assert self._weighing is not None
+        is_awaited = self._safe_steps is None and self.args.world_size > 1 and self.accelerator.sync_gradients
+        if not is_awaited and float(self._weighing.count(inputs)) == 0:
+            return torch.zeros((), device=self.args.device)
         self._is_weighting = True
         try:
             with undivided(self):
@@ -160,17 +172,39 @@ class DynabatchTrainerMixin:
 
     def _weigh(self, batches: list[Any]) -> Tensor:
         """Return how many labels count in an update, over all ranks unless the trainer is told otherwise."""
-        if self._weighing is None or not self._weighing.is_sure:
-            inputs = self._prepare_inputs(dict(batches[0]))  # type: ignore[attr-defined]
-            self._weighing = find_weighing(self._plain_loss, self.model, inputs, key=self._batch_size_key)
+        failure = None
+        try:
+            self._learn(batches)
+        except Exception as error:
+            failure = error
+        raise_together(failure, self.args.device, world_size=self.args.world_size)
+        assert self._weighing is not None
         weight = torch.stack([self._weighing.count(batch).cpu() for batch in batches]).sum().to(self.args.device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             weight = self.accelerator.gather(weight).sum()
         return weight.clamp(min=1)
 
+    def _learn(self, batches: list[Any]) -> None:
+        """Look at the first micro-batch, unless an earlier one has told what the loss is a mean over."""
+        key = self._batch_size_key
+        if any(map(needs_whole_batch, (super().compute_loss, self.compute_loss_func, self.model))):  # type: ignore[misc]
+            if len(batches) > 1:
+                raise ArgumentError(f"an update of {len(batches)} micro-batches is not one whole batch, but {WHOLE}")
+            self._weighing = Weighing(None, True, key, refusal=WHOLE)
+        if self._weighing is not None and self._weighing.is_settled(batches[0]):
+            return
+        inputs = self._prepare_inputs(dict(batches[0]))  # type: ignore[attr-defined]
+        found = find_weighing(self._plain_loss, self.model, inputs, key=key)
+        if found.refusal and not isinstance(inputs.get("labels"), Tensor):
+            is_mean = is_mean_over_examples(self._plain_loss, self.model, inputs, key=key)
+            found = Weighing(None, True, key, refusal="" if is_mean else found.refusal)
+        if found.refusal:
+            warnings.warn(f"micro-batches are weighted by their examples: {found.refusal}", stacklevel=2)
+        self._weighing = found
+
     def _plain_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
         """Return the trainer's loss as for a single process."""
-        with one_process(self.args):
+        with one_process(self.args), on_its_own(self):
             loss: Tensor = super().compute_loss(model, inputs, num_items_in_batch=num_items)  # type: ignore[misc]
             return loss
 

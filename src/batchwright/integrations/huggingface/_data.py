@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, final
 
 import torch
@@ -18,8 +19,10 @@ from ...plan.budget import MaxItems
 from ...plan.grouping.sorting import WindowSort
 from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
+from ...step.oom import free_memory, is_out_of_memory
+from .._devices import Devices
+from .._failures import raise_together
 from .._ranked import loader_options
-from .._trainer_step import Devices
 from ._batches import BatchSource, PlannedBatches, ResizableBatches
 from ._lengths import LengthCache, pad_multiple_of
 from ._settings import Settings
@@ -130,8 +133,9 @@ class TrainLoader(DataLoader[Any]):
         self.batches = batches
         self._seed = seed
         dataset, options = base.dataset, loader_options(base)
+        options["collate_fn"] = TwiceCollated(base.collate_fn)
         if isinstance(batches, ResizableBatches):
-            dataset, options["collate_fn"] = ExampleLists(dataset), CollateParts(base.collate_fn)
+            dataset, options["collate_fn"] = ExampleLists(dataset), CollateParts(options["collate_fn"])
         super().__init__(dataset, batch_sampler=batches, generator=torch.Generator(), **options)
 
     def set_epoch(self, epoch: int) -> None:
@@ -185,6 +189,45 @@ class CollateParts:
     def __call__(self, parts: list[list[Any]]) -> list[Any]:
         """Return one batch per part."""
         return [self.collate(part) for part in parts]
+
+
+@final
+@dataclass(frozen=True)
+class TwiceCollated:
+    """Collate once more if memory runs out: garbage may have filled it. A second failure is raised; no example is lost.
+
+    >>> TwiceCollated(sum)([1, 2])
+    3
+    """
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, examples: list[Any]) -> Any:
+        """Return the batch of some examples."""
+        try:
+            return self.collate(examples)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        free_memory([])
+        return self.collate(examples)
+
+
+def fetch_together(loader: Iterator[Any], num: int, args: Any) -> list[Any]:
+    """Return the next items of a loader; if it fails on one rank, all ranks raise. A collective.
+
+    Args:
+        loader: of this rank.
+        num: of items; at the end of an epoch there are fewer.
+        args: the ``TrainingArguments``.
+    """
+    items, failure = [], None
+    try:
+        items = list(islice(loader, num))
+    except Exception as error:
+        failure = error
+    raise_together(failure, args.device, world_size=args.world_size)
+    return items
 
 
 def micro_batches_of(items: list[Any]) -> list[Any]:

@@ -15,15 +15,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers.trainer_pt_utils import nested_concat
 
 from ..._types import IntArray
-from ...errors import ArgumentError, LengthsError
+from ...errors import ArgumentError, DoesNotFitError, LengthsError
 from ...plan.budget import Budget, MaxCost
 from ...plan.grouping.sorting import Sorted
 from ...plan.plan import plan_batches
-from .._inputs import num_rows
+from ...step.oom import devices_of, free_memory, is_out_of_memory
+from .._devices import Devices
+from .._inputs import Rows, Sequences, Whole, is_packed, num_rows
 from .._ranked import loader_options
-from .._trainer_step import Devices
+from .._safe_steps import does_not_fit
+from ._data import TwiceCollated
 from ._lengths import LengthCache, pad_multiple_of
 from ._settings import Settings
 from ._weights import LossWeights, TrainerLoss, row_key
@@ -79,7 +83,11 @@ class Evaluation:
             world_size=devices.world_size,
             pad_multiple_of=pad_multiple_of(collator),
         )
-        loader = self._loaders[base] = DataLoader(base.dataset, batch_sampler=plan, **loader_options(base))
+        loader = self._loaders[base] = DataLoader(
+            base.dataset,
+            batch_sampler=plan,
+            **{**loader_options(base), "collate_fn": TwiceCollated(base.collate_fn)},
+        )
         return loader
 
     @contextmanager
@@ -92,27 +100,101 @@ class Evaluation:
         finally:
             self._run = None
 
-    def step(self, predict: Callable[[], Any], inputs: Any, loss: TrainerLoss, devices: Devices) -> Any:
+    def step(self, predict: Callable[[Any], Any], inputs: Any, loss: TrainerLoss, devices: Devices) -> Any:
         """Run the trainer's prediction step on a batch, and add its loss with its weight.
 
         Args:
-            predict: the trainer's own step on the batch.
+            predict: the trainer's own step on a batch.
             inputs: the batch.
             loss: of the trainer.
             devices: tell whether losses can be weighed.
         """
         if self._run is None:
-            return predict()
-        has_labels = isinstance(inputs.get("labels"), Tensor)
-        if has_labels and not devices.is_divided:
-            self._weights.learn(loss, inputs)
-        rows = torch.tensor(num_rows(inputs, row_key(inputs, loss.model)))
+            return self._predict(predict, inputs, loss)
         # Before the step, which may remove the labels.
-        weight = self._weights.count(inputs) if has_labels and self._weights.is_known else rows
-        found = predict()
+        weight = self._weigh(inputs, loss, devices)
+        found = self._predict(predict, inputs, loss)
         if found[0] is not None:
             self._run.add(found[0], weight)
         return found
+
+    def _weigh(self, inputs: Any, loss: TrainerLoss, devices: Devices) -> Tensor:
+        has_labels = isinstance(inputs.get("labels"), Tensor)
+        if has_labels and not devices.is_divided:
+            self._weights.learn(loss, [inputs])
+        if has_labels and self._weights.is_known:
+            return self._weights.count(inputs)
+        return torch.tensor(num_rows(inputs, row_key(inputs, loss.model)))
+
+    def _predict(self, predict: Callable[[Any], Any], inputs: Any, loss: TrainerLoss) -> Any:
+        """Run the trainer's step, on halves of a batch that runs out of memory."""
+        if self._settings.on_oom == "raise":
+            return predict(inputs)
+        try:
+            return predict(dict(inputs))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        free_memory(devices_of(loss.model))
+        if isinstance(inputs.get("labels"), Tensor):
+            self._weights.learn(loss, [inputs])
+        key = row_key(inputs, loss.model)
+        cut = self._weights.cut(dict(inputs)) if self._weights.is_known else None
+        if cut is None or (isinstance(cut, Whole) and not is_packed(inputs)):
+            cut = Rows(dict(inputs), key)  # its outputs may be merged, if not its loss
+        if cut.num == 1:
+            raise DoesNotFitError(does_not_fit(cut, 0))
+        middle, units = -(-cut.num // 2), list(range(cut.num))
+        logger.warning("A batch of %d %ss ran out of memory in evaluation and runs in two.", cut.num, cut.unit)
+        halves = [cut.untrimmed(part) for part in (units[:middle], units[middle:])]
+        sizes = [None if isinstance(cut, Sequences) else num_rows(half, key) for half in halves]
+        weights = [self._weights.count(half) if self._weights.is_known else None for half in halves]
+        return merged([self._predict(predict, half, loss) for half in halves], sizes, self._weights_of(weights))
+
+    def _weights_of(self, weights: list[Tensor | None]) -> list[float] | None:
+        """Return the weights of losses, None if nobody knows them."""
+        if self._weights.refusal or any(weight is None for weight in weights):
+            return None
+        return [float(weight) for weight in weights if weight is not None]
+
+
+def merged(results: list[Any], sizes: list[int | None], weights: list[float] | None) -> Any:
+    """Return the result of a prediction step on a batch from those on its parts.
+
+    Args:
+        results: ``(loss, logits, labels)`` of every part.
+        sizes: the rows of every part; None where a part has no rows of its own, and only losses can be merged.
+        weights: what the losses are means over; None if that is not known.
+    """
+    losses, *outputs = zip(*results, strict=True)
+    loss = None
+    if losses[0] is not None:
+        if weights is None:
+            raise DoesNotFitError(
+                "a batch of evaluation does not fit, and cannot be cut, as nothing says what its loss is a mean over; "
+                "use a smaller eval_budget"
+            )
+        wide = [value.double() * weight for value, weight in zip(losses, weights, strict=True) if weight > 0]
+        loss = (sum(wide) / max(sum(weights), 1.0)).to(losses[0]) if wide else losses[0]
+    return loss, *(_joined(list(values), sizes) for values in outputs)
+
+
+def _joined(values: list[Any], sizes: list[int | None]) -> Any:
+    """Return outputs of parts as those of the whole: rows in one tensor, nested as they came."""
+    first = values[0]
+    if first is None:
+        return None
+    if isinstance(first, Mapping):
+        return {name: _joined([value[name] for value in values], sizes) for name in first}
+    if isinstance(first, tuple | list):
+        return type(first)(_joined(list(parts), sizes) for parts in zip(*values, strict=True))
+    if not all(isinstance(value, Tensor) and value.ndim and len(value) == size
+               for value, size in zip(values, sizes, strict=True)):  # fmt: skip
+        raise DoesNotFitError(
+            "a batch of evaluation does not fit, and an output of the model has no row per example, so parts of the "
+            "batch cannot be joined; leave it out with ignore_keys, or use a smaller eval_budget"
+        )
+    return nested_concat(first, values[1], padding_index=-100)  # type: ignore[no-untyped-call]
 
 
 @final

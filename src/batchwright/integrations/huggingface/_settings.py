@@ -16,8 +16,8 @@ from ...plan.grouping.base import Grouping, check_grouping
 from ...plan.plan import PlanSettings
 from ...size.learning_rate import Rule, get_rule
 from ...step.memory.monitor import MemoryMonitor
+from .._devices import is_divided
 from .._ranked import controller_of
-from .._trainer_step import is_divided
 
 Weighting: TypeAlias = Literal["tokens", "examples"]
 OnOom: TypeAlias = Literal["split", "skip", "raise"]
@@ -149,6 +149,7 @@ def _check_devices(settings: Settings, trainer: Any) -> None:
             f"one process drives {trainer.args.n_gpu} GPUs with DataParallel; start one process per GPU with torchrun"
         )
     if not is_divided(trainer):
+        _check_gathering(settings, trainer)
         if settings.measure_noise and trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
             raise ArgumentError("measure_noise needs average_tokens_across_devices=True")
         return
@@ -160,3 +161,13 @@ def _check_devices(settings: Settings, trainer: Any) -> None:
     for name, is_used in (("a controller", settings.controller is not None), ("lr_rule", settings.rule is not None)):
         if is_used:
             raise ArgumentError(f"{name} needs the whole model on every rank; leave it out")
+
+
+def _check_gathering(settings: Settings, trainer: Any) -> None:
+    """Refuse ranks that would call a loss which gathers figures from all ranks unequally often."""
+    is_trl = any(kind.__module__.split(".")[0] == "trl" for kind in type(trainer).__mro__)
+    if is_trl and trainer.args.world_size > 1 and (settings.on_oom != "raise" or settings.controller is not None):
+        raise ArgumentError(
+            "the loss of a TRL trainer gathers figures from all ranks whenever it is called, so all ranks must run "
+            "equally many micro-batches; pass on_oom='raise', and leave the controller out"
+        )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -13,18 +13,32 @@ import torch
 from torch import Tensor, nn
 
 from ..._checks import read_whole
-from ...step.noise import NoiseMeter, NoiseReport
+from ..._ranks import Ranks
+from ...errors import ArgumentError
+from ...step.oom import drop_gradients
+from .._devices import Devices
+from .._failures import raise_gathered
 from .._inputs import num_rows
-from .._trainer_step import Devices, SafeSteps, Step, Strategy
+from .._safe_steps import (
+    SafeSteps,
+    Step,
+    check_hooks,
+    fill_for_scaler,
+    foreign_parameters,
+    trained_parameters,
+    unreduced_parameters,
+)
+from .._trainer_step import WHOLE, as_logged
 from ._batches import Counted
+from ._noise import GradientNoise
 from ._settings import Settings
-from ._weights import LossWeights, TrainerLoss, UpdateWeight, row_key
+from ._weights import LossWeights, TrainerLoss, UpdateWeight, refuse, row_key
 
 # A retry begins with half of what did not fit; no smaller bound is set.
 _NO_BOUND = 1 << 31
-# Places in the sums of an update: its weight in labels or examples, examples, tokens, padded tokens, micro-batches, and
-# how often a rank has run out of memory since training began.
-_WEIGHT, _EXAMPLES, _TOKENS, _PADDED, _PARTS, _OOMS = range(6)
+# Places in the sums of an update: its weight in labels or examples, examples, tokens, padded tokens, micro-batches, how
+# often a rank has run out of memory since training began, and how many ranks have failed or cannot weigh micro-batches.
+_WEIGHT, _EXAMPLES, _TOKENS, _PADDED, _PARTS, _OOMS, _FAILED, _REFUSED = range(8)
 
 
 @final
@@ -48,7 +62,7 @@ class Updates:
         self._settings = settings
         self._weights = weights
         self._devices: Devices | None = None
-        self._repeats: deque[bool] = deque()
+        self._shares: deque[float] = deque()  # the weights of the micro-batches that are left
         self._key = ""
         self._safe_steps: SafeSteps | None = None
 
@@ -57,52 +71,90 @@ class Updates:
         self.figures = TrainingFigures()
         if self.noise is not None:
             self.noise.meter.norms.close()
-        self.noise = GradientNoise(model) if self._settings.measure_noise else None
+        self.noise = GradientNoise(trained_parameters(model)) if self._settings.measure_noise else None
 
     def close(self) -> None:
         """End a training; its figures can still be read."""
         self.whole, self._safe_steps = None, None
 
     def begin(
-        self, batches: list[Any], received: tuple[Counted, list[bool]], *, loss: TrainerLoss, devices: Devices
+        self,
+        batches: list[Any],
+        received: tuple[Counted, list[bool]],
+        *,
+        loss: TrainerLoss,
+        devices: Devices,
+        optimizer: Any = None,
     ) -> None:
-        """Begin an update.
+        """Begin an update; if a rank cannot, no rank does.
 
         Args:
             batches: its micro-batches on this rank.
             received: what they hold, and which of them are repeats that count on another rank.
             loss: of the trainer.
             devices: whose micro-batches make one update together.
+            optimizer: tells which parameters are trained.
         """
         counted, repeats = received
-        self._devices, self._repeats, self._key = devices, deque(repeats), row_key(batches[0], loss.model)
+        self._devices, self._key = devices, row_key(batches[0], loss.model)
         if self._safe_steps is None and self._settings.on_oom != "raise":
-            strategy: Strategy = "skip" if self._settings.on_oom == "skip" else "split_retry"
-            self._safe_steps = SafeSteps(strategy, _NO_BOUND, self._key, self._note_oom)
-        weight = torch.zeros(()) if devices.is_divided else self._weigh(batches, repeats, loss)
-        mine = torch.tensor([float(weight), *counted, self.figures.num_ooms], dtype=torch.float64)
+            self._safe_steps = SafeSteps(self._settings.on_oom, _NO_BOUND, self._key, self._note_oom)
+        drop_gradients(foreign_parameters(loss.model, optimizer))
+        shares, failure = [], None
+        try:
+            check_hooks(trained_parameters(loss.model, optimizer), len(batches))
+            shares = [1.0] * len(batches) if devices.is_divided else self._weigh(batches, repeats, loss)
+            if self.noise is not None:
+                self._check_rows(batches, repeats, counted)
+                self.noise.begin(trained_parameters(loss.model, optimizer))
+        except Exception as error:  # raised below, on all ranks
+            failure = error
+        flags = [failure is not None, bool(self._weights.refusal)]
+        mine = torch.tensor([sum(shares), *counted, self.figures.num_ooms, *flags], dtype=torch.float64)
         sums = devices.add_up(mine)
+        if failure is not None and devices.args.world_size == 1:
+            raise failure
+        if sums[_FAILED] > 0:
+            raise_gathered(failure)
         self.figures.begin(sums)
-        if self.noise is not None:
-            self.noise.begin()
+        self._shares = deque(shares)
         if self._settings.memory is not None:
             self._settings.memory.reset_peak()
-        self.whole = None
-        if not devices.is_divided:
-            total = sums[_WEIGHT] if devices.args.average_tokens_across_devices else weight
-            # A whole number: a total of a wide float type would widen half-precision losses.
-            total = total.clamp(min=1).round().long().to(devices.args.device)
-            self.whole = UpdateWeight(total, devices.num_replicas)
+        self.whole = None if devices.is_divided else self._weight_of_update(sums, sum(shares), devices)
 
-    def _weigh(self, batches: list[Any], repeats: list[bool], loss: TrainerLoss) -> Tensor:
-        self._weights.learn(loss, batches[0])
-        weights = [
-            self._weights.count(batch).cpu() * (not is_repeat)
+    def _weigh(self, batches: list[Any], repeats: list[bool], loss: TrainerLoss) -> list[float]:
+        self._weights.learn(loss, batches)
+        is_whole = bool(self._weights.refusal)  # then it counts as one, whatever it holds
+        return [
+            0.0 if is_repeat else 1.0 if is_whole else float(self._weights.count(batch))
             for batch, is_repeat in zip(batches, repeats, strict=True)
         ]
-        return torch.stack(weights).sum()
 
-    def run(self, step: Step, model: nn.Module, parts: list[Any], devices: Devices) -> Tensor:
+    def _weight_of_update(self, sums: Tensor, mine: float, devices: Devices) -> UpdateWeight | None:
+        """Return what the micro-batches are parts of; None if there is only one, whose weight nobody knows."""
+        refusal, num_parts = self._weights.refusal, round(float(sums[_PARTS]))
+        if sums[_REFUSED] > 0:
+            # Under DDP every rank may have a whole batch of its own, as in the trainer itself.
+            is_declared = refusal == WHOLE
+            if num_parts > (devices.world_size if is_declared else 1):
+                raise refuse(refusal or "another rank cannot tell", num_parts)
+            if not is_declared:
+                return None
+        total = sums[_WEIGHT] if devices.args.average_tokens_across_devices else torch.tensor(mine)
+        # A whole number: a total of a wide float type would widen half-precision losses.
+        return UpdateWeight(total.clamp(min=1).round().long().to(devices.args.device), devices.num_replicas)
+
+    def _check_rows(self, batches: list[Any], repeats: list[bool], counted: Counted) -> None:
+        rows = sum(
+            num_rows(batch, self._key) for batch, is_repeat in zip(batches, repeats, strict=True) if not is_repeat
+        )
+        if rows != counted.examples:
+            raise ArgumentError(
+                f"measure_noise needs a row per example, but {counted.examples} examples came in {rows} rows; use a "
+                "collator that does not pack, or leave measure_noise out"
+            )
+
+    def run(self, step: Step, model: nn.Module, parts: list[Any], devices: Devices, optimizer: Any = None) -> Tensor:
         """Run forward and backward of an item, micro-batch by micro-batch, and return its loss.
 
         Args:
@@ -110,10 +162,12 @@ class Updates:
             model: as the trainer wraps it.
             parts: the micro-batches of the item.
             devices: tell whether the item ends an update.
+            optimizer: tells which parameters are trained.
         """
         last = len(parts) - 1
-        losses = [self._run_part(step, model, part, devices, is_end=place == last) for place, part in enumerate(parts)]
-        total: Tensor = sum(losses[1:], losses[0])
+        run = self._run_plainly if self._safe_steps is None or devices.is_divided else self._run_safely
+        losses = [run(step, model, part, devices, optimizer, is_end=place == last) for place, part in enumerate(parts)]
+        total = as_logged(sum(losses[1:], losses[0]), model)
         self.figures.loss = self.figures.loss + total
         if self.noise is not None and devices.accelerator.sync_gradients:
             scaler = devices.accelerator.scaler
@@ -125,30 +179,59 @@ class Updates:
             )
         return total
 
-    def _run_part(self, step: Step, model: nn.Module, part: Any, devices: Devices, *, is_end: bool) -> Tensor:
-        """Add the gradient of a micro-batch; under DDP nothing is sent before the last one."""
-        whole, accelerator = self.whole, devices.accelerator
-        if whole is not None and self._repeats and self._repeats.popleft():
-            whole = whole._replace(num_replicas=0)  # another rank runs the same example: no weight here
+    def _run_safely(
+        self, step: Step, model: nn.Module, part: Any, devices: Devices, optimizer: Any, *, is_end: bool
+    ) -> Tensor:
+        """Add the gradient of a micro-batch, in pieces if memory runs out."""
+        assert self._safe_steps is not None
+        share, inputs = self._next_share(), dict(part)
         if self.noise is not None:
             self.noise.keep()
-        if self._safe_steps is None or whole is None:
-            with nullcontext() if is_end else accelerator.no_sync(model):
-                return self._weighted_step(step, whole, model, part)
         return self._safe_steps.run(
             model,
-            dict(part),
-            partial(self._weighted_step, step, whole),
-            is_last=is_end and accelerator.sync_gradients,
-            has_scaler=accelerator.scaler is not None,
+            inputs,
+            partial(self._weighted_step, step, has_share=share > 0),
+            is_last=is_end and devices.accelerator.sync_gradients,
+            cut=self._weights.cut(inputs),
+            optimizer=optimizer,
+            has_scaler=devices.accelerator.scaler is not None,
         )
 
-    def _weighted_step(self, step: Step, whole: UpdateWeight | None, model: nn.Module, inputs: Any) -> Tensor:
+    def _run_plainly(
+        self, step: Step, model: nn.Module, part: Any, devices: Devices, optimizer: Any, *, is_end: bool
+    ) -> Tensor:
+        """Add the gradient of a micro-batch; under DDP nothing is sent before the last one."""
+        accelerator, share = devices.accelerator, self._next_share()
+        is_last = is_end and accelerator.sync_gradients
+        with nullcontext() if is_end else accelerator.no_sync(model):
+            # Other ranks wait in this backward pass.
+            runs_idle = share == 0 and is_last and devices.args.world_size > 1
+            loss = self._weighted_step(step, model, part, has_share=share > 0, runs_idle=runs_idle)
+        if is_last and devices.args.world_size > 1:
+            left_out = unreduced_parameters(model, optimizer)
+            if left_out:
+                Ranks(model).sum_gradients(left_out, 1 / devices.args.world_size)
+        elif is_last and accelerator.scaler is not None and share == 0:
+            fill_for_scaler(trained_parameters(model, optimizer))
+        return loss
+
+    def _next_share(self) -> float:
+        return self._shares.popleft() if self._shares else 1.0  # a step that belongs to no update of ours
+
+    def _weighted_step(
+        self, step: Step, model: nn.Module, inputs: Any, *, has_share: bool, runs_idle: bool = False
+    ) -> Tensor:
+        whole = self.whole
         if whole is None:
             return step(model, inputs)
-        noise = self.noise if whole.num_replicas else None
-        with self._weights.weighing(whole), noise.part(num_rows(inputs, self._key)) if noise else nullcontext():
-            return step(model, inputs)
+        # A mean over no label may be NaN, and so may be its gradient, even times zero.
+        is_idle = not (has_share and self._weights.has_weight(inputs))
+        noise = self.noise if has_share else None
+        with noise.part(num_rows(inputs, self._key)) if noise else nullcontext():
+            if is_idle and not runs_idle:
+                return torch.zeros((), device=whole.total.device)
+            with self._weights.weighing(whole, is_idle=is_idle):
+                return step(model, inputs)
 
     def _note_oom(self) -> None:
         self.figures.num_ooms += 1
@@ -236,71 +319,4 @@ class TrainingFigures:
 
 
 def _no_sums() -> Tensor:
-    return torch.zeros(6, dtype=torch.float64)
-
-
-@final
-class GradientNoise:
-    """Measures the gradient noise of updates whose micro-batches are random parts.
-
-    Args:
-        model: without wrappers for several devices.
-
-    Attributes:
-        meter: holds the average over all updates so far.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.meter = NoiseMeter([(name, value) for name, value in model.named_parameters() if value.requires_grad])
-        self._num_parts = 0
-        self._kept: tuple[Tensor | None, int] = (None, 0)
-        self._read: Callable[[], NoiseReport] | None = None
-
-    @property
-    def report(self) -> NoiseReport | None:
-        """Return the noise of the newest update, None if it had fewer than two parts."""
-        return None if self._read is None else self._read()
-
-    def begin(self) -> None:
-        """Begin an update."""
-        self.meter.norms.reset()
-        self._num_parts, self._read = 0, None
-        self.keep()
-
-    def keep(self) -> None:
-        """Remember what was measured, in case the next micro-batch has to be run again."""
-        self._kept = (self.meter.norms.total, self._num_parts)
-
-    def undo(self) -> None:
-        """Forget what was measured since ``keep``."""
-        self.meter.norms.total, self._num_parts = self._kept
-
-    @contextmanager
-    def part(self, num_examples: int) -> Iterator[None]:
-        """Measure the backward pass of a part inside the context."""
-        self.meter.norms.begin()
-        yield
-        self.meter.norms.end(num_examples)
-        self._num_parts += 1
-
-    def end(self, add_up: Callable[[Tensor], Tensor], *, num_examples: int, num_replicas: int, scale: float) -> None:
-        """Take the sums of the update after its last backward pass, before gradients are unscaled and clipped.
-
-        Args:
-            add_up: sums a tensor over all ranks.
-            num_examples: of the update, over all ranks.
-            num_replicas: the factor that losses were multiplied by, because gradients are averaged over ranks.
-            scale: of the ``GradScaler``, 1 without one.
-        """
-        total = self.meter.norms.total
-        mine = torch.zeros(1, dtype=torch.float64) if total is None else total
-        squares, num = add_up(torch.cat([mine, torch.tensor([self._num_parts], device=mine.device, dtype=mine.dtype)]))
-        if num >= 2:
-            # Gradients carry the factor num_replicas * scale / num_examples, and the sums are quadratic in them.
-            self._read = self.meter.add(
-                squares.reshape(1),
-                q_factor=(num_examples / num_replicas / scale) ** 2,
-                gb_factor=scale**-2,
-                num_examples=num_examples,
-                num_parts=round(float(num)),
-            )
+    return torch.zeros(8, dtype=torch.float64)

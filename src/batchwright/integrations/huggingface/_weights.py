@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ...errors import ArgumentError
 from ...step.huggingface import IGNORED, counts_tokens
-from .._trainer_step import Compute, Weighing, find_weighing, weighted
+from .._inputs import Cut, is_packed, num_rows
+from .._trainer_step import WHAT_TO_DO, WHOLE, Compute, Weighing, find_weighing, weighted, zero_of
 from ._settings import Weighting
 
 _OTHER = "use weighting='tokens', or a loss that is itself a mean over examples"
@@ -25,13 +26,15 @@ class TrainerLoss(NamedTuple):
     compute: Compute  # as for a single process
     model: nn.Module  # without wrappers for several devices
     prepare: Callable[[dict[str, Any]], dict[str, Any]]  # moves inputs to the device
+    is_half: bool = False  # it computes in half precision
+    needs_whole: bool = False  # it was declared to compare the examples of a batch
 
 
 class UpdateWeight(NamedTuple):
     """The weight of a whole update, which its micro-batches are parts of."""
 
     total: Tensor  # labels or examples
-    num_replicas: int  # whose gradients are averaged later; 0 for a micro-batch that counts on another rank
+    num_replicas: int  # whose gradients are averaged later
 
 
 @final
@@ -49,17 +52,45 @@ class LossWeights:
         self._is_checked = False
         self._update: UpdateWeight | None = None
         self._is_weighing = False
+        self._is_idle = False
+        self._was_asked = False
 
-    def learn(self, loss: TrainerLoss, batch: Mapping[str, Any]) -> None:
-        """Look at a micro-batch, unless an earlier one has told what the loss is a mean over."""
-        if not (self._weighing is not None and self._weighing.is_sure):
-            inputs = loss.prepare(dict(batch))
-            self._weighing = find_weighing(loss.compute, loss.model, inputs, key=row_key(batch, loss.model))
+    def learn(self, loss: TrainerLoss, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Look at the largest of some micro-batches, unless an earlier one has told what the loss is a mean over."""
+        key = row_key(batches[0], loss.model)
+        if loss.needs_whole:
+            self._weighing = Weighing(None, True, key, refusal=WHOLE)
+            return
+        batch = max(batches, key=lambda batch: num_rows(batch, row_key(batch, loss.model)))
+        if self._weighing is not None and self._weighing.is_settled(batch):
+            return
+        if self._by_example and is_packed(batch):
+            raise ArgumentError(
+                "weighting='examples' needs a row per example, but the rows of this batch hold several sequences; use "
+                "weighting='tokens', or a collator that does not pack"
+            )
+        self._weighing = find_weighing(
+            loss.compute,
+            loss.model,
+            loss.prepare(dict(batch)),
+            key=key,
+            by_example=self._by_example,
+            is_half=loss.is_half,
+        )
 
     @property
     def is_known(self) -> bool:
         """Return whether anything was learned."""
         return self._weighing is not None
+
+    @property
+    def refusal(self) -> str:
+        """Return why parts of a batch have no weight, an empty text if they have."""
+        return "" if self._weighing is None else self._weighing.refusal
+
+    def cut(self, inputs: dict[str, Any]) -> Cut | None:
+        """Return how a micro-batch can be cut, None for rows."""
+        return None if self._weighing is None else self._weighing.cut(inputs)
 
     def count(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the weight of a micro-batch, on its device."""
@@ -67,14 +98,28 @@ class LossWeights:
         labels = self._labels_of_rows(inputs)
         return self._weighing.count(inputs) if labels is None else (labels != IGNORED).any(dim=1).sum()
 
+    def has_weight(self, inputs: Mapping[str, Any]) -> bool:
+        """Say whether a micro-batch counts at all."""
+        return bool(self.refusal) or float(self.count(inputs)) > 0
+
     @contextmanager
-    def weighing(self, update: UpdateWeight | None) -> Iterator[None]:
-        """Let ``loss`` return parts of an update inside the context; if that is None, means of batches."""
-        self._is_weighing, self._update = True, update
+    def weighing(self, update: UpdateWeight | None, *, is_idle: bool = False) -> Iterator[None]:
+        """Let ``loss`` return parts of an update inside the context; if that is None, means of batches.
+
+        Args:
+            update: what they are parts of.
+            is_idle: the micro-batch does not count; its gradients are zero, and only exist for other ranks.
+        """
+        self._is_weighing, self._update, self._is_idle, self._was_asked = True, update, is_idle, False
         try:
             yield
         finally:
-            self._is_weighing, self._update = False, None
+            self._is_weighing, self._update, self._is_idle = False, None, False
+        if update is not None and not self._was_asked:
+            raise ArgumentError(
+                "the trainer's loss was not weighed: a compute_loss or training_step above the adaptive one does not "
+                "call super(); write the loss into a trainer class and make it adaptive: adaptive(YourTrainer)"
+            )
 
     def loss(
         self, compute: Callable[[Any, bool], Any], inputs: Mapping[str, Any], *, with_outputs: bool
@@ -88,22 +133,32 @@ class LossWeights:
             inputs: the micro-batch.
             with_outputs: the outputs are needed.
         """
+        self._was_asked = True
         if not self._is_weighing or self._weighing is None:
             return None
         update, labels = self._update, self._labels_of_rows(inputs)
         divides = self._weighing.divides and labels is None
         # Before the loss, which may remove the labels.
-        weight = None if update is None or divides else self.count(inputs)
-        with_outputs = with_outputs or labels is not None
-        found = compute(update.total if update is not None and divides else None, with_outputs)
+        weight = self._weight_of(inputs, update, divides)
+        with_outputs = with_outputs or self._is_idle or labels is not None
+        # The trainer evaluates with the number of labels of the batch, so a loss may count on getting one.
+        number = (weight if update is None else update.total) if divides else None
+        found = compute(number, with_outputs)
         loss, outputs = found if with_outputs else (found, None)
+        if self._is_idle:
+            return zero_of(loss, outputs), outputs
         if labels is not None:
-            loss = self._mean_over_rows(loss, _logits_of(outputs), labels)
+            loss = self._mean_over_rows(loss, _logits_of(outputs, loss), labels)
         if update is None:
             return loss, outputs
-        if weight is None:
+        if divides:
             return loss * update.num_replicas, outputs
         return weighted(loss, weight, update.total, update.num_replicas), outputs
+
+    def _weight_of(self, inputs: Mapping[str, Any], update: UpdateWeight | None, divides: bool) -> Tensor:
+        if (update is None and not divides) or self.refusal:
+            return torch.ones(())  # nobody divides by it, or the batch counts as one
+        return self.count(inputs).clamp(min=update is None)
 
     def _mean_over_rows(self, loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
         losses, counts = _losses_of_rows(logits, labels, self._shifts)
@@ -138,6 +193,18 @@ class LossWeights:
         self._is_checked = math.isfinite(theirs)
 
 
+def refuse(refusal: str, num_parts: int) -> ArgumentError:
+    """Return the error of an update whose micro-batches have no weight."""
+    advice = (
+        "use one micro-batch per update: gradient_accumulation_steps=1, and a budget that holds the batch"
+        if refusal == WHOLE
+        else WHAT_TO_DO
+    )
+    return ArgumentError(
+        f"an update of {num_parts} micro-batches needs to know what each of them counts, but {refusal}; {advice}"
+    )
+
+
 def row_key(batch: Mapping[str, Any], model: Any) -> str:
     """Return the name of an input whose length is the number of examples."""
     names = [getattr(model, "main_input_name", "input_ids"), "input_ids", "labels"]
@@ -145,8 +212,12 @@ def row_key(batch: Mapping[str, Any], model: Any) -> str:
     return next((name for name in names if name in batch), tensors[0] if tensors else names[0])
 
 
-def _logits_of(outputs: Any) -> Tensor:
+def _logits_of(outputs: Any, loss: Tensor) -> Tensor:
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs[1] if len(outputs) > 1 else None
+    if isinstance(logits, Tensor) and loss.requires_grad and not logits.requires_grad:
+        raise ArgumentError(
+            f"weighting='examples' needs logits with a gradient, but this trainer's have none; {_OTHER}"
+        )
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         raise ArgumentError(
             f"weighting='examples' needs the logits of every token, which the model does not return; {_OTHER}"

@@ -23,10 +23,12 @@ from ...plan.budget import Budget
 from ...plan.grouping.base import Grouping
 from ...size.learning_rate import Rule
 from ...size.noise import NoiseAverage
+from ...step.huggingface import unwrapped
+from ...step.losses import needs_whole_batch
 from ...step.memory.monitor import MemoryMonitor
+from .._devices import Devices, on_its_own, one_process, undivided
 from .._ranked import check_no_stream
-from .._trainer_step import Devices, one_process, undivided
-from ._data import TrainingData, TrainLoader, micro_batches_of
+from ._data import TrainingData, TrainLoader, fetch_together, micro_batches_of
 from ._evaluation import Evaluation, EvaluationPlan
 from ._lengths import LengthCache
 from ._settings import OnOom, Settings, Weighting, check_trainer, check_trainer_class
@@ -48,10 +50,14 @@ class AdaptiveTrainerMixin:
     micro-batches under the budget; ``gradient_accumulation_steps`` stays 1.
 
     An update uses the gradient of the mean over all its labels on all ranks. It does not depend on the sizes of the
-    micro-batches, nor on whether the model takes ``num_items_in_batch``. Every example counts once per epoch: if
-    fewer examples than ranks are left, a rank without one runs the example of another rank with weight 0. A checkpoint
-    holds the place in the epoch and the state of the controller, so ``resume_from_checkpoint`` continues with the very
-    next batch. Evaluation is planned too: predictions come in the order of the data, and the loss is the exact mean.
+    micro-batches, nor on whether the model takes ``num_items_in_batch``; the first micro-batch shows what the loss is a
+    mean over. If it cannot tell, updates of several micro-batches are refused. ``step.losses.whole_batch`` marks a
+    ``compute_loss``, ``compute_loss_func`` or model that compares the examples of a batch, which is then never cut.
+
+    Every example counts once per epoch: if fewer examples than ranks are left, a rank without one runs the example of
+    another rank with weight 0. A checkpoint holds the place in the epoch and the state of the controller, so
+    ``resume_from_checkpoint`` continues with the very next batch. Evaluation is planned too: predictions come in the
+    order of the data, and the loss is the exact mean.
 
     The trainer logs with the loss: ``batch_size`` (per update, over all ranks), ``num_micro_batches``, ``padding``,
     ``ooms``, and if they are in use ``batch_size_wanted``, ``noise_scale`` and ``lr_factor``.
@@ -67,10 +73,11 @@ class AdaptiveTrainerMixin:
         weighting: ``"tokens"``: every label counts the same. ``"examples"``: every example counts the same, with the
             mean over its own labels. If labels are tokens, this needs the logits, and a loss that is their cross
             entropy.
-        on_oom: ``"split"`` runs a micro-batch that runs out of memory again in smaller pieces, exactly. ``"skip"``
-            leaves it out, but its labels still count in the mean. Both need memory for a second gradient if an update
-            has several micro-batches, and under DDP they reduce gradients after the backward pass, not during it.
-            ``"raise"`` changes none of this.
+        on_oom: ``"split"`` runs a micro-batch that runs out of memory again in smaller pieces, exactly; if one example
+            does not fit by itself, or the micro-batch cannot be cut, it raises ``DoesNotFitError``. ``"skip"``
+            leaves the micro-batch out, but its labels still count in the mean. Both need memory for a second gradient
+            if an update has several micro-batches, and under DDP they reduce gradients after the backward pass, not
+            during it. ``"raise"`` changes none of this.
         lr_rule: ``"none"``, ``"linear"``, ``"sqrt"``, ``"adascale"`` or a function of ``(batch_size, base_size)``; it
             applies only inside the optimizer's step.
         base_size: the batch size over all ranks that ``learning_rate`` was chosen for; needed with ``lr_rule``.
@@ -90,6 +97,8 @@ class AdaptiveTrainerMixin:
     train_dataset: Any
     eval_dataset: Any
     compute_metrics: Callable[..., Any] | None
+    compute_loss_func: Callable[..., Any] | None
+    optimizer: Any
 
     def __init__(
         self,
@@ -177,11 +186,19 @@ class AdaptiveTrainerMixin:
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Return the items of an update, and begin it."""
-        items, num_items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         batches = self._batching.data.batches
+        call = inspect.signature(super().get_batch_samples).bind(*args, **kwargs)  # type: ignore[misc]
+        given = call.arguments
+        if batches is not None:
+            given["epoch_iterator"] = iter(fetch_together(given["epoch_iterator"], given["num_batches"], self.args))
+        items, num_items = super().get_batch_samples(*call.args, **call.kwargs)  # type: ignore[misc]
         if items and batches is not None:
             self._batching.updates.begin(
-                micro_batches_of(items), batches.take_received(), loss=self._trainer_loss(), devices=Devices.of(self)
+                micro_batches_of(items),
+                batches.take_received(),
+                loss=self._trainer_loss(),
+                devices=Devices.of(self),
+                optimizer=self.optimizer,
             )
         return items, num_items
 
@@ -194,6 +211,7 @@ class AdaptiveTrainerMixin:
                 model,
                 micro_batches_of([inputs]),
                 Devices.of(self),
+                self.optimizer,
             )
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
@@ -212,8 +230,23 @@ class AdaptiveTrainerMixin:
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items
             )
 
+    def _tried_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Any:
+        with on_its_own(self):
+            return self._loss_of_one_process(model, inputs, num_items)
+
     def _trainer_loss(self) -> TrainerLoss:
-        return TrainerLoss(self._loss_of_one_process, self.model, self._prepare_inputs)  # type: ignore[attr-defined]
+        return TrainerLoss(
+            self._tried_loss,
+            self.model,
+            self._prepare_inputs,  # type: ignore[attr-defined]
+            is_half=bool(self.args.bf16 or self.args.fp16),
+            needs_whole=self._needs_whole_batch(),
+        )
+
+    def _needs_whole_batch(self) -> bool:
+        """Say whether ``whole_batch`` marks the trainer's ``compute_loss``, its ``compute_loss_func`` or the model."""
+        theirs = super().compute_loss  # type: ignore[misc]
+        return any(map(needs_whole_batch, (self.compute_loss, theirs, self.compute_loss_func, unwrapped(self.model))))
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of an item."""
@@ -260,8 +293,10 @@ class AdaptiveTrainerMixin:
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch; its loss counts by the labels or examples it is a mean over."""
-        predict = functools.partial(super().prediction_step, model, inputs, *args, **kwargs)  # type: ignore[misc]
-        return self._batching.evaluation.step(predict, inputs, self._trainer_loss(), Devices.of(self))
+        step = super().prediction_step  # type: ignore[misc]
+        return self._batching.evaluation.step(
+            lambda part: step(model, part, *args, **kwargs), inputs, self._trainer_loss(), Devices.of(self)
+        )
 
 
 @functools.cache

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from transformers import Seq2SeqTrainer, Trainer
 
-from batchwright.errors import ArgumentError
-from batchwright.integrations._trainer_step import parallel_size
+from batchwright.errors import ArgumentError, DoesNotFitError
+from batchwright.integrations._devices import parallel_size
 from batchwright.integrations.dynabatch import make_dynabatch_trainer
+from batchwright.step.losses import whole_batch
 
 from ..models import MODELS, NUM_TOKENS, collate, make_examples
 from .training import exact_gradient, flat_gradient, make_sampler, make_trainer, relative_error, windows
@@ -180,6 +181,35 @@ def test_a_loss_that_is_no_mean_over_labels_is_weighted_by_examples_with_a_warni
     with pytest.warns(UserWarning, match="weighted by their examples: the loss of Contrastive is not a mean"):
         trainer.train()
     assert relative_error(gradients.seen[0], flat_gradient(model)) < 1e-12
+
+
+def test_a_loss_that_is_no_mean_over_labels_is_never_split(tmp_path):
+    """Split after out of memory, its gradient was wrong, and nothing said so."""
+    model = Contrastive()
+
+    def before(module, args, kwargs):
+        if torch.is_grad_enabled() and len(kwargs["input_ids"]) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    trainer, _ = make_trainer("t5", tmp_path, model=model, oom_fallback="split_retry")
+    with (
+        pytest.warns(UserWarning, match="weighted by their examples"),
+        pytest.raises(DoesNotFitError, match="cannot be cut: the loss of Contrastive is not a mean"),
+    ):
+        trainer.train()
+
+
+def test_a_declared_loss_needs_updates_of_one_micro_batch(tmp_path):
+    trainer, gradients = make_trainer("t5", tmp_path, model=whole_batch(Contrastive()))
+    trainer.train()
+    model, examples = Contrastive(), trainer.train_dataset
+    model.load_state_dict(trainer.model.state_dict())
+    model(**collate([examples[index] for index in make_sampler(examples).batches[0]]))["loss"].backward()
+    assert relative_error(gradients.seen[0], flat_gradient(model)) < 1e-12
+    trainer, _ = make_trainer("t5", tmp_path, model=whole_batch(Contrastive()), gradient_accumulation_steps=2)
+    with pytest.raises(ArgumentError, match="2 micro-batches is not one whole batch"):
+        trainer.train()
 
 
 def test_tensor_parallel_and_data_parallel_keep_the_rule_of_the_trainer(tmp_path):

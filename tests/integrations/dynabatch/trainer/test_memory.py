@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from batchwright.errors import ArgumentError
-from batchwright.integrations._trainer_step import SafeSteps
+from batchwright.integrations._safe_steps import SafeSteps
 
 from ..failing import fail_above
 from ..models import MODELS, collate, make_examples, make_model

@@ -1,0 +1,327 @@
+"""What a loss is a mean over: found by running it on parts of a batch, apart and together."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError
+from .oom import Snapshot
+
+IGNORED = -100
+LABELS = ("labels", "shift_labels")
+OWN_LOSS = "write a loss_fn(model, micro_batch) that returns (loss_sum, weight) instead of huggingface_loss()"
+# Rounding of a loss, by the type it is computed in.
+TOLERANCE = 1e-4
+HALF_TOLERANCE = 2e-2
+# Two ways of counting that fit equally well: the losses of all labels are the same, as from a head of zeros.
+_TIE = 1e-7
+
+
+class LossReading(NamedTuple):
+    """How to read a loss."""
+
+    sums: bool  # num_items_in_batch=1 makes it a sum
+    shifts: bool  # the first label of a row belongs to no output
+
+
+class Views(NamedTuple):
+    """Inputs of two parts of a batch, together and apart, with few labels that count.
+
+    If the loss is a mean over its labels, the sums of the parts apart are ``copies`` times the sum of both.
+    """
+
+    both: Mapping[str, Any]
+    first: Mapping[str, Any]
+    second: Mapping[str, Any]
+    copies: int  # how often the inputs of a part alone hold it: equal shapes run in equal kernels, and round alike
+
+
+class ProbedLoss(ABC):
+    """A loss that can be tried out.
+
+    Attributes:
+        module: what it runs; put into evaluation mode for the trial.
+        takes_number: it may honour ``num_items_in_batch``.
+        trusts_number: whoever uses the loss divides sums by the usual number of labels, whatever its mean is over.
+        tolerance: least rounding to allow.
+    """
+
+    module: nn.Module
+    takes_number: bool
+    trusts_number: bool = False
+    tolerance: float = TOLERANCE
+
+    @abstractmethod
+    def __call__(self, inputs: Mapping[str, Any], **options: Any) -> Tensor:
+        """Return the loss of inputs."""
+
+    @abstractmethod
+    def complaint(self, why: str) -> ArgumentError:
+        """Return the error of a loss that is not a mean over its labels."""
+
+
+@final
+class ModelLoss(ProbedLoss):
+    """The loss that a model returns."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = getattr(model, "_orig_mod", model)  # the shapes of two examples are not worth compiling
+        self.takes_number = _takes_number(unwrapped(model))
+
+    def __call__(self, inputs: Mapping[str, Any], **options: Any) -> Tensor:
+        """Return the loss, unless the model says that part of it belongs to the batch as a whole."""
+        outputs = self.module(**inputs, **options)
+        found = outputs if isinstance(outputs, Mapping) else {}
+        extra = [name for name in found if name.endswith(("aux_loss", "z_loss")) and found[name] is not None]
+        if extra:
+            raise self.complaint(f"it holds {extra[0]}, which belongs to a batch as a whole; turn that off if you can")
+        return loss_of(outputs)
+
+    def complaint(self, why: str) -> ArgumentError:
+        """Return the error, which advises to write a loss function."""
+        name = type(unwrapped(self.module)).__name__
+        return ArgumentError(f"the loss of {name} is not a mean over its labels: {why}; {OWN_LOSS}")
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """Return the loss from the outputs of a model."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ArgumentError(f"the model returned no loss for the labels, got {type(loss).__name__}; {OWN_LOSS}")
+    return loss.reshape(())
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model under ``torch.compile``, data-parallel and adapter wrappers."""
+    while True:
+        base = getattr(model, "get_base_model", None)
+        inner = base() if callable(base) else getattr(model, "_orig_mod", getattr(model, "module", None))
+        if not isinstance(inner, nn.Module) or inner is model:
+            return model
+        model = inner
+
+
+def _takes_number(base: nn.Module) -> bool:
+    parameters = inspect.signature(base.forward).parameters
+    takes = "num_items_in_batch" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return takes and getattr(base, "accepts_loss_kwargs", True) is not False
+
+
+def counts_tokens(labels: Tensor) -> bool:
+    """Say whether labels are classes of tokens, rather than one per example or numbers."""
+    return labels.ndim == 2 and not labels.is_floating_point()
+
+
+def num_labels(inputs: Mapping[str, Any], shifts: bool) -> Tensor:
+    """Count the labels of a loss: those other than -100, or examples if labels are floats; on their device.
+
+    ``shift_labels`` count where a collator gives them, as the loss then uses them instead of ``labels``.
+    """
+    shifted, labels = inputs.get("shift_labels"), inputs["labels"]
+    if isinstance(shifted, Tensor):
+        return (shifted != IGNORED).sum()
+    if labels.is_floating_point():
+        return torch.tensor(len(labels))
+    return ((labels[:, 1:] if shifts and labels.ndim == 2 else labels) != IGNORED).sum()
+
+
+def usual_reading(model: nn.Module, labels: Tensor) -> LossReading:
+    """Return the reading that is right for most models of this kind; every model can give a mean."""
+    base = unwrapped(model)
+    is_encoder_decoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+    predicts_next = any(part in type(base).__name__ for part in ("CausalLM", "LMHead")) and not is_encoder_decoder
+    return LossReading(sums=False, shifts=predicts_next and counts_tokens(labels))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch a model to evaluation mode; afterwards every module is in the mode that it had."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def row_views(batch: Mapping[str, Any], num: int, take: Callable[[Mapping[str, Any], list[int]], Any]) -> Views:
+    """Return two examples of a batch: one label of the first counts, and three of the second, where there are as many.
+
+    Args:
+        batch: its inputs, with or without labels.
+        num: the number of examples.
+        take: returns some examples of inputs.
+    """
+    places = [0, min(1, num - 1)]
+    labels = {name: value for name, value in batch.items() if name in LABELS and isinstance(value, Tensor)}
+    others = {name: value for name, value in batch.items() if name not in labels}
+    thinned = {name: _thinned(value, places) for name, value in labels.items()}
+
+    def pair(first: int, second: int) -> dict[str, Any]:
+        rows = {name: value[[first, second]] for name, value in thinned.items()}
+        return {**take(others, [places[first], places[second]]), **rows}
+
+    return Views(pair(0, 1), pair(0, 0), pair(1, 1), copies=2)
+
+
+def _thinned(labels: Tensor, places: list[int]) -> Tensor:
+    """Keep one label in the first row and three in the second, so that no two ways of counting agree."""
+    rows = labels[places]
+    if labels.is_floating_point():
+        return rows
+    kept = torch.ones_like(rows, dtype=torch.bool)
+    if counts_tokens(labels):
+        kept[0, :-1] = False
+        kept[1, 1:-2] = False
+    return torch.where(kept, torch.where(rows == IGNORED, _stand_in(labels), rows), IGNORED)
+
+
+def _stand_in(labels: Tensor) -> Tensor:
+    """Return a valid class: the largest one. Class 0 may be padding, which makes no decoder input in some models."""
+    return labels.max().clamp(min=0)
+
+
+def label_views(batch: Mapping[str, Any]) -> Views | None:
+    """Return a whole batch with few labels that count, for batches that cannot be cut; None if it is too short.
+
+    One label counts in the first view, three others in the second. One of these is the first of a row, which tells
+    whether the loss shifts labels. Labels that count in the batch are taken if there are enough of them.
+    """
+    name = "shift_labels" if isinstance(batch.get("shift_labels"), Tensor) else "labels"
+    labels = batch[name]
+    if not counts_tokens(labels) or labels.shape[1] < 4:
+        return None
+    places = torch.arange(labels.numel(), device=labels.device).view_as(labels)[:, 1:]
+    is_used = labels[:, 1:] != IGNORED
+    chosen = places[is_used] if int(is_used.sum()) >= 3 else places.flatten()
+    # Neighbours are labels of one sequence, the first belongs to another one if there are several in a row.
+    first, *others = chosen[[0, -2, -1]].tolist()
+    sets = ([first, 0, *others], [first], [0, *others])
+    full = torch.where(labels == IGNORED, _stand_in(labels), labels).flatten()
+
+    def view(kept: list[int]) -> dict[str, Any]:
+        thinned = torch.full_like(full, IGNORED)
+        thinned[kept] = full[kept]
+        return {**batch, name: thinned.view_as(labels)}
+
+    both, apart, rest = map(view, sets)
+    return Views(both, apart, rest, copies=1)
+
+
+def read_views(loss: ProbedLoss, views: Views) -> LossReading | None:
+    """Find out how to read a loss; None if these inputs cannot tell.
+
+    The loss runs in evaluation mode without gradients; random state and buffers are put back.
+    """
+    snapshot = Snapshot.of(loss.module)
+    try:
+        with evaluating(loss.module), torch.no_grad():
+            return _Reader(loss, views).read()
+    finally:
+        snapshot.restore()
+
+
+def try_out(loss: ProbedLoss, *inputs: Mapping[str, Any]) -> list[float]:
+    """Return losses in evaluation mode without gradients; random state and buffers are put back."""
+    snapshot = Snapshot.of(loss.module)
+    try:
+        with evaluating(loss.module), torch.no_grad():
+            return [float(loss(given)) for given in inputs]
+    finally:
+        snapshot.restore()
+
+
+def adds_up_by_example(loss: ProbedLoss, views: Views) -> bool:
+    """Say whether the loss of two examples is the mean of their losses apart."""
+    both, first, second = try_out(loss, *views[:3])
+    return math.isclose(2 * both, first + second, rel_tol=loss.tolerance, abs_tol=1e-12)
+
+
+@final
+class _Reader:
+    """Runs a loss on views, and compares sums."""
+
+    def __init__(self, loss: ProbedLoss, views: Views) -> None:
+        self._loss, self._views = loss, views
+        usual = usual_reading(loss.module, views.both["labels"]).shifts
+        has_ways = counts_tokens(views.both["labels"]) and not isinstance(views.both.get("shift_labels"), Tensor)
+        self._ways = (usual, not usual) if has_ways else (usual,)
+        self._tolerance = loss.tolerance
+
+    def read(self) -> LossReading | None:
+        """Return the reading under which sums add up; None if the loss is not finite, or does not depend on labels."""
+        total, is_sum = self._total()
+        mean = self._mean(needs_number=is_sum)
+        if not all(math.isfinite(value) for value in (total, mean)):
+            return None
+        if is_sum:
+            self._check_sums(total)
+            shifts = self._best_way(lambda counts: abs(mean * counts[0] - total) / abs(total))
+            if shifts is None and not self._loss.trusts_number:
+                raise self._complaint(mean, f"{total:.6g} with num_items_in_batch=1")
+            return LossReading(True, self._ways[0] if shifts is None else shifts)
+        first, second = (float(self._loss(view)) for view in self._views[1:3])
+        if not (math.isfinite(first) and math.isfinite(second)):
+            return None
+        whole = self._views.copies * mean
+
+        def error(counts: list[int]) -> float:
+            apart = counts[1] * first + counts[2] * second
+            return abs(whole * counts[0] - apart) / max(abs(apart), 1e-12)
+
+        found = self._best_way(error)
+        if found is None:
+            raise self._complaint(mean, f"{first:.6g} and {second:.6g} apart")
+        if first == second == mean and self._views.copies == 1:
+            raise self._loss.complaint(f"it is {mean:.6g} whichever of its labels count")
+        is_tie = len(self._ways) > 1 and max(error(self._counts(way)) for way in self._ways) < _TIE
+        return None if is_tie else LossReading(False, found)
+
+    def _total(self) -> tuple[float, bool]:
+        """Return the loss for the number 1, and whether the loss divides by that number."""
+        if not self._loss.takes_number:
+            return 0.0, False
+        one, two = (self._loss(self._views.both, num_items_in_batch=number) for number in (1, 2))
+        if one.dtype not in (torch.float32, torch.float64):
+            self._tolerance = max(self._tolerance, HALF_TOLERANCE)
+        return float(one), float(one) != 0 and math.isclose(float(one), 2 * float(two), rel_tol=self._tolerance)
+
+    def _mean(self, *, needs_number: bool) -> float:
+        try:
+            mean = self._loss(self._views.both)
+        except TypeError:
+            if not (needs_number and self._loss.trusts_number):
+                raise
+            return 0.0  # a loss that only ever divides by the number it is given
+        if mean.dtype not in (torch.float32, torch.float64):
+            self._tolerance = max(self._tolerance, HALF_TOLERANCE)
+        return float(mean)
+
+    def _check_sums(self, total: float) -> None:
+        """Refuse a sum that compares examples, which the number of labels alone does not show."""
+        first, second = (float(self._loss(view, num_items_in_batch=1)) for view in self._views[1:3])
+        if not math.isclose(self._views.copies * total, first + second, rel_tol=self._tolerance):
+            apart = f"{first / self._views.copies:.6g} and {second / self._views.copies:.6g} apart"
+            raise self._complaint(total, f"{apart}, all with num_items_in_batch=1")
+
+    def _best_way(self, error: Callable[[list[int]], float]) -> bool | None:
+        errors = [error(self._counts(way)) for way in self._ways]
+        best = min(range(len(errors)), key=errors.__getitem__)
+        return self._ways[best] if errors[best] <= self._tolerance else None
+
+    def _counts(self, shifts: bool) -> list[int]:
+        return [int(num_labels(view, shifts)) for view in self._views[:3]]
+
+    def _complaint(self, loss: float, apart: str) -> ArgumentError:
+        _, first, second = (count // self._views.copies for count in self._counts(self._ways[-1]))
+        return self._loss.complaint(f"that of two examples with {first} and {second} labels is {loss:.6g}, {apart}")
