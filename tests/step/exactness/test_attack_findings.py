@@ -417,6 +417,22 @@ def test_float16_does_not_overflow_where_the_first_piece_weighs_little():
         _check(seen, expected, 1e-2)
 
 
+def test_float16_does_not_vanish_where_the_first_piece_weighs_most():
+    model = nn.Linear(2, 1, bias=False).half()
+    inputs, weights = torch.full((64, 2), 1 / 64).half(), torch.ones(64)
+    inputs[0], weights[0] = 0.0, 60000.0
+
+    def loss_fn(model, batch):
+        return (model(batch[0]).float().squeeze(1) * batch[1]).sum(), float(batch[1].sum())
+
+    expected = _truth(model, (inputs, weights), loss_fn)
+    optimizer = _Seen(model.parameters())
+    with contextlib.suppress(ArgumentError):
+        Stepper(model, optimizer, loss_fn, micro_batch=1).step((inputs, weights))
+    for (seen,) in optimizer.seen:
+        torch.testing.assert_close(seen, expected[0], rtol=0.05, atol=0.0)
+
+
 def test_float32_does_not_overflow_where_the_first_piece_weighs_little():
     model = _model(torch.float32)
     batch = (torch.ones(2, 2), torch.tensor([1e-30, 1e30]))
