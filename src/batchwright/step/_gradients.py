@@ -46,6 +46,11 @@ class Trained:
                 "the optimizer updates no trainable parameter; set requires_grad on those to train, and give them to it"
             )
 
+    def has_changed(self) -> bool:
+        """Return whether the optimizer updates other parameters now than at the last ``refresh``."""
+        found = optimizer_parameters(self.optimizer)
+        return len(found) != len(self.parameters) or not all(map(_is, found, self.parameters))
+
     def refresh(self) -> bool:
         """Ask the optimizer again, and return whether it updates other parameters than before."""
         found = optimizer_parameters(self.optimizer)
@@ -117,12 +122,13 @@ class Gradients:
         self._half = [parameter for parameter in trained if half_to_float(parameter.dtype) is not parameter.dtype]
         self._wide: dict[nn.Parameter, Tensor] = {}  # float32 sums of parameters in half precision
         self._existing: _Sums = []
+        self._deferred: list[tuple[nn.Parameter, dict[int, Any]]] = []  # hooks of the user that wait for the sum
         self._seen: list[tuple[Tensor | None, int]] = []
 
     @property
-    def has_half(self) -> bool:
-        """Return whether a parameter is in half precision."""
-        return bool(self._half)
+    def has_float16(self) -> bool:
+        """Return whether a parameter is in float16, which has a short range."""
+        return any(parameter.dtype is torch.float16 for parameter in self._half)
 
     def begin(self, existing: Existing, *, is_warned: bool) -> bool:
         """Begin an update without gradients; return whether some that were there were not zero and are lost.
@@ -165,7 +171,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget what was gathered."""
-        self._wide = {}
+        self._wide, self._seen = {}, []
         for parameter in self._all:
             parameter.grad = None
 
@@ -183,6 +189,7 @@ class Gradients:
             in_pieces: several backward passes follow, whose gradients in half precision are summed in float32.
         """
         hooks = _foreign_hooks(self.trained)
+        self._deferred = [(parameter, foreign) for parameter, _, foreign in hooks]
         for _, registered, foreign in hooks:
             for key in foreign:
                 del registered[key]
@@ -210,13 +217,34 @@ class Gradients:
         if gradient is None:
             return
         before = self._wide.get(parameter)
-        self._wide[parameter] = gradient.float() if before is None else before.add_(gradient)
+        self._wide[parameter] = gradient.float() if before is None else _sum_of(before, gradient.float())
 
     def widen_shards(self) -> None:
         """Do the same for shards, which FSDP2 writes without a hook; call it after every backward pass."""
         for parameter in self._half:
             if is_sharded(parameter):
                 self._widen(parameter)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Return whether users have put hooks on the parameters."""
+        return bool(_foreign_hooks(self.trained))
+
+    @property
+    def has_any(self) -> bool:
+        """Return whether a parameter has a gradient."""
+        return bool(self._wide) or any(parameter.grad is not None for parameter in self._all)
+
+    @property
+    def are_finite(self) -> bool:
+        """Return whether all gradients so far are finite numbers; this waits for the device."""
+        found = [self._wide.get(parameter, parameter.grad) for parameter in self.trained]
+        return all(one is None or bool(torch.isfinite(_values_of(one)).all()) for one in found)
+
+    def show(self) -> None:
+        """Write sums in float32 into ``.grad`` as well, rounded, for those who read it before ``finish``."""
+        for parameter, total in self._wide.items():
+            parameter.grad = total.to(parameter.dtype)
 
     def watch(self) -> None:
         """Remember the gradients as they are now, for ``check_untouched``."""
@@ -240,7 +268,7 @@ class Gradients:
         for parameter, gradient in zip(self.trained, summed, strict=True):
             if gradient is not None and gradient is not parameter.grad:
                 parameter.grad = gradient.to(parameter.dtype)
-        for parameter, _, foreign in _foreign_hooks(self.trained):
+        for parameter, foreign in self._deferred:
             for hook in foreign.values():
                 changed = None if parameter.grad is None else hook(parameter.grad)
                 parameter.grad = parameter.grad if changed is None else changed
@@ -286,12 +314,13 @@ def _sum_of(before: Tensor, now: Tensor) -> Tensor:
     return now.add_(before) if before.is_sparse and not now.is_sparse else before.add_(now)
 
 
-def _num_not_zero(gradients: Sequence[Tensor]) -> int:
-    def is_zero(gradient: Tensor) -> bool:
-        local = gradient.to_local() if is_sharded(gradient) else gradient  # type: ignore[attr-defined]
-        return not bool((local.coalesce().values() if local.is_sparse else local).any())
+def _values_of(gradient: Tensor) -> Tensor:
+    local: Tensor = gradient.to_local() if is_sharded(gradient) else gradient  # type: ignore[attr-defined]
+    return local.coalesce().values() if local.is_sparse else local
 
-    return sum(not is_zero(gradient.detach()) for gradient in gradients)
+
+def _num_not_zero(gradients: Sequence[Tensor]) -> int:
+    return sum(bool(_values_of(gradient.detach()).any()) for gradient in gradients)
 
 
 def _version_of(parameter: nn.Parameter) -> tuple[Tensor | None, int]:
@@ -305,7 +334,7 @@ def _foreign_hooks(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Paramete
     for parameter in parameters:
         registered: Any = parameter._backward_hooks
         if registered and not is_sharded(parameter):
-            foreign = {key: hook for key, hook in registered.items() if not hasattr(hook, "is_batchwright")}
+            foreign = {key: hook for key, hook in registered.items() if not _only_looks(hook)}
             if foreign:
                 found.append((parameter, registered, foreign))
     return found
@@ -327,3 +356,8 @@ def _bytes_of(parameter: Tensor) -> bytes:
     flat = parameter.detach().cpu().contiguous()
     real = torch.view_as_real(flat) if flat.is_complex() else flat
     return real.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _only_looks(hook: Any) -> bool:
+    """Return whether a hook does not change the gradient: ours, and those of ``register_multi_grad_hook``."""
+    return hasattr(hook, "is_batchwright") or getattr(hook, "__module__", None) == "torch.autograd.graph"

@@ -55,7 +55,9 @@ class Snapshot:
     """
 
     def __init__(self, buffers: Buffers | None, devices: Iterable[torch.device]) -> None:
-        self._places = [(place, dict(place)) for place in (buffers.places if buffers is not None else [])]
+        places = [] if buffers is None else buffers.places
+        self._places = [(place, dict(place)) for place in places if place]
+        self._empty = [place for place in places if not place]
         self._values = [
             (buffer, buffer.detach().clone())
             for _, held in self._places
@@ -74,6 +76,8 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back."""
+        for place in self._empty:
+            place.clear()
         for place, held in self._places:
             place.clear()
             place.update(held)

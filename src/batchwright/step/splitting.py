@@ -190,6 +190,7 @@ def wrap_batch(
 class LogicalBatch(ABC):
     """The examples of one update, which can be taken apart and put together in any order."""
 
+    source: Any  # the batch as it came
     num_examples: int
     lengths: Lengths | None  # (B, axes), as the micro-batch will be padded
     refusal: ArgumentError | None = None  # what to raise instead of a cut, for a batch that only runs whole
@@ -202,6 +203,10 @@ class LogicalBatch(ABC):
         """Return the micro-batches of all parts, each made when it is needed."""
         return map(self.take, parts)
 
+    def versions(self) -> list[int]:
+        """Return numbers that change when a tensor of the batch is changed in place."""
+        return [tensor._version for tensor in _tensors_of(self.source) if not tensor.is_inference()]
+
     @property
     @abstractmethod
     def gains_from_sorting(self) -> bool:
@@ -213,6 +218,7 @@ class TensorBatch(LogicalBatch):
     """Nested fields with one row per example; they keep their width unless ``trim`` is given."""
 
     def __init__(self, batch: Any, *, lengths: Callable[[Any], Any] | None, trim: Callable[[Any], Any] | None) -> None:
+        self.source = batch
         self._rows = Rows(batch)
         self._trim = trim
         self.num_examples = self._rows.num
