@@ -8,6 +8,7 @@ import math
 import sys
 import warnings
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -198,9 +199,9 @@ def a_refused_batch_handed_over_again(rank, world_size):
         stepper.accumulate(share(rank))
         model[0].weight.requires_grad_(True)
         for _ in range(2):
-            assert isinstance(outcome(lambda: stepper.step(share(rank))), ArgumentError), f"wrapped: {is_wrapped}"
+            assert isinstance(outcome(partial(stepper.step, share(rank))), ArgumentError), f"wrapped: {is_wrapped}"
         stepper.abandon()
-        assert outcome(lambda: stepper.step(share(rank))) is None
+        assert outcome(partial(stepper.step, share(rank))) is None
         if is_wrapped:
             check_equal(model.parameters())
 
@@ -496,8 +497,8 @@ def sums_of_opposite_infinities(rank, world_size):
         for what in ("metric", "loss", "weight"):
             model = make()
             stepper = _infinite(what, rank, model)
-            outcome(lambda: stepper.step(share(rank)))
-            assert outcome(lambda: stepper.step(share(rank))) is None
+            outcome(partial(stepper.step, share(rank)))
+            assert outcome(partial(stepper.step, share(rank))) is None
 
 
 class Silent(Exception):
