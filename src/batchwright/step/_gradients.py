@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .._ranks import Ranks, half_to_float, is_sharded
+from .._ranks import Ranks, half_to_float, is_expanded, is_sharded, mark_of
 from ..errors import ArgumentError
 from ._optimizers import check_parameters, optimizer_parameters
 
@@ -37,7 +37,7 @@ class Trained:
         self._ranks = ranks
         self.optimizer = optimizer
         self._names: dict[int, str] = {}
-        self._mark = 0
+        self._mark = self._mark_of_names = 0
         self.parameters: list[nn.Parameter] = []
         self.gradients = Gradients([], [])
         self.refresh()
@@ -65,7 +65,9 @@ class Trained:
         self._names = {id(parameter): name for name, parameter in own}
         self.parameters = found
         self.gradients = Gradients(found, list(others.values()))
-        self._mark = self._mark_of_unshared() if self._ranks.world_size > 1 else 0
+        if self._ranks.world_size > 1:
+            self._mark = self._mark_of_unshared()
+            self._mark_of_names = mark_of([(name, tuple(value.shape), value.dtype) for name, value in self.named()])
         return True
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
@@ -76,17 +78,22 @@ class Trained:
 
     def marks(self) -> list[int]:
         """Return numbers that must be the same on all ranks; see ``check_marks``."""
-        return [self._ranks.mark_of_buffers(), self._mark, len(self.parameters)]
+        return [self._ranks.mark_of_buffers(), self._mark, self._mark_of_names]
 
     def check_marks(self, are_equal: Sequence[bool]) -> None:
         """Refuse, on all ranks alike, what differs between them; each of ``marks`` was compared."""
-        same_buffers, same_values, same_number = are_equal
+        same_buffers, same_values, same_names = are_equal
         if not same_buffers:
             raise ArgumentError(
                 "buffers of the model have other shapes on other ranks, so they cannot be shared; give them the same "
                 "shape everywhere, or use DDP(broadcast_buffers=False)"
             )
-        if not (same_values and same_number):
+        if not same_names:
+            raise ArgumentError(
+                "the optimizer trains other parameters on other ranks, or in another order; build it in the same way, "
+                "and freeze and unfreeze on all ranks alike"
+            )
+        if not same_values:
             raise ArgumentError(
                 "the optimizer trains parameters that the wrapped model does not own, and their values differ between "
                 "ranks; make them with the same seed on all ranks, or put them into the model before it is wrapped"
@@ -94,12 +101,9 @@ class Trained:
 
     def _mark_of_unshared(self) -> int:
         """Return a checksum of the parameters that no wrapper has made equal on all ranks."""
-        is_shared: Callable[[nn.Parameter], bool] = (
-            is_sharded if self._ranks.is_sharded else lambda parameter: id(parameter) in self._names
-        )
         mark = 0
         for parameter in self.parameters:
-            if not is_shared(parameter):
+            if not self._ranks.is_equal(parameter):
                 mark = zlib.crc32(_bytes_of(parameter), mark)
         return mark
 
@@ -226,9 +230,9 @@ class Gradients:
                 self._widen(parameter)
 
     @property
-    def has_hooks(self) -> bool:
-        """Return whether users have put hooks on the parameters."""
-        return bool(_foreign_hooks(self.trained))
+    def num_hooked(self) -> int:
+        """Return how many parameters have hooks of the user that wait for the sum."""
+        return len(self._deferred)
 
     @property
     def has_any(self) -> bool:
@@ -262,12 +266,22 @@ class Gradients:
                 )
 
     def finish(self, ranks: Ranks, factor: float) -> None:
-        """Turn sums into the gradient of the update, on all ranks: multiply, reduce, run the hooks of the user."""
+        """Turn sums into the gradient of the update, on all ranks: multiply and reduce."""
         sums = [self._wide.pop(parameter, parameter.grad) for parameter in self.trained]
         summed = ranks.add_up(sums, self.trained, factor)
         for parameter, gradient in zip(self.trained, summed, strict=True):
             if gradient is not None and gradient is not parameter.grad:
                 parameter.grad = gradient.to(parameter.dtype)
+
+    def run_hooks(self, ranks: Ranks, device: torch.device) -> None:
+        """Show the gradient of the update to the hooks of the user; what they make of it on the first rank holds."""
+        if not self._deferred:
+            return
+        _, error = attempt(self._run_hooks)
+        ranks.agree(error, device)
+        ranks.share([one.grad for one, _ in self._deferred if one.grad is not None and not one.grad.is_sparse])
+
+    def _run_hooks(self) -> None:
         for parameter, foreign in self._deferred:
             for hook in foreign.values():
                 changed = None if parameter.grad is None else hook(parameter.grad)
@@ -278,7 +292,13 @@ class Gradients:
         existing, self._existing = self._existing, []
         if existing and ranks.world_size > 1:
             # Gradients of one rank are averaged as DDP would; those that all ranks share stay as they are.
-            existing = ranks.add_up(existing, self.trained, 1 / ranks.world_size)
+            plain = [
+                None if is_sharded(parameter) else one for parameter, one in zip(self.trained, existing, strict=True)
+            ]
+            averaged = ranks.add_up(plain, self.trained, 1 / ranks.world_size)
+            existing = [
+                new if old is None or not is_sharded(old) else old for new, old in zip(averaged, existing, strict=True)
+            ]
         for parameter, before in zip(self.trained, existing, strict=False):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else _sum_of(before, parameter.grad)
@@ -308,7 +328,9 @@ def _norm_of(gradient: Tensor) -> Tensor:
 
 
 def _sum_of(before: Tensor, now: Tensor) -> Tensor:
-    """Add gradients as backward would, of which each may be sparse."""
+    """Add gradients as backward would, of which each may be sparse; the first may be written to."""
+    if is_expanded(before):
+        before = before.clone()
     if now.is_sparse and not before.is_sparse:
         return before.add_(now)
     return now.add_(before) if before.is_sparse and not now.is_sparse else before.add_(now)

@@ -135,15 +135,14 @@ def _versions(parameters: Sequence[Tensor]) -> list[int]:
 
 
 def _is_untouched(optimizer: Any) -> bool:
-    """Say whether a step that failed has surely left the state as it was: no state, or state that is only just made.
+    """Say whether a step that failed has surely left no trace: an optimizer of torch's own that has no state.
 
-    Fused kernels count no versions of what they write, so nothing is known about them.
+    Others may count steps in their groups, write past the versions of tensors, or begin a state with a gradient. Fused
+    kernels count no versions either.
     """
-    values: list[Any] = []
-    for state in getattr(optimizer, "state", {}).values():
-        values += state.values() if isinstance(state, dict) else [state]
+    is_known = type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    return not is_fused and not any(value._version if isinstance(value, Tensor) else value for value in values)
+    return is_known and not is_fused and not any(optimizer.state.values())
 
 
 def take_over(
@@ -174,7 +173,10 @@ def take_over(
     except Exception as caught:
         second = caught
     ranks.agree(second, device)
-    raise common_error(error, failures)
+    raised = common_error(error, failures)
+    if isinstance(raised, UpdateMemoryError):
+        raised.can_retry = False  # the update is done
+    raise raised
 
 
 def _state_of(optimizer: Any, parameters: Sequence[nn.Parameter], scaler: Any) -> dict[str, Any]:
@@ -190,6 +192,13 @@ def _load(state: dict[str, Any], optimizer: Any, parameters: Sequence[nn.Paramet
         for parameter, value in zip(parameters, state["parameters"], strict=True):
             parameter.copy_(value)
     optimizer.load_state_dict(state["optimizer"])
+    # load_state_dict casts a state to the type of its parameter, which need not be the type that it has.
+    places = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for place, values in state["optimizer"]["state"].items():
+        held = optimizer.state[places[place]] if isinstance(place, int) else {}
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, Tensor) and held[name].dtype is not value.dtype:
+                held[name] = value.to(held[name].device)
     if scaler is not None:
         forget_unscaling(scaler, optimizer)
         scaler.load_state_dict(state["scaler"])

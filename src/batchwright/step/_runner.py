@@ -138,8 +138,8 @@ class Runner:
             return False
         if pending.totals.num_micro_batches > 0:
             raise ArgumentError(
-                f"a batch of weight {weight:g} follows one of about {pending.divisor:g} in the same update, which is too "
-                "far apart for one scale of the gradients; give total_weight= or weight_of="
+                f"a batch of weight {weight:g} follows one of about {pending.divisor:g} in the same update, too far "
+                "apart for one scale of the gradients; give total_weight= or weight_of="
             )
         pending.divisor = power_of_two(weight)
         return True
@@ -164,6 +164,7 @@ class Runner:
         """Return how many micro-batches this rank runs: its own number, or under FSDP2 the largest of all ranks."""
         if not self._ranks.meet_in_forward:
             return len(parts)
+        self._ranks.check_shards()
         (most,) = self._ranks.largest([len(parts)], self._device)
         if self._ranks.has_sync_batch_norm:
             (are_equal,) = self._ranks.agree(None, self._device, marks=[len(parts)])
@@ -199,6 +200,7 @@ class Runner:
                 # Under FSDP2 a rank that is done keeps the others company: divided by infinity, its part is zero.
                 for _ in range(num_parts - len(parts)):
                     self._backward(self._forward(logical.take(parts[-1])), math.inf, None)
+                    gradients.widen_shards()
             return totals
         except Exception as error:
             # Where ranks meet in the forward pass, none can try again on its own: the others wait for it inside.
@@ -300,8 +302,8 @@ def _doubt(name: str, part: nn.Module) -> str | None:
     if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None):
         mode = "in training mode" if part.training else "without running statistics"
         return (
-            f"BatchNorm {mode} ({name}) sees micro-batches, not the batch: its statistics, and so the update, depend on "
-            "the split. Use GroupNorm or LayerNorm, or put it into eval mode with running statistics"
+            f"BatchNorm {mode} ({name}) sees micro-batches, not the batch: its statistics, and so the update, depend "
+            "on the split. Use GroupNorm or LayerNorm, or put it into eval mode with running statistics"
         )
     if kind == "max_norm" or (kind == "spectral norm" and part.training):
         return (

@@ -83,7 +83,10 @@ class Snapshot:
             place.update(held)
         with torch.no_grad():
             for buffer, value in self._values:
-                buffer.copy_(value)
+                if buffer.shape != value.shape:
+                    buffer.data = value  # a forward pass has given it other memory
+                else:
+                    buffer.copy_(value)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)

@@ -121,8 +121,6 @@ class MicroSums:
             raise ArgumentError(
                 "loss_sum does not depend on any trainable parameter; is the model frozen, or under no_grad?"
             )
-        if self.is_empty:
-            self.loss = torch.zeros_like(self.loss.detach())
         metrics = returned[2] if len(returned) == 3 else {}
         if not isinstance(metrics, Mapping):
             raise ArgumentError(f"the metrics of loss_fn must be a mapping of sums, got {type(metrics).__name__}")
@@ -192,7 +190,7 @@ class Totals:
 
     def add(self, sums: MicroSums, num_examples: int) -> None:
         """Add a micro-batch."""
-        self._losses.append(sums.loss.detach())
+        self._losses.append(0.0 if sums.is_empty else sums.loss.detach())
         self._weights.append(sums.weight)
         for name, value in sums.metrics.items():
             is_counted = not sums.is_empty or math.isfinite(value)
@@ -227,7 +225,7 @@ def _sum(numbers: Sequence[Sum | Copied]) -> Sum:
     """Return the sum, in more digits than a half-precision loss has; a float if all numbers are on the host."""
     values = [number if isinstance(number, Tensor) and not number.is_cpu else float(number) for number in numbers]
     tensors = [value for value in values if isinstance(value, Tensor)]
-    on_host = math.fsum(value for value in values if not isinstance(value, Tensor))
+    on_host = _exact_sum([value for value in values if not isinstance(value, Tensor)])
     if not tensors:
         return on_host
     wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
@@ -235,6 +233,13 @@ def _sum(numbers: Sequence[Sum | Copied]) -> Sum:
         tensors = [value.to(wide) for value in tensors]
     total = torch.stack(tensors).sum(dtype=wide) if len(tensors) > 1 else tensors[0].to(wide)
     return total + on_host if on_host else total
+
+
+def _exact_sum(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # infinities of both signs, or a sum beyond the largest number
+        return sum(values)
 
 
 @final
@@ -280,7 +285,7 @@ class Pending:
     summary: Summary | None = None
     noise: Callable[[], NoiseReport] | None = None
     same_names: bool = True
-    stage: Literal["gathered", "reduced", "unscaled", "clipped"] = "gathered"
+    stage: Literal["gathered", "reduced", "clipped"] = "gathered"
     norm: Tensor | None = None
 
 
