@@ -71,6 +71,7 @@ class Gatherer:
         prepared, error = attempt(lambda: self._prepare(batch, total_weight))
         opened: _Opened | None = None
         totals: Totals | None = None
+        is_run = False
         try:
             if self._ranks.meet_in_forward:  # where a failed rank would be waited for
                 self._ranks.agree(error, self.device)
@@ -83,17 +84,19 @@ class Gatherer:
                     raise error
             same = self._ranks.agree(error, self.device, marks=self._marks(totals, total_weight))
             self._check_marks(same[1:])
+            is_run = True
+            if opened is not None and opened.taken is not None:
+                opened.pending.gradients.put_back(opened.taken)
         except BaseException:
             error = None  # its traceback holds this frame
             snapshot.restore()
             if opened is not None:
-                self._undo(opened)
+                self._undo(opened, is_run=is_run)
             raise
         assert opened is not None
         assert totals is not None
         opened.pending.totals.merge(totals)
         opened.pending.same_names &= same[0]
-        self._put_back(opened)
         self.pending = opened.pending
 
     def _marks(self, totals: Totals | None, total_weight: float | None) -> list[int]:
@@ -112,16 +115,6 @@ class Gatherer:
         if not same_hooks:
             raise ArgumentError("parameters have hooks on some ranks only; register them on all ranks alike")
         self.trained.check_marks(same)
-
-    def _put_back(self, opened: _Opened) -> None:
-        if opened.taken is None:
-            return
-        try:
-            opened.pending.gradients.put_back(opened.taken)
-        except BaseException:
-            self.pending = opened.pending
-            self.abandon()  # some sums are complete and some are not
-            raise
 
     def _prepare(self, batch: Any, total_weight: float | None) -> _Prepared:
         """Do what may be refused before anything is changed."""
@@ -174,14 +167,16 @@ class Gatherer:
         measured = None if self.meter is None else self.meter.norms.total
         return _Opened(pending, taken, asked_before, pending.divisor, measured)
 
-    def _undo(self, opened: _Opened) -> None:
-        """Drop what a batch has added, and put back what was there before it."""
+    def _undo(self, opened: _Opened, *, is_run: bool) -> None:
+        """Drop what a batch has added, and put back what was there before it; ``put_back`` has done that if it failed."""
         pending = opened.pending
-        pending.gradients.drop()
+        if not is_run:
+            pending.gradients.drop()
         if opened.taken is None:
             pending.gradients.put_existing_back()
-        else:
-            self._put_back(opened)
+        elif not is_run:
+            pending.gradients.put_back(opened.taken)
+        if opened.taken is not None:
             pending.gradients.watch()
         pending.asked_weight, pending.divisor = opened.asked_before, opened.divisor_before
         if self.meter is not None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .._ranks import Ranks, half_to_float, is_expanded, is_sharded, mark_of
+from .._ranks import Ranks, half_to_float, is_sharded, mark_of
 from ..errors import ArgumentError
 from ._optimizers import check_parameters, optimizer_parameters
 
@@ -162,16 +162,29 @@ class Gradients:
         return taken
 
     def put_back(self, taken: _Sums) -> None:
-        """Add what ``take`` returned to what has been gathered since."""
-        for parameter, before in zip(self.trained, taken, strict=True):
-            if before is None:
-                continue
-            if before.dtype is not parameter.dtype or parameter in self._wide:
-                now = self._wide.pop(parameter, parameter.grad)
-                self._wide[parameter] = before.float() if now is None else before.float().add_(now)
-                parameter.grad = None
-            else:
-                parameter.grad = before if parameter.grad is None else _sum_of(before, parameter.grad)
+        """Add what ``take`` returned to what has been gathered since; after an error only what was taken is there."""
+        try:
+            for parameter, before in zip(self.trained, taken, strict=True):
+                self._add(parameter, before)
+        except BaseException:
+            self.drop()
+            for parameter, before in zip(self.trained, taken, strict=True):
+                if before is not None and before.dtype is not parameter.dtype:
+                    self._wide[parameter] = before
+                else:
+                    parameter.grad = before
+            raise
+
+    def _add(self, parameter: nn.Parameter, before: Tensor | None) -> None:
+        """Add to one sum, and leave ``before`` as it is."""
+        now = self._wide.get(parameter, parameter.grad)
+        if before is None:
+            return
+        if before.dtype is not parameter.dtype or parameter in self._wide:
+            self._wide[parameter] = before.float() if now is None else _sum_of(before.float(), now.float())
+            parameter.grad = None
+        else:
+            parameter.grad = before if now is None else _sum_of(before, now)
 
     def drop(self) -> None:
         """Forget what was gathered."""
@@ -195,8 +208,7 @@ class Gradients:
         hooks = _foreign_hooks(self.trained)
         self._deferred = [(parameter, foreign) for parameter, _, foreign in hooks]
         for _, registered, foreign in hooks:
-            for key in foreign:
-                del registered[key]
+            registered.update(dict.fromkeys(foreign, _wait))
         handles = self._widening_hooks() if in_pieces and self._half else []
         try:
             yield
@@ -204,9 +216,16 @@ class Gradients:
             for handle in handles:
                 handle.remove()
             for _, registered, foreign in hooks:
-                ours = dict(registered)
-                registered.clear()
-                registered.update({**foreign, **ours})
+                for key in foreign.keys() - registered.keys():
+                    del foreign[key]  # removed by its owner in the meantime
+                registered.update(foreign)
+        known = {id(parameter): set(foreign) for parameter, foreign in self._deferred}
+        for parameter, _, foreign in _foreign_hooks(self.trained):
+            if foreign.keys() - known.get(id(parameter), set()):
+                raise ArgumentError(
+                    f"loss_fn registered a hook on a parameter of shape {tuple(parameter.shape)}, which would see the "
+                    "gradients of pieces; register it once, outside of loss_fn"
+                )
 
     def _widening_hooks(self) -> list[RemovableHandle]:
         return [
@@ -304,36 +323,9 @@ class Gradients:
                 parameter.grad = before if parameter.grad is None else _sum_of(before, parameter.grad)
 
 
-def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients down to a norm of ``max_norm``; return the norm that they had."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not any(one.is_sparse or is_sharded(one) or half_to_float(one.dtype) is not one.dtype for one in gradients):
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
-    norms = [_norm_of(gradient) for gradient in gradients]
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(float(scale) if gradient.is_sparse or is_sharded(gradient) else scale.to(gradient.device))
-    return total
-
-
-def _norm_of(gradient: Tensor) -> Tensor:
-    """Return the norm in float32 or wider: in float16 it would overflow."""
-    if is_sharded(gradient):
-        dtype = half_to_float(gradient.dtype)
-        norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype).full_tensor()
-        return norm
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return torch.linalg.vector_norm(values.to(half_to_float(values.dtype)))
-
-
-def _sum_of(before: Tensor, now: Tensor) -> Tensor:
-    """Add gradients as backward would, of which each may be sparse; the first may be written to."""
-    if is_expanded(before):
-        before = before.clone()
-    if now.is_sparse and not before.is_sparse:
-        return before.add_(now)
-    return now.add_(before) if before.is_sparse and not now.is_sparse else before.add_(now)
+def _sum_of(first: Tensor, second: Tensor) -> Tensor:
+    """Add gradients as backward would, of which each may be sparse."""
+    return second + first if first.is_sparse and not second.is_sparse else first + second
 
 
 def _values_of(gradient: Tensor) -> Tensor:
@@ -378,6 +370,10 @@ def _bytes_of(parameter: Tensor) -> bytes:
     flat = parameter.detach().cpu().contiguous()
     real = torch.view_as_real(flat) if flat.is_complex() else flat
     return real.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _wait(gradient: Tensor) -> None:
+    """Stand in for a hook until the sum is there."""
 
 
 def _only_looks(hook: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._ranks import Ranks, common_error, failure_of
+from .._ranks import Ranks, common_error, failure_of, half_to_float, is_sharded
 from ..errors import ArgumentError, UpdateMemoryError
 from ..size.learning_rate import innermost
 from .oom import Snapshot, add_back, drop_gradients, is_out_of_memory, set_aside
@@ -89,6 +89,29 @@ def optimizer_parameters(optimizer: Any) -> list[nn.Parameter]:
     found = list(filter(_requires_grad, chain.from_iterable(groups)))
     # By id: the hash of a tensor takes four times as long as all the rest. Duplicates are rare.
     return found if len(set(map(id, found))) == len(found) else list({id(value): value for value in found}.values())
+
+
+def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale gradients down to a norm of ``max_norm``; return the norm that they had."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not any(one.is_sparse or is_sharded(one) or half_to_float(one.dtype) is not one.dtype for one in gradients):
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    norms = [_norm_of(gradient) for gradient in gradients]
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(float(scale) if gradient.is_sparse or is_sharded(gradient) else scale.to(gradient.device))
+    return total
+
+
+def _norm_of(gradient: Tensor) -> Tensor:
+    """Return the norm in float32 or wider: in float16 it would overflow."""
+    if is_sharded(gradient):
+        dtype = half_to_float(gradient.dtype)
+        norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype).full_tensor()
+        return norm
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return torch.linalg.vector_norm(values.to(half_to_float(values.dtype)))
 
 
 def apply_update(

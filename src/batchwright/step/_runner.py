@@ -57,6 +57,8 @@ class Runner:
 
     def snapshot(self) -> Snapshot:
         """Return the random state and the model's buffers now."""
+        if self._buffers.is_outdated:
+            self.look_at_model()
         return Snapshot(self._buffers, self._devices)
 
     def cut(self, logical: LogicalBatch, noise_seed: int | None) -> Parts:

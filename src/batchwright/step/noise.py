@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -70,9 +71,11 @@ class NoiseMeter:
     def _watch(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> GradientNorms:
         names = ["" if self._group_of is None else self._group_of(name) for name, _ in named_parameters]
         self._names = list(dict.fromkeys(names))
-        return GradientNorms(
+        norms = GradientNorms(
             [parameter for _, parameter in named_parameters], [self._names.index(name) for name in names]
         )
+        weakref.finalize(self, norms.close)  # hooks would stay on the parameters after the meter is gone
+        return norms
 
     def watch(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Measure these parameters from now on; the average over updates stays."""

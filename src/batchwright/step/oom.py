@@ -116,7 +116,14 @@ class Buffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.places: list[dict[str, Tensor | None]] = [part._buffers for part in module.modules()]
+        parts = list(module.modules())
+        self.places: list[dict[str, Tensor | None]] = [part._buffers for part in parts]
+        self._parents = [(part._modules, tuple(part._modules.values())) for part in parts if part._modules]
+
+    @property
+    def is_outdated(self) -> bool:
+        """Return whether the module has other parts now."""
+        return any(tuple(children.values()) != before for children, before in self._parents)
 
 
 def set_aside(parameters: Sequence[nn.Parameter]) -> Held:

@@ -17,8 +17,8 @@ from ..plan import Budget
 from ..size.learning_rate import Rule, adascale, current_lr, get_rule, scaled_lr
 from ..size.noise import NoiseAverage
 from ._gathering import Gatherer
-from ._gradients import Existing, Trained, attempt, clip
-from ._optimizers import allocate_state, apply_update, check_optimizer, take_over
+from ._gradients import Existing, Trained, attempt
+from ._optimizers import allocate_state, apply_update, check_optimizer, clip, take_over
 from ._settings import Settings
 from .losses import LossFunction
 from .memory.budget_tracker import Feedback
