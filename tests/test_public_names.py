@@ -28,12 +28,13 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "it says what is left of the step",
     ),
     "batchwright.step.Stepper": (
-        "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, weight_of=None, "
-        "clip_norm=None, autocast=None, scaler=None, on_oom='split', measure_noise=False, noise_groups=None, "
-        "lr_rule=None, base_size=None, memory=None), bases: none",
-        "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, weight_of=None, "
-        "clip_norm=None, autocast=None, scaler=None, on_oom='split', measure_noise=False, noise_groups=None, "
-        "lr_rule=None, base_size=None, memory=None, existing_gradients='clear', split=None), bases: none",
+        "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
+        "weight_of=None, clip_norm=None, autocast=None, scaler=None, on_oom='split', measure_noise=False, "
+        "noise_groups=None, lr_rule=None, base_size=None, memory=None), bases: none",
+        "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
+        "weight_of=None, clip_norm=None, autocast=None, scaler=None, on_oom='split', measure_noise=False, "
+        "noise_groups=None, lr_rule=None, base_size=None, memory=None, existing_gradients='clear', "
+        "split=None), bases: none",
         "two options came",
     ),
     "batchwright.integrations.huggingface.AdaptiveTrainerMixin": (

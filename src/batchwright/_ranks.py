@@ -47,7 +47,8 @@ class Ranks:
                 part.set_force_sum_reduction_for_comms(True)  # not every back end multiplies while it sums
         self._sharded = sharded
         # What a wrapper has made equal on all ranks; later additions are not.
-        self._equal = {id(parameter) for parameter in model.parameters()}
+        known = getattr(self._ddp, "_module_parameters", None)
+        self._equal = {id(parameter) for parameter in (model.parameters() if known is None else known)}
         self._groups = groups_of_shards(sharded) if self._ddp is None else [self._ddp.process_group]
         self.world_size = 1
         for group in self._groups:

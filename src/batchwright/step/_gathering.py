@@ -74,7 +74,8 @@ class Gatherer:
         is_run = False
         try:
             if self._ranks.meet_in_forward:  # where a failed rank would be waited for
-                self._ranks.agree(error, self.device)
+                (is_same,) = self._ranks.agree(error, self.device, marks=[mark_of(total_weight)])
+                self._check_total(is_same)
             if prepared is not None:
                 opened, error = attempt(lambda: self._open(prepared, total_weight))
             if prepared is not None and opened is not None:
@@ -107,11 +108,14 @@ class Gatherer:
         num_hooked = self.trained.gradients.num_hooked
         return [names, mark_of(total_weight), num_hooked, *self.trained.marks()]
 
+    def _check_total(self, is_same: bool) -> None:
+        if not is_same:
+            raise ArgumentError("total_weight differs between ranks; it is the weight of the update over all ranks")
+
     def _check_marks(self, are_equal: list[bool]) -> None:
         """Refuse, on all ranks alike, what differs between them."""
         same_total, same_hooks, *same = are_equal
-        if not same_total:
-            raise ArgumentError("total_weight differs between ranks; it is the weight of the update over all ranks")
+        self._check_total(same_total)
         if not same_hooks:
             raise ArgumentError("parameters have hooks on some ranks only; register them on all ranks alike")
         self.trained.check_marks(same)
@@ -168,7 +172,7 @@ class Gatherer:
         return _Opened(pending, taken, asked_before, pending.divisor, measured)
 
     def _undo(self, opened: _Opened, *, is_run: bool) -> None:
-        """Drop what a batch has added, and put back what was there before it; ``put_back`` has done that if it failed."""
+        """Drop what a batch has added, and put back what was there before it, unless ``put_back`` failed and did so."""
         pending = opened.pending
         if not is_run:
             pending.gradients.drop()

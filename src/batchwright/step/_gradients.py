@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .._ranks import Ranks, half_to_float, is_sharded, mark_of
+from .._ranks import Ranks, half_to_float, is_expanded, is_sharded, mark_of
 from ..errors import ArgumentError
 from ._optimizers import check_parameters, optimizer_parameters
 
@@ -144,7 +144,8 @@ class Gradients:
         found = [parameter.grad for parameter in self._all if parameter.grad is not None]
         is_lost = False
         if existing == "add":
-            self._existing = [parameter.grad for parameter in self.trained]
+            own = [parameter.grad for parameter in self.trained]
+            self._existing = [one.clone() if one is not None and is_expanded(one) else one for one in own]
         elif found and not is_warned and _num_not_zero(found) > 0:
             is_lost = True
             warnings.warn(

@@ -203,9 +203,12 @@ def take_over(
 
 
 def _state_of(optimizer: Any, parameters: Sequence[nn.Parameter], scaler: Any) -> dict[str, Any]:
+    state = optimizer.state_dict()
+    # Functions cannot be sent, and every rank has its own.
+    groups = [{name: value for name, value in group.items() if not callable(value)} for group in state["param_groups"]]
     return {
         "parameters": [parameter.detach().cpu() for parameter in parameters],
-        "optimizer": optimizer.state_dict(),
+        "optimizer": {**state, "param_groups": groups},
         "scaler": None if scaler is None else scaler.state_dict(),
     }
 
@@ -214,7 +217,9 @@ def _load(state: dict[str, Any], optimizer: Any, parameters: Sequence[nn.Paramet
     with torch.no_grad():
         for parameter, value in zip(parameters, state["parameters"], strict=True):
             parameter.copy_(value)
-    optimizer.load_state_dict(state["optimizer"])
+    own, sent = optimizer.state_dict()["param_groups"], state["optimizer"]["param_groups"]
+    groups = [{**mine, **theirs} for mine, theirs in zip(own, sent, strict=True)]
+    optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
     # load_state_dict casts a state to the type of its parameter, which need not be the type that it has.
     places = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for place, values in state["optimizer"]["state"].items():

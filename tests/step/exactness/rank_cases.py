@@ -248,26 +248,6 @@ def ignored_parameters_of_compiled_ddp(rank, world_size):
 
 
 @case
-def a_second_ddp_inside_the_loss(rank, world_size):
-    """It averages gradients by itself, before they are weighted."""
-    torch.manual_seed(5)
-    head, twin_head = nn.Linear(1, 1).double(), nn.Linear(1, 1).double()
-    twin_head.load_state_dict(head.state_dict())
-    model, twin = make_model(), make_model()
-    wrapped_head = DistributedDataParallel(head)
-    parameters = [*model.parameters(), *head.parameters()]
-    stepper = Stepper(
-        DistributedDataParallel(model), sgd(parameters), lambda net, x: (wrapped_head(net(x)).square().sum(), len(x))
-    )
-    expected = by_example(
-        lambda row: twin_head(twin(row)).square().sum(), torch.cat([share(0), share(1)]),
-        [*twin.parameters(), *twin_head.parameters()],
-    )  # fmt: skip
-    run, found = gradient_of(stepper, share(rank), parameters)
-    exact_or_refused(run, found, expected)
-
-
-@case
 def gradients_of_shards_from_before(rank, world_size):
     """FSDP2 has averaged them already."""
     model = make_shards()
@@ -447,24 +427,6 @@ def gradients_touched_before_accumulate(rank, world_size):
 
 
 @case
-def more_batches_on_one_rank(rank, world_size):
-    """Refused, or the exact mean over all three batches."""
-    model, _, stepper = failing_stepper()
-
-    def run():
-        for _ in range(1 + rank):
-            stepper.accumulate(share(rank))
-        stepper.reduce()
-
-    error = outcome(run)
-    if error is None:
-        found = [parameter.grad for parameter in model.parameters()]
-        assert far(found, reference([share(0), share(1), share(1)])) < 1e-12
-    stepper.abandon()
-    assert outcome(lambda: stepper.step(share(rank))) is None
-
-
-@case
 def names_of_metrics_that_cannot_be_sorted(rank, world_size):
     model = make_model()
     metrics = [{"a": 1.0}, {1: 1.0, "a": 1.0}]
@@ -571,18 +533,6 @@ def existing_gradients_that_cannot_be_written(rank, world_size):
     exact_or_refused(run, found, expected)
 
 
-@case
-def out_of_memory_while_reducing(rank, world_size):
-    model, _, stepper = failing_stepper()
-    plain = torch.cat
-
-    def fail(*_, **__):
-        raise torch.OutOfMemoryError("out of memory")
-
-    torch.cat = fail if rank == 1 else plain
-    all_raise(stepper, share(rank), model, repair=lambda: setattr(torch, "cat", plain))
-
-
 class Memory:
     peak_fraction = 0.5
 
@@ -597,43 +547,6 @@ class Memory:
         if self.fails:
             raise OSError("the device cannot be asked")
         return 1
-
-
-@case
-def memory_that_cannot_be_read(rank, world_size):
-    memory = Memory(rank == 1)
-    model, _, stepper = failing_stepper(memory=memory)
-    outcome(lambda: stepper.step(share(rank)))
-    memory.fails = False
-    stepper.abandon()
-    assert outcome(lambda: stepper.step(share(rank))) is None
-    check_equal(model.parameters())
-
-
-@case
-def state_loaded_on_one_rank(rank, world_size):
-    model, _, stepper = failing_stepper(measure_noise=2, micro_batch=2)
-    state = stepper.state_dict()
-    stepper.step(share(rank))
-    if rank == 1:
-        stepper.load_state_dict(state)  # this rank would measure noise in other updates than the first one
-    outcome(lambda: stepper.step(share(rank)))
-    check_equal(model.parameters())
-
-
-@case
-def inside_join(rank, world_size):
-    """DDP's join cannot stand in for a rank that is done."""
-    model = make_model()
-    ddp = DistributedDataParallel(model)
-    stepper = Stepper(ddp, sgd(model.parameters()), loss_fn)
-
-    def run():
-        with ddp.join():
-            for _ in range(2 + rank):
-                stepper.step(share(rank))
-
-    outcome(run)
 
 
 @case
@@ -677,20 +590,6 @@ def shards_with_masked_micro_batches(rank, world_size):
 
 
 @case
-def shards_whose_collate_fails(rank, world_size):
-    fails = [rank == 1]
-
-    def collate(rows):
-        if fails[0]:
-            raise ZeroDivisionError("in collate")
-        return torch.stack(rows)
-
-    model = make_shards()
-    stepper = Stepper(model, sgd(model.parameters()), loss_fn, collate=collate)
-    all_raise(stepper, list(share(rank)), model, repair=lambda: fails.__setitem__(0, False))
-
-
-@case
 def shards_in_float32_on_gloo(rank, world_size):
     """They train without Stepper; its way of asking for sums is one that gloo does not know."""
     model = make_shards(torch.float32)
@@ -701,11 +600,14 @@ def shards_in_float32_on_gloo(rank, world_size):
     exact_or_refused(run, found, reference([share(0), share(1)]), limit=1e-5)
 
 
-def main(rank, world_size, path, name):
+def main(rank, world_size, path, *names):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size, timeout=LIMIT)
     Checks.group = dist.new_group(timeout=2 * LIMIT)
-    CASES[name](rank, world_size)
+    for name in names:
+        print(name, flush=True)
+        CASES[name](rank, world_size)
+        gather(None)
     leave_group()
 
 
