@@ -241,7 +241,12 @@ class Gradients:
         if gradient is None:
             return
         before = self._wide.get(parameter)
-        self._wide[parameter] = gradient.float() if before is None else _sum_of(before, gradient.float())
+        if before is None:
+            self._wide[parameter] = gradient.float()
+        elif before.is_sparse or gradient.is_sparse:
+            self._wide[parameter] = _sum_of(before, gradient.float())
+        else:
+            before.add_(gradient)
 
     def widen_shards(self) -> None:
         """Do the same for shards, which FSDP2 writes without a hook; call it after every backward pass."""
