@@ -443,6 +443,7 @@ CALLS = {
 
 MADE_HERE = "made by the library, from numbers that it checked"
 EXCEPTIONS = {
+    "errors.UpdateMemoryError": MADE_HERE,
     "Plan": MADE_HERE, "PlanReport": MADE_HERE, "serve.Stats": MADE_HERE, "serve.Mapped": MADE_HERE,
     "lab.statistics.PairedDifference": MADE_HERE, "lab.report.Lab": MADE_HERE, "lab.datasets.Dataset": MADE_HERE,
     "Grouping.check_axes": "called by the plan", "InOrder.check_axes": "called by the plan",

@@ -10,7 +10,9 @@ from batchwright.errors import ArgumentError
 
 def test_a_plain_model_is_a_world_of_one():
     ranks = Ranks(nn.Linear(2, 1))
-    assert (ranks.world_size, ranks.maximum(5, next(ranks.module.parameters()).device)) == (1, 5)
+    device = next(ranks.module.parameters()).device
+    assert (ranks.world_size, ranks.largest([5.0], device), ranks.sum([2.0], device)) == (1, [5.0], [2.0])
+    assert ranks.agree(None, device, marks=[7]) == [True]
 
 
 def test_a_static_graph_is_refused(tmp_path):

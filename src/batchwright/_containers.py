@@ -92,9 +92,10 @@ def _with_attributes(made: Any, value: Any) -> Any:
     attributes |= {name: getattr(value, name) for name in slots if not name.startswith("__")}
     if isinstance(value, UserDict):
         attributes.pop("data", None)
+    fields = fields_of(value) or {}
     is_known = type(value).__module__.partition(".")[0] == "transformers"
     for name, attribute in attributes.items():
-        if is_known and name.startswith("_"):
+        if name in fields or (is_known and name.startswith("_")):
             continue
         if getattr(made, name, None) is attribute:
             continue

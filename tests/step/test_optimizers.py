@@ -488,8 +488,8 @@ class RunsOut(torch.optim.Adam):
 @pytest.mark.parametrize(
     ("place", "num_changed", "can_retry", "message"),
     [
-        ("start", 0, True, "no parameter has changed. Call"),
-        ("state", 0, True, "no parameter has changed. Call"),
+        ("start", 0, False, "no parameter has changed, but the optimizer's state may have"),
+        ("state", 0, False, "no parameter has changed, but the optimizer's state may have"),
         ("counts", 0, False, "no parameter has changed, but the optimizer's state may have"),
         ("parameters", 1, False, "1 of 3 parameters have changed"),
     ],
@@ -499,6 +499,17 @@ def test_running_out_in_the_step_says_what_is_left_of_it(place, num_changed, can
     with pytest.raises(UpdateMemoryError, match=message) as caught:
         apply_update(RunsOut(parameters, place), parameters)
     assert (caught.value.num_changed, caught.value.can_retry) == (num_changed, can_retry)
+
+
+def test_an_optimizer_of_torch_that_has_no_state_yet_can_try_again():
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    optimizer = torch.optim.SGD(make_parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(fail)
+    with pytest.raises(UpdateMemoryError, match="no parameter has changed. Call") as caught:
+        apply_update(optimizer, optimizer.param_groups[0]["params"])
+    assert caught.value.can_retry
 
 
 def test_fused_steps_count_no_versions_so_nothing_is_claimed():

@@ -367,8 +367,9 @@ def _tensors_of(batch: Any, depth: int = 2) -> list[Tensor]:
     """Return the tensors near the surface of a batch; lists of numbers below would take long to walk through."""
     if isinstance(batch, Tensor):
         return [batch]
-    fields = fields_of(batch) if depth else None
-    values = fields.values() if fields is not None else batch if depth and type(batch) in (list, tuple) else ()
+    if depth == 0:
+        return []
+    values = batch if type(batch) in (list, tuple) else (fields_of(batch) or {}).values()
     return [tensor for value in values for tensor in _tensors_of(value, depth - 1)]
 
 

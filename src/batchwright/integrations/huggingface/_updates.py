@@ -82,10 +82,10 @@ class Updates:
             memory = MemoryMonitor(device)
         return None if fit is None else FitFeedback(fit, memory)
 
-    def memory_state(self) -> dict[str, Any] | None:
-        """Return what the size of micro-batches has learned, as JSON values."""
+    def memory_state(self) -> dict[str, Any]:
+        """Return what the size of micro-batches has learned, under its key and as JSON values."""
         fit = self._settings.micro_batch
-        return None if fit is None else fit.state_dict()
+        return {} if fit is None else {"memory": fit.state_dict()}
 
     def load_memory_state(self, state: Mapping[str, Any] | None) -> None:
         """Continue with what another run learned."""

@@ -77,7 +77,7 @@ class Batching:
             "course": self.updates.figures.state_dict(),
             "controller": None if controller is None else controller.state_dict(),
             "noise": None if noise is None else noise.meter.average.to_state(),
-            "memory": self.updates.memory_state(),
+            **self.updates.memory_state(),
         }
 
     def restore(self, saved: Mapping[str, Any] | None, epochs_trained: int, *, ignores_place: bool) -> int:
