@@ -507,7 +507,7 @@ def test_an_optimizer_of_torch_that_has_no_state_yet_can_try_again():
 
     optimizer = torch.optim.SGD(make_parameters(), lr=0.1)
     optimizer.register_step_pre_hook(fail)
-    with pytest.raises(UpdateMemoryError, match="no parameter has changed. Call") as caught:
+    with pytest.raises(UpdateMemoryError, match=r"no parameter has changed\. Call") as caught:
         apply_update(optimizer, optimizer.param_groups[0]["params"])
     assert caught.value.can_retry
 
