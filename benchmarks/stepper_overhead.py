@@ -32,6 +32,7 @@ from torch import nn
 from batchwright.step import Stepper
 
 RESULT = Path(__file__).parent / "results" / "stepper_overhead.json"
+RESULT_AGAINST = RESULT.with_name("stepper_overhead_against.json")
 STEP_SECONDS = 0.020
 MAX_ROWS = 512
 STEPS_A_TURN = 8  # "noise/4" measures in two of them
@@ -209,7 +210,8 @@ def main() -> None:
                     flush=True,
                 )
     machine = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    RESULT.write_text(json.dumps({"machine": machine, "num_steps": num_steps, "rows": rows}, indent=1) + "\n")
+    result = RESULT if before is None else RESULT_AGAINST
+    result.write_text(json.dumps({"machine": machine, "num_steps": num_steps, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
