@@ -23,6 +23,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
 )
 
 import batchwright as bw
@@ -557,3 +559,69 @@ def test_the_dynabatch_trainer_does_not_cut_what_is_no_mean(loss, labels, tmp_pa
         return
     for found, rows in zip(gradients.seen, seen, strict=True):
         assert relative_error(found, gradient_of(plain, loss_of(plain, pad(rows)))) < 1e-6
+
+
+def test_the_default_sum_of_speech_models_is_not_taken_for_a_mean_over_examples(tmp_path):
+    """ctc_loss_reduction is "sum" unless it is changed; two recordings show no difference to a mean."""
+    torch.manual_seed(0)
+    options = {"conv_dim": (8,), "conv_stride": (4,), "conv_kernel": (4,), "num_feat_extract_layers": 1}
+    options |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
+    dropouts = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
+    config = Wav2Vec2Config(**{**TINY, **options, **dict.fromkeys((*dropouts, "layerdrop"), 0.0), "vocab_size": 12})
+    model = Wav2Vec2ForCTC(config)
+    plain = copy.deepcopy(model)
+
+    def before(module, args, kwargs):
+        if torch.is_grad_enabled() and len(kwargs["input_values"]) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+
+    def collator(rows):
+        width = max(len(row["labels"]) for row in rows)
+        labels = [row["labels"] + [-100] * (width - len(row["labels"])) for row in rows]
+        return {"input_values": torch.stack([row["sound"] for row in rows]), "labels": torch.tensor(labels)}
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    examples = [{"sound": torch.randn(80), "labels": [1 + n, 3, 5, 7][: 2 + n % 3]} for n in range(8)]
+    settings = {"weighting": "examples", "lengths": [80] * 8, "data_collator": collator}
+    check_exact_or_refused(errors_of(tmp_path, model, examples, plain=plain, **settings), tolerance=1e-4)
+
+
+class ByExample(nn.Module):
+    """A model whose loss is the mean over examples of the means over their labels, for reference."""
+
+    def __init__(self, model, **options):
+        super().__init__()
+        self.model, self.options = model, options
+
+    def forward(self, input_ids, attention_mask, labels):
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1]
+        losses = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none", **self.options)
+        return {"loss": (losses.sum(1) / (labels[:, 1:] != -100).sum(1)).mean()}
+
+
+@pytest.mark.parametrize("kind", ["smoothing", "weights"])
+def test_a_mean_over_examples_keeps_the_loss_that_was_asked_for(kind, tmp_path):
+    """It was replaced by the plain cross entropy where the two are close in the first micro-batch."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA)).double()
+    weights = torch.ones(NUM_TOKENS, dtype=torch.float64)
+    weights[20:] = 5.0
+
+    def weighted(outputs, labels, num_items_in_batch=None):
+        losses = F.cross_entropy(
+            outputs["logits"][:, :-1].transpose(1, 2), labels[:, 1:], weight=weights, reduction="none"
+        )
+        return losses.sum() / (labels[:, 1:] != -100).sum()
+
+    if kind == "smoothing":
+        nn.init.zeros_(model.lm_head.weight)  # a fresh head: all losses are the same, but their gradients are not
+        settings, reference = {"label_smoothing_factor": 0.2}, {"label_smoothing": 0.2}
+    else:
+        settings, reference = {"compute_loss_func": weighted}, {"weight": weights}
+    # Tokens of weight 1 in the long examples, which come first, and all tokens in the short ones.
+    ids = [[4 + (n * place) % 15 for place in range(1, 7)] for n in range(4)]
+    ids += [[5 + n, 20 + n, 7 + n, 25 + n][: 3 + n % 2] for n in range(4)]
+    examples = [{"input_ids": row, "labels": list(row)} for row in ids]
+    plain = ByExample(copy.deepcopy(model), **reference)
+    settings |= {"weighting": "examples", **BY_LENGTH}
+    check_exact_or_refused(errors_of(tmp_path, model, examples, plain=plain, **settings), tolerance=1e-5)
