@@ -27,6 +27,25 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "RuntimeError",
         "it says what is left of the step",
     ),
+    "batchwright.step.Stepper": (
+        "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
+        "weight_of=None, clip_norm=None, autocast=None, scaler=None, on_oom='split', measure_noise=False, "
+        "noise_groups=None, lr_rule=None, base_size=None, memory=None), bases: none",
+        "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
+        "weight_of=None, clip_norm=None, autocast=None, scaler=None, on_oom='split', measure_noise=False, "
+        "noise_groups=None, lr_rule=None, base_size=None, memory=None, existing_gradients='clear', "
+        "split=None), bases: none",
+        "two options came",
+    ),
+    "batchwright.integrations.huggingface.AdaptiveTrainerMixin": (
+        "class(*args, budget=None, controller=None, grouping=None, lengths=None, weighting='tokens', on_oom='split', "
+        "lr_rule='none', base_size=None, measure_noise=False, memory=None, eval_budget='same', plan_options=None, "
+        "**kwargs), bases: none",
+        "class(*args, budget=None, controller=None, grouping=None, lengths=None, weighting='tokens', on_oom='split', "
+        "micro_batch=None, lr_rule='none', base_size=None, measure_noise=False, memory=None, eval_budget='same', "
+        "plan_options=None, **kwargs), bases: none",
+        "an option came",
+    ),
     _OBSERVATION: (
         "class(*, topic, sentence, evidence=(), strategies=()), bases: none",
         "is batchwright.lab.observations.Finding",
@@ -40,6 +59,9 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
 }
 # Names that came since; the members of a new class come with it.
 ADDED = {
+    "batchwright.errors.RankError",
+    "batchwright.step.FitToMemory.accumulating",
+    "batchwright.step.Stepper.abandon",
     "batchwright.ResizableBatchSampler.num_in_epoch",
     "batchwright.errors.UpdateMemoryError.can_retry",
     "batchwright.errors.UpdateMemoryError.num_changed",

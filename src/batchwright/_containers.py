@@ -78,8 +78,33 @@ def rebuilt(value: Any, fields: dict[Any, Any]) -> Any:
         return _mapping(value, fields)
     if isinstance(value, tuple):
         make = getattr(type(value), "_make", type(value))  # _make is safe from a __new__ of one's own
-        return make(list(fields.values()))
+        return _with_attributes(make(list(fields.values())), value)
     return _dataclass(value, fields)
+
+
+def _with_attributes(made: Any, value: Any) -> Any:
+    """Give a container the attributes that the first one has besides its fields, if they belong to no example.
+
+    The private ones of transformers' containers stay behind: they describe the whole batch.
+    """
+    attributes = dict(getattr(value, "__dict__", {}))
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
+    attributes |= {name: getattr(value, name) for name in slots if not name.startswith("__")}
+    if isinstance(value, UserDict):
+        attributes.pop("data", None)
+    is_known = type(value).__module__.partition(".")[0] == "transformers"
+    for name, attribute in attributes.items():
+        if is_known and name.startswith("_"):
+            continue
+        if getattr(made, name, None) is attribute:
+            continue
+        if not is_plain(attribute):
+            raise ArgumentError(
+                f"a {type(value).__name__} holds {name!r} besides its fields, so one of some examples cannot be made; "
+                "make it a field, or give split="
+            )
+        setattr(made, name, attribute)
+    return made
 
 
 def _mapping(value: Mapping[Any, Any], fields: dict[Any, Any]) -> Any:
@@ -89,7 +114,7 @@ def _mapping(value: Mapping[Any, Any], fields: dict[Any, Any]) -> Any:
         made: Any = type(value)(fields)  # type: ignore[call-arg]  # BatchEncoding and the like take a dict
     except TypeError:
         return fields
-    return made if _holds(made, fields) else fields
+    return _with_attributes(made, value) if _holds(made, fields) else fields
 
 
 def _holds(made: Any, fields: dict[Any, Any]) -> bool:
@@ -108,7 +133,11 @@ def _dataclass(value: Any, fields: dict[str, Any]) -> Any:
             raise ArgumentError(
                 f"a {type(value).__name__} changes {name!r} when it is made, so one of some examples would differ"
             )
-    return made
+    return made if hasattr(value, "__dict__") and not _own_slots(value, fields) else _with_attributes(made, value)
+
+
+def _own_slots(value: Any, fields: dict[str, Any]) -> bool:
+    return any(set(getattr(kind, "__slots__", ())) - fields.keys() for kind in type(value).__mro__)
 
 
 def _derived(value: Any) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import pickle
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -42,6 +43,12 @@ class Ranks:
         self.is_sharded = bool(sharded)
         for part in sharded:
             part.set_gradient_divide_factor(1.0)  # sums; Stepper divides them itself
+            if hasattr(part, "set_force_sum_reduction_for_comms"):
+                part.set_force_sum_reduction_for_comms(True)  # not every back end multiplies while it sums
+        self._sharded = sharded
+        # What a wrapper has made equal on all ranks; later additions are not.
+        known = getattr(self._ddp, "_module_parameters", None)
+        self._equal = {id(parameter) for parameter in (model.parameters() if known is None else known)}
         self._groups = groups_of_shards(sharded) if self._ddp is None else [self._ddp.process_group]
         self.world_size = 1
         for group in self._groups:
@@ -77,15 +84,28 @@ class Ranks:
 
     def check_reached(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse parameters that no reduction over these ranks could reach."""
-        ignored = set() if self._ddp is None else self._ddp.parameters_to_ignore
-        if ignored:
-            names = [name for name, value in self.module.named_parameters() if any(value is one for one in parameters)]
-            left_out = [name for name in names if name in ignored]
-            if left_out:
+        if self._ddp is None or not self._ddp.parameters_to_ignore:
+            return
+        known = set(map(id, parameters))
+        for name, value in self._ddp.module.named_parameters():
+            if id(value) in known and name in self._ddp.parameters_to_ignore:
                 raise ArgumentError(
-                    f"DDP was told to ignore {left_out[0]!r}, but the optimizer trains it: every rank would go its own "
-                    "way; leave it out of the optimizer, or do not ignore it"
+                    f"DDP was told to ignore {name!r}, but the optimizer trains it: every rank would go its own way; "
+                    "leave it out of the optimizer, or do not ignore it"
                 )
+
+    def check_shards(self) -> None:
+        """Refuse shards whose gradients are not reduced in the backward pass."""
+        for part in self._sharded:
+            groups = getattr(part._get_fsdp_state(), "_fsdp_param_groups", ())
+            if not all(getattr(group, "reduce_grads", True) for group in groups):
+                raise ArgumentError(
+                    "set_requires_gradient_sync(False) keeps FSDP2 from reducing gradients; Stepper needs it at True"
+                )
+
+    def is_equal(self, parameter: nn.Parameter) -> bool:
+        """Return whether a wrapper has made a parameter equal on all ranks."""
+        return is_sharded(parameter) if self.is_sharded else id(parameter) in self._equal
 
     # Numbers
 
@@ -122,7 +142,10 @@ class Ranks:
         """
         if self.world_size == 1:
             if error is not None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # its traceback holds this frame
             return [True] * len(marks)
         both = [sign * mark for mark in marks for sign in (1, -1)]
         packed = torch.tensor([int(error is not None), *both], dtype=torch.int64, device=device)
@@ -144,9 +167,16 @@ class Ranks:
     def broadcast(self, make: Callable[[], Any], *, rank: int) -> Any:
         """Return on all ranks what one of them makes; for rare cases, as it is slow."""
         (group,) = self._groups
-        values = [make() if dist.get_rank(group) == rank else None]
+        values: list[Any] = [None]
+        if dist.get_rank(group) == rank:
+            try:
+                values = [pickle.dumps(make())]
+            except Exception as error:  # all ranks must hear of it
+                values = [failure_of(error)]
         dist.broadcast_object_list(values, src=dist.get_global_rank(group, rank), group=group)
-        return values[0]
+        if isinstance(values[0], Failure):
+            raise common_error(None, [values[0]])
+        return pickle.loads(values[0])
 
     def _reduce(self, packed: Tensor, op: Any = None) -> None:
         for group in self._groups:  # a mesh of two axes: sums of sums
@@ -181,18 +211,18 @@ class Ranks:
         places = [place for place, parameter in enumerate(parameters) if not is_sharded(parameter)]
         if not places:
             return summed
-        # Which kinds of gradient the ranks have: dense, sparse.
-        kinds = [[one is not None and not one.is_sparse, one is not None and one.is_sparse] for one in gradients]
+        # Which kinds of gradient the ranks have: dense, and how many sparse dimensions.
+        kinds = [(0, 0) if one is None else (0, one.sparse_dim()) if one.is_sparse else (1, 0) for one in gradients]
         packed = torch.tensor([kinds[place] for place in places], dtype=torch.int32)
         packed = packed.to(parameters[places[0]].device)
         self._reduce(packed, dist.ReduceOp.MAX)
         dense: list[tuple[int, Tensor]] = []
-        for place, (has_dense, has_sparse) in zip(places, packed.tolist(), strict=True):
+        for place, (has_dense, num_sparse) in zip(places, packed.tolist(), strict=True):
             gradient, parameter = summed[place], parameters[place]
             if has_dense:
                 dense.append((place, _as_dense(gradient, parameter)))
-            elif has_sparse:
-                summed[place] = self._add_sparse(gradient, parameter)
+            elif num_sparse:
+                summed[place] = self._add_sparse(gradient, parameter, num_sparse)
         for bucket in _buckets(dense):
             flat = torch.cat([gradient.reshape(-1) for _, gradient in bucket])
             self._reduce(flat)
@@ -202,13 +232,14 @@ class Ranks:
                 summed[place] = gradient.copy_(part.view_as(gradient))
         return summed
 
-    def _add_sparse(self, gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
+    def _add_sparse(self, gradient: Tensor | None, parameter: nn.Parameter, num_sparse: int) -> Tensor:
         """Sum sparse gradients: gather the rows of all ranks, in the same order on every rank."""
+        dtype = half_to_float(parameter.dtype)
         if gradient is None:
-            index = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
-            values = torch.zeros((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+            index = torch.zeros((num_sparse, 0), dtype=torch.int64, device=parameter.device)
+            values = torch.zeros((0, *parameter.shape[num_sparse:]), dtype=dtype, device=parameter.device)
         else:
-            gradient = gradient.coalesce()
+            gradient = gradient.to(dtype).coalesce()
             index, values = gradient.indices(), gradient.values()
         for group in self._groups:
             index = torch.cat(_gather_rows(index.T.contiguous(), group)).T
@@ -227,14 +258,19 @@ class Ranks:
             self._shapes, self._mark = shapes, mark_of(shapes)
         return self._mark
 
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        """Give every rank the tensors of the first rank."""
+        for tensor in tensors if self.world_size > 1 else ():
+            for group in self._groups:
+                dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
+
     def share_buffers(self) -> None:
         """Give every rank the buffers of the first rank, as DDP does before a forward."""
         if not self.shares_buffers:
             return
         for buffer in self._shared_buffers():
             whole = buffer.detach().contiguous()
-            for group in self._groups:
-                dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
+            self.share([whole])
             if whole.data_ptr() != buffer.data_ptr():
                 buffer.detach().copy_(whole)
 
@@ -278,7 +314,13 @@ class Failure(NamedTuple):
 
 def failure_of(error: Exception | None) -> Failure | None:
     """Return what other ranks need to know of an error, None if there is none."""
-    return None if error is None else Failure(type(error).__module__, type(error).__name__, str(error))
+    if error is None:
+        return None
+    try:
+        text = str(error)
+    except Exception:  # an error of the user may fail at that too
+        text = "an error without a text"
+    return Failure(type(error).__module__, type(error).__name__, text)
 
 
 def common_error(error: Exception | None, failures: Sequence[Failure | None]) -> Exception:

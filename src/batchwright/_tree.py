@@ -163,7 +163,7 @@ def _flat_rows(batch: Any) -> int:
         if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested or value.ndim == 0:
             return 0
         rows = value.shape[0]
-        if num not in (0, rows):
+        if rows == 0 or num not in (0, rows):
             return 0
         num = rows
     return 0 if type(batch) is list and _may_be_examples(batch) else num

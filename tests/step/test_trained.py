@@ -448,7 +448,15 @@ def test_an_update_that_changed_nothing_can_be_tried_again(has_scaler):
     model, twin = make_linear(), make_linear()
     x = torch.ones(2, 4).double()
     options = {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0), "weight_of": len} if has_scaler else {}
-    stepper = Stepper(model, Failing(model.parameters()), squares, clip_norm=0.5, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    failures = [torch.OutOfMemoryError("out of memory in the step")]
+
+    def fail_once(*_):
+        if failures:
+            raise failures.pop()
+
+    optimizer.register_step_pre_hook(fail_once)
+    stepper = Stepper(model, optimizer, squares, clip_norm=0.5, **options)
     stepper.accumulate(x)
     with pytest.raises(UpdateMemoryError, match="no parameter has changed"):
         stepper.update()

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._ranks import Ranks
 from .._tree import leaves
 from ..errors import ArgumentError, DoesNotFitError
+from ..step.memory.budget_tracker import FitFeedback
 from ..step.memory.fit_to_memory import MicroLimit
 from ..step.oom import (
     Snapshot,
@@ -52,9 +53,19 @@ class SafeSteps:
         first_size: the largest number of examples in a piece at the first retry.
         key: the input whose length is the number of examples.
         on_oom: called after every failure.
+        fit: lets the size of pieces follow the memory in use; None runs micro-batches whole while they fit.
     """
 
-    def __init__(self, strategy: Strategy, first_size: int, key: str, on_oom: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        first_size: int,
+        key: str,
+        on_oom: Callable[[], None],
+        *,
+        fit: FitFeedback | None = None,
+    ) -> None:
+        self._fit = fit
         self._strategy = strategy
         self._first_size = first_size
         self._key = key
@@ -134,19 +145,27 @@ class SafeSteps:
         unit_cost = sum(tensor.numel() for tensor in leaves(cut.batch)) / cut.num
         snapshot = Snapshot.of(module)
         units, most = list(range(cut.num)), cut.num
+        if self._fit is not None:
+            self._fit.begin()
         while units:
-            most = max(1, min(most, int(min(self._limit.ceiling / unit_cost, cut.num))))
+            asked = cut.num if self._fit is None or cut.why_whole else self._fit.size
+            most = max(1, min(most, asked, int(min(self._limit.ceiling / unit_cost, cut.num))))
             pieces = [piece.tolist() for piece in np.array_split(units, -(-len(units) // most))]
             check_hooks(parameters, len(pieces))
             outcome = _attempt(module, cut, pieces, step, lambda: sums.collect(parameters))
             if isinstance(outcome, Tensor):
-                self._limit = self._limit.after_success(max(map(len, pieces)) * unit_cost)
+                is_cut = len(pieces) > 1 and self._limit.ceiling < asked * unit_cost
+                self._limit = self._limit.after_success(max(map(len, pieces)) * unit_cost, is_cut=is_cut)
+                if self._fit is not None:
+                    self._fit.end([len(piece) for piece in pieces], None)
                 return outcome
             drop_gradients(parameters)
             sums.drop()
             snapshot.restore()
             free_memory(devices_of(module))
             self._on_oom()
+            if self._fit is not None:
+                self._fit.failed(len(outcome))
             if self._strategy == "skip":
                 logger.warning("A micro-batch of %d %ss ran out of memory and is left out.", cut.num, cut.unit)
                 break

@@ -48,6 +48,7 @@ class Gatherer:
         self._memory = memory
         self._feedback = feedback
         self._is_warned = False
+        self._is_running = False
         self.trained = trained
         self.device = trained.parameters[0].device
         self.runner = Runner(settings, ranks, self.device, feedback)
@@ -57,34 +58,67 @@ class Gatherer:
 
     def add(self, batch: Any, total_weight: float | None) -> None:
         """Run a batch and add its gradient; if it fails on any rank, leave everything as it was, and raise on all."""
+        if self._is_running:
+            raise ArgumentError("a Stepper runs one batch at a time; loss_fn and other threads must not call it")
+        self._is_running = True
+        try:
+            self._add(batch, total_weight)
+        finally:
+            self._is_running = False
+
+    def _add(self, batch: Any, total_weight: float | None) -> None:
         snapshot = self.runner.snapshot()
-        opened: _Opened | None = None
         prepared, error = attempt(lambda: self._prepare(batch, total_weight))
+        opened: _Opened | None = None
         totals: Totals | None = None
+        is_run = False
         try:
             if self._ranks.meet_in_forward:  # where a failed rank would be waited for
-                self._ranks.agree(error, self.device)
+                (is_same,) = self._ranks.agree(error, self.device, marks=[mark_of(total_weight)])
+                self._check_total(is_same)
             if prepared is not None:
-                opened = self._open(prepared, total_weight)
+                opened, error = attempt(lambda: self._open(prepared, total_weight))
+            if prepared is not None and opened is not None:
                 pending, norms = opened.pending, self._norms(opened.pending)
                 totals, error = attempt(lambda: self.runner.run(prepared.logical, pending, snapshot, norms))
                 if error is not None and self._ranks.meet_in_forward:
                     raise error
-            names = 0 if totals is None or self._ranks.world_size == 1 else mark_of(sorted(totals.metrics))
-            same_names, *same = self._ranks.agree(error, self.device, marks=[names, *self.trained.marks()])
-            self.trained.check_marks(same)
+            same = self._ranks.agree(error, self.device, marks=self._marks(totals, total_weight))
+            self._check_marks(same[1:])
+            is_run = True
+            if opened is not None and opened.taken is not None:
+                opened.pending.gradients.put_back(opened.taken)
         except BaseException:
+            error = None  # its traceback holds this frame
             snapshot.restore()
             if opened is not None:
-                self._undo(opened)
+                self._undo(opened, is_run=is_run)
             raise
         assert opened is not None
         assert totals is not None
-        if opened.taken is not None:
-            opened.pending.gradients.put_back(opened.taken)
         opened.pending.totals.merge(totals)
-        opened.pending.same_names &= same_names
+        opened.pending.same_names &= same[0]
         self.pending = opened.pending
+
+    def _marks(self, totals: Totals | None, total_weight: float | None) -> list[int]:
+        """Return numbers that are compared over the ranks."""
+        if self._ranks.world_size == 1:
+            return [0] * 6
+        names = 0 if totals is None else mark_of(sorted(totals.metrics, key=repr))
+        num_hooked = self.trained.gradients.num_hooked
+        return [names, mark_of(total_weight), num_hooked, *self.trained.marks()]
+
+    def _check_total(self, is_same: bool) -> None:
+        if not is_same:
+            raise ArgumentError("total_weight differs between ranks; it is the weight of the update over all ranks")
+
+    def _check_marks(self, are_equal: list[bool]) -> None:
+        """Refuse, on all ranks alike, what differs between them."""
+        same_total, same_hooks, *same = are_equal
+        self._check_total(same_total)
+        if not same_hooks:
+            raise ArgumentError("parameters have hooks on some ranks only; register them on all ranks alike")
+        self.trained.check_marks(same)
 
     def _prepare(self, batch: Any, total_weight: float | None) -> _Prepared:
         """Do what may be refused before anything is changed."""
@@ -98,12 +132,10 @@ class Gatherer:
                 f"total_weight is {total_weight}, but an earlier accumulate of the same update had "
                 f"{pending.total_weight}; give the weight of the whole update in every call"
             )
-        if self.trained.refresh():
-            if pending is not None:
-                raise ArgumentError(
-                    "the optimizer trains other parameters than when the update began; freeze or unfreeze between "
-                    "updates, or call abandon() first"
-                )
+        if pending is not None:
+            self.check_same_parameters()
+            pending.gradients.check_untouched()
+        elif self.trained.refresh():
             self.runner.look_at_model()
             if self.meter is not None:
                 self.meter.watch(self.trained.named())
@@ -111,6 +143,14 @@ class Gatherer:
         if self._ranks.meet_in_forward:
             self.runner.cut(logical, None)
         return _Prepared(logical, None if self._settings.weight_of is None else float(self._settings.weight_of(batch)))
+
+    def check_same_parameters(self) -> None:
+        """Refuse to go on with an update after the optimizer was given other parameters."""
+        if self.trained.has_changed():
+            raise ArgumentError(
+                "the optimizer trains other parameters than when the update began; freeze or unfreeze between updates, "
+                "or call abandon() first"
+            )
 
     def _open(self, prepared: _Prepared, total_weight: float | None) -> _Opened:
         """Begin an update, or take the gradients of the one that runs aside."""
@@ -131,14 +171,16 @@ class Gatherer:
         measured = None if self.meter is None else self.meter.norms.total
         return _Opened(pending, taken, asked_before, pending.divisor, measured)
 
-    def _undo(self, opened: _Opened) -> None:
-        """Drop what a batch has added, and put back what was there before it."""
+    def _undo(self, opened: _Opened, *, is_run: bool) -> None:
+        """Drop what a batch has added, and put back what was there before it, unless ``put_back`` failed and did so."""
         pending = opened.pending
-        pending.gradients.drop()
+        if not is_run:
+            pending.gradients.drop()
         if opened.taken is None:
             pending.gradients.put_existing_back()
-        else:
+        elif not is_run:
             pending.gradients.put_back(opened.taken)
+        if opened.taken is not None:
             pending.gradients.watch()
         pending.asked_weight, pending.divisor = opened.asked_before, opened.divisor_before
         if self.meter is not None:
@@ -148,28 +190,34 @@ class Gatherer:
         return None if self.meter is None or pending.noise_seed is None else self.meter.norms
 
     def reduce(self, pending: Pending) -> None:
-        """Turn sums into the gradient of the mean, on all ranks."""
-        summary = pending.summary = self._summarize(pending)
+        """Turn sums into the gradient of the mean, on all ranks; after an error, the update is abandoned."""
         try:
+            summary = pending.summary = self._summarize(pending)
             check_summary(summary)
-        except ArgumentError:
+            weight = summary.weight if pending.total_weight is None else pending.total_weight
+            self.runner.usual_weight = summary.weight / self._ranks.world_size
+            pending.gradients.finish(self._ranks, (pending.divisor or 1.0) / weight)
+            self._measure(pending, summary, weight)
+            pending.gradients.run_hooks(self._ranks, self.device)
+            pending.gradients.add_existing(self._ranks)
+            pending.stage = "reduced"
+        except BaseException:
             self.abandon()
             raise
-        weight = summary.weight if pending.total_weight is None else pending.total_weight
-        self.runner.usual_weight = summary.weight / self._ranks.world_size
-        pending.gradients.finish(self._ranks, (pending.divisor or 1.0) / weight)
-        if self.meter is not None and summary.squares is not None and summary.num_micro_batches >= 2:
-            # Hooks saw gradients of loss_sum / divisor; noise is that of the per-example gradients of B × loss / W.
-            scale = 1.0 if self._settings.scaler is None else float(self._settings.scaler.get_scale())
-            pending.noise = self.meter.add(
-                summary.squares,
-                q_factor=(summary.num_examples / weight / scale) ** 2,
-                gb_factor=scale**-2,
-                num_examples=summary.num_examples,
-                num_parts=summary.num_micro_batches,
-            )
-        pending.gradients.add_existing(self._ranks)
-        pending.stage = "reduced"
+
+    def _measure(self, pending: Pending, summary: Summary, weight: float) -> None:
+        """Estimate gradient noise while ``.grad`` holds the gradient of the update."""
+        if self.meter is None or summary.squares is None or summary.num_micro_batches < 2:
+            return
+        # Hooks saw gradients of loss_sum / divisor; noise is that of the per-example gradients of B × loss / W.
+        scale = 1.0 if self._settings.scaler is None else float(self._settings.scaler.get_scale())
+        pending.noise = self.meter.add(
+            summary.squares,
+            q_factor=(summary.num_examples / weight / scale) ** 2,
+            gb_factor=scale**-2,
+            num_examples=summary.num_examples,
+            num_parts=summary.num_micro_batches,
+        )
 
     def _summarize(self, pending: Pending) -> Summary:
         """Return the sums over all ranks; one device copies nothing to the host but a weight that lies on it."""
@@ -181,9 +229,9 @@ class Gatherer:
                 float(totals.weight), totals.loss, totals.num_examples, totals.num_micro_batches, pending.ooms,
                 dict(totals.metrics), squares, asked, totals.num_spoiled,
             )  # fmt: skip
-        names = sorted(totals.metrics)
+        names = sorted(totals.metrics, key=repr)
         if not pending.same_names:
-            names = sorted({name for found in self._ranks.gather(names) for name in found})
+            names = sorted({name for found in self._ranks.gather(names) for name in found}, key=repr)
         counts = [totals.num_examples, totals.num_micro_batches, pending.ooms, totals.num_spoiled]
         weight, asked_sum, loss, num, parts, ooms, spoiled, *rest = self._ranks.sum(
             [totals.weight, asked or 0.0, totals.loss, *counts]
@@ -197,6 +245,15 @@ class Gatherer:
             weight, loss, round(num), round(parts), round(ooms), metrics, summed,
             None if asked is None else asked_sum, round(spoiled),
         )  # fmt: skip
+
+    def end(self) -> None:
+        """Leave no trace of an update that was applied."""
+        self.trained.gradients.drop()
+        self._ranks.share_buffers()
+        self.num_updates += 1
+        self.pending = None
+        if self.meter is not None:
+            self.meter.norms.reset()
 
     def abandon(self) -> None:
         """Drop the update that was begun, with its gradients; the next one can begin. Without one, nothing happens."""

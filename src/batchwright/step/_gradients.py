@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .._ranks import Ranks, half_to_float, is_sharded
+from .._ranks import Ranks, half_to_float, is_expanded, is_sharded, mark_of
 from ..errors import ArgumentError
 from ._optimizers import check_parameters, optimizer_parameters
 
@@ -37,7 +37,7 @@ class Trained:
         self._ranks = ranks
         self.optimizer = optimizer
         self._names: dict[int, str] = {}
-        self._mark = 0
+        self._mark = self._mark_of_names = 0
         self.parameters: list[nn.Parameter] = []
         self.gradients = Gradients([], [])
         self.refresh()
@@ -45,6 +45,11 @@ class Trained:
             raise ArgumentError(
                 "the optimizer updates no trainable parameter; set requires_grad on those to train, and give them to it"
             )
+
+    def has_changed(self) -> bool:
+        """Return whether the optimizer updates other parameters now than at the last ``refresh``."""
+        found = optimizer_parameters(self.optimizer)
+        return len(found) != len(self.parameters) or not all(map(_is, found, self.parameters))
 
     def refresh(self) -> bool:
         """Ask the optimizer again, and return whether it updates other parameters than before."""
@@ -60,7 +65,9 @@ class Trained:
         self._names = {id(parameter): name for name, parameter in own}
         self.parameters = found
         self.gradients = Gradients(found, list(others.values()))
-        self._mark = self._mark_of_unshared() if self._ranks.world_size > 1 else 0
+        if self._ranks.world_size > 1:
+            self._mark = self._mark_of_unshared()
+            self._mark_of_names = mark_of([(name, tuple(value.shape), value.dtype) for name, value in self.named()])
         return True
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
@@ -71,17 +78,22 @@ class Trained:
 
     def marks(self) -> list[int]:
         """Return numbers that must be the same on all ranks; see ``check_marks``."""
-        return [self._ranks.mark_of_buffers(), self._mark, len(self.parameters)]
+        return [self._ranks.mark_of_buffers(), self._mark, self._mark_of_names]
 
     def check_marks(self, are_equal: Sequence[bool]) -> None:
         """Refuse, on all ranks alike, what differs between them; each of ``marks`` was compared."""
-        same_buffers, same_values, same_number = are_equal
+        same_buffers, same_values, same_names = are_equal
         if not same_buffers:
             raise ArgumentError(
                 "buffers of the model have other shapes on other ranks, so they cannot be shared; give them the same "
                 "shape everywhere, or use DDP(broadcast_buffers=False)"
             )
-        if not (same_values and same_number):
+        if not same_names:
+            raise ArgumentError(
+                "the optimizer trains other parameters on other ranks, or in another order; build it in the same way, "
+                "and freeze and unfreeze on all ranks alike"
+            )
+        if not same_values:
             raise ArgumentError(
                 "the optimizer trains parameters that the wrapped model does not own, and their values differ between "
                 "ranks; make them with the same seed on all ranks, or put them into the model before it is wrapped"
@@ -89,12 +101,9 @@ class Trained:
 
     def _mark_of_unshared(self) -> int:
         """Return a checksum of the parameters that no wrapper has made equal on all ranks."""
-        is_shared: Callable[[nn.Parameter], bool] = (
-            is_sharded if self._ranks.is_sharded else lambda parameter: id(parameter) in self._names
-        )
         mark = 0
         for parameter in self.parameters:
-            if not is_shared(parameter):
+            if not self._ranks.is_equal(parameter):
                 mark = zlib.crc32(_bytes_of(parameter), mark)
         return mark
 
@@ -117,12 +126,13 @@ class Gradients:
         self._half = [parameter for parameter in trained if half_to_float(parameter.dtype) is not parameter.dtype]
         self._wide: dict[nn.Parameter, Tensor] = {}  # float32 sums of parameters in half precision
         self._existing: _Sums = []
+        self._deferred: list[tuple[nn.Parameter, dict[int, Any]]] = []  # hooks of the user that wait for the sum
         self._seen: list[tuple[Tensor | None, int]] = []
 
     @property
-    def has_half(self) -> bool:
-        """Return whether a parameter is in half precision."""
-        return bool(self._half)
+    def has_float16(self) -> bool:
+        """Return whether a parameter is in float16, which has a short range."""
+        return any(parameter.dtype is torch.float16 for parameter in self._half)
 
     def begin(self, existing: Existing, *, is_warned: bool) -> bool:
         """Begin an update without gradients; return whether some that were there were not zero and are lost.
@@ -134,7 +144,8 @@ class Gradients:
         found = [parameter.grad for parameter in self._all if parameter.grad is not None]
         is_lost = False
         if existing == "add":
-            self._existing = [parameter.grad for parameter in self.trained]
+            own = [parameter.grad for parameter in self.trained]
+            self._existing = [one.clone() if one is not None and is_expanded(one) else one for one in own]
         elif found and not is_warned and _num_not_zero(found) > 0:
             is_lost = True
             warnings.warn(
@@ -152,20 +163,33 @@ class Gradients:
         return taken
 
     def put_back(self, taken: _Sums) -> None:
-        """Add what ``take`` returned to what has been gathered since."""
-        for parameter, before in zip(self.trained, taken, strict=True):
-            if before is None:
-                continue
-            if before.dtype is not parameter.dtype or parameter in self._wide:
-                now = self._wide.pop(parameter, parameter.grad)
-                self._wide[parameter] = before.float() if now is None else before.float().add_(now)
-                parameter.grad = None
-            else:
-                parameter.grad = before if parameter.grad is None else _sum_of(before, parameter.grad)
+        """Add what ``take`` returned to what has been gathered since; after an error only what was taken is there."""
+        try:
+            for parameter, before in zip(self.trained, taken, strict=True):
+                self._add(parameter, before)
+        except BaseException:
+            self.drop()
+            for parameter, before in zip(self.trained, taken, strict=True):
+                if before is not None and before.dtype is not parameter.dtype:
+                    self._wide[parameter] = before
+                else:
+                    parameter.grad = before
+            raise
+
+    def _add(self, parameter: nn.Parameter, before: Tensor | None) -> None:
+        """Add to one sum, and leave ``before`` as it is."""
+        now = self._wide.get(parameter, parameter.grad)
+        if before is None:
+            return
+        if before.dtype is not parameter.dtype or parameter in self._wide:
+            self._wide[parameter] = before.float() if now is None else _sum_of(before.float(), now.float())
+            parameter.grad = None
+        else:
+            parameter.grad = before if now is None else _sum_of(before, now)
 
     def drop(self) -> None:
         """Forget what was gathered."""
-        self._wide = {}
+        self._wide, self._seen = {}, []
         for parameter in self._all:
             parameter.grad = None
 
@@ -183,9 +207,9 @@ class Gradients:
             in_pieces: several backward passes follow, whose gradients in half precision are summed in float32.
         """
         hooks = _foreign_hooks(self.trained)
+        self._deferred = [(parameter, foreign) for parameter, _, foreign in hooks]
         for _, registered, foreign in hooks:
-            for key in foreign:
-                del registered[key]
+            registered.update(dict.fromkeys(foreign, _wait))
         handles = self._widening_hooks() if in_pieces and self._half else []
         try:
             yield
@@ -193,9 +217,16 @@ class Gradients:
             for handle in handles:
                 handle.remove()
             for _, registered, foreign in hooks:
-                ours = dict(registered)
-                registered.clear()
-                registered.update({**foreign, **ours})
+                for key in foreign.keys() - registered.keys():
+                    del foreign[key]  # removed by its owner in the meantime
+                registered.update(foreign)
+        known = {id(parameter): set(foreign) for parameter, foreign in self._deferred}
+        for parameter, _, foreign in _foreign_hooks(self.trained):
+            if foreign.keys() - known.get(id(parameter), set()):
+                raise ArgumentError(
+                    f"loss_fn registered a hook on a parameter of shape {tuple(parameter.shape)}, which would see the "
+                    "gradients of pieces; register it once, outside of loss_fn"
+                )
 
     def _widening_hooks(self) -> list[RemovableHandle]:
         return [
@@ -210,13 +241,34 @@ class Gradients:
         if gradient is None:
             return
         before = self._wide.get(parameter)
-        self._wide[parameter] = gradient.float() if before is None else before.add_(gradient)
+        self._wide[parameter] = gradient.float() if before is None else _sum_of(before, gradient.float())
 
     def widen_shards(self) -> None:
         """Do the same for shards, which FSDP2 writes without a hook; call it after every backward pass."""
         for parameter in self._half:
             if is_sharded(parameter):
                 self._widen(parameter)
+
+    @property
+    def num_hooked(self) -> int:
+        """Return how many parameters have hooks of the user that wait for the sum."""
+        return len(self._deferred)
+
+    @property
+    def has_any(self) -> bool:
+        """Return whether a parameter has a gradient."""
+        return bool(self._wide) or any(parameter.grad is not None for parameter in self._all)
+
+    @property
+    def are_finite(self) -> bool:
+        """Return whether all gradients so far are finite numbers; this waits for the device."""
+        found = [self._wide.get(parameter, parameter.grad) for parameter in self.trained]
+        return all(one is None or bool(torch.isfinite(_values_of(one)).all()) for one in found)
+
+    def show(self) -> None:
+        """Write sums in float32 into ``.grad`` as well, rounded, for those who read it before ``finish``."""
+        for parameter, total in self._wide.items():
+            parameter.grad = total.to(parameter.dtype)
 
     def watch(self) -> None:
         """Remember the gradients as they are now, for ``check_untouched``."""
@@ -234,13 +286,23 @@ class Gradients:
                 )
 
     def finish(self, ranks: Ranks, factor: float) -> None:
-        """Turn sums into the gradient of the update, on all ranks: multiply, reduce, run the hooks of the user."""
+        """Turn sums into the gradient of the update, on all ranks: multiply and reduce."""
         sums = [self._wide.pop(parameter, parameter.grad) for parameter in self.trained]
         summed = ranks.add_up(sums, self.trained, factor)
         for parameter, gradient in zip(self.trained, summed, strict=True):
             if gradient is not None and gradient is not parameter.grad:
                 parameter.grad = gradient.to(parameter.dtype)
-        for parameter, _, foreign in _foreign_hooks(self.trained):
+
+    def run_hooks(self, ranks: Ranks, device: torch.device) -> None:
+        """Show the gradient of the update to the hooks of the user; what they make of it on the first rank holds."""
+        if not self._deferred:
+            return
+        _, error = attempt(self._run_hooks)
+        ranks.agree(error, device)
+        ranks.share([one.grad for one, _ in self._deferred if one.grad is not None and not one.grad.is_sparse])
+
+    def _run_hooks(self) -> None:
+        for parameter, foreign in self._deferred:
             for hook in foreign.values():
                 changed = None if parameter.grad is None else hook(parameter.grad)
                 parameter.grad = parameter.grad if changed is None else changed
@@ -250,48 +312,30 @@ class Gradients:
         existing, self._existing = self._existing, []
         if existing and ranks.world_size > 1:
             # Gradients of one rank are averaged as DDP would; those that all ranks share stay as they are.
-            existing = ranks.add_up(existing, self.trained, 1 / ranks.world_size)
+            plain = [
+                None if is_sharded(parameter) else one for parameter, one in zip(self.trained, existing, strict=True)
+            ]
+            averaged = ranks.add_up(plain, self.trained, 1 / ranks.world_size)
+            existing = [
+                new if old is None or not is_sharded(old) else old for new, old in zip(averaged, existing, strict=True)
+            ]
         for parameter, before in zip(self.trained, existing, strict=False):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else _sum_of(before, parameter.grad)
 
 
-def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients down to a norm of ``max_norm``; return the norm that they had."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not any(one.is_sparse or is_sharded(one) or half_to_float(one.dtype) is not one.dtype for one in gradients):
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
-    norms = [_norm_of(gradient) for gradient in gradients]
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(float(scale) if gradient.is_sparse or is_sharded(gradient) else scale.to(gradient.device))
-    return total
-
-
-def _norm_of(gradient: Tensor) -> Tensor:
-    """Return the norm in float32 or wider: in float16 it would overflow."""
-    if is_sharded(gradient):
-        dtype = half_to_float(gradient.dtype)
-        norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype).full_tensor()
-        return norm
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return torch.linalg.vector_norm(values.to(half_to_float(values.dtype)))
-
-
-def _sum_of(before: Tensor, now: Tensor) -> Tensor:
+def _sum_of(first: Tensor, second: Tensor) -> Tensor:
     """Add gradients as backward would, of which each may be sparse."""
-    if now.is_sparse and not before.is_sparse:
-        return before.add_(now)
-    return now.add_(before) if before.is_sparse and not now.is_sparse else before.add_(now)
+    return second + first if first.is_sparse and not second.is_sparse else first + second
+
+
+def _values_of(gradient: Tensor) -> Tensor:
+    local: Tensor = gradient.to_local() if is_sharded(gradient) else gradient  # type: ignore[attr-defined]
+    return local.coalesce().values() if local.is_sparse else local
 
 
 def _num_not_zero(gradients: Sequence[Tensor]) -> int:
-    def is_zero(gradient: Tensor) -> bool:
-        local = gradient.to_local() if is_sharded(gradient) else gradient  # type: ignore[attr-defined]
-        return not bool((local.coalesce().values() if local.is_sparse else local).any())
-
-    return sum(not is_zero(gradient.detach()) for gradient in gradients)
+    return sum(bool(_values_of(gradient.detach()).any()) for gradient in gradients)
 
 
 def _version_of(parameter: nn.Parameter) -> tuple[Tensor | None, int]:
@@ -305,7 +349,7 @@ def _foreign_hooks(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Paramete
     for parameter in parameters:
         registered: Any = parameter._backward_hooks
         if registered and not is_sharded(parameter):
-            foreign = {key: hook for key, hook in registered.items() if not hasattr(hook, "is_batchwright")}
+            foreign = {key: hook for key, hook in registered.items() if not _only_looks(hook)}
             if foreign:
                 found.append((parameter, registered, foreign))
     return found
@@ -327,3 +371,12 @@ def _bytes_of(parameter: Tensor) -> bytes:
     flat = parameter.detach().cpu().contiguous()
     real = torch.view_as_real(flat) if flat.is_complex() else flat
     return real.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _wait(gradient: Tensor) -> None:
+    """Stand in for a hook until the sum is there."""
+
+
+def _only_looks(hook: Any) -> bool:
+    """Return whether a hook does not change the gradient: ours, and those of ``register_multi_grad_hook``."""
+    return hasattr(hook, "is_batchwright") or getattr(hook, "__module__", None) == "torch.autograd.graph"

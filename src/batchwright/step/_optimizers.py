@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._ranks import Ranks, common_error, failure_of
+from .._ranks import Ranks, common_error, failure_of, half_to_float, is_sharded
 from ..errors import ArgumentError, UpdateMemoryError
 from ..size.learning_rate import innermost
 from .oom import Snapshot, add_back, drop_gradients, is_out_of_memory, set_aside
@@ -91,6 +91,29 @@ def optimizer_parameters(optimizer: Any) -> list[nn.Parameter]:
     return found if len(set(map(id, found))) == len(found) else list({id(value): value for value in found}.values())
 
 
+def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale gradients down to a norm of ``max_norm``; return the norm that they had."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not any(one.is_sparse or is_sharded(one) or half_to_float(one.dtype) is not one.dtype for one in gradients):
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    norms = [_norm_of(gradient) for gradient in gradients]
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(float(scale) if gradient.is_sparse or is_sharded(gradient) else scale.to(gradient.device))
+    return total
+
+
+def _norm_of(gradient: Tensor) -> Tensor:
+    """Return the norm in float32 or wider: in float16 it would overflow."""
+    if is_sharded(gradient):
+        dtype = half_to_float(gradient.dtype)
+        norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype).full_tensor()
+        return norm
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return torch.linalg.vector_norm(values.to(half_to_float(values.dtype)))
+
+
 def apply_update(
     optimizer: Any, parameters: Sequence[nn.Parameter], scaler: torch.amp.GradScaler | None = None
 ) -> None:
@@ -135,15 +158,14 @@ def _versions(parameters: Sequence[Tensor]) -> list[int]:
 
 
 def _is_untouched(optimizer: Any) -> bool:
-    """Say whether a step that failed has surely left the state as it was: no state, or state that is only just made.
+    """Say whether a step that failed has surely left no trace: an optimizer of torch's own that has no state.
 
-    Fused kernels count no versions of what they write, so nothing is known about them.
+    Others may count steps in their groups, write past the versions of tensors, or begin a state with a gradient. Fused
+    kernels count no versions either.
     """
-    values: list[Any] = []
-    for state in getattr(optimizer, "state", {}).values():
-        values += state.values() if isinstance(state, dict) else [state]
+    is_known = type(optimizer) is getattr(torch.optim, type(optimizer).__name__, None)
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    return not is_fused and not any(value._version if isinstance(value, Tensor) else value for value in values)
+    return is_known and not is_fused and not any(optimizer.state.values())
 
 
 def take_over(
@@ -174,13 +196,19 @@ def take_over(
     except Exception as caught:
         second = caught
     ranks.agree(second, device)
-    raise common_error(error, failures)
+    raised = common_error(error, failures)
+    if isinstance(raised, UpdateMemoryError):
+        raised.can_retry = False  # the update is done
+    raise raised
 
 
 def _state_of(optimizer: Any, parameters: Sequence[nn.Parameter], scaler: Any) -> dict[str, Any]:
+    state = optimizer.state_dict()
+    # Functions cannot be sent, and every rank has its own.
+    groups = [{name: value for name, value in group.items() if not callable(value)} for group in state["param_groups"]]
     return {
         "parameters": [parameter.detach().cpu() for parameter in parameters],
-        "optimizer": optimizer.state_dict(),
+        "optimizer": {**state, "param_groups": groups},
         "scaler": None if scaler is None else scaler.state_dict(),
     }
 
@@ -189,7 +217,16 @@ def _load(state: dict[str, Any], optimizer: Any, parameters: Sequence[nn.Paramet
     with torch.no_grad():
         for parameter, value in zip(parameters, state["parameters"], strict=True):
             parameter.copy_(value)
-    optimizer.load_state_dict(state["optimizer"])
+    own, sent = optimizer.state_dict()["param_groups"], state["optimizer"]["param_groups"]
+    groups = [{**mine, **theirs} for mine, theirs in zip(own, sent, strict=True)]
+    optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
+    # load_state_dict casts a state to the type of its parameter, which need not be the type that it has.
+    places = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for place, values in state["optimizer"]["state"].items():
+        held = optimizer.state[places[place]] if isinstance(place, int) else {}
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, Tensor) and held[name].dtype is not value.dtype:
+                held[name] = value.to(held[name].device)
     if scaler is not None:
         forget_unscaling(scaler, optimizer)
         scaler.load_state_dict(state["scaler"])

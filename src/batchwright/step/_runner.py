@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -52,9 +53,12 @@ class Runner:
         """Find the buffers and devices of the model; call it when the model has other parts than before."""
         self._devices = devices_of(self._ranks.module)
         self._buffers = Buffers(self._ranks.module)
+        self._doubts = split_doubts(self._ranks.module)
 
     def snapshot(self) -> Snapshot:
         """Return the random state and the model's buffers now."""
+        if self._buffers.is_outdated:
+            self.look_at_model()
         return Snapshot(self._buffers, self._devices)
 
     def cut(self, logical: LogicalBatch, noise_seed: int | None) -> Parts:
@@ -92,22 +96,59 @@ class Runner:
         seed = None if norms is None else pending.noise_seed
         if self._feedback is not None:
             self._feedback.begin()
+        versions = logical.versions()
         while True:
             parts = self.cut(logical, seed)
             num_parts = self._agree_on_parts(parts)
             outcome = self._attempt(logical, parts, num_parts, pending, norms)
-            if isinstance(outcome, Totals):
+            if isinstance(outcome, Totals) and not self._is_spoiled(outcome, pending, len(parts)):
                 self._learn(logical, parts, is_cut=len(parts) > self._least_parts(seed))
                 return outcome
-            pending.ooms += 1
+            if logical.versions() != versions:
+                raise ArgumentError(
+                    "loss_fn changed the batch in place, so it cannot run again after out of memory; let it work on a "
+                    "copy, or pass on_oom='raise'"
+                )
             pending.gradients.drop()
-            if pending.totals.num_micro_batches == 0:
-                pending.divisor = None  # so that the bits are those of a run that began with smaller pieces
             if norms is not None:
                 norms.reset(measured)
             snapshot.restore()
             free_memory(self._devices)
-            self._lower_limit(outcome, logical)
+            if not isinstance(outcome, Totals):
+                self._note_failure(outcome, logical, pending)
+
+    def _note_failure(self, failure: _Failure, logical: LogicalBatch, pending: Pending) -> None:
+        pending.ooms += 1
+        if pending.totals.num_micro_batches == 0:
+            pending.divisor = None  # so that the bits are those of a run that began with smaller pieces
+        self._lower_limit(failure, logical)
+
+    def _is_spoiled(self, totals: Totals, pending: Pending, num_parts: int) -> bool:
+        """Return whether a batch must run again, although it fitted, and settle how."""
+        if not self._ranks.can_retry:
+            return False
+        if totals.num_doubtful and not pending.leaves_out and not pending.gradients.are_finite:
+            pending.leaves_out = True
+            return True
+        is_estimate = pending.total_weight is None and pending.asked_weight is None and num_parts > 1
+        if not is_estimate or pending.divisor is None or not (totals.are_weights_on_host or self._needs_exact(pending)):
+            return False
+        weight = float(totals.weight)
+        # How far off the estimate may be: gradients in float16 span few powers of two, others many.
+        most = 2.0**3 if self._needs_exact(pending) else 2.0**60
+        if not 0 < weight < math.inf or 1 / most <= weight / pending.divisor <= most:
+            return False
+        if pending.totals.num_micro_batches > 0:
+            raise ArgumentError(
+                f"a batch of weight {weight:g} follows one of about {pending.divisor:g} in the same update, too far "
+                "apart for one scale of the gradients; give total_weight= or weight_of="
+            )
+        pending.divisor = power_of_two(weight)
+        return True
+
+    def _needs_exact(self, pending: Pending) -> bool:
+        """Return whether gradients have the short range of float16."""
+        return self._settings.autocast is torch.float16 or pending.gradients.has_float16
 
     def _check(self, parts: Parts) -> None:
         if len(parts) > 1 and self._compares:
@@ -116,15 +157,16 @@ class Runner:
                 "use a smaller logical batch, activation checkpointing, or a loss with cached embeddings"
             )
         if len(parts) > 1 and not self._warned:
-            self._warned = True
-            warning = split_warning(self._ranks.module)
+            warning = next(filter(None, (doubt() for doubt in self._doubts)), None)
             if warning is not None:
+                self._warned = True
                 warnings.warn(warning, stacklevel=6)
 
     def _agree_on_parts(self, parts: Parts) -> int:
         """Return how many micro-batches this rank runs: its own number, or under FSDP2 the largest of all ranks."""
         if not self._ranks.meet_in_forward:
             return len(parts)
+        self._ranks.check_shards()
         (most,) = self._ranks.largest([len(parts)], self._device)
         if self._ranks.has_sync_batch_norm:
             (are_equal,) = self._ranks.agree(None, self._device, marks=[len(parts)])
@@ -148,7 +190,10 @@ class Runner:
             with self._ranks.no_sync(), gradients.gathering(in_pieces=in_pieces):
                 for part in parts:
                     sums = self._forward(next(micro_batches))  # unnamed, so that the inputs are freed after it
-                    if not sums.is_empty or self._ranks.is_sharded:
+                    if totals.num_micro_batches == 0 and gradients.has_any:
+                        raise ArgumentError("loss_fn ran a backward pass of its own; return the loss, and Stepper does")
+                    is_left_out = sums.is_empty or (sums.is_doubtful and pending.leaves_out)
+                    if not is_left_out or self._ranks.is_sharded:
                         divisor = self._divisor(pending, sums.weight, len(part), logical.num_examples)
                         self._backward(sums, divisor, norms, num_measured=len(part))
                     totals.add(sums, len(part))
@@ -157,6 +202,7 @@ class Runner:
                 # Under FSDP2 a rank that is done keeps the others company: divided by infinity, its part is zero.
                 for _ in range(num_parts - len(parts)):
                     self._backward(self._forward(logical.take(parts[-1])), math.inf, None)
+                    gradients.widen_shards()
             return totals
         except Exception as error:
             # Where ranks meet in the forward pass, none can try again on its own: the others wait for it inside.
@@ -201,9 +247,8 @@ class Runner:
             return pending.asked_weight if pending.asked_weight > 0 else 1.0
         if isinstance(weight, float) and weight == num_examples:
             return float(num_all)
-        # In half precision an old estimate could be too far off, so the weight is worth a wait for the device.
-        needs_exact = self._settings.autocast is torch.float16 or pending.gradients.has_half
-        if not is_on_host(weight) and self.usual_weight is not None and not needs_exact:
+        # In float16 an old estimate could be too far off, so the weight is worth a wait for the device.
+        if not is_on_host(weight) and self.usual_weight is not None and not self._needs_exact(pending):
             return power_of_two(self.usual_weight)
         value = float(weight)
         if num_examples == num_all and 0 < value < math.inf:
@@ -240,20 +285,33 @@ class Runner:
             self._feedback.failed(len(part))
 
 
-def split_warning(module: nn.Module) -> str | None:
-    """Return a warning about parts whose result depends on the other examples of a batch, None if there is none."""
-    for name, part in module.named_modules():
-        if type(part).__name__ == "_SpectralNorm" and part.training:
-            return (
-                f"spectral norm in training mode ({name}) changes its weight in every forward pass, so once per "
-                "micro-batch: the update depends on the split. Put it into eval mode, or run batches whole"
-            )
-        if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None):
-            mode = "in training mode" if part.training else "without running statistics"
-            return (
-                f"BatchNorm {mode} ({name}) sees micro-batches, not the batch: its statistics, and so the update, "
-                "depend on the split. Use GroupNorm or LayerNorm, or put it into eval mode with running statistics"
-            )
+def split_doubts(module: nn.Module) -> list[Callable[[], str | None]]:
+    """Return a function per part whose result may depend on the split: it returns a warning, or None for now."""
+    return [partial(_doubt, name, part) for name, part in module.named_modules() if _kind_of(part) is not None]
+
+
+def _kind_of(part: nn.Module) -> str | None:
+    if isinstance(part, _BatchNorm):
+        return "BatchNorm"
+    hooks = [type(hook).__name__ for hook in part._forward_pre_hooks.values()]
+    if type(part).__name__ == "_SpectralNorm" or "SpectralNorm" in hooks:
+        return "spectral norm"
+    return "max_norm" if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None else None
+
+
+def _doubt(name: str, part: nn.Module) -> str | None:
+    kind = _kind_of(part)
+    if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None):
+        mode = "in training mode" if part.training else "without running statistics"
+        return (
+            f"BatchNorm {mode} ({name}) sees micro-batches, not the batch: its statistics, and so the update, depend "
+            "on the split. Use GroupNorm or LayerNorm, or put it into eval mode with running statistics"
+        )
+    if kind == "max_norm" or (kind == "spectral norm" and part.training):
+        return (
+            f"{kind} in training mode ({name}) changes its weight in every forward pass, so once per micro-batch: the "
+            "update depends on the split. Leave it out, or run batches whole"
+        )
     return None
 
 

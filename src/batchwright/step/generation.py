@@ -20,7 +20,7 @@ from ..errors import ArgumentError
 from ..plan import Budget, MaxItems, MaxTokens, Plan, Sorted, plan_batches
 from ..plan.budget import check_budget
 from ._decoding import Collate, Decoder
-from .huggingface import evaluating
+from ._loss_probe import evaluating
 from .inference import Pieces, run_in_pieces
 from .memory.monitor import MemoryMonitor
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -69,9 +71,11 @@ class NoiseMeter:
     def _watch(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> GradientNorms:
         names = ["" if self._group_of is None else self._group_of(name) for name, _ in named_parameters]
         self._names = list(dict.fromkeys(names))
-        return GradientNorms(
+        norms = GradientNorms(
             [parameter for _, parameter in named_parameters], [self._names.index(name) for name in names]
         )
+        weakref.finalize(self, norms.close)  # hooks would stay on the parameters after the meter is gone
+        return norms
 
     def watch(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Measure these parameters from now on; the average over updates stays."""
@@ -119,6 +123,77 @@ class NoiseMeter:
         self._average = self._average.update(s, g2, num_examples=sample.num_examples)
         groups = dict(zip(self._names, noises, strict=True)) if len(self._names) > 1 else {}
         sample.report = NoiseReport(s, g2, sample.num_parts, self._average.is_reliable, groups=groups)
+
+
+@final
+class GradientNoise:
+    """Measures the gradient noise of updates whose micro-batches are random parts.
+
+    Args:
+        parameters: that are trained.
+
+    Attributes:
+        meter: holds the average over all updates so far.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._parameters = list(map(id, parameters))
+        self.meter = NoiseMeter([("", parameter) for parameter in parameters])
+        self._num_parts = 0
+        self._kept: tuple[Tensor | None, int] = (None, 0)
+        self._read: Callable[[], NoiseReport] | None = None
+
+    @property
+    def report(self) -> NoiseReport | None:
+        """Return the noise of the newest update, None if it had fewer than two parts."""
+        return None if self._read is None else self._read()
+
+    def begin(self, parameters: list[nn.Parameter]) -> None:
+        """Begin an update of some parameters; others may have been unfrozen since the last one."""
+        if list(map(id, parameters)) != self._parameters:
+            self._parameters = list(map(id, parameters))
+            self.meter.watch([("", parameter) for parameter in parameters])
+        self.meter.norms.reset()
+        self._num_parts, self._read = 0, None
+        self.keep()
+
+    def keep(self) -> None:
+        """Remember what was measured, in case the next micro-batch has to be run again."""
+        self._kept = (self.meter.norms.total, self._num_parts)
+
+    def undo(self) -> None:
+        """Forget what was measured since ``keep``."""
+        self.meter.norms.total, self._num_parts = self._kept
+
+    @contextmanager
+    def part(self, num_examples: int) -> Iterator[None]:
+        """Measure the backward pass of a part inside the context."""
+        self.meter.norms.begin()
+        yield
+        self.meter.norms.end(num_examples)
+        self._num_parts += 1
+
+    def end(self, add_up: Callable[[Tensor], Tensor], *, num_examples: int, num_replicas: int, scale: float) -> None:
+        """Take the sums of the update after its last backward pass, before gradients are unscaled and clipped.
+
+        Args:
+            add_up: sums a tensor over all ranks.
+            num_examples: of the update, over all ranks.
+            num_replicas: the factor that losses were multiplied by, because gradients are averaged over ranks.
+            scale: of the ``GradScaler``, 1 without one.
+        """
+        total = self.meter.norms.total
+        mine = torch.zeros(1, dtype=torch.float64) if total is None else total
+        squares, num = add_up(torch.cat([mine, torch.tensor([self._num_parts], device=mine.device, dtype=mine.dtype)]))
+        if num >= 2:
+            # Gradients carry the factor num_replicas * scale / num_examples, and the sums are quadratic in them.
+            self._read = self.meter.add(
+                squares.reshape(1),
+                q_factor=(num_examples / num_replicas / scale) ** 2,
+                gb_factor=scale**-2,
+                num_examples=num_examples,
+                num_parts=round(float(num)),
+            )
 
 
 @final

@@ -55,7 +55,9 @@ class Snapshot:
     """
 
     def __init__(self, buffers: Buffers | None, devices: Iterable[torch.device]) -> None:
-        self._places = [(place, dict(place)) for place in (buffers.places if buffers is not None else [])]
+        places = [] if buffers is None else buffers.places
+        self._places = [(place, dict(place)) for place in places if place]
+        self._empty = [place for place in places if not place]
         self._values = [
             (buffer, buffer.detach().clone())
             for _, held in self._places
@@ -74,12 +76,17 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back."""
+        for place in self._empty:
+            place.clear()
         for place, held in self._places:
             place.clear()
             place.update(held)
         with torch.no_grad():
             for buffer, value in self._values:
-                buffer.copy_(value)
+                if buffer.shape != value.shape:
+                    buffer.data = value  # a forward pass has given it other memory
+                else:
+                    buffer.copy_(value)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
@@ -109,7 +116,14 @@ class Buffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.places: list[dict[str, Tensor | None]] = [part._buffers for part in module.modules()]
+        parts = list(module.modules())
+        self.places: list[dict[str, Tensor | None]] = [part._buffers for part in parts]
+        self._parents = [(part._modules, tuple(part._modules.values())) for part in parts if part._modules]
+
+    @property
+    def is_outdated(self) -> bool:
+        """Return whether the module has other parts now."""
+        return any(tuple(children.values()) != before for children, before in self._parents)
 
 
 def set_aside(parameters: Sequence[nn.Parameter]) -> Held:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,7 +92,8 @@ class MicroSums:
     """The sums of one micro-batch.
 
     Attributes:
-        is_empty: it sums over nothing, weight and loss are 0 or the loss is no number; it has no gradient.
+        is_empty: it has no weight, and its loss is no number or constant: it sums over nothing and has no gradient.
+        is_doubtful: it has no weight and a loss of 0, whose gradient may be no number.
     """
 
     def __init__(self, returned: Any) -> None:
@@ -112,13 +114,13 @@ class MicroSums:
         self.weight = _early(_as_scalar(weight, loss))
         # The mean over nothing is NaN, and so are its gradients.
         is_none = is_on_host(self.weight) and float(self.weight) == 0
-        self.is_empty = is_none and not 0 < abs(float(loss.detach())) < math.inf
+        value = float(loss.detach()) if is_none else math.nan
+        self.is_empty = is_none and (not math.isfinite(value) or (value == 0 and not loss.requires_grad))
+        self.is_doubtful = is_none and value == 0 and loss.requires_grad
         if not loss.requires_grad and not self.is_empty:
             raise ArgumentError(
                 "loss_sum does not depend on any trainable parameter; is the model frozen, or under no_grad?"
             )
-        if self.is_empty:
-            self.loss = torch.zeros_like(self.loss.detach())
         metrics = returned[2] if len(returned) == 3 else {}
         if not isinstance(metrics, Mapping):
             raise ArgumentError(f"the metrics of loss_fn must be a mapping of sums, got {type(metrics).__name__}")
@@ -127,7 +129,7 @@ class MicroSums:
 
 def _as_scalar(value: Any, like: Tensor) -> Sum:
     if not isinstance(value, Tensor):
-        return float(value)
+        return float(value.item() if isinstance(value, np.ndarray) and value.size == 1 else value)
     if value.numel() != 1:
         raise ArgumentError(f"weights and metrics must be single numbers, got shape {tuple(value.shape)}")
     return value.detach().reshape(()).to(like.device)
@@ -164,6 +166,7 @@ class Totals:
         self._weights: list[Sum | Copied] = []
         self._metrics: dict[str, list[Sum]] = {}
         self.num_examples = 0
+        self.num_doubtful = 0
 
     @property
     def num_micro_batches(self) -> int:
@@ -187,12 +190,18 @@ class Totals:
 
     def add(self, sums: MicroSums, num_examples: int) -> None:
         """Add a micro-batch."""
-        self._losses.append(sums.loss.detach())
+        self._losses.append(0.0 if sums.is_empty else sums.loss.detach())
         self._weights.append(sums.weight)
         for name, value in sums.metrics.items():
             is_counted = not sums.is_empty or math.isfinite(value)
             self._metrics.setdefault(name, []).append(value if is_counted else 0.0)
         self.num_examples += num_examples
+        self.num_doubtful += sums.is_doubtful
+
+    @property
+    def are_weights_on_host(self) -> bool:
+        """Return whether the weight can be read without waiting for a device."""
+        return all(map(is_on_host, self._weights))
 
     @property
     def num_spoiled(self) -> int:
@@ -216,7 +225,7 @@ def _sum(numbers: Sequence[Sum | Copied]) -> Sum:
     """Return the sum, in more digits than a half-precision loss has; a float if all numbers are on the host."""
     values = [number if isinstance(number, Tensor) and not number.is_cpu else float(number) for number in numbers]
     tensors = [value for value in values if isinstance(value, Tensor)]
-    on_host = math.fsum(value for value in values if not isinstance(value, Tensor))
+    on_host = _exact_sum([value for value in values if not isinstance(value, Tensor)])
     if not tensors:
         return on_host
     wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
@@ -224,6 +233,13 @@ def _sum(numbers: Sequence[Sum | Copied]) -> Sum:
         tensors = [value.to(wide) for value in tensors]
     total = torch.stack(tensors).sum(dtype=wide) if len(tensors) > 1 else tensors[0].to(wide)
     return total + on_host if on_host else total
+
+
+def _exact_sum(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # infinities of both signs, or a sum beyond the largest number
+        return sum(values)
 
 
 @final
@@ -251,6 +267,7 @@ class Pending:
         total_weight: of the whole update, if a trainer knows it.
         asked_weight: what ``weight_of`` has counted so far on this rank, None without it.
         noise_seed: seeds the random subsets that noise is measured on, None if it is not measured.
+        leaves_out: micro-batches of weight 0 and loss 0 have gradients that are no numbers, and are left out.
         divisor: backward runs on ``loss_sum / divisor``; the first micro-batch settles it.
         same_names: whether metrics have the same names on all ranks.
         stage: how far the update is: gathered, reduced, or unscaled and clipped.
@@ -260,6 +277,7 @@ class Pending:
     total_weight: float | None = None
     asked_weight: float | None = None
     noise_seed: int | None = None
+    leaves_out: bool = False
     divisor: float | None = None
     totals: Totals = field(default_factory=Totals)
     ooms: int = 0
@@ -267,7 +285,7 @@ class Pending:
     summary: Summary | None = None
     noise: Callable[[], NoiseReport] | None = None
     same_names: bool = True
-    stage: Literal["gathered", "reduced", "unscaled", "clipped"] = "gathered"
+    stage: Literal["gathered", "reduced", "clipped"] = "gathered"
     norm: Tensor | None = None
 
 

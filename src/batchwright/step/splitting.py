@@ -190,6 +190,7 @@ def wrap_batch(
 class LogicalBatch(ABC):
     """The examples of one update, which can be taken apart and put together in any order."""
 
+    source: Any  # the batch as it came
     num_examples: int
     lengths: Lengths | None  # (B, axes), as the micro-batch will be padded
     refusal: ArgumentError | None = None  # what to raise instead of a cut, for a batch that only runs whole
@@ -202,6 +203,10 @@ class LogicalBatch(ABC):
         """Return the micro-batches of all parts, each made when it is needed."""
         return map(self.take, parts)
 
+    def versions(self) -> list[int]:
+        """Return numbers that change when a tensor of the batch is changed in place."""
+        return [tensor._version for tensor in _tensors_of(self.source) if not tensor.is_inference()]
+
     @property
     @abstractmethod
     def gains_from_sorting(self) -> bool:
@@ -213,6 +218,7 @@ class TensorBatch(LogicalBatch):
     """Nested fields with one row per example; they keep their width unless ``trim`` is given."""
 
     def __init__(self, batch: Any, *, lengths: Callable[[Any], Any] | None, trim: Callable[[Any], Any] | None) -> None:
+        self.source = batch
         self._rows = Rows(batch)
         self._trim = trim
         self.num_examples = self._rows.num
@@ -249,7 +255,7 @@ class ExampleBatch(LogicalBatch):
     ) -> None:
         if not examples:
             raise ArgumentError("the batch is empty; give at least one example")
-        self._examples = examples
+        self.source = self._examples = examples
         self._collate = collate
         self.num_examples = len(examples)
         found = None if lengths is None else [lengths(example) for example in examples]
@@ -289,7 +295,7 @@ class WholeBatch(LogicalBatch):
             raise reason  # a list of examples lacks collate=, and lengths would be those of an example
         if num is None and lengths is None:
             raise ArgumentError(f"{reason}. If that is how the batch is meant, {_GIVE_SPLIT}") from reason
-        self._batch = batch
+        self.source = self._batch = batch
         self._trim = trim
         self.lengths = None if lengths is None else _checked(lengths(batch), num)
         self.num_examples = len(self.lengths) if self.lengths is not None else num or 0  # one of them is known
@@ -328,7 +334,7 @@ class CustomBatch(LogicalBatch):
         lengths: Callable[[Any], Any] | None,
         trim: Callable[[Any], Any] | None,
     ) -> None:
-        self._batch = batch
+        self.source = self._batch = batch
         self._split = split
         self._trim = trim
         self.num_examples = as_whole("split(batch, None), the number of examples,", split(batch, None), least=1)
@@ -355,6 +361,15 @@ class CustomBatch(LogicalBatch):
     def gains_from_sorting(self) -> bool:
         """Return whether lengths are known."""
         return self.lengths is not None
+
+
+def _tensors_of(batch: Any, depth: int = 2) -> list[Tensor]:
+    """Return the tensors near the surface of a batch; lists of numbers below would take long to walk through."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    fields = fields_of(batch) if depth else None
+    values = fields.values() if fields is not None else batch if depth and type(batch) in (list, tuple) else ()
+    return [tensor for value in values for tensor in _tensors_of(value, depth - 1)]
 
 
 def _checked(lengths: Any, num: int | None) -> Lengths:

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._checks import as_number
 from .._ranks import Ranks
 from ..errors import ArgumentError
 from ..plan import Budget
 from ..size.learning_rate import Rule, adascale, current_lr, get_rule, scaled_lr
 from ..size.noise import NoiseAverage
 from ._gathering import Gatherer
-from ._gradients import Existing, Trained, attempt, clip
-from ._optimizers import allocate_state, apply_update, check_optimizer, take_over
+from ._gradients import Existing, Trained, attempt
+from ._optimizers import allocate_state, apply_update, check_optimizer, clip, take_over
 from ._settings import Settings
 from .losses import LossFunction
 from .memory.budget_tracker import Feedback
@@ -141,18 +142,20 @@ class Stepper:
         Args:
             batch: nested tensors, or a list of examples with ``collate``.
             total_weight: the weight of the whole update over all ranks, if a trainer knows it; a single process then
-                has the complete gradient without ``reduce``. It is the same in every call of an update.
+                has the complete gradient without ``reduce``, except that hooks on parameters have not seen it. It is
+                the same in every call of an update.
         """
-        if self._gatherer.pending is not None and self._gatherer.pending.stage == "gathered":
-            self._gatherer.pending.gradients.check_untouched()
         self._gatherer.add(batch, total_weight)
+        if total_weight is not None:
+            self._trained.gradients.show()
         self._trained.gradients.watch()
 
     def reduce(self) -> None:
         """Sum gradients and weights over all ranks, and turn sums into the gradient of the mean."""
         pending = self._require_pending()
         if pending.stage == "gathered":
-            pending.gradients.check_untouched()
+            _, error = attempt(pending.gradients.check_untouched)
+            self._ranks.agree(error, self._device)
             self._gatherer.reduce(pending)
 
     def update(self) -> StepReport:
@@ -164,53 +167,39 @@ class Stepper:
         pending = self._require_pending()
         if pending.stage == "gathered":
             self.reduce()
-        self._unscale_and_clip(pending)
-        assert pending.summary is not None
-        rate = current_lr(self._optimizer)
-        factor = self._lr_factor(pending.summary.num_examples)
-        self._apply(factor)
-        self._end()
-        return self._report(pending, None if rate is None else rate * factor)
+        try:
+            applied, error = attempt(lambda: self._apply(pending))
+            if self._ranks.world_size > 1:
+                parameters = self._trained.parameters
+                take_over(self._ranks, self._optimizer, parameters, self._settings.scaler, error, self._device)
+            elif error is not None:
+                raise error
+        except BaseException as caught:
+            if self._gatherer.pending is None or self._ranks.world_size > 1:
+                self._gatherer.end()  # the update is done, here or on another rank, and only what follows has failed
+            elif not getattr(caught, "can_retry", False):
+                self.abandon()  # a second attempt could apply parts of the update twice
+            raise
+        self._gatherer.end()
+        return self._report(pending, applied)
 
-    def _unscale_and_clip(self, pending: Pending) -> None:
+    def _apply(self, pending: Pending) -> float | None:
+        """Run the optimizer's step, and return the learning rate that it used."""
+        assert pending.summary is not None
         scaler, clip_norm = self._settings.scaler, self._settings.clip_norm
+        self._gatherer.check_same_parameters()
+        factor = self._lr_factor(pending.summary.num_examples)
         if pending.stage == "reduced":
             if scaler is not None:
                 scaler.unscale_(self._optimizer)
-            pending.stage = "unscaled"
-        if pending.stage == "unscaled":
             pending.norm = None if clip_norm is None else clip(self._trained.parameters, clip_norm)
             pending.stage = "clipped"
-
-    def _apply(self, factor: float) -> None:
-        """Run the optimizer's step with the learning rate of this batch size."""
-        scaler = self._settings.scaler
-
-        def apply() -> None:
-            with scaled_lr(self._optimizer, factor):
-                apply_update(self._optimizer, self._trained.parameters, scaler)
-
-        _, error = attempt(apply)
-        if self._ranks.world_size > 1:
-            try:
-                take_over(self._ranks, self._optimizer, self._trained.parameters, scaler, error, self._device)
-            except Exception:
-                self._end()
-                raise
-        elif error is not None:
-            if not getattr(error, "can_retry", False):
-                self.abandon()  # a second attempt could apply parts of the update twice
-            raise error
-
-    def _end(self) -> None:
-        """Leave no trace of the update."""
+        rate = current_lr(self._optimizer)
+        with scaled_lr(self._optimizer, factor):
+            apply_update(self._optimizer, self._trained.parameters, scaler)
+        self._gatherer.pending = None  # whatever fails from here on, the update is not applied again
         self._optimizer.zero_grad()
-        self._trained.gradients.drop()
-        self._ranks.share_buffers()
-        self._gatherer.num_updates += 1
-        self._gatherer.pending = None
-        if self._meter is not None:
-            self._meter.norms.reset()
+        return None if rate is None else rate * factor
 
     def abandon(self) -> None:
         """Drop the update that was begun, with its gradients; the next one can begin. Without one, nothing happens."""
@@ -252,7 +241,8 @@ class Stepper:
             return 1.0
         base_size = self._settings.base_size or 1
         if self._lr_rule != "adascale":
-            return self._lr_rule(batch_size, base_size)
+            factor = self._lr_rule(batch_size, base_size)
+            return as_number(f"lr_rule({batch_size}, {base_size}), the factor of the learning rate,", factor, least=0)
         assert self._meter is not None
         average = self._meter.average
         return adascale(batch_size, base_size, s=average.s, g2=average.g2) if average.is_reliable else 1.0

@@ -15,6 +15,7 @@ from ...plan.budget import Budget, check_budget
 from ...plan.grouping.base import Grouping, check_grouping
 from ...plan.plan import PlanSettings
 from ...size.learning_rate import Rule, get_rule
+from ...step.memory.fit_to_memory import FitToMemory
 from ...step.memory.monitor import MemoryMonitor
 from .._devices import is_divided
 from .._ranked import controller_of
@@ -40,6 +41,7 @@ class Settings:
     lengths: npt.ArrayLike | None
     weighting: Weighting
     on_oom: OnOom
+    micro_batch: FitToMemory | None
     lr_rule: str | Rule | None
     base_size: int | None
     measure_noise: bool
@@ -56,6 +58,7 @@ class Settings:
         controller_of(None, self.controller)
         check_choice("weighting", self.weighting, get_args(Weighting))
         check_choice("on_oom", self.on_oom, get_args(OnOom))
+        self._check_micro_batch()
         self._check_plan()
         self._check_rate_and_noise()
 
@@ -68,6 +71,17 @@ class Settings:
     def evaluation_budget(self) -> Budget | None:
         """Return what a batch of evaluation may cost, None if evaluation is left to the trainer."""
         return self.budget if self.eval_budget == "same" else self.eval_budget
+
+    def _check_micro_batch(self) -> None:
+        if self.micro_batch is None:
+            return
+        if not isinstance(self.micro_batch, FitToMemory):
+            raise ArgumentError(
+                f"micro_batch must be a FitToMemory or None, got {self.micro_batch!r}; for a fixed number of examples "
+                "use budget=MaxItems(n)"
+            )
+        if self.on_oom == "raise":
+            raise ArgumentError("micro_batch=FitToMemory(…) cuts micro-batches, which on_oom='raise' does not allow")
 
     def _check_plan(self) -> None:
         if self.grouping is not None:

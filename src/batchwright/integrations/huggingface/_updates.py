@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from ..._checks import read_whole
 from ..._ranks import Ranks
 from ...errors import ArgumentError
+from ...step.memory.budget_tracker import FitFeedback
+from ...step.memory.monitor import MemoryMonitor
+from ...step.noise import GradientNoise
 from ...step.oom import drop_gradients
 from .._devices import Devices
 from .._failures import raise_gathered
@@ -30,7 +33,6 @@ from .._safe_steps import (
 )
 from .._trainer_step import WHOLE, as_logged
 from ._batches import Counted
-from ._noise import GradientNoise
 from ._settings import Settings
 from ._weights import LossWeights, TrainerLoss, UpdateWeight, refuse, row_key
 
@@ -73,6 +75,23 @@ class Updates:
             self.noise.meter.norms.close()
         self.noise = GradientNoise(trained_parameters(model)) if self._settings.measure_noise else None
 
+    def _fit(self, device: torch.device) -> FitFeedback | None:
+        """Return what lets a ``FitToMemory`` follow memory, None without one."""
+        fit, memory = self._settings.micro_batch, self._settings.memory
+        if memory is None and device.type == "cuda":
+            memory = MemoryMonitor(device)
+        return None if fit is None else FitFeedback(fit, memory)
+
+    def memory_state(self) -> dict[str, Any] | None:
+        """Return what the size of micro-batches has learned, as JSON values."""
+        fit = self._settings.micro_batch
+        return None if fit is None else fit.state_dict()
+
+    def load_memory_state(self, state: Mapping[str, Any] | None) -> None:
+        """Continue with what another run learned."""
+        if self._settings.micro_batch is not None and state is not None:
+            self._settings.micro_batch.load_state_dict(state)
+
     def close(self) -> None:
         """End a training; its figures can still be read."""
         self.whole, self._safe_steps = None, None
@@ -98,7 +117,9 @@ class Updates:
         counted, repeats = received
         self._devices, self._key = devices, row_key(batches[0], loss.model)
         if self._safe_steps is None and self._settings.on_oom != "raise":
-            self._safe_steps = SafeSteps(self._settings.on_oom, _NO_BOUND, self._key, self._note_oom)
+            self._safe_steps = SafeSteps(
+                self._settings.on_oom, _NO_BOUND, self._key, self._note_oom, fit=self._fit(devices.args.device)
+            )
         drop_gradients(foreign_parameters(loss.model, optimizer))
         shares, failure = [], None
         try:

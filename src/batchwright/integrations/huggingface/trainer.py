@@ -10,36 +10,32 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import numpy.typing as npt
 import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 
-from ..._checks import read_size, shared_options
-from ...errors import ArgumentError, StateMismatchError
+from ..._checks import shared_options
+from ...errors import ArgumentError
 from ...plan.budget import Budget
 from ...plan.grouping.base import Grouping
 from ...size.learning_rate import Rule
-from ...size.noise import NoiseAverage
 from ...step.huggingface import unwrapped
 from ...step.losses import needs_whole_batch
+from ...step.memory.fit_to_memory import FitToMemory
 from ...step.memory.monitor import MemoryMonitor
 from .._devices import Devices, on_its_own, one_process, undivided
 from .._ranked import check_no_stream
-from ._data import TrainingData, TrainLoader, fetch_together, micro_batches_of
-from ._evaluation import Evaluation, EvaluationPlan
-from ._lengths import LengthCache
+from ._data import TrainLoader, fetch_together, micro_batches_of
+from ._evaluation import EvaluationPlan
 from ._settings import OnOom, Settings, Weighting, check_trainer, check_trainer_class
-from ._updates import Updates
-from ._weights import LossWeights, TrainerLoss
-from .callbacks import UpdateCallback
+from ._weights import TrainerLoss
+from .callbacks import Batching
 
 # The key of the state in trainer_state.json, under stateful_callbacks.
 STATE_NAME = "batchwright"
-# Raise it when an older state can no longer be read.
-STATE_VERSION = 1
 
 
 class AdaptiveTrainerMixin:
@@ -78,6 +74,8 @@ class AdaptiveTrainerMixin:
             leaves the micro-batch out, but its labels still count in the mean. Both need memory for a second gradient
             if an update has several micro-batches, and under DDP they reduce gradients after the backward pass, not
             during it. ``"raise"`` changes none of this.
+        micro_batch: a ``FitToMemory``, which lets at most ``.size`` examples of a micro-batch run at once and follows
+            the memory in use; it reads ``memory``, or by itself a GPU. Not with ``on_oom="raise"``.
         lr_rule: ``"none"``, ``"linear"``, ``"sqrt"``, ``"adascale"`` or a function of ``(batch_size, base_size)``; it
             applies only inside the optimizer's step.
         base_size: the batch size over all ranks that ``learning_rate`` was chosen for; needed with ``lr_rule``.
@@ -109,6 +107,7 @@ class AdaptiveTrainerMixin:
         lengths: npt.ArrayLike | None = None,
         weighting: Weighting = "tokens",
         on_oom: OnOom = "split",
+        micro_batch: FitToMemory | None = None,
         lr_rule: str | Rule | None = "none",
         base_size: int | None = None,
         measure_noise: bool = False,
@@ -315,83 +314,3 @@ def adaptive(trainer_cls: type) -> type:
     if issubclass(trainer_cls, AdaptiveTrainerMixin):
         return trainer_cls
     return type(f"Adaptive{trainer_cls.__name__}", (AdaptiveTrainerMixin, trainer_cls), {"__module__": __package__})
-
-
-@final
-class Batching:
-    """Holds the settings and the collaborators of an adaptive trainer.
-
-    None of them holds the trainer: such a cycle would keep the worker processes of its loader alive until garbage is
-    collected.
-
-    Args:
-        settings: what the user asked for.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        lengths = LengthCache()
-        self.settings = settings
-        self.weights = LossWeights(settings.weighting)
-        self.data = TrainingData(settings, lengths)
-        self.updates = Updates(settings, self.weights)
-        self.evaluation = Evaluation(settings, lengths, self.weights)
-        self.callback = UpdateCallback(settings, self.data, self.updates)
-
-    def close(self) -> None:
-        """End a training."""
-        self.callback.close()
-        self.updates.close()
-        self.data.batches = None
-
-    def take_figures(self) -> dict[str, float]:
-        """Return the figures of the updates since the last log; an empty dict if there were none."""
-        figures = {} if self.data.batches is None else self.updates.figures.take_recent()
-        if not figures:
-            return {}
-        if self.settings.rule is not None:
-            figures["lr_factor"] = self.updates.figures.lr_factor
-        if self.settings.controller is not None:
-            figures["batch_size_wanted"] = read_size(self.settings.controller)
-        scale = None if self.updates.noise is None else self.updates.noise.meter.average.scale
-        return figures if scale is None else {**figures, "noise_scale": scale}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data and everything that was learned, as JSON values."""
-        assert self.data.batches is not None
-        controller, noise = self.settings.controller, self.updates.noise
-        # Older checkpoints hold the keys "feed" and "course", so they keep these names.
-        return {
-            "version": STATE_VERSION,
-            "feed": self.data.batches.state_dict(),
-            "course": self.updates.figures.state_dict(),
-            "controller": None if controller is None else controller.state_dict(),
-            "noise": None if noise is None else noise.meter.average.to_state(),
-        }
-
-    def restore(self, saved: Mapping[str, Any] | None, epochs_trained: int, *, ignores_place: bool) -> int:
-        """Continue from a state, and return the epoch to run.
-
-        Args:
-            saved: of ``state_dict``; None if the checkpoint has none.
-            epochs_trained: the epoch that the trainer found.
-            ignores_place: begin the epoch again.
-        """
-        batches, controller, noise = self.data.batches, self.settings.controller, self.updates.noise
-        assert batches is not None
-        if saved is None or saved.get("version") != STATE_VERSION:
-            if ignores_place:
-                return epochs_trained
-            raise StateMismatchError(
-                "the checkpoint does not hold the place in its epoch, as checkpoints of adaptive trainers do; set "
-                "ignore_data_skip=True to begin the epoch again"
-            )
-        if ignores_place:
-            batches.set_epoch(int(saved["feed"]["sampler"]["epoch"]))
-        else:
-            batches.load_state_dict(saved["feed"])
-        self.updates.figures.load_state_dict(saved["course"])
-        if controller is not None and saved["controller"] is not None:
-            controller.load_state_dict(saved["controller"])
-        if noise is not None and saved["noise"] is not None:
-            noise.meter.average = NoiseAverage(**saved["noise"])
-        return batches.epoch

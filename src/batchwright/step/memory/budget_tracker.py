@@ -192,6 +192,11 @@ class FitFeedback(Feedback):
         self._used_before = 0
 
     @property
+    def size(self) -> int:
+        """Return the number of examples of the next micro-batches."""
+        return self._fit.size
+
+    @property
     def factor(self) -> float:
         """Return 1: the size itself follows memory."""
         return 1.0
