@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -17,27 +17,21 @@ from ..step.huggingface import (
     IGNORED,
     TOLERANCE,
     LossReading,
-    ProbedLoss,
     Views,
     adds_up,
     choose_rows,
-    has_usual_loss,
     is_telling,
     label_views,
     num_labels,
     read_views,
     row_views,
     sample,
-    shared_term,
     try_out,
-    unwrapped,
     usual_reading,
 )
 from ..step.oom import devices_of, free_memory, is_out_of_memory
 from ._inputs import Cut, Rows, Sequences, Whole, is_packed, num_rows, take_rows
-
-# compute(model, inputs, num_items_in_batch) -> loss, what a trainer calls compute_loss
-Compute: TypeAlias = Callable[[nn.Module, dict[str, Any], Any], Tensor]
+from ._trial_loss import Compute, TrialLoss
 
 WHOLE = "its loss was declared to need the whole batch"
 UNSURE = (
@@ -137,7 +131,7 @@ def find_weighing(
         is_own: the loss is the model's own, and not one that the trainer makes of its outputs.
     """
     labels, is_single = inputs.get("labels"), num_rows(inputs, key) == 1
-    loss = _TrainerLoss(compute, model, TOLERANCE, is_own=is_own)
+    loss = TrialLoss(compute, model, TOLERANCE, is_own=is_own)
     try:
         if not isinstance(labels, Tensor) or labels.ndim not in (1, 2):
             return _without_labels(loss, inputs, key, by_example=by_example)
@@ -169,7 +163,7 @@ def check_rows(
         new: what it shows that earlier ones did not.
         is_own: as for ``find_weighing``.
     """
-    loss = _TrainerLoss(compute, model, TOLERANCE, is_own=is_own)
+    loss = TrialLoss(compute, model, TOLERANCE, is_own=is_own)
     try:
         found = _adds_up(loss, inputs, weighing, new)
     except Exception as error:
@@ -187,7 +181,7 @@ def _refused(weighing: Weighing, why: str) -> Weighing:
     return replace(weighing, is_sure=True, refusal=why, reading=weighing.reading if weighing.divides else None)
 
 
-def _adds_up(loss: _TrainerLoss, inputs: Mapping[str, Any], weighing: Weighing, new: set[Any]) -> bool | None:
+def _adds_up(loss: TrialLoss, inputs: Mapping[str, Any], weighing: Weighing, new: set[Any]) -> bool | None:
     """Say whether rows that differ add up; True if there are none, None if they cannot tell."""
     rows, num = choose_rows(inputs, new), num_rows(inputs, weighing.key)
     if len(rows) < 2 or rows[-1] >= num:
@@ -207,7 +201,7 @@ def _failed(error: Exception) -> str:
     return f"the loss of a part of the batch could not be tried out: {type(error).__name__}: {error}"
 
 
-def _without_labels(loss: _TrainerLoss, inputs: Mapping[str, Any], key: str, *, by_example: bool) -> Weighing:
+def _without_labels(loss: TrialLoss, inputs: Mapping[str, Any], key: str, *, by_example: bool) -> Weighing:
     """Check what the user says of a loss whose labels are not known: that it is a mean over examples."""
     if not by_example:
         why = "the batch has no tensor 'labels' of one or two axes, so nothing says what its loss is a mean over"
@@ -215,7 +209,7 @@ def _without_labels(loss: _TrainerLoss, inputs: Mapping[str, Any], key: str, *, 
     return check_rows(Weighing(None, True, key), loss.compute, loss.module, inputs, set(), is_own=loss.is_own)
 
 
-def _of_rows(loss: _TrainerLoss, inputs: Mapping[str, Any], labels: Tensor, key: str, *, by_example: bool) -> Weighing:
+def _of_rows(loss: TrialLoss, inputs: Mapping[str, Any], labels: Tensor, key: str, *, by_example: bool) -> Weighing:
     has_two = num_rows(inputs, key) > 1
     try:
         views = _two_rows(inputs, key)
@@ -235,7 +229,7 @@ def _of_rows(loss: _TrainerLoss, inputs: Mapping[str, Any], labels: Tensor, key:
     return _read_as(loss, reading, labels, key, saw_rows=has_two)
 
 
-def _read_as(loss: _TrainerLoss, reading: LossReading | None, labels: Tensor, key: str, **known: bool) -> Weighing:
+def _read_as(loss: TrialLoss, reading: LossReading | None, labels: Tensor, key: str, **known: bool) -> Weighing:
     """Weigh by a reading, by the usual one where that is known to hold, or not at all until a batch can tell."""
     if reading is not None:
         return Weighing(reading, True, key, **known)
@@ -244,9 +238,7 @@ def _read_as(loss: _TrainerLoss, reading: LossReading | None, labels: Tensor, ke
     return Weighing(None, False, key, refusal=UNSURE, **known)
 
 
-def _read_rows(
-    loss: _TrainerLoss, inputs: Mapping[str, Any], views: Views, key: str
-) -> tuple[LossReading | None, bool]:
+def _read_rows(loss: TrialLoss, inputs: Mapping[str, Any], views: Views, key: str) -> tuple[LossReading | None, bool]:
     """Return the reading from two rows, or from one where two do not fit, and whether there were two."""
     try:
         return _read(loss, views), True
@@ -257,10 +249,10 @@ def _read_rows(
         return _read(loss, one), False
 
 
-def _of_sequences(loss: _TrainerLoss, inputs: Mapping[str, Any], key: str, *, is_half: bool) -> Weighing:
+def _of_sequences(loss: TrialLoss, inputs: Mapping[str, Any], key: str, *, is_half: bool) -> Weighing:
     """Try a packed row with few labels, then two of its sequences, which shows whether it can be cut."""
     # Rows of other lengths run in other kernels, which round differently.
-    apart = _TrainerLoss(loss.compute, loss.module, HALF_TOLERANCE if is_half else TOLERANCE, is_own=loss.is_own)
+    apart = TrialLoss(loss.compute, loss.module, HALF_TOLERANCE if is_half else TOLERANCE, is_own=loss.is_own)
     cuts, read, views = False, None, None
     try:
         views = _two_sequences(inputs)
@@ -280,7 +272,7 @@ def _of_sequences(loss: _TrainerLoss, inputs: Mapping[str, Any], key: str, *, is
     return _read_as(loss, reading, inputs["labels"], key, cuts_sequences=cuts, saw_sequences=views is not None)
 
 
-def _are_independent(loss: _TrainerLoss, views: Views) -> bool:
+def _are_independent(loss: TrialLoss, views: Views) -> bool:
     """Say whether the loss of the second of two sequences stays the same when the tokens of the first one change."""
     tokens, name = views.both.get("input_ids"), _name_of_labels(views.both)
     if not isinstance(tokens, Tensor) or tokens.ndim != 2:
@@ -294,7 +286,7 @@ def _are_independent(loss: _TrainerLoss, views: Views) -> bool:
     return bool(least != most) and math.isclose(before, after, rel_tol=1e-7)
 
 
-def _read(loss: _TrainerLoss, views: Views) -> LossReading | None:
+def _read(loss: TrialLoss, views: Views) -> LossReading | None:
     try:
         return read_views(loss, views)
     except Exception as error:
@@ -341,55 +333,6 @@ def _has_two_sequences(inputs: Mapping[str, Any]) -> bool:
 
 def _name_of_labels(inputs: Mapping[str, Any]) -> str:
     return "shift_labels" if isinstance(inputs.get("shift_labels"), Tensor) else "labels"
-
-
-@final
-class _TrainerLoss(ProbedLoss):
-    """A trainer's loss, to be tried out."""
-
-    takes_number = True  # compute_loss takes it, whether or not it is honoured
-    trusts_number = True  # a trainer divides by its own count of labels
-
-    def __init__(self, compute: Compute, model: nn.Module, tolerance: float, *, is_own: bool) -> None:
-        self.module, self.tolerance = model, tolerance
-        self.compute, self.is_own = compute, is_own
-
-    @property
-    def is_usual(self) -> bool:
-        """Return whether the usual reading is known to hold."""
-        return self.is_own and has_usual_loss(self.module)
-
-    @property
-    def name(self) -> str:
-        """Return the name of the model."""
-        return type(unwrapped(self.module)).__name__
-
-    def __call__(self, inputs: Mapping[str, Any], **options: Any) -> Tensor:
-        """Return the loss for a number of items, or without one."""
-        number, found = options.get("num_items_in_batch"), []
-        if number is not None:  # a tensor, as trainers pass it
-            number = torch.tensor(number, device=next(self.module.parameters()).device)
-        hook = self.module.register_forward_hook(lambda module, args, outputs: found.append(outputs))
-        try:
-            loss = self.compute(self.module, dict(inputs), number)
-        finally:
-            hook.remove()
-        extra = next(filter(None, (shared_term(self.module, outputs) for outputs in found)), "")
-        if extra:
-            raise self.complaint(extra)
-        return loss
-
-    def complaint(self, why: str) -> ArgumentError:
-        """Return the error, whose text is part of a longer one."""
-        return ArgumentError(f"the loss of {self.name} is not a mean over its labels: {why}")
-
-
-def takes_own_loss(compute_loss: Any, loss_func: Any) -> bool:
-    """Say whether a trainer with this ``compute_loss`` and ``compute_loss_func`` takes the loss of the model."""
-    is_theirs = (
-        compute_loss.__qualname__ == "Trainer.compute_loss" and compute_loss.__module__ == "transformers.trainer"
-    )
-    return loss_func is None and place == "transformers.trainer.Trainer.compute_loss"
 
 
 def weighted(loss: Tensor, weight: Tensor, total: Tensor, num_replicas: int) -> Tensor:

@@ -26,7 +26,8 @@ from .._devices import Devices, is_divided, on_its_own, one_process, undivided
 from .._failures import raise_together
 from .._ranked import check_no_stream, loader_options
 from .._safe_steps import SafeSteps, foreign_parameters
-from .._trainer_step import WHOLE, Weighing, as_logged, check_rows, find_weighing, takes_own_loss, weighted, zero_of
+from .._trainer_step import WHOLE, Weighing, as_logged, check_rows, find_weighing, weighted, zero_of
+from .._trial_loss import takes_own_loss
 from .sampler import DynaBatchSampler
 
 OOMFallbackStrategy: TypeAlias = Literal["split_retry", "skip", None]

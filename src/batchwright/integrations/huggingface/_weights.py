@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ...errors import ArgumentError
 from ...step.huggingface import IGNORED, Novelty, counts_tokens
 from .._inputs import Cut, is_packed, num_rows
-from .._trainer_step import UNSURE, WHAT_TO_DO, WHOLE, Compute, Weighing, check_rows, find_weighing, weighted, zero_of
+from .._trainer_step import UNSURE, WHAT_TO_DO, WHOLE, Weighing, check_rows, find_weighing, weighted, zero_of
+from .._trial_loss import Compute
 from ._settings import Weighting
 
 _OTHER = "use weighting='tokens', or a loss that is itself a mean over examples"

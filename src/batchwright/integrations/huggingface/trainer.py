@@ -28,7 +28,7 @@ from ...step.memory.fit_to_memory import FitToMemory
 from ...step.memory.monitor import MemoryMonitor
 from .._devices import Devices, on_its_own, one_process, undivided
 from .._ranked import check_no_stream
-from .._trainer_step import takes_own_loss
+from .._trial_loss import takes_own_loss
 from ._data import TrainLoader, fetch_together, micro_batches_of
 from ._evaluation import EvaluationPlan
 from ._settings import OnOom, Settings, Weighting, check_trainer, check_trainer_class
