@@ -141,7 +141,7 @@ def find_weighing(
     except DoesNotFitError:
         raise
     except Exception as error:  # a loss may need more rows than a part has
-        return Weighing(None, True, key, refusal=_failed(error))
+        return Weighing(None, True, key, refusal=_failed(loss, inputs, error))
 
 
 def check_rows(
@@ -168,7 +168,7 @@ def check_rows(
         found = _adds_up(loss, inputs, weighing, new)
     except Exception as error:
         if not is_out_of_memory(error):
-            return _refused(weighing, _failed(error))
+            return _refused(weighing, _failed(loss, inputs, error))
         found = True  # two rows were compared before
     if found or (found is None and loss.is_usual):
         return weighing
@@ -197,7 +197,9 @@ def _what(weighing: Weighing) -> str:
     return "its examples" if weighing.reading is None else "its labels"
 
 
-def _failed(error: Exception) -> str:
+def _failed(loss: TrialLoss, inputs: Mapping[str, Any], error: Exception) -> str:
+    """Say that a part could not be tried out; if all of the batch cannot either, its error is raised."""
+    try_out(loss, inputs, num_items_in_batch=1)
     return f"the loss of a part of the batch could not be tried out: {type(error).__name__}: {error}"
 
 
@@ -229,7 +231,7 @@ def _of_rows(loss: TrialLoss, inputs: Mapping[str, Any], labels: Tensor, key: st
     return _read_as(loss, reading, labels, key, saw_rows=has_two)
 
 
-def _read_as(loss: TrialLoss, reading: LossReading | None, labels: Tensor, key: str, **known: bool) -> Weighing:
+def _read_as(loss: TrialLoss, reading: LossReading | None, labels: Tensor, key: str, **known: Any) -> Weighing:
     """Weigh by a reading, by the usual one where that is known to hold, or not at all until a batch can tell."""
     if reading is not None:
         return Weighing(reading, True, key, **known)

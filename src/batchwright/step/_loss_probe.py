@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import ArgumentError
 from .oom import Snapshot
@@ -249,22 +251,58 @@ def label_views(batch: Mapping[str, Any]) -> Views | None:
 def read_views(loss: ProbedLoss, views: Views) -> LossReading | None:
     """Find out how to read a loss; None if these inputs cannot tell.
 
-    The loss runs in evaluation mode without gradients; random state and buffers are put back.
+    The loss runs in evaluation mode without gradients, and if it is another one in training mode, then there too;
+    random state and buffers are put back.
     """
     snapshot = Snapshot.of(loss.module)
     try:
-        with evaluating(loss.module), torch.no_grad():
-            return _Reader(loss, views).read()
+        with torch.no_grad():
+            with evaluating(loss.module):
+                found = _Reader(loss, views).read()
+            if found is not None and _differs_in_training(loss, views.both, found):
+                with _evaluating_norms(loss.module):
+                    found = _Reader(loss, views).read()
+            return found
     finally:
         snapshot.restore()
 
 
-def try_out(loss: ProbedLoss, *inputs: Mapping[str, Any]) -> list[float]:
+def _differs_in_training(loss: ProbedLoss, inputs: Mapping[str, Any], reading: LossReading) -> bool:
+    """Say whether a loss has another value in training mode, by itself and not by dropout."""
+    if not loss.module.training:
+        return False
+    options = {"num_items_in_batch": 1} if reading.sums else {}
+
+    def value() -> float:
+        return float(loss(inputs, **options))
+
+    with evaluating(loss.module):
+        usual = value()
+    with _evaluating_norms(loss.module), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # checkpointing warns that no input needs a gradient
+        is_same = math.isclose(usual, first := value(), rel_tol=loss.tolerance)
+        return not is_same and first == value()
+
+
+@contextmanager
+def _evaluating_norms(model: nn.Module) -> Iterator[None]:
+    """Switch only BatchNorm to evaluation mode: that it depends on the split is known, and warned of."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
+    for norm in norms:
+        norm.training = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.training = True
+
+
+def try_out(loss: ProbedLoss, *inputs: Mapping[str, Any], **options: Any) -> list[float]:
     """Return losses in evaluation mode without gradients; random state and buffers are put back."""
     snapshot = Snapshot.of(loss.module)
     try:
         with evaluating(loss.module), torch.no_grad():
-            return [float(loss(given)) for given in inputs]
+            return [float(loss(given, **options)) for given in inputs]
     finally:
         snapshot.restore()
 

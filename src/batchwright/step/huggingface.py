@@ -30,11 +30,11 @@ from ._loss_probe import shared_term as shared_term
 from ._loss_probe import try_out as try_out
 from ._loss_probe import unwrapped as unwrapped
 from ._loss_probe import usual_reading as usual_reading
-from ._loss_samples import Novelty as Novelty
-from ._loss_samples import adds_up as adds_up
-from ._loss_samples import choose_rows as choose_rows
-from ._loss_samples import is_telling as is_telling
-from ._loss_samples import sample as sample
+from .loss_samples import Novelty as Novelty
+from .loss_samples import adds_up as adds_up
+from .loss_samples import choose_rows as choose_rows
+from .loss_samples import is_telling as is_telling
+from .loss_samples import sample as sample
 from .losses import LossFunction, Sums, entropy_sum
 
 
