@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import ArgumentError
+from ._loss_samples import Samples, Views, counts_tokens, num_labels
 from .oom import Snapshot
 
-IGNORED = -100
-LABELS = ("labels", "shift_labels")
 OWN_LOSS = "write a loss_fn(model, micro_batch) that returns (loss_sum, weight) instead of huggingface_loss()"
 # Rounding of a loss, by the type it is computed in.
 TOLERANCE = 1e-4
@@ -35,19 +34,6 @@ class LossReading(NamedTuple):
 
     sums: bool  # num_items_in_batch=1 makes it a sum
     shifts: bool  # the first label of a row belongs to no output
-
-
-class Views(NamedTuple):
-    """Inputs of two parts of a batch, together and apart, with few labels that count.
-
-    If the loss is a mean over its labels, the sums of the parts apart are ``copies`` times the sum of both.
-    """
-
-    both: Mapping[str, Any]
-    first: Mapping[str, Any]
-    second: Mapping[str, Any]
-    copies: int  # how often the inputs of a part alone hold it: equal shapes run in equal kernels, and round alike
-    single: Mapping[str, Any] | None = None  # the second part once, which tells a mean from a sum
 
 
 class ProbedLoss(ABC):
@@ -138,24 +124,6 @@ def _takes_number(base: nn.Module) -> bool:
     return takes and getattr(base, "accepts_loss_kwargs", True) is not False
 
 
-def counts_tokens(labels: Tensor) -> bool:
-    """Say whether labels are classes of tokens, rather than one per example or numbers."""
-    return labels.ndim == 2 and not labels.is_floating_point()
-
-
-def num_labels(inputs: Mapping[str, Any], shifts: bool) -> Tensor:
-    """Count the labels of a loss: those other than -100, or examples if labels are floats; on their device.
-
-    ``shift_labels`` count where a collator gives them, as the loss then uses them instead of ``labels``.
-    """
-    shifted, labels = inputs.get("shift_labels"), inputs["labels"]
-    if isinstance(shifted, Tensor):
-        return (shifted != IGNORED).sum()
-    if labels.is_floating_point():
-        return torch.tensor(len(labels))
-    return ((labels[:, 1:] if shifts and labels.ndim == 2 else labels) != IGNORED).sum()
-
-
 def usual_reading(model: nn.Module, labels: Tensor) -> LossReading:
     """Return the reading that is right for most models of this kind; every model can give a mean."""
     base = unwrapped(model)
@@ -182,70 +150,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def row_views(batch: Mapping[str, Any], num: int, take: Callable[[Mapping[str, Any], list[int]], Any]) -> Views:
-    """Return two examples of a batch: one label of the first counts, and four of the second, where there are as many.
-
-    Args:
-        batch: its inputs, with or without labels.
-        num: the number of examples.
-        take: returns some examples of inputs.
-    """
-    places = [0, min(1, num - 1)]
-    labels = {name: value for name, value in batch.items() if name in LABELS and isinstance(value, Tensor)}
-    others = {name: value for name, value in batch.items() if name not in labels}
-    thinned = {name: _thinned(value, places) for name, value in labels.items()}
-
-    def view(*chosen: int) -> dict[str, Any]:
-        rows = {name: value[list(chosen)] for name, value in thinned.items()}
-        return {**take(others, [places[row] for row in chosen]), **rows}
-
-    return Views(view(0, 1), view(0, 0), view(1, 1), copies=2, single=view(1))
-
-
-def _thinned(labels: Tensor, places: list[int]) -> Tensor:
-    """Keep one label in the first row and four in the second, so that no two ways of counting agree."""
-    rows = labels[places]
-    if labels.is_floating_point():
-        return rows
-    kept = torch.ones_like(rows, dtype=torch.bool)
-    if counts_tokens(labels):
-        kept[0, :-1] = False
-        kept[1, 2:-2] = False
-    return torch.where(kept, torch.where(rows == IGNORED, _stand_in(labels), rows), IGNORED)
-
-
-def _stand_in(labels: Tensor) -> Tensor:
-    """Return a valid class: the largest one. Class 0 may be padding, which makes no decoder input in some models."""
-    return labels.max().clamp(min=0)
-
-
-def label_views(batch: Mapping[str, Any]) -> Views | None:
-    """Return a whole batch with few labels that count, for batches that cannot be cut; None if it is too short.
-
-    One label counts in the first view, three others in the second. One of these is the first of a row, which tells
-    whether the loss shifts labels. Labels that count in the batch are taken if there are enough of them.
-    """
-    name = "shift_labels" if isinstance(batch.get("shift_labels"), Tensor) else "labels"
-    labels = batch[name]
-    if not counts_tokens(labels) or labels.shape[1] < 4:
-        return None
-    places = torch.arange(labels.numel(), device=labels.device).view_as(labels)[:, 1:]
-    is_used = labels[:, 1:] != IGNORED
-    chosen = places[is_used] if int(is_used.sum()) >= 3 else places.flatten()
-    # Neighbours are labels of one sequence, the first belongs to another one if there are several in a row.
-    first, *others = chosen[[0, -2, -1]].tolist()
-    sets = ([first, 0, *others], [first], [0, *others])
-    full = torch.where(labels == IGNORED, _stand_in(labels), labels).flatten()
-
-    def view(kept: list[int]) -> dict[str, Any]:
-        thinned = torch.full_like(full, IGNORED)
-        thinned[kept] = full[kept]
-        return {**batch, name: thinned.view_as(labels)}
-
-    both, apart, rest = map(view, sets)
-    return Views(both, apart, rest, copies=1)
 
 
 def read_views(loss: ProbedLoss, views: Views) -> LossReading | None:
@@ -311,6 +215,37 @@ def is_same_alone(loss: ProbedLoss, pair: float, alone: float) -> bool:
     """Say whether the mean over an example and its copy is that of the example alone; a sum is twice as large."""
     # Other shapes round differently, but a sum is far off.
     return math.isclose(pair, alone, rel_tol=max(loss.tolerance, HALF_TOLERANCE), abs_tol=1e-12)
+
+
+def adds_up(
+    loss: ProbedLoss, samples: Samples, count: Callable[[Mapping[str, Any]], int], *, sums: bool
+) -> bool | None:
+    """Say whether the loss of rows is the mean of their losses apart, weighed by a count; None if they cannot tell.
+
+    Args:
+        loss: to be tried out.
+        samples: the rows.
+        count: what the loss is said to be a mean over.
+        sums: ask for sums, with ``num_items_in_batch=1``.
+    """
+    options = {"num_items_in_batch": 1} if sums else {}
+    inputs = [samples.both, samples.single, *samples.apart]
+    counts = [1 if sums else count(given) for given in inputs]
+    snapshot = Snapshot.of(loss.module)
+    try:
+        with evaluating(loss.module), torch.no_grad():
+            found = [loss(given, **options) for given in inputs]
+    finally:
+        snapshot.restore()
+    both, single, *apart = map(float, found)
+    if not all(map(math.isfinite, (both, single, *apart))) or both == single == 0:
+        return None
+    num, is_half = len(apart), any(value.dtype not in (torch.float32, torch.float64) for value in found)
+    if not is_same_alone(loss, apart[-1], num * single if sums else single):
+        return False
+    together = sum(number * value for number, value in zip(counts[2:], apart, strict=True))
+    tolerance = HALF_TOLERANCE if is_half else loss.tolerance
+    return math.isclose(num * counts[0] * both, together, rel_tol=tolerance, abs_tol=1e-12)
 
 
 @final

@@ -13,28 +13,28 @@ from torch import Tensor, nn
 from .._tree import num_examples, take
 from ..errors import ArgumentError
 from ._loss_probe import HALF_TOLERANCE as HALF_TOLERANCE
-from ._loss_probe import IGNORED as IGNORED
 from ._loss_probe import OWN_LOSS, ModelLoss, loss_of
 from ._loss_probe import TOLERANCE as TOLERANCE
 from ._loss_probe import LossReading as LossReading
 from ._loss_probe import ProbedLoss as ProbedLoss
-from ._loss_probe import Views as Views
-from ._loss_probe import counts_tokens as counts_tokens
+from ._loss_probe import adds_up as adds_up
 from ._loss_probe import evaluating as evaluating
 from ._loss_probe import has_usual_loss as has_usual_loss
-from ._loss_probe import label_views as label_views
-from ._loss_probe import num_labels as num_labels
 from ._loss_probe import read_views as read_views
-from ._loss_probe import row_views as row_views
 from ._loss_probe import shared_term as shared_term
 from ._loss_probe import try_out as try_out
 from ._loss_probe import unwrapped as unwrapped
 from ._loss_probe import usual_reading as usual_reading
-from .loss_samples import Novelty as Novelty
-from .loss_samples import adds_up as adds_up
-from .loss_samples import choose_rows as choose_rows
-from .loss_samples import is_telling as is_telling
-from .loss_samples import sample as sample
+from ._loss_samples import IGNORED as IGNORED
+from ._loss_samples import Novelty as Novelty
+from ._loss_samples import Views as Views
+from ._loss_samples import choose_rows as choose_rows
+from ._loss_samples import counts_tokens as counts_tokens
+from ._loss_samples import is_telling as is_telling
+from ._loss_samples import label_views as label_views
+from ._loss_samples import num_labels as num_labels
+from ._loss_samples import row_views as row_views
+from ._loss_samples import sample as sample
 from .losses import LossFunction, Sums, entropy_sum
 
 
