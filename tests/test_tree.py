@@ -182,13 +182,13 @@ def test_rows_are_taken_in_any_order():
 def test_the_axis_of_the_examples_is_found_per_tensor():
     batch = {
         "input_ids": torch.arange(6).reshape(3, 2),
-        "states": {"hidden": torch.arange(6).reshape(2, 3), "array": np.arange(6).reshape(2, 3)},
+        "states": {"hidden": torch.arange(6).reshape(3, 2), "array": np.arange(6).reshape(3, 2)},
         "position_ids": torch.arange(18).reshape(3, 3, 2),  # as many kinds as examples: the name decides
         "image": torch.arange(18).reshape(3, 3, 2),
     }
     taken = take_rows(BatchEncoding(batch), [2, 0], 3)
     assert taken["input_ids"].tolist() == [[4, 5], [0, 1]]
-    assert taken["states"]["hidden"].tolist() == taken["states"]["array"].tolist() == [[2, 0], [5, 3]]
+    assert taken["states"]["hidden"].tolist() == taken["states"]["array"].tolist() == [[4, 5], [0, 1]]
     assert torch.equal(taken["position_ids"], batch["position_ids"][:, [2, 0]])
     assert torch.equal(taken["image"], batch["image"][[2, 0]])
     assert type(taken) is dict
@@ -206,6 +206,7 @@ def test_the_layers_of_a_cache_are_cut_layer_by_layer():
     ("inputs", "message"),
     [
         ({"states": {"hidden": torch.zeros(2, 5)}}, r"\['hidden'\] of shape \(2, 5\) cannot be cut into pieces of 3"),
+        ({"pixel_values": torch.zeros(5, 3, 2)}, r"of shape \(5, 3, 2\) cannot be cut into pieces of 3"),
         ({"other": [[1], [2]]}, r"batch\['other'\] is a list of 2 entries in a batch of 3 examples"),
         ({"deep": {"other": (1, 2)}}, r"batch\['deep'\]\['other'\] is a tuple of 2 entries"),
         ({"layers": (torch.zeros(3, 2),) * 3}, r"batch\['layers'\] may be one entry per example or 3 fields"),

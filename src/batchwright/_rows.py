@@ -227,12 +227,10 @@ def input_axis(value: Any, num: int, place: str) -> int | None:
     """Return the axis of the examples of a model's input, None for a tensor without axes, else -1."""
     if value.ndim == 0:
         return None
-    # Positions of several kinds have shape (kinds, B, L). The name decides, as there may be as many examples as kinds.
+    # Positions of several kinds have shape (kinds, B, L). The name decides: any other second axis is as long by chance.
     if place.endswith("position_ids']") and value.ndim == 3 and value.shape[1] == num:
         return 1
-    if value.shape[0] == num:
-        return 0
-    return 1 if value.ndim > 1 and value.shape[1] == num else -1
+    return 0 if value.shape[0] == num else -1
 
 
 def num_rows(value: Any) -> int:

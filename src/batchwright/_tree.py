@@ -15,8 +15,8 @@ One rule says what the rows of a batch of B examples are:
 
 Everything else is refused: a tensor without axes, a list of another length, packed, nested and compressed sparse
 tensors, objects that are none of these and hold more than single values. The error names the place, such as
-``batch[1]['boxes']``. ``take_rows`` keeps the same rule for the named inputs of a model, whose examples may also lie on
-axis 1.
+``batch[1]['boxes']``. ``take_rows`` keeps the same rule for the named inputs of a model, of which ``position_ids``
+may have their examples on axis 1.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def take(batch: Any, indices: Sequence[int]) -> Any:
 def take_rows(batch: Mapping[str, Any], rows: Sequence[int], num: int) -> dict[str, Any]:
     """Return some of the ``num`` examples of a model's inputs; values that belong to no example stay whole.
 
-    Tensors are cut along their first axis, or along the second if only that one counts the examples; a tensor without
-    axes stays whole. Lists and tuples hold one entry per example, or tensors with such an axis each; a list of another
+    Tensors are cut along their first axis, ``position_ids`` of several kinds along their second; a tensor without axes
+    stays whole. Lists and tuples hold one entry per example, or tensors with such an axis each; a list of another
     number of single values, such as tokens to suppress, is a setting and stays whole.
 
     >>> take_rows({"x": torch.arange(4), "names": ["a", "b", "c", "d"], "scale": 2.0}, [1, 2], 4)

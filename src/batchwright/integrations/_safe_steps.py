@@ -25,6 +25,7 @@ from ..step.oom import (
     is_out_of_memory,
     present,
     set_aside,
+    warn_of_split,
 )
 from ._inputs import Cut, Rows
 
@@ -73,6 +74,7 @@ class SafeSteps:
         self._limit = MicroLimit()
         self._ranks: tuple[nn.Module, Ranks] | None = None
         self._sums = WideSums()
+        self._is_warned = False
 
     def run(
         self,
@@ -152,6 +154,8 @@ class SafeSteps:
             most = max(1, min(most, asked, int(min(self._limit.ceiling / unit_cost, cut.num))))
             pieces = [piece.tolist() for piece in np.array_split(units, -(-len(units) // most))]
             check_hooks(parameters, len(pieces))
+            if len(pieces) > 1 and not self._is_warned:
+                self._is_warned = warn_of_split(module)
             outcome = _attempt(module, cut, pieces, step, lambda: sums.collect(parameters))
             if isinstance(outcome, Tensor):
                 is_cut = len(pieces) > 1 and self._limit.ceiling < asked * unit_cost

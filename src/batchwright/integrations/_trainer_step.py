@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +17,28 @@ from ..step.huggingface import (
     IGNORED,
     TOLERANCE,
     LossReading,
-    ProbedLoss,
     Views,
-    adds_up_by_example,
+    adds_up,
+    choose_rows,
+    is_telling,
     label_views,
     num_labels,
     read_views,
     row_views,
+    sample,
     try_out,
-    unwrapped,
     usual_reading,
 )
 from ..step.oom import devices_of, free_memory, is_out_of_memory
 from ._inputs import Cut, Rows, Sequences, Whole, is_packed, num_rows, take_rows
-
-# compute(model, inputs, num_items_in_batch) -> loss, what a trainer calls compute_loss
-Compute: TypeAlias = Callable[[nn.Module, dict[str, Any], Any], Tensor]
+from ._trial_loss import Compute, TrialLoss
 
 WHOLE = "its loss was declared to need the whole batch"
+UNSURE = (
+    "the batches so far do not show what the loss is a mean over, as it is 0, not finite, the same for all labels, or "
+    "their rows are too much alike"
+)
+_APART = "those of some examples of a batch do not add up to that of all of them"
 WHAT_TO_DO = (
     "let the loss divide a sum by num_items_in_batch, pass weighting='examples' if it is a mean over examples, or mark "
     "it with step.losses.whole_batch and use one micro-batch per update"
@@ -53,6 +57,7 @@ class Weighing:
         refusal: why a part of a batch has no weight; then an update is a single micro-batch, which is not cut.
         cuts_sequences: packed sequences were found to be independent, so a packed row may be cut between them.
         saw_rows: two rows were compared; one row does not show whether the loss compares examples.
+        saw_sequences: two sequences of a packed row were compared.
     """
 
     reading: LossReading | None
@@ -61,10 +66,15 @@ class Weighing:
     refusal: str = ""
     cuts_sequences: bool = False
     saw_rows: bool = True
+    saw_sequences: bool = False
 
     def is_settled(self, inputs: Mapping[str, Any]) -> bool:
         """Say whether a micro-batch has nothing new to tell."""
-        return self.is_sure and (self.saw_rows or num_rows(inputs, self.key) == 1)
+        if not self.is_sure:
+            return False
+        if num_rows(inputs, self.key) > 1:
+            return self.saw_rows
+        return bool(self.refusal) or self.saw_sequences or not _has_two_sequences(inputs)
 
     @property
     def divides(self) -> bool:
@@ -104,6 +114,7 @@ def find_weighing(
     key: str,
     by_example: bool = False,
     is_half: bool = False,
+    is_own: bool = False,
 ) -> Weighing:
     """Find out from parts of a micro-batch what the loss of a trainer is a mean over.
 
@@ -117,42 +128,119 @@ def find_weighing(
         key: the input whose length is the number of examples.
         by_example: the user says that every example counts the same.
         is_half: the model computes in half precision.
+        is_own: the loss is the model's own, and not one that the trainer makes of its outputs.
     """
-    labels = inputs.get("labels")
-    if not isinstance(labels, Tensor) or labels.ndim not in (1, 2):
+    labels, is_single = inputs.get("labels"), num_rows(inputs, key) == 1
+    loss = TrialLoss(compute, model, TOLERANCE, is_own=is_own)
+    try:
+        if not isinstance(labels, Tensor) or labels.ndim not in (1, 2):
+            return _without_labels(loss, inputs, key, by_example=by_example)
+        if is_packed(inputs) and is_single:
+            return _of_sequences(loss, inputs, key, is_half=is_half)
+        return _of_rows(loss, inputs, labels, key, by_example=by_example)
+    except DoesNotFitError:
+        raise
+    except Exception as error:  # a loss may need more rows than a part has
+        return Weighing(None, True, key, refusal=_failed(loss, inputs, error))
+
+
+def check_rows(
+    weighing: Weighing,
+    compute: Compute,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    new: set[Any],
+    *,
+    is_own: bool = False,
+) -> Weighing:
+    """Return a weighing if some rows of a micro-batch add up under it, else one that refuses to cut.
+
+    Args:
+        weighing: what is known so far.
+        compute: the trainer's own loss.
+        model: without wrappers for several devices.
+        inputs: a micro-batch on the model's device.
+        new: what it shows that earlier ones did not.
+        is_own: as for ``find_weighing``.
+    """
+    loss = TrialLoss(compute, model, TOLERANCE, is_own=is_own)
+    try:
+        found = _adds_up(loss, inputs, weighing, new)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            return _refused(weighing, _failed(loss, inputs, error))
+        found = True  # two rows were compared before
+    if found or (found is None and loss.is_usual):
+        return weighing
+    why = UNSURE if found is None else f"the loss of {loss.name} is not a mean over {_what(weighing)}: {_APART}"
+    return _refused(weighing, why)
+
+
+def _refused(weighing: Weighing, why: str) -> Weighing:
+    # A batch alone keeps its loss; one that divides by a number still needs that.
+    return replace(weighing, is_sure=True, refusal=why, reading=weighing.reading if weighing.divides else None)
+
+
+def _adds_up(loss: TrialLoss, inputs: Mapping[str, Any], weighing: Weighing, new: set[Any]) -> bool | None:
+    """Say whether rows that differ add up; True if there are none, None if they cannot tell."""
+    rows, num = choose_rows(inputs, new), num_rows(inputs, weighing.key)
+    if len(rows) < 2 or rows[-1] >= num:
+        return True
+    try:
+        samples = sample(inputs, rows, lambda chosen: take_rows(inputs, chosen, num))
+    except ArgumentError:  # rows cannot be cut
+        return True
+    return adds_up(loss, samples, lambda part: int(weighing.count(part)), sums=weighing.divides)
+
+
+def _what(weighing: Weighing) -> str:
+    return "its examples" if weighing.reading is None else "its labels"
+
+
+def _failed(loss: TrialLoss, inputs: Mapping[str, Any], error: Exception) -> str:
+    """Say that a part could not be tried out; if all of the batch cannot either, its error is raised."""
+    try_out(loss, inputs, num_items_in_batch=1)
+    return f"the loss of a part of the batch could not be tried out: {type(error).__name__}: {error}"
+
+
+def _without_labels(loss: TrialLoss, inputs: Mapping[str, Any], key: str, *, by_example: bool) -> Weighing:
+    """Check what the user says of a loss whose labels are not known: that it is a mean over examples."""
+    if not by_example:
         why = "the batch has no tensor 'labels' of one or two axes, so nothing says what its loss is a mean over"
-        return Weighing(None, True, key, refusal="" if by_example else why)
-    loss = _TrainerLoss(compute, model, TOLERANCE)
-    if is_packed(inputs) and num_rows(inputs, key) == 1:
-        return _of_sequences(loss, inputs, key, is_half=is_half)
-    return _of_rows(loss, inputs, labels, key, by_example=by_example)
+        return Weighing(None, True, key, refusal=why)
+    return check_rows(Weighing(None, True, key), loss.compute, loss.module, inputs, set(), is_own=loss.is_own)
 
 
-def is_mean_over_examples(compute: Compute, model: nn.Module, inputs: Mapping[str, Any], *, key: str) -> bool:
-    """Say whether the loss of two examples is the mean of their losses apart, as for ``find_weighing``."""
-    return adds_up_by_example(_TrainerLoss(compute, model, TOLERANCE), _two_rows(inputs, key))
-
-
-def _of_rows(loss: _TrainerLoss, inputs: Mapping[str, Any], labels: Tensor, key: str, *, by_example: bool) -> Weighing:
+def _of_rows(loss: TrialLoss, inputs: Mapping[str, Any], labels: Tensor, key: str, *, by_example: bool) -> Weighing:
     has_two = num_rows(inputs, key) > 1
     try:
         views = _two_rows(inputs, key)
     except ArgumentError as error:  # rows cannot be cut, so all of them run
         whole = label_views(inputs)
         if whole is None:
-            return Weighing(None, True, key, refusal="" if by_example else str(error))
+            return Weighing(None, True, key, refusal=str(error))
         views, has_two = whole, True
     try:
         reading, has_two = _read_rows(loss, inputs, views, key) if has_two else (_read(loss, views), False)
     except ArgumentError as error:
-        is_stated = by_example and adds_up_by_example(loss, views)
+        stated = Weighing(None, True, key)
+        is_stated = by_example and _adds_up(loss, views.both, stated, set()) and _adds_up(loss, inputs, stated, set())
         return Weighing(None, True, key, refusal="" if is_stated else str(error))
-    return Weighing(reading or usual_reading(loss.module, labels), reading is not None, key, saw_rows=has_two)
+    if not is_telling(inputs, is_usual=loss.is_usual):
+        reading = None
+    return _read_as(loss, reading, labels, key, saw_rows=has_two)
 
 
-def _read_rows(
-    loss: _TrainerLoss, inputs: Mapping[str, Any], views: Views, key: str
-) -> tuple[LossReading | None, bool]:
+def _read_as(loss: TrialLoss, reading: LossReading | None, labels: Tensor, key: str, **known: Any) -> Weighing:
+    """Weigh by a reading, by the usual one where that is known to hold, or not at all until a batch can tell."""
+    if reading is not None:
+        return Weighing(reading, True, key, **known)
+    if loss.is_usual:
+        return Weighing(usual_reading(loss.module, labels), False, key, **known)
+    return Weighing(None, False, key, refusal=UNSURE, **known)
+
+
+def _read_rows(loss: TrialLoss, inputs: Mapping[str, Any], views: Views, key: str) -> tuple[LossReading | None, bool]:
     """Return the reading from two rows, or from one where two do not fit, and whether there were two."""
     try:
         return _read(loss, views), True
@@ -163,11 +251,11 @@ def _read_rows(
         return _read(loss, one), False
 
 
-def _of_sequences(loss: _TrainerLoss, inputs: Mapping[str, Any], key: str, *, is_half: bool) -> Weighing:
+def _of_sequences(loss: TrialLoss, inputs: Mapping[str, Any], key: str, *, is_half: bool) -> Weighing:
     """Try a packed row with few labels, then two of its sequences, which shows whether it can be cut."""
     # Rows of other lengths run in other kernels, which round differently.
-    apart = _TrainerLoss(loss.compute, loss.module, HALF_TOLERANCE if is_half else TOLERANCE)
-    cuts, read = False, None
+    apart = TrialLoss(loss.compute, loss.module, HALF_TOLERANCE if is_half else TOLERANCE, is_own=loss.is_own)
+    cuts, read, views = False, None, None
     try:
         views = _two_sequences(inputs)
         read = None if views is None else _read(apart, views)
@@ -183,12 +271,10 @@ def _of_sequences(loss: _TrainerLoss, inputs: Mapping[str, Any], key: str, *, is
         if not cuts:
             return Weighing(None, True, key, refusal=str(error))
         reading = read
-    return Weighing(
-        reading or usual_reading(loss.module, inputs["labels"]), reading is not None, key, cuts_sequences=cuts
-    )
+    return _read_as(loss, reading, inputs["labels"], key, cuts_sequences=cuts, saw_sequences=views is not None)
 
 
-def _are_independent(loss: _TrainerLoss, views: Views) -> bool:
+def _are_independent(loss: TrialLoss, views: Views) -> bool:
     """Say whether the loss of the second of two sequences stays the same when the tokens of the first one change."""
     tokens, name = views.both.get("input_ids"), _name_of_labels(views.both)
     if not isinstance(tokens, Tensor) or tokens.ndim != 2:
@@ -202,7 +288,7 @@ def _are_independent(loss: _TrainerLoss, views: Views) -> bool:
     return bool(least != most) and math.isclose(before, after, rel_tol=1e-7)
 
 
-def _read(loss: _TrainerLoss, views: Views) -> LossReading | None:
+def _read(loss: TrialLoss, views: Views) -> LossReading | None:
     try:
         return read_views(loss, views)
     except Exception as error:
@@ -239,30 +325,16 @@ def _two_sequences(inputs: Mapping[str, Any]) -> Views | None:
     return Views(both, alone, other, copies=1)
 
 
+def _has_two_sequences(inputs: Mapping[str, Any]) -> bool:
+    """Say whether a packed row has two sequences that can be compared."""
+    try:
+        return is_packed(inputs) and _two_sequences(inputs) is not None
+    except (ArgumentError, KeyError):
+        return False
+
+
 def _name_of_labels(inputs: Mapping[str, Any]) -> str:
     return "shift_labels" if isinstance(inputs.get("shift_labels"), Tensor) else "labels"
-
-
-@final
-class _TrainerLoss(ProbedLoss):
-    """A trainer's loss, to be tried out."""
-
-    takes_number = True  # compute_loss takes it, whether or not it is honoured
-    trusts_number = True  # a trainer divides by its own count of labels
-
-    def __init__(self, compute: Compute, model: nn.Module, tolerance: float) -> None:
-        self.module, self.tolerance = model, tolerance
-        self.compute = compute
-
-    def __call__(self, inputs: Mapping[str, Any], **options: Any) -> Tensor:
-        """Return the loss for a number of items, or without one."""
-        return self.compute(self.module, dict(inputs), options.get("num_items_in_batch"))
-
-    def complaint(self, why: str) -> ArgumentError:
-        """Return the error, whose text is part of a longer one."""
-        return ArgumentError(
-            f"the loss of {type(unwrapped(self.module)).__name__} is not a mean over its labels: {why}"
-        )
 
 
 def weighted(loss: Tensor, weight: Tensor, total: Tensor, num_replicas: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,18 +12,21 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import ArgumentError
+from ._loss_samples import Samples, Views, counts_tokens, num_labels
 from .oom import Snapshot
 
-IGNORED = -100
-LABELS = ("labels", "shift_labels")
 OWN_LOSS = "write a loss_fn(model, micro_batch) that returns (loss_sum, weight) instead of huggingface_loss()"
 # Rounding of a loss, by the type it is computed in.
 TOLERANCE = 1e-4
 HALF_TOLERANCE = 2e-2
-# Two ways of counting that fit equally well: the losses of all labels are the same, as from a head of zeros.
-_TIE = 1e-7
+# Two ways of counting that fit equally well, in parts of the tolerance: all labels have the same loss, as from a head
+# of zeros. In half precision rounding alone decides between ways that are both within the tolerance.
+_TIE = 1e-3
+# Models of transformers whose own loss is a mean over labels, or over examples if they have one label each.
+_USUAL = ("CausalLM", "LMHead", "ConditionalGeneration", "MaskedLM", "TokenClassification", "SequenceClassification")
 
 
 class LossReading(NamedTuple):
@@ -30,18 +34,6 @@ class LossReading(NamedTuple):
 
     sums: bool  # num_items_in_batch=1 makes it a sum
     shifts: bool  # the first label of a row belongs to no output
-
-
-class Views(NamedTuple):
-    """Inputs of two parts of a batch, together and apart, with few labels that count.
-
-    If the loss is a mean over its labels, the sums of the parts apart are ``copies`` times the sum of both.
-    """
-
-    both: Mapping[str, Any]
-    first: Mapping[str, Any]
-    second: Mapping[str, Any]
-    copies: int  # how often the inputs of a part alone hold it: equal shapes run in equal kernels, and round alike
 
 
 class ProbedLoss(ABC):
@@ -79,16 +71,33 @@ class ModelLoss(ProbedLoss):
     def __call__(self, inputs: Mapping[str, Any], **options: Any) -> Tensor:
         """Return the loss, unless the model says that part of it belongs to the batch as a whole."""
         outputs = self.module(**inputs, **options)
-        found = outputs if isinstance(outputs, Mapping) else {}
-        extra = [name for name in found if name.endswith(("aux_loss", "z_loss")) and found[name] is not None]
+        extra = shared_term(self.module, outputs)
         if extra:
-            raise self.complaint(f"it holds {extra[0]}, which belongs to a batch as a whole; turn that off if you can")
+            raise self.complaint(extra)
         return loss_of(outputs)
 
     def complaint(self, why: str) -> ArgumentError:
         """Return the error, which advises to write a loss function."""
         name = type(unwrapped(self.module)).__name__
         return ArgumentError(f"the loss of {name} is not a mean over its labels: {why}; {OWN_LOSS}")
+
+
+def shared_term(model: nn.Module, outputs: Any) -> str:
+    """Say which term of a loss belongs to a batch as a whole, as that of a router does; an empty text if none."""
+    found = outputs if isinstance(outputs, Mapping) else {}
+    extra = [name for name in found if name.endswith(("aux_loss", "z_loss")) and found[name] is not None]
+    if not extra or not _has_coefficient(getattr(unwrapped(model), "config", None)):
+        return ""
+    return f"it holds {extra[0]}, which belongs to a batch as a whole; turn that off if you can"
+
+
+def _has_coefficient(config: Any) -> bool:
+    """Say whether the coefficient of a router's term is above zero, or not known."""
+    configs = [config, getattr(config, "text_config", None)]
+    names = ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef", "z_loss_coef")
+    found = [getattr(part, name, None) for part in configs for name in names]
+    known = [value for value in found if isinstance(value, int | float)]
+    return not known or any(known)
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -115,30 +124,19 @@ def _takes_number(base: nn.Module) -> bool:
     return takes and getattr(base, "accepts_loss_kwargs", True) is not False
 
 
-def counts_tokens(labels: Tensor) -> bool:
-    """Say whether labels are classes of tokens, rather than one per example or numbers."""
-    return labels.ndim == 2 and not labels.is_floating_point()
-
-
-def num_labels(inputs: Mapping[str, Any], shifts: bool) -> Tensor:
-    """Count the labels of a loss: those other than -100, or examples if labels are floats; on their device.
-
-    ``shift_labels`` count where a collator gives them, as the loss then uses them instead of ``labels``.
-    """
-    shifted, labels = inputs.get("shift_labels"), inputs["labels"]
-    if isinstance(shifted, Tensor):
-        return (shifted != IGNORED).sum()
-    if labels.is_floating_point():
-        return torch.tensor(len(labels))
-    return ((labels[:, 1:] if shifts and labels.ndim == 2 else labels) != IGNORED).sum()
-
-
 def usual_reading(model: nn.Module, labels: Tensor) -> LossReading:
     """Return the reading that is right for most models of this kind; every model can give a mean."""
     base = unwrapped(model)
     is_encoder_decoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
     predicts_next = any(part in type(base).__name__ for part in ("CausalLM", "LMHead")) and not is_encoder_decoder
     return LossReading(sums=False, shifts=predicts_next and counts_tokens(labels))
+
+
+def has_usual_loss(model: nn.Module) -> bool:
+    """Say whether a model is one of transformers with its own loss, and of a kind whose ``usual_reading`` holds."""
+    base = unwrapped(model)
+    is_theirs = type(base).__module__.startswith("transformers.") and not hasattr(base, "_loss_function")
+    return is_theirs and any(part in type(base).__name__ for part in _USUAL)
 
 
 @contextmanager
@@ -154,97 +152,100 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def row_views(batch: Mapping[str, Any], num: int, take: Callable[[Mapping[str, Any], list[int]], Any]) -> Views:
-    """Return two examples of a batch: one label of the first counts, and three of the second, where there are as many.
-
-    Args:
-        batch: its inputs, with or without labels.
-        num: the number of examples.
-        take: returns some examples of inputs.
-    """
-    places = [0, min(1, num - 1)]
-    labels = {name: value for name, value in batch.items() if name in LABELS and isinstance(value, Tensor)}
-    others = {name: value for name, value in batch.items() if name not in labels}
-    thinned = {name: _thinned(value, places) for name, value in labels.items()}
-
-    def pair(first: int, second: int) -> dict[str, Any]:
-        rows = {name: value[[first, second]] for name, value in thinned.items()}
-        return {**take(others, [places[first], places[second]]), **rows}
-
-    return Views(pair(0, 1), pair(0, 0), pair(1, 1), copies=2)
-
-
-def _thinned(labels: Tensor, places: list[int]) -> Tensor:
-    """Keep one label in the first row and three in the second, so that no two ways of counting agree."""
-    rows = labels[places]
-    if labels.is_floating_point():
-        return rows
-    kept = torch.ones_like(rows, dtype=torch.bool)
-    if counts_tokens(labels):
-        kept[0, :-1] = False
-        kept[1, 1:-2] = False
-    return torch.where(kept, torch.where(rows == IGNORED, _stand_in(labels), rows), IGNORED)
-
-
-def _stand_in(labels: Tensor) -> Tensor:
-    """Return a valid class: the largest one. Class 0 may be padding, which makes no decoder input in some models."""
-    return labels.max().clamp(min=0)
-
-
-def label_views(batch: Mapping[str, Any]) -> Views | None:
-    """Return a whole batch with few labels that count, for batches that cannot be cut; None if it is too short.
-
-    One label counts in the first view, three others in the second. One of these is the first of a row, which tells
-    whether the loss shifts labels. Labels that count in the batch are taken if there are enough of them.
-    """
-    name = "shift_labels" if isinstance(batch.get("shift_labels"), Tensor) else "labels"
-    labels = batch[name]
-    if not counts_tokens(labels) or labels.shape[1] < 4:
-        return None
-    places = torch.arange(labels.numel(), device=labels.device).view_as(labels)[:, 1:]
-    is_used = labels[:, 1:] != IGNORED
-    chosen = places[is_used] if int(is_used.sum()) >= 3 else places.flatten()
-    # Neighbours are labels of one sequence, the first belongs to another one if there are several in a row.
-    first, *others = chosen[[0, -2, -1]].tolist()
-    sets = ([first, 0, *others], [first], [0, *others])
-    full = torch.where(labels == IGNORED, _stand_in(labels), labels).flatten()
-
-    def view(kept: list[int]) -> dict[str, Any]:
-        thinned = torch.full_like(full, IGNORED)
-        thinned[kept] = full[kept]
-        return {**batch, name: thinned.view_as(labels)}
-
-    both, apart, rest = map(view, sets)
-    return Views(both, apart, rest, copies=1)
-
-
 def read_views(loss: ProbedLoss, views: Views) -> LossReading | None:
     """Find out how to read a loss; None if these inputs cannot tell.
 
-    The loss runs in evaluation mode without gradients; random state and buffers are put back.
+    The loss runs in evaluation mode without gradients, and if it is another one in training mode, then there too;
+    random state and buffers are put back.
     """
     snapshot = Snapshot.of(loss.module)
     try:
-        with evaluating(loss.module), torch.no_grad():
-            return _Reader(loss, views).read()
+        with torch.no_grad():
+            with evaluating(loss.module):
+                found = _Reader(loss, views).read()
+            if found is not None and _differs_in_training(loss, views.both, found):
+                with _evaluating_norms(loss.module):
+                    found = _Reader(loss, views).read()
+            return found
     finally:
         snapshot.restore()
 
 
-def try_out(loss: ProbedLoss, *inputs: Mapping[str, Any]) -> list[float]:
+def _differs_in_training(loss: ProbedLoss, inputs: Mapping[str, Any], reading: LossReading) -> bool:
+    """Say whether a loss has another value in training mode, by itself and not by dropout."""
+    if not loss.module.training:
+        return False
+    options = {"num_items_in_batch": 1} if reading.sums else {}
+
+    def value() -> float:
+        return float(loss(inputs, **options))
+
+    with evaluating(loss.module):
+        usual = value()
+    with _evaluating_norms(loss.module), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # checkpointing warns that no input needs a gradient
+        is_same = math.isclose(usual, first := value(), rel_tol=loss.tolerance)
+        return not is_same and first == value()
+
+
+@contextmanager
+def _evaluating_norms(model: nn.Module) -> Iterator[None]:
+    """Switch only BatchNorm to evaluation mode: that it depends on the split is known, and warned of."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
+    for norm in norms:
+        norm.training = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.training = True
+
+
+def try_out(loss: ProbedLoss, *inputs: Mapping[str, Any], **options: Any) -> list[float]:
     """Return losses in evaluation mode without gradients; random state and buffers are put back."""
     snapshot = Snapshot.of(loss.module)
     try:
         with evaluating(loss.module), torch.no_grad():
-            return [float(loss(given)) for given in inputs]
+            return [float(loss(given, **options)) for given in inputs]
     finally:
         snapshot.restore()
 
 
-def adds_up_by_example(loss: ProbedLoss, views: Views) -> bool:
-    """Say whether the loss of two examples is the mean of their losses apart."""
-    both, first, second = try_out(loss, *views[:3])
-    return math.isclose(2 * both, first + second, rel_tol=loss.tolerance, abs_tol=1e-12)
+def is_same_alone(loss: ProbedLoss, pair: float, alone: float) -> bool:
+    """Say whether the mean over an example and its copy is that of the example alone; a sum is twice as large."""
+    # Other shapes round differently, but a sum is far off.
+    return math.isclose(pair, alone, rel_tol=max(loss.tolerance, HALF_TOLERANCE), abs_tol=1e-12)
+
+
+def adds_up(
+    loss: ProbedLoss, samples: Samples, count: Callable[[Mapping[str, Any]], int], *, sums: bool
+) -> bool | None:
+    """Say whether the loss of rows is the mean of their losses apart, weighed by a count; None if they cannot tell.
+
+    Args:
+        loss: to be tried out.
+        samples: the rows.
+        count: what the loss is said to be a mean over.
+        sums: ask for sums, with ``num_items_in_batch=1``.
+    """
+    options = {"num_items_in_batch": 1} if sums else {}
+    inputs = [samples.both, samples.single, *samples.apart]
+    counts = [1 if sums else count(given) for given in inputs]
+    snapshot = Snapshot.of(loss.module)
+    try:
+        with evaluating(loss.module), torch.no_grad():
+            found = [loss(given, **options) for given in inputs]
+    finally:
+        snapshot.restore()
+    both, single, *apart = map(float, found)
+    if not all(map(math.isfinite, (both, single, *apart))) or both == single == 0:
+        return None
+    num, is_half = len(apart), any(value.dtype not in (torch.float32, torch.float64) for value in found)
+    if not is_same_alone(loss, apart[-1], num * single if sums else single):
+        return False
+    together = sum(number * value for number, value in zip(counts[2:], apart, strict=True))
+    tolerance = HALF_TOLERANCE if is_half else loss.tolerance
+    return math.isclose(num * counts[0] * both, together, rel_tol=tolerance, abs_tol=1e-12)
 
 
 @final
@@ -265,14 +266,18 @@ class _Reader:
         if not all(math.isfinite(value) for value in (total, mean)):
             return None
         if is_sum:
-            self._check_sums(total)
+            if not self._check_sums(total):
+                return None
             shifts = self._best_way(lambda counts: abs(mean * counts[0] - total) / abs(total))
             if shifts is None and not self._loss.trusts_number:
                 raise self._complaint(mean, f"{total:.6g} with num_items_in_batch=1")
             return LossReading(True, self._ways[0] if shifts is None else shifts)
         first, second = (float(self._loss(view)) for view in self._views[1:3])
-        if not (math.isfinite(first) and math.isfinite(second)):
+        alone = second if self._views.single is None else float(self._loss(self._views.single))
+        if not all(map(math.isfinite, (first, second, alone))) or mean == first == second == alone == 0:
             return None
+        if not is_same_alone(self._loss, second, alone):
+            raise self._complaint(mean, f"that of the second one is {alone:.6g} alone and {second:.6g} twice")
         whole = self._views.copies * mean
 
         def error(counts: list[int]) -> float:
@@ -284,8 +289,15 @@ class _Reader:
             raise self._complaint(mean, f"{first:.6g} and {second:.6g} apart")
         if first == second == mean and self._views.copies == 1:
             raise self._loss.complaint(f"it is {mean:.6g} whichever of its labels count")
-        is_tie = len(self._ways) > 1 and max(error(self._counts(way)) for way in self._ways) < _TIE
-        return None if is_tie else LossReading(False, found)
+        return None if self._is_tie(error) else LossReading(False, found)
+
+    def _is_tie(self, error: Callable[[list[int]], float]) -> bool:
+        """Say whether every way of counting that counts anything fits."""
+        counts = [self._counts(way) for way in self._ways]
+        if len(counts) == 1 or any(0 in found for found in counts):
+            return False
+        is_half = self._tolerance >= HALF_TOLERANCE
+        return max(map(error, counts)) < self._tolerance * (1.0 if is_half else _TIE)
 
     def _total(self) -> tuple[float, bool]:
         """Return the loss for the number 1, and whether the loss divides by that number."""
@@ -307,15 +319,26 @@ class _Reader:
             self._tolerance = max(self._tolerance, HALF_TOLERANCE)
         return float(mean)
 
-    def _check_sums(self, total: float) -> None:
-        """Refuse a sum that compares examples, which the number of labels alone does not show."""
+    def _check_sums(self, total: float) -> bool:
+        """Refuse a sum that compares examples, which the number of labels alone does not show; False if unsure."""
         first, second = (float(self._loss(view, num_items_in_batch=1)) for view in self._views[1:3])
+        single = self._views.single
+        alone = second if single is None else 2 * float(self._loss(single, num_items_in_batch=1))
+        if not all(map(math.isfinite, (first, second, alone))):
+            return False
+        if not is_same_alone(self._loss, second, alone):
+            raise self._complaint(
+                total, f"{alone / 2:.6g} and {second:.6g} of an example once and twice, all with num_items_in_batch=1"
+            )
         if not math.isclose(self._views.copies * total, first + second, rel_tol=self._tolerance):
             apart = f"{first / self._views.copies:.6g} and {second / self._views.copies:.6g} apart"
             raise self._complaint(total, f"{apart}, all with num_items_in_batch=1")
+        return True
 
     def _best_way(self, error: Callable[[list[int]], float]) -> bool | None:
-        errors = [error(self._counts(way)) for way in self._ways]
+        counts = [self._counts(way) for way in self._ways]
+        # Nothing is also a sum of nothing: a way that counts no label fits everything.
+        errors = [math.inf if 0 in found else error(found) for found in counts]
         best = min(range(len(errors)), key=errors.__getitem__)
         return self._ways[best] if errors[best] <= self._tolerance else None
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._ranks import Ranks
 from .._tree import leaves
@@ -21,7 +18,7 @@ from .losses import needs_whole_batch
 from .memory.budget_tracker import Feedback
 from .memory.fit_to_memory import MicroLimit
 from .noise import GradientNorms
-from .oom import Buffers, Snapshot, devices_of, free_memory, is_out_of_memory
+from .oom import Buffers, Snapshot, devices_of, free_memory, is_out_of_memory, split_doubts
 from .report import MicroSums, Pending, Totals, is_on_host, power_of_two
 from .splitting import LogicalBatch, Part, cost_of, split
 
@@ -283,36 +280,6 @@ class Runner:
         self.limit = self.limit.after_failure(cost)
         if self._feedback is not None:
             self._feedback.failed(len(part))
-
-
-def split_doubts(module: nn.Module) -> list[Callable[[], str | None]]:
-    """Return a function per part whose result may depend on the split: it returns a warning, or None for now."""
-    return [partial(_doubt, name, part) for name, part in module.named_modules() if _kind_of(part) is not None]
-
-
-def _kind_of(part: nn.Module) -> str | None:
-    if isinstance(part, _BatchNorm):
-        return "BatchNorm"
-    hooks = [type(hook).__name__ for hook in part._forward_pre_hooks.values()]
-    if type(part).__name__ == "_SpectralNorm" or "SpectralNorm" in hooks:
-        return "spectral norm"
-    return "max_norm" if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None else None
-
-
-def _doubt(name: str, part: nn.Module) -> str | None:
-    kind = _kind_of(part)
-    if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None):
-        mode = "in training mode" if part.training else "without running statistics"
-        return (
-            f"BatchNorm {mode} ({name}) sees micro-batches, not the batch: its statistics, and so the update, depend "
-            "on the split. Use GroupNorm or LayerNorm, or put it into eval mode with running statistics"
-        )
-    if kind == "max_norm" or (kind == "spectral norm" and part.training):
-        return (
-            f"{kind} in training mode ({name}) changes its weight in every forward pass, so once per micro-batch: the "
-            "update depends on the split. Leave it out, or run batches whole"
-        )
-    return None
 
 
 def does_not_fit(logical: LogicalBatch, index: int, device: torch.device) -> str:

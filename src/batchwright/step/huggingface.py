@@ -13,22 +13,28 @@ from torch import Tensor, nn
 from .._tree import num_examples, take
 from ..errors import ArgumentError
 from ._loss_probe import HALF_TOLERANCE as HALF_TOLERANCE
-from ._loss_probe import IGNORED as IGNORED
 from ._loss_probe import OWN_LOSS, ModelLoss, loss_of
 from ._loss_probe import TOLERANCE as TOLERANCE
 from ._loss_probe import LossReading as LossReading
 from ._loss_probe import ProbedLoss as ProbedLoss
-from ._loss_probe import Views as Views
-from ._loss_probe import adds_up_by_example as adds_up_by_example
-from ._loss_probe import counts_tokens as counts_tokens
+from ._loss_probe import adds_up as adds_up
 from ._loss_probe import evaluating as evaluating
-from ._loss_probe import label_views as label_views
-from ._loss_probe import num_labels as num_labels
+from ._loss_probe import has_usual_loss as has_usual_loss
 from ._loss_probe import read_views as read_views
-from ._loss_probe import row_views as row_views
+from ._loss_probe import shared_term as shared_term
 from ._loss_probe import try_out as try_out
 from ._loss_probe import unwrapped as unwrapped
 from ._loss_probe import usual_reading as usual_reading
+from ._loss_samples import IGNORED as IGNORED
+from ._loss_samples import Novelty as Novelty
+from ._loss_samples import Views as Views
+from ._loss_samples import choose_rows as choose_rows
+from ._loss_samples import counts_tokens as counts_tokens
+from ._loss_samples import is_telling as is_telling
+from ._loss_samples import label_views as label_views
+from ._loss_samples import num_labels as num_labels
+from ._loss_samples import row_views as row_views
+from ._loss_samples import sample as sample
 from .losses import LossFunction, Sums, entropy_sum
 
 
@@ -67,6 +73,7 @@ class _HuggingFaceLoss:
     def __init__(self, with_entropy: bool) -> None:
         self._with_entropy = with_entropy
         self._known: WeakKeyDictionary[nn.Module, LossReading] = WeakKeyDictionary()
+        self._novelty: WeakKeyDictionary[nn.Module, Novelty] = WeakKeyDictionary()
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Sums:
         """Return the summed loss of a micro-batch and the labels that count."""
@@ -90,9 +97,17 @@ class _HuggingFaceLoss:
 
     def _read(self, model: nn.Module, batch: Mapping[str, Any], labels: Tensor) -> LossReading:
         found = self._known.get(model) or read_loss(model, batch, labels)
+        is_usual = has_usual_loss(model)
+        if not is_usual and (found is None or not is_telling(batch, is_usual=False)):
+            raise ModelLoss(model).complaint(
+                "this batch does not show it, as the loss is 0, not finite, or the same for all labels"
+            )
         if found is None:  # a later batch may tell
             return usual_reading(model, labels)
         self._known[model] = found
+        new = None if is_usual else self._novelty.setdefault(model, Novelty()).notice(batch)
+        if new:
+            _check_rows(model, batch, found, new)
         return found
 
 
@@ -114,6 +129,16 @@ def _entropy(outputs: Any, labels: Tensor) -> Tensor:
         raise ArgumentError("with_entropy needs labels that are classes, got floats; leave it out for regression")
     logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[1]
     return entropy_sum(logits, labels.to(logits.device))
+
+
+def _check_rows(model: nn.Module, batch: Mapping[str, Any], reading: LossReading, new: set[Any]) -> None:
+    """Refuse a loss under which the rows of a batch do not add up."""
+    rows, loss = choose_rows(batch, new), ModelLoss(model)
+    if len(rows) < 2:
+        return
+    samples = sample(batch, rows, lambda chosen: take(dict(batch), chosen))
+    if not adds_up(loss, samples, lambda part: int(num_labels(part, reading.shifts)), sums=reading.sums):
+        raise loss.complaint(f"those of the examples {rows} of a batch do not add up to that of all of them")
 
 
 def read_loss(model: nn.Module, batch: Mapping[str, Any], labels: Tensor) -> LossReading | None:

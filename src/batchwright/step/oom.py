@@ -2,18 +2,22 @@
 
 - ``Snapshot``, ``free_memory``: what a second attempt needs.
 - ``set_aside``, ``add_back`` and others: gradients that an attempt must not lose.
+- ``split_doubts``, ``warn_of_split``: what makes an update depend on how it is split.
 """
 
 from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._oom import is_out_of_memory as is_out_of_memory
 from .._ranks import is_expanded
@@ -149,3 +153,41 @@ def add_back(held: Held) -> None:
 def present(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Return the gradients that are not None."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def split_doubts(module: nn.Module) -> list[Callable[[], str | None]]:
+    """Return a function per part whose result may depend on the split: it returns a warning, or None for now."""
+    return [partial(_doubt, name, part) for name, part in module.named_modules() if _kind_of(part) is not None]
+
+
+def _kind_of(part: nn.Module) -> str | None:
+    if isinstance(part, _BatchNorm):
+        return "BatchNorm"
+    hooks = [type(hook).__name__ for hook in part._forward_pre_hooks.values()]
+    if type(part).__name__ == "_SpectralNorm" or "SpectralNorm" in hooks:
+        return "spectral norm"
+    return "max_norm" if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None else None
+
+
+def _doubt(name: str, part: nn.Module) -> str | None:
+    kind = _kind_of(part)
+    if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None):
+        mode = "in training mode" if part.training else "without running statistics"
+        return (
+            f"BatchNorm {mode} ({name}) sees micro-batches, not the batch: its statistics, and so the update, depend "
+            "on the split. Use GroupNorm or LayerNorm, or put it into eval mode with running statistics"
+        )
+    if kind == "max_norm" or (kind == "spectral norm" and part.training):
+        return (
+            f"{kind} in training mode ({name}) changes its weight in every forward pass, so once per micro-batch: the "
+            "update depends on the split. Leave it out, or run batches whole"
+        )
+    return None
+
+
+def warn_of_split(module: nn.Module) -> bool:
+    """Warn of a part whose result depends on the split, and say whether there is one."""
+    warning = next(filter(None, (doubt() for doubt in split_doubts(module))), None)
+    if warning is not None:
+        warnings.warn(warning, stacklevel=3)
+    return warning is not None

@@ -19,13 +19,15 @@ from torch.utils.data import DataLoader, SequentialSampler
 from ..._checks import as_whole, check_choice
 from ...errors import ArgumentError, LengthsError
 from ...size.learning_rate import Rule, get_rule
+from ...step.huggingface import Novelty
 from ...step.losses import needs_whole_batch
 from ...step.oom import drop_gradients
 from .._devices import Devices, is_divided, on_its_own, one_process, undivided
 from .._failures import raise_together
 from .._ranked import check_no_stream, loader_options
 from .._safe_steps import SafeSteps, foreign_parameters
-from .._trainer_step import WHOLE, Weighing, as_logged, find_weighing, is_mean_over_examples, weighted, zero_of
+from .._trainer_step import WHOLE, Weighing, as_logged, check_rows, find_weighing, weighted, zero_of
+from .._trial_loss import takes_own_loss
 from .sampler import DynaBatchSampler
 
 OOMFallbackStrategy: TypeAlias = Literal["split_retry", "skip", None]
@@ -84,6 +86,8 @@ class DynabatchTrainerMixin:
         self._oom_min_batch_size = as_whole("oom_min_batch_size", least, least=1)
         self._oom_failed_count = 0
         self._weighing: Weighing | None = None
+        self._novelty = Novelty()
+        self._told = ""  # what was warned of
         self._window_weight: Tensor | None = None
         self._is_weighting = False
         super().__init__(*args, **kwargs)
@@ -191,16 +195,35 @@ class DynabatchTrainerMixin:
             if len(batches) > 1:
                 raise ArgumentError(f"an update of {len(batches)} micro-batches is not one whole batch, but {WHOLE}")
             self._weighing = Weighing(None, True, key, refusal=WHOLE)
-        if self._weighing is not None and self._weighing.is_settled(batches[0]):
-            return
-        inputs = self._prepare_inputs(dict(batches[0]))  # type: ignore[attr-defined]
-        found = find_weighing(self._plain_loss, self.model, inputs, key=key)
-        if found.refusal and not isinstance(inputs.get("labels"), Tensor):
-            is_mean = is_mean_over_examples(self._plain_loss, self.model, inputs, key=key)
-            found = Weighing(None, True, key, refusal="" if is_mean else found.refusal)
-        if found.refusal:
-            warnings.warn(f"micro-batches are weighted by their examples: {found.refusal}", stacklevel=2)
-        self._weighing = found
+        if self._weighing is None or not self._weighing.is_settled(batches[0]):
+            self._weighing = self._find_weighing(batches[0], key)
+        for batch in batches:
+            new = None if self._weighing.refusal else self._novelty.notice(batch)
+            if new:
+                inputs = self._prepare_inputs(dict(batch))  # type: ignore[attr-defined]
+                self._weighing = check_rows(
+                    self._weighing, self._plain_loss, self.model, inputs, new, is_own=self._uses_own_loss()
+                )
+        if self._weighing.refusal and len(batches) > 1 and self._weighing.refusal != self._told:
+            self._told = self._weighing.refusal
+            warnings.warn(f"micro-batches are weighted by their examples: {self._told}", stacklevel=2)
+
+    def _find_weighing(self, batch: Any, key: str) -> Weighing:
+        inputs = self._prepare_inputs(dict(batch))  # type: ignore[attr-defined]
+        has_labels = isinstance(inputs.get("labels"), Tensor)
+        # Without labels the mean is over examples, or the loss is weighted by them with a warning.
+        return find_weighing(
+            self._plain_loss,
+            self.model,
+            inputs,
+            key=key,
+            by_example=not has_labels,
+            is_own=self._uses_own_loss(),
+        )
+
+    def _uses_own_loss(self) -> bool:
+        """Say whether the trainer takes the loss as the model returns it."""
+        return takes_own_loss(super().compute_loss, self.compute_loss_func)  # type: ignore[misc]
 
     def _plain_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
         """Return the trainer's loss as for a single process."""

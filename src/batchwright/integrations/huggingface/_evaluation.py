@@ -146,7 +146,7 @@ class Evaluation:
             raise DoesNotFitError(does_not_fit(cut, 0))
         middle, units = -(-cut.num // 2), list(range(cut.num))
         logger.warning("A batch of %d %ss ran out of memory in evaluation and runs in two.", cut.num, cut.unit)
-        halves = [cut.untrimmed(part) for part in (units[:middle], units[middle:])]
+        halves = [cut.take(part) for part in (units[:middle], units[middle:])]
         sizes = [None if isinstance(cut, Sequences) else num_rows(half, key) for half in halves]
         weights = [self._weights.count(half) if self._weights.is_known else None for half in halves]
         return merged([self._predict(predict, half, loss) for half in halves], sizes, self._weights_of(weights))

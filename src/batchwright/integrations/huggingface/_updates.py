@@ -18,7 +18,7 @@ from ...errors import ArgumentError
 from ...step.memory.budget_tracker import FitFeedback
 from ...step.memory.monitor import MemoryMonitor
 from ...step.noise import GradientNoise
-from ...step.oom import drop_gradients
+from ...step.oom import drop_gradients, warn_of_split
 from .._devices import Devices
 from .._failures import raise_gathered
 from .._inputs import num_rows
@@ -67,6 +67,7 @@ class Updates:
         self._shares: deque[float] = deque()  # the weights of the micro-batches that are left
         self._key = ""
         self._safe_steps: SafeSteps | None = None
+        self._is_warned = False
 
     def start(self, model: nn.Module) -> None:
         """Begin a training: all counts at zero."""
@@ -124,6 +125,8 @@ class Updates:
         shares, failure = [], None
         try:
             check_hooks(trained_parameters(loss.model, optimizer), len(batches))
+            if len(batches) > 1 and not self._is_warned:
+                self._is_warned = warn_of_split(loss.model)
             shares = [1.0] * len(batches) if devices.is_divided else self._weigh(batches, repeats, loss)
             if self.noise is not None:
                 self._check_rows(batches, repeats, counted)

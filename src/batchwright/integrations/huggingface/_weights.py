@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import ArgumentError
-from ...step.huggingface import IGNORED, counts_tokens
+from ...step.huggingface import IGNORED, Novelty, counts_tokens
 from .._inputs import Cut, is_packed, num_rows
-from .._trainer_step import WHAT_TO_DO, WHOLE, Compute, Weighing, find_weighing, weighted, zero_of
+from .._trainer_step import UNSURE, WHAT_TO_DO, WHOLE, Weighing, check_rows, find_weighing, weighted, zero_of
+from .._trial_loss import Compute
 from ._settings import Weighting
 
 _OTHER = "use weighting='tokens', or a loss that is itself a mean over examples"
@@ -28,6 +29,8 @@ class TrainerLoss(NamedTuple):
     prepare: Callable[[dict[str, Any]], dict[str, Any]]  # moves inputs to the device
     is_half: bool = False  # it computes in half precision
     needs_whole: bool = False  # it was declared to compare the examples of a batch
+    is_own: bool = False  # it is the model's own, and not one that the trainer makes of its outputs
+    smooths: bool = False  # the trainer smooths labels
 
 
 class UpdateWeight(NamedTuple):
@@ -49,7 +52,8 @@ class LossWeights:
     def __init__(self, weighting: Weighting) -> None:
         self._by_example = weighting == "examples"
         self._weighing: Weighing | None = None
-        self._is_checked = False
+        self._novelty = Novelty()
+        self._smooths = False
         self._update: UpdateWeight | None = None
         self._is_weighing = False
         self._is_idle = False
@@ -58,24 +62,37 @@ class LossWeights:
     def learn(self, loss: TrainerLoss, batches: Sequence[Mapping[str, Any]]) -> None:
         """Look at the largest of some micro-batches, unless an earlier one has told what the loss is a mean over."""
         key = row_key(batches[0], loss.model)
+        self._smooths = loss.smooths
         if loss.needs_whole:
             self._weighing = Weighing(None, True, key, refusal=WHOLE)
             return
         batch = max(batches, key=lambda batch: num_rows(batch, row_key(batch, loss.model)))
-        if self._weighing is not None and self._weighing.is_settled(batch):
-            return
+        if self._weighing is None or not self._weighing.is_settled(batch):
+            self._weighing = self._find(loss, batch, key)
+        has_tokens = any(self._labels_of_rows(other) is not None for other in batches)
+        for other in [] if has_tokens else batches:  # means over rows are compared with the loss itself
+            new = None if self._weighing.refusal else self._novelty.notice(other)
+            if new:
+                inputs = loss.prepare(dict(other))
+                self._weighing = check_rows(self._weighing, loss.compute, loss.model, inputs, new, is_own=loss.is_own)
+
+        if self.refusal == UNSURE and self._by_example and _are_tokens(batch):
+            raise refuse(UNSURE, len(batches))
+
+    def _find(self, loss: TrainerLoss, batch: Mapping[str, Any], key: str) -> Weighing:
         if self._by_example and is_packed(batch):
             raise ArgumentError(
                 "weighting='examples' needs a row per example, but the rows of this batch hold several sequences; use "
                 "weighting='tokens', or a collator that does not pack"
             )
-        self._weighing = find_weighing(
+        return find_weighing(
             loss.compute,
             loss.model,
             loss.prepare(dict(batch)),
             key=key,
             by_example=self._by_example,
             is_half=loss.is_half,
+            is_own=loss.is_own,
         )
 
     @property
@@ -162,8 +179,7 @@ class LossWeights:
 
     def _mean_over_rows(self, loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
         losses, counts = _losses_of_rows(logits, labels, self._shifts)
-        if not self._is_checked:
-            self._check(loss.detach(), losses.detach().sum() / counts.sum())
+        self._check(loss.detach(), losses.detach().sum() / counts.sum())
         rows = losses.sum(dim=1) / counts.clamp(min=1)
         return rows.sum() / (counts > 0).sum().clamp(min=1)
 
@@ -177,12 +193,17 @@ class LossWeights:
         labels = inputs.get("labels")
         if not self._by_example or self._weighing is None or self._weighing.reading is None:
             return None
-        if not (isinstance(labels, Tensor) and counts_tokens(labels)):
+        if labels is None or not _are_tokens(inputs):
             return None
         return labels[:, 1:] if self._shifts else labels
 
     def _check(self, loss: Tensor, found: Tensor) -> None:
-        """Refuse, on the first micro-batch, a loss that is not the cross entropy of the logits."""
+        """Refuse a loss that is not the cross entropy of the logits."""
+        if self._smooths:
+            raise ArgumentError(
+                "weighting='examples' takes the cross entropy of the logits, but label_smoothing_factor asks for "
+                f"another loss; leave that out, or {_OTHER}"
+            )
         theirs, ours = float(loss), float(found)
         tolerance = 1e-4 if loss.dtype in (torch.float32, torch.float64) else 2e-2
         if math.isfinite(theirs) and not math.isclose(theirs, ours, rel_tol=tolerance, abs_tol=1e-12):
@@ -190,7 +211,11 @@ class LossWeights:
                 f"weighting='examples' takes the cross entropy of the logits, {ours:.6g}, but the loss is "
                 f"{theirs:.6g}; {_OTHER}"
             )
-        self._is_checked = math.isfinite(theirs)
+
+
+def _are_tokens(inputs: Mapping[str, Any]) -> bool:
+    labels = inputs.get("labels")
+    return isinstance(labels, Tensor) and counts_tokens(labels)
 
 
 def refuse(refusal: str, num_parts: int) -> ArgumentError:

@@ -28,6 +28,7 @@ from ...step.memory.fit_to_memory import FitToMemory
 from ...step.memory.monitor import MemoryMonitor
 from .._devices import Devices, on_its_own, one_process, undivided
 from .._ranked import check_no_stream
+from .._trial_loss import takes_own_loss
 from ._data import TrainLoader, fetch_together, micro_batches_of
 from ._evaluation import EvaluationPlan
 from ._settings import OnOom, Settings, Weighting, check_trainer, check_trainer_class
@@ -240,7 +241,13 @@ class AdaptiveTrainerMixin:
             self._prepare_inputs,  # type: ignore[attr-defined]
             is_half=bool(self.args.bf16 or self.args.fp16),
             needs_whole=self._needs_whole_batch(),
+            is_own=self._uses_own_loss(),
+            smooths=self.args.label_smoothing_factor > 0,
         )
+
+    def _uses_own_loss(self) -> bool:
+        """Say whether the trainer takes the loss as the model returns it."""
+        return takes_own_loss(super().compute_loss, self.compute_loss_func)  # type: ignore[misc]
 
     def _needs_whole_batch(self) -> bool:
         """Say whether ``whole_batch`` marks the trainer's ``compute_loss``, its ``compute_loss_func`` or the model."""
