@@ -6,6 +6,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -206,6 +207,35 @@ def errors_on_one_rank(rank, world_size):
     stepper.step(make_ids(rank))
 
 
+def what_differs_between_ranks(rank, world_size):
+    def stepper_of(model, order=1, **options):
+        ddp = DistributedDataParallel(model)
+        return Stepper(ddp, sgd(list(model.parameters())[::order]), loss_fn, **options)
+
+    stepper = stepper_of(make_model())
+    refused(lambda: stepper.accumulate(make_ids(rank), total_weight=8.0 + rank), "total_weight differs between ranks")
+    stepper = stepper_of(make_model(), order=1 if rank else -1)
+    refused(lambda: stepper.step(make_ids(rank)), "the optimizer trains other parameters on other ranks")
+    hooked = make_model()
+    if rank:
+        hooked.linear.weight.register_hook(lambda gradient: gradient)
+    stepper = stepper_of(hooked)
+    refused(lambda: stepper.step(make_ids(rank)), "parameters have hooks on some ranks only")
+
+
+def options_of_ddp(rank, world_size):
+    ignoring = make_model()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["linear.weight"])
+    ddp = DistributedDataParallel(ignoring)
+    refused(lambda: Stepper(ddp, sgd(ignoring.parameters()), loss_fn), "DDP was told to ignore 'linear.weight'")
+    hooked = DistributedDataParallel(make_model(sparse=False))
+    hooked.register_comm_hook(None, allreduce_hook)
+    refused(lambda: Stepper(hooked, sgd(hooked.parameters()), loss_fn), "DDP communication hooks would not see")
+    mixed = DistributedDataParallel(make_model(sparse=False))
+    mixed.mixed_precision = object()  # DDP itself takes it only on a GPU
+    refused(lambda: Stepper(mixed, sgd(mixed.parameters()), loss_fn), "DDP(mixed_precision=…) casts in its own forward")
+
+
 def sync_batch_norm(rank, world_size):
     model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2), nn.Linear(2, 1))
     ddp = DistributedDataParallel.__new__(DistributedDataParallel)  # SyncBatchNorm needs a GPU in DDP's own constructor
@@ -267,7 +297,8 @@ def an_unsharded_root(rank, world_size):
 
 CASES = (
     compiled_ddp, hidden_wrappers, sparse_and_foreign_parameters, foreign_parameters_that_differ, existing_gradients,
-    buffers, metrics, errors_on_one_rank, sync_batch_norm, shards_of_a_sub_mesh, an_unsharded_root,
+    buffers, metrics, errors_on_one_rank, what_differs_between_ranks, options_of_ddp,
+    sync_batch_norm, shards_of_a_sub_mesh, an_unsharded_root,
 )  # fmt: skip
 
 
