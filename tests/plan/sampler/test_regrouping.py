@@ -288,7 +288,9 @@ def test_the_state_is_the_same_on_every_rank_and_counts_the_examples_of_all():
         run(regrouped, 3)
         states.append(regrouped.state_dict())
     assert states[0] == states[1]
-    assert states[0] == {"version": 1, "world_size": 2, "epoch": 0, "consumed": 15, "generator": None}
+    assert states[0] == {
+        "version": 2, "world_size": 2, "epoch": 0, "consumed": 15, "generator": None, "sampler": None,
+    }  # fmt: skip
 
 
 def test_over_a_resizable_sampler_nothing_that_was_consumed_is_loaded_again():
@@ -485,3 +487,41 @@ def test_a_whole_number_is_a_size_that_never_changes(size):
 
 def test_regroup_makes_a_regrouped():
     assert isinstance(regroup([], Sizes(1)), Regrouped)
+
+
+# The order of a planned loader.
+
+
+def planned(**options):
+    sampler = bw.BatchSampler(LENGTHS, BUDGET, **options)
+    return regroup(DataLoader(DATA, batch_sampler=sampler, collate_fn=list), Sizes(9))
+
+
+def saved(**options):
+    regrouped = planned(**options)
+    batches = run(regrouped, 4)
+    return [index for batch in batches for index in batch], regrouped.state_dict()
+
+
+def test_a_state_of_other_data_or_another_order_is_refused():
+    _, state = saved()
+    other = bw.BatchSampler(LENGTHS[::-1].copy(), BUDGET)
+    with pytest.raises(StateMismatchError, match="saved with lengths"):
+        regroup(DataLoader(DATA, batch_sampler=other, collate_fn=list), Sizes(9)).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="saved with balance_over = 1, here it is 8"):
+        planned(balance_over=8).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="saved with a BatchSampler in the loader, here there is none"):
+        regroup([DATA], Sizes(9)).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="saved without a BatchSampler in the loader, here there is one"):
+        planned().load_state_dict({**state, "sampler": None})
+
+
+def test_a_saved_order_is_kept_for_the_rest_of_its_epoch_only():
+    before, state = saved(balance_over=4)
+    regrouped = planned()
+    regrouped.load_state_dict(state)
+    assert sorted(before + [index for batch in run(regrouped) for index in batch]) == DATA
+    assert regrouped.state_dict()["sampler"]["settings"]["balance_over"] == 1
+    fresh = planned()
+    run(fresh)
+    assert [index for batch in run(regrouped) for index in batch] == [index for batch in run(fresh) for index in batch]

@@ -151,7 +151,11 @@ class BatchSampler(AbstractEpochs):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the newest iterator stands, as JSON values."""
-        settings = self._settings_of(self._progress.epoch)
+        return {**self.start_of(self._progress.epoch), "position": self._progress.position}
+
+    def start_of(self, epoch: int) -> dict[str, Any]:
+        """Return the state at the start of an epoch, with the order that the epoch has here."""
+        settings = self._settings_of(epoch)
         return {
             "version": settings.rules,
             "num_examples": len(self._lengths),
@@ -159,8 +163,8 @@ class BatchSampler(AbstractEpochs):
             "budget": repr(self.budget),
             "settings": settings.to_state(),
             "seed": settings.seed,
-            "epoch": self._progress.epoch,
-            "position": self._progress.position,
+            "epoch": epoch,
+            "position": 0,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -170,12 +174,16 @@ class BatchSampler(AbstractEpochs):
             StateMismatchError: the state is of other lengths, another budget, other settings or a later version;
                 the sampler stays as it was.
         """
-        settings = self._settings_in(state)
-        mine = {**self.state_dict(), "version": settings.rules, "settings": settings.to_state()}
-        epoch, position = read_place(state, mine)
+        epoch, position, settings = self.read_state(state)
         is_there = position in self._planned(epoch, settings).offsets
         self._move_to(epoch, position, is_there=is_there, fault="is not where a batch begins in")
         self._taken_over = (epoch, settings)
+
+    def read_state(self, state: Mapping[str, Any]) -> tuple[int, int, PlanSettings]:
+        """Return the epoch, the position and the settings of a state, or refuse it; the sampler stays as it is."""
+        settings = self._settings_in(state)
+        mine = {**self.start_of(0), "version": settings.rules, "settings": settings.to_state()}
+        return *read_place(state, mine), settings
 
     def _settings_in(self, state: Mapping[str, Any]) -> PlanSettings:
         """Return our settings with what a state may differ in: the rules of its epoch, and None as a number."""

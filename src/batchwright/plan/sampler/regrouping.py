@@ -16,7 +16,9 @@ from .planned import BatchSampler
 from .resizable import ResizableBatchSampler
 
 Example = TypeVar("Example")
-STATE_VERSION = 1
+# Version 1 did not hold the order of a planned loader, which then had runs of 64 batches.
+STATE_VERSION = 2
+_EARLIER_RUNS = 64
 
 
 def regroup(
@@ -126,20 +128,27 @@ class Regrouped(AbstractEpochs, Generic[Example]):
             "epoch": self._progress.epoch,
             "consumed": self._progress.position,
             "generator": self._source.generator_at(self._progress.epoch),
+            "sampler": self._source.order_at(self._progress.epoch),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken, on the same world size: how samplers divide the data is not known here.
 
         Raises:
-            StateMismatchError: the state is of another version or world size; nothing changes.
+            StateMismatchError: the state is of a later version, another world size or another sampler of ours; nothing
+                changes.
             ArgumentError: the order of the loader cannot be repeated.
         """
         self._source.check_repeatable()
-        check_same("version", state.get("version"), STATE_VERSION)
+        version = read_whole(state, "version")
+        if version != 1:
+            check_same("version", version, STATE_VERSION)
         check_same("world_size", state.get("world_size"), self.world_size)
         epoch, consumed = read_whole(state, "epoch"), read_whole(state, "consumed")
+        order = self._source.earlier_order(epoch) if version == 1 else state.get("sampler")
+        self._source.check_order(order)
         self._source.set_generator(epoch, state.get("generator"))
+        self._source.set_order(epoch, order)
         self._progress.move(epoch, consumed)
 
 
@@ -184,6 +193,7 @@ class Source(Generic[Example]):
         self._batch_sampler: Any = getattr(loader, "batch_sampler", None)
         self._sampler: Any = getattr(self._batch_sampler, "sampler", None)
         self._draws: tuple[int, str] | None = None  # an epoch, and the generator before its first chunk
+        self._order: tuple[int, Mapping[str, Any]] | None = None  # an epoch, and the start of it in our sampler
         _check_ranks(self._batch_sampler, self._sampler, rank, world_size)
 
     def open(self, epoch: int, num_consumed: int) -> Iterator[Sequence[Example]]:
@@ -192,7 +202,7 @@ class Source(Generic[Example]):
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)  # type: ignore[union-attr]
         self._draw_again(epoch)
-        skip = seek(self._batch_sampler, epoch, num_consumed)
+        skip = seek(self._batch_sampler, epoch, self.order_at(epoch), num_consumed)
         for chunk in self._loader:
             if not isinstance(chunk, list | tuple):
                 raise ArgumentError(
@@ -237,6 +247,37 @@ class Source(Generic[Example]):
             )
         self._draws = None if state is None else (epoch, state)
 
+    def order_at(self, epoch: int) -> dict[str, Any] | None:
+        """Return the state of a ``BatchSampler`` at the start of an epoch, None for any other sampler."""
+        if not isinstance(self._batch_sampler, BatchSampler):
+            return None
+        if self._order is not None and self._order[0] == epoch:
+            return dict(self._order[1])
+        return self._batch_sampler.start_of(epoch)
+
+    def earlier_order(self, epoch: int) -> dict[str, Any] | None:
+        """Return the same under the rules of the first version."""
+        order = self.order_at(epoch)
+        if order is None:
+            return None
+        runs = self._batch_sampler.settings.balance_over or _EARLIER_RUNS
+        return {**order, "version": 1, "settings": {**order["settings"], "balance_over": runs}}
+
+    def check_order(self, order: Any) -> None:
+        """Refuse the order of another sampler."""
+        is_planned = isinstance(self._batch_sampler, BatchSampler)
+        if is_planned != isinstance(order, Mapping):
+            raise StateMismatchError(
+                f"the state was saved {'without' if is_planned else 'with'} a BatchSampler in the loader, "
+                f"here there is {'one' if is_planned else 'none'}; use the same loader"
+            )
+        if is_planned:
+            self._batch_sampler.read_state(order)
+
+    def set_order(self, epoch: int, order: Mapping[str, Any] | None) -> None:
+        """Let an epoch have a saved order."""
+        self._order = None if order is None else (epoch, order)
+
     def _draw_again(self, epoch: int) -> None:
         state = self.generator_at(epoch)
         if state is None:
@@ -247,8 +288,14 @@ class Source(Generic[Example]):
         self._draws = (epoch, state)
 
 
-def seek(batch_sampler: Any, epoch: int, num_examples: int) -> int:
+def seek(batch_sampler: Any, epoch: int, order: Mapping[str, Any] | None, num_examples: int) -> int:
     """Move one of our samplers to the last batch that begins at or before this many examples.
+
+    Args:
+        batch_sampler: that of a loader.
+        epoch: the epoch to begin.
+        order: the state of a ``BatchSampler`` at the start of the epoch; None for others.
+        num_examples: how many were consumed.
 
     Returns:
         How many examples are still to be skipped; all of them where the sampler is not ours.
@@ -256,7 +303,7 @@ def seek(batch_sampler: Any, epoch: int, num_examples: int) -> int:
     if not _is_ours(batch_sampler):
         return num_examples
     batch_sampler.set_epoch(epoch)
-    state = {**batch_sampler.state_dict(), "position": 0}
+    state = order or {**batch_sampler.state_dict(), "position": 0}
     batch_sampler.load_state_dict(state)
     start = _last_start(batch_sampler, num_examples)
     batch_sampler.load_state_dict({**state, "position": start})
