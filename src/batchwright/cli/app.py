@@ -12,6 +12,7 @@ from ..errors import BatchwrightError, MissingDependencyError
 from .demo.command import add_demo
 from .doctor.command import add_doctor
 from .lab import add_lab
+from .options import Parser
 from .planning import add_planning
 from .serve import add_serve
 
@@ -20,7 +21,8 @@ The right batch at every step: batches of variable-length data with little paddi
 
 Start with your own file:
   batchwright plan train.jsonl      how long the examples are, and how each grouping would batch them
-  batchwright advise train.jsonl    whether planned batches pay off, and the lines to copy
+  batchwright advise train.jsonl    whether planned batches pay off, against what, and the lines to copy
+  batchwright doctor                what this machine means for batches
 """
 
 
@@ -43,14 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except BatchwrightError as error:
-        print(f"batchwright: error: {error}", file=sys.stderr)
+        # A message that quotes another package may have several lines.
+        print("batchwright: error:", " ".join(str(error).split()), file=sys.stderr)
         return 1 if isinstance(error, MissingDependencyError) else 2
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser; each command leaves the function that runs it in ``run``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="batchwright",
         description=_DESCRIPTION,
         epilog="`batchwright COMMAND --help` shows the options and examples of a command.",
