@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from batchwright.cli.doctor.command import advise
+from batchwright.cli.doctor.advice import advise
 from batchwright.cli.doctor.records import Attention, Findings, LaunchRow, Visits
 
 from .made import ATTENTION, GIB, H200, LAPTOP, LAUNCH, ON_H200

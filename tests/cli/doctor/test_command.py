@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("torch")
 
 from batchwright.cli import main
+from batchwright.cli.doctor.advice import advise
 from batchwright.cli.doctor.command import (
     advice_lines,
-    advise,
     attention_lines,
     findings_lines,
     launch_lines,
@@ -43,7 +43,7 @@ def test_doctor_as_json_holds_the_same(capsys):
     code, out, _ = run(capsys, "doctor", "--quick", "--json")
     found = json.loads(out)
     assert code == 0
-    assert found.keys() == {"machine", "attention", "launch", "advice"}
+    assert found.keys() == {"machine", "attention", "launch", "load", "advice"}
     assert {"shapes", "sizes"} <= {advice["topic"] for advice in found["advice"]}
     assert found["launch"]["knee_tokens"] in [row["tokens"] for row in found["launch"]["rows"]]
 

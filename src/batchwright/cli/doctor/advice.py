@@ -217,8 +217,8 @@ def _about_memory(machine: Machine) -> list[Advice]:
     found: list[Advice] = []
     if machine.free_bytes < MOSTLY_FREE * machine.total_bytes:
         text = (
-            f"Only {free_memory(machine)} are free: other processes or a memory limit hold the rest. Calibrate when they "
-            "are gone, or pass max_bytes."
+            f"Only {free_memory(machine)} are free: other processes or a memory limit hold the rest. Calibrate when "
+            "they are gone, or pass max_bytes."
         )
         found.append(Advice("memory", text))
     if not any(setting in machine.allocator for setting in ("expandable_segments:True", "cudaMallocAsync")):
