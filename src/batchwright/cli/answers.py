@@ -238,9 +238,7 @@ def _about_the_model(advice: Advice) -> list[str]:
 
 def _correlation(value: float) -> str:
     meaning = "a fair" if value >= PROXY else "a poor"
-    return (
-        f"Input and output lengths have a rank correlation of {value:.2f}: inputs are {meaning} proxy for the cost."
-    )
+    return f"Input and output lengths have a rank correlation of {value:.2f}: inputs are {meaning} proxy for the cost."
 
 
 def capacity_of(packed: Entry) -> int:

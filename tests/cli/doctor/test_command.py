@@ -36,7 +36,8 @@ def test_doctor_shows_measurements_and_advice(capsys):
     assert (code, err) == (0, "")
     for part in ("device ", "memory ", "versions ", "new shape", "seen before", "tokens/s"):
         assert part in out
-    assert "bw.MaxTokens(" in out
+    # A busy machine gets no number, and hears why.
+    assert "bw.MaxTokens(" in out or "Too busy to say which batches are too small" in " ".join(out.split())
 
 
 def test_doctor_as_json_holds_the_same(capsys):

@@ -67,7 +67,7 @@ def _about_noise(findings: Findings) -> Advice | None:
         why = f"Other processes want the processor too: a loop took {load.wall_per_cpu:.1f} times its own time{average}"
     elif launch.noise >= NOISY:
         why = f"A step took {launch.noise:.1f} times as long as one of a larger batch: something else is running"
-    elif not _is_settled(launch, load, findings.machine):
+    elif launch.flat_range is None or launch.knee_range is None:
         why = f"The repeats of a step differ by up to {100 * launch.spread:.0f} %: something else is running"
     else:
         return None
@@ -78,10 +78,9 @@ def _about_noise(findings: Findings) -> Advice | None:
     return Advice("noise", text)
 
 
-def _is_settled(launch: Launch, load: Load, machine: Machine) -> bool:
-    """Say whether the rounds agree on sizes; elsewhere than on a CPU, waiting for the processor is in every time."""
-    is_delayed = load.is_busy and machine.device != "cpu"
-    return launch.flat_range is not None and launch.knee_range is not None and not is_delayed
+def _is_delayed(load: Load, machine: Machine) -> bool:
+    """Say whether waiting for the processor is in every time; on a CPU only processor time counts."""
+    return load.is_busy and machine.device != "cpu"
 
 
 def _about_device(machine: Machine) -> Advice | None:
@@ -181,28 +180,34 @@ def _comparison(default: Visits, name: str, other: Visits, *, what: str) -> str:
 
 
 def _about_sizes(launch: Launch, machine: Machine, load: Load) -> Advice:
-    flat, knee, largest = launch.flat_range, launch.knee_range, launch.rows[-1].tokens
-    if flat is None or knee is None or not _is_settled(launch, load, machine):
+    knee, largest = launch.knee_range, launch.rows[-1].tokens
+    if knee is None or _is_delayed(load, machine):
         text = (
             f"Too busy to say which batches are too small: the repeats of a step differ by up to "
             f"{100 * launch.spread:.0f} %. Measure again when the machine is quiet."
         )
         return Advice("sizes", text)
-    each = f"{1e6 * launch.kernel_seconds:.0f} us each"
-    why = "calling operations" if machine.device == "cpu" else f"launching kernels ({each})"
-    if flat[1] == launch.rows[0].tokens:
-        text = f"The time of a step grows from {flat[1]:,} tokens on: no batch is too small."
-    else:
-        text = (
-            f"Steps of up to {_either(flat)} tokens all take {milliseconds(launch.floor_seconds)} with "
-            f"{launch.model}: the time goes into {why}, and a smaller batch gains nothing."
-        )
+    text = _about_small_steps(launch, machine)
     if knee[0] == largest:
         text += f" Throughput still grew at {largest:,} tokens, the largest batch that was tried."
     else:
         text += f" 90 % of the best throughput is reached at {_either(knee)} tokens; more tokens only take memory."
     text += " Your own model has other numbers: `calibrate` finds them."
     return Advice("sizes", text, f"bw.MaxTokens({knee[1]})")
+
+
+def _about_small_steps(launch: Launch, machine: Machine) -> str:
+    flat = launch.flat_range
+    if flat is None:
+        return "The repeats do not agree on which steps take as long as the shortest one."
+    if flat[1] == launch.rows[0].tokens:
+        return f"The time of a step grows from {flat[1]:,} tokens on: no batch is too small."
+    each = f"{1e6 * launch.kernel_seconds:.0f} us each"
+    why = "calling operations" if machine.device == "cpu" else f"launching kernels ({each})"
+    return (
+        f"Steps of up to {_either(flat)} tokens all take {milliseconds(launch.floor_seconds)} with {launch.model}: "
+        f"the time goes into {why}, and a smaller batch gains nothing."
+    )
 
 
 def _either(ends: tuple[int, int]) -> str:
