@@ -14,9 +14,7 @@ def test_a_missing_package_is_named_with_its_extra():
 
 
 def test_a_package_outside_the_extras_is_installed_by_its_own_name():
-    with pytest.raises(
-        MissingDependencyError, match=r"^no_such_package is not installed; run: pip install no_such_package$"
-    ):
+    with pytest.raises(MissingDependencyError, match=r"run: pip install no_such_package$"):
         require("no_such_package", extra=None)
 
 

@@ -155,8 +155,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 def test_numbers_in_a_table_hint_at_lengths(tmp_path):
     path = tmp_path / "trace.csv"
-    path.write_text("when,input,output\nnoon,120,30\n")
-    with pytest.raises(ArgumentError, match="if they hold lengths, for example --field input --tokenizer lengths"):
+    path.write_text("time_ms,input_length,output_length\n7,120,30\n")
+    with pytest.raises(ArgumentError, match="if they hold lengths, for example --field input_length --tokenizer"):
         rows(path)
-    with pytest.raises(ArgumentError, match="for example --field input,output --tokenizer lengths"):
+    with pytest.raises(ArgumentError, match="for example --field input_length,output_length --tokenizer lengths"):
         rows(path, pairs=True)

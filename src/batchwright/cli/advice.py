@@ -218,7 +218,8 @@ def rank_correlation(first: IntArray, second: IntArray) -> float | None:
     ranks = [_ranks(first), _ranks(second)]
     if any(np.ptp(values) == 0 for values in ranks):
         return None
-    return round(float(np.corrcoef(ranks)[0, 1]), 12)
+    first, second = (values - values.mean() for values in ranks)
+    return round(float((first * second).sum() / np.sqrt((first**2).sum() * (second**2).sum())), 12)
 
 
 def _ranks(values: IntArray) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -41,11 +41,11 @@ def advice_lines(advice: Advice, screen: Screen, *, unit: str, quiet: bool) -> l
 
 
 def _table(advice: Advice) -> list[str]:
-    fixed = ((advice.shuffled, advice.against_shuffled), (advice.sorted, advice.against_sorted))
+    fixed = [(advice.shuffled, advice.against_shuffled), (advice.sorted, advice.against_sorted)]
     best = advice.planned
     if advice.verdict == "pack" and advice.packed is not None:
         best = advice.packed
-        fixed = tuple((entry, gain_of(entry, best)) for entry in (advice.shuffled, advice.sorted, advice.planned))
+        fixed = [(entry, gain_of(entry, best)) for entry in (advice.shuffled, advice.sorted, advice.planned)]
     rows = [[*basics(entry), times(gain.compute_bound), times(gain.launch_bound)] for entry, gain in fixed]
     rows.append([*basics(best), "1", "1"])
     return render_table(["", "padding", "batches", "gain if compute-bound", "if launch-bound"], rows)

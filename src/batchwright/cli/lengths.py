@@ -212,7 +212,7 @@ def _from_downloads(name: str) -> Any:
             f"--tokenizer {name!r}: no such file or folder{meant or '; allowed are'} {'Allowed are ' if meant else ''}"
             "words, chars, bytes, lengths, a tokenizer.json, a folder with a saved tokenizer, or module:function"
         )
-    if is_installed("transformers"):
+    if is_installed("transformers") and _was_downloaded(name):
         try:
             return require("transformers", extra="hf").AutoTokenizer.from_pretrained(name, local_files_only=True)
         except (OSError, ValueError, KeyError):
@@ -223,6 +223,13 @@ def _from_downloads(name: str) -> Any:
         f'save it once: python -c "from transformers import AutoTokenizer as T; '
         f"T.from_pretrained('{name}').save_pretrained('{folder}')\", then pass --tokenizer ./{folder}"
     )
+
+
+def _was_downloaded(name: str) -> bool:
+    """Look for the files of a tokenizer in the cache of the Hub; importing transformers to find none takes long."""
+    hub = require("huggingface_hub", extra="hf")
+    files = ("tokenizer_config.json", "tokenizer.json", "config.json")
+    return any(isinstance(hub.try_to_load_from_cache(name, file), str) for file in files)
 
 
 def percentile(lengths: IntArray, percent: float) -> int:

@@ -14,7 +14,7 @@ from .._types import MAX_INT32
 from ..errors import ArgumentError
 
 # In quotes, because argparse's classes are generic only for type checkers.
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 Options: TypeAlias = "argparse._ActionsContainer"
 
 
@@ -34,7 +34,7 @@ def add_command(
     examples: str = "",
     *,
     run: Callable[[argparse.Namespace], None] | None = None,
-) -> argparse.ArgumentParser:
+) -> Parser:
     """Add a command.
 
     Args:

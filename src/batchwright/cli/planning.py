@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import final
 
 from .._types import IntArray
-from .advice import Question, advise, gain_of, verdict_of
+from .advice import Baseline, Question, advise, gain_of, verdict_of
 from .answers import advice_lines, basics, caveats, cost, snippet
 from .compare import Comparison, Settings, compare, default_max_tokens
 from .lengths import LENGTHS, Measured, make_bins, measure_file, render_bars, summary
@@ -205,7 +205,7 @@ def _inputs(arguments: argparse.Namespace) -> Inputs:
     )
     progress = sys.stderr.isatty() and not arguments.quiet
     data = measure_file(source, tokenizer=arguments.tokenizer, max_length=arguments.max_length, progress=progress)
-    against = getattr(arguments, "against", "shuffled")
+    against: Baseline = getattr(arguments, "against", "shuffled")  # `plan` does not ask
     question = Question(model_kind=arguments.model_kind, task=arguments.task, against=against)
     max_tokens, reason = arguments.max_tokens, ""
     if max_tokens is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +117,8 @@ def _hint_of_lengths(record: Record, pairs: bool) -> str:
     counts = [name for name, value in record.items() if str(value).isdecimal()]
     if len(counts) < 1 + pairs:
         return ""
-    names = ",".join(counts[-2:] if pairs else counts[:1])
+    counts.sort(key=lambda name: not re.search("len|tok|num|count", name, re.IGNORECASE))
+    names = ",".join(counts[: 1 + pairs])
     return f"; if they hold lengths, for example --field {names} --tokenizer lengths"
 
 
