@@ -144,7 +144,7 @@ def test_a_mistake_in_standard_input_is_named_by_its_line(monkeypatch):
 
 
 def test_standard_input_without_a_format_asks_for_it():
-    with pytest.raises(ArgumentError, match="standard input has no name to tell its format; add --format jsonl"):
+    with pytest.raises(ArgumentError, match="no name to tell its format; add --format, one of jsonl"):
         kind_of(Path("-"))
 
 

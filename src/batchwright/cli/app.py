@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import BatchwrightError, MissingDependencyError
+from .advising import add_advising
 from .demo.command import add_demo
 from .doctor.command import add_doctor
 from .lab import add_lab
@@ -61,6 +62,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"batchwright {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_planning, add_doctor, add_lab, add_serve, add_demo):
+    for add in (add_planning, add_advising, add_doctor, add_lab, add_serve, add_demo):
         add(commands)
     return parser

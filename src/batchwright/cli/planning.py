@@ -1,4 +1,4 @@
-"""The commands ``plan`` and ``advise``: read a file, measure it, compare groupings, print the answer."""
+"""The command ``plan``: read a file, measure it, compare groupings; ``advise`` starts the same way."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import final
 
 from .._types import IntArray
-from .advice import Baseline, Question, advise, gain_of, verdict_of
-from .answers import advice_lines, basics, caveats, cost, snippet
-from .compare import Comparison, Settings, compare, default_max_tokens
+from .advice import Baseline, Question, gain_of, verdict_of
+from .compare import Comparison, Entry, Settings, compare, default_max_tokens
 from .lengths import LENGTHS, Measured, make_bins, measure_file, render_bars, summary
 from .options import Commands, add_command, add_option, count, positive
 from .reading import Source
 from .screen import Screen, counted, percent, render_table
+from .sources import STDIN_FORMATS
 
-_FILE = """\
+ABOUT_FILE = """\
 FILE is .jsonl, .csv, .tsv or .txt, each also as .gz, with one example per line; or .parquet (needs
 pyarrow). A folder holds parts of one format, taken by name, or .txt files with one text each. A dash is
 standard input, with --format.\
@@ -31,7 +31,7 @@ A grouping decides which examples share a batch. The budget is the most padded t
 hold, and all groupings get the same one. A table says how much padding each of them leaves, how many
 batches and shapes it makes, and how often the same examples share a batch again.
 
-{_FILE}
+{ABOUT_FILE}
 """
 
 _PLAN_EXAMPLES = """\
@@ -45,47 +45,19 @@ _PLAN_EXAMPLES = """\
   batchwright plan train.jsonl --json > plan.json
 """
 
-_ADVISE = f"""\
-Say whether planned batches would pay off for a file, against what, and print the lines to copy.
-
-The baseline is the largest fixed batch size that can never exceed the budget, in random order or, with
---against sorted, sorted by length. The expected speed-up is a range: one end assumes that a step takes
-longer the more padded tokens it has (compute-bound), the other that every step takes the same time
-(launch-bound). The answer is yes only if the whole range is a gain.
-
-Two cases are answered apart. For a decoder-only model, packing several examples into a row may be better
-(--model-kind decoder). When a model generates, the outputs cost more than the inputs, and the inputs may
-not tell them (--task generate; with --pairs the second text is the output).
-
-{_FILE}
-"""
-
-_ADVISE_EXAMPLES = """\
-  batchwright advise reviews.jsonl
-  batchwright advise en-de.tsv.gz --pairs --tokenizer ./my-model --max-tokens 10240
-  batchwright advise reviews.jsonl --against sorted
-  batchwright advise chat.jsonl --pairs --field prompt,response --model-kind decoder
-  batchwright advise chat.jsonl --pairs --field prompt,response --task generate
-  batchwright advise train.jsonl --max-tokens 16384 --json
-"""
-
 
 def add_planning(commands: Commands) -> None:
-    """Add the commands ``plan`` and ``advise``, which take the same options."""
-    _add_options(add_command(commands, "plan", _PLAN, _PLAN_EXAMPLES, run=_plan))
-    command = add_command(commands, "advise", _ADVISE, _ADVISE_EXAMPLES, run=_advise)
-    _add_options(command)
-    baseline = command.add_argument_group("the comparison")
-    what = "the fixed-size batches to compare with: shuffled or sorted by length"
-    add_option(baseline, "--against ORDER", what, choices=("shuffled", "sorted"), default="shuffled")
+    """Add the command ``plan``."""
+    add_inputs(add_command(commands, "plan", _PLAN, _PLAN_EXAMPLES, run=_plan))
 
 
-def _add_options(command: argparse.ArgumentParser) -> None:
+def add_inputs(command: argparse.ArgumentParser) -> None:
+    """Add what ``plan`` and ``advise`` have in common: the file, how to count, the purpose and the budget."""
     about = "the data: .jsonl, .csv, .tsv or .txt, also .gz; .parquet; a folder of them; - for standard input"
     command.add_argument("file", metavar="FILE", type=_path, help=about)
     data = command.add_argument_group("what to read")
-    formats = ("jsonl", "csv", "tsv", "txt")
-    add_option(data, "--format FORMAT", f"format of standard input: {', '.join(formats)}", choices=formats)
+    formats = f"format of standard input: {', '.join(STDIN_FORMATS)}"
+    add_option(data, "--format FORMAT", formats, choices=STDIN_FORMATS)
     add_option(
         data,
         "--field NAME",
@@ -129,7 +101,7 @@ def _path(text: str) -> Path:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    inputs = _inputs(arguments)
+    inputs = read_inputs(arguments)
     comparison = compare(inputs.planned, inputs.settings, progress=inputs.progress)
     if arguments.json:
         figures = {"data": inputs.data.to_dict(), **asdict(comparison), "recommendation": recommendation(comparison)}
@@ -141,20 +113,6 @@ def _plan(arguments: argparse.Namespace) -> None:
         screen.show([*histogram_lines(inputs.data, screen), *summary_lines(inputs.data), *inputs.notes, ""])
         screen.show([budget_line(inputs.settings, inputs.reason), ""])
     screen.show(comparison_lines(comparison, screen, quiet=arguments.quiet))
-
-
-def _advise(arguments: argparse.Namespace) -> None:
-    inputs = _inputs(arguments)
-    advice = advise(inputs.data.lengths, inputs.settings, inputs.question, progress=inputs.progress)
-    if arguments.json:
-        words = {"snippet": snippet(advice), "caveats": caveats(advice)}
-        print(json.dumps({"data": inputs.data.to_dict(), **asdict(advice), **words}, indent=2))
-        return
-    screen = Screen.of_stdout()
-    if not arguments.quiet:
-        screen.show([data_line(inputs.name, inputs.data), *summary_lines(inputs.data), *inputs.notes])
-        screen.show([budget_line(inputs.settings, inputs.reason), ""])
-    screen.show(advice_lines(advice, screen, unit=inputs.data.unit, quiet=arguments.quiet))
 
 
 @final
@@ -193,7 +151,7 @@ class Inputs:
         return ["planned by source and target together, as a decoder-only model reads them"]
 
 
-def _inputs(arguments: argparse.Namespace) -> Inputs:
+def read_inputs(arguments: argparse.Namespace) -> Inputs:
     """Read and measure the file, and settle the budget."""
     source = Source(
         path=arguments.file,
@@ -305,3 +263,13 @@ def recommendation(comparison: Comparison) -> str:
             f"{few.num_shapes:,} shapes at {percent(few.padding)} padding."
         )
     return text
+
+
+def basics(entry: Entry) -> list[str]:
+    """Return the name of a plan, its padding and its batches, as cells of a table."""
+    return [entry.name, percent(entry.padding), f"{entry.num_batches:,}"]
+
+
+def cost(entry: Entry) -> str:
+    """Write the padding and the batches of a plan."""
+    return f"{percent(entry.padding)} padding in {counted(entry.num_batches, 'batch', 'batches')}"

@@ -16,6 +16,8 @@ Located: TypeAlias = tuple[str, Record | None]
 PARQUET = ".parquet"
 KINDS = (*FORMATS, PARQUET)
 STDIN = Path("-")
+# Parquet is not read from a stream.
+STDIN_FORMATS = tuple(kind.removeprefix(".") for kind in FORMATS)
 _ALLOWED = ".jsonl, .csv, .tsv or .txt, each also as .gz, or .parquet"
 
 
@@ -31,7 +33,8 @@ def kind_of(path: Path, *, stdin_format: str | None = None) -> str:
     """
     if path == STDIN:
         if stdin_format is None:
-            raise ArgumentError("standard input has no name to tell its format; add --format jsonl, csv, tsv or txt")
+            formats = ", ".join(STDIN_FORMATS)
+            raise ArgumentError(f"standard input has no name to tell its format; add --format, one of {formats}")
         return f".{stdin_format}"
     if stdin_format is not None:
         raise ArgumentError(

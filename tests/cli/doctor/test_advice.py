@@ -162,8 +162,9 @@ def test_launches_that_waited_for_the_processor_give_no_sizes():
     advice = about("sizes", replace(ON_H200, load=Load(wall_per_cpu=2.0)))
     assert advice.text.startswith("Too busy to say which batches are too small")
     assert advice.code == ""
-    # On a CPU only processor time counts, which others do not take.
-    assert about("sizes", replace(ON_H200, machine=LAPTOP, load=Load(wall_per_cpu=2.0))).code == "bw.MaxTokens(16384)"
+    # Others add nothing to processor time.
+    launch = replace(LAUNCH, in_processor_time=True)
+    assert about("sizes", replace(ON_H200, launch=launch, load=Load(wall_per_cpu=2.0))).code == "bw.MaxTokens(16384)"
 
 
 def rounds(*changes):

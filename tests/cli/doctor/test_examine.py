@@ -192,7 +192,7 @@ def test_the_effort_follows_the_machine():
 def test_a_whole_run_leaves_random_state_and_threads_alone():
     torch.manual_seed(0)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
-    found = examine(quick=True, device="cpu", progress=False)
+    found = examine("cpu", quick=True, progress=False)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.get_num_threads() == threads
     assert [entry.backend for entry in found.attention] == list(BACKENDS)
@@ -201,13 +201,13 @@ def test_a_whole_run_leaves_random_state_and_threads_alone():
 
 
 def test_progress_is_shown_to_the_end(capsys):
-    examine(quick=True, device="cpu")
+    examine("cpu", quick=True)
     # Five kernels, sizes 1 to 32, and seven rounds.
     assert "measuring: 18 in " in capsys.readouterr().err
 
 
 def test_a_busy_machine_gives_one_answer_or_says_that_it_is_too_busy(busy_processes):
-    runs = [examine(quick=True, device="cpu", progress=False) for _ in range(2)]
+    runs = [examine("cpu", quick=True, progress=False) for _ in range(2)]
     found = [{advice.topic: advice for advice in advise(run)} for run in runs]
     stated = [run.launch.knee_range for run, advice in zip(runs, found, strict=True) if advice["sizes"].code]
     assert all(run.load.is_busy and "noise" in advice for run, advice in zip(runs, found, strict=True))

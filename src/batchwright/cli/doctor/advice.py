@@ -78,9 +78,9 @@ def _about_noise(findings: Findings) -> Advice | None:
     return Advice("noise", text)
 
 
-def _is_delayed(load: Load, machine: Machine) -> bool:
-    """Say whether waiting for the processor is in every time; on a CPU only processor time counts."""
-    return load.is_busy and machine.device != "cpu"
+def _is_delayed(load: Load, launch: Launch) -> bool:
+    """Say whether waiting for the processor is in every time."""
+    return load.is_busy and not launch.in_processor_time
 
 
 def _about_device(machine: Machine) -> Advice | None:
@@ -181,7 +181,7 @@ def _comparison(default: Visits, name: str, other: Visits, *, what: str) -> str:
 
 def _about_sizes(launch: Launch, machine: Machine, load: Load) -> Advice:
     knee, largest = launch.knee_range, launch.rows[-1].tokens
-    if knee is None or _is_delayed(load, machine):
+    if knee is None or _is_delayed(load, launch):
         text = (
             f"Too busy to say which batches are too small: the repeats of a step differ by up to "
             f"{100 * launch.spread:.0f} %. Measure again when the machine is quiet."

@@ -51,8 +51,10 @@ def add_doctor(commands: Commands) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     require("torch", extra="torch")
     from .examine import examine
+    from .machine import default_device
 
-    findings = examine(quick=arguments.quick, progress=sys.stderr.isatty() and not arguments.json)
+    progress = sys.stderr.isatty() and not arguments.json
+    findings = examine(default_device(), quick=arguments.quick, progress=progress)
     found = advise(findings)
     if arguments.json:
         print(json.dumps({**findings.to_dict(), "advice": [asdict(advice) for advice in found]}, indent=2))

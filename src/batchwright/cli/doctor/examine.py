@@ -20,25 +20,25 @@ from ..._machine import one_thread
 from ..._progress import ProgressBar
 from ...errors import DoesNotFitError
 from ...step.calibration.running import Prober
-from .machine import clock_for, default_device, look_at, wall_per_cpu
+from .machine import clock_for, look_at, wall_per_cpu
 from .records import Attention, Effort, Findings, Launch, LaunchRow, Load, Visits, effort_for
 
 
-def examine(*, quick: bool = False, device: torch.device | str | None = None, progress: bool = True) -> Findings:
+def examine(device: torch.device | str, *, quick: bool = False, progress: bool = True) -> Findings:
     """Measure a device: attention kernels with new and known shapes, and training steps of many sizes.
 
     The random state stays as it was. A CPU is measured with one thread, in processor time: on shared cores, several
     threads mostly wait for each other, and the time on the wall counts what other processes do.
 
     Args:
+        device: what to measure.
         quick: measure fewer shapes and sizes.
-        device: None is the accelerator that torch finds, else the CPU.
         progress: show a progress bar.
 
     Returns:
         What was measured; ``advise`` says what it means.
     """
-    chosen = default_device() if device is None else torch.device(device)
+    chosen = torch.device(device)
     machine = look_at(chosen)
     effort = effort_for(machine, quick=quick)
     total = len(BACKENDS) + len(sizes(effort)) + effort.rounds
@@ -237,6 +237,7 @@ def measure_launch(
         kernel_seconds=_kernel_seconds(device, clock),
         noise=max(row.seconds / lower for row, lower in zip(rows, even, strict=True)),
         rounds=tuple(tuple(_without_peaks(seconds[: len(tried)])) for seconds in rounds),
+        in_processor_time=clock is time.process_time,
     )
 
 
@@ -263,7 +264,7 @@ def _round(prober: Prober, tried: list[int], effort: Effort) -> list[float]:
 def sizes(effort: Effort) -> list[int]:
     """Return the numbers of examples to try: powers of two.
 
-        >>> from .machine import clock_for, default_device, look_at, wall_per_cpu
+        >>> from .machine import clock_for, look_at, wall_per_cpu
     from .records import CPU
         >>> sizes(replace(CPU, max_items=8))
         [1, 2, 4, 8]

@@ -107,6 +107,7 @@ class Launch:
         kernel_seconds: the time to launch one small operation, without waiting for it.
         noise: the largest factor by which a step took longer than a larger one; 1 on a quiet machine.
         rounds: the seconds of every row, once per round; each round ran all sizes in turn.
+        in_processor_time: whether seconds are those of the processor, which others do not add to, or of the wall.
 
     >>> rows = (LaunchRow(64, 0.010), LaunchRow(128, 0.011), LaunchRow(256, 0.016), LaunchRow(512, 0.030))
     >>> found = Launch(model="any", rows=rows, kernel_seconds=1e-5)
@@ -119,6 +120,7 @@ class Launch:
     kernel_seconds: float
     noise: float = 1.0
     rounds: tuple[tuple[float, ...], ...] = ()
+    in_processor_time: bool = False
 
     @property
     def spread(self) -> float:

@@ -5,7 +5,7 @@ import pytest
 
 import batchwright as bw
 from batchwright.cli.advice import Gain, Outputs, Question, advise
-from batchwright.cli.answers import advice_lines, answer, caveats, snippet
+from batchwright.cli.advising import advice_lines, answer, caveats, snippet
 from batchwright.cli.compare import Settings
 from batchwright.cli.screen import Screen
 

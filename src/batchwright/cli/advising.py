@@ -1,9 +1,15 @@
-"""The answer of ``advise`` in words: yes or no and against what, the figures, the lines to copy, what to mind."""
+"""The command ``advise``: yes or no and against what, the figures, the lines to copy, what to mind."""
 
 from __future__ import annotations
 
-from .advice import PROXY, WORTH, Advice, Gain, gain_of, verdict_of
+import argparse
+import json
+from dataclasses import asdict
+
+from .advice import PROXY, WORTH, Advice, Gain, advise, gain_of, verdict_of
 from .compare import Entry
+from .options import Commands, add_command, add_option
+from .planning import ABOUT_FILE, add_inputs, basics, budget_line, cost, data_line, read_inputs, summary_lines
 from .screen import Screen, counted, percent, render_table, times
 
 # With fewer batches, the last ones, only partly filled, distort every figure.
@@ -24,6 +30,54 @@ _ENDS = {
         "Both are estimates from the lengths only.",
     ),
 }
+
+
+_ADVISE = f"""\
+Say whether planned batches would pay off for a file, against what, and print the lines to copy.
+
+The baseline is the largest fixed batch size that can never exceed the budget, in random order or, with
+--against sorted, sorted by length. The expected speed-up is a range: one end assumes that a step takes
+longer the more padded tokens it has (compute-bound), the other that every step takes the same time
+(launch-bound). The answer is yes only if the whole range is a gain.
+
+Two cases are answered apart. For a decoder-only model, packing several examples into a row may be better
+(--model-kind decoder). When a model generates, the outputs cost more than the inputs, and the inputs may
+not tell them (--task generate; with --pairs the second text is the output).
+
+{ABOUT_FILE}
+"""
+
+_ADVISE_EXAMPLES = """\
+  batchwright advise reviews.jsonl
+  batchwright advise en-de.tsv.gz --pairs --tokenizer ./my-model --max-tokens 10240
+  batchwright advise reviews.jsonl --against sorted
+  batchwright advise chat.jsonl --pairs --field prompt,response --model-kind decoder
+  batchwright advise chat.jsonl --pairs --field prompt,response --task generate
+  batchwright advise train.jsonl --max-tokens 16384 --json
+"""
+
+
+def add_advising(commands: Commands) -> None:
+    """Add the command ``advise``."""
+    command = add_command(commands, "advise", _ADVISE, _ADVISE_EXAMPLES, run=_advise)
+    add_inputs(command)
+    baseline = command.add_argument_group("the comparison")
+    what = "the fixed-size batches to compare with: shuffled or sorted by length"
+    add_option(baseline, "--against ORDER", what, choices=("shuffled", "sorted"), default="shuffled")
+
+
+def _advise(arguments: argparse.Namespace) -> None:
+    inputs = read_inputs(arguments)
+    advice = advise(inputs.data.lengths, inputs.settings, inputs.question, progress=inputs.progress)
+    if arguments.json:
+        words = {"snippet": snippet(advice), "caveats": caveats(advice)}
+        print(json.dumps({"data": inputs.data.to_dict(), **asdict(advice), **words}, indent=2))
+        return
+    screen = Screen.of_stdout()
+    if not arguments.quiet:
+        screen.show([data_line(inputs.name, inputs.data), *summary_lines(inputs.data), *inputs.notes])
+        screen.show([budget_line(inputs.settings, inputs.reason), ""])
+    screen.show(advice_lines(advice, screen, unit=inputs.data.unit, quiet=arguments.quiet))
 
 
 def advice_lines(advice: Advice, screen: Screen, *, unit: str, quiet: bool) -> list[str]:
@@ -249,16 +303,6 @@ def capacity_of(packed: Entry) -> int:
     512
     """
     return int(packed.name.partition("=")[2].removesuffix(")"))
-
-
-def basics(entry: Entry) -> list[str]:
-    """Return the name of a plan, its padding and its batches, as cells of a table."""
-    return [entry.name, percent(entry.padding), f"{entry.num_batches:,}"]
-
-
-def cost(entry: Entry) -> str:
-    """Write the padding and the batches of a plan."""
-    return f"{percent(entry.padding)} padding in {counted(entry.num_batches, 'batch', 'batches')}"
 
 
 def _span(gain: Gain) -> str:
