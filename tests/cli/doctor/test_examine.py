@@ -1,5 +1,6 @@
 """The measurements themselves, on the CPU."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from batchwright._machine import num_cores
 from batchwright.cli.doctor.advice import advise
 from batchwright.cli.doctor.examine import BACKENDS, _lengths, examine, measure_attention, measure_launch, sizes
 from batchwright.cli.doctor.records import CPU, GPU, effort_for
@@ -206,21 +206,26 @@ def test_progress_is_shown_to_the_end(capsys):
     assert "measuring: 18 in " in capsys.readouterr().err
 
 
-def test_a_busy_machine_gives_one_answer_or_says_that_it_is_too_busy(busy_processes):
+def test_a_busy_machine_gives_one_answer_or_says_that_it_is_too_busy(shared_core):
     runs = [examine("cpu", quick=True, progress=False) for _ in range(2)]
     found = [{advice.topic: advice for advice in advise(run)} for run in runs]
-    stated = [run.launch.knee_range for run, advice in zip(runs, found, strict=True) if advice["sizes"].code]
     assert all(run.load.is_busy and "noise" in advice for run, advice in zip(runs, found, strict=True))
+    stated = [run.launch.knee_range for run, advice in zip(runs, found, strict=True) if advice["sizes"].code]
     if len(stated) == 2:
         assert max(low for low, _ in stated) <= min(high for _, high in stated)
 
 
 @pytest.fixture
-def busy_processes():
-    """Keep every core busy twice over."""
-    loop = [sys.executable, "-c", "import time\nend = time.time() + 120\nwhile time.time() < end: pass"]
-    processes = [subprocess.Popen(loop) for _ in range(2 * num_cores())]
-    yield
-    for process in processes:
+def shared_core():
+    """Share one core with a process that never rests."""
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("this system does not let a process choose its cores")
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
         process.kill()
         process.wait()
+        os.sched_setaffinity(0, before)
