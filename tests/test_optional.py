@@ -13,6 +13,11 @@ def test_a_missing_package_is_named_with_its_extra():
     assert caught.value.name == "surely_not_installed"
 
 
+def test_a_package_outside_the_extras_is_installed_by_its_own_name():
+    with pytest.raises(MissingDependencyError, match=r"run: pip install no_such_package$"):
+        require("no_such_package", extra=None)
+
+
 def test_a_package_that_lacks_its_own_dependency_is_not_called_missing(tmp_path, monkeypatch):
     (tmp_path / "half_there.py").write_text("import surely_not_installed")
     monkeypatch.syspath_prepend(tmp_path)

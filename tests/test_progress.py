@@ -44,6 +44,17 @@ def test_a_terminal_sees_label_share_and_count():
     assert "250/1000" in shown
 
 
+def test_a_terminal_sees_which_part_is_under_way():
+    pytest.importorskip("tqdm")
+    stream = Terminal()
+    with ProgressBar(label="planning", total=2, stream=stream) as bar:
+        bar.doing("WindowSort()")
+        shown = stream.getvalue().split("\r")[-1]
+    assert "WindowSort()" in shown
+    with ProgressBar(label="planning", enabled=False) as bar:
+        bar.doing("nothing is shown")
+
+
 def test_the_bar_of_a_terminal_gives_way_to_the_closing_line():
     pytest.importorskip("tqdm")
     stream, clock = Terminal(), FakeClock()

@@ -18,12 +18,12 @@ def is_installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def require(name: str, *, extra: str) -> ModuleType:
-    """Import an optional package, or say which extra brings it.
+def require(name: str, *, extra: str | None) -> ModuleType:
+    """Import an optional package, or say what brings it.
 
     Args:
         name: the module to import.
-        extra: the extra of batchwright that installs it.
+        extra: the extra of batchwright that installs it; None for a package that is installed by its own name.
 
     Returns:
         The imported module.
@@ -41,6 +41,5 @@ def require(name: str, *, extra: str) -> ModuleType:
         # A package that is there but lacks one of its own dependencies must not be reported as absent.
         if error.name is None or error.name.split(".")[0] != name.split(".")[0]:
             raise
-        raise MissingDependencyError(
-            f"{name} is not installed; run: pip install 'batchwright[{extra}]'", name=name
-        ) from None
+        what = name if extra is None else f"'batchwright[{extra}]'"
+        raise MissingDependencyError(f"{name} is not installed; run: pip install {what}", name=name) from None

@@ -55,6 +55,11 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.update(num)
 
+    def doing(self, what: str) -> None:
+        """Show beside the bar which part of the work is under way."""
+        if self._bar is not None and self._stream is not None:
+            self._bar.set_postfix_str(_writable(what, self._stream))
+
     def close(self, *, stopped: bool = False) -> None:
         """Replace the bar with the closing line; a second call does nothing.
 

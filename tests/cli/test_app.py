@@ -89,7 +89,7 @@ def test_what_was_left_out_is_counted(tmp_path, capsys):
     path.write_text('{"text": "a b c d"}\n\n{"text": "  "}\n{"text": "a b"}\n')
     code, out, _ = run(capsys, "plan", path, "--max-length", 3)
     assert code == 0
-    assert "2 examples (1 blank lines skipped, 1 empty examples skipped, 1 cut to --max-length)" in out
+    assert "2 examples (1 blank line skipped, 1 empty example skipped, 1 cut to --max-length)" in out
     assert "max 3" in out
 
 
@@ -122,7 +122,7 @@ def test_the_histogram_fits_the_terminal(heavy, capsys, monkeypatch):
 def test_advise_says_yes_with_numbers_and_a_snippet(heavy, capsys):
     code, out, _ = run(capsys, "advise", heavy, "--tokenizer", "lengths", "--max-tokens", 4000)
     assert code == 0
-    assert "Yes. An epoch should be" in out
+    assert "Yes, against fixed-size batches of 9 examples in random order" in out
     assert "bw.BatchSampler(lengths, bw.MaxTokens(4000)" in out
     assert "compute-bound: the time of a step grows" in out
 
@@ -133,7 +133,8 @@ def test_advise_says_no_for_constant_lengths(tmp_path, capsys):
     code, out, _ = run(capsys, "advise", path, "--max-tokens", 80)
     assert code == 0
     # 80 padded tokens hold 20 texts of 4 words.
-    assert "No. The lengths hardly vary: keep DataLoader(batch_size=20)." in out
+    assert "The lengths hardly vary: keep DataLoader(batch_size=20)." in " ".join(out.split())
+    assert out.count("No, not against fixed-size batches of 20 examples in random order") == 1
     assert "BatchSampler" not in out
 
 
@@ -149,13 +150,21 @@ def test_advise_as_json(heavy, capsys):
     ("name", "content", "options", "message"),
     [
         ("empty.jsonl", b"", [], "empty.jsonl holds no examples"),
-        ("data.parquet", b"", [], "cannot tell the format of data.parquet"),
+        ("data.bin", b"", [], "cannot tell the format of data.bin; the name must end in .jsonl, .csv, .tsv or .txt"),
+        (
+            "data.json",
+            b"[]",
+            [],
+            "one JSON document; write one object per line and call the file data.jsonl",
+        ),
         ("data.jsonl", b'{"text": "a"}\n{oops\n', [], "data.jsonl:2: not JSON"),
         ("data.jsonl", b'{"body": "a", "title": "b"}\n', ["--field", "text"], "fields here: body, title"),
         ("data.txt", b"a\xff\n", [], "data.txt:1: not UTF-8"),
         ("data.txt.gz", b"no gzip", [], "is not a readable gzip file"),
         ("data.txt", b" a b c\n", ["--max-tokens", "2"], "raise --max-tokens, or cut texts with --max-length 2"),
-        ("data.txt", b"a\n", ["--tokenizer", "gpt2"], "no such file or folder"),
+        ("data.txt", b"a\n", ["--tokenizer", "./gpt2"], "no such file or folder"),
+        ("data.txt", b"a\n", ["--world-size", "2"], "--world-size 2 is more than the examples, 1; lower it"),
+        ("data.txt", b"a\n", ["--format", "txt"], "--format is for standard input"),
         ("data.txt", b"a\n", ["--pairs"], "no fields"),
         ("data.txt", b"\x00\x01\n", ["--tokenizer", "lengths"], "data.txt:1: --tokenizer lengths needs"),
     ],
@@ -185,13 +194,31 @@ def test_a_text_without_any_token_is_not_planned(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["plan"], ["plan", "a.txt", "--max-tokens", "0"], ["plan", "a.txt", "--seed", "-1"], ["nonsense"], []]
+    ("arguments", "message"),
+    [
+        (["plan"], "the following arguments are required: FILE"),
+        (["plan", ""], "needs a file, a folder or - for standard input"),
+        (["plan", "a.txt", "--max-tokens", "0"], "--max-tokens: needs a whole number of 1 or more, got '0'"),
+        (["plan", "a.txt", "--max-tokens", "nan"], "--max-tokens: needs a whole number of 1 or more, got 'nan'"),
+        (["plan", "a.txt", "--max-tokens", "-5"], "--max-tokens: needs a whole number of 1 or more, got '-5'"),
+        (["plan", "a.txt", "--max-items", "1e400"], "--max-items: needs a whole number of 1 or more, got '1e400'"),
+        (["plan", "a.txt", "--limit", "9" * 20], "--limit: needs a whole number of at most 2,147,483,647"),
+        (["plan", "a.txt", "--seed", "-1"], "--seed: needs a whole number of 0 or more"),
+        (["advise", "a.txt", "--model-kind", "rnn"], "invalid choice: 'rnn' (choose from"),
+        (["advise", "a.txt", "--against", "luck"], "invalid choice: 'luck' (choose from"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
-def test_wrong_options_exit_with_2_and_the_usage(capsys, arguments):
+def test_wrong_options_are_one_line_and_exit_code_2(capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
+    err = capsys.readouterr().err
     assert stop.value.code == 2
-    assert "usage: batchwright" in capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert err.endswith("--help\n")
 
 
 def test_ctrl_c_ends_quietly(tmp_path, capsys, monkeypatch):
@@ -202,14 +229,59 @@ def test_ctrl_c_ends_quietly(tmp_path, capsys, monkeypatch):
     assert run(capsys, "plan", path, "--tokenizer", "interrupting_rule:count") == (130, "", "")
 
 
-@pytest.mark.parametrize("command", ["plan", "advise", "demo"])
+@pytest.mark.parametrize("command", ["plan", "advise"])
+def test_a_tokenizer_that_raises_is_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch, command):
+    (tmp_path / "raising_rule.py").write_text("def count(text):\n    return 1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = jsonl(tmp_path / "data.jsonl")
+    code, out, err = run(capsys, command, path, "--tokenizer", "raising_rule:count")
+    assert (code, out) == (2, "")
+    message = "--tokenizer raising_rule:count failed at text 1: ZeroDivisionError: division by zero"
+    assert err == f"batchwright: error: {message}; mend it, or leave such texts out\n"
+
+
+AWKWARD = {
+    "windows.txt": b"one two\r\nthree\r\n",
+    "windows.csv": b"text,n\r\none two,1\r\nthree,2\r\n",
+    "windows.jsonl": b'{"text": "one two"}\r\n{"text": "three"}\r\n',
+    "mark.csv": b"\xef\xbb\xbftext,n\none two,1\nthree,2\n",
+    "mark.jsonl": b'\xef\xbb\xbf{"text": "one two"}\n{"text": "three"}\n',
+    "open.txt": b"one two\nthree",
+}
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_line_ends_and_marks_are_no_words(tmp_path, capsys, name):
+    (tmp_path / name).write_bytes(AWKWARD[name])
+    code, out, _ = run(capsys, "plan", tmp_path / name, "--json")
+    assert (code, json.loads(out)["data"]["lengths"][0]["mean"]) == (0, 1.5)
+
+
+@pytest.mark.parametrize("command", ["plan", "advise"])
+def test_one_line_is_nothing_to_plan(tmp_path, capsys, command):
+    (tmp_path / "one.txt").write_text("one line\n")
+    code, out, _ = run(capsys, command, tmp_path / "one.txt")
+    assert code == 0
+    assert "one.txt: 1 example\n" in out
+    assert "All examples fit in one batch of 64 padded tokens" in " ".join(out.split())
+    assert "hardly vary" not in out
+
+
+@pytest.mark.parametrize("command", ["plan", "advise"])
+def test_one_huge_line_is_counted(tmp_path, capsys, command):
+    (tmp_path / "huge.txt").write_text("w " * 300_000 + "\nshort\n")
+    code, out, _ = run(capsys, command, tmp_path / "huge.txt")
+    assert code == 0
+    assert "max 300,000" in out
+
+
+@pytest.mark.parametrize("command", ["plan", "advise", "doctor", "demo"])
 def test_help_teaches_with_examples(capsys, command):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
     out = capsys.readouterr().out
     assert stop.value.code == 0
     assert f"examples:\n  batchwright {command}" in out
-    assert "default" in out
 
 
 def test_the_version_is_that_of_the_package(capsys):

@@ -4,7 +4,8 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from batchwright.cli.compare import Settings, advise, compare, default_max_tokens, fixed_size
+import batchwright as bw
+from batchwright.cli.compare import Settings, compare, default_max_tokens, fixed_size
 from batchwright.errors import ArgumentError
 
 
@@ -95,28 +96,16 @@ def test_a_comparison_is_plain_data():
     assert json.loads(json.dumps(asdict(comparison)))["fixed_size"] == comparison.fixed_size
 
 
-def test_the_two_ends_are_ratios_of_tokens_and_of_steps():
-    advice = advise(heavy_tailed(), Settings(max_tokens=8000))
-    gain = advice.against_sorted
-    assert gain.compute_bound == advice.sorted.padded_tokens / advice.planned.padded_tokens
-    assert gain.launch_bound == advice.sorted.num_batches / advice.planned.num_batches
-    assert gain.compute_bound < gain.launch_bound
+def test_more_ranks_than_examples_are_refused():
+    with pytest.raises(ArgumentError, match=r"--world-size 3 is more than the examples, 2; lower it"):
+        compare(np.array([5, 6]), Settings(max_tokens=100, world_size=3))
 
 
-def test_multiples_of_eight_are_advised_only_where_they_cost_little():
-    assert advise(heavy_tailed() + 300, Settings(max_tokens=8000)).settings.pad_multiple_of == 8
-    # Lengths near 12 would all become 16.
-    short = np.random.default_rng(0).integers(9, 13, 5000)
-    assert advise(short, Settings(max_tokens=800)).settings.pad_multiple_of == 1
-
-
-def test_multiples_of_eight_are_not_advised_where_the_longest_would_not_fit():
-    advice = advise(np.append(heavy_tailed(), 999), Settings(max_tokens=999))
-    assert advice.settings.pad_multiple_of == 1
-
-
-@pytest.mark.parametrize("lengths", [np.full(100, 7), heavy_tailed(500), np.stack([heavy_tailed(500)] * 2, axis=1)])
-def test_advice_is_plain_data(lengths):
-    found = json.loads(json.dumps(asdict(advise(lengths, Settings(max_tokens=4000)))))
-    assert found["against_shuffled"].keys() == {"compute_bound", "launch_bound"}
-    assert found["verdict"] in ("yes", "no")
+@pytest.mark.parametrize("pad_multiple_of", [1, 8])
+def test_the_entries_are_what_the_planner_itself_reports(pad_multiple_of):
+    lengths, settings = heavy_tailed(), Settings(max_tokens=4000, pad_multiple_of=pad_multiple_of, seed=5)
+    for name in ("InOrder()", "Sorted()", "WindowSort()", "Buckets(count=16)"):
+        plan = bw.plan_batches(
+            lengths, bw.MaxTokens(4000), grouping=eval(f"bw.{name}"), seed=5, pad_multiple_of=pad_multiple_of
+        )
+        assert compare(lengths, settings)[name].padding == plan.report().padding

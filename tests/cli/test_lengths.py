@@ -1,4 +1,5 @@
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ from batchwright.cli.lengths import (
     is_heavy_tailed,
     load_tokenizer,
     make_bins,
+    measure_file,
     percentile,
     render_bars,
     unit_of,
 )
+from batchwright.cli.reading import Source
 from batchwright.errors import ArgumentError
 from batchwright.plan.lengths.measuring import measure_lengths
 
@@ -71,10 +74,71 @@ def test_a_function_is_found_where_the_command_was_started(tmp_path, monkeypatch
     assert count("my_counting_rule:Rule.half", "12345678") == 4
 
 
+@pytest.mark.parametrize("name", ["no-such-model-of-any-hub", "nobody/no-such-model-of-any-hub"])
+def test_a_model_of_the_hub_that_is_not_here_gets_the_line_that_saves_it(name):
+    message = (
+        rf"no model of that name was downloaded before.*from_pretrained\('{name}'\)\.save_pretrained\("
+        r"'no-such-model-of-any-hub-tokenizer'\).*pass --tokenizer \./no-such-model-of-any-hub-tokenizer"
+    )
+    with pytest.raises(ArgumentError, match=message):
+        load_tokenizer(name)
+
+
+def test_a_model_of_the_hub_is_not_looked_for_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ArgumentError, match="save it once: python -c"):
+        load_tokenizer("no-such-model-of-any-hub")
+
+
+RULE = """
+def count(text):
+    if "bad" in text:
+        raise ValueError("cannot\\nread this")
+    return len(text)
+
+def nothing(text):
+    return None
+"""
+
+
+@pytest.fixture
+def rule(tmp_path, monkeypatch):
+    (tmp_path / "failing_rule.py").write_text(RULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("failing_rule", None)
+
+
+def measure(path, tokenizer, **options):
+    return measure_file(Source(path=path, **options), tokenizer=tokenizer, max_length=None, progress=False)
+
+
+def test_a_function_that_raises_is_one_line_with_the_number_of_the_text(rule):
+    (rule / "a.txt").write_text("good\n\nstill good\na bad one\n")
+    message = "--tokenizer failing_rule:count failed at text 3: ValueError: cannot read this; mend it"
+    with pytest.raises(ArgumentError, match=message) as caught:
+        measure(rule / "a.txt", "failing_rule:count")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_function_that_raises_on_one_side_of_a_pair_names_the_pair(rule):
+    (rule / "a.tsv").write_text("good\tgood\nalso good\tbad\n")
+    with pytest.raises(ArgumentError, match="failed at text 2: ValueError"):
+        measure(rule / "a.tsv", "failing_rule:count", pairs=True)
+
+
+def test_a_function_that_returns_nothing_is_refused_with_the_text(rule):
+    (rule / "a.txt").write_text("good\n")
+    with pytest.raises(ArgumentError, match=r"tokenizer must return a length of 0 or more .* got None"):
+        measure(rule / "a.txt", "failing_rule:nothing")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpt2", "no such file or folder; allowed are words, chars"),
+        ("./gpt2", "no such file or folder; allowed are words, chars"),
+        ("word", "no such file or folder; did you mean words?"),
+        ("", "no such file or folder; allowed are words, chars"),
         ("no_such_module:count", "there is no module 'no_such_module'"),
         ("math:no_such_function", "--tokenizer math:no_such_function: math has no 'no_such_function'"),
         ("math:pi", "is of type float and cannot be called"),

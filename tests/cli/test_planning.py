@@ -1,75 +1,168 @@
-from dataclasses import replace
+"""The commands ``plan`` and ``advise`` as a user runs them."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
+import pytest
 
-import batchwright as bw
-from batchwright.cli.compare import Gain, Settings, advise
-from batchwright.cli.planning import advice_lines, answer, caveats, snippet
-from batchwright.cli.screen import Screen
+from batchwright.cli import main
 
-
-def heavy_tailed(num=5000):
-    return np.clip(np.random.default_rng(0).lognormal(3, 1, num).astype(int), 1, 500)
+CORPORA = Path("/work/shared/data")
 
 
-def test_constant_lengths_get_a_plain_no():
-    advice = advise(np.full(1000, 50), Settings(max_tokens=1000))
-    assert advice.verdict == "no"
-    assert (advice.against_shuffled.compute_bound, advice.against_shuffled.launch_bound) == (1, 1)
-    assert answer(advice).startswith("No. The lengths hardly vary: keep DataLoader(batch_size=20).")
-    assert snippet(advice) == "loader = DataLoader(dataset, batch_size=20, shuffle=True)"
+@pytest.fixture
+def heavy(tmp_path):
+    """A file of 2,000 lengths with a heavy tail, as numbers."""
+    path = tmp_path / "lengths.txt"
+    lengths = np.clip(np.random.default_rng(0).lognormal(3, 1, 2000).astype(int), 1, 500)
+    path.write_text("\n".join(map(str, lengths)) + "\n")
+    return str(path)
 
 
-def test_heavy_tailed_lengths_get_a_yes():
-    advice = advise(heavy_tailed(), Settings(max_tokens=8000))
-    assert advice.verdict == "yes"
-    assert min(advice.against_shuffled.compute_bound, advice.against_shuffled.launch_bound) > 2
-    assert answer(advice).startswith("Yes.")
+@pytest.fixture
+def pairs(tmp_path):
+    """A file of 1,000 pairs whose two lengths do not go together."""
+    path = tmp_path / "pairs.csv"
+    sides = np.clip(np.random.default_rng(0).lognormal(3, 1, (1000, 2)).astype(int), 1, 300)
+    path.write_text("prompt,response\n" + "".join(f"{a},{b}\n" for a, b in sides))
+    return [str(path), "--pairs", "--field", "prompt,response", "--tokenizer", "lengths"]
 
 
-def test_a_range_has_its_lower_end_first():
-    gain = Gain(compute_bound=3.0, launch_bound=2.0)
-    advice = replace(advise(heavy_tailed(), Settings(max_tokens=8000)), against_shuffled=gain)
-    assert "An epoch should be 2.0x to 3.0x as fast" in answer(advice)
+def run_json(capsys, *arguments):
+    code = main([*arguments, "--json"])
+    captured = capsys.readouterr()
+    assert (code, captured.err) == (0, "")
+    return json.loads(captured.out)
 
 
-def test_one_long_example_among_equal_ones_gains_steps_only():
-    # At a fixed size of 2 hardly a batch sees the long one; planned batches hold 20 of the others.
-    advice = advise(np.array([50] * 2000 + [500]), Settings(max_tokens=1000))
-    assert advice.verdict == "fewer steps only"
-    assert advice.against_shuffled.launch_bound > 9
-    assert answer(advice).startswith("Only if your steps are launch-bound.")
+def agree(capsys, *arguments):
+    """Say whether both commands give the same figures for the plan that they recommend and the fixed sizes."""
+    plan, advice = run_json(capsys, "plan", *arguments), run_json(capsys, "advise", *arguments)
+    entries = {entry["name"]: entry for entry in plan["entries"]}
+    figures = [advice["planned"], advice["shuffled"], advice["sorted"]]
+    assert plan["settings"] == advice["settings"]
+    return all(figure == entries[figure["name"]] for figure in figures)
 
 
-def test_the_snippet_runs():
-    advice = advise(heavy_tailed(), Settings(max_tokens=8000, max_items=64, pad_multiple_of=8))
-    line = next(line for line in snippet(advice).split("\n") if line.startswith("sampler"))
-    space = {"bw": bw, "lengths": heavy_tailed()}
-    exec(line, space)
-    shapes = space["sampler"].plan.shapes
-    assert (shapes[:, 0] * shapes[:, 1]).max() <= 8000
-    assert shapes[:, 0].max() <= 64
-    assert (shapes[:, 1] % 8 == 0).all()
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--max-tokens", "4000"], ["--pad-multiple-of", "8"], ["--max-items", "32"], ["--world-size", "4"]],
+    ids=" ".join,
+)
+def test_plan_and_advise_agree_on_padding(heavy, capsys, options):
+    assert agree(capsys, heavy, "--tokenizer", "lengths", *options)
 
 
-def test_ranks_are_part_of_the_snippet():
-    advice = advise(heavy_tailed(), Settings(max_tokens=8000, world_size=4))
-    assert "rank=rank, world_size=4" in snippet(advice)
+@pytest.mark.parametrize("options", [[], ["--model-kind", "decoder"], ["--task", "generate"]], ids=" ".join)
+def test_plan_and_advise_agree_on_pairs(pairs, capsys, options):
+    assert agree(capsys, *pairs, *options)
 
 
-def test_few_batches_are_a_caveat():
-    few = caveats(advise(heavy_tailed(300), Settings(max_tokens=8000)))
-    assert any(note.startswith("Only ") and "batches per epoch" in note for note in few)
-    many = caveats(advise(heavy_tailed(), Settings(max_tokens=2000)))
-    assert not any("batches per epoch" in note for note in many)
+@pytest.mark.parametrize(
+    "name", ["banking77.jsonl.gz", "sentence-polarity.jsonl.gz", "wikitext2-raw-test.txt.gz", "movie-reviews.jsonl.gz"]
+)
+def test_plan_and_advise_agree_on_real_texts(capsys, name):
+    if not (CORPORA / name).exists():
+        pytest.skip(f"{name} is not on this machine")
+    assert agree(capsys, str(CORPORA / name))
 
 
-def test_fewer_updates_are_a_caveat():
-    notes = caveats(advise(heavy_tailed(), Settings(max_tokens=8000)))
-    assert any("tune the learning rate again" in note for note in notes)
+def test_the_padding_that_is_printed_is_the_same(heavy, capsys):
+    main(["advise", heavy, "--tokenizer", "lengths", "--quiet"])
+    advised = next(line for line in capsys.readouterr().out.split("\n") if line.startswith(("WindowSort", "Buckets")))
+    main(["plan", heavy, "--tokenizer", "lengths", "--quiet"])
+    name, padding, _, num_batches, *_ = advised.split()
+    planned = [line.split() for line in capsys.readouterr().out.split("\n")]
+    assert [name, padding, "%", num_batches] in [line[:4] for line in planned]
 
 
-def test_words_are_not_tokens_and_the_answer_says_so():
-    advice = advise(heavy_tailed(), Settings(max_tokens=8000))
-    assert "Counted in words" in "\n".join(advice_lines(advice, Screen(), unit="words", quiet=False))
-    assert "Counted in" not in "\n".join(advice_lines(advice, Screen(), unit="tokens", quiet=False))
+def test_outputs_that_inputs_do_not_tell_are_found(pairs, capsys):
+    found = run_json(capsys, "advise", *pairs, "--task", "generate")
+    assert found["verdict"] == "depends"
+    assert abs(found["outputs"]["correlation"]) < 0.2
+    assert found["question"]["task"] == "generate"
+
+
+def test_pairs_of_a_decoder_are_packed_together(pairs, capsys):
+    main(["advise", *pairs, "--model-kind", "decoder"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "planned by source and target together, as a decoder-only model reads them" in out
+    assert "Pack instead. A decoder-only model can read several examples in one row" in out
+
+
+def test_the_answer_says_against_what(heavy, capsys):
+    for order, words in (("shuffled", "in random order"), ("sorted", "sorted by length")):
+        main(["advise", heavy, "--tokenizer", "lengths", "--max-tokens", "4000", "--quiet", "--against", order])
+        first = " ".join(capsys.readouterr().out.split("\n\n")[0].split())
+        assert f"gainst fixed-size batches of 9 examples {words}" in first
+        assert first.startswith("Yes, ") == (order == "shuffled")
+
+
+def on_a_terminal(*arguments):
+    """Run a command whose standard error is a terminal; return its standard output and what the terminal showed."""
+    pty, fcntl, termios = map(pytest.importorskip, ("pty", "fcntl", "termios"))
+    terminal, inside = pty.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))  # a new terminal has no width
+    command = [sys.executable, "-m", "batchwright", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=inside) as process:
+        os.close(inside)
+        shown = b""
+        while chunk := read(terminal):
+            shown += chunk
+        out = process.stdout.read().decode()
+    os.close(terminal)
+    assert process.returncode == 0, shown
+    return out, shown.decode()
+
+
+def read(terminal):
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # the other end is closed
+        return b""
+
+
+@pytest.mark.parametrize("command", ["plan", "advise"])
+def test_every_phase_is_shown_on_a_terminal(tmp_path, command):
+    path = tmp_path / "texts.txt"
+    path.write_text("a few words\nmore\n" * 500)
+    out, shown = on_a_terminal(command, str(path), "--json")
+    assert json.loads(out)["data"]["num_examples"] == 1000
+    for line in ("reading texts.txt: 1,000 in ", "measuring lengths: 1,000 in ", "planning: 8 in "):
+        assert line in shown
+
+
+def test_a_live_bar_names_the_grouping_that_is_planned(tmp_path):
+    pytest.importorskip("tqdm")
+    path = tmp_path / "texts.txt"
+    path.write_text("a few words\nmore\n" * 500)
+    _, shown = on_a_terminal("plan", str(path))
+    for name in ("WindowSort()", "Buckets(count=64)", "Packed(capacity=3)"):
+        assert f", {name}]" in shown
+
+
+def test_a_quiet_command_shows_no_phase(heavy):
+    assert on_a_terminal("plan", heavy, "--tokenizer", "lengths", "--quiet")[1] == ""
+
+
+def test_loading_a_tokenizer_is_a_phase_of_its_own(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    saved = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(saved))
+    (tmp_path / "texts.txt").write_text("a\na\n")
+    _, shown = on_a_terminal("plan", str(tmp_path / "texts.txt"), "--tokenizer", str(saved))
+    assert "loading the tokenizer: 1 in " in shown
+
+
+def test_standard_input_is_read_like_a_file(tmp_path, capsys):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a b"}\n{"text": "a"}\n{"text": "a b c"}\n')
+    with path.open("rb") as file:
+        command = [sys.executable, "-m", "batchwright", "plan", "-", "--format", "jsonl", "--json"]
+        done = subprocess.run(command, stdin=file, capture_output=True, check=True)
+    assert json.loads(done.stdout) == run_json(capsys, "plan", str(path))

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import BatchwrightError, MissingDependencyError
+from .advising import add_advising
 from .demo.command import add_demo
 from .doctor.command import add_doctor
 from .lab import add_lab
+from .options import Parser
 from .planning import add_planning
 from .serve import add_serve
 
@@ -20,7 +22,8 @@ The right batch at every step: batches of variable-length data with little paddi
 
 Start with your own file:
   batchwright plan train.jsonl      how long the examples are, and how each grouping would batch them
-  batchwright advise train.jsonl    whether planned batches pay off, and the lines to copy
+  batchwright advise train.jsonl    whether planned batches pay off, against what, and the lines to copy
+  batchwright doctor                what this machine means for batches
 """
 
 
@@ -43,14 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except BatchwrightError as error:
-        print(f"batchwright: error: {error}", file=sys.stderr)
+        # A message that quotes another package may have several lines.
+        print("batchwright: error:", " ".join(str(error).split()), file=sys.stderr)
         return 1 if isinstance(error, MissingDependencyError) else 2
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser; each command leaves the function that runs it in ``run``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="batchwright",
         description=_DESCRIPTION,
         epilog="`batchwright COMMAND --help` shows the options and examples of a command.",
@@ -58,6 +62,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"batchwright {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_planning, add_doctor, add_lab, add_serve, add_demo):
+    for add in (add_planning, add_advising, add_doctor, add_lab, add_serve, add_demo):
         add(commands)
     return parser

@@ -1,27 +1,23 @@
-"""One data set batched by several groupings under the same budget, and whether the best of them pays off."""
+"""One data set batched by several groupings under the same budget."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, final
+from typing import final
 
 import numpy as np
 
 import batchwright as bw
 
 from .._lengths import as_lengths, pad_up
+from .._progress import ProgressBar
 from .._types import IntArray
-from ..errors import ArgumentError, BatchwrightError
+from ..errors import ArgumentError
 from .lengths import percentile
 
 # With fewer batches per epoch, the last ones, only partly filled, would distort every figure.
 _MIN_BATCHES = 50
-# A smaller gain drowns in the noise of a training run and is not worth a change.
-WORTH = 1.10
-# How much extra padding multiples of 8 may cost; the matrix units of GPUs prefer them.
-_PAD_ALLOWANCE = 0.02
-
-Verdict: TypeAlias = Literal["yes", "fewer steps only", "no"]
 
 
 @final
@@ -98,6 +94,20 @@ class Comparison:
         """Return the fixed size, sorted by length."""
         return self.entries[1]
 
+    @property
+    def packed(self) -> Entry | None:
+        """Return the packed rows; None for pairs, which are not packed."""
+        return next((entry for entry in self.entries if entry.name.startswith("Packed")), None)
+
+    @property
+    def recommended(self) -> Entry:
+        """Return the entry to use: the window sort, unless buckets pad clearly less.
+
+        A global sort never pads more than the window sort, but the same examples share a batch in every epoch.
+        """
+        window, buckets = self["WindowSort()"], self["Buckets(count=64)"]
+        return buckets if buckets.padding < window.padding - 0.05 else window
+
 
 def default_max_tokens(lengths: IntArray, *, pad_multiple_of: int = 1) -> tuple[int, str]:
     """Choose a budget for a user who named none.
@@ -124,12 +134,13 @@ def default_max_tokens(lengths: IntArray, *, pad_multiple_of: int = 1) -> tuple[
     return int(pad_up(np.array(value), 64 if value <= 4096 else 1024)), reason
 
 
-def compare(lengths: IntArray, settings: Settings) -> Comparison:
+def compare(lengths: IntArray, settings: Settings, *, progress: bool = False) -> Comparison:
     """Plan the data with each grouping.
 
     Args:
         lengths: shape ``(N,)`` or ``(N, axes)``.
         settings: the budget and the other options, the same for all.
+        progress: whether to show progress on a terminal.
 
     Returns:
         The figures of the plans, the fixed sizes first.
@@ -137,20 +148,47 @@ def compare(lengths: IntArray, settings: Settings) -> Comparison:
     lengths = as_lengths(lengths)
     check_fits(lengths, settings)
     size = fixed_size(lengths, settings)
-    order = np.random.default_rng(settings.seed).permutation(len(lengths))
+    plans = fixed_plans(lengths, settings) | {
+        name: (lambda grouping=grouping: make_plan(lengths, grouping, settings))
+        for name, grouping in groupings(lengths, settings).items()
+    }
+    entries = []
+    with ProgressBar(label="planning", total=len(plans), enabled=progress) as bar:
+        for name, plan in plans.items():
+            bar.doing(name)
+            entries.append(entry_of(name, plan(), settings))
+            bar.update()
     # Shuffled, size - 1 of the other examples share the batch of an example, each equally likely.
     chance = (size - 1) / (len(lengths) - 1) if len(lengths) > size else 1.0
-    shuffled = _plan(lengths[order], f"fixed {size:,}, shuffled", bw.InOrder(), settings, bw.MaxItems(size))
-    entries = (
-        replace(shuffled, recurrence=chance),
-        _plan(lengths, f"fixed {size:,}, sorted", bw.Sorted(), settings, bw.MaxItems(size)),
-        *(_plan(lengths, name, how, settings) for name, how in groupings(lengths, settings).items()),
-    )
-    return Comparison(settings=settings, fixed_size=size, entries=entries)
+    entries[0] = replace(entries[0], recurrence=chance)
+    return Comparison(settings=settings, fixed_size=size, entries=tuple(entries))
+
+
+def fixed_plans(lengths: IntArray, settings: Settings) -> dict[str, Callable[[], bw.Plan]]:
+    """Return what makes the plans of the largest safe fixed size: in random order, and sorted by length.
+
+    The first plan is of the examples in ``random_order``.
+    """
+    size = fixed_size(lengths, settings)
+    budget = bw.MaxItems(size)
+    shuffled = lengths[random_order(len(lengths), settings)]
+    return {
+        f"fixed {size:,}, shuffled": lambda: make_plan(shuffled, bw.InOrder(), settings, budget),
+        f"fixed {size:,}, sorted": lambda: make_plan(lengths, bw.Sorted(), settings, budget),
+    }
+
+
+def random_order(num_examples: int, settings: Settings) -> IntArray:
+    """Return the order in which a plain ``DataLoader`` would take the examples."""
+    return np.random.default_rng(settings.seed).permutation(num_examples)
 
 
 def check_fits(lengths: IntArray, settings: Settings) -> None:
-    """Refuse a budget that a single example exceeds."""
+    """Refuse a budget that a single example exceeds, and ranks that would have no example of their own."""
+    if settings.world_size > len(lengths):
+        raise ArgumentError(
+            f"--world-size {settings.world_size} is more than the examples, {len(lengths)}; lower it, or give more data"
+        )
     longest = int(pad_up(lengths, settings.pad_multiple_of).sum(axis=1, dtype=np.int64).max())
     if longest > settings.max_tokens:
         each = settings.max_tokens // lengths.shape[1] // settings.pad_multiple_of * settings.pad_multiple_of
@@ -187,11 +225,9 @@ def groupings(lengths: IntArray, settings: Settings) -> dict[str, bw.Grouping]:
     return found
 
 
-def _plan(
-    lengths: IntArray, name: str, grouping: bw.Grouping, settings: Settings, budget: bw.Budget | None = None
-) -> Entry:
-    """Plan with one grouping, under the budget of the settings or another, and return the figures."""
-    plan = bw.plan_batches(
+def make_plan(lengths: IntArray, grouping: bw.Grouping, settings: Settings, budget: bw.Budget | None = None) -> bw.Plan:
+    """Plan with one grouping, under the budget of the settings or another."""
+    return bw.plan_batches(
         lengths,
         settings.budget if budget is None else budget,
         grouping=grouping,
@@ -199,6 +235,10 @@ def _plan(
         world_size=settings.world_size,
         pad_multiple_of=settings.pad_multiple_of,
     )
+
+
+def entry_of(name: str, plan: bw.Plan, settings: Settings) -> Entry:
+    """Return what a plan costs."""
     report = plan.report()
     num_items, padded = plan.shapes[:, 0].astype(np.int64), plan.shapes[:, 1:].astype(np.int64)
     return Entry(
@@ -211,100 +251,3 @@ def _plan(
         recurrence=report.recurrence,
         straggler_waste=report.straggler_waste,
     )
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Gain:
-    """How many times as fast an epoch becomes.
-
-    Args:
-        compute_bound: the ratio of padded tokens, for steps whose time grows with them.
-        launch_bound: the ratio of the numbers of steps, for steps that all take the same time.
-    """
-
-    compute_bound: float
-    launch_bound: float
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Advice:
-    """The answer for one data set.
-
-    Args:
-        verdict: ``yes``; ``fewer steps only`` if the padding is already low; ``no``.
-        fixed_size: the largest fixed size that can never exceed the budget.
-        planned: the recommended plan.
-        settings: the settings of that plan.
-        shuffled: the fixed size in random order.
-        sorted: the fixed size, sorted by length.
-        against_shuffled: the gain over the shuffled fixed size.
-        against_sorted: the gain over the sorted fixed size.
-    """
-
-    verdict: Verdict
-    fixed_size: int
-    planned: Entry
-    settings: Settings
-    shuffled: Entry
-    sorted: Entry
-    against_shuffled: Gain
-    against_sorted: Gain
-
-
-def recommend(comparison: Comparison) -> Entry:
-    """Return the entry to use: the window sort, unless buckets pad clearly less.
-
-    A global sort never pads more than the window sort, but the same examples share a batch in every epoch.
-    """
-    window, buckets = comparison["WindowSort()"], comparison["Buckets(count=64)"]
-    return buckets if buckets.padding < window.padding - 0.05 else window
-
-
-def advise(lengths: IntArray, settings: Settings) -> Advice:
-    """Compare the recommended plan with a fixed size, shuffled and sorted.
-
-    Args:
-        lengths: shape ``(N,)`` or ``(N, axes)``.
-        settings: the budget and the other options.
-    """
-    comparison = compare(lengths, settings)
-    planned, settings = _with_multiple_of_8(as_lengths(lengths), recommend(comparison), settings)
-    return Advice(
-        verdict=verdict_of(comparison.shuffled, planned),
-        fixed_size=comparison.fixed_size,
-        planned=planned,
-        settings=settings,
-        shuffled=comparison.shuffled,
-        sorted=comparison.sorted,
-        against_shuffled=_gain(comparison.shuffled, planned),
-        against_sorted=_gain(comparison.sorted, planned),
-    )
-
-
-def verdict_of(fixed: Entry, planned: Entry) -> Verdict:
-    """Say whether a plan is worth using instead of a fixed size."""
-    gain = _gain(fixed, planned)
-    if gain.compute_bound >= WORTH:
-        return "yes"
-    return "fewer steps only" if gain.launch_bound >= WORTH else "no"
-
-
-def _gain(fixed: Entry, planned: Entry) -> Gain:
-    return Gain(
-        compute_bound=fixed.padded_tokens / planned.padded_tokens,
-        launch_bound=fixed.num_batches / planned.num_batches,
-    )
-
-
-def _with_multiple_of_8(lengths: IntArray, entry: Entry, settings: Settings) -> tuple[Entry, Settings]:
-    """Return the plan padded to multiples of 8, if the user chose no multiple and it costs little."""
-    if settings.pad_multiple_of > 1:
-        return entry, settings
-    rounded = replace(settings, pad_multiple_of=8)
-    try:
-        other = _plan(lengths, entry.name, groupings(lengths, rounded)[entry.name], rounded)
-    except BatchwrightError:  # rounded up, the longest example no longer fits the budget
-        return entry, settings
-    return (other, rounded) if other.padding <= entry.padding + _PAD_ALLOWANCE else (entry, settings)

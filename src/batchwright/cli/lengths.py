@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -14,11 +16,12 @@ import numpy.typing as npt
 
 import batchwright as bw
 
-from .._optional import require
+from .._optional import is_installed, require
+from .._progress import ProgressBar
 from .._types import IntArray
 from ..errors import ArgumentError
 from .options import load_function
-from .reading import Source, read_examples
+from .reading import Row, Source, read_examples
 
 # The tokenizer that counts nothing, because the data hold lengths.
 LENGTHS = "lengths"
@@ -70,15 +73,17 @@ def measure_file(source: Source, *, tokenizer: str, max_length: int | None, prog
         max_length: longer texts count as this long; None for no limit.
         progress: whether to show progress on a terminal.
     """
-    count = None if source.holds_lengths else load_tokenizer(tokenizer)
-    rows, num_blank = read_examples(source)
+    with ProgressBar(label="loading the tokenizer", total=1, enabled=progress and _takes_long(tokenizer)) as bar:
+        count = None if source.holds_lengths else load_tokenizer(tokenizer)
+        bar.update()
+    rows, num_blank = read_examples(source, progress=progress)
     if count is None:
         lengths: npt.NDArray[Any] = np.asarray(rows, dtype=np.int64)
     else:
-        lengths = bw.measure_lengths(cast(list[str], rows), count, progress=progress)
+        lengths = _count(rows, count, tokenizer, progress=progress)
     full = (lengths.reshape(len(lengths), -1) > 0).all(axis=1)
     if not full.any():
-        raise ArgumentError(f"every text of {source.path} is empty when counted in {unit_of(tokenizer)}")
+        raise ArgumentError(f"every text of {source.name} is empty when counted in {unit_of(tokenizer)}")
     lengths = lengths[full]
     num_cut = 0
     if max_length is not None:
@@ -86,6 +91,44 @@ def measure_file(source: Source, *, tokenizer: str, max_length: int | None, prog
         lengths = np.minimum(lengths, max_length)
     num_empty = int((~full).sum())
     return Measured(lengths=lengths, unit=unit_of(tokenizer), num_blank=num_blank, num_empty=num_empty, num_cut=num_cut)
+
+
+def _takes_long(tokenizer: str) -> bool:
+    return tokenizer not in _BUILT_IN and tokenizer != LENGTHS
+
+
+def _count(rows: list[Row], count: Any, name: str, *, progress: bool) -> IntArray:
+    """Count the tokens of every row; what a tokenizer raises becomes one sentence with the number of the text."""
+    user_code = _Watched(count) if ":" in name and callable(count) else None
+    try:
+        return bw.measure_lengths(cast(list[str], rows), user_code or count, progress=progress)
+    except ArgumentError:
+        raise
+    except Exception as error:  # a tokenizer is the user's own code and may raise anything
+        text = None if user_code is None else user_code.text
+        numbers = (number for number, row in enumerate(rows, start=1) if _holds(row, text))
+        place = next((f" at text {number}" for number in numbers), "")
+        reason = " ".join(str(error).split())[:200]
+        raise ArgumentError(
+            f"--tokenizer {name} failed{place}: {type(error).__name__}: {reason}; mend it, or leave such texts out"
+        ) from error
+
+
+def _holds(row: Row, text: str | None) -> bool:
+    return any(side is text for side in row) if isinstance(row, tuple) else row is text
+
+
+@final
+class _Watched:
+    """A function from a text to its count that remembers the text it was last called with."""
+
+    def __init__(self, function: Callable[[str], Any]) -> None:
+        self._function = function
+        self.text: str | None = None
+
+    def __call__(self, text: str) -> Any:
+        self.text = text
+        return self._function(text)
 
 
 def unit_of(name: str) -> str:
@@ -102,7 +145,7 @@ def load_tokenizer(name: str) -> Any:
 
     Args:
         name: ``words``, ``chars``, ``bytes``, a ``tokenizer.json``, a folder that transformers'
-            ``AutoTokenizer`` reads, or ``module:function``.
+            ``AutoTokenizer`` reads, a model of the Hub that was downloaded before, or ``module:function``.
 
     Returns:
         A tokenizer that ``measure_lengths`` takes.
@@ -113,16 +156,13 @@ def load_tokenizer(name: str) -> Any:
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return _from_folder(path)
-    if path.is_file():
+    if name and path.is_file():
         return _from_file(path)
     module_name, _, function_name = name.partition(":")
     if not (module_name and function_name):
-        raise ArgumentError(
-            f"--tokenizer {name}: no such file or folder; allowed are words, chars, bytes, lengths, "
-            "a tokenizer.json, a folder with a saved tokenizer, or module:function"
-        )
+        return _from_downloads(name)
     try:
         return load_function(name)
     except ArgumentError as error:
@@ -157,6 +197,39 @@ def _from_folder(path: Path) -> Any:
             return _from_file(path / "tokenizer.json")
         reason = str(error).strip().partition("\n")[0]
         raise ArgumentError(f"{path} holds no tokenizer that transformers can load: {reason}") from None
+
+
+# A model of the Hub is called name or owner/name.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def _from_downloads(name: str) -> Any:
+    """Return the tokenizer of a model that transformers has downloaded before, or say how to save one."""
+    close = difflib.get_close_matches(name, [*_BUILT_IN, LENGTHS], n=1)
+    meant = f"; did you mean {close[0]}?" if close else ""
+    if not _HUB_NAME.fullmatch(name) or name.endswith(".json") or close:
+        raise ArgumentError(
+            f"--tokenizer {name!r}: no such file or folder{meant or '; allowed are'} {'Allowed are ' if meant else ''}"
+            "words, chars, bytes, lengths, a tokenizer.json, a folder with a saved tokenizer, or module:function"
+        )
+    if is_installed("transformers") and _was_downloaded(name):
+        try:
+            return require("transformers", extra="hf").AutoTokenizer.from_pretrained(name, local_files_only=True)
+        except (OSError, ValueError, KeyError):
+            pass
+    folder = f"{name.rpartition('/')[2]}-tokenizer"
+    raise ArgumentError(
+        f"--tokenizer {name}: no such file or folder, and no model of that name was downloaded before. With a network, "
+        f'save it once: python -c "from transformers import AutoTokenizer as T; '
+        f"T.from_pretrained('{name}').save_pretrained('{folder}')\", then pass --tokenizer ./{folder}"
+    )
+
+
+def _was_downloaded(name: str) -> bool:
+    """Look for the files of a tokenizer in the cache of the Hub; importing transformers to find none takes long."""
+    hub = require("huggingface_hub", extra="hf")
+    files = ("tokenizer_config.json", "tokenizer.json", "config.json")
+    return any(isinstance(hub.try_to_load_from_cache(name, file), str) for file in files)
 
 
 def percentile(lengths: IntArray, percent: float) -> int:

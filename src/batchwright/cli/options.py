@@ -8,13 +8,23 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias, final
 
+from .._types import MAX_INT32
 from ..errors import ArgumentError
 
 # In quotes, because argparse's classes are generic only for type checkers.
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 Options: TypeAlias = "argparse._ActionsContainer"
+
+
+@final
+class Parser(argparse.ArgumentParser):
+    """A parser that answers a mistake in one line: what is wrong, and where the options are explained."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the mistake and end with exit code 2."""
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 def add_command(
@@ -24,7 +34,7 @@ def add_command(
     examples: str = "",
     *,
     run: Callable[[argparse.Namespace], None] | None = None,
-) -> argparse.ArgumentParser:
+) -> Parser:
     """Add a command.
 
     Args:
@@ -69,7 +79,7 @@ def positive(text: str) -> int:
 
 
 def count(text: str, *, least: int = 0) -> int:
-    """Read a whole number; underscores and commas may group its digits.
+    """Read a whole number of at most 31 bits; underscores and commas may group its digits.
 
     >>> count("16,384")
     16384
@@ -80,6 +90,8 @@ def count(text: str, *, least: int = 0) -> int:
         number = -1
     if number < least:
         raise argparse.ArgumentTypeError(f"needs a whole number of {least} or more, got {text!r}")
+    if number > MAX_INT32:
+        raise argparse.ArgumentTypeError(f"needs a whole number of at most {MAX_INT32:,}, got {text!r}")
     return number
 
 

@@ -1,35 +1,28 @@
-"""The commands ``plan`` and ``advise``: read a file, measure it, compare groupings, print the answer."""
+"""The command ``plan``: read a file, measure it, compare groupings; ``advise`` starts the same way."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import final
 
-from .compare import (
-    WORTH,
-    Advice,
-    Comparison,
-    Entry,
-    Gain,
-    Settings,
-    advise,
-    compare,
-    default_max_tokens,
-    recommend,
-    verdict_of,
-)
+from .._types import IntArray
+from .advice import Baseline, Question, gain_of, verdict_of
+from .compare import Comparison, Entry, Settings, compare, default_max_tokens
 from .lengths import LENGTHS, Measured, make_bins, measure_file, render_bars, summary
 from .options import Commands, add_command, add_option, count, positive
 from .reading import Source
-from .screen import Screen, percent, render_table, times
+from .screen import Screen, counted, percent, render_table
+from .sources import STDIN_FORMATS
 
-# With fewer batches, the last ones, only partly filled, distort every figure.
-_FEW_BATCHES = 20
-
-_FILE = "FILE is .jsonl, .csv, .tsv or .txt, each also as .gz, with one example per line."
+ABOUT_FILE = """\
+FILE is .jsonl, .csv, .tsv or .txt, each also as .gz, with one example per line; or .parquet (needs
+pyarrow). A folder holds parts of one format, taken by name, or .txt files with one text each. A dash is
+standard input, with --format.\
+"""
 
 _PLAN = f"""\
 Show the lengths of a file and how each grouping would batch them.
@@ -38,7 +31,7 @@ A grouping decides which examples share a batch. The budget is the most padded t
 hold, and all groupings get the same one. A table says how much padding each of them leaves, how many
 batches and shapes it makes, and how often the same examples share a batch again.
 
-{_FILE}
+{ABOUT_FILE}
 """
 
 _PLAN_EXAMPLES = """\
@@ -47,35 +40,24 @@ _PLAN_EXAMPLES = """\
   batchwright plan en-de.tsv.gz --pairs                source and target in columns 1 and 2
   batchwright plan train.jsonl --tokenizer ./my-model --max-length 512 --pad-multiple-of 8
   batchwright plan lengths.txt --tokenizer lengths     one number per line
+  batchwright plan part-0.parquet --field body         columns are fields; a folder of parts works too
+  zcat reviews.jsonl.gz | batchwright plan - --format jsonl
   batchwright plan train.jsonl --json > plan.json
-"""
-
-_ADVISE = f"""\
-Say whether planned batches would pay off for a file, and print the lines to copy.
-
-The baseline is the largest fixed batch size that can never exceed the budget. The expected speed-up is a
-range: one end assumes that a step takes longer the more padded tokens it has (compute-bound), the other
-that every step takes the same time (launch-bound).
-
-{_FILE}
-"""
-
-_ADVISE_EXAMPLES = """\
-  batchwright advise reviews.jsonl
-  batchwright advise en-de.tsv.gz --pairs --tokenizer ./my-model --max-tokens 10240
-  batchwright advise train.jsonl --max-tokens 16384 --json
 """
 
 
 def add_planning(commands: Commands) -> None:
-    """Add the commands ``plan`` and ``advise``, which take the same options."""
-    _add_options(add_command(commands, "plan", _PLAN, _PLAN_EXAMPLES, run=_plan))
-    _add_options(add_command(commands, "advise", _ADVISE, _ADVISE_EXAMPLES, run=_advise))
+    """Add the command ``plan``."""
+    add_inputs(add_command(commands, "plan", _PLAN, _PLAN_EXAMPLES, run=_plan))
 
 
-def _add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("file", metavar="FILE", type=Path, help="the data: .jsonl, .csv, .tsv or .txt, also .gz")
+def add_inputs(command: argparse.ArgumentParser) -> None:
+    """Add what ``plan`` and ``advise`` have in common: the file, how to count, the purpose and the budget."""
+    about = "the data: .jsonl, .csv, .tsv or .txt, also .gz; .parquet; a folder of them; - for standard input"
+    command.add_argument("file", metavar="FILE", type=_path, help=about)
     data = command.add_argument_group("what to read")
+    formats = f"format of standard input: {', '.join(STDIN_FORMATS)}"
+    add_option(data, "--format FORMAT", formats, choices=STDIN_FORMATS)
     add_option(
         data,
         "--field NAME",
@@ -88,12 +70,18 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     add_option(
         counting,
         "--tokenizer WHAT",
-        "words, chars or bytes; a tokenizer.json; a folder saved by transformers; module:function, called with a "
-        "text; or lengths, if the field holds numbers or lists of token ids",
+        "words, chars or bytes; a tokenizer.json; a folder saved by save_pretrained; a model of the Hub that was "
+        "downloaded before; module:function, called with a text; or lengths, if the field holds numbers or lists of "
+        "token ids",
         default="words",
     )
     cut = "count longer texts as N, for a model that cuts them (default: no cut)"
     add_option(counting, "--max-length N", cut, type=positive)
+    purpose = command.add_argument_group("what the batches are for")
+    kind = "encoder, decoder or seq2seq; a decoder reads both texts of a pair as one (default: not known)"
+    add_option(purpose, "--model-kind KIND", kind, choices=("encoder", "decoder", "seq2seq"))
+    task = "train, or generate: only the inputs are planned, the second text of a pair is the output"
+    add_option(purpose, "--task TASK", task, choices=("train", "generate"), default="train")
     budget = command.add_argument_group("the budget and the plan")
     tokens = "padded tokens per batch (default: 64 times the p99 length, less for small data)"
     add_option(budget, "--max-tokens N", tokens, type=positive)
@@ -106,49 +94,81 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     add_option(output, "--quiet", "print only the result: no histogram, notes or progress bar")
 
 
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("needs a file, a folder or - for standard input, got ''")
+    return Path(text)
+
+
 def _plan(arguments: argparse.Namespace) -> None:
-    data, settings, reason = _inputs(arguments)
-    comparison = compare(data.lengths, settings)
+    inputs = read_inputs(arguments)
+    comparison = compare(inputs.planned, inputs.settings, progress=inputs.progress)
     if arguments.json:
-        figures = {"data": data.to_dict(), **asdict(comparison), "recommendation": recommendation(comparison)}
+        figures = {"data": inputs.data.to_dict(), **asdict(comparison), "recommendation": recommendation(comparison)}
         print(json.dumps(figures, indent=2))
         return
     screen = Screen.of_stdout()
     if not arguments.quiet:
-        screen.show([data_line(arguments.file.name, data), ""])
-        screen.show([*histogram_lines(data, screen), *summary_lines(data), ""])
-        screen.show([budget_line(settings, reason), ""])
+        screen.show([data_line(inputs.name, inputs.data), ""])
+        screen.show([*histogram_lines(inputs.data, screen), *summary_lines(inputs.data), *inputs.notes, ""])
+        screen.show([budget_line(inputs.settings, inputs.reason), ""])
     screen.show(comparison_lines(comparison, screen, quiet=arguments.quiet))
 
 
-def _advise(arguments: argparse.Namespace) -> None:
-    data, settings, reason = _inputs(arguments)
-    advice = advise(data.lengths, settings)
-    if arguments.json:
-        words = {"snippet": snippet(advice), "caveats": caveats(advice)}
-        print(json.dumps({"data": data.to_dict(), **asdict(advice), **words}, indent=2))
-        return
-    screen = Screen.of_stdout()
-    if not arguments.quiet:
-        screen.show([data_line(arguments.file.name, data), *summary_lines(data)])
-        screen.show([budget_line(settings, reason), ""])
-    screen.show(advice_lines(advice, screen, unit=data.unit, quiet=arguments.quiet))
+@final
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What both commands start from.
+
+    Args:
+        name: what the user calls the data.
+        data: the lengths of its texts.
+        settings: the budget and the other options.
+        question: what the batches are for.
+        reason: where a budget that the user did not name comes from.
+        progress: whether to show progress.
+    """
+
+    name: str
+    data: Measured
+    settings: Settings
+    question: Question
+    reason: str
+    progress: bool
+
+    @property
+    def planned(self) -> IntArray:
+        """Return the lengths that batches are planned by."""
+        return self.question.planned(self.data.lengths)
+
+    @property
+    def notes(self) -> list[str]:
+        """Say which lengths of a pair are planned, if it is not both."""
+        if self.data.lengths.ndim == 1 or self.planned.ndim == 2:
+            return []
+        if self.question.task == "generate":
+            return ["planned by the source; the target is the output"]
+        return ["planned by source and target together, as a decoder-only model reads them"]
 
 
-def _inputs(arguments: argparse.Namespace) -> tuple[Measured, Settings, str]:
-    """Read and measure the file, and settle the budget; the text says where a chosen budget comes from."""
+def read_inputs(arguments: argparse.Namespace) -> Inputs:
+    """Read and measure the file, and settle the budget."""
     source = Source(
         path=arguments.file,
         field=arguments.field,
         pairs=arguments.pairs,
         limit=arguments.limit,
         holds_lengths=arguments.tokenizer == LENGTHS,
+        stdin_format=arguments.format,
     )
     progress = sys.stderr.isatty() and not arguments.quiet
     data = measure_file(source, tokenizer=arguments.tokenizer, max_length=arguments.max_length, progress=progress)
+    against: Baseline = getattr(arguments, "against", "shuffled")  # `plan` does not ask
+    question = Question(model_kind=arguments.model_kind, task=arguments.task, against=against)
     max_tokens, reason = arguments.max_tokens, ""
     if max_tokens is None:
-        max_tokens, reason = default_max_tokens(data.lengths, pad_multiple_of=arguments.pad_multiple_of)
+        lengths = question.planned(data.lengths)
+        max_tokens, reason = default_max_tokens(lengths, pad_multiple_of=arguments.pad_multiple_of)
     settings = Settings(
         max_tokens=max_tokens,
         max_items=arguments.max_items,
@@ -156,7 +176,7 @@ def _inputs(arguments: argparse.Namespace) -> tuple[Measured, Settings, str]:
         seed=arguments.seed,
         world_size=arguments.world_size,
     )
-    return data, settings, reason
+    return Inputs(name=source.name, data=data, settings=settings, question=question, reason=reason, progress=progress)
 
 
 _LEGEND = (
@@ -164,23 +184,17 @@ _LEGEND = (
     "length). budget used: the mean over all batches. recurrence: the chance that two examples of a batch share "
     "one again in the next epoch."
 )
-_ENDS = (
-    "compute-bound: the time of a step grows with its padded tokens (large models, large batches).",
-    "launch-bound: every step takes the same time (small models or small batches on a GPU).",
-    "Both are estimates from the lengths only. To find out which applies to you, time one step at two batch sizes: "
-    "if twice the examples take the same time, you are launch-bound.",
-)
 
 
 def data_line(name: str, data: Measured) -> str:
     """Say what was read and what was left out."""
-    counts = {
-        "blank lines skipped": data.num_blank,
-        "empty examples skipped": data.num_empty,
-        "cut to --max-length": data.num_cut,
-    }
-    left_out = ", ".join(f"{number:,} {what}" for what, number in counts.items() if number)
-    return f"{name}: {len(data.lengths):,} examples{f' ({left_out})' if left_out else ''}"
+    counts = [
+        f"{counted(data.num_blank, 'blank line')} skipped" if data.num_blank else "",
+        f"{counted(data.num_empty, 'empty example')} skipped" if data.num_empty else "",
+        f"{data.num_cut:,} cut to --max-length" if data.num_cut else "",
+    ]
+    left_out = ", ".join(filter(None, counts))
+    return f"{name}: {counted(len(data.lengths), 'example')}{f' ({left_out})' if left_out else ''}"
 
 
 def summary_lines(data: Measured) -> list[str]:
@@ -211,7 +225,7 @@ def comparison_lines(comparison: Comparison, screen: Screen, *, quiet: bool) -> 
     """Lay the groupings out side by side and recommend one."""
     header = ["grouping", "padding", "batches", "shapes", "budget used", "recurrence", "ranks wait"]
     rows = [
-        [*_basics(entry), f"{entry.num_shapes:,}"]
+        [*basics(entry), f"{entry.num_shapes:,}"]
         + [percent(share) for share in (entry.budget_used, entry.recurrence, entry.straggler_waste)]
         for entry in comparison.entries
     ]
@@ -224,15 +238,21 @@ def comparison_lines(comparison: Comparison, screen: Screen, *, quiet: bool) -> 
 
 def recommendation(comparison: Comparison) -> str:
     """Say in one or two sentences which grouping to use and why."""
-    best, shuffled = recommend(comparison), comparison.shuffled
-    if verdict_of(shuffled, best) == "no":
+    best, shuffled = comparison.recommended, comparison.shuffled
+    if shuffled.num_batches == 1:
         return (
-            f"The lengths hardly vary: a fixed size of {comparison.fixed_size:,} is just as good ({_cost(shuffled)})."
+            f"All examples fit in one batch of {comparison.settings.max_tokens:,} padded tokens: there is nothing to "
+            "plan. Lower --max-tokens or give more data."
+        )
+    if verdict_of(gain_of(shuffled, best)) == "no":
+        return (
+            f"Planned batches gain nothing here: a fixed size of {comparison.fixed_size:,} is just as good "
+            f"({cost(shuffled)})."
         )
     few = comparison["Buckets(count=16)"]
     text = (
-        f"Use {best.name}: {_cost(best)}. The largest safe fixed size, {comparison.fixed_size:,}, has "
-        f"{_cost(shuffled)}."
+        f"Use {best.name}: {cost(best)}. The largest safe fixed size, {comparison.fixed_size:,}, has "
+        f"{cost(shuffled)} in random order."
     )
     frozen = comparison["Sorted()"]
     if frozen.padding < best.padding - 0.02 and best.recurrence < 0.5:
@@ -245,105 +265,11 @@ def recommendation(comparison: Comparison) -> str:
     return text
 
 
-def advice_lines(advice: Advice, screen: Screen, *, unit: str, quiet: bool) -> list[str]:
-    """Answer whether planned batches pay off, with the figures and what to set."""
-    lines = [*screen.wrap(answer(advice)), ""]
-    fixed = ((advice.shuffled, advice.against_shuffled), (advice.sorted, advice.against_sorted))
-    rows = [[*_basics(entry), times(gain.compute_bound), times(gain.launch_bound)] for entry, gain in fixed]
-    rows.append([*_basics(advice.planned), "1", "1"])
-    header = ["", "padding", "batches", "gain if compute-bound", "if launch-bound"]
-    lines += [*render_table(header, rows), ""]
-    if not quiet:
-        lines += [line for end in _ENDS for line in screen.wrap(end)] + [""]
-    lines += ["What to set:", "", *(f"    {line}".rstrip() for line in snippet(advice).split("\n"))]
-    notes = caveats(advice)
-    if unit != "tokens" and advice.verdict != "no":
-        notes.insert(0, f"Counted in {unit}: pass your own --tokenizer before you copy the number.")
-    if notes and not quiet:
-        lines += ["", *(line for note in notes for line in screen.wrap(f"- {note}", indent="  "))]
-    return lines
-
-
-def answer(advice: Advice) -> str:
-    """Say yes or no in one sentence."""
-    gain, other, size = advice.against_shuffled, advice.against_sorted, advice.fixed_size
-    if advice.verdict == "no":
-        return (
-            f"No. The lengths hardly vary: keep DataLoader(batch_size={size}). It has {_cost(advice.shuffled)}; "
-            f"planned batches would have {_cost(advice.planned)}."
-        )
-    if advice.verdict == "fewer steps only":
-        return (
-            f"Only if your steps are launch-bound. A fixed size of {size:,} already pads little; planned batches "
-            f"use the budget better, and an epoch should be {_span(gain)} as fast. This is an estimate."
-        )
-    return (
-        f"Yes. An epoch should be {_span(gain)} as fast as with shuffled batches of {size:,}, the largest safe "
-        f"fixed size, and {_span(other)} as fast as with that size sorted by length. Both are estimates."
-    )
-
-
-def snippet(advice: Advice) -> str:
-    """Return the lines to copy into a training script."""
-    if advice.verdict == "no":
-        return f"loader = DataLoader(dataset, batch_size={advice.fixed_size}, shuffle=True)"
-    settings = advice.settings
-    budget = f"bw.MaxTokens({settings.max_tokens})"
-    if settings.max_items is not None:
-        budget += f" & bw.MaxItems({settings.max_items})"
-    options = [] if advice.planned.name == "WindowSort()" else [f"grouping=bw.{advice.planned.name}"]
-    if settings.pad_multiple_of > 1:
-        options.append(f"pad_multiple_of={settings.pad_multiple_of}")
-    if settings.world_size > 1:
-        options.append(f"rank=rank, world_size={settings.world_size}")
-    else:
-        options.append("balance_over=1")  # one device waits for nobody, so the order may be entirely random
-    return (
-        "import batchwright as bw\n"
-        "from torch.utils.data import DataLoader\n"
-        "\n"
-        "lengths = bw.measure_lengths(texts, tokenizer)\n"
-        f"sampler = bw.BatchSampler({', '.join(['lengths', budget, *options])})\n"
-        "loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)"
-    )
-
-
-def caveats(advice: Advice) -> list[str]:
-    """Return what the figures do not say, as sentences."""
-    notes = []
-    planned, fixed = advice.planned.num_batches, advice.shuffled.num_batches
-    if planned < _FEW_BATCHES:
-        notes.append(
-            f"Only {planned} batches per epoch: the figures are rough, and this few updates train poorly. "
-            "Lower --max-tokens."
-        )
-    if advice.verdict == "no":
-        return notes
-    if fixed > WORTH * planned:
-        notes.append(
-            f"An epoch becomes {planned:,} larger updates instead of {fixed:,}: tune the learning rate "
-            "again, or lower MaxTokens until the number of updates suits you."
-        )
-    if advice.against_sorted.compute_bound < WORTH:
-        notes.append(
-            f"Sorting by length at the fixed size already reduces padding to {percent(advice.sorted.padding)}; "
-            "compared with that, only the smaller number of steps is a gain."
-        )
-    if advice.settings.pad_multiple_of > 1:
-        notes.append(
-            f"Your collate function must pad to a multiple of {advice.settings.pad_multiple_of}, as the plan does."
-        )
-    return notes
-
-
-def _span(gain: Gain) -> str:
-    low, high = sorted((gain.compute_bound, gain.launch_bound))
-    return f"{times(low)} to {times(high)}"
-
-
-def _basics(entry: Entry) -> list[str]:
+def basics(entry: Entry) -> list[str]:
+    """Return the name of a plan, its padding and its batches, as cells of a table."""
     return [entry.name, percent(entry.padding), f"{entry.num_batches:,}"]
 
 
-def _cost(entry: Entry) -> str:
-    return f"{percent(entry.padding)} padding in {entry.num_batches:,} batches"
+def cost(entry: Entry) -> str:
+    """Write the padding and the batches of a plan."""
+    return f"{percent(entry.padding)} padding in {counted(entry.num_batches, 'batch', 'batches')}"

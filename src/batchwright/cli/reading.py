@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-from .._files import Record, file_format, read_records
+from .._files import Record
+from .._progress import ProgressBar
 from .._types import MAX_INT32
 from ..errors import ArgumentError
+from .sources import Located, kind_of, open_records
 
 Value: TypeAlias = str | int
 Row: TypeAlias = Value | tuple[Value, ...]
@@ -21,11 +24,12 @@ class Source:
     """Where the examples come from.
 
     Args:
-        path: the file.
+        path: the file, the folder of files, or ``-`` for standard input.
         field: the name of the field or column; None to choose.
         pairs: whether an example has a source and a target.
         limit: the most examples to read; None for all.
         holds_lengths: whether the field holds lengths instead of texts.
+        stdin_format: the format of standard input without the dot; None for a file, whose name tells it.
     """
 
     path: Path
@@ -33,33 +37,50 @@ class Source:
     pairs: bool = False
     limit: int | None = None
     holds_lengths: bool = False
+    stdin_format: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Return what the user calls it."""
+        return "standard input" if self.stdin_format is not None else self.path.name or str(self.path)
 
 
-def read_examples(source: Source) -> tuple[list[Row], int]:
+def read_examples(source: Source, *, progress: bool = False) -> tuple[list[Row], int]:
     """Read the examples of a file; blank lines are skipped and counted.
 
     Args:
         source: the file and which part of it to read.
+        progress: whether to show progress on a terminal.
 
     Returns:
         The examples in file order, one value each or a tuple of two for pairs, and the number of blank lines.
     """
-    if file_format(source.path) == ".txt" and (source.pairs or source.field is not None):
-        raise ArgumentError(f"{source.path.name} has one text per line and no fields; leave out --field and --pairs")
+    kind = kind_of(source.path, stdin_format=source.stdin_format)
+    if kind == ".txt" and (source.pairs or source.field is not None):
+        raise ArgumentError(f"{source.name} holds plain text and has no fields; leave out --field and --pairs")
+    with ProgressBar(label=f"reading {source.name}", enabled=progress) as bar:
+        rows, num_blank = _read(
+            open_records(source.path, kind, tsv_header=_has_header(source, kind)), source, kind, bar
+        )
+    if not rows:
+        raise ArgumentError(f"{source.name} holds no examples ({num_blank} blank lines); there is nothing to plan")
+    return rows, num_blank
+
+
+def _read(records: Iterator[Located], source: Source, kind: str, bar: ProgressBar) -> tuple[list[Row], int]:
     rows: list[Row] = []
     num_blank = 0
     names: list[str] | None = None
-    for where, record in read_records(source.path, tsv_header=_has_header(source)):
+    for where, record in records:
         if record is None:
             num_blank += 1
             continue
         if names is None:
-            names = choose_fields(record, _field(source), pairs=source.pairs, where=where)
+            names = choose_fields(record, _field(source, kind), pairs=source.pairs, where=where)
         rows.append(_row(record, names, where, source))
+        bar.update()
         if len(rows) == source.limit:
             break
-    if not rows:
-        raise ArgumentError(f"{source.path} holds no examples ({num_blank} blank lines); there is nothing to plan")
     return rows, num_blank
 
 
@@ -87,8 +108,18 @@ def choose_fields(record: Record, field: str | None, *, pairs: bool, where: str)
     texts = [name for name, value in record.items() if isinstance(value, str)]
     if len(texts) != (2 if pairs else 1):
         wanted = "two fields, for example --field source,target" if pairs else "the field with the text, --field NAME"
-        raise ArgumentError(f"{where}: name {wanted}; fields here: {_listed(record)}")
+        raise ArgumentError(f"{where}: name {wanted}; fields here: {_listed(record)}{_hint_of_lengths(record, pairs)}")
     return texts
+
+
+def _hint_of_lengths(record: Record, pairs: bool) -> str:
+    """Say how lengths are read, if fields of the record look like them."""
+    counts = [name for name, value in record.items() if str(value).isdecimal()]
+    if len(counts) < 1 + pairs:
+        return ""
+    counts.sort(key=lambda name: not re.search("len|tok|num|count", name, re.IGNORECASE))
+    names = ",".join(counts[: 1 + pairs])
+    return f"; if they hold lengths, for example --field {names} --tokenizer lengths"
 
 
 def as_length(value: Any, name: str, where: str) -> int:
@@ -128,16 +159,16 @@ def _row(record: Record, names: list[str], where: str, source: Source) -> Row:
     return tuple(values) if source.pairs else values[0]
 
 
-def _field(source: Source) -> str | None:
+def _field(source: Source, kind: str) -> str | None:
     """Return the field to look for; the columns of a file without names are called 1, 2, …"""
-    if source.field is None and file_format(source.path) == ".tsv":
+    if source.field is None and kind == ".tsv":
         return "1,2" if source.pairs else "1"
     return source.field
 
 
-def _has_header(source: Source) -> bool:
+def _has_header(source: Source, kind: str) -> bool:
     """Say whether the user named columns, so that the first line must hold names, or numbered them."""
-    field = _field(source)
+    field = _field(source, kind)
     return field is not None and not all(name.isdigit() for name in _split_names(field, pairs=source.pairs))
 
 

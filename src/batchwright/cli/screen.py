@@ -83,6 +83,15 @@ def times(ratio: float) -> str:
     return f"{ratio:.{digits}f}x"
 
 
+def counted(number: int, one: str, several: str | None = None) -> str:
+    """Write a number and what it counts.
+
+    >>> counted(1, "batch", "batches"), counted(1200, "example")
+    ('1 batch', '1,200 examples')
+    """
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"
+
+
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     first, *others = row
     cells = [f"{first:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))]

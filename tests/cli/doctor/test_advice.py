@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from batchwright.cli.doctor.command import advise
-from batchwright.cli.doctor.records import Attention, Findings, LaunchRow, Visits
+from batchwright.cli.doctor.advice import advise
+from batchwright.cli.doctor.records import Attention, Findings, LaunchRow, Load, Visits
 
 from .made import ATTENTION, GIB, H200, LAPTOP, LAUNCH, ON_H200
 
@@ -107,18 +107,96 @@ def test_throughput_that_still_grows_is_not_called_a_limit():
 
 
 def test_a_machine_without_a_gpu_is_told_so_first():
-    found = advise(replace(ON_H200, machine=LAPTOP))
+    cheap = Attention(backend="default", visits=Visits(0.006, 0.005), takes_mask=True)
+    found = advise(replace(ON_H200, machine=LAPTOP, attention=(cheap,)))
     assert [advice.topic for advice in found] == ["device", "shapes", "sizes"]
     assert "torch sees no GPU" in found[0].text
-    # Whatever was timed, a CPU plans nothing for a shape, and launches nothing.
-    assert "On a CPU, attention plans nothing for a shape (510 ms when new, 85 ms later)" in found[1].text
+    assert "On a CPU, attention plans nothing for a shape (6.0 ms when new, 5.0 ms later)" in found[1].text
     assert "calling operations" in found[2].text
+
+
+def test_times_that_no_cpu_needs_are_not_called_cheap():
+    # 510 ms when new against 85 ms later: whatever took that long, it was not planning.
+    text = about("shapes", replace(ON_H200, machine=LAPTOP)).text
+    assert text.startswith("Too busy to say what a new batch shape costs: 1 of 1 shapes took notably longer when new")
+    assert "lengths may vary freely" not in text
+
+
+@pytest.mark.parametrize("num_costly", range(6))
+def test_shapes_that_contradict_each_other_settle_nothing(num_costly):
+    cheap, costly = Visits(0.090, 0.085), Visits(0.510, 0.085)
+    repeats = (costly,) * num_costly + (cheap,) * (5 - num_costly)
+    best = min(repeats, key=lambda visits: visits.extra_seconds)
+    text = about("shapes", with_attention(Attention(backend="default", visits=best, repeats=repeats))).text
+    if num_costly == 0:
+        assert text.startswith("A new batch shape costs little here")
+    elif num_costly == 5:
+        assert text.startswith("The first step with a new batch shape takes 510 ms")
+    else:
+        assert text.startswith(f"Too busy to say what a new batch shape costs: {num_costly} of 5 shapes")
+
+
+def test_another_kernel_must_be_better_in_every_repeat():
+    default, _, efficient, *_ = ATTENTION
+    steady = replace(efficient, repeats=(Visits(0.140, 0.097), Visits(0.150, 0.097)))
+    assert "With efficient attention" in about("shapes", with_attention(default, steady)).text
+    # Once, a new shape took 403 ms longer with it too.
+    shaky = replace(efficient, repeats=(Visits(0.140, 0.097), Visits(0.500, 0.097)))
+    assert "No other kernel is better" in about("shapes", with_attention(default, shaky)).text
 
 
 def test_a_busy_machine_is_not_trusted():
     found = advise(replace(ON_H200, launch=replace(LAUNCH, noise=2.34)))
     assert found[0].topic == "noise"
     assert "2.3 times as long" in found[0].text
+
+
+def test_a_processor_that_others_want_is_named_with_its_load():
+    found = advise(replace(ON_H200, machine=LAPTOP, load=Load(wall_per_cpu=2.04, average=31.5)))
+    assert found[0].topic == "noise"
+    assert "a loop took 2.0 times its own time (load 31.5, 16 cores)" in found[0].text
+
+
+def test_launches_that_waited_for_the_processor_give_no_sizes():
+    # On a GPU the time of a short step is that of the processor which launches it.
+    advice = about("sizes", replace(ON_H200, load=Load(wall_per_cpu=2.0)))
+    assert advice.text.startswith("Too busy to say which batches are too small")
+    assert advice.code == ""
+    # Others add nothing to processor time.
+    launch = replace(LAUNCH, in_processor_time=True)
+    assert about("sizes", replace(ON_H200, launch=launch, load=Load(wall_per_cpu=2.0))).code == "bw.MaxTokens(16384)"
+
+
+def rounds(*changes):
+    """Rounds of ``LAUNCH``, each with the seconds of some rows changed."""
+    seconds = [row.seconds for row in LAUNCH.rows]
+    return tuple(tuple(change.get(place, value) for place, value in enumerate(seconds)) for change in changes)
+
+
+def test_rounds_that_name_neighbouring_sizes_give_both():
+    # In the second round 8,192 tokens take 80 ms: 102k tokens/s, nine tenths of 113k.
+    launch = replace(LAUNCH, rounds=rounds({}, {3: 0.080}))
+    advice = about("sizes", replace(ON_H200, launch=launch))
+    assert "reached at 8,192 to 16,384 tokens" in advice.text
+    assert advice.code == "bw.MaxTokens(16384)"
+
+
+def test_rounds_that_agree_on_one_figure_give_that_one():
+    # In the second round the two smallest steps took 60 ms, so that only they are short: 2,048 against 8,192 tokens.
+    launch = replace(LAUNCH, rounds=rounds({}, {0: 0.060, 1: 0.060}))
+    found = advise(replace(ON_H200, launch=launch))
+    assert [advice.topic for advice in found] == ["noise", "shapes", "sizes"]
+    assert found[-1].text.startswith("The repeats do not agree on which steps take as long as the shortest one.")
+    assert "reached at 16,384 tokens" in found[-1].text
+
+
+def test_rounds_that_contradict_each_other_give_none():
+    # In the second round 2,048 tokens already reach the throughput.
+    launch = replace(LAUNCH, rounds=rounds({}, {1: 0.018, 0: 0.018}))
+    found = advise(replace(ON_H200, launch=launch))
+    assert [advice.topic for advice in found] == ["noise", "shapes", "sizes"]
+    assert found[-1].text.startswith("Too busy to say which batches are too small: the repeats of a step differ by")
+    assert found[-1].code == ""
 
 
 def test_memory_that_others_hold_is_named():

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -36,6 +37,19 @@ def test_flat_and_knee_are_sizes_that_were_tried(seconds):
     tried = {row.tokens for row in found.rows}
     assert {found.flat_tokens, found.knee_tokens} <= tried
     assert found.floor_seconds == min(seconds)
+
+
+def test_the_range_holds_what_every_round_says():
+    # Alone, the rounds reach the throughput at 1, 2 and 2 tokens; together at 2.
+    found = replace(launch(1.0, 1.1, 2.2), rounds=((1.0, 2.0, 4.0), (1.0, 1.1, 2.2), (1.0, 1.1, 2.2)))
+    assert found.knee_range == (1, 2)
+    assert found.spread == pytest.approx(0.9 / 1.1)
+
+
+def test_rounds_more_than_a_doubling_apart_contradict_each_other():
+    found = replace(launch(1.0, 1.0, 1.0), rounds=((1.0, 2.0, 4.0), (1.0, 1.0, 1.0)))
+    assert found.knee_range is None
+    assert found.flat_range is None
 
 
 def test_findings_are_plain_json():

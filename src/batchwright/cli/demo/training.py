@@ -119,7 +119,7 @@ def make_arms(train: Sequence[Ids], settings: DemoSettings) -> list[Arm]:
         ("planned, small budget", "as many updates as the fixed size makes, or a few more", bw.MaxTokens(smaller)),
     ]
     for name, what, budget in planned:
-        sampler = bw.BatchSampler(lengths, budget, seed=settings.seed, balance_over=1)
+        sampler = bw.BatchSampler(lengths, budget, seed=settings.seed)
         arms.append(Arm(name=name, what=f"{what}, bw.{budget}", loader=_load(train, batch_sampler=sampler)))
     return arms
 

@@ -1,4 +1,4 @@
-"""Look at the machine and measure it: attention on known and new shapes, and steps from small to large."""
+"""Measure the machine: attention on known and new shapes, and steps from small to large."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
+from statistics import median
 from typing import Any, final
 
 import torch
@@ -16,81 +17,47 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..._machine import num_cores, one_thread, processor_name, versions_of
+from ..._machine import one_thread
 from ..._progress import ProgressBar
 from ...errors import DoesNotFitError
-from ...step import MemoryMonitor
 from ...step.calibration.running import Prober
-from .records import Attention, Effort, Findings, Launch, LaunchRow, Machine, Visits, effort_for
+from .machine import clock_for, look_at, wall_per_cpu
+from .records import Attention, Effort, Findings, Launch, LaunchRow, Load, Visits, effort_for
 
 
-def examine(*, quick: bool = False, device: torch.device | str | None = None, progress: bool = True) -> Findings:
+def examine(device: torch.device | str, *, quick: bool = False, progress: bool = True) -> Findings:
     """Measure a device: attention kernels with new and known shapes, and training steps of many sizes.
 
-    The random state stays as it was. A CPU is measured with one thread: on shared cores, several threads mostly wait
-    for each other, and their times vary more.
+    The random state stays as it was. A CPU is measured with one thread, in processor time: on shared cores, several
+    threads mostly wait for each other, and the time on the wall counts what other processes do.
 
     Args:
+        device: what to measure.
         quick: measure fewer shapes and sizes.
-        device: None is the accelerator that torch finds, else the CPU.
         progress: show a progress bar.
 
     Returns:
         What was measured; ``advise`` says what it means.
     """
-    chosen = default_device() if device is None else torch.device(device)
+    chosen = torch.device(device)
     machine = look_at(chosen)
     effort = effort_for(machine, quick=quick)
-    total = len(BACKENDS) + len(sizes(effort))
+    total = len(BACKENDS) + len(sizes(effort)) + effort.rounds
     devices = [chosen] if chosen.type == "cuda" else []
     bar = ProgressBar(label="measuring", total=total, enabled=progress)
     with torch.random.fork_rng(devices), one_thread(), bar:
-        attention = []
+        attention, waits = [], [wall_per_cpu()]
         for backend in BACKENDS:
+            bar.doing(f"attention: {backend}")
             attention.append(measure_attention(backend, chosen, effort))
             bar.update()
+        waits.append(wall_per_cpu())
+        bar.doing("steps from small to large")
         launch = measure_launch(chosen, effort, done=bar.update)
+        waits.append(wall_per_cpu())
         bar.update(total - bar.done)  # sizes that took too long or did not fit were left out
-    return Findings(machine=machine, attention=tuple(attention), launch=launch)
-
-
-def look_at(device: torch.device) -> Machine:
-    """Describe a device and how much of it this process can use.
-
-    >>> look_at(torch.device("cpu")).device
-    'cpu'
-    """
-    monitor = MemoryMonitor(device)
-    is_cuda = device.type == "cuda"
-    properties = torch.cuda.get_device_properties(device) if is_cuda else None
-    return Machine(
-        device=device.type,
-        name=processor_name() if properties is None else properties.name,
-        num_devices=torch.cuda.device_count() if is_cuda else 1,
-        total_bytes=monitor.total_bytes if properties is None else properties.total_memory,
-        free_bytes=max(0, monitor.total_bytes - monitor.used_bytes),
-        # Emulated bfloat16 is slower than none.
-        has_bfloat16=torch.cuda.is_bf16_supported(including_emulation=False) if is_cuda else True,
-        allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "",
-        num_cores=num_cores(),
-        versions=_versions(),
-    )
-
-
-def default_device() -> torch.device:
-    """Return the accelerator that torch finds, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-
-
-def _versions() -> dict[str, str | None]:
-    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    return {
-        **versions_of("batchwright", "numpy", "torch", "transformers", "numba"),
-        "cuda": torch.version.cuda,
-        "cudnn": None if cudnn is None else str(cudnn),
-    }
+    load = Load(wall_per_cpu=median(waits), average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None)
+    return Findings(machine=machine, attention=tuple(attention), launch=launch, load=load)
 
 
 _BACKENDS: dict[str, SDPBackend | None] = {
@@ -112,7 +79,7 @@ def measure_attention(
     device: torch.device,
     effort: Effort,
     *,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
 ) -> Attention:
     """Time steps through a stack of attention layers with a new shape, and again once the shape is known.
 
@@ -122,11 +89,12 @@ def measure_attention(
         backend: one of ``BACKENDS``.
         device: where to run.
         effort: the sizes.
-        clock: seconds that never go back.
+        clock: seconds that never go back; None is the one for the device.
 
     Returns:
-        The shortest times over the shapes; no visits if the kernel cannot run.
+        The shortest times over the shapes, and those of each; no visits if the kernel cannot run.
     """
+    clock = clock_for(device) if clock is None else clock
     stack = _Stack(effort, device).to(device, _dtype(device))
     with warnings.catch_warnings(), _only(backend):
         warnings.simplefilter("ignore")  # torch warns about the reasons why a kernel cannot run
@@ -138,15 +106,16 @@ def measure_attention(
         )
         rows = [prober.measure((_NUM_ITEMS, length)) for length in _lengths(backend, effort.num_shapes)]
         picks = stack.choice(masked=masked) if backend == "default" else None
-    found = [row for row in rows if row is not None]
+    found = [Visits(row.first_visit_seconds, row.seconds) for row in rows if row is not None]
     if not found:
         return Attention(backend=backend)
     return Attention(
         backend=backend,
         # Other work on the machine only adds time, and every shape is new once: the shortest time is the truest.
-        visits=Visits(min(row.first_visit_seconds for row in found), min(row.seconds for row in found)),
+        visits=Visits(min(one.first_seconds for one in found), min(one.later_seconds for one in found)),
         takes_mask=masked,
         picks=picks,
+        repeats=tuple(found),
     )
 
 
@@ -231,61 +200,86 @@ def measure_launch(
     device: torch.device,
     effort: Effort,
     *,
+    run: Callable[[tuple[int, ...]], None] | None = None,
     done: Callable[[], Any] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
 ) -> Launch:
     """Time whole training steps, each with twice as many examples as the one before.
+
+    All sizes run in turn, round after round, so that other work on the machine meets all of them alike.
 
     Args:
         device: where to run.
         effort: the sizes.
-        done: called after each size.
-        clock: seconds that never go back.
+        run: runs a step of a shape; None trains a small model.
+        done: called after each size that is tried, and after each round.
+        clock: seconds that never go back; None is the one for the device.
 
     Returns:
         Tokens and seconds, up to the largest size, the first long step, or the end of the memory.
     """
-    run = _training_step(device, effort)
-    prober = Prober(run, device, None, effort.repeats, [], clock)
+    clock = clock_for(device) if clock is None else clock
+    prober = Prober(_training_step(device, effort) if run is None else run, device, None, 1, [], clock)
     prober.measure((1, effort.length))  # allocates the state of the optimizer and loads kernels
-    rows: list[LaunchRow] = []
-    for num_items in sizes(effort):
-        row = prober.measure((num_items, effort.length))
+    tried = _sizes_that_run(prober, effort, done)
+    rounds: list[list[float]] = []
+    for _ in range(effort.rounds):
+        rounds.append(_round(prober, tried, effort))
+        tried = tried[: len(rounds[-1])]
         done()
-        if row is None:
-            break
-        rows.append(LaunchRow(num_items * effort.length, row.seconds))
-        if row.seconds > effort.most_seconds:
-            break
-    if not rows:
+    if not tried:
         raise DoesNotFitError(f"one example of {effort.length} tokens does not fit {device}; free some of its memory")
-    even = _without_peaks(rows)
+    columns = zip(*(seconds[: len(tried)] for seconds in rounds), strict=True)
+    rows = [LaunchRow(num * effort.length, median(each)) for num, each in zip(tried, columns, strict=True)]
+    even = _without_peaks([row.seconds for row in rows])
     return Launch(
         model=f"{effort.num_layers} layers of width {effort.width:,}",
-        rows=tuple(even),
+        rows=tuple(replace(row, seconds=seconds) for row, seconds in zip(rows, even, strict=True)),
         kernel_seconds=_kernel_seconds(device, clock),
-        noise=max(row.seconds / lower.seconds for row, lower in zip(rows, even, strict=True)),
+        noise=max(row.seconds / lower for row, lower in zip(rows, even, strict=True)),
+        rounds=tuple(tuple(_without_peaks(seconds[: len(tried)])) for seconds in rounds),
+        in_processor_time=clock is time.process_time,
     )
+
+
+def _sizes_that_run(prober: Prober, effort: Effort, done: Callable[[], Any]) -> list[int]:
+    """Return the numbers of examples that fit, up to the first step that takes long; each has then run."""
+    tried: list[int] = []
+    for num_items in sizes(effort):
+        found = prober.measure((num_items, effort.length))
+        done()
+        if found is None:
+            break
+        tried.append(num_items)
+        if found.seconds > effort.most_seconds:
+            break
+    return tried
+
+
+def _round(prober: Prober, tried: list[int], effort: Effort) -> list[float]:
+    """Return the seconds of every size, the shorter of two steps; fewer if memory runs out."""
+    found = (prober.measure((num_items, effort.length)) for num_items in tried)
+    return [min(row.seconds, row.first_visit_seconds) for row in takewhile(lambda row: row is not None, found) if row]
 
 
 def sizes(effort: Effort) -> list[int]:
     """Return the numbers of examples to try: powers of two.
 
-    >>> from .records import CPU
-    >>> sizes(replace(CPU, max_items=8))
-    [1, 2, 4, 8]
+        >>> from .machine import clock_for, look_at, wall_per_cpu
+    from .records import CPU
+        >>> sizes(replace(CPU, max_items=8))
+        [1, 2, 4, 8]
     """
     return [2**power for power in range(effort.max_items.bit_length())]
 
 
-def _without_peaks(rows: list[LaunchRow]) -> list[LaunchRow]:
+def _without_peaks(seconds: list[float]) -> list[float]:
     """Lower the time of steps that took longer than a larger one, because something else was running.
 
-    >>> [row.seconds for row in _without_peaks([LaunchRow(1, 9.0), LaunchRow(2, 5.0), LaunchRow(4, 6.0)])]
+    >>> _without_peaks([9.0, 5.0, 6.0])
     [5.0, 5.0, 6.0]
     """
-    least = accumulate((row.seconds for row in reversed(rows)), min)
-    return [replace(row, seconds=seconds) for row, seconds in zip(rows, reversed([*least]), strict=True)]
+    return [*accumulate(reversed(seconds), min)][::-1]
 
 
 def _training_step(device: torch.device, effort: Effort) -> Callable[[tuple[int, ...]], None]:

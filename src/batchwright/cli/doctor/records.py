@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
+from statistics import median
 from typing import Any, final
 
 # A step counts as no longer than the shortest one if it takes at most this much more.
 FLAT = 0.25
 # The best throughput counts as reached at this share of it.
 REACHED = 0.9
+# A loop that waits for nothing takes this many times its processor time when others want the processor too.
+BUSY = 1.25
+# Repeats that name neighbouring sizes, one twice the other, still give an answer: the range.
+_MAX_RANGE = 2
 # A GPU with less free memory is measured with a smaller model.
 _SMALL_DEVICE_BYTES = 8 * 2**30
 
@@ -67,12 +72,19 @@ class Attention:
         visits: the shortest times over several shapes; None if the kernel cannot run here.
         takes_mask: whether it can run padded batches; if not, it was measured without padding.
         picks: for the default, the kernel that torch chose for such batches; None if torch does not say.
+        repeats: the times of each shape.
     """
 
     backend: str
     visits: Visits | None = None
     takes_mask: bool = False
     picks: str | None = None
+    repeats: tuple[Visits, ...] = ()
+
+    @property
+    def each(self) -> tuple[Visits, ...]:
+        """Return the times of each shape, or the shortest ones if there are no others."""
+        return self.repeats or (() if self.visits is None else (self.visits,))
 
 
 @final
@@ -91,9 +103,11 @@ class Launch:
 
     Attributes:
         model: the model that was trained, in words.
-        rows: at least one, with rising tokens and seconds.
+        rows: at least one, with rising tokens and seconds, the medians of the rounds.
         kernel_seconds: the time to launch one small operation, without waiting for it.
         noise: the largest factor by which a step took longer than a larger one; 1 on a quiet machine.
+        rounds: the seconds of every row, once per round; each round ran all sizes in turn.
+        in_processor_time: whether seconds are those of the processor, which others do not add to, or of the wall.
 
     >>> rows = (LaunchRow(64, 0.010), LaunchRow(128, 0.011), LaunchRow(256, 0.016), LaunchRow(512, 0.030))
     >>> found = Launch(model="any", rows=rows, kernel_seconds=1e-5)
@@ -105,6 +119,34 @@ class Launch:
     rows: tuple[LaunchRow, ...]
     kernel_seconds: float
     noise: float = 1.0
+    rounds: tuple[tuple[float, ...], ...] = ()
+    in_processor_time: bool = False
+
+    @property
+    def spread(self) -> float:
+        """Return by how much rounds differ: the largest difference over the median, of the row that differs most."""
+        if not self.rounds:
+            return 0.0
+        return max((max(each) - min(each)) / median(each) for each in zip(*self.rounds, strict=True))
+
+    @property
+    def flat_range(self) -> tuple[int, int] | None:
+        """Return the fewest and the most ``flat_tokens`` that a round gives; None if they contradict each other."""
+        return _range([one.flat_tokens for one in self._each])
+
+    @property
+    def knee_range(self) -> tuple[int, int] | None:
+        """Return the fewest and the most ``knee_tokens`` that a round gives; None if they contradict each other."""
+        return _range([one.knee_tokens for one in self._each])
+
+    @property
+    def _each(self) -> list[Launch]:
+        """Return what each round alone would say, and all of them together."""
+        rounds = [
+            replace(self, rows=tuple(map(LaunchRow, [row.tokens for row in self.rows], seconds)), rounds=())
+            for seconds in self.rounds
+        ]
+        return [self, *rounds]
 
     @property
     def floor_seconds(self) -> float:
@@ -124,6 +166,29 @@ class Launch:
         return next(row.tokens for row in self.rows if row.tokens / row.seconds >= REACHED * best)
 
 
+def _range(votes: list[int]) -> tuple[int, int] | None:
+    return (min(votes), max(votes)) if max(votes) <= _MAX_RANGE * min(votes) else None
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """How busy the machine was with other work.
+
+    Attributes:
+        wall_per_cpu: the time that a loop without any waiting takes, over its processor time; 1 on a quiet machine.
+        average: the processes that ran or waited to run over the last minute; None where the system does not say.
+    """
+
+    wall_per_cpu: float = 1.0
+    average: float | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Say whether other processes took the processor away."""
+        return self.wall_per_cpu >= BUSY
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Findings:
@@ -132,12 +197,14 @@ class Findings:
     machine: Machine
     attention: tuple[Attention, ...]
     launch: Launch
+    load: Load = Load()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, including what follows from the measurements."""
         figures = asdict(self)
         figures["launch"] |= {
-            name: getattr(self.launch, name) for name in ("floor_seconds", "flat_tokens", "knee_tokens")
+            name: getattr(self.launch, name)
+            for name in ("floor_seconds", "flat_tokens", "knee_tokens", "flat_range", "knee_range", "spread")
         }
         return figures
 
@@ -162,6 +229,7 @@ class Effort:
         num_layers: the layers of the models.
         num_shapes: the number of new shapes per attention kernel.
         repeats: the timed runs of a shape after the first.
+        rounds: how often all sizes are timed, in turn.
         length: the length of the examples of a step.
         max_items: the largest batch, a power of two.
         most_seconds: after a step of this length, no larger batch is run.
@@ -171,13 +239,14 @@ class Effort:
     num_layers: int
     num_shapes: int
     repeats: int
+    rounds: int
     length: int
     max_items: int
     most_seconds: float
 
 
-CPU = Effort(width=64, num_layers=2, num_shapes=4, repeats=3, length=16, max_items=128, most_seconds=0.5)
-GPU = replace(CPU, width=1024, num_layers=12, num_shapes=5, length=64, max_items=1024)
+CPU = Effort(width=64, num_layers=2, num_shapes=4, repeats=3, rounds=7, length=16, max_items=128, most_seconds=0.5)
+GPU = replace(CPU, width=1024, num_layers=12, num_shapes=5, rounds=5, length=64, max_items=1024)
 
 
 def effort_for(machine: Machine, *, quick: bool) -> Effort:
