@@ -229,10 +229,12 @@ def _walk(sizes: IntArray, place: int) -> tuple[IntArray, int]:
     """Go on by the size at each place from a place on; return the places visited, and the first that has none."""
     if (sizes[place:] == 1).all():
         return np.arange(place, len(sizes)), len(sizes)
-    steps, visited = sizes.tolist(), []
-    while place < len(steps) and steps[place]:
+    steps, visited = sizes.tolist() + [0] * _MOST_LIFTED, []
+    step = steps[place]
+    while step:
         visited.append(place)
-        place += steps[place]
+        place += step
+        step = steps[place]
     return np.array(visited, dtype=np.int64), place
 
 
