@@ -37,6 +37,7 @@ class Problem:
     shuffle: bool
     seed: int
     epoch: int
+    rules: int  # of the plan: an epoch that began under earlier rules ends under them
 
     @property
     def num_examples(self) -> int:
