@@ -25,8 +25,10 @@ from .sorting import sort_windows
 _LOW_HALF = 0 if sys.byteorder == "little" else 1
 _WINDOW_ROWS = 128  # rows a window is worth: at this many the rows of all three benchmark corpora are full
 # Two examples of a row meet again where both fall into one window again. Rows with room are carried on from window to
-# window, so that an epoch of few rows has so many windows too, at the price of at most 0.6 % of its tokens.
+# window, so an epoch of few rows can have so many windows too. Where a row holds few examples they seldom meet again,
+# and more windows would only leave more room: two windows per example of a row are enough.
 _MIN_WINDOWS = 12
+_WINDOWS_PER_EXAMPLE = 2
 
 
 def group_rows(problem: Problem, capacity: int) -> Groups:
@@ -52,11 +54,12 @@ def group_rows(problem: Problem, capacity: int) -> Groups:
 
 
 def _num_windows(problem: Problem, capacity: int) -> int:
-    """Return into how many windows the examples are divided by chance: at least 12, but none for less than a row."""
+    """Return into how many windows the examples are divided by chance; none is worth less than a row."""
     num_rows = int(problem.lengths.sum(dtype=np.int64)) / capacity
     windows = num_rows / _WINDOW_ROWS
     if problem.shuffle and problem.rules > 1:  # without shuffling, neighbours are to stay
-        windows = max(windows, min(_MIN_WINDOWS, num_rows))
+        enough = min(_MIN_WINDOWS, _WINDOWS_PER_EXAMPLE * problem.num_examples / num_rows)
+        windows = max(windows, min(enough, num_rows))
     return max(1, min(round(windows), problem.num_examples))
 
 
@@ -215,9 +218,9 @@ def _pack_loop(lengths: Any, capacity: int, most_rows: int, row_of: Any) -> None
 class Packed(Grouping):
     """Several examples per row of ``capacity`` tokens, by windowed best-fit decreasing: new neighbours every epoch.
 
-    The budget counts rows as items of length ``capacity``; a batch is a list of rows. An epoch is packed in 12 windows
-    or more, drawn anew: two examples of a row share one again with a probability of about 1 in 15, less in long epochs.
-    Epochs of fewer than 12 rows have a window per row.
+    The budget counts rows as items of length ``capacity``; a batch is a list of rows. Epochs of few rows are
+    packed in 12 windows, drawn anew: two examples of a row share one again with a probability of about 1 in 15, less in
+    long epochs; more where an epoch has fewer than 12 rows, which have a window each.
     """
 
     capacity: int
