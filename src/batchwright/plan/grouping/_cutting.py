@@ -95,7 +95,8 @@ def cut_running(problem: Problem, columns: npt.NDArray[np.int32]) -> Cut:
     """
     units = to_units(columns, problem.pad_multiple_of)
     starts, first_open = _Chain(problem, units).follow()
-    tops = np.maximum.reduceat(units, starts, axis=1).astype(np.int64)
+    tops = units if len(starts) == units.shape[1] else np.maximum.reduceat(units, starts, axis=1)
+    tops = tops.astype(np.int64)
     return Cut(starts, (tops * problem.pad_multiple_of).T, first_open)
 
 
@@ -143,7 +144,7 @@ class _Chain:
                 place, count = self._follow_lifted(place)
             else:
                 place, count = self._follow_one(place, count)
-        return np.concatenate(self._starts).astype(np.int64), self._first_open
+        return np.concatenate(self._starts).astype(np.int64, copy=False), self._first_open
 
     def _follow_one(self, place: int, guess: int) -> tuple[int, int]:
         """Close the batch that begins at a place; return where the next begins, and the count before rounding."""
@@ -227,15 +228,32 @@ class _Chain:
 
 def _walk(sizes: IntArray, place: int) -> tuple[IntArray, int]:
     """Go on by the size at each place from a place on; return the places visited, and the first that has none."""
-    if (sizes[place:] == 1).all():
-        return np.arange(place, len(sizes)), len(sizes)
-    steps, visited = sizes.tolist() + [0] * _MOST_LIFTED, []
+    ends = np.append(np.flatnonzero(sizes[1:] != sizes[:-1]) + 1, len(sizes))
+    steps = sizes.tolist() + [0] * _MOST_LIFTED
+    if _RUN * len(ends) < len(sizes):
+        return _walk_runs(steps, ends.tolist(), place)
+    visited = []
     step = steps[place]
     while step:
         visited.append(place)
         place += step
         step = steps[place]
     return np.array(visited, dtype=np.int64), place
+
+
+_RUN = 4  # equal sizes are worth counting in runs of so many
+
+
+def _walk_runs(steps: list[int], ends: list[int], place: int) -> tuple[IntArray, int]:
+    """Walk by runs of equal sizes, which are counted and not walked over."""
+    runs = []
+    end = 0
+    while steps[place]:
+        end = bisect_right(ends, place, end)
+        count = -((place - ends[end]) // steps[place])
+        runs.append((place, steps[place], count))
+        place += count * steps[place]
+    return _spread(runs), place
 
 
 @final

@@ -327,7 +327,7 @@ def _choices(bounds: IntArray, totals: IntArray, num_bounds: int) -> list[IntArr
         choices.append(np.where(is_better, places - back, -1))
         np.minimum(best, cost, out=cost)
         if is_exact:
-            width = int(np.max(back, where=is_better, initial=1))
+            width = max(1, int((back * is_better).max()))
     return choices
 
 
