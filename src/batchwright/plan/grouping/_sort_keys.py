@@ -69,7 +69,7 @@ def order_examples(
         return _sort_wide(num_examples, fields, num_groups, stream).indices
     keys = _sorted_keys(num_examples, fields, widths, stream, num_groups=num_groups)
     indices = np.empty(num_examples, dtype=np.int32)
-    mask = np.uint64((1 << widths.index) - 1)
+    mask = np.uint64((1 << widths.index_bits) - 1)
     return np.bitwise_and(keys, mask, out=indices, casting="unsafe", dtype=np.uint64)
 
 
@@ -77,16 +77,16 @@ def order_examples(
 class _Widths(NamedTuple):
     """The bits of a key, from the lowest."""
 
-    index: int
-    chance: int
-    value: int
+    index_bits: int
+    chance_bits: int
+    value_bits: int
 
 
 def _sorted_keys(
     num_examples: int, fields: Fields, widths: _Widths, stream: np.random.PCG64 | None, *, num_groups: int
 ) -> UInt64Array:
     keys = np.empty(num_examples, dtype=np.uint64)
-    mask = np.uint64((1 << widths.chance) - 1)
+    mask = np.uint64((1 << widths.chance_bits) - 1)
     shifts = [np.uint64(sum(widths[:num])) for num in (1, 2, 3)]
     for start in range(0, num_examples, _CHUNK):
         stop = min(start + _CHUNK, num_examples)
@@ -119,11 +119,11 @@ def _unpack(keys: UInt64Array, widths: _Widths, num_groups: int) -> SortedKeys:
     inner = np.searchsorted(keys, np.arange(1, num_groups, dtype=np.uint64) << np.uint64(sum(widths)))
     indices = np.empty(len(keys), dtype=np.int32)
     values = np.empty(len(keys), dtype=np.int32)
-    index_mask, value_mask = np.uint64((1 << widths.index) - 1), np.uint64((1 << widths.value) - 1)
+    index_mask, value_mask = np.uint64((1 << widths.index_bits) - 1), np.uint64((1 << widths.value_bits) - 1)
     for start in range(0, len(keys), _CHUNK):
         part = keys[start : start + _CHUNK]
         indices[start : start + _CHUNK] = part & index_mask
-        values[start : start + _CHUNK] = (part >> np.uint64(widths.index + widths.chance)) & value_mask
+        values[start : start + _CHUNK] = (part >> np.uint64(widths.index_bits + widths.chance_bits)) & value_mask
     return SortedKeys(indices, values, np.concatenate([[0], inner, [len(keys)]]).astype(np.int64))
 
 
