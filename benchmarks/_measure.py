@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-from _arm import Planner
 from _arms import ARMS
-from _distributions import DISTRIBUTIONS, IntArray
+from _distributions import DISTRIBUTIONS
 from _metrics import summarize
 
 _SELF = Path("/proc/self")
@@ -31,58 +30,78 @@ class Task:
         arm: a name of ``ARMS``.
         distribution: a name of ``DISTRIBUTIONS``.
         num_examples: how many lengths to plan; the arm may be given fewer.
-        repeats: how often the plan is timed.
-        max_seconds: no further repeat is begun after so much time; at least one is done.
     """
 
     arm: str
     distribution: str
     num_examples: int
-    repeats: int
-    max_seconds: float
 
 
-def measure(task: Task) -> dict[str, Any]:
-    """Plan once for memory, then again for time, and judge the first two epochs."""
-    arm, distribution = ARMS[task.arm], DISTRIBUTIONS[task.distribution]
-    lengths = distribution.lengths(arm.num_examples(task.distribution, task.num_examples))
-    # A short plan loads what is loaded lazily and compiles what is compiled, but leaves little memory to reuse.
-    arm.make(lengths[: arm.warm_up_examples], distribution.budget).plan(0)
-    planner = arm.make(lengths, distribution.budget)
-    first, peak_bytes, method = _peak_growth(lambda: planner.plan(0))
-    second, timing = _time(planner, lengths, task)
-    epochs = planner.batches(first), planner.next_epoch(first, second)
-    return {
-        "num_examples": len(lengths),
-        **timing,
-        "peak_bytes_per_example": peak_bytes / len(lengths),
-        "peak_method": method,
-        **summarize(*epochs, lengths, distribution.budget),
-    }
+@final
+class Session:
+    """One arm in a process of its own: one plan for memory, then a timed plan whenever it is the arm's turn."""
 
+    def __init__(self, task: Task) -> None:
+        arm, self._distribution = ARMS[task.arm], DISTRIBUTIONS[task.distribution]
+        self._all = self._distribution.lengths(task.num_examples)
+        self._sorted = np.ascontiguousarray(self._all.reshape(len(self._all), -1)[:, 0])
+        self._lengths = self._all[: arm.num_examples(task.distribution, task.num_examples)]
+        # A short plan loads what is loaded lazily and compiles what is compiled, but leaves little memory to reuse.
+        arm.make(self._lengths[: arm.warm_up_examples], self._distribution.budget).plan(0)
+        self._planner = arm.make(self._lengths, self._distribution.budget)
+        self._first, self._peak_bytes, self._method = _peak_growth(lambda: self._planner.plan(0))
+        self._second: Any = None
+        self._times: list[dict[str, float]] = []
 
-def _time(planner: Planner, lengths: IntArray, task: Task) -> tuple[Any, dict[str, Any]]:
-    """Time the plan and a stable argsort of the same lengths in turn; return the plan of epoch 1."""
-    plan_seconds, cpu_seconds, argsort_seconds = [], [], []
-    began, second = time.perf_counter(), None
-    for epoch in range(1, task.repeats + 1):
-        argsort_seconds.append(_seconds(lambda: np.argsort(lengths, kind="stable"))[1])
+    def take_turn(self) -> float:
+        """Time an argsort and the plan of the next epoch, one after the other; return the seconds of the plan."""
+        began = time.monotonic()  # one clock for all processes
+        argsort = _seconds(lambda: np.argsort(self._sorted, kind="stable"))[1]
         cpu = time.process_time()
-        result, seconds = _seconds(lambda epoch=epoch: planner.plan(epoch))  # type: ignore[misc]
-        cpu_seconds.append(time.process_time() - cpu)
-        plan_seconds.append(seconds)
-        second = result if epoch == 1 else second
-        del result
-        if time.perf_counter() - began > task.max_seconds:
-            break
-    seconds, argsort = statistics.median(plan_seconds), statistics.median(argsort_seconds)
-    return second, {
-        "plan_seconds": seconds,
-        "plan_seconds_all": plan_seconds,
-        "plan_cpu_seconds": statistics.median(cpu_seconds),
-        "argsort_seconds": argsort,
-        "argsort_seconds_all": argsort_seconds,
-        "argsort_ratio": seconds / argsort,
+        result, seconds = _seconds(lambda: self._planner.plan(len(self._times) + 1))
+        cpu = time.process_time() - cpu
+        if self._second is None:
+            self._second = result
+        self._times.append({"began": began, "plan": seconds, "cpu": cpu, "argsort": argsort})
+        return seconds
+
+    def row(self) -> dict[str, Any]:
+        """Return all figures: times over the turns, memory, and the worth of the first two epochs."""
+        planner = self._planner
+        epochs = planner.batches(self._first), planner.next_epoch(self._first, self._second)
+        return {
+            "num_examples": len(self._lengths),
+            **timing(self._times, share=len(self._lengths) / len(self._all)),
+            "peak_bytes_per_example": self._peak_bytes / len(self._lengths),
+            "peak_method": self._method,
+            **summarize(*epochs, self._lengths, self._distribution.budget),
+        }
+
+
+def timing(times: list[dict[str, float]], *, share: float) -> dict[str, Any]:
+    """Return medians and spread; a ratio divides the plan by the argsort of the same turn, per example.
+
+    Args:
+        times: when each turn began, the seconds of the plan, of its processor and of the argsort.
+        share: how many of the sorted examples were planned.
+
+    >>> times = [{"began": 0, "plan": 2, "cpu": 2, "argsort": 1}, {"began": 7, "plan": 9, "cpu": 8, "argsort": 3}]
+    >>> found = timing(times, share=0.5)
+    >>> found["argsort_ratio"], found["argsort_ratio_min"], found["argsort_ratio_max"], found["plan_seconds"]
+    (5.0, 4.0, 6.0, 5.5)
+    """
+    columns = {name: [turn[name] for turn in times] for name in ("began", "plan", "cpu", "argsort")}
+    ratios = [turn["plan"] / turn["argsort"] / share for turn in times]
+    return {
+        "plan_seconds": statistics.median(columns["plan"]),
+        "plan_seconds_all": columns["plan"],
+        "turns_began": columns["began"],
+        "plan_cpu_seconds": statistics.median(columns["cpu"]),
+        "argsort_seconds": statistics.median(columns["argsort"]),
+        "argsort_seconds_all": columns["argsort"],
+        "argsort_ratio": statistics.median(ratios),
+        "argsort_ratio_min": min(ratios),
+        "argsort_ratio_max": max(ratios),
     }
 
 

@@ -25,7 +25,7 @@ class Batches:
     Args:
         indices: example numbers, all batches one after the other.
         offsets: where each batch begins, and the end of the last; shape ``(num_batches + 1,)``.
-        padded_lengths: what the examples of a batch are padded to; the longest of the batch if None.
+        padded_lengths: what the examples of a batch are padded to, ``(B,)`` or ``(B, axes)``; the longest if None.
         capacity: for packers, the tokens of one row; None for padded batches.
         num_rows: for packers, the rows of each batch; one row a batch if None.
     """
@@ -64,24 +64,25 @@ class Batches:
         return np.diff(self.offsets)
 
     def real_tokens(self, lengths: IntArray) -> IntArray:
-        """Tokens in each batch without padding."""
-        return np.add.reduceat(lengths[self.indices], self.offsets[:-1])
+        """Tokens in each batch without padding, of all axes together."""
+        return np.add.reduceat(totals(lengths)[self.indices], self.offsets[:-1])
 
     def shapes(self, lengths: IntArray) -> IntArray:
-        """Rows and columns of each batch as the device sees it, shape ``(num_batches, 2)``."""
+        """Rows and columns of each batch as the device sees it, shape ``(num_batches, 1 + axes)``."""
         if self.capacity is not None:
             rows = np.ones(len(self), dtype=np.int64) if self.num_rows is None else self.num_rows
             return np.stack([rows, np.full(len(self), self.capacity)], axis=1)
-        longest = np.maximum.reduceat(lengths[self.indices], self.offsets[:-1])
+        longest = np.maximum.reduceat(_columns(lengths)[self.indices], self.offsets[:-1])
         if self.padded_lengths is None:
-            return np.stack([self.sizes, longest], axis=1)
-        if (self.padded_lengths < longest).any():
+            return np.column_stack([self.sizes, longest])
+        if (_columns(self.padded_lengths) < longest).any():
             raise ValueError("a batch is padded to less than its longest example")
-        return np.stack([self.sizes, self.padded_lengths], axis=1)
+        return np.column_stack([self.sizes, self.padded_lengths])
 
     def padded_tokens(self, lengths: IntArray) -> IntArray:
         """Tokens in each batch with padding; a packed row counts in full, an overfull one as it is."""
-        padded: IntArray = self.shapes(lengths).prod(axis=1)
+        shapes = self.shapes(lengths)
+        padded: IntArray = shapes[:, 0] * shapes[:, 1:].sum(axis=1)
         return padded if self.capacity is None else np.maximum(padded, self.real_tokens(lengths))
 
     def costs(self, lengths: IntArray) -> FloatArray:
@@ -91,10 +92,20 @@ class Batches:
         example only, so its cost is the sum over its examples.
         """
         if self.capacity is None:
-            rows, columns = self.shapes(lengths).T
+            shapes = self.shapes(lengths)
+            rows, columns = shapes[:, 0], shapes[:, 1:].sum(axis=1)
             return np.asarray(rows * columns * (1 + columns / COST_LENGTH))
         own = lengths[self.indices].astype(np.float64)
         return np.add.reduceat(own * (1 + own / COST_LENGTH), self.offsets[:-1])
+
+
+def totals(lengths: IntArray) -> IntArray:
+    """The length of each example, of all axes together."""
+    return lengths if lengths.ndim == 1 else lengths.sum(axis=1)
+
+
+def _columns(lengths: IntArray) -> IntArray:
+    return lengths[:, None] if lengths.ndim == 1 else lengths
 
 
 def floor_batches(lengths: IntArray, budget: int) -> int:
@@ -120,7 +131,7 @@ def order_correlation(batches: Batches, lengths: IntArray, *, world_size: int) -
     edges = batches.offsets[: num_steps * world_size + 1 : world_size]
     if num_steps < 3:
         return None
-    ordered = lengths[batches.indices[: edges[-1]]]
+    ordered = totals(lengths)[batches.indices[: edges[-1]]]
     means = np.add.reduceat(ordered, edges[:-1]) / np.diff(edges)
     before, after = means[:-1] - means[:-1].mean(), means[1:] - means[1:].mean()
     scale = np.sqrt((before @ before) * (after @ after))

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, final
 
 from _arm import PLAN_SEED, Planner
-from _metrics import Batches, IntArray
+from _metrics import WORLD_SIZE, Batches, IntArray
 
 
 @final
@@ -20,7 +20,7 @@ class Ours(Planner):
         budget: the largest number of padded tokens per batch.
         grouping: the name of a grouping of batchwright, e.g. ``"Buckets"``. Rows of ``"Packed"`` are as long as
             the budget, so that a batch is one row.
-        balance_over: the option of ``plan_batches``; None leaves its default.
+        balance_over: the option of ``plan_batches``: how many ranks are balanced.
         use_numba: False hides numba from this process, as if it were not installed.
         options: what the grouping is built with.
     """
@@ -31,7 +31,7 @@ class Ours(Planner):
         budget: int,
         *,
         grouping: str,
-        balance_over: int | None = None,
+        balance_over: int = WORLD_SIZE,
         use_numba: bool = True,
         **options: int,
     ) -> None:
@@ -42,8 +42,7 @@ class Ours(Planner):
 
         if grouping == "Packed":
             options["capacity"] = budget
-        chosen: dict[str, Any] = {} if balance_over is None else {"balance_over": balance_over}
-        self._plan_batches: Callable[..., Any] = partial(bw.plan_batches, seed=PLAN_SEED, **chosen)
+        self._plan_batches: Callable[..., Any] = partial(bw.plan_batches, seed=PLAN_SEED, balance_over=balance_over)
         self._budget = bw.MaxTokens(budget)
         self._grouping = getattr(bw, grouping)(**options)
 
@@ -52,5 +51,5 @@ class Ours(Planner):
 
     def batches(self, plan: Any) -> Batches:
         if plan.row_offsets is None:
-            return Batches(plan.indices, plan.offsets, padded_lengths=plan.shapes[:, 1])
+            return Batches(plan.indices, plan.offsets, padded_lengths=plan.shapes[:, 1:])
         return Batches(plan.indices, plan.offsets, capacity=self.budget, num_rows=plan.shapes[:, 0])

@@ -57,7 +57,7 @@ _COLUMNS = (
     ("arm", lambda row: row["title"]),
     ("N", lambda row: _count(row["num_examples"])),
     ("plan s", lambda row: f"{row['plan_seconds']:.3f}"),
-    ("÷ argsort", lambda row: f"{row['argsort_ratio']:.1f}"),
+    ("÷ argsort (min to max)", lambda row: _spread(row)),
     ("peak B/example", lambda row: f"{row['peak_bytes_per_example']:.0f}"),
     ("batches (floor)", lambda row: f"{row['batches']:,} ({row['floor']:,})"),
     ("padding", lambda row: f"{row['padding']:.2%}"),
@@ -107,6 +107,13 @@ def _count(number: int) -> str:
         if number >= unit and number % unit == 0:
             return f"{number // unit}{name}"
     return f"{number:,}"
+
+
+def _spread(row: Row) -> str:
+    """The median of the ratios, and between which they lie."""
+    form = ".1f" if row["argsort_ratio"] < 100 else ".0f"
+    low, middle, high = (format(row[f"argsort_ratio{end}"], form) for end in ("_min", "", "_max"))
+    return f"{middle} ({low} to {high})"
 
 
 def _maybe(value: float | None, form: str) -> str:

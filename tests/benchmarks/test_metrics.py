@@ -189,3 +189,17 @@ def test_equal_shapes_count_once():
 
 def _by_room(rooms):
     return Batches.from_lists([[i for i, r in enumerate(rooms) if r == room] for room in sorted(set(rooms))])
+
+
+def test_two_axes_are_padded_separately_and_counted_together():
+    # Batches (3, 10), (5, 2) and (4, 4): 2 × (5 + 10) and 1 × (4 + 4) tokens, of which 20 and 8 are real.
+    pairs = np.array([[3, 10], [5, 2], [4, 4]])
+    batches = Batches.from_lists([[0, 1], [2]])
+    assert batches.real_tokens(pairs).tolist() == [20, 8]
+    assert batches.shapes(pairs).tolist() == [[2, 5, 10], [1, 4, 4]]
+    assert batches.padded_tokens(pairs).tolist() == [30, 8]
+    assert batches.costs(pairs).tolist() == [30 * (1 + 15 / 1024), 8 * (1 + 8 / 1024)]
+    assert metrics.floor_batches(pairs, 30) == 1
+    bounded = Batches(batches.indices, batches.offsets, padded_lengths=np.array([[5, 9], [4, 4]]))
+    with pytest.raises(ValueError, match="less than its longest"):
+        bounded.shapes(pairs)

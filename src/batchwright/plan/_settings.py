@@ -39,7 +39,7 @@ class PlanSettings:
     remainder: Remainder = "spread"
     balance_over: int | None = None
     cost: Cost | None = None
-    rules: int = RULES  # 1: long runs of batches are shortened where an epoch has few batches
+    rules: int = RULES  # 1: long runs are shortened where an epoch has few batches; few rows are packed in one window
 
     def __post_init__(self) -> None:
         check_grouping(self.grouping)

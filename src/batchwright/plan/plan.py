@@ -169,4 +169,5 @@ def make_problem(admitted: Admitted, budget: Budget, settings: PlanSettings, epo
         shuffle=settings.shuffle,
         seed=settings.seed,
         epoch=epoch,
+        rules=settings.rules,
     )

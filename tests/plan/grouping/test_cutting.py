@@ -1,5 +1,7 @@
 """Cutting a sequence into batches, against a loop that tries one example more at a time."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -57,12 +59,42 @@ def test_padded_lengths_are_those_of_the_longest_on_each_axis(axes):
     assert plan.shapes[:, 1:].tolist() == (-(-np.array(longest) // 8) * 8).tolist()
 
 
+def one_by_one(sizes, offsets):
+    """Where batches of falling lengths start, and what is left of each window, one batch at a time."""
+    starts, rests = [], []
+    for place, stop in pairwise(offsets):
+        while place < stop and place + sizes[place] <= stop:
+            starts.append(place)
+            place += sizes[place]
+        rests.append(place)
+    return starts, rests
+
+
 def test_falling_lengths_are_cut_by_the_first_of_each_batch():
-    starts = []
-    # Sizes 2 at length 5, 3 at length 4, 4 at length 1: the batches are 5 5 | 4 4 1, then 1 1 is not full.
-    rest = cut_falling(np.array([5, 5, 4, 4, 1, 1, 1], dtype=np.int32), 0, 7, {5: 2, 4: 3, 1: 4}, starts)
-    assert starts == [0, 2]
-    assert rest == 5
+    # Sizes 2, 3 and 4 as lengths fall: the first two batches hold 2 and 3, then two are left where 4 would fit.
+    starts, rests = cut_falling(np.array([2, 2, 3, 3, 4, 4, 4]), np.array([0, 7]))
+    assert starts.tolist() == [0, 2]
+    assert rests == [5]
+
+
+@settings(max_examples=200)
+@given(st.lists(st.lists(st.integers(1, 5), max_size=40), min_size=1, max_size=5), st.booleans())
+def test_equal_sizes_are_cut_as_one_by_one(windows, rising):
+    windows = [sorted(window) if rising else window for window in windows]
+    sizes = np.array([size for window in windows for size in window], dtype=np.int64)
+    offsets = np.cumsum([0, *map(len, windows)])
+    starts, rests = cut_falling(sizes, offsets)
+    assert (starts.tolist(), rests) == one_by_one(sizes.tolist(), offsets.tolist())
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("most", [1, 1.3, 4, 40, 90, 140, 400])
+def test_batches_of_any_size_are_those_of_one_example_more_at_a_time(axes, most):
+    # 9,000 examples are more than the two chunks in which small batches are counted.
+    lengths = np.random.default_rng(1).integers(1, 21, (9000, axes))
+    budget = bw.MaxTokens(int(axes * 20 * most))
+    plan = bw.plan_batches(lengths, budget, grouping=bw.InOrder())
+    assert plan.offsets.tolist() == greedy(lengths, budget, 1, SizeRounding())
 
 
 @given(st.integers(0, 300), st.integers(1, 64), st.sampled_from([(1, None), (8, None), (1, "pow2"), (2, "pow2x3")]))

@@ -1,5 +1,8 @@
 """Best-fit decreasing: rows that hold, the same by both ways, as few as the textbook's."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,9 +10,10 @@ from hypothesis import strategies as st
 
 import batchwright as bw
 from batchwright._optional import is_installed
-from batchwright.errors import ArgumentError, BudgetError
+from batchwright.errors import ArgumentError, BudgetError, StateMismatchError
 from batchwright.plan.grouping import packed as _packing
 from batchwright.plan.grouping.packed import pack_rows
+from batchwright.plan.plan import plan_epoch
 
 needs_numba = pytest.mark.skipif(not is_installed("numba"), reason="compares with compiled code")
 
@@ -109,6 +113,104 @@ def test_rows_of_the_next_epoch_hold_other_examples():
     ]
     first, second = ({frozenset(row) for batch in plan for row in batch if len(row) > 1} for plan in plans)
     assert len(first & second) < 0.05 * len(first)
+
+
+def rows_of(lengths, capacity, epoch=0, **options):
+    """The row of each example in a plan."""
+    plan = bw.plan_batches(lengths, bw.MaxTokens(capacity), grouping=bw.Packed(capacity), epoch=epoch, **options)
+    row_of = np.empty(len(lengths), dtype=np.int64)
+    row_of[plan.indices] = np.repeat(np.arange(len(plan.row_offsets) - 1), np.diff(plan.row_offsets))
+    return row_of
+
+
+def pairs(counts):
+    return int((counts * (counts - 1) // 2).sum())
+
+
+def share_met_again(lengths, capacity):
+    """The share of pairs in a row that are in one row in the next epoch too."""
+    first, second = rows_of(lengths, capacity), rows_of(lengths, capacity, epoch=1)
+    both = np.unique(first << 32 | second, return_counts=True)[1]
+    return pairs(both) / pairs(np.bincount(first))
+
+
+@pytest.mark.parametrize(
+    ("num", "capacity", "most"), [(20_000, 4096, 0.1), (20_000, 8192, 0.1), (5000, 4096, 0.1), (1000, 4096, 0.1)]
+)
+def test_neighbours_of_few_examples_are_new_too(num, capacity, most):
+    lengths = log_normal(num, 2048)
+    assert share_met_again(lengths, capacity) < most
+
+
+@pytest.mark.parametrize("capacity", [2048, 4096, 8192])
+@pytest.mark.parametrize("num", [1000, 5000, 20_000])
+def test_more_windows_leave_rows_as_full_within_a_hundredth(num, capacity):
+    # Half a row is the hardest to fill, and there are no small examples.
+    lengths = np.random.default_rng(0).integers(100, 2001, num).astype(np.int32)
+    sampler = bw.BatchSampler(lengths, bw.MaxTokens(capacity), grouping=bw.Packed(capacity), balance_over=1)
+    old = plan_epoch(sampler._lengths, sampler.budget, replace(sampler.settings, rules=1), 0)
+    assert len(sampler) <= 1.01 * len(old) + 1
+
+
+def test_without_shuffling_all_is_packed_as_before():
+    lengths = log_normal(3000, 256)
+    # 3,000 examples are worth 1,400 rows of 256: 11 windows in the order of the data.
+    num_windows = round(lengths.sum() / 256 / 128)
+    edges = np.searchsorted(np.arange(3000) * num_windows // 3000, np.arange(num_windows + 1))
+    parts = [lengths[start:stop] for start, stop in pairwise(edges)]
+    expected = pack_rows(np.concatenate([np.sort(part)[::-1] for part in parts]), 256)
+    assert int(rows_of(lengths, 256, shuffle=False).max()) == int(expected.max())
+
+
+def test_fewer_rows_than_windows_have_a_window_each():
+    # 30 examples of 10 in rows of 100 are 3 rows; in 3 windows, drawn by chance, they are still 3 rows.
+    plan = bw.plan_batches([10] * 30, bw.MaxItems(1), grouping=bw.Packed(100))
+    assert len(plan) == 3
+
+
+def old_state(sampler, epoch, position):
+    return {**sampler.state_dict(), "version": 1, "epoch": epoch, "position": position}
+
+
+def test_an_epoch_that_began_with_the_old_windows_ends_with_them():
+    lengths = log_normal(2000, 256)
+    sampler = bw.BatchSampler(lengths, bw.MaxTokens(4096), grouping=bw.Packed(1024), balance_over=1)
+    settings = replace(sampler.settings, rules=1)
+    old = plan_epoch(sampler._lengths, sampler.budget, settings, 2)
+    sampler.load_state_dict(old_state(sampler, 2, int(old.offsets[3])))
+    assert list(sampler) == list(old)[3:]
+    assert list(sampler) == list(
+        bw.plan_batches(lengths, bw.MaxTokens(4096), grouping=bw.Packed(1024), balance_over=1, epoch=3)
+    )
+    assert list(old) != list(
+        bw.plan_batches(lengths, bw.MaxTokens(4096), grouping=bw.Packed(1024), balance_over=1, epoch=2)
+    )
+
+
+def test_a_pass_of_a_stream_that_began_with_the_old_windows_ends_with_them():
+    lengths = log_normal(2000, 256).tolist()
+    options = {"length_of": int, "budget": bw.MaxTokens(4096), "grouping": bw.Packed(1024), "buffer_size": 1000}
+    stream, new = (bw.StreamBatcher(lengths, **options) for _ in range(2))
+    settings = replace(stream.settings, rules=1)
+    buffers = [np.array(lengths[:1000])[:, None], np.array(lengths[1000:])[:, None]]
+    old = [
+        [[int(buffer[index, 0]) for index in row] for row in batch]
+        for number, buffer in enumerate(buffers)
+        for batch in plan_epoch(buffer.astype(np.int32), stream.budget, settings, number)
+    ]
+    stream.load_state_dict({**stream.state_dict(), "version": 1, "num_given": 2})
+    assert stream.state_dict()["version"] == 1
+    assert list(stream) == old[2:]
+    assert list(new) != old
+    assert stream.state_dict()["version"] == 2
+    assert list(stream) == list(new)
+
+
+@pytest.mark.parametrize("version", [0, 3])
+def test_a_stream_refuses_a_state_of_unknown_rules(version):
+    stream = bw.StreamBatcher([1], length_of=int, budget=bw.MaxTokens(4))
+    with pytest.raises(StateMismatchError, match=rf"version.*{version}"):
+        stream.load_state_dict({**stream.state_dict(), "version": version})
 
 
 def test_leftover_rows_keep_to_the_ladder():

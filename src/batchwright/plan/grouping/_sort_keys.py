@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..._random import words
+from .base import UInt64Array
 
-UInt64Array = npt.NDArray[np.uint64]
 # fields(start, stop, random words) -> (group, value) of the examples start..stop
 Fields = Callable[[int, int, UInt64Array], tuple[UInt64Array, UInt64Array]]
 
@@ -52,10 +52,42 @@ def sort_examples(
     widths = _widths(num_examples, num_groups, max_value)
     if widths is None:
         return _sort_wide(num_examples, fields, num_groups, stream)
-    index_bits, random_bits, value_bits = widths
+    return _unpack(_sorted_keys(num_examples, fields, widths, stream, num_groups=num_groups), widths, num_groups)
+
+
+def order_examples(
+    num_examples: int,
+    fields: Fields,
+    *,
+    num_groups: int,
+    max_value: int,
+    stream: np.random.PCG64 | None,
+) -> npt.NDArray[np.int32]:
+    """Return only the order of the examples: as ``sort_examples``, without the values and the groups."""
+    widths = _widths(num_examples, num_groups, max_value)
+    if widths is None:
+        return _sort_wide(num_examples, fields, num_groups, stream).indices
+    keys = _sorted_keys(num_examples, fields, widths, stream, num_groups=num_groups)
+    indices = np.empty(num_examples, dtype=np.int32)
+    mask = np.uint64((1 << widths.index_bits) - 1)
+    return np.bitwise_and(keys, mask, out=indices, casting="unsafe", dtype=np.uint64)
+
+
+@final
+class _Widths(NamedTuple):
+    """The bits of a key, from the lowest."""
+
+    index_bits: int
+    chance_bits: int
+    value_bits: int
+
+
+def _sorted_keys(
+    num_examples: int, fields: Fields, widths: _Widths, stream: np.random.PCG64 | None, *, num_groups: int
+) -> UInt64Array:
     keys = np.empty(num_examples, dtype=np.uint64)
-    mask = np.uint64((1 << random_bits) - 1)
-    shifts = [np.uint64(b) for b in (index_bits, index_bits + random_bits, index_bits + random_bits + value_bits)]
+    mask = np.uint64((1 << widths.chance_bits) - 1)
+    shifts = [np.uint64(sum(widths[:num])) for num in (1, 2, 3)]
     for start in range(0, num_examples, _CHUNK):
         stop = min(start + _CHUNK, num_examples)
         chance = _chance(stop - start, stream)
@@ -68,31 +100,30 @@ def sort_examples(
             key |= (chance & mask) << shifts[0]
         key |= np.arange(start, stop, dtype=np.uint64)
     keys.sort()
-    return _unpack(keys, index_bits, random_bits, value_bits, num_groups)
+    return keys
 
 
-def _widths(num_examples: int, num_groups: int, max_value: int) -> tuple[int, int, int] | None:
+def _widths(num_examples: int, num_groups: int, max_value: int) -> _Widths | None:
     """Return the bits of index, chance and value, or None when 64 are too few."""
     index_bits = max(1, (num_examples - 1).bit_length())
     value_bits = max(1, max_value.bit_length())
     random_bits = min(32, 64 - index_bits - value_bits - (num_groups - 1).bit_length())
-    return None if random_bits < _MIN_RANDOM_BITS else (index_bits, random_bits, value_bits)
+    return None if random_bits < _MIN_RANDOM_BITS else _Widths(index_bits, random_bits, value_bits)
 
 
 def _chance(num: int, stream: np.random.PCG64 | None) -> UInt64Array:
     return np.zeros(num, dtype=np.uint64) if stream is None else words(num, stream)
 
 
-def _unpack(keys: UInt64Array, index_bits: int, random_bits: int, value_bits: int, num_groups: int) -> SortedKeys:
-    group_shift = index_bits + random_bits + value_bits
-    inner = np.searchsorted(keys, np.arange(1, num_groups, dtype=np.uint64) << np.uint64(group_shift))
+def _unpack(keys: UInt64Array, widths: _Widths, num_groups: int) -> SortedKeys:
+    inner = np.searchsorted(keys, np.arange(1, num_groups, dtype=np.uint64) << np.uint64(sum(widths)))
     indices = np.empty(len(keys), dtype=np.int32)
     values = np.empty(len(keys), dtype=np.int32)
-    index_mask, value_mask = np.uint64((1 << index_bits) - 1), np.uint64((1 << value_bits) - 1)
+    index_mask, value_mask = np.uint64((1 << widths.index_bits) - 1), np.uint64((1 << widths.value_bits) - 1)
     for start in range(0, len(keys), _CHUNK):
         part = keys[start : start + _CHUNK]
         indices[start : start + _CHUNK] = part & index_mask
-        values[start : start + _CHUNK] = (part >> np.uint64(index_bits + random_bits)) & value_mask
+        values[start : start + _CHUNK] = (part >> np.uint64(widths.index_bits + widths.chance_bits)) & value_mask
     return SortedKeys(indices, values, np.concatenate([[0], inner, [len(keys)]]).astype(np.int64))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, final, get_args
@@ -18,7 +19,10 @@ from ...errors import ArgumentError
 from .._order import order_batches, step_cost
 from ..budget import Budget
 
+UInt64Array = npt.NDArray[np.uint64]
+
 _SAMPLE = 32_768
+MAX_TABLE = 1 << 20  # a table with an entry for each length up to this is faster than bisection
 
 
 @final
@@ -33,6 +37,7 @@ class Problem:
     shuffle: bool
     seed: int
     epoch: int
+    rules: int  # of the plan: an epoch that began under earlier rules ends under them
 
     @property
     def num_examples(self) -> int:
@@ -108,9 +113,20 @@ class LengthTable:
         """Return the batches needed if none had a gap: every example takes 1 / size of one."""
         return float((self.counts / self.sizes).sum())
 
-    def size_at(self) -> dict[int, int]:
-        """Return the items that fit at each distinct unit."""
-        return dict(zip(self.values.tolist(), self.sizes.tolist(), strict=True))
+    def sizes_of(self, units: IntArray) -> IntArray:
+        """Return the items that fit at each of some units: all must be among the values."""
+        if self._sizes_by_unit is None:
+            return self.sizes[np.searchsorted(self.values, units)]
+        return self._sizes_by_unit[units]
+
+    @cached_property
+    def _sizes_by_unit(self) -> IntArray | None:
+        """Return a table of the sizes at all units, None where it would be large."""
+        if self.values[-1] > MAX_TABLE:
+            return None
+        table = np.zeros(int(self.values[-1]) + 1, dtype=np.int64)
+        table[self.values] = self.sizes
+        return table
 
 
 @final
@@ -133,6 +149,18 @@ class Groups:
 def to_units(lengths: IntArray, multiple: int) -> IntArray:
     """Return how many units of padding each length takes: ``ceil(length / multiple)``."""
     return lengths if multiple == 1 else -(-lengths // multiple)
+
+
+def stratum_lookup(bounds: IntArray, longest: int) -> Callable[[IntArray], UInt64Array]:
+    """Return the function from units, up to the longest, to how many bounds lie below each.
+
+    >>> stratum_lookup(np.array([2, 5]), 9)(np.array([1, 2, 3, 9])).tolist()
+    [0, 0, 1, 2]
+    """
+    if longest > MAX_TABLE:
+        return lambda units: np.searchsorted(bounds, units).astype(np.uint64)
+    table = np.searchsorted(bounds, np.arange(longest + 1)).astype(np.uint64)
+    return lambda units: table[units]
 
 
 def distinct(values: IntArray) -> tuple[IntArray, IntArray]:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ..._checks import as_whole
 from ..._random import Purpose
-from ..._types import IntArray
+from ..._types import MAX_INT32, IntArray
 from ...errors import ArgumentError
 from ._cutting import cut_rest, fill_cells
-from ._sort_keys import UInt64Array, sort_examples
-from .base import Grouping, Groups, Problem, distinct, to_units
-
-_MAX_TABLE = 1 << 20
+from ._sort_keys import sort_examples
+from .base import Grouping, Groups, Problem, UInt64Array, distinct, stratum_lookup, to_units
 
 
 def bucket_bounds(problem: Problem, count: int, batches_per_bucket: float) -> IntArray:
@@ -33,7 +33,7 @@ def group_buckets(problem: Problem, bounds: IntArray) -> Groups:
 
     Buckets follow each other, so what does not fill a batch in one simply begins the next.
     """
-    bucket_of = _bucket_lookup(bounds)
+    bucket_of = stratum_lookup(bounds, int(bounds[-1]))
 
     def fields(start: int, stop: int, chance: UInt64Array) -> tuple[UInt64Array, UInt64Array]:
         units = to_units(problem.lengths[start:stop, 0], problem.pad_multiple_of)
@@ -49,14 +49,6 @@ def group_buckets(problem: Problem, bounds: IntArray) -> Groups:
     padded = (bounds * problem.pad_multiple_of)[:, None]
     batches = fill_cells(np.diff(keys.group_offsets), problem.sizes(padded))
     return batches.to_groups(problem, keys.indices, padded)
-
-
-def _bucket_lookup(bounds: IntArray) -> Callable[[IntArray], UInt64Array]:
-    """Return the function from units to buckets: a table where that is small, bisection otherwise."""
-    if bounds[-1] > _MAX_TABLE:
-        return lambda units: np.searchsorted(bounds, units).astype(np.uint64)
-    table = np.searchsorted(bounds, np.arange(int(bounds[-1]) + 1)).astype(np.uint64)
-    return lambda units: table[units]
 
 
 _Part: TypeAlias = tuple[npt.NDArray[np.int32], IntArray, IntArray]  # examples of batches in turn, sizes, shapes
@@ -85,30 +77,55 @@ class Grid(NamedTuple):
 
 def make_grid(problem: Problem, counts: tuple[int, int], batches_per_bucket: float) -> Grid:
     """Bound the first axis, then the second within each row, by the least padding."""
-    units = to_units(problem.lengths, problem.pad_multiple_of)
+    first, second = _axes(problem)
     useful = max(1.0, problem.num_batches / batches_per_bucket)
-    row_bounds = least_padding_bounds(*distinct(units[:, 0]), max(1, min(counts[0], round(math.sqrt(useful)))))
-    row_of = np.searchsorted(row_bounds, units[:, 0])
-    cell_bounds, misfits = [], [np.empty((0, 2), dtype=np.int64)]
-    for row, bound in enumerate(row_bounds):
-        members = units[row_of == row]
-        share = max(1, round(useful * len(members) / problem.num_examples))
-        cells = least_padding_bounds(*distinct(members[:, 1]), min(counts[1], share))
+    row_bounds = least_padding_bounds(*distinct(first), max(1, min(counts[0], round(math.sqrt(useful)))))
+    row_of = stratum_lookup(row_bounds, int(row_bounds[-1]))(first).astype(np.int64)
+    cell_bounds, tops = [], []
+    for bound, (values, numbers) in zip(row_bounds, _by_row(row_of, second, len(row_bounds)), strict=True):
+        share = max(1, round(useful * int(numbers.sum()) / problem.num_examples))
+        cells = least_padding_bounds(values, numbers, min(counts[1], share))
         fits = problem.budget.max_items(_shapes(problem, int(bound), cells)) > 0
         # Budgets grow with length, so the cells that fit come first and the misfits lie above the last of them.
-        top = int(cells[fits][-1]) if fits.any() else 0
-        misfits.append(np.unique(members[members[:, 1] > top], axis=0).astype(np.int64))
+        tops.append(int(cells[fits][-1]) if fits.any() else 0)
         cell_bounds.append(cells[fits])
-    return Grid(row_bounds, cell_bounds, np.concatenate(misfits))
+    above = second > np.array(tops)[row_of]
+    return Grid(row_bounds, cell_bounds, _unpack(np.unique(_pack(first[above], second[above]))))
+
+
+def _axes(problem: Problem) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return both axes in units of padding, each in an array of its own."""
+    first, second = (to_units(problem.lengths[:, axis], problem.pad_multiple_of) for axis in (0, 1))
+    return np.ascontiguousarray(first, dtype=np.int32), np.ascontiguousarray(second, dtype=np.int32)
+
+
+def _by_row(row_of: IntArray, second: IntArray, num_rows: int) -> Iterator[tuple[IntArray, IntArray]]:
+    """Yield the distinct units of the second axis in each row, and how often each stands there."""
+    width = int(second.max()) + 1
+    found, counts = distinct(row_of * width + second)
+    edges = np.searchsorted(found, np.arange(num_rows + 1) * width)
+    for row, (start, stop) in enumerate(pairwise(edges)):
+        yield found[start:stop] - row * width, counts[start:stop]
+
+
+def _pack(first: npt.NDArray[np.int32], second: npt.NDArray[np.int32]) -> IntArray:
+    """Return pairs as one number each, in the same order: far faster to sort."""
+    return first.astype(np.int64) << 32 | second
+
+
+def _unpack(pairs: IntArray) -> IntArray:
+    return np.stack([pairs >> 32, pairs & MAX_INT32], axis=1)
 
 
 def group_grid(problem: Problem, grid: Grid) -> Groups:
     """Batch the examples cell by cell; leftovers join the next cell of the row, the last of a row stay short."""
 
+    first, second = _axes(problem)
+    row_of = stratum_lookup(grid.row_bounds, int(grid.row_bounds[-1]))
+    no_value = np.zeros(problem.num_examples, dtype=np.uint64)
+
     def fields(start: int, stop: int, chance: UInt64Array) -> tuple[UInt64Array, UInt64Array]:
-        units = to_units(problem.lengths[start:stop, 0], problem.pad_multiple_of)
-        row = np.searchsorted(grid.row_bounds, units)
-        return row.astype(np.uint64), np.zeros(stop - start, dtype=np.uint64)
+        return row_of(first[start:stop]), no_value[start:stop]
 
     keys = sort_examples(
         problem.num_examples,
@@ -118,10 +135,12 @@ def group_grid(problem: Problem, grid: Grid) -> Groups:
         stream=problem.stream(Purpose.GROUP),
     )
     layout = _Layout(problem)
+    seconds = second.take(keys.indices)
     strays = []
-    for row, (start, stop) in enumerate(zip(keys.group_offsets[:-1], keys.group_offsets[1:], strict=True)):
-        strays.append(_fill_row(layout, grid, row, keys.indices[start:stop]))
-    _fill_misfits(layout, np.concatenate(strays))
+    for row, (start, stop) in enumerate(pairwise(keys.group_offsets)):
+        strays.append(_fill_row(layout, grid, row, keys.indices[start:stop], seconds[start:stop]))
+    stray = np.concatenate(strays)
+    _fill_misfits(layout, stray, _pack(first[stray], second[stray]))
     return layout.groups()
 
 
@@ -132,9 +151,6 @@ class _Layout:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._parts: tuple[list[_Part], list[_Part]] = ([], [])  # full batches, short ones
-
-    def units(self, indices: npt.NDArray[np.int32]) -> IntArray:
-        return to_units(self.problem.lengths[indices], self.problem.pad_multiple_of)
 
     def fill(self, indices: npt.NDArray[np.int32], counts: IntArray, shapes: IntArray) -> None:
         """Cut consecutive cells; what is left at the end becomes short batches."""
@@ -151,6 +167,13 @@ class _Layout:
     def cut_rest(self, num_items: int, size: int) -> IntArray:
         return np.array(cut_rest(int(num_items), int(size), self.problem.rounding), dtype=np.int64)
 
+    def cut_rests(self, rests: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the sizes of the short batches of all rests, and how many each rest takes."""
+        if (self.problem.rounding.round(rests) == rests).all():  # each is one batch
+            return rests[rests > 0], (rests > 0).astype(np.int64)
+        cut = [self.cut_rest(rest, size) for rest, size in zip(rests, sizes, strict=True)]
+        return np.concatenate(cut), np.array([len(short) for short in cut])
+
     def groups(self) -> Groups:
         full, short = self._parts
         indices, sizes, padded = (np.concatenate(part) for part in zip(*full, *short, strict=True))
@@ -158,32 +181,35 @@ class _Layout:
         return Groups(indices, np.cumsum(sizes) - sizes, sizes, padded, num_short=num_short)
 
 
-def _fill_row(layout: _Layout, grid: Grid, row: int, indices: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Fill the cells of a row and return the examples that fit none of them."""
+def _fill_row(
+    layout: _Layout, grid: Grid, row: int, indices: npt.NDArray[np.int32], units: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int32]:
+    """Fill the cells of a row with examples, given by their units on the second axis; return those that fit none."""
     bounds = grid.cell_bounds[row]
-    cell = np.searchsorted(bounds, layout.units(indices)[:, 1])
-    inside = indices[cell < len(bounds)]
-    if len(inside):
-        cell_inside = cell[cell < len(bounds)]
-        by_cell = inside[np.argsort(cell_inside, kind="stable")]
+    cell = stratum_lookup(bounds, int(units.max()))(units)
+    if len(bounds) < 1 << 16:
+        cell = cell.astype(np.uint16)  # sorted by radix
+    by_cell = indices[np.argsort(cell, kind="stable")]
+    counts = np.bincount(cell.astype(np.int64), minlength=len(bounds) + 1)
+    num_inside = len(indices) - int(counts[-1])
+    if num_inside:
         shapes = _shapes(layout.problem, int(grid.row_bounds[row]), bounds)
-        layout.fill(by_cell, np.bincount(cell_inside, minlength=len(bounds)), shapes)
-    return indices[cell == len(bounds)]
+        layout.fill(by_cell[:num_inside], counts[:-1], shapes)
+    return by_cell[num_inside:]
 
 
-def _fill_misfits(layout: _Layout, indices: npt.NDArray[np.int32]) -> None:
+def _fill_misfits(layout: _Layout, indices: npt.NDArray[np.int32], pairs: IntArray) -> None:
     """Batch examples of equal lengths."""
-    shapes, which, counts = np.unique(layout.units(indices), axis=0, return_inverse=True, return_counts=True)
-    shapes = shapes.astype(np.int64) * layout.problem.pad_multiple_of
+    order = np.argsort(pairs, kind="stable")
+    by_shape = indices[order]
+    distinct_pairs, counts = np.unique(pairs, return_counts=True)
+    shapes = _unpack(distinct_pairs) * layout.problem.pad_multiple_of
     sizes = layout.problem.sizes(shapes)
-    by_shape = indices[np.argsort(which.reshape(-1), kind="stable")]
-    full = counts // sizes
+    full, rest = np.divmod(counts, sizes)
     place = np.arange(len(indices)) - np.repeat(np.cumsum(counts) - counts, counts)
     in_full = place < np.repeat(full * sizes, counts)
     layout.add(by_shape[in_full], np.repeat(sizes, full), np.repeat(shapes, full, axis=0))
-    rests = [layout.cut_rest(rest, size) for rest, size in zip(counts - full * sizes, sizes, strict=True)]
-    num_short = [len(rest) for rest in rests]
-    short = np.concatenate([np.empty(0, dtype=np.int64), *rests])
+    short, num_short = layout.cut_rests(rest, sizes)
     layout.add(by_shape[~in_full], short, np.repeat(shapes, num_short, axis=0), short=True)
 
 
@@ -273,17 +299,36 @@ def least_padding_bounds(values: IntArray, counts: IntArray, num_bounds: int) ->
     if len(values) <= num_bounds:
         return values
     bounds, totals = _candidates(values, counts, min(_MAX_CANDIDATES, max(_MIN_CANDIDATES, 4 * num_bounds)))
-    cost = bounds * totals  # one bucket
-    choices = []
-    earlier = np.tril(np.ones((len(bounds), len(bounds)), dtype=bool), -1)
-    penalty = np.where(earlier, 0.0, np.inf) - np.outer(bounds, totals)
-    for _ in range(min(num_bounds, len(bounds)) - 1):
-        table = cost + penalty
-        choice = np.argmin(table, axis=1)
-        best = table[np.arange(len(bounds)), choice] + bounds * totals
-        choices.append(np.where(best < cost, choice, -1))
-        cost = np.minimum(best, cost)
-    return _walk_back(bounds, choices)
+    return _walk_back(bounds, _choices(bounds, totals, min(num_bounds, len(bounds))))
+
+
+def _choices(bounds: IntArray, totals: IntArray, num_bounds: int) -> list[IntArray]:
+    """Return, for 2, 3, … buckets, the best last bound but one below each bound, -1 where fewer buckets are as good.
+
+    The last bucket becomes no wider with more buckets (the padded tokens satisfy the quadrangle inequality), so each
+    round looks only as far back as the widest bucket of the round before.
+    """
+    num = len(bounds)
+    places = np.arange(num)
+    whole = (bounds * totals).astype(np.float64)  # one bucket
+    # Column c of row i stands for the bound i - num + c; those below the first are infinitely dear.
+    ahead = np.zeros(num, dtype=np.int64)
+    saved = sliding_window_view(np.concatenate([ahead, totals]), num)[:num] * bounds[:, None].astype(np.float64)
+    padded_cost = np.concatenate([np.full(num, np.inf), whole])
+    costs, cost = sliding_window_view(padded_cost, num)[:num], padded_cost[num:]
+    is_exact = whole[-1] < 2.0**53  # otherwise rounding errors could hide the best beyond the widest
+    width, choices = num, []
+    for _ in range(num_bounds - 1):
+        table = costs[:, num - width :] - saved[:, num - width :]
+        column = table.argmin(axis=1)
+        best = table.ravel().take(places * width + column) + whole
+        is_better = best < cost
+        back = width - column  # how far below the bound
+        choices.append(np.where(is_better, places - back, -1))
+        np.minimum(best, cost, out=cost)
+        if is_exact:
+            width = max(1, int((back * is_better).max()))
+    return choices
 
 
 def _candidates(values: IntArray, counts: IntArray, most: int) -> tuple[IntArray, IntArray]:

@@ -24,14 +24,17 @@ from .sorting import sort_windows
 
 _LOW_HALF = 0 if sys.byteorder == "little" else 1
 _WINDOW_ROWS = 128  # rows a window is worth: at this many the rows of all three benchmark corpora are full
+# Two examples of a row meet again where both fall into one window again. Rows with room are carried on from window to
+# window, so an epoch of few rows can have so many windows too. Where a row holds few examples they seldom meet again,
+# and more windows would only leave more room: two windows per example of a row are enough.
+_MIN_WINDOWS = 12
+_WINDOWS_PER_EXAMPLE = 2
 
 
 def group_rows(problem: Problem, capacity: int) -> Groups:
     """Pack the examples into rows of ``capacity`` and return the rows in random order."""
     rows_per_batch = rows_that_fit(problem, capacity)
-    total = int(problem.lengths.sum(dtype=np.int64))
-    windows = max(1, min(round(total / capacity / _WINDOW_ROWS), problem.num_examples))
-    keys = sort_windows(problem, windows, shuffle=problem.shuffle)
+    keys = sort_windows(problem, _num_windows(problem, capacity), shuffle=problem.shuffle)
     row_of = pack_rows(keys.values, capacity)
     indices = _by_row(row_of, keys.indices)
     sizes = np.bincount(row_of)
@@ -48,6 +51,16 @@ def group_rows(problem: Problem, capacity: int) -> Groups:
         num_short=len(short),
         rows=np.array([rows_per_batch] * full + short, dtype=np.int64),
     )
+
+
+def _num_windows(problem: Problem, capacity: int) -> int:
+    """Return into how many windows the examples are divided by chance; none is worth less than a row."""
+    num_rows = int(problem.lengths.sum(dtype=np.int64)) / capacity
+    windows = num_rows / _WINDOW_ROWS
+    if problem.shuffle and problem.rules > 1:  # without shuffling, neighbours are to stay
+        enough = min(_MIN_WINDOWS, _WINDOWS_PER_EXAMPLE * problem.num_examples / num_rows)
+        windows = max(windows, min(enough, num_rows))
+    return max(1, min(round(windows), problem.num_examples))
 
 
 def _by_row(row_of: npt.NDArray[np.int32], indices: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
@@ -203,9 +216,11 @@ def _pack_loop(lengths: Any, capacity: int, most_rows: int, row_of: Any) -> None
 @final
 @dataclass(frozen=True)
 class Packed(Grouping):
-    """Several examples per row of ``capacity`` tokens, by windowed best-fit decreasing.
+    """Several examples per row of ``capacity`` tokens, by windowed best-fit decreasing: new neighbours every epoch.
 
-    The budget counts rows as items of length ``capacity``; a batch is a list of rows.
+    The budget counts rows as items of length ``capacity``; a batch is a list of rows. Epochs of few rows are
+    packed in 12 windows, drawn anew: two examples of a row share one again with a probability of about 1 in 15, less in
+    long epochs; more where an epoch has fewer than 12 rows, which have a window each.
     """
 
     capacity: int

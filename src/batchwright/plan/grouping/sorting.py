@@ -14,8 +14,8 @@ from ..._checks import as_whole
 from ..._random import Purpose
 from ..._types import IntArray
 from ._cutting import cut_falling, cut_rest, cut_running
-from ._sort_keys import SortedKeys, UInt64Array, sort_examples
-from .base import Grouping, Groups, Problem, SizeRounding, distinct, to_units
+from ._sort_keys import SortedKeys, order_examples, sort_examples
+from .base import Grouping, Groups, Problem, SizeRounding, UInt64Array, distinct, stratum_lookup, to_units
 
 # Small epochs get at least this many windows, so that neighbours change there too.
 _MIN_WINDOWS = 4
@@ -114,23 +114,21 @@ def sort_windows(problem: Problem, windows: int, *, shuffle: bool) -> SortedKeys
 def group_windows(problem: Problem, windows: int, *, shuffle: bool) -> Groups:
     """Cut every window into full batches; what fills none, its shortest examples, goes on to the next window."""
     keys = sort_windows(problem, windows, shuffle=shuffle)
-    size_at = problem.table.size_at()
-    starts: list[int] = []
-    carried = _Carried(keys, size_at)
-    for start, stop in zip(keys.group_offsets[:-1].tolist(), keys.group_offsets[1:].tolist(), strict=True):
-        rest = cut_falling(keys.values, start, stop, size_at, starts)
+    sizes_at = problem.table.sizes_of(keys.values)
+    starts, rests = cut_falling(sizes_at, keys.group_offsets)
+    carried = _Carried(keys.values, sizes_at)
+    for rest, stop in zip(rests, keys.group_offsets[1:].tolist(), strict=True):
         if rest < stop:
             carried.add(range(rest, stop))
     num_short = carried.finish(problem.rounding)
     units = np.concatenate([keys.values[starts], np.array(carried.units, dtype=np.int32)])
-    sizes = [size_at[unit] for unit in keys.values[starts].tolist()] + carried.sizes
     behind = np.array(carried.places, dtype=np.int64)
     carried_sizes = np.array(carried.sizes, dtype=np.int64)
     carried_starts = len(keys.indices) + np.cumsum(carried_sizes) - carried_sizes
     return Groups(
         indices=np.concatenate([keys.indices, keys.indices[behind]]),
-        starts=np.concatenate([np.array(starts, dtype=np.int64), carried_starts]),
-        sizes=np.array(sizes, dtype=np.int64),
+        starts=np.concatenate([starts, carried_starts]),
+        sizes=np.concatenate([sizes_at[starts], carried_sizes]),
         padded=units.astype(np.int64)[:, None] * problem.pad_multiple_of,
         num_short=num_short,
     )
@@ -140,9 +138,9 @@ def group_windows(problem: Problem, windows: int, *, shuffle: bool) -> Groups:
 class _Carried:
     """The examples that filled no batch in their window, and the batches they fill together with the next ones."""
 
-    def __init__(self, keys: SortedKeys, size_at: dict[int, int]) -> None:
-        self._unit_at: memoryview[int] = memoryview(keys.values)  # type: ignore[arg-type]
-        self._size_at = size_at
+    def __init__(self, units: npt.NDArray[np.int32], sizes: IntArray) -> None:
+        self._unit_at: memoryview[int] = memoryview(units)  # type: ignore[arg-type]  # far faster to index
+        self._size_at: memoryview[int] = memoryview(sizes)  # type: ignore[arg-type]
         self._waiting: list[int] = []
         self.places: list[int] = []
         self.sizes: list[int] = []
@@ -167,7 +165,7 @@ class _Carried:
         return len(sizes)
 
     def _limit(self, waiting: list[int]) -> int:
-        return self._size_at[self._unit_at[waiting[0]]]
+        return self._size_at[waiting[0]]
 
     def _close(self, batch: list[int]) -> None:
         self.places += batch
@@ -181,48 +179,55 @@ _MAX_STRATA = 64
 
 def group_strata(problem: Problem, windows: int, *, shuffle: bool) -> Groups:
     """Group examples with several lengths, window by window."""
-    bounds = _best_bounds(problem, windows)
-    keys = _sort(problem, problem.lengths, windows, bounds, shuffle=shuffle)
-    return cut_in_order(problem, keys.indices)
+    indices = _sort(problem, _axes(problem.lengths), windows, _best_bounds(problem, windows), shuffle=shuffle)
+    return cut_in_order(problem, indices)
 
 
 def cut_in_order(problem: Problem, indices: npt.NDArray[np.int32]) -> Groups:
     """Cut a sequence as it stands; the last batches are short when more would have fitted."""
-    starts, padded, first_open = cut_running(problem, problem.lengths[indices])
+    starts, padded, first_open = cut_running(problem, _axes(problem.lengths).take(indices, axis=1))
     sizes = np.diff(np.append(starts, len(indices)))
     # All batches from the first open one on are short, but that one itself may have been just full.
     is_full = sizes[first_open] >= problem.sizes(padded)[first_open]
     return Groups(indices, starts, sizes, padded, num_short=len(starts) - first_open - int(is_full))
 
 
+def _axes(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Return lengths as ``(axes, N)``: each axis lies together in memory, where it is read and gathered fastest."""
+    return np.ascontiguousarray(lengths.T)
+
+
 def _sort(
-    problem: Problem, lengths: npt.NDArray[np.int32], windows: int, bounds: IntArray, *, shuffle: bool
-) -> SortedKeys:
-    strata = len(bounds) + 1
-    num = len(lengths)
-    widest = int(_others(lengths, problem.pad_multiple_of).max())
+    problem: Problem, columns: npt.NDArray[np.int32], windows: int, bounds: IntArray, *, shuffle: bool
+) -> npt.NDArray[np.int32]:
+    """Order examples window by window, by strata of the first axis, by the others within; turn round at each end."""
+    last = np.uint64(len(bounds))
+    num = columns.shape[1]
+    first, others = to_units(columns[0], problem.pad_multiple_of), _others(columns, problem.pad_multiple_of)
+    stratum_of = stratum_lookup(bounds, int(first.max()))
+    widest = np.uint64(others.max())
+    one = np.uint64(1)
 
     def fields(start: int, stop: int, chance: UInt64Array) -> tuple[UInt64Array, UInt64Array]:
-        part = lengths[start:stop]
         window = window_of(start, stop, chance, windows=windows, num_examples=num, shuffle=shuffle)
-        backwards = (window & np.uint64(1)).astype(bool)
-        stratum = strata - 1 - np.searchsorted(bounds, to_units(part[:, 0], problem.pad_multiple_of))
-        others = _others(part, problem.pad_multiple_of)
-        value = np.where((stratum % 2 == 1) ^ backwards, others, widest - others)
-        stratum = np.where(backwards, strata - 1 - stratum, stratum)
-        return window * np.uint64(strata) + stratum.astype(np.uint64), value.astype(np.uint64)
+        backwards = window & one
+        stratum, value = last - stratum_of(first[start:stop]), others[start:stop].astype(np.uint64)
+        value = np.where(((stratum ^ backwards) & one).astype(bool), value, widest - value)
+        stratum = np.where(backwards.astype(bool), last - stratum, stratum)
+        return window * (last + one) + stratum, value
 
-    return sort_examples(
+    return order_examples(
         num,
         fields,
-        num_groups=windows * strata,
-        max_value=widest,
+        num_groups=windows * (len(bounds) + 1),
+        max_value=int(widest),
         stream=problem.stream(Purpose.GROUP) if shuffle else None,
     )
 
 
-def _others(lengths: IntArray, multiple: int) -> IntArray:
-    return to_units(lengths[:, 1:], multiple).sum(axis=1, dtype=np.int64)
+def _others(columns: npt.NDArray[np.int32], multiple: int) -> IntArray:
+    """Return the sum of the units on all axes but the first."""
+    return to_units(columns[1:], multiple).sum(axis=0, dtype=np.int64)
 
 
 def _best_bounds(problem: Problem, windows: int) -> IntArray:
@@ -231,7 +236,7 @@ def _best_bounds(problem: Problem, windows: int) -> IntArray:
     values, counts = distinct(units)
     tokens: npt.NDArray[np.float64] = np.cumsum(values * counts, dtype=np.float64)
     per_window = max(1, problem.num_examples // windows)
-    sample = problem.lengths[:: max(1, problem.num_examples // min(per_window, _SAMPLE))]
+    sample = _axes(problem.lengths[:: max(1, problem.num_examples // min(per_window, _SAMPLE))])
     best, fewest = 1, math.inf
     strata = 1
     while strata <= min(_MAX_STRATA, len(values)):
@@ -240,7 +245,7 @@ def _best_bounds(problem: Problem, windows: int) -> IntArray:
             best, fewest = strata, padded
         strata *= 2
     # A window larger than the sample holds finer strata at the same number of batches in each.
-    finer = math.sqrt(per_window / len(sample))
+    finer = math.sqrt(per_window / sample.shape[1])
     return _equal_tokens(values, tokens, max(1, round(best * max(1.0, finer))))
 
 
@@ -251,7 +256,7 @@ def _equal_tokens(values: IntArray, tokens: npt.NDArray[np.float64], strata: int
 
 
 def _padded_tokens(problem: Problem, sample: npt.NDArray[np.int32], bounds: IntArray) -> float:
-    keys = _sort(problem, sample, 1, bounds, shuffle=False)
-    starts, padded, _ = cut_running(problem, sample[keys.indices])
-    sizes = np.diff(np.append(starts, len(sample)))
+    order = _sort(problem, sample, 1, bounds, shuffle=False)
+    starts, padded, _ = cut_running(problem, sample.take(order, axis=1))
+    sizes = np.diff(np.append(starts, len(order)))
     return float((sizes * padded.sum(axis=1)).sum())

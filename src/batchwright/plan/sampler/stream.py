@@ -14,14 +14,13 @@ from ..._checks import as_whole, check_same, read_whole
 from ..._lengths import as_lengths
 from ...errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
 from .._oversize import fits
-from .._settings import Oversize, PlanSettings
+from .._settings import RULES, Oversize, PlanSettings
 from ..budget import Budget, check_budget
 from ..grouping.base import Grouping, SizeLadder
 from ..grouping.sorting import WindowSort
 from ..plan import Batch, Plan, plan_epoch
 
 Example = TypeVar("Example")
-STATE_VERSION = 1
 
 
 @final
@@ -98,7 +97,7 @@ class StreamBatcher(Generic[Example]):
     def state_dict(self) -> dict[str, Any]:
         """Return where the pass under way stands; JSON values, if the state of the source is."""
         return {
-            "version": STATE_VERSION,
+            "version": self._reader.place.rules,
             "budget": repr(self.budget),
             "settings": self.settings.to_state(),
             "seed": self.settings.seed,
@@ -112,7 +111,8 @@ class StreamBatcher(Generic[Example]):
         Raises:
             StateMismatchError: the state is of another budget, other settings or another version; nothing changes.
         """
-        mine = self.state_dict()
+        rules = read_whole(state, "version")  # a pass that began under earlier rules ends under them
+        mine = {**self.state_dict(), "version": rules if 1 <= rules <= RULES else RULES}
         for key in ("version", "budget", "settings", "seed", "buffer_size"):
             check_same(key, state.get(key), mine[key])
         counts = {name: read_whole(state, name) for name in ("epoch", "buffer", "num_read", "num_given")}
@@ -124,7 +124,7 @@ class StreamBatcher(Generic[Example]):
             )
         if self._running is not None:
             self._running.close()  # a loop over it ends
-        self._reader.place = _Place(**counts, source=source)
+        self._reader.place = _Place(**counts, source=source, rules=rules)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_running": None}
@@ -140,12 +140,13 @@ class _Place:
     num_read: int = 0
     num_given: int = 0
     source: Any = None  # the state of the source where the buffer begins
+    rules: int = RULES  # of the plans in this pass
 
     def next_buffer(self, num_examples: int) -> _Place:
-        return _Place(self.epoch, self.buffer + 1, self.num_read + num_examples)
+        return _Place(self.epoch, self.buffer + 1, self.num_read + num_examples, rules=self.rules)
 
     def to_state(self) -> dict[str, Any]:
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "rules"}
 
 
 @final
@@ -199,7 +200,7 @@ class _Reader(Generic[Example]):
             array = as_lengths(lengths)
             if self.settings.oversize == "drop" and not fits(array, self.budget, self.settings).any():
                 return []
-            return plan_epoch(array, self.budget, self.settings, epoch)
+            return plan_epoch(array, self.budget, replace(self.settings, rules=place.rules), epoch)
         except (BudgetError, LengthsError) as error:
             raise type(error)(f"in the buffer that begins at example {place.num_read}: {error}") from None
 
