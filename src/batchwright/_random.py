@@ -12,6 +12,8 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+_MIN_CHANCE_BITS = 20
+
 
 class Purpose(IntEnum):
     """What bits are drawn for: each purpose has a stream of its own, so that one cannot move another."""
@@ -40,7 +42,42 @@ def permutation(num: int, stream: np.random.PCG64) -> npt.NDArray[np.int64]:
     >>> sorted(permutation(3, bit_stream(0, 0, Purpose.ORDER)).tolist())
     [0, 1, 2]
     """
-    return np.argsort(words(num, stream), kind="stable")
+    return order_of(words(num, stream))
+
+
+def order_of(chance: npt.NDArray[np.uint64], ranks: npt.NDArray[np.uint64] | None = None) -> npt.NDArray[np.int64]:
+    """Return the order of random words, within ranks where there are some; equal ones stay in turn.
+
+    >>> order_of(np.array([7, 5, 6], dtype=np.uint64), np.array([0, 1, 0], dtype=np.uint64)).tolist()
+    [2, 0, 1]
+    """
+    index_bits = max(1, (len(chance) - 1).bit_length())
+    rank_bits = 0 if ranks is None or len(ranks) == 0 else int(ranks.max()).bit_length()
+    if index_bits + rank_bits <= 64 - _MIN_CHANCE_BITS:
+        # Rank, the high bits of the words and the index in one key: sorting plain integers is several times as fast.
+        keys = chance >> np.uint64(index_bits + rank_bits) << np.uint64(index_bits)
+        keys |= np.arange(len(chance), dtype=np.uint64)
+        if ranks is not None and rank_bits:
+            keys |= ranks << np.uint64(64 - rank_bits)
+        keys.sort()
+        ties = np.flatnonzero((keys[1:] ^ keys[:-1]) >> np.uint64(index_bits) == 0)
+        if len(ties) <= _MOST_TIES:
+            order = (keys & np.uint64((1 << index_bits) - 1)).astype(np.int64)
+            return _settle(order, ties, chance)
+    return np.lexsort((chance,) if ranks is None else (chance, ranks))
+
+
+_MOST_TIES = 1000
+
+
+def _settle(
+    order: npt.NDArray[np.int64], ties: npt.NDArray[np.int64], chance: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.int64]:
+    """Sort the places that tie with the next by their whole words, and return the order."""
+    for run in np.split(ties, np.flatnonzero(np.diff(ties) > 1) + 1) if len(ties) else ():
+        tied = order[run[0] : run[-1] + 2]
+        order[run[0] : run[-1] + 2] = tied[np.argsort(chance[tied], kind="stable")]
+    return order
 
 
 def words(num: int, stream: np.random.PCG64) -> npt.NDArray[np.uint64]:

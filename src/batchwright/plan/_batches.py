@@ -51,11 +51,16 @@ class Batches(NamedTuple):
 
     def ordered(self, order: IntArray) -> OrderedBatches:
         """Lay the batches out in the given order."""
-        units = np.arange(len(self.unit_sizes), dtype=np.int32)
-        unit_order, first = gather(units, self.first_unit[order], self.num_units[order])
+        columns = [self.num_items, *self.padded.T]
+        shapes = np.stack([column[order].astype(np.int32) for column in columns], axis=1)
+        if not self.packed:
+            units = self.first_unit[order]
+            indices, offsets = gather(self.indices, self.unit_starts[units], self.unit_sizes[units])
+            return OrderedBatches(indices, offsets, shapes, None)
+        numbers = np.arange(len(self.unit_sizes), dtype=np.int32)
+        unit_order, first = gather(numbers, self.first_unit[order], self.num_units[order])
         indices, unit_offsets = gather(self.indices, self.unit_starts[unit_order], self.unit_sizes[unit_order])
-        shapes = np.concatenate([self.num_items[:, None], self.padded], axis=1)[order].astype(np.int32)
-        return OrderedBatches(indices, unit_offsets[first], shapes, unit_offsets if self.packed else None)
+        return OrderedBatches(indices, unit_offsets[first], shapes, unit_offsets)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -138,7 +143,7 @@ def choose_order(batches: Batches, lengths: IntArray, budget: Budget, settings: 
     num = len(batches.num_items)
     assert settings.balance_over is not None, "resolve the settings before an epoch is planned"
     run = settings.balance_over if settings.rules > 1 else fitting_run(num, settings.balance_over)
-    demand = _demand(batches, budget)
+    demand = _demand(batches, budget) if settings.keep_first else np.zeros(num)
     if not settings.shuffle or settings.grouping.keeps_order:
         first = np.lexsort((np.arange(num), -demand))[: settings.keep_first]
         return np.concatenate([first, np.delete(np.arange(num), first)])

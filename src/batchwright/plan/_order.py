@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from .._random import below, permutation, words
+from .._random import below, order_of, permutation, words
 from .._types import FloatArray, IntArray
 
 
@@ -45,16 +45,29 @@ def order_batches(
         keep_first: this many batches of the largest demand come first.
     """
     run_length = min(run_length, len(cost) + 1)  # longer ones are as good as one more than there are
-    first = np.lexsort((np.arange(len(cost)), -demand))[:keep_first]
-    left = np.ones(len(cost), dtype=bool)
-    left[first] = False
-    by_cost = np.lexsort((words(len(cost), stream), -cost))
-    by_cost = by_cost[left[by_cost]]
+    by_cost = _by_falling_cost(cost, words(len(cost), stream))
+    first = by_cost[:0]
+    if keep_first:
+        first = np.lexsort((np.arange(len(cost)), -demand))[:keep_first]
+        left = np.ones(len(cost), dtype=bool)
+        left[first] = False
+        by_cost = by_cost[left[by_cost]]
     fill, by_cost = _take_slice(by_cost, -len(first) % run_length, stream)
     last, by_cost = _take_slice(by_cost, len(by_cost) % run_length, stream)
     runs = _swap_halves(by_cost.reshape(-1, run_length), stream)
     runs = runs[permutation(len(runs), stream)]
     return np.concatenate([first, fill, runs.ravel(), last])
+
+
+def _by_falling_cost(cost: FloatArray, chance: npt.NDArray[np.uint64]) -> IntArray:
+    """Return the order of falling cost; chance decides between batches that cost the same."""
+    costs = np.unique(cost)
+    if not 0 < len(costs) <= _MOST_RANKS:
+        return np.lexsort((chance, -cost))
+    return order_of(chance, np.uint64(len(costs) - 1) - np.searchsorted(costs, cost).astype(np.uint64))
+
+
+_MOST_RANKS = 1 << 16  # above this, finding the rank of a cost takes longer than sorting by it
 
 
 def fitting_run(num_batches: int, run_length: int) -> int:

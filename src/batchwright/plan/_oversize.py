@@ -58,7 +58,8 @@ def _check_padded(lengths: npt.NDArray[np.int32], settings: PlanSettings) -> Non
 
 
 def _find_over(lengths: npt.NDArray[np.int32], budget: Budget, settings: PlanSettings) -> IntArray:
-    if fits(lengths.max(axis=0, keepdims=True), budget, settings)[0]:
+    longest = np.array([[axis.max() for axis in lengths.T]])  # axis by axis: over short rows a reduction is slow
+    if fits(longest, budget, settings)[0]:
         return np.empty(0, dtype=np.int64)
     if lengths.shape[1] > 1:
         return np.flatnonzero(~fits(lengths, budget, settings))
