@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .._lengths import pad_up
-from .._random import Purpose, bit_stream
+from .._random import Purpose, bit_stream, permutation
 from .._types import FloatArray, IntArray
-from ._order import fitting_run, gather, order_batches, step_cost, sum_work
+from ._order import fitting_run, gather, most_demanding, order_batches, step_cost, sum_work
 from ._oversize import Admitted
 from ._settings import PlanSettings
 from .budget import Budget, evaluate
@@ -144,16 +144,15 @@ def choose_order(batches: Batches, lengths: IntArray, budget: Budget, settings: 
     assert settings.balance_over is not None, "resolve the settings before an epoch is planned"
     run = settings.balance_over if settings.rules > 1 else fitting_run(num, settings.balance_over)
     demand = _demand(batches, budget) if settings.keep_first else np.zeros(num)
+    first = most_demanding(demand, settings.keep_first)
     if not settings.shuffle or settings.grouping.keeps_order:
-        first = np.lexsort((np.arange(num), -demand))[: settings.keep_first]
         return np.concatenate([first, np.delete(np.arange(num), first)])
-    return order_batches(
-        batch_cost(batches, lengths, settings),
-        demand,
-        bit_stream(settings.seed, epoch, Purpose.ORDER),
-        run_length=run,
-        keep_first=settings.keep_first,
-    )
+    stream = bit_stream(settings.seed, epoch, Purpose.ORDER)
+    if run == 1 and settings.rules > 1:  # nobody waits, so nothing is sorted by cost
+        rest = np.delete(np.arange(num), first)
+        return np.concatenate([first, rest[permutation(len(rest), stream)]])
+    cost = batch_cost(batches, lengths, settings)
+    return order_batches(cost, demand, stream, run_length=run, keep_first=settings.keep_first)
 
 
 def _demand(batches: Batches, budget: Budget) -> FloatArray:

@@ -46,9 +46,8 @@ def order_batches(
     """
     run_length = min(run_length, len(cost) + 1)  # longer ones are as good as one more than there are
     by_cost = _by_falling_cost(cost, words(len(cost), stream))
-    first = by_cost[:0]
+    first = most_demanding(demand, keep_first)
     if keep_first:
-        first = np.lexsort((np.arange(len(cost)), -demand))[:keep_first]
         left = np.ones(len(cost), dtype=bool)
         left[first] = False
         by_cost = by_cost[left[by_cost]]
@@ -57,6 +56,15 @@ def order_batches(
     runs = _swap_halves(by_cost.reshape(-1, run_length), stream)
     runs = runs[permutation(len(runs), stream)]
     return np.concatenate([first, fill, runs.ravel(), last])
+
+
+def most_demanding(demand: FloatArray, num: int) -> IntArray:
+    """Return the batches of the largest demand; of equal ones the first.
+
+    >>> most_demanding(np.array([2.0, 9.0, 9.0]), 2).tolist()
+    [1, 2]
+    """
+    return np.lexsort((np.arange(len(demand)), -demand))[:num] if num else np.empty(0, dtype=np.int64)
 
 
 def _by_falling_cost(cost: FloatArray, chance: npt.NDArray[np.uint64]) -> IntArray:

@@ -39,7 +39,9 @@ class PlanSettings:
     remainder: Remainder = "spread"
     balance_over: int | None = None
     cost: Cost | None = None
-    rules: int = RULES  # 1: long runs are shortened where an epoch has few batches; few rows are packed in one window
+    # 1: long runs are shortened where an epoch has few batches, a run of one is drawn from batches sorted by cost, and
+    # few rows are packed in one window.
+    rules: int = RULES
 
     def __post_init__(self) -> None:
         check_grouping(self.grouping)

@@ -89,7 +89,7 @@ class ResizableBatchSampler(AbstractEpochs):
         self.rank, self.world_size = check_ranks(rank, world_size)
         self.controller = as_sized("controller", controller)
         # A batch mixes micro-batches, so they stand in completely random order, not in runs of equal cost.
-        self._settings = PlanSettings(shuffle=shuffle, seed=seed, balance_over=1)
+        self._settings = PlanSettings(shuffle=shuffle, seed=seed, balance_over=1, rules=1)  # those of its states
         self._ordering = make_ordering(num_examples, lengths, budget, curriculum, self._settings)
         self._lengths_hash = None if self._ordering.lengths is None else fingerprint(self._ordering.lengths)
         super().__init__()
