@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import batchwright as bw
+from batchwright._lengths import as_lengths
 from batchwright.errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
+from batchwright.plan.plan import PlanSettings, plan_epoch
 from batchwright.plan.sampler.resizable import ResizableBatchSampler
 from batchwright.testing import check_batch_sampler
 
@@ -150,7 +152,7 @@ def test_the_order_does_not_depend_on_the_sizes(options):
 
 def test_with_lengths_batches_take_whole_micro_batches_one_behind_the_other():
     # Micro-batches in wholly random order are those of a plan that does not balance ranks.
-    plan = bw.plan_batches(LENGTHS, BUDGET, balance_over=1)
+    plan = plan_epoch(as_lengths(LENGTHS), BUDGET, PlanSettings(balance_over=1, rules=1), 0)
     sampler = ResizableBatchSampler(NUM, Sizes(*map(len, plan)), **GROUPED)
     assert run(sampler) == list(plan)
 
