@@ -222,6 +222,16 @@ def read_size(controller: HasSize, name: str = "controller") -> int:
     return as_whole(f"{name}.size", controller.size, least=1)
 
 
+def is_same(saved: Any, mine: Any) -> bool:
+    """Say whether a saved value equals ours; an array, which no state holds, equals nothing.
+
+    >>> is_same(1, 1), is_same(np.array([1, 1]), 1)
+    (True, False)
+    """
+    same = saved == mine
+    return bool(same) if isinstance(same, bool | np.bool_) else False
+
+
 def check_same(name: str, saved: Any, mine: Any) -> None:
     """Refuse a saved value that differs from ours, naming both; mappings are compared key by key.
 
@@ -234,7 +244,7 @@ settings, or start without the state
     if isinstance(mine, dict) and isinstance(saved, Mapping):
         for key in sorted(mine.keys() | saved.keys(), key=str):
             check_same(str(key), saved.get(key), mine.get(key))
-    elif not _is_same(saved, mine):
+    elif not is_same(saved, mine):
         raise StateMismatchError(
             f"the state was saved with {name} = {saved!r}, here it is {mine!r}; "
             "use the same data and settings, or start without the state"
@@ -272,6 +282,25 @@ returned, got None; to start from the beginning, do not call it
     return state
 
 
+def load_parts(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Load the state of every part, or of none: after a refusal all parts are as they were.
+
+    Args:
+        parts: have ``state_dict`` and ``load_state_dict``.
+        states: by the names of the parts.
+    """
+    loaded: list[tuple[Any, Any]] = []
+    try:
+        for name, part in parts.items():
+            before = part.state_dict()
+            part.load_state_dict(states[name])
+            loaded.append((part, before))
+    except Exception:
+        for part, before in reversed(loaded):
+            part.load_state_dict(before)
+        raise
+
+
 def read_number(state: Mapping[str, Any], name: str, **bounds: Any) -> float:
     """Return a finite number from a saved state as ``as_plain`` does, or refuse the state.
 
@@ -295,12 +324,6 @@ def read_whole(state: Mapping[str, Any], name: str) -> int:
     if whole is None or whole < 0:
         raise StateMismatchError(f"the state needs {name} as a whole number of 0 or more, got {_short(value)}")
     return whole
-
-
-def _is_same(saved: Any, mine: Any) -> bool:
-    # An array compares element by element, and what comes back is no answer; a state holds none.
-    same = saved == mine
-    return bool(same) if isinstance(same, bool | np.bool_) else False
 
 
 def _short(value: object) -> str:

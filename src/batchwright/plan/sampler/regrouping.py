@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 
-from ..._checks import HasSize, as_flag, as_sized, check_ranks, check_same, read_size, read_whole
+from ..._checks import HasSize, as_flag, as_sized, as_state, check_ranks, check_same, read_size, read_whole
 from ...errors import ArgumentError, StateMismatchError
 from ._progress import AbstractEpochs, Cursor
 from .planned import BatchSampler
@@ -135,6 +135,7 @@ class Regrouped(AbstractEpochs, Generic[Example]):
             StateMismatchError: the state is of another version or world size; nothing changes.
             ArgumentError: the order of the loader cannot be repeated.
         """
+        state = as_state(state, of="regroup")
         self._source.check_repeatable()
         check_same("version", state.get("version"), STATE_VERSION)
         check_same("world_size", state.get("world_size"), self.world_size)
@@ -235,7 +236,20 @@ class Source(Generic[Example]):
                 f"the state was saved {'with' if isinstance(state, str) else 'without'} a generator of the sampler, "
                 f"here there is {'one' if has_generator else 'no generator'}; use the same loader"
             )
+        if state is not None:
+            self._check_generator(state)
         self._draws = None if state is None else (epoch, state)
+
+    def _check_generator(self, state: str) -> None:
+        """Refuse a state that the generator would not take when the epoch begins; the generator stays as it is."""
+        generator = self._sampler.generator
+        before = generator.get_state()
+        try:
+            generator.set_state(before.new_tensor(list(base64.b64decode(state, validate=True))))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise StateMismatchError(f"the state holds no valid generator of the sampler: {error}") from error
+        finally:
+            generator.set_state(before)
 
     def _draw_again(self, epoch: int) -> None:
         state = self.generator_at(epoch)

@@ -10,7 +10,7 @@ from inspect import GEN_CLOSED, getgeneratorstate
 from itertools import islice
 from typing import Any, Generic, TypeVar, final
 
-from ..._checks import as_whole, check_same, read_whole
+from ..._checks import as_state, as_whole, check_same, read_whole
 from ..._lengths import as_lengths
 from ...errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
 from .._oversize import fits
@@ -112,6 +112,7 @@ class StreamBatcher(Generic[Example]):
         Raises:
             StateMismatchError: the state is of another budget, other settings or another version; nothing changes.
         """
+        state = as_state(state, of="StreamBatcher")
         mine = self.state_dict()
         for key in ("version", "budget", "settings", "seed", "buffer_size"):
             check_same(key, state.get(key), mine[key])
