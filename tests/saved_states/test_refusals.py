@@ -7,14 +7,17 @@ import math
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.utils.data import DataLoader, RandomSampler
 
 import batchwright as bw
 from batchwright import size
 from batchwright.errors import ArgumentError, StateMismatchError
+from batchwright.integrations.accelerate import prepare
 from batchwright.integrations.dynabatch import DynaBatchSampler
 from batchwright.integrations.huggingface._batches import PlannedBatches, ResizableBatches
 from batchwright.integrations.huggingface._updates import TrainingFigures
+from batchwright.integrations.lightning import AdaptiveBatching
 from batchwright.plan.models._terms import Terms
 from batchwright.step import BudgetTracker, FitToMemory, MemoryMonitor, Stepper
 from batchwright.testing import FakeMemory
@@ -97,6 +100,24 @@ def huggingface_resizable():
     return ResizableBatches(sampler, LENGTHS, 1, budget=bw.MaxTokens(12), is_random=False)
 
 
+def prepared():
+    controller = bw.BatchSizeController(size.linear(2, 1, per="step"), min_size=2, max_size=4)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler = bw.ResizableBatchSampler(8, controller)
+    loader = DataLoader(torch.ones(8, 1), batch_sampler=sampler)
+    loss_fn = lambda model, batch: (model(batch).sum(), len(batch))  # noqa: E731
+    made = prepare(Accelerator(cpu=True), model, optimizer, loader, loss_fn=loss_fn)
+    made.stepper.step(next(iter(made.loader)))
+    return made.stepper
+
+
+def lightning_callback():
+    callback = AdaptiveBatching()
+    callback.stepper, callback.controller = stepper(), controlled()
+    return callback
+
+
 def begun(sampler):
     next(iter(sampler))
     return sampler
@@ -118,6 +139,8 @@ MAKERS = {
     "huggingface: planned": huggingface_planned,
     "huggingface: resizable": huggingface_resizable,
     "huggingface: figures": TrainingFigures,
+    "accelerate": prepared,
+    "lightning": lightning_callback,
 }
 WRONG = [None, "3", "x", math.nan, -1, -0.5, 10**30, True, [], {}, [None], {"a": 1}, np.arange(2), b"x"]
 every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
@@ -168,9 +191,9 @@ def test_what_is_no_dict_is_refused(make, state):
     assert made.state_dict() == before
 
 
-@every_maker
-def test_an_empty_dict_is_refused(make):
-    made = make()
+@pytest.mark.parametrize("name", sorted(MAKERS.keys() - {"lightning"}))  # its state may be empty: no part existed yet
+def test_an_empty_dict_is_refused(name):
+    made = MAKERS[name]()
     before = made.state_dict()
     with pytest.raises((StateMismatchError, ArgumentError), match="state"):
         made.load_state_dict({})
@@ -224,3 +247,15 @@ def test_a_controller_says_which_part_of_its_state_is_wrong(way, value, words):
     with pytest.raises(StateMismatchError, match=words):
         made.load_state_dict(changed(state, way, value))
     assert made.state_dict() == state
+
+
+@pytest.mark.parametrize("make", [prepared, lightning_callback])
+def test_when_one_part_refuses_the_others_are_as_they_were(make):
+    made = make()
+    before = made.state_dict()
+    later = copy.deepcopy(before)
+    later["stepper"]["num_updates"] = 99
+    later["controller"]["size"] = "none"
+    with pytest.raises(StateMismatchError, match="size must be a whole number of 1 or more, got 'none'"):
+        made.load_state_dict(later)
+    assert made.state_dict() == before
