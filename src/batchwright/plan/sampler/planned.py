@@ -146,7 +146,7 @@ class BatchSampler(AbstractEpochs):
             "version": STATE_VERSION,
             "num_examples": len(self._lengths),
             "lengths": self._fingerprint,
-            "budget": repr(self.budget),
+            "budget": self.budget.to_state(),
             "settings": self.settings.to_state(),
             "seed": self.settings.seed,
             "epoch": self._progress.epoch,

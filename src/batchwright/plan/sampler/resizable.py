@@ -159,7 +159,7 @@ class ResizableBatchSampler(AbstractEpochs):
             "version": STATE_VERSION,
             "num_examples": self._ordering.num_examples,
             "lengths": self._lengths_hash,
-            "budget": None if self._ordering.budget is None else repr(self._ordering.budget),
+            "budget": None if self._ordering.budget is None else self._ordering.budget.to_state(),
             "curriculum": None if self._ordering.curriculum is None else self._order_of(epoch).curriculum,
             "settings": self._settings.to_state(),
             "seed": self._settings.seed,

@@ -15,7 +15,7 @@ from ..._lengths import as_lengths
 from ...errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
 from .._oversize import fits
 from .._settings import Oversize, PlanSettings
-from ..budget import Budget, check_budget
+from ..budget import Budget, as_saved, check_budget
 from ..grouping.base import Grouping, SizeLadder
 from ..grouping.sorting import WindowSort
 from ..plan import Batch, Plan, plan_epoch
@@ -99,7 +99,7 @@ class StreamBatcher(Generic[Example]):
         """Return where the pass under way stands; JSON values, if the state of the source is."""
         return {
             "version": STATE_VERSION,
-            "budget": repr(self.budget),
+            "budget": self.budget.to_state(),
             "settings": self.settings.to_state(),
             "seed": self.settings.seed,
             "buffer_size": self.buffer_size,
@@ -115,7 +115,7 @@ class StreamBatcher(Generic[Example]):
         state = as_state(state, of="StreamBatcher")
         mine = self.state_dict()
         for key in ("version", "budget", "settings", "seed", "buffer_size"):
-            check_same(key, state.get(key), mine[key])
+            check_same(key, state.get(key), as_saved(mine[key], state.get(key)))
         counts = {name: read_whole(state, name) for name in ("epoch", "buffer", "num_read", "num_given")}
         source = state.get("source")
         if source is not None and not _is_stateful(self.source):
