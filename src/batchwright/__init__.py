@@ -36,6 +36,7 @@ from .plan import regroup as regroup
 
 if TYPE_CHECKING:
     from . import size as size
+    from . import step as step
     from .size import BatchSizeController as BatchSizeController
 
 __all__ = [
@@ -71,11 +72,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load the room of batch sizes when it is first asked for: its many small classes take a while to make."""
-    if name not in ("size", "BatchSizeController"):
+    """Load a room when it is first asked for: the classes of ``size`` take a while to make, ``step`` needs torch."""
+    if name not in ("size", "step", "BatchSizeController"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "step":  # without torch this says what to install
+        return import_module(".step", __name__)
     size = import_module(".size", __name__)
     return size if name == "size" else size.BatchSizeController
 
