@@ -222,6 +222,11 @@ def read_size(controller: HasSize, name: str = "controller") -> int:
     return as_whole(f"{name}.size", controller.size, least=1)
 
 
+def peek_size(controller: Any) -> Any:
+    """Return the size that a controller wants now, for showing it: a log around the controller does not count it."""
+    return getattr(controller, "controller", controller).size
+
+
 def is_same(saved: Any, mine: Any) -> bool:
     """Say whether a saved value equals ours; an array, which no state holds, equals nothing.
 

@@ -126,6 +126,23 @@ class FunctionCounter(TokenCounter):
         return repr((description, _describe_globals(self.function))).encode("utf-8", "backslashreplace")
 
 
+@final
+@dataclass(frozen=True)
+class IdCounter(TokenCounter):
+    """Counts token ids: the length of each sequence, at most ``max_length``."""
+
+    max_length: int | None
+
+    def count(self, texts: Sequence[Any]) -> list[int]:
+        """Return the number of ids of each sequence."""
+        lengths = map(len, texts)
+        return list(lengths) if self.max_length is None else [min(length, self.max_length) for length in lengths]
+
+    def identity(self) -> bytes:
+        """Return the name."""
+        return b"ids"
+
+
 def _is_transformers(tokenizer: Any) -> bool:
     return callable(tokenizer) and hasattr(tokenizer, "convert_tokens_to_ids") and hasattr(tokenizer, "get_vocab")
 

@@ -180,5 +180,9 @@ class BatchSampler(AbstractEpochs):
                 "lengths of the data set that is loaded"
             )
 
+    def __repr__(self) -> str:
+        parts = (f"{len(self._lengths):,} examples", f"{self.budget}", f"{self.settings.grouping}")
+        return f"BatchSampler({', '.join(parts)}, epoch {self.epoch}, rank {self.rank} of {self.world_size})"
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_epoch_plan": None}

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 
-from ..._checks import HasSize, as_flag, as_sized, as_state, check_ranks, check_same, read_size, read_whole
+from ..._checks import HasSize, as_flag, as_sized, as_state, check_ranks, check_same, peek_size, read_size, read_whole
 from ...errors import ArgumentError, StateMismatchError
 from ._progress import AbstractEpochs, Cursor
 from .planned import BatchSampler
@@ -143,6 +143,10 @@ class Regrouped(AbstractEpochs, Generic[Example]):
         self._source.set_generator(epoch, state.get("generator"))
         self._progress.move(epoch, consumed)
 
+    def __repr__(self) -> str:
+        place = f"epoch {self.epoch}, rank {self.rank} of {self.world_size}"
+        return f"regroup({self._source}, size {peek_size(self.controller)}, {place})"
+
 
 @final
 class _Stream(Generic[Example]):
@@ -186,6 +190,9 @@ class Source(Generic[Example]):
         self._sampler: Any = getattr(self._batch_sampler, "sampler", None)
         self._draws: tuple[int, str] | None = None  # an epoch, and the generator before its first chunk
         _check_ranks(self._batch_sampler, self._sampler, rank, world_size)
+
+    def __repr__(self) -> str:
+        return type(self._loader).__name__
 
     def open(self, epoch: int, num_consumed: int) -> Iterator[Sequence[Example]]:
         """Begin an epoch after the first ``num_consumed`` of its examples."""

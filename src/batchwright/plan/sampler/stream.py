@@ -145,6 +145,10 @@ class StreamBatcher(Generic[Example]):
             self._running.close()  # a loop over it ends
         self._reader.place = _Place(**counts, source=source)
 
+    def __repr__(self) -> str:
+        parts = (_kind(self.source), f"{self.budget}", f"{self.settings.grouping}", f"buffer of {self.buffer_size:,}")
+        return f"StreamBatcher({', '.join(parts)}, epoch {self.epoch})"
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_running": None}
 
