@@ -95,11 +95,20 @@ def test_what_needs_no_torch_works_without_it(without_torch, name):
     assert without_torch[name] is None
 
 
-def test_the_room_of_steps_is_found_by_its_name_and_says_what_it_needs():
-    assert batchwright.step.Stepper.__name__ == "Stepper"
-    code = "import sys; sys.modules['torch'] = None; import batchwright as bw; bw.step"
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ("", "write: import batchwright.step"),
+        ("import sys; sys.modules['torch'] = None;", "it needs torch, run: pip install 'batchwright[torch]'"),
+    ],
+    ids=["with torch", "without torch"],
+)
+def test_the_room_of_steps_says_how_it_is_reached(before, words):
+    code = f"{before} import batchwright as bw; assert not hasattr(bw, 'step'); bw.step"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1].endswith("torch is not installed; run: pip install 'batchwright[torch]'")
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("AttributeError: module 'batchwright' has no attribute 'step' before it is imported")
+    assert line.endswith(words)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing import Any, final
 
 from ..._checks import is_whole
 from ...errors import ArgumentError, LengthsError
+from ._examples import num_sides_of_ids, num_sides_of_text
 
 # How far a description follows closures and attributes: a tokenizer in a partial in a closure is found.
 DESCRIPTION_DEPTH = 4
@@ -30,6 +31,10 @@ class TokenCounter(ABC):
     @abstractmethod
     def count(self, texts: Sequence[str]) -> list[int]:
         """Return the number of tokens of each text, truncated if a maximum was given."""
+
+    def num_sides(self, example: Any) -> int:
+        """Return 1 for an example that can be counted, 2 for a pair of them, 0 for anything else."""
+        return num_sides_of_text(example)
 
     @abstractmethod
     def identity(self) -> bytes:
@@ -132,6 +137,10 @@ class IdCounter(TokenCounter):
     """Counts token ids: the length of each sequence, at most ``max_length``."""
 
     max_length: int | None
+
+    def num_sides(self, example: Any) -> int:
+        """Return 1 for ids, 2 for a pair of them, 0 for anything else."""
+        return num_sides_of_ids(example)
 
     def count(self, texts: Sequence[Any]) -> list[int]:
         """Return the number of ids of each sequence."""

@@ -162,14 +162,13 @@ def _count_batch(counter: TokenCounter, batch: TextBatch) -> Lengths:
 
 def _read_batches(texts: Iterable[Any], batch_size: int, counter: TokenCounter) -> Iterator[TextBatch]:
     """Cut the texts into batches and refuse the first example that is not like the others."""
-    examples, of_ids = iter(texts), isinstance(counter, IdCounter)
-    sides_of = num_sides_of_ids if of_ids else num_sides_of_text
+    examples = iter(texts)
     start = num_sides = 0
     while chunk := list(islice(examples, min(batch_size, sys.maxsize))):
-        num_sides = num_sides or sides_of(chunk[0])
+        num_sides = num_sides or counter.num_sides(chunk[0])
         for offset, example in enumerate(chunk):
-            if num_sides == 0 or sides_of(example) != num_sides:
-                raise _not_like_the_others(example, start + offset, num_sides, of_ids=of_ids)
+            if num_sides == 0 or counter.num_sides(example) != num_sides:
+                raise _not_like_the_others(example, start + offset, num_sides, of_ids=isinstance(counter, IdCounter))
         yield TextBatch(num_sides, chunk)
         start += len(chunk)
     if start == 0:
