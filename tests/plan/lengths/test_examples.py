@@ -114,9 +114,10 @@ def test_a_column_in_an_array_of_two_columns_is_a_side_of_pairs():
         (pa.array(["x", None]), None, "got NoneType at example 1"),
         ({}, None, "dict has no column; name the one"),
         ([], "text", "texts is empty"),
+        (list, None, "iterable of str or of pairs of str, got type"),
         (np.array("x"), None, "iterable of str or of pairs of str, got ndarray"),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_a_column_that_cannot_be_measured_is_refused(texts, column, words):
     with pytest.raises(LengthsError, match=words):

@@ -189,7 +189,7 @@ def _check_column(column: Any) -> None:
 
 def _check_iterable(texts: Any) -> None:
     is_iterable = hasattr(texts, "__iter__") or hasattr(texts, "__getitem__")
-    if not is_iterable or isinstance(texts, str | bytes) or getattr(texts, "ndim", 1) == 0:
+    if not is_iterable or isinstance(texts, str | bytes | type) or getattr(texts, "ndim", 1) == 0:
         raise LengthsError(
             f"texts must be an iterable of str or of pairs of str, got {type(texts).__name__}; "
             "wrap one text in a list, pass one column of a table"

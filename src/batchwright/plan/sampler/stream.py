@@ -219,11 +219,15 @@ class _Reader(Generic[Example]):
             )
         self.has_given = self.has_given or bool(examples)
 
+    def _make_source(self) -> Any:
+        made = self.source if isinstance(self.source, Iterable) else self.source()
+        if not isinstance(made, Iterable):
+            raise ArgumentError(f"the function given as source must return something iterable, got {_kind(made)}")
+        return made
+
     def _open(self, place: _Place) -> Iterator[Example]:
         self.num_opened += 1
-        source: Any = self.source if isinstance(self.source, Iterable) else self.source()
-        if not isinstance(source, Iterable):
-            raise ArgumentError(f"the function given as source must return something iterable, got {_kind(source)}")
+        source = self._make_source()
         if hasattr(source, "set_epoch"):
             source.set_epoch(place.epoch)
         if place.source is not None:
