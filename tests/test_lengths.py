@@ -1,7 +1,10 @@
 """The checks every array of lengths or shapes passes; what as_lengths refuses is in plan/test_bad_input.py."""
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +27,28 @@ def test_several_axes_stay_columns_and_become_contiguous():
 
 def test_the_longest_allowed_length_is_kept():
     assert as_lengths([2**31 - 1]).tolist() == [[2**31 - 1]]
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        np.array([3, 100], dtype=object),
+        np.ma.array([3, 100], mask=[0, 0]),
+        pd.Series([3, 100], dtype="Int64"),
+        pa.chunked_array([[3], [100]]),
+        torch.tensor([3, 100]),
+        [torch.tensor(3), torch.tensor(100)],
+    ],
+    ids=["objects", "nothing masked", "pandas", "pyarrow", "tensor", "tensors"],
+)
+def test_lengths_come_in_many_kinds(lengths):
+    assert as_lengths(lengths).tolist() == [[3], [100]]
+    assert as_lengths(lengths).dtype == np.int32
+
+
+@pytest.mark.needs_cuda
+def test_a_tensor_is_copied_from_its_device():
+    assert as_lengths(torch.tensor([3, 100], device="cuda")).tolist() == [[3], [100]]
 
 
 @given(st.integers(1, 10_000), st.integers(1, 300))
@@ -57,6 +82,8 @@ def test_shapes_are_a_copy_and_may_be_none_at_all():
         ([[8, 128.0]], {}, "must be integers, got float64"),
         ([["8", "128"]], {}, "must be integers, got <U3"),
         ([[True, True]], {}, "must be integers, got bool"),
+        (np.array([[8, 128]], dtype="timedelta64[s]"), {}, r"got timedelta64\[s\]; choose a unit"),
+        (np.ma.array([[8, 128]], mask=[[0, 1]]), {}, "shapes is masked in 1 of 1 examples, first in example 0"),
         ([[8, 128], [4, 0]], {}, r"must be 1 or more, got \[4, 0\] in row 1"),
     ],
 )

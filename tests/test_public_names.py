@@ -9,6 +9,8 @@ import pytest
 HERE = Path(__file__).parent
 TOOL = HERE.parent / "tools" / "public_names.py"
 
+_BUDGETS = ("Budget", "MaxBytes", "MaxCost", "MaxItems", "MaxTokens")
+
 # name: (as recorded, as it is now or None where it is gone, why). Names are "front.name" or "front.Class.member".
 _OBSERVATION = "batchwright.lab.observations.Observation"
 _IS_FINDING = "the class is called Finding now, and Observation is the same class under its old name"
@@ -21,6 +23,12 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         )
         for name in ("dynabatch.DynabatchTrainerMixin", "huggingface.AdaptiveTrainerMixin")
     },
+    "batchwright.measure_lengths": (
+        "function(texts, tokenizer, *, max_length=None, num_workers=0, batch_size=1000, progress=True, cache=None)",
+        "function(texts, tokenizer=None, *, column=None, max_length=None, num_workers=0, batch_size=1000, "
+        "progress=True, cache=None)",
+        "token ids need no tokenizer, and an option came",
+    ),
     "batchwright.errors.UpdateMemoryError": (
         "class, bases: BaseException, BatchwrightError, Exception, RuntimeError",
         "class(message, *, num_changed=0, can_retry=False), bases: BaseException, BatchwrightError, Exception, "
@@ -77,6 +85,10 @@ ADDED = {
     "batchwright.size.learning_rate.innermost",
     "batchwright.size.learning_rate.scaled_lr",
     "batchwright.step.split_by_budget",
+    *(f"batchwright.{name}.__bool__" for name in (*_BUDGETS, "StreamBatcher")),
+    *(f"batchwright.{name}.to_state" for name in _BUDGETS),
+    "batchwright.StreamBatcher.__len__",
+    "batchwright.size.noise.NoiseAverage.from_state",
 }
 
 

@@ -73,11 +73,21 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Load the room of batch sizes when it is first asked for: its many small classes take a while to make."""
     if name not in ("size", "BatchSizeController"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_hint(name)}")
     from importlib import import_module
 
     size = import_module(".size", __name__)
     return size if name == "size" else size.BatchSizeController
+
+
+def _hint(name: str) -> str:
+    """Say how a room above this one is reached, and what it needs."""
+    if name != "step":
+        return ""
+    from ._optional import is_installed
+
+    needs = "" if is_installed("torch") else "; it needs torch, run: pip install 'batchwright[torch]'"
+    return f" before it is imported, write: import batchwright.step{needs}"
 
 
 def __dir__() -> list[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
+from ._checks import is_whole
 from ._types import MAX_INT32, IntArray
 from .errors import ArgumentError, LengthsError
 
@@ -13,7 +16,8 @@ def as_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
     """Check lengths and return them as ``int32`` of shape ``(N, axes)``, C-contiguous.
 
     Args:
-        lengths: whole numbers of 1 or more, shape ``(N,)`` or ``(N, axes)``; a list, an array or a CPU tensor.
+        lengths: whole numbers of 1 or more, shape ``(N,)`` or ``(N, axes)``; a list, an array, a column of a table or
+            a tensor, which is copied from its device.
 
     Returns:
         An array of shape ``(N, axes)``; it shares memory with the input where that is possible.
@@ -25,20 +29,15 @@ def as_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
         ...
     batchwright.errors.LengthsError: lengths must be integers, got float64; count tokens, e.g. [len(x) for x in data]
     """
-    try:
-        array = np.asarray(lengths)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise LengthsError(
-            f"lengths must form an array of shape (N,) or (N, axes), with as many lengths for every example: {error}"
-        ) from error
+    array = _as_array("lengths", lengths, "(N,) or (N, axes), with as many lengths for every example", LengthsError)
     if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[1] == 0):
         raise LengthsError(
-            f"lengths must have shape (N,) or (N, axes), got {array.shape}; give one row of lengths per example"
+            f"lengths must have shape (N,) or (N, axes), got {array.shape}; give one row of lengths per example, in a "
+            f"list or an array{'' if array.ndim else f', not in a {type(lengths).__name__}'}"
         )
     if len(array) == 0:
         raise LengthsError("lengths is empty; there is nothing to batch")
-    if not np.issubdtype(array.dtype, np.integer):
-        raise LengthsError(f"lengths must be integers, got {array.dtype}; count tokens, e.g. [len(x) for x in data]")
+    array = _as_integers("lengths", array, LengthsError)
     _check_range(array)
     if array.ndim == 1:
         array = array[:, None]
@@ -51,10 +50,7 @@ def as_shapes(shapes: npt.ArrayLike, *, num_axes: int | None = None) -> npt.NDAr
     >>> as_shapes([[8, 128]]).tolist()
     [[8, 128]]
     """
-    try:
-        array = np.asarray(shapes)
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"shapes must form an array of shape (M, 1 + axes): {error}") from error
+    array = _as_array("shapes", shapes, "(M, 1 + axes)", ArgumentError)
     if array.ndim != 2 or array.shape[1] < 2:
         raise ArgumentError(
             f"shapes must have shape (M, 1 + axes), got {array.shape}; "
@@ -62,8 +58,7 @@ def as_shapes(shapes: npt.ArrayLike, *, num_axes: int | None = None) -> npt.NDAr
         )
     if num_axes is not None and array.shape[1] != 1 + num_axes:
         raise ArgumentError(f"the model has {num_axes} length axes, got shapes with {array.shape[1] - 1}")
-    if not np.issubdtype(array.dtype, np.integer):
-        raise ArgumentError(f"shapes must be integers, got {array.dtype}")
+    array = _as_integers("shapes", array, ArgumentError)
     if len(array) and array.min() < 1:
         row = int(np.argmax((array < 1).any(axis=1)))
         raise ArgumentError(f"shapes must be 1 or more, got {array[row].tolist()} in row {row}")
@@ -77,6 +72,60 @@ def pad_up(lengths: IntArray, multiple: int) -> IntArray:
     [8, 8, 16]
     """
     return lengths if multiple == 1 else -(-lengths // multiple) * multiple
+
+
+def _as_array(name: str, values: Any, form: str, error: type[ArgumentError]) -> npt.NDArray[Any]:
+    """Return values as an array of any type; masked entries would come back as if they were there."""
+    if hasattr(values, "detach") and hasattr(values, "is_floating_point"):  # a tensor, on any device
+        values = values.detach()
+        if values.is_floating_point() or values.is_complex():  # not every such type is one of NumPy's
+            raise error(f"{name} must be integers, got {values.dtype}{_advice(name, np.empty(0))}")
+    try:
+        array = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
+    except (RuntimeError, TypeError, ValueError) as reason:
+        raise error(f"{name} must form an array of shape {form}: {reason}") from reason
+    if array.ndim == 2 and isinstance(values, list | tuple) and any(np.ma.is_masked(row) for row in values):
+        values = np.ma.stack([np.ma.asarray(row) for row in values])
+    if np.ma.is_masked(values):
+        masked = np.ma.getmaskarray(values).reshape(len(array), -1).any(axis=1)
+        raise error(
+            f"{name} is masked in {masked.sum()} of {len(array)} examples, first in example {int(masked.argmax())}; "
+            "leave those examples out, of the data too"
+        )
+    return array
+
+
+def _as_integers(name: str, array: npt.NDArray[Any], error: type[ArgumentError]) -> IntArray:
+    """Return an array of integers, or say what came in their place and where."""
+    if array.dtype == object and all(map(is_whole, array.flat)):
+        try:
+            return array.astype(np.int64)
+        except OverflowError:
+            raise error(f"{name} must fit in 64 bits, got {max(array.flat, key=abs)}") from None
+    # NumPy counts spans of time as integers, but not what unit they have.
+    if np.issubdtype(array.dtype, np.integer) and not np.issubdtype(array.dtype, np.timedelta64):
+        return array
+    raise error(f"{name} must be integers, got {array.dtype}{_advice(name, array)}")
+
+
+def _advice(name: str, array: npt.NDArray[Any]) -> str:
+    kind, count = array.dtype.kind, "count tokens, e.g. [len(x) for x in data]"
+    if kind == "m":
+        return f"; choose a unit, e.g. {name} // np.timedelta64(1, 'ms')"
+    if kind in "US":
+        return "; measure_lengths(texts, tokenizer) counts the tokens of texts"
+    if array.dtype.names:
+        fields = ", ".join(f"array[{field!r}]" for field in array.dtype.names)
+        return f"; make the fields columns, e.g. np.stack([{fields}], axis=1)"
+    if kind not in "fO" or array.size == 0:
+        return f"; {count}"
+    # By their texts: pandas' NA has no truth value, and not every NaN is a float.
+    missing = [value is None or str(value) in ("nan", "NaT", "<NA>") for value in array.flat]
+    if any(missing):
+        first = missing.index(True) // (array.size // len(array))
+        return f" with {sum(missing)} missing, first at example {first}; fill them in or leave those examples out"
+    wrong = next((place for place, value in enumerate(array.flat) if kind == "O" and not is_whole(value)), None)
+    return f"; {count}" if wrong is None else f" with {array.flat[wrong]!r} at place {wrong}; {count}"
 
 
 def _check_range(array: IntArray) -> None:

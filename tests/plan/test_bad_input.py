@@ -1,6 +1,8 @@
 """What a user may get wrong: refused before any work, in words that help."""
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 
@@ -41,7 +43,36 @@ class Untouched(bw.Budget):
         (iter([1, 2]), r"got \(\)"),
         ([5, 2**31], "lengths must be at most 2147483647, got 2147483648; use a coarser unit"),
         (np.array([2**63], dtype=np.uint64), "lengths must be at most 2147483647"),
-        (torch.tensor([1.0], requires_grad=True), "lengths must form an array"),
+        (torch.tensor([1.0], requires_grad=True), "lengths must be integers, got torch.float32; count tokens"),
+        (torch.tensor([1.0], dtype=torch.bfloat16), "lengths must be integers, got torch.bfloat16; count tokens"),
+        (torch.empty(2, device="meta", dtype=torch.int64), "lengths must form an array .* meta tensor"),
+        (
+            np.array([3, 5], dtype="timedelta64[s]"),
+            r"got timedelta64\[s\]; choose a unit, e.g. lengths // np",
+        ),
+        (pd.Series(pd.to_timedelta([3], "s")), r"got timedelta64\[\ws\]; choose a unit"),
+        (np.array(["2026-01-01"], dtype="datetime64[D]"), r"got datetime64\[D\]"),
+        (
+            np.ma.array([3, 5, 7, 9], mask=[0, 1, 0, 1]),
+            "lengths is masked in 2 of 4 examples, first in example 1",
+        ),
+        (np.ma.array([[3, 5], [7, 9]], mask=[[0, 0], [0, 1]]), "masked in 1 of 2 examples, first in example 1"),
+        ([np.ma.array([3, 5]), np.ma.array([7, 9], mask=[1, 0])], "masked in 1 of 2 examples, first in example 1"),
+        (np.array([3 + 0j]), "lengths must be integers, got complex128"),
+        (np.array([3, "x", None], dtype=object), "got object with 1 missing, first at example 2"),
+        (np.array([3, 4.5], dtype=object), "got object with 4.5 at place 1"),
+        (np.array([2**70], dtype=object), "lengths must fit in 64 bits, got 1180591620717411303424"),
+        (np.array([3, 0], dtype=object), "lengths must be 1 or more, got 0 at example 1"),
+        (
+            np.array([(1, 2)], dtype=[("a", int), ("b", int)]),
+            r"np.stack\(\[array\['a'\], array\['b'\]\], axis=1\)",
+        ),
+        (np.array(["abc"]), r"got <U3; measure_lengths\(texts, tokenizer\) counts the tokens of texts"),
+        (pd.Series([3, None, 5], dtype="Int64"), "with 1 missing, first at example 1; fill them in or leave"),
+        (pd.DataFrame({"a": [3.0, None], "b": [1.0, 2.0]}), "got float64 with 1 missing, first at example 1"),
+        (pa.array([3, None]), "got float64 with 1 missing, first at example 1"),
+        ({"a": [1, 2]}, r"got \(\); give one row of lengths per example, in a list or an array, not in a dict"),
+        ({1, 2}, "in a list or an array, not in a set"),
     ],
 )
 def test_lengths_that_cannot_be_planned_are_refused(lengths, message):

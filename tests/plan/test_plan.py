@@ -64,6 +64,27 @@ def test_a_plan_is_a_sequence_of_batches():
         plan[3]
 
 
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@given(st.builds(slice, *[st.none() | st.integers(-9, 9)] * 2, st.none() | st.integers(-4, 4).filter(bool)))
+def test_a_slice_gives_the_batches_that_a_list_would(grouping, part):
+    plan = bw.plan_batches(LENGTHS, bw.MaxTokens(24), grouping=grouping)
+    assert plan[part] == list(plan)[part]
+
+
+def test_a_slice_takes_numbers_of_numpy_and_no_step_of_zero():
+    plan = bw.plan_batches(LENGTHS, bw.MaxItems(2), grouping=bw.InOrder())
+    assert plan[np.int64(1) : np.uint8(3)] == [[2, 3], [4, 5]]
+    with pytest.raises(ValueError, match="step"):
+        plan[::0]
+
+
+@pytest.mark.parametrize("index", ["1", 1.0, None, (0, 1), [0], np.array([0, 1])], ids=repr)
+def test_anything_else_is_no_number_of_a_batch(index):
+    plan = bw.plan_batches(LENGTHS, bw.MaxItems(2))
+    with pytest.raises(TypeError, match="a plan is asked for a batch by its number or a slice, got"):
+        plan[index]
+
+
 def test_a_packed_plan_is_a_sequence_of_lists_of_rows():
     plan = bw.plan_batches([5, 5, 4, 6], bw.MaxItems(2), grouping=bw.Packed(10), shuffle=False)
     # 6 takes 4 in the end, and the two fives share a row.

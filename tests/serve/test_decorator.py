@@ -105,3 +105,26 @@ def test_it_travels_to_another_process_without_its_threads():
     assert again.sync(21) == 42
     assert again.batcher.settings.max_items == 3
     assert isinstance(again.batcher, Batcher)
+
+
+def test_a_batched_function_is_one_line():
+    @batched(max_items=8, length_of=len, max_tokens=4096, deadline_ms=50)
+    def shout(texts):
+        return [text.upper() for text in texts]
+
+    inside = "shout, policy='adaptive', max_items=8, deadline_ms=50.0, max_tokens=4096"
+    prefix = "test_a_batched_function_is_one_line.<locals>."
+    assert repr(shout) == f"BatchedFunction(Batcher({prefix}{inside}))"
+    assert repr(shout.batcher) == f"Batcher({prefix}{inside})"
+    shout.batcher.close_sync()
+    assert repr(shout.batcher) == f"Batcher({prefix}{inside}, closed)"
+
+
+def test_a_batcher_of_an_object_is_named_after_its_class():
+    class Model:
+        def __call__(self, items):
+            return items
+
+    batcher = Batcher(Model())
+    assert repr(batcher).endswith("Model, policy='adaptive', max_items=64)")
+    batcher.close_sync()

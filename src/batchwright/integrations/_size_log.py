@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
-from .._checks import read_size
+from .._checks import as_whole, read_size
+from ..errors import ArgumentError, StateMismatchError
 
 
 @final
@@ -48,6 +49,21 @@ class SizeLog:
     def after(self, num_batches: int) -> list[int]:
         """Return the sizes of the batches that were formed after the first ``num_batches`` of the loop."""
         return [*self._given[num_batches:], *self._replay]
+
+
+def read_sizes(state: Mapping[str, Any]) -> list[int]:
+    """Return the sizes that a state holds for ``replay``, none where it has no such key.
+
+    >>> read_sizes({"sizes": [4, 8]}), read_sizes({})
+    ([4, 8], [])
+    """
+    sizes = state.get("sizes", [])
+    try:
+        if not isinstance(sizes, list | tuple):
+            raise ArgumentError(f"sizes must be a list, got {sizes!r}")
+        return [as_whole("a size", size, least=1) for size in sizes]
+    except ArgumentError as error:
+        raise StateMismatchError(f"the state holds no valid sizes: {error}") from None
 
 
 def log_sizes(sampler: Any) -> SizeLog | None:

@@ -149,6 +149,8 @@ def choose_order(batches: Batches, lengths: IntArray, budget: Budget, settings: 
         return np.concatenate([first, np.delete(np.arange(num), first)])
     stream = bit_stream(settings.seed, epoch, Purpose.ORDER)
     if run == 1 and settings.rules > 1:  # nobody waits, so nothing is sorted by cost
+        if settings.cost is not None:
+            batch_cost(batches, lengths, settings)  # a wrong function is refused on one device too
         rest = np.delete(np.arange(num), first)
         return np.concatenate([first, rest[permutation(len(rest), stream)]])
     cost = batch_cost(batches, lengths, settings)

@@ -8,7 +8,7 @@ from typing import Any, Literal, final, get_args
 
 from .._checks import as_flag, as_whole, check_choice, shared_options
 from ..errors import ArgumentError
-from .budget import Cost, name_of
+from .budget import Cost, text_of_cost
 from .grouping.base import Grouping, SizeLadder, SizeRounding, check_grouping
 from .grouping.sorting import WindowSort
 
@@ -89,4 +89,4 @@ _NOT_IN_STATE = ("seed", "rules")
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
-    return name_of(value) if callable(value) else repr(value)
+    return text_of_cost(value) if callable(value) else repr(value)

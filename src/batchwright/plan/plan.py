@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import final
+from typing import SupportsIndex, final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +44,17 @@ class Plan(PlanArrays):
         num_truncated: examples planned shorter than they are.
     """
 
-    def __getitem__(self, index: int) -> Batch:
-        index = operator.index(index)  # a small kind of NumPy could not hold len(self)
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Batch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Batch]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> Batch | list[Batch]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        try:
+            index = operator.index(index)  # a small kind of NumPy could not hold len(self)
+        except TypeError:
+            raise TypeError(f"a plan is asked for a batch by its number or a slice, got {index!r}") from None
         if not -len(self) <= index < len(self):
             raise IndexError(f"batch {index} of a plan with {len(self)}")
         index %= len(self)

@@ -89,6 +89,7 @@ class Batcher(Generic[Item, Result]):
         self._settings = Settings(**shared_options(Settings, locals()))
         if not callable(run):
             raise ArgumentError(f"run must be a function of a list of items, got {run!r}")
+        self._name = getattr(run, "__qualname__", type(run).__qualname__)
         self._num_workers = as_whole("num_workers", num_workers, least=1)
         self._length_of = length_of
         self._is_coroutine = _is_coroutine_function(run)
@@ -111,6 +112,13 @@ class Batcher(Generic[Item, Result]):
     def time_model(self) -> LatencyModel:
         """Return what was learned about the time of a batch; ``to_json`` keeps it for the next process."""
         return self._time_model
+
+    def __repr__(self) -> str:
+        shown = ("policy", "max_items")
+        options = [item for item in dataclasses.fields(Settings) if getattr(self._settings, item.name) != item.default]
+        names = dict.fromkeys((*shown, *(item.name for item in options)))
+        parts = [f"{name}={getattr(self._settings, name)!r}" for name in names]
+        return f"Batcher({', '.join([self._name, *parts, *([] if self.is_open else ['closed'])])})"
 
     async def submit(self, item: Item, *, deadline_ms: float | None = None, priority: float = 0) -> Result:
         """Return the answer to one item.

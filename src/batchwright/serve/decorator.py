@@ -51,6 +51,9 @@ class BatchedFunction:
         # Threads and locks cannot be pickled: another process makes its own batcher.
         return BatchedFunction, (self._run, self._options), {"_name": self._name}
 
+    def __repr__(self) -> str:
+        return f"BatchedFunction({self.batcher!r})"
+
     async def __call__(self, item: Any, *, deadline_ms: float | None = None, priority: float = 0) -> Any:
         """Return the answer to one item; options as in ``Batcher.submit``."""
         return await self.batcher.submit(item, deadline_ms=deadline_ms, priority=priority)

@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex, final, get_args
 
 import numpy as np
 
-from .._checks import as_whole, check_same
+from .._checks import as_number, as_state, as_whole, check_same, is_number, is_same
 from ..errors import ArgumentError, StateMismatchError
 from .observation import COUNTS, Counts, Observation, Unit, count_on, read_fields
 from .policy import Part, Policy, State, as_size, has_text
@@ -148,15 +148,17 @@ class BatchSizeController:
             StateMismatchError: the state is from another version or policy, its size is outside the bounds, or a part
                 is missing; the controller stays as it was.
         """
+        state = as_state(state, of="BatchSizeController")
         check_same("version", state.get("version"), STATE_VERSION)
         saved, mine = state.get("policy"), describe(self.policy)
-        if _with_plain_numbers(saved) != _with_plain_numbers(mine):
+        if not is_same(_with_plain_numbers(saved), _with_plain_numbers(mine)):
             check_same("policy", saved, mine)
         try:
             size, counts = as_whole("size", state["size"], least=1), _read_counts(state["counts"])
-            history = [Decision(**decision) for decision in state["history"]]
+            history = [_read_decision(decision) for decision in state["history"]]
             policy_state = copy.deepcopy(state["policy_state"])
-        except (KeyError, TypeError, AttributeError, ArgumentError) as error:
+            _check_form("policy_state", policy_state, self.policy.init())
+        except (LookupError, TypeError, AttributeError, ArgumentError) as error:
             raise StateMismatchError(f"the state is not one that state_dict() returned: {error!r}") from error
         if not self.min_size <= size <= self.max_size:
             raise StateMismatchError(
@@ -251,6 +253,39 @@ def _numpy_number(match: re.Match[str]) -> str:
 def _whole_number(match: re.Match[str]) -> str:
     # A text of digits only stays as it is: a large whole number must not be rounded.
     return match[0] if match[0].isdigit() or not float(match[0]).is_integer() else str(int(float(match[0])))
+
+
+def _read_decision(values: Mapping[str, Any]) -> Decision:
+    decision = Decision(**values)
+    for unit in get_args(Unit):
+        if getattr(decision, unit) is not None:
+            as_whole(unit, getattr(decision, unit), least=0)
+    as_whole("old", decision.old, least=1)
+    as_whole("new", decision.new, least=1)
+    as_number("wanted", decision.wanted)
+    if not isinstance(decision.reason, str):
+        raise ArgumentError(f"reason must be a text, got {decision.reason!r}")
+    return decision
+
+
+def _check_form(name: str, saved: Any, first: Any) -> None:
+    """Refuse a state that has not the form of the policy's first one; what begins as None may become any JSON value."""
+    if isinstance(first, Mapping):
+        if not isinstance(saved, Mapping) or not first.keys() <= saved.keys():
+            raise ArgumentError(f"{name} must be a dict with {', '.join(map(repr, first))}, got {saved!r}")
+        for key, value in saved.items():
+            _check_form(f"{name}[{key!r}]", value, first.get(key))
+    elif isinstance(first, list):
+        if not isinstance(saved, list) or (first and len(saved) != len(first)):
+            raise ArgumentError(f"{name} must be a list{f' of {len(first)}' if first else ''}, got {saved!r}")
+        for index, item in enumerate(saved):
+            _check_form(f"{name}[{index}]", item, first[index] if first else None)
+    elif is_number(first):
+        as_number(name, saved, infinite=True)
+    elif isinstance(saved, dict | list):
+        _check_form(name, saved, type(saved)())
+    elif not (saved is None or isinstance(saved, str | bool)):
+        as_number(name, saved, infinite=True)
 
 
 def _read_counts(counts: Mapping[str, Any]) -> Counts:

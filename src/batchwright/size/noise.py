@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any, final
 
-from .._checks import as_number
+from .._checks import as_number, as_state, read_number
 from ..errors import ArgumentError
 
 # An average over fewer updates than this says nothing about its own error.
@@ -120,3 +121,10 @@ class NoiseAverage:
     def to_state(self) -> dict[str, Any]:
         """Return the average as JSON values."""
         return asdict(self)
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> NoiseAverage:
+        """Return the average of a saved state."""
+        names = [item.name for item in fields(NoiseAverage)]
+        state = as_state(state, of="NoiseAverage", needs=names)
+        return NoiseAverage(**{name: read_number(state, name, infinite=name == "horizon") for name in names})

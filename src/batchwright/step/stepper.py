@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._checks import as_number
+from .._checks import as_number, as_state, is_same, read_whole
 from .._ranks import Ranks
 from ..errors import ArgumentError
 from ..plan import Budget
@@ -221,15 +221,23 @@ class Stepper:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with what another run learned."""
-        if state.get("version") != 2:
+        """Continue with what another run learned.
+
+        Raises:
+            ArgumentError: the state has another version.
+            StateMismatchError: it is not one that ``state_dict`` returned. The stepper stays as it was.
+        """
+        state = as_state(state, of="Stepper")
+        if not is_same(state.get("version"), 2):
             raise ArgumentError(f"the state of a Stepper has version 2, got {state.get('version')!r}")
-        self._gatherer.runner.limit = MicroLimit.from_state(state["limit"])
-        if self._meter is not None:
-            self._meter.average = NoiseAverage(**state["noise"])
-        if self._feedback is not None and state["memory"] is not None:
+        state = as_state(state, of="Stepper", needs=("limit", "noise", "num_updates", "memory"))
+        limit, average = MicroLimit.from_state(state["limit"]), NoiseAverage.from_state(state["noise"])
+        num_updates = read_whole(state, "num_updates")
+        if self._feedback is not None:
             self._feedback.load_state(state["memory"])
-        self._gatherer.num_updates = state["num_updates"]
+        self._gatherer.runner.limit, self._gatherer.num_updates = limit, num_updates
+        if self._meter is not None:
+            self._meter.average = average
 
     def _require_pending(self) -> Pending:
         if self._gatherer.pending is None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import batchwright as bw
@@ -176,9 +176,147 @@ def test_after_a_break_the_loop_goes_on_where_it_was_left(new_source):
     assert received == list(make())
 
 
-def test_a_one_shot_source_gives_one_pass():
-    batcher = make(iter(NUMBERS))
-    assert (sorted(flat(batcher)), list(batcher)) == (NUMBERS, [])
+ONE_SHOT = {
+    "iterator": lambda: iter(NUMBERS),
+    "generator": lambda: (number for number in NUMBERS),
+    "map": lambda: map(int, NUMBERS),
+    "islice": lambda: islice(NUMBERS, 95),
+}
+
+
+@pytest.mark.parametrize("kind", ONE_SHOT)
+def test_a_one_shot_source_gives_one_pass_and_refuses_a_second(kind):
+    batcher = make(ONE_SHOT[kind]())
+    assert sorted(flat(batcher)) == NUMBERS
+    for _ in range(2):
+        with pytest.raises(
+            ArgumentError, match=r"\w+ can be read only once, and it was read; pass something that can be"
+        ):
+            iter(batcher)
+    assert batcher.epoch == 1
+
+
+class Wrapped:
+    """A source that hides its generator; like it, it can be read once."""
+
+    def __init__(self):
+        self.inside = iter(NUMBERS)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.inside)
+
+
+def test_a_second_pass_that_gives_nothing_is_refused_whatever_the_source():
+    batcher = make(Wrapped())
+    assert sorted(flat(batcher)) == NUMBERS
+    with pytest.raises(ArgumentError, match=r"\(Wrapped\) gave examples in an earlier pass and none in pass 1; pass"):
+        list(batcher)
+
+
+class Restarting(Wrapped):
+    """An iterator that begins anew when it is asked for itself."""
+
+    def __iter__(self):
+        self.inside = iter(NUMBERS)
+        return self
+
+
+@pytest.mark.parametrize("source", [Restarting(), lambda: iter(NUMBERS), lambda: NUMBERS, Counted], ids=range(4))
+def test_what_begins_anew_has_many_passes(source):
+    if source is Counted:
+        source = lambda: Counted()  # noqa: E731 - a class itself is refused
+    batcher, listed = make(source), make()
+    for _ in range(3):
+        assert list(batcher) == list(listed)
+
+
+def test_a_function_as_source_resumes_by_reading_again():
+    batcher = make(lambda: iter(NUMBERS))
+    list(islice(batcher, 9))
+    resumed = make(lambda: iter(NUMBERS))
+    resumed.load_state_dict(batcher.state_dict())
+    assert list(resumed) == list(batcher)
+
+
+def test_a_generator_that_was_read_cannot_go_back_to_a_state():
+    batcher = make(number for number in NUMBERS)
+    first = list(islice(batcher, 1))
+    state = batcher.state_dict()
+    first += list(islice(batcher, 3))
+    with pytest.raises(ArgumentError, match="generator can be read only once, and it was read"):
+        batcher.load_state_dict(state)
+    assert first + list(batcher) == list(make())  # the pass under way goes on
+
+
+def test_a_failed_pass_over_a_generator_is_not_taken_up_where_examples_would_be_lost():
+    def fails(number):
+        return length_of(number) if number != 50 else 1 // 0
+
+    batcher = make((number for number in NUMBERS), length_of=fails)
+    with pytest.raises(ZeroDivisionError):
+        list(batcher)
+    with pytest.raises(ArgumentError, match="can be read only once"):
+        list(batcher)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (lambda: 3, "the function given as source must return something iterable, got int"),
+        (lambda: None, "the function given as source must return something iterable, got NoneType"),
+    ],
+    ids=["int", "None"],
+)
+def test_a_function_must_return_something_iterable(source, words):
+    with pytest.raises(ArgumentError, match=words):
+        list(make(source))
+
+
+def test_a_stream_has_no_length_and_is_not_false():
+    with pytest.raises(TypeError, match="the number of batches of a stream is not known before it is read"):
+        len(make())
+    assert make()
+
+
+def test_a_torch_loader_hands_the_batches_on():
+    stream = make()
+    assert list(DataLoader(stream, batch_size=None)) == list(make())
+    loader = DataLoader(stream, batch_size=None, collate_fn=tuple)
+    second = make()
+    second.load_state_dict(stream.state_dict())
+    assert [list(batch) for batch in loader] == list(second)
+    assert stream.epoch == 2
+
+
+def test_the_state_is_exact_under_a_torch_loader():
+    stream, full = make(), list(make())
+    received = list(islice(DataLoader(stream, batch_size=None), 5))
+    resumed = make()
+    resumed.load_state_dict(stream.state_dict())
+    assert received + list(resumed) == full
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_torch_loader_with_workers_is_refused_since_each_would_read_all(num_workers):
+    loader = DataLoader(make(), batch_size=None, num_workers=num_workers)
+    with pytest.raises(ArgumentError, match="would read the whole source in every worker; give the workers to the"):
+        list(loader)
+
+
+class Sharded(IterableDataset):
+    """A data set that divides the examples over the workers by itself, and batches inside each."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(make(NUMBERS[info.id :: info.num_workers]))
+
+
+def test_a_stream_inside_a_worker_that_has_its_own_shard_is_fine():
+    loader = DataLoader(Sharded(), batch_size=None, num_workers=2)
+    assert sorted(flat(loader)) == NUMBERS
 
 
 @every_source
@@ -453,7 +591,9 @@ def test_an_error_of_length_of_reaches_the_caller_after_the_batches_before_it():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"source": 3}, "source must be iterable, got int"),
+        ({"source": 3}, "source must be iterable, or a function that returns something iterable, got int"),
+        ({"source": list}, "got the class list"),
+        ({"source": None}, "got NoneType"),
         ({"length_of": 3}, "length_of must be a function"),
         ({"buffer_size": 0}, "buffer_size must be a whole number of 1 or more"),
         ({"budget": 64}, "write MaxItems"),

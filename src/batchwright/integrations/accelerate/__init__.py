@@ -2,6 +2,7 @@
 
 from ..._optional import require
 
+require("torch", extra="accelerate")
 require("accelerate", extra="accelerate")
 
 # After the check, so that its message is read.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
+from ..._checks import as_state, is_same, load_parts
 from ...errors import StateMismatchError
 from ...step import Stepper, StepReport
 from .._ranked import is_at_end, num_batches
@@ -109,21 +110,21 @@ class AcceleratedStepper:
         """Continue where a state was taken.
 
         Raises:
-            StateMismatchError: the state has another version, or belongs to other parts than these.
+            StateMismatchError: the state has another version, or belongs to other parts than these; all
+                parts stay as they were.
         """
-        parts = self._parts()
-        if state.get("version") != STATE_VERSION:
+        state, parts = as_state(state, of="prepare"), self._parts()
+        if not is_same(state.get("version"), STATE_VERSION):
             raise StateMismatchError(
                 f"prepare reads states of version {STATE_VERSION}, got {state.get('version')!r}; start without it"
             )
-        saved = sorted(state.keys() - {"version"})
+        saved = sorted(map(str, state.keys() - {"version"}))
         if saved != sorted(parts):
             raise StateMismatchError(
                 f"the checkpoint holds the states of {', '.join(saved)}, but this run has {', '.join(sorted(parts))}; "
                 "call prepare with the same parts"
             )
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
+        load_parts(parts, state)
 
     def _parts(self) -> dict[str, Any]:
         sampler = None if self._loader is None else self._loader.sampler

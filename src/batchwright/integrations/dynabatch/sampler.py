@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from ..._checks import as_number, as_whole, check_choice, check_ranks, read_whole
+from ..._checks import as_number, as_state, as_whole, check_choice, check_ranks, read_whole
 from ..._lengths import as_lengths
 from ..._types import FloatArray, IntArray
 from ...errors import LengthsError
@@ -191,6 +191,7 @@ class DynaBatchSampler(Sampler[list[int]]):
         Raises:
             StateMismatchError: the state belongs to other lengths or settings; the sampler stays as it was.
         """
+        state = as_state(state, of="DynaBatchSampler")
         balance_over = read_whole(state, "balance_over")
         inner = self._inner
         if balance_over != self._grouping.balance_over:

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import read_size
+from ..._checks import as_state, read_size
 from ..._lengths import as_lengths, pad_up
-from ...errors import StateMismatchError
 from ...plan.budget import Budget
 from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
 from ...step.splitting import split_by_budget
-from .._size_log import SizeLog
+from .._size_log import SizeLog, read_sizes
 
 
 class Counted(NamedTuple):
@@ -121,10 +120,7 @@ class BatchSource(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken; the end of an epoch continues with the next epoch."""
-        try:
-            self.sampler.load_state_dict(state["sampler"])
-        except (KeyError, TypeError) as error:
-            raise StateMismatchError(f"the checkpoint holds no valid place in the data: {error!r}") from error
+        self.sampler.load_state_dict(as_state(state, of="the batches of a trainer", needs=["sampler"])["sampler"])
         self.begin_epoch(self.epoch)
         if self.num_left == 0:
             self.set_epoch(self.epoch + 1)
@@ -236,5 +232,6 @@ class ResizableBatches(BatchSource):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken."""
+        sizes = read_sizes(as_state(state, of="the batches of a trainer"))
         super().load_state_dict(state)
-        self._replay = [int(size) for size in state.get("sizes", [])]
+        self._replay = sizes

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ..._checks import read_whole
+from ..._checks import as_state, read_whole
 from ..._ranks import Ranks
 from ...errors import ArgumentError
 from ...step.memory.budget_tracker import FitFeedback
@@ -333,9 +333,10 @@ class TrainingFigures:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue counting from a state."""
-        self._all = _no_sums()
-        self._all[_EXAMPLES], self._all[_TOKENS] = read_whole(state, "examples"), read_whole(state, "tokens")
-        self._saved_ooms = read_whole(state, "ooms")
+        state = as_state(state, of="the figures of a trainer")
+        examples, tokens, ooms = (read_whole(state, name) for name in ("examples", "tokens", "ooms"))
+        self._all, self._saved_ooms = _no_sums(), ooms
+        self._all[_EXAMPLES], self._all[_TOKENS] = float(examples), float(tokens)
 
     def _all_ooms(self) -> int:
         # The sums hold what other ranks had met before this update; their newest failures arrive with the next one.

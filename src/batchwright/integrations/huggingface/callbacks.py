@@ -9,7 +9,7 @@ from typing import Any, final
 
 from transformers import TrainerCallback
 
-from ..._checks import as_whole, read_size, read_whole
+from ..._checks import as_state, as_whole, is_same, read_size, read_whole
 from ...errors import StateMismatchError
 from ...size.learning_rate import adascale, current_lr, scaled_lr
 from ...size.noise import NoiseAverage
@@ -90,22 +90,25 @@ class Batching:
         """
         batches, controller, noise = self.data.batches, self.settings.controller, self.updates.noise
         assert batches is not None
-        if saved is None or saved.get("version") != STATE_VERSION:
+        version = None if saved is None else as_state(saved, of="an adaptive trainer").get("version")
+        if not is_same(version, STATE_VERSION):
             if ignores_place:
                 return epochs_trained
             raise StateMismatchError(
                 "the checkpoint does not hold the place in its epoch, as checkpoints of adaptive trainers do; set "
                 "ignore_data_skip=True to begin the epoch again"
             )
+        saved = as_state(saved, of="an adaptive trainer", needs=("feed", "course", "controller", "noise"))
         if ignores_place:
-            batches.set_epoch(int(saved["feed"]["sampler"]["epoch"]))
+            feed = as_state(saved["feed"], of="the batches of a trainer", needs=["sampler"])
+            batches.set_epoch(read_whole(as_state(feed["sampler"], of="a sampler"), "epoch"))
         else:
             batches.load_state_dict(saved["feed"])
         self.updates.figures.load_state_dict(saved["course"])
         if controller is not None and saved["controller"] is not None:
             controller.load_state_dict(saved["controller"])
         if noise is not None and saved["noise"] is not None:
-            noise.meter.average = NoiseAverage(**saved["noise"])
+            noise.meter.average = NoiseAverage.from_state(saved["noise"])
         self.updates.load_memory_state(saved.get("memory"))
         return batches.epoch
 
@@ -229,8 +232,10 @@ class BatchSizeCallback(TrainerCallback):
         saved = state.stateful_callbacks.get(_CONTROLLER_NAME)
         self._examples = 0
         if saved is not None:
+            saved = as_state(saved, of="BatchSizeCallback", needs=["controller"])
+            examples = read_whole(saved, "examples")
             self.controller.load_state_dict(saved["controller"])
-            self._examples = read_whole(saved, "examples")
+            self._examples = examples
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the size that holds for this update."""

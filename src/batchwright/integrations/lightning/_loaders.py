@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
-from ...errors import ArgumentError, StateMismatchError
+from ..._checks import as_state, read_whole
+from ...errors import ArgumentError
 from .._ranked import give_rank, num_batches, sampler_of
-from .._size_log import log_sizes
+from .._size_log import log_sizes, read_sizes
 
 
 @final
@@ -103,11 +104,9 @@ class TrainLoader:
 
     def go_to(self, place: Mapping[str, Any]) -> None:
         """Continue where a place was taken."""
-        try:
-            state, num, sizes = place["sampler"], int(place["num_batches"]), list(place["sizes"])
-        except (KeyError, TypeError) as error:
-            raise StateMismatchError(f"the place in the data is not one that place() returned: {error!r}") from error
-        self.source.load_state_dict(state)
+        place = as_state(place, of="AdaptiveBatching", needs=("sampler", "num_batches", "sizes"))
+        num, sizes = read_whole(place, "num_batches"), read_sizes(place)
+        self.source.load_state_dict(place["sampler"])
         self._epoch, self._num_before, self._replay, self._states = int(self.source.epoch), num, sizes, {}
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..._optional import is_installed, require
 
+require("torch", extra="lightning")
 if TYPE_CHECKING or is_installed("lightning") or not is_installed("pytorch_lightning"):
     require("lightning", extra="lightning")
     from lightning.pytorch import Callback, LightningDataModule

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ..._checks import as_state, load_parts
 from ...errors import ArgumentError, StateMismatchError
 from ...step import Stepper, StepReport
 from ...step.losses import LossFunction, Sums, needs_whole_batch, whole_batch
@@ -211,15 +213,20 @@ class AdaptiveBatching(Callback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where a state was taken; a part that does not exist yet gets its state once it does."""
-        self._loaded = dict(state_dict)
-        self._hand_out()
+        before, self._loaded = self._loaded, dict(as_state(state_dict, of="AdaptiveBatching"))
+        try:
+            self._hand_out()
+        except Exception:
+            self._loaded = before
+            raise
 
     def _hand_out(self) -> None:
-        if self.loader is not None and "place" in self._loaded:
-            self.loader.go_to(self._loaded.pop("place"))
-        for name, part in self._parts().items():
-            if name in self._loaded:
-                part.load_state_dict(self._loaded.pop(name))
+        parts = self._parts()
+        if self.loader is not None:
+            parts = {"place": SimpleNamespace(state_dict=self.loader.place, load_state_dict=self.loader.go_to), **parts}
+        parts = {name: part for name, part in parts.items() if name in self._loaded}
+        load_parts(parts, self._loaded)
+        self._loaded = {name: state for name, state in self._loaded.items() if name not in parts}
 
     def _parts(self) -> dict[str, Any]:
         parts = {"stepper": self.stepper, "controller": self.controller}

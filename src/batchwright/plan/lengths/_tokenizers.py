@@ -18,6 +18,7 @@ from typing import Any, final
 
 from ..._checks import is_whole
 from ...errors import ArgumentError, LengthsError
+from ._examples import num_sides_of_ids, num_sides_of_text
 
 # How far a description follows closures and attributes: a tokenizer in a partial in a closure is found.
 DESCRIPTION_DEPTH = 4
@@ -30,6 +31,10 @@ class TokenCounter(ABC):
     @abstractmethod
     def count(self, texts: Sequence[str]) -> list[int]:
         """Return the number of tokens of each text, truncated if a maximum was given."""
+
+    def num_sides(self, example: Any) -> int:
+        """Return 1 for an example that can be counted, 2 for a pair of them, 0 for anything else."""
+        return num_sides_of_text(example)
 
     @abstractmethod
     def identity(self) -> bytes:
@@ -124,6 +129,27 @@ class FunctionCounter(TokenCounter):
         """Return the function's name, code, defaults, closure and the globals it names."""
         description = _describe(self.function, DESCRIPTION_DEPTH)
         return repr((description, _describe_globals(self.function))).encode("utf-8", "backslashreplace")
+
+
+@final
+@dataclass(frozen=True)
+class IdCounter(TokenCounter):
+    """Counts token ids: the length of each sequence, at most ``max_length``."""
+
+    max_length: int | None
+
+    def num_sides(self, example: Any) -> int:
+        """Return 1 for ids, 2 for a pair of them, 0 for anything else."""
+        return num_sides_of_ids(example)
+
+    def count(self, texts: Sequence[Any]) -> list[int]:
+        """Return the number of ids of each sequence."""
+        lengths = map(len, texts)
+        return list(lengths) if self.max_length is None else [min(length, self.max_length) for length in lengths]
+
+    def identity(self) -> bytes:
+        """Return the name."""
+        return b"ids"
 
 
 def _is_transformers(tokenizer: Any) -> bool:

@@ -8,7 +8,7 @@ import pickle
 import signal
 import sys
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Generator, Iterable, Iterator, Sized
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
@@ -22,7 +22,8 @@ from ..._checks import as_flag, as_whole
 from ..._progress import ProgressBar
 from ...errors import ArgumentError, BatchwrightError, LengthsError
 from ._cache import ContentHash, LengthCache
-from ._tokenizers import TokenCounter, adapt
+from ._examples import choose, describe, num_sides_of_ids, num_sides_of_text
+from ._tokenizers import IdCounter, TokenCounter, adapt
 
 Lengths: TypeAlias = npt.NDArray[np.int32]
 
@@ -44,9 +45,10 @@ class TextBatch(NamedTuple):
 
 
 def measure_lengths(
-    texts: Iterable[str | Sequence[str]],
-    tokenizer: Any,
+    texts: Any,
+    tokenizer: Any = None,
     *,
+    column: str | tuple[str, str] | None = None,
     max_length: int | None = None,
     num_workers: int = 0,
     batch_size: int = 1000,
@@ -55,16 +57,24 @@ def measure_lengths(
 ) -> Lengths:
     """Count the tokens of every text, special tokens included: ``len(tokenizer(text)["input_ids"])``.
 
-    Texts are read and counted in batches; the ids of a batch are dropped before the next. A text without any
-    token has length 0, which ``plan_batches`` refuses by position.
+    Texts are read and counted in batches; the ids of a batch are dropped before the next. An example without any
+    token has length 0, which ``plan_batches`` refuses by position: drop it, or count it as 1 with
+    ``np.maximum(lengths, 1)``.
+
+    Without a tokenizer, token ids are counted: lists, arrays or tensors of whole numbers, one per example, without
+    padding. A list of two lists of ids is two examples; a pair is a tuple, ``(source_ids, target_ids)``.
 
     Args:
-        texts: an iterable of str, or of pairs ``(source, target)`` whose sides are counted each on its own.
+        texts: an iterable of str, or of pairs ``(source, target)`` whose sides are counted each on its own; or a table
+            with named columns: a DataFrame, a pyarrow table, a ``datasets.Dataset``, a dict of columns, rows as dicts.
         tokenizer: a tokenizer of transformers (fast or slow), a ``tokenizers.Tokenizer``, or a function from
             str to int or to a sequence, e.g. ``str.split``. A ``tokenizers.Tokenizer`` is left as it is; its
             padding is not counted, and its own truncation holds where ``max_length`` is None.
+            None counts token ids.
+        column: the column of a table to measure, or a pair of columns, ``("source", "target")``. A table with a single
+            column needs no name.
         max_length: count as ``tokenizer(text, truncation=True, max_length=max_length)`` does, or at most this
-            many for a function; None does not truncate.
+            many for a function and for ids; None does not truncate.
         num_workers: processes that count; 0 counts here, where a fast tokenizer uses all cores already. They
             start as ``multiprocessing`` is set to start them, and the tokenizer must pickle.
         batch_size: texts per call of the tokenizer. It changes the speed, never the lengths.
@@ -73,6 +83,7 @@ def measure_lengths(
             ``max_length``, without calling the tokenizer. An iterable that is not a sequence is gathered into
             a list first. A function is known by its name, code, defaults, closure and the globals it names;
             its hidden state is not seen: the content of lists and dicts, files, other functions' globals.
+            Token ids are counted again: that is faster than to look them up.
 
     Returns:
         ``int32`` of shape ``(N,)``, or ``(N, 2)`` for pairs, in the order of the texts.
@@ -81,13 +92,19 @@ def measure_lengths(
     [2, 3]
     >>> measure_lengths([("a b", "x"), ("c", "x y z")], str.split, max_length=2, progress=False).tolist()
     [[2, 1], [1, 2]]
+    >>> measure_lengths({"id": [7, 8], "text": ["a b", "c"]}, str.split, column="text", progress=False).tolist()
+    [2, 1]
+    >>> measure_lengths([[101, 7, 102], [101, 102]], progress=False).tolist()
+    [3, 2]
     """
     num_workers = as_whole("num_workers", num_workers, least=0)
     batch_size = as_whole("batch_size", batch_size, least=1)
     progress = as_flag("progress", progress)
     if max_length is not None:
         max_length = as_whole("max_length", max_length, least=1)
-    _check_iterable(texts)
+    texts = choose(texts, column)
+    if tokenizer is None:
+        return _measure(texts, IdCounter(max_length), b"", 0, batch_size, progress)
     counter = adapt(tokenizer, max_length)
     # What cannot reach a worker is said now, not after the texts were hashed.
     payload = _pickled(counter) if num_workers else b""
@@ -113,8 +130,8 @@ def _measure(
     batch_size: int,
     progress: bool,
 ) -> Lengths:
-    total = len(texts) if isinstance(texts, Sized) else None
-    batches = _read_batches(texts, batch_size)
+    total = _num_examples(texts)
+    batches = _read_batches(texts, batch_size, counter)
     counts = _count_in_pool(batches, payload, num_workers) if num_workers else _count_here(batches, counter)
     parts = []
     # Closing ends the workers at once when anything here fails or is interrupted.
@@ -123,6 +140,13 @@ def _measure(
             parts.append(part)
             bar.update(len(part))
     return np.concatenate(parts)
+
+
+def _num_examples(texts: Iterable[Any]) -> int | None:
+    try:
+        return len(texts) if isinstance(texts, Sized) else None
+    except TypeError:  # a column of an iterable table
+        return None
 
 
 def _count_here(batches: Iterator[TextBatch], counter: TokenCounter) -> Generator[Lengths, None, None]:
@@ -136,37 +160,34 @@ def _count_batch(counter: TokenCounter, batch: TextBatch) -> Lengths:
     return counts if batch.num_sides == 1 else np.ascontiguousarray(counts.reshape(batch.num_sides, -1).T)
 
 
-def _read_batches(texts: Iterable[Any], batch_size: int) -> Iterator[TextBatch]:
+def _read_batches(texts: Iterable[Any], batch_size: int, counter: TokenCounter) -> Iterator[TextBatch]:
     """Cut the texts into batches and refuse the first example that is not like the others."""
     examples = iter(texts)
     start = num_sides = 0
     while chunk := list(islice(examples, min(batch_size, sys.maxsize))):
-        num_sides = num_sides or _num_sides(chunk[0])
+        num_sides = num_sides or counter.num_sides(chunk[0])
         for offset, example in enumerate(chunk):
-            if num_sides == 0 or _num_sides(example) != num_sides:
-                expected = ("str, or all pairs of two str", "str", "pairs of two str")[num_sides]
-                raise LengthsError(
-                    f"texts must be all {expected}, got {_describe(example)} at example {start + offset}; "
-                    "pass the column of texts, e.g. [row['text'] for row in data]"
-                )
+            if num_sides == 0 or counter.num_sides(example) != num_sides:
+                raise _not_like_the_others(example, start + offset, num_sides, of_ids=isinstance(counter, IdCounter))
         yield TextBatch(num_sides, chunk)
         start += len(chunk)
     if start == 0:
         raise LengthsError("texts is empty; there is nothing to measure")
 
 
-def _num_sides(example: Any) -> int:
-    """Return 1 for a text, 2 for a pair of texts, 0 for anything else."""
-    if isinstance(example, str):
-        return 1
-    is_pair = isinstance(example, tuple | list) and len(example) == 2 and all(isinstance(x, str) for x in example)
-    return 2 if is_pair else 0
-
-
-def _describe(example: Any) -> str:
-    if isinstance(example, tuple | list) and len(example) <= 3:
-        return f"{type(example).__name__} of ({', '.join(type(side).__name__ for side in example)})"
-    return type(example).__name__ + (f" of {len(example)} items" if isinstance(example, tuple | list) else "")
+def _not_like_the_others(example: Any, number: int, num_sides: int, *, of_ids: bool) -> LengthsError:
+    if of_ids:
+        expected = ("token ids, or all tuples of two", "token ids", "tuples of two sequences of ids")[num_sides]
+        advice = "texts need a tokenizer" if num_sides_of_text(example) else "give each as a flat list of whole numbers"
+        return LengthsError(
+            f"without a tokenizer token ids are counted: examples must be all {expected}, got {describe(example)} at "
+            f"example {number}; {advice}"
+        )
+    expected = ("str, or all pairs of two str", "str", "pairs of two str")[num_sides]
+    advice = "name or pass the column of texts, e.g. column='text' or [row['text'] for row in data]"
+    if num_sides_of_ids(example):
+        advice = "ids are counted without a tokenizer, measure_lengths(ids, None)"
+    return LengthsError(f"texts must be all {expected}, got {describe(example)} at example {number}; {advice}")
 
 
 def _content_key(
@@ -175,7 +196,7 @@ def _content_key(
     """Return the key of the texts, the tokenizer and the maximum, and the shape their lengths will have."""
     content = ContentHash().add(counter.identity()).add(repr(max_length).encode())
     num_examples = num_sides = 0
-    for batch in _read_batches(texts, batch_size):
+    for batch in _read_batches(texts, batch_size, counter):
         if num_examples == 0:
             content.add(str(batch.num_sides).encode())
         num_examples, num_sides = num_examples + len(batch.examples), batch.num_sides
@@ -253,12 +274,3 @@ def _count_in_worker(batch: TextBatch) -> Lengths:
         raise _worker_counter
     assert _worker_counter is not None
     return _count_batch(_worker_counter, batch)
-
-
-def _check_iterable(texts: Any) -> None:
-    is_iterable = hasattr(texts, "__iter__") or hasattr(texts, "__getitem__")
-    if not is_iterable or isinstance(texts, str | bytes | Mapping):
-        raise LengthsError(
-            f"texts must be an iterable of str or of pairs of str, got {type(texts).__name__}; "
-            "wrap one text in a list, pass one column of a table"
-        )

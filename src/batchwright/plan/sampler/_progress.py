@@ -9,9 +9,10 @@ from typing import Any, TypeVar, final
 
 import numpy as np
 
-from ..._checks import as_whole, check_same, read_whole
+from ..._checks import as_state, as_whole, check_same, read_whole
 from ..._types import IntArray
 from ...errors import ArgumentError, StateMismatchError
+from ..budget import as_saved
 
 Item = TypeVar("Item")
 
@@ -165,8 +166,9 @@ class AbstractEpochs:
 
 def read_place(state: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[int, int]:
     """Return the epoch and the position of a saved state, or refuse one of other data or other settings than mine."""
+    state = as_state(state, of="a sampler")
     for key in ("version", "num_examples", "lengths", "budget", "settings", "seed"):
-        check_same(key, state.get(key), mine[key])
+        check_same(key, state.get(key), as_saved(mine[key], state.get(key)))
     return read_whole(state, "epoch"), read_whole(state, "position")
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import check_ranks, check_same, read_whole
+from ..._checks import as_state, check_ranks, check_same, read_whole
 from ..._lengths import as_lengths
 from ...errors import LengthsError
 from .._oversize import admit
@@ -160,7 +160,7 @@ class BatchSampler(AbstractEpochs):
             "version": settings.rules,
             "num_examples": len(self._lengths),
             "lengths": self._fingerprint,
-            "budget": repr(self.budget),
+            "budget": self.budget.to_state(),
             "settings": settings.to_state(),
             "seed": settings.seed,
             "epoch": epoch,
@@ -181,6 +181,7 @@ class BatchSampler(AbstractEpochs):
 
     def read_state(self, state: Mapping[str, Any]) -> tuple[int, int, PlanSettings]:
         """Return the epoch, the position and the settings of a state, or refuse it; the sampler stays as it is."""
+        state = as_state(state, of="BatchSampler")
         settings = self._settings_in(state)
         mine = {**self.start_of(0), "version": settings.rules, "settings": settings.to_state()}
         return *read_place(state, mine), settings
@@ -219,6 +220,10 @@ class BatchSampler(AbstractEpochs):
                 f"the data set has {len(dataset)} examples but there are {len(self._lengths)} lengths; measure the "
                 "lengths of the data set that is loaded"
             )
+
+    def __repr__(self) -> str:
+        parts = (f"{len(self._lengths):,} examples", f"{self.budget}", f"{self.settings.grouping}")
+        return f"BatchSampler({', '.join(parts)}, epoch {self.epoch}, rank {self.rank} of {self.world_size})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_epoch_plan": None}

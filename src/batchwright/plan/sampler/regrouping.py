@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 
-from ..._checks import HasSize, as_flag, as_sized, check_ranks, check_same, read_size, read_whole
+from ..._checks import HasSize, as_flag, as_sized, as_state, check_ranks, check_same, peek_size, read_size, read_whole
 from ...errors import ArgumentError, StateMismatchError
 from ._progress import AbstractEpochs, Cursor
 from .planned import BatchSampler
@@ -139,6 +139,7 @@ class Regrouped(AbstractEpochs, Generic[Example]):
                 changes.
             ArgumentError: the order of the loader cannot be repeated.
         """
+        state = as_state(state, of="regroup")
         self._source.check_repeatable()
         version = read_whole(state, "version")
         if version != 1:
@@ -150,6 +151,10 @@ class Regrouped(AbstractEpochs, Generic[Example]):
         self._source.set_generator(epoch, state.get("generator"))
         self._source.set_order(epoch, order)
         self._progress.move(epoch, consumed)
+
+    def __repr__(self) -> str:
+        place = f"epoch {self.epoch}, rank {self.rank} of {self.world_size}"
+        return f"regroup({self._source}, size {peek_size(self.controller)}, {place})"
 
 
 @final
@@ -195,6 +200,9 @@ class Source(Generic[Example]):
         self._draws: tuple[int, str] | None = None  # an epoch, and the generator before its first chunk
         self._order: tuple[int, Mapping[str, Any]] | None = None  # an epoch, and the start of it in our sampler
         _check_ranks(self._batch_sampler, self._sampler, rank, world_size)
+
+    def __repr__(self) -> str:
+        return type(self._loader).__name__
 
     def open(self, epoch: int, num_consumed: int) -> Iterator[Sequence[Example]]:
         """Begin an epoch after the first ``num_consumed`` of its examples."""
@@ -245,6 +253,8 @@ class Source(Generic[Example]):
                 f"the state was saved {'with' if isinstance(state, str) else 'without'} a generator of the sampler, "
                 f"here there is {'one' if has_generator else 'no generator'}; use the same loader"
             )
+        if state is not None:
+            self._check_generator(state)
         self._draws = None if state is None else (epoch, state)
 
     def order_at(self, epoch: int) -> dict[str, Any] | None:
@@ -277,6 +287,17 @@ class Source(Generic[Example]):
     def set_order(self, epoch: int, order: Mapping[str, Any] | None) -> None:
         """Let an epoch have a saved order."""
         self._order = None if order is None else (epoch, order)
+
+    def _check_generator(self, state: str) -> None:
+        """Refuse a state that the generator would not take when the epoch begins; the generator stays as it is."""
+        generator = self._sampler.generator
+        before = generator.get_state()
+        try:
+            generator.set_state(before.new_tensor(list(base64.b64decode(state, validate=True))))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise StateMismatchError(f"the state holds no valid generator of the sampler: {error}") from error
+        finally:
+            generator.set_state(before)
 
     def _draw_again(self, epoch: int) -> None:
         state = self.generator_at(epoch)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import HasSize, as_sized, as_whole, check_ranks, check_same, read_size
+from ..._checks import HasSize, as_sized, as_whole, check_ranks, check_same, peek_size, read_size
 from ..._lengths import as_lengths
 from ..._random import Purpose, bit_stream, permutation
 from ..._types import MAX_INT32
@@ -159,7 +159,7 @@ class ResizableBatchSampler(AbstractEpochs):
             "version": STATE_VERSION,
             "num_examples": self._ordering.num_examples,
             "lengths": self._lengths_hash,
-            "budget": None if self._ordering.budget is None else repr(self._ordering.budget),
+            "budget": None if self._ordering.budget is None else self._ordering.budget.to_state(),
             "curriculum": None if self._ordering.curriculum is None else self._order_of(epoch).curriculum,
             "settings": self._settings.to_state(),
             "seed": self._settings.seed,
@@ -184,6 +184,12 @@ class ResizableBatchSampler(AbstractEpochs):
         if self._order is None or self._order.epoch != epoch:
             self._order = self._ordering.of(epoch)
         return self._order
+
+    def __repr__(self) -> str:
+        budget = "" if self._ordering.budget is None else f"{self._ordering.budget}, "
+        size = f"size {peek_size(self.controller)}"
+        place = f"epoch {self.epoch}, rank {self.rank} of {self.world_size}"
+        return f"ResizableBatchSampler({self._ordering.num_examples:,} examples, {size}, {budget}{place})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_order": None}

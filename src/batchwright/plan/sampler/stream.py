@@ -6,16 +6,16 @@ import copy
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from inspect import GEN_CLOSED, getgeneratorstate
+from inspect import GEN_CLOSED, getgeneratorstate, isfunction
 from itertools import islice
 from typing import Any, Generic, TypeVar, final
 
-from ..._checks import as_whole, check_same, read_whole
+from ..._checks import as_state, as_whole, check_same, read_whole
 from ..._lengths import as_lengths
 from ...errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
 from .._oversize import fits
 from .._settings import RULES, Oversize, PlanSettings
-from ..budget import Budget, check_budget
+from ..budget import Budget, as_saved, check_budget
 from ..grouping.base import Grouping, SizeLadder
 from ..grouping.sorting import WindowSort
 from ..plan import Batch, Plan, plan_epoch
@@ -29,7 +29,9 @@ class StreamBatcher(Generic[Example]):
 
     Memory is bounded by ``buffer_size`` examples. A buffer is planned as an epoch of ``plan_batches`` is, so budgets,
     groupings and ``pad_multiple_of`` mean the same; each ends with at most one batch that has too few examples (a few
-    with a size ladder or buckets on two axes). Read with workers by giving a ``DataLoader`` with ``batch_size=None``.
+    with a size ladder or buckets on two axes). Read with workers by giving a ``DataLoader`` with ``batch_size=None`` as
+    the source. ``DataLoader(stream, batch_size=None)`` hands the batches on, without workers of its own: each of those
+    would read the whole source. Import torch before the batcher is made, for that.
 
     One pass is under way at a time, as with a file: after a ``break``, ``iter()`` goes on where the loop was left;
     after the end it begins the next pass.
@@ -39,7 +41,8 @@ class StreamBatcher(Generic[Example]):
     skipped, which is exact when it yields the same examples again. A source with ``set_epoch`` is told the pass.
 
     Args:
-        source: anything that can be iterated; for several passes, several times.
+        source: anything that can be iterated, or a function that returns it anew for every pass. A generator or a file
+            can be read only once, and a second pass over it is refused.
         length_of: the length of an example, or a tuple of lengths.
         budget: what a batch may cost.
         grouping: as for ``plan_batches``.
@@ -54,7 +57,7 @@ class StreamBatcher(Generic[Example]):
 
     def __init__(
         self,
-        source: Iterable[Example],
+        source: Iterable[Example] | Callable[[], Iterable[Example]],
         *,
         length_of: Callable[[Example], int | tuple[int, ...]],
         budget: Budget,
@@ -68,8 +71,10 @@ class StreamBatcher(Generic[Example]):
         oversize: Oversize = "error",
     ) -> None:
         self.settings = PlanSettings.of(locals(), balance_over=1)  # a stream is not divided over ranks here
-        if not isinstance(source, Iterable):
-            raise ArgumentError(f"source must be iterable, got {type(source).__name__}")
+        if not isinstance(source, Iterable) and (not callable(source) or isinstance(source, type)):
+            raise ArgumentError(
+                f"source must be iterable, or a function that returns something iterable, got {_kind(source)}"
+            )
         if not callable(length_of):
             raise ArgumentError(f"length_of must be a function from an example to its length, got {length_of!r}")
         buffer_size = as_whole("buffer_size", buffer_size, least=1)
@@ -82,6 +87,7 @@ class StreamBatcher(Generic[Example]):
         self.buffer_size = buffer_size
         self._reader = _Reader(source, length_of, self.budget, self.settings, buffer_size)
         self._running: Generator[Any, None, None] | None = None
+        _register_with_torch()
 
     @property
     def epoch(self) -> int:
@@ -91,14 +97,25 @@ class StreamBatcher(Generic[Example]):
     def __iter__(self) -> Iterator[list[Example] | list[list[Example]]]:
         # A source that can be read only once could not begin again, and a long one should not.
         if self._running is None or getgeneratorstate(self._running) == GEN_CLOSED:
+            _check_no_worker(self)
+            self._reader.check_unread()
             self._running = self._reader.run()
         return self._running
+
+    def __len__(self) -> int:
+        raise TypeError(
+            "the number of batches of a stream is not known before it is read; for DataLoader(stream, batch_size=None) "
+            "import torch before the StreamBatcher is made"
+        )
+
+    def __bool__(self) -> bool:
+        return True  # asked of len() otherwise, which raises
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the pass under way stands; JSON values, if the state of the source is."""
         return {
             "version": self._reader.place.rules,
-            "budget": repr(self.budget),
+            "budget": self.budget.to_state(),
             "settings": self.settings.to_state(),
             "seed": self.settings.seed,
             "buffer_size": self.buffer_size,
@@ -111,10 +128,11 @@ class StreamBatcher(Generic[Example]):
         Raises:
             StateMismatchError: the state is of another budget, other settings or another version; nothing changes.
         """
+        state = as_state(state, of="StreamBatcher")
         rules = read_whole(state, "version")  # a pass that began under earlier rules ends under them
         mine = {**self.state_dict(), "version": rules if 1 <= rules <= RULES else RULES}
         for key in ("version", "budget", "settings", "seed", "buffer_size"):
-            check_same(key, state.get(key), mine[key])
+            check_same(key, state.get(key), as_saved(mine[key], state.get(key)))
         counts = {name: read_whole(state, name) for name in ("epoch", "buffer", "num_read", "num_given")}
         source = state.get("source")
         if source is not None and not _is_stateful(self.source):
@@ -122,9 +140,14 @@ class StreamBatcher(Generic[Example]):
                 f"the state holds the state of a source, {type(self.source).__name__} has no load_state_dict; "
                 "give the same source"
             )
+        self._reader.check_unread()
         if self._running is not None:
             self._running.close()  # a loop over it ends
         self._reader.place = _Place(**counts, source=source, rules=rules)
+
+    def __repr__(self) -> str:
+        parts = (_kind(self.source), f"{self.budget}", f"{self.settings.grouping}", f"buffer of {self.buffer_size:,}")
+        return f"StreamBatcher({', '.join(parts)}, epoch {self.epoch})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_running": None}
@@ -154,12 +177,14 @@ class _Place:
 class _Reader(Generic[Example]):
     """What a pass needs; it knows no batcher, for a cycle would keep the workers of a source alive."""
 
-    source: Iterable[Example]
+    source: Iterable[Example] | Callable[[], Iterable[Example]]
     length_of: Callable[[Example], int | tuple[int, ...]]
     budget: Budget
     settings: PlanSettings
     buffer_size: int
     place: _Place = _Place()
+    num_opened: int = 0
+    has_given: bool = False
 
     def run(self) -> Generator[Any, None, None]:
         place = self.place
@@ -168,6 +193,7 @@ class _Reader(Generic[Example]):
         while True:
             state = place.source if skip else _state_of(self.source)
             examples = list(islice(stream, min(self.buffer_size, sys.maxsize)))
+            self._check_gives(examples, place)
             batches = self._plan(examples, place)
             _check_reached(len(batches), skip, place)
             for index in range(skip, len(batches)):
@@ -179,14 +205,36 @@ class _Reader(Generic[Example]):
             del examples  # before the next buffer is read, so that one is held and not two
         self.place = _Place(epoch=place.epoch + 1)
 
+    def check_unread(self) -> None:
+        """Refuse to begin again with what goes on where it was left, such as a generator."""
+        # Iterators written in Python may begin anew in __iter__; those of C never do.
+        goes_on = isinstance(self.source, Iterator) and not isfunction(getattr(type(self.source), "__iter__", None))
+        if goes_on and self.num_opened:
+            raise ArgumentError(f"{_kind(self.source)} can be read only once, and it was read; {_ADVICE}")
+
+    def _check_gives(self, examples: list[Example], place: _Place) -> None:
+        if not examples and self.has_given and place.num_read == 0:
+            raise ArgumentError(
+                f"the source ({_kind(self.source)}) gave examples in an earlier pass and none in pass {place.epoch}; "
+                f"{_ADVICE}"
+            )
+        self.has_given = self.has_given or bool(examples)
+
+    def _make_source(self) -> Any:
+        made = self.source if isinstance(self.source, Iterable) else self.source()
+        if not isinstance(made, Iterable):
+            raise ArgumentError(f"the function given as source must return something iterable, got {_kind(made)}")
+        return made
+
     def _open(self, place: _Place) -> Iterator[Example]:
-        source: Any = self.source
+        self.num_opened += 1
+        source = self._make_source()
         if hasattr(source, "set_epoch"):
             source.set_epoch(place.epoch)
         if place.source is not None:
             source.load_state_dict(copy.deepcopy(place.source))  # a copy, which the source may change as it reads
-            return iter(source)
-        stream: Iterator[Example] = iter(source)
+            return _begin(source)
+        stream: Iterator[Example] = _begin(source)
         _skip(stream, place.num_read)
         return stream
 
@@ -203,6 +251,39 @@ class _Reader(Generic[Example]):
             return plan_epoch(array, self.budget, replace(self.settings, rules=place.rules), epoch)
         except (BudgetError, LengthsError) as error:
             raise type(error)(f"in the buffer that begins at example {place.num_read}: {error}") from None
+
+
+_ADVICE = (
+    "pass something that can be read again: a list, an object whose __iter__ begins anew, or a function that returns "
+    "the generator, e.g. StreamBatcher(lambda: read(path), ...)"
+)
+
+
+def _kind(source: object) -> str:
+    return f"the class {source.__name__}" if isinstance(source, type) else type(source).__name__
+
+
+def _register_with_torch() -> None:
+    """Let a ``DataLoader`` take a batcher as the iterable data set that it is, where torch is loaded."""
+    data_set = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", None)
+    if data_set is not None:
+        data_set.register(StreamBatcher)
+
+
+def _check_no_worker(batcher: StreamBatcher[Any]) -> None:
+    """Refuse a ``DataLoader`` with workers over a batcher: each would read all, and the state would stay behind."""
+    worker_info = getattr(sys.modules.get("torch.utils.data"), "get_worker_info", None)
+    info = None if worker_info is None else worker_info()
+    if info is not None and info.dataset is batcher:
+        raise ArgumentError(
+            f"DataLoader(stream, num_workers={info.num_workers}) would read the whole source in every worker; give the "
+            "workers to the source, StreamBatcher(DataLoader(source, batch_size=None, num_workers=…), …)"
+        )
+
+
+def _begin(source: Iterable[Example]) -> Iterator[Example]:
+    # A generator around it: islice asks for iter() again, with which some iterators begin anew.
+    return (example for example in source)
 
 
 def _is_stateful(source: object) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..._checks import as_number, as_whole
+from ..._checks import as_number, as_state, as_whole, is_same, read_number, read_whole
 from ...errors import ArgumentError
 from ...plan import MaxBytes, MemoryModel
 from .fit_to_memory import FitToMemory
@@ -90,9 +90,11 @@ class BudgetTracker:
 
     def with_state(self, state: Mapping[str, Any]) -> BudgetTracker:
         """Return this tracker with what another run learned."""
-        if state.get("version") != 1:
+        state = as_state(state, of="BudgetTracker")
+        if not is_same(state.get("version"), 1):
             raise ArgumentError(f"the state of a BudgetTracker has version 1, got {state.get('version')!r}")
-        return replace(self, ratio=float(state["ratio"]), num_observed=int(state["num_observed"]))
+        ratio = float(read_number(state, "ratio", above=0))
+        return replace(self, ratio=ratio, num_observed=read_whole(state, "num_observed"))
 
 
 class Feedback(ABC):
@@ -178,7 +180,7 @@ class BudgetFeedback(Feedback):
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
         """Continue with the state of another tracker."""
-        if state is not None and "ratio" in state:
+        if state is not None and "ratio" in as_state(state, of="BudgetTracker"):
             self._tracker = self._tracker.with_state(state)
 
 
@@ -227,5 +229,5 @@ class FitFeedback(Feedback):
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
         """Continue with the state of another size."""
-        if state is not None and "size" in state:
+        if state is not None and "size" in as_state(state, of="FitToMemory"):
             self._fit.load_state_dict(state)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from ..._ceiling import Ceiling
-from ..._checks import as_number, as_whole
+from ..._checks import as_number, as_state, as_whole, is_same, read_number, read_whole
 from ...errors import ArgumentError
 
 # A size that was too large is tried again after this many observations: what filled the device may be gone.
@@ -129,11 +129,18 @@ class FitToMemory:
         return {"version": 1, "size": self.size, "too_large": too_large, "num_clean": self._learned.num_clean}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with what another run learned, within the limits of this one."""
-        if state.get("version") != 1:
+        """Continue with what another run learned, within the limits of this one.
+
+        Raises:
+            ArgumentError: the state has another version.
+            StateMismatchError: it is not one that ``state_dict`` returned. The size stays as it was.
+        """
+        state = as_state(state, of="FitToMemory")
+        if not is_same(state.get("version"), 1):
             raise ArgumentError(f"the state of FitToMemory has version 1, got {state.get('version')!r}")
-        too_large = math.inf if state["too_large"] is None else state["too_large"]
-        self._learned = Ceiling(self._rule.clamp(state["size"]), too_large, state["num_clean"])
+        state = as_state(state, of="FitToMemory", needs=("size", "too_large", "num_clean"))
+        size, too_large = int(read_number(state, "size", least=1)), _read_limit(state, "too_large")
+        self._learned = Ceiling(self._rule.clamp(size), too_large, read_whole(state, "num_clean"))
 
     def __repr__(self) -> str:
         return f"FitToMemory(size={self.size}, {self._rule})"
@@ -266,5 +273,11 @@ class MicroLimit:
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> MicroLimit:
         """Return the limit of a saved state."""
-        ceiling, failed_at = (math.inf if state[name] is None else state[name] for name in ("ceiling", "failed_at"))
-        return MicroLimit(Ceiling(ceiling, failed_at, state["num_clean"]))
+        state = as_state(state, of="the limit of a Stepper", needs=("ceiling", "failed_at", "num_clean"))
+        ceiling, failed_at = _read_limit(state, "ceiling"), _read_limit(state, "failed_at")
+        return MicroLimit(Ceiling(ceiling, failed_at, read_whole(state, "num_clean")))
+
+
+def _read_limit(state: Mapping[str, Any], name: str) -> float:
+    """Return a number of a saved state, where None is infinity."""
+    return math.inf if state[name] is None else read_number(state, name, above=0)
