@@ -168,6 +168,28 @@ def test_another_rank_of_the_same_data_begins_the_same_epoch():
     assert len(second) == (len(sampler) + 1) // 2
 
 
+def test_for_training_plans_the_same_data_as_training():
+    sampler = make(shuffle=True, max_batch_range=8.0)
+    sampler.set_epoch(3)
+    training = sampler.for_training()
+    assert (sampler.task, training.task, training.epoch) == (None, "train", 3)
+    chosen = make(shuffle=True, max_batch_range=8.0, task="train")
+    chosen.set_epoch(3)
+    assert list(training) == list(chosen)
+
+
+@pytest.mark.parametrize("task", ["train", "generate"])
+def test_for_training_keeps_a_task_that_was_chosen(task):
+    sampler = make(task=task, rank=1, world_size=2)
+    training = sampler.for_training()
+    assert (training.task, training.rank, training.world_size) == (task, 1, 2)
+    assert list(training) == list(sampler)
+
+
+def test_no_task_plans_for_generation():
+    assert list(make()) == list(make(task="generate"))
+
+
 def test_tracking_counts_what_the_loop_received():
     sampler = make(shuffle=True)
     loader = DataLoader(torch.arange(400), batch_sampler=sampler, num_workers=1, prefetch_factor=4)

@@ -60,7 +60,7 @@ class DynaBatchSampler(Sampler[list[int]]):
         rank: this process, from 0.
         world_size: the number of processes; each takes every ``world_size``-th batch, all take equally many.
         task: what the prediction is for: ``"generate"``, the more cautious one, or ``"train"``, under which batches of
-            short examples grow further.
+            short examples grow further. None plans for generation here, and for training in a trainer.
         max_new_tokens: tokens generated per example; None assumes half the longest input.
         drop_last: leave out a last batch that is smaller than the one before it, and batches that cannot fill a step.
 
@@ -90,7 +90,7 @@ class DynaBatchSampler(Sampler[list[int]]):
         *,
         rank: int = 0,
         world_size: int = 1,
-        task: Task = "generate",
+        task: Task | None = None,
         max_new_tokens: int | None = None,
         drop_last: bool = False,
     ) -> None:
@@ -110,8 +110,8 @@ class DynaBatchSampler(Sampler[list[int]]):
         self.smooth_batches_max_diff = as_number("smooth_batches_max_diff", smooth_batches_max_diff, least=0)
         self.debug = bool(debug)
         self.save_input_features = bool(save_input_features)
-        check_choice("task", task, get_args(Task))
-        self.task: Task = task
+        check_choice("task", task, (None, *get_args(Task)))
+        self.task: Task | None = task
         self.max_new_tokens = None if max_new_tokens is None else as_whole("max_new_tokens", max_new_tokens, least=1)
         self.drop_last = bool(drop_last)
         self._lengths = _check_lengths(token_lengths, word_lengths, char_lengths)
@@ -165,6 +165,21 @@ class DynaBatchSampler(Sampler[list[int]]):
     def track(self, loader: Iterable[Item]) -> Iterator[Item]:
         """Iterate over a loader of this sampler; states then count what the loop received, not what was prefetched."""
         return self._inner.track(loader)
+
+    def for_training(self) -> DynaBatchSampler:
+        """Return a sampler of the same data and settings at the start of the same epoch, planned for training.
+
+        A ``task`` that was chosen stays.
+
+        >>> sampler = DynaBatchSampler([9, 9, 2, 2, 2, 2], None, None, 2)
+        >>> sampler.task, sampler.for_training().task
+        (None, 'train')
+        """
+        other = copy.copy(self)
+        other.task = self.task or "train"
+        other._inner = other._make_inner(self.rank, self.world_size, balance_over=self._grouping.balance_over)
+        other.set_epoch(self.epoch)
+        return other
 
     def for_rank(self, rank: int, world_size: int, *, drop_last: bool = False) -> DynaBatchSampler:
         """Return a sampler of the same data and settings at the start of the same epoch, for one process of several."""
@@ -229,7 +244,7 @@ class DynaBatchSampler(Sampler[list[int]]):
     def _rule(self) -> SizeRule:
         max_diff = self.smooth_batches_max_diff if self.smooth_batches else None
         sizes = (self.min_batch_size, self.max_batch_size)
-        return SizeRule(*sizes, self.threshold, max_diff, self.task, self.max_new_tokens)
+        return SizeRule(*sizes, self.threshold, max_diff, self.task or "generate", self.max_new_tokens)
 
     @property
     def _rounding(self) -> SizeRounding:
