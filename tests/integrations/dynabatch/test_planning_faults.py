@@ -254,6 +254,38 @@ def test_the_length_of_labels_can_be_an_axis():
     assert max(sizes(make(source, 2, max_batch_range=8.0, task="train"))) == 2
 
 
+CORPORA = {
+    "lognormal": LENGTHS[:160],
+    "short": np.random.default_rng(1).poisson(8, 160) + 1,
+    "near the longest": np.random.default_rng(2).integers(400, 512, 120),
+}
+
+
+@pytest.mark.parametrize("name", CORPORA)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_batch_range": 8.0},
+        {"friendly_batch_size": True, "threshold": 0.6},
+        {"batch_size": 5, "max_batch_range": 5.0},
+        {"batch_size": 24, "smooth_batches": False},
+    ],
+    ids=["defaults", "range 8", "friendly", "five", "not smoothed"],
+)
+def test_training_never_makes_more_batches_than_dynabatch_unless_those_take_more_memory(name, options):
+    theirs = pytest.importorskip("dynabatch", reason="dynabatch is not installed")
+    lengths, options = CORPORA[name], {"batch_size": 16, **options}
+    tokens = lengths.tolist()
+    given = {"token_lengths": tokens, "word_lengths": tokens, "char_lengths": tokens}
+    plan = theirs.dynabatch_sampler([""] * len(lengths), None, **options, **given)
+    mine = dynabatch_sampler([""] * len(lengths), None, **options, **given).for_training()
+    shapes = [(len(batch), int(lengths[batch].max())) for batch in plan.batches]
+    largest = relative_memory(*zip(*shapes, strict=True), options["batch_size"], int(lengths.max()), task="train").max()
+    assert len(mine) <= len(plan) or largest > 1
+    assert len(mine) <= -(-len(lengths) // options["batch_size"])
+
+
 def test_images_and_audio_need_one_length_alone():
     frames = np.random.default_rng(0).integers(100, 480, 50)
     assert sorted(index for batch in make(frames, 4) for index in batch) == list(range(50))

@@ -285,6 +285,26 @@ def test_the_middle_of_an_epoch_planned_in_other_sizes_is_refused():
     assert list(other) == list(make(shuffle=True))
 
 
+def test_a_state_that_an_earlier_version_saved_is_refused_with_the_reason():
+    lengths = [1 + (37 * i + 11 * i * i) % 60 for i in range(60)]
+    rule = "SizeRule(batch_size=4, max_batch_size=8, threshold=0.7, max_diff=0.2, task='generate', new_tokens=None)"
+    settings = {
+        "grouping": f"LongestFirst(rule={rule}, batch_size=4, keep_first=5, drop_last=False)", "shuffle": False,
+        "size_multiple_of": 1, "size_ladder": None, "pad_multiple_of": 1, "keep_first": 0, "oversize": "error",
+        "drop_last": False, "remainder": "spread", "balance_over": 64, "cost": None,
+    }  # fmt: skip
+    state = {
+        "version": 1, "num_examples": 60, "lengths": "994971f59d7b13931dcd935e0f276149", "budget": "MaxItems(8)",
+        "settings": settings, "seed": 21, "epoch": 1, "position": 8, "balance_over": 1,
+    }  # fmt: skip
+    sampler = DynaBatchSampler(lengths, None, None, 4)
+    with pytest.raises(StateMismatchError, match="in the middle of an epoch whose batches have other sizes"):
+        sampler.load_state_dict(state)
+    # At the start of an epoch nothing has been planned yet.
+    sampler.load_state_dict({**state, "position": 0})
+    assert sampler.epoch == 1
+
+
 def test_the_start_of_an_epoch_planned_in_other_sizes_is_taken():
     sampler = make(shuffle=True)
     sampler.set_epoch(4)
