@@ -15,16 +15,16 @@ _IS_FINDING = "the class is called Finding now, and Observation is the same clas
 _DYNABATCH = (
     "texts, tokenizer, batch_size, max_input_token_length=512, threshold=0.9, max_batch_range=2.0, shuffle=False, "
     "shuffle_seed=21, shuffle_keep_first_n=3, friendly_batch_size=False, keep_batch_size_even=True, num_workers=4, "
-    "debug=False, dynamic_batch_mode=True, smooth_batches=True, smooth_batches_max_diff=0.2, save_input_features=False, "
-    "token_lengths=None, word_lengths=None, char_lengths=None, *, rank=0, world_size=1, task={task}, "
-    "max_new_tokens=None, drop_last=False, progress=True, cache=None"
+    "debug=False, dynamic_batch_mode=True, smooth_batches=True, smooth_batches_max_diff=0.2, "
+    "save_input_features=False, token_lengths=None, word_lengths=None, char_lengths=None, *, rank=0, world_size=1, "
+    "task={task}, max_new_tokens=None, drop_last=False, progress=True, cache=None"
 )
 _TASKED = {  # where task='generate' became task=None
-    "DynaBatchSampler": "class(token_lengths, word_lengths, char_lengths, min_batch_size, shuffle=False, threshold=0.7, "
-    "max_batch_range=2.0, shuffle_seed=21, shuffle_keep_first_n=5, keep_batch_size_even=False, "
-    "friendly_batch_size=False, dynamic_batch_mode=True, smooth_batches=True, smooth_batches_max_diff=0.2, debug=False, "
-    "save_input_features=False, *, rank=0, world_size=1, task={task}, max_new_tokens=None, drop_last=False), "
-    "bases: Generic, Sampler",
+    "DynaBatchSampler": "class(token_lengths, word_lengths, char_lengths, min_batch_size, shuffle=False, "
+    "threshold=0.7, max_batch_range=2.0, shuffle_seed=21, shuffle_keep_first_n=5, keep_batch_size_even=False, "
+    "friendly_batch_size=False, dynamic_batch_mode=True, smooth_batches=True, smooth_batches_max_diff=0.2, "
+    "debug=False, save_input_features=False, *, rank=0, world_size=1, task={task}, max_new_tokens=None, "
+    "drop_last=False), bases: Generic, Sampler",
     "build_dynabatch_dataloader": f"function({_DYNABATCH}, **tokenizer_kwargs)",
     "dynabatch_sampler": f"function({_DYNABATCH})",
 }

@@ -228,10 +228,10 @@ class DynaBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # Not a generator: the epoch is fixed now, not at the first next().
-        return self._run(self._inner, iter(self._inner))  # type: ignore[arg-type]  # rows are never packed here
+        inner = self._inner
+        return self._run(inner, inner.epoch, iter(inner))  # type: ignore[arg-type]  # rows are never packed here
 
-    def _run(self, inner: BatchSampler, batches: Iterator[list[int]]) -> Iterator[list[int]]:
-        epoch = inner.epoch
+    def _run(self, inner: BatchSampler, epoch: int, batches: Iterator[list[int]]) -> Iterator[list[int]]:
         yield from batches
         if self._inner is not inner and (self.epoch, inner.epoch) == (epoch, epoch + 1):
             self.set_epoch(epoch + 1)  # planned again while the epoch ran
