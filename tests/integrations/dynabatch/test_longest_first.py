@@ -39,8 +39,8 @@ def test_it_grows_with_the_items_and_with_the_length(items, length, first, longe
 @given(counts, counts, st.integers(1, 490), st.integers(1, 490))
 def test_a_grown_batch_that_is_safe_for_generation_is_safe_for_training(first, more, length, longest):
     shape = (first + more, min(length, longest), first, longest)
-    # Within a percent: what a batch takes whatever its size is fitted to each task on its own.
-    assert relative_memory(*shape, task="train") <= 1.01 * relative_memory(*shape, task="generate")
+    # Within three percent: what a batch takes whatever its size is fitted to each task on its own.
+    assert relative_memory(*shape, task="train") <= 1.03 * relative_memory(*shape, task="generate")
 
 
 def test_it_is_the_pretrained_model_with_half_the_input_of_each_batch_as_output():
