@@ -72,4 +72,4 @@ def test_auto_scaling_is_applied_once_to_the_rate_and_never_to_the_gradient(name
 
 def test_auto_scaling_needs_a_data_set(tmp_path):
     with pytest.raises(ArgumentError, match="train_dataset with a length"):
-        make_trainer("t5", tmp_path, auto_scale_lr=True, examples=iter([]), sampler=range(3), max_steps=1)
+        make_trainer("t5", tmp_path, auto_scale_lr=True, examples=iter([]), sampler=make_sampler(make_examples(causal=True)), max_steps=1)
