@@ -1,13 +1,11 @@
 """A script on every documented feature gives the same kinds of results here as with dynabatch."""
 
-import importlib.util
+import importlib
 
 import pytest
 
 from . import readme_script
-
-OURS = "batchwright.integrations.dynabatch"
-MODULES = [OURS] + (["dynabatch"] if importlib.util.find_spec("dynabatch") else [])
+from .packages import PACKAGES
 
 STEPS = {"steps": True, "finite": True, "failed": False, "scaled": False}
 EXPECTED = {
@@ -53,6 +51,6 @@ EXPECTED = {
 
 @pytest.mark.filterwarnings("default")  # dynabatch's own are not ours to answer for
 @pytest.mark.parametrize("feature", readme_script.FEATURES, ids=lambda feature: feature.__name__)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", PACKAGES)
 def test_every_documented_feature_gives_the_documented_kind_of_result(name, feature):
     assert feature(importlib.import_module(name)) == EXPECTED[feature.__name__]

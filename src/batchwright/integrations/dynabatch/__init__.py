@@ -15,12 +15,6 @@ require("torch", extra="torch")
 
 if TYPE_CHECKING:
     from .callback import MemoryCleanupCallback as MemoryCleanupCallback
-    from .utils import clear_gpu_memory as clear_gpu_memory
-    from .utils import generate_with_oom_fallback as generate_with_oom_fallback
-    from .utils import merge_outputs as merge_outputs
-    from .utils import set_cuda_alloc_conf as set_cuda_alloc_conf
-    from .utils import split_batch as split_batch
-    from .utils import split_inputs_dict as split_inputs_dict
     from .lengths import compute_lengths as compute_lengths
     from .loader import build_dynabatch_dataloader as build_dynabatch_dataloader
     from .loader import dynabatch_sampler as dynabatch_sampler
@@ -29,6 +23,12 @@ if TYPE_CHECKING:
     from .trainer import OOMFallbackStrategy as OOMFallbackStrategy
     from .trainer import make_dynabatch_trainer as make_dynabatch_trainer
     from .trainer import scale_lr_for_dynabatch as scale_lr_for_dynabatch
+    from .utils import clear_gpu_memory as clear_gpu_memory
+    from .utils import generate_with_oom_fallback as generate_with_oom_fallback
+    from .utils import merge_outputs as merge_outputs
+    from .utils import set_cuda_alloc_conf as set_cuda_alloc_conf
+    from .utils import split_batch as split_batch
+    from .utils import split_inputs_dict as split_inputs_dict
 
 _HOMES = {
     "DynaBatchSampler": "sampler",

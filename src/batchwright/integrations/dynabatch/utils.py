@@ -1,6 +1,6 @@
 """Generation that continues in smaller pieces if memory runs out, and the helpers that cut, join and round batches.
 
-The names are those of ``dynabatch.utils``. ``MemoryCleanupCallback`` needs transformers and loads when it is first used.
+The names are those of ``dynabatch.utils``. ``MemoryCleanupCallback`` loads on first use: it needs transformers.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _run_part(run: Any, part: dict[str, Any], first: int) -> list[Any]:
 
 
 def split_batch(batch: Mapping[str, Any], chunk_size: int) -> list[dict[str, Any]]:
-    """Split a batch into pieces of at most ``chunk_size`` examples, counted by ``input_ids``, as ``split_inputs_dict`` does.
+    """Split a batch into pieces of at most ``chunk_size`` examples: ``split_inputs_dict`` by ``input_ids``.
 
     >>> [piece["input_ids"].tolist() for piece in split_batch({"input_ids": torch.arange(5)}, 2)]
     [[0, 1], [2, 3], [4]]
