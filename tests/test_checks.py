@@ -4,7 +4,7 @@ import json
 import math
 import re
 from fractions import Fraction
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from batchwright._checks import (
     as_flag,
     as_number,
     as_sized,
+    as_state,
     as_whole,
     check_choice,
     check_order,
@@ -23,6 +24,7 @@ from batchwright._checks import (
     check_same,
     has_size,
     is_number,
+    read_number,
     read_size,
     read_whole,
 )
@@ -224,3 +226,42 @@ def test_a_whole_number_of_a_state_becomes_plain(value):
 def test_a_state_without_it_is_refused(state):
     with pytest.raises(StateMismatchError, match="the state needs epoch as a whole number of 0 or more, got"):
         read_whole(state, "epoch")
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (None, "got None; to start from the beginning, do not call it"),
+        ([("epoch", 1)], r"got list \[\('epoch', 1\)\]"),
+        ('{"epoch": 1}', "got str "),
+        (7, "got int 7"),
+        (np.arange(40), "got ndarray array\\(.{54}…; to start"),
+    ],
+)
+def test_a_state_is_the_dict_that_was_saved(state, words):
+    with pytest.raises(StateMismatchError, match=f"load_state_dict of Loader needs the dict .* returned, {words}"):
+        as_state(state, of="Loader")
+
+
+def test_the_keys_that_a_state_lacks_are_named():
+    state = MappingProxyType({"epoch": 3})
+    assert as_state(state, of="Loader", needs=["epoch"]) is state
+    with pytest.raises(StateMismatchError, match="the state lacks 'seed', 'rank', which every state of Loader has"):
+        as_state(state, of="Loader", needs=["seed", "epoch", "rank"])
+
+
+def test_an_array_in_a_state_is_another_value_and_no_riddle():
+    with pytest.raises(StateMismatchError, match=r"saved with lengths = array\(\[1, 2\]\), here it is 'ab'"):
+        check_same("lengths", np.array([1, 2]), "ab")
+
+
+def test_keys_of_several_types_are_compared_too():
+    with pytest.raises(StateMismatchError, match="saved with 3 = 'odd', here it is None"):
+        check_same("settings", {"a": 1, 3: "odd"}, {"a": 1})
+
+
+@pytest.mark.parametrize("value", ["1.5", None, math.nan, math.inf, True, -1.0, [1.5]])
+def test_a_number_of_a_state_is_checked_as_an_argument_is(value):
+    assert read_number({"ratio": 2}, "ratio") == 2
+    with pytest.raises(StateMismatchError, match="returned: ratio must be a number of 0 or more, got"):
+        read_number({"ratio": value}, "ratio", least=0)

@@ -18,7 +18,7 @@ import numpy as np
 from rows import Pairs, load_pairs
 from scipy.optimize import minimize
 
-OUTPUT = Path(__file__).parents[2] / "src" / "batchwright" / "plan" / "memory_prior.json"
+OUTPUT = Path(__file__).parents[2] / "src" / "batchwright" / "plan" / "models" / "memory_prior.json"
 RESULT = Path(__file__).parents[1] / "results" / "memory_prior.json"
 LEVEL = 0.8
 # The largest share of a squared length that any family showed (T5, whose attention stores its scores).

@@ -30,8 +30,14 @@ class Pairs(NamedTuple):
         return Pairs(self.reference[families], self.batch[families], self.family[families])
 
 
-def load_pairs(task: str, path: Path = RAW) -> Pairs:
-    """Return all pairs of batches measured in one setting (family, attention, type)."""
+def load_pairs(task: str, path: Path = RAW, *, same_output: bool = True) -> Pairs:
+    """Return all pairs of batches measured in one setting (family, attention, type).
+
+    Args:
+        task: ``"train"`` or ``"generate"``.
+        path: the measured rows.
+        same_output: only pairs that generate equally many tokens.
+    """
     groups = defaultdict(list)
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -44,7 +50,7 @@ def load_pairs(task: str, path: Path = RAW) -> Pairs:
         first, second = (index.ravel() for index in np.indices((len(table), len(table))))
         a, b = table[first], table[second]
         keep = (first != second) & (a[:, 1] >= b[:, 1]) & (b[:, 0] >= a[:, 0])
-        if task == "generate":
+        if task == "generate" and same_output:
             keep &= a[:, 2] == b[:, 2]  # one max_new_tokens for the whole data set
         references.append(a[keep])
         batches.append(b[keep])

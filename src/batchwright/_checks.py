@@ -232,13 +232,56 @@ def check_same(name: str, saved: Any, mine: Any) -> None:
 settings, or start without the state
     """
     if isinstance(mine, dict) and isinstance(saved, Mapping):
-        for key in sorted(mine.keys() | saved.keys()):
-            check_same(key, saved.get(key), mine.get(key))
-    elif saved != mine:
+        for key in sorted(mine.keys() | saved.keys(), key=str):
+            check_same(str(key), saved.get(key), mine.get(key))
+    elif not _is_same(saved, mine):
         raise StateMismatchError(
             f"the state was saved with {name} = {saved!r}, here it is {mine!r}; "
             "use the same data and settings, or start without the state"
         )
+
+
+def as_state(state: Any, *, of: str, needs: Sequence[str] = ()) -> Mapping[str, Any]:
+    """Return a saved state, or refuse what ``state_dict()`` cannot have returned.
+
+    Args:
+        state: what came.
+        of: the class whose state it should be, for the error.
+        needs: keys that every such state has.
+
+    >>> as_state({"epoch": 3}, of="BatchSampler", needs=["epoch"])
+    {'epoch': 3}
+    >>> as_state(None, of="BatchSampler")
+    Traceback (most recent call last):
+        ...
+    batchwright.errors.StateMismatchError: load_state_dict of BatchSampler needs the dict that its state_dict() \
+returned, got None; to start from the beginning, do not call it
+    """
+    if not isinstance(state, Mapping):
+        came = "None" if state is None else f"{type(state).__name__} {_short(state)}"
+        raise StateMismatchError(
+            f"load_state_dict of {of} needs the dict that its state_dict() returned, got {came}; "
+            "to start from the beginning, do not call it"
+        )
+    missing = [name for name in needs if name not in state]
+    if missing:
+        raise StateMismatchError(
+            f"the state lacks {', '.join(map(repr, missing))}, which every state of {of} has; "
+            "load what its state_dict() returned"
+        )
+    return state
+
+
+def read_number(state: Mapping[str, Any], name: str, **bounds: Any) -> float:
+    """Return a finite number from a saved state as ``as_plain`` does, or refuse the state.
+
+    >>> read_number({"ratio": 1.5}, "ratio", above=0)
+    1.5
+    """
+    try:
+        return as_plain(name, state.get(name), **bounds)
+    except ArgumentError as error:
+        raise StateMismatchError(f"the state is not one that state_dict() returned: {error}") from None
 
 
 def read_whole(state: Mapping[str, Any], name: str) -> int:
@@ -250,8 +293,19 @@ def read_whole(state: Mapping[str, Any], name: str) -> int:
     value = state.get(name)
     whole = _whole(value)
     if whole is None or whole < 0:
-        raise StateMismatchError(f"the state needs {name} as a whole number of 0 or more, got {value!r}")
+        raise StateMismatchError(f"the state needs {name} as a whole number of 0 or more, got {_short(value)}")
     return whole
+
+
+def _is_same(saved: Any, mine: Any) -> bool:
+    # An array compares element by element, and what comes back is no answer; a state holds none.
+    same = saved == mine
+    return bool(same) if isinstance(same, bool | np.bool_) else False
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _whole(value: Any) -> int | None:

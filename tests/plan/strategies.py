@@ -49,7 +49,7 @@ def cases(draw, max_examples=60, **fixed):
         "size_multiple_of": draw(st.sampled_from([1, 1, 2, 8])),
         "size_ladder": draw(st.sampled_from([None, None, "pow2", "pow2x3"])),
         "keep_first": draw(st.sampled_from([0, 0, 1, 5])),
-        "balance_over": draw(st.sampled_from([64, 64, 1, 6])),
+        "balance_over": draw(st.sampled_from([None, None, 64, 1, 6])),
     }
     return Case(lengths[:, 0] if axes == 1 else lengths, budget, {**options, **fixed})
 

@@ -46,13 +46,55 @@ def test_steps_stay_balanced_with_a_rest_and_batches_kept_first(world_size, keep
 
 
 @pytest.mark.parametrize("grouping", [bw.WindowSort(), bw.Buckets(8), bw.Packed(128)])
-def test_the_order_is_the_same_for_every_world_size(grouping):
+def test_the_order_of_a_number_is_the_same_for_every_world_size(grouping):
     lengths = np.random.default_rng(0).integers(1, 129, 4000)
-    options = {"grouping": grouping, "epoch": 3}
+    options = {"grouping": grouping, "epoch": 3, "balance_over": 64}
     alone = bw.plan_batches(lengths, bw.MaxTokens(512), **options)
     for world_size in (2, 8, 64):
         plan = bw.plan_batches(lengths, bw.MaxTokens(512), world_size=world_size, **options)
         assert plan.indices[:4000].tolist() == alone.indices.tolist()
+
+
+# Lognormal lengths as those of short texts: 300,000 examples are about 1,250 batches.
+TEXTS = np.clip(np.random.default_rng(1).lognormal(np.log(24), 0.8, 300_000), 1, 512).astype(int)
+
+
+@pytest.mark.parametrize("grouping", [bw.WindowSort(), bw.Sorted(), bw.Buckets(32), bw.Packed(512)])
+def test_on_one_device_a_step_tells_nothing_of_the_next(grouping):
+    # Before, with runs of 64 batches: +0.95 to +0.98 for all but packed rows, which are alike.
+    report = bw.plan_batches(TEXTS, bw.MaxTokens(8192), grouping=grouping).report()
+    assert report.balance_over == 1
+    assert abs(report.order_correlation) < 0.1
+
+
+@pytest.mark.parametrize("world_size", [3, 8, 24])
+def test_on_several_devices_a_step_tells_nothing_of_the_next_either(world_size):
+    # 2,100 steps and more: chance alone stays below 0.1 by more than four standard deviations.
+    lengths = np.resize(TEXTS, 2100 * world_size)
+    plan = bw.plan_batches(lengths, bw.MaxItems(1), grouping=bw.Sorted(), world_size=world_size)
+    assert plan.report().balance_over == world_size
+    assert abs(plan.report().order_correlation) < 0.1
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 6, 8, 12, 24, 48, 64])
+@pytest.mark.parametrize("num", [30_000, 300_000])
+def test_ranks_wait_no_longer_than_under_the_best_number(world_size, num):
+    # Before, the default of 64 lost 7.2 % at 24 ranks, where runs of 24 lose 1.0 %. The last step, which is cut into
+    # pieces, differs by chance from one order to another: of 30,000 examples it is one of two to forty steps.
+    lengths, budget = TEXTS[:num], bw.MaxTokens(8192)
+    waste = {
+        number: bw.plan_batches(lengths, budget, world_size=world_size, balance_over=number).report().straggler_waste
+        for number in (None, 64, world_size)
+    }
+    assert waste[None] == waste[world_size]
+    assert waste[None] <= waste[64] * 1.02 + 1e-4
+
+
+def test_a_run_may_be_longer_than_the_epoch():
+    lengths = np.arange(1, 40)
+    for number in (10**6, 10**30):
+        plan = bw.plan_batches(lengths, bw.MaxItems(4), balance_over=number, keep_first=2)
+        assert sorted(index for batch in plan for index in batch) == list(range(39))
 
 
 def test_ranks_wait_less_for_each_other_than_in_random_order():

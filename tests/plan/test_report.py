@@ -134,6 +134,7 @@ def test_the_text_is_a_table():
         "shapes                          4",
         "straggler waste, 2 ranks        23.77%",
         "recurrence                      1.0000",
+        "balanced in runs of             2",
         "order correlation               +0.00",
         "repeated / dropped / truncated  0 / 0 / 0",
     ]

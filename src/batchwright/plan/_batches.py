@@ -11,7 +11,7 @@ import numpy.typing as npt
 from .._lengths import pad_up
 from .._random import Purpose, bit_stream
 from .._types import FloatArray, IntArray
-from ._order import gather, order_batches, step_cost, sum_work
+from ._order import fitting_run, gather, order_batches, step_cost, sum_work
 from ._oversize import Admitted
 from ._settings import PlanSettings
 from .budget import Budget, evaluate
@@ -136,6 +136,8 @@ def _to_batches(groups: Groups) -> Batches:
 def choose_order(batches: Batches, lengths: IntArray, budget: Budget, settings: PlanSettings, epoch: int) -> IntArray:
     """Return the order of the batches in the epoch."""
     num = len(batches.num_items)
+    assert settings.balance_over is not None, "resolve the settings before an epoch is planned"
+    run = settings.balance_over if settings.rules > 1 else fitting_run(num, settings.balance_over)
     demand = _demand(batches, budget)
     if not settings.shuffle or settings.grouping.keeps_order:
         first = np.lexsort((np.arange(num), -demand))[: settings.keep_first]
@@ -144,7 +146,7 @@ def choose_order(batches: Batches, lengths: IntArray, budget: Budget, settings: 
         batch_cost(batches, lengths, settings),
         demand,
         bit_stream(settings.seed, epoch, Purpose.ORDER),
-        run_length=settings.balance_over,
+        run_length=run,
         keep_first=settings.keep_first,
     )
 

@@ -35,7 +35,7 @@ def order_batches(
 
     Batches sorted by cost form runs of ``run_length``; inside a run halves are swapped at random at every level, and
     the runs are shuffled. So the W batches of a step are neighbours in cost for every W that divides the run, and
-    the order is the same for all of them.
+    the order is the same for all of them. Runs as long as a step leave the order of the steps completely random.
 
     Args:
         cost: expected work of each batch; ranks wait for the largest of a step.
@@ -44,23 +44,23 @@ def order_batches(
         run_length: batches of a run; 1 gives a completely random order.
         keep_first: this many batches of the largest demand come first.
     """
-    run = fitting_run(len(cost), run_length)
+    run_length = min(run_length, len(cost) + 1)  # longer ones are as good as one more than there are
     first = np.lexsort((np.arange(len(cost)), -demand))[:keep_first]
     left = np.ones(len(cost), dtype=bool)
     left[first] = False
     by_cost = np.lexsort((words(len(cost), stream), -cost))
     by_cost = by_cost[left[by_cost]]
-    fill, by_cost = _take_slice(by_cost, -len(first) % run, stream)
-    last, by_cost = _take_slice(by_cost, len(by_cost) % run, stream)
-    runs = _swap_halves(by_cost.reshape(-1, run), stream)
+    fill, by_cost = _take_slice(by_cost, -len(first) % run_length, stream)
+    last, by_cost = _take_slice(by_cost, len(by_cost) % run_length, stream)
+    runs = _swap_halves(by_cost.reshape(-1, run_length), stream)
     runs = runs[permutation(len(runs), stream)]
     return np.concatenate([first, fill, runs.ravel(), last])
 
 
 def fitting_run(num_batches: int, run_length: int) -> int:
-    """Halve the run until an epoch holds at least 16 of them, or 4 of at most 8 batches.
+    """Halve the run until an epoch holds at least 16 of them, or 4 of at most 8 batches: the first rules of a plan.
 
-    Long runs serve many ranks, many runs keep the order random; an epoch of few batches cannot have both.
+    They had runs of 64 for every number of ranks, which an epoch of few batches had to shorten to stay random.
 
     >>> fitting_run(10_000, 64), fitting_run(300, 64), fitting_run(56, 64), fitting_run(5, 64)
     (64, 16, 8, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, final, get_args
 
 from .._checks import as_flag, as_whole, check_choice, shared_options
@@ -15,7 +15,11 @@ from .grouping.sorting import WindowSort
 Oversize = Literal["error", "alone", "drop", "truncate"]
 Remainder = Literal["spread", "drop"]
 
-_LEAST = {"seed": 0, "size_multiple_of": 1, "pad_multiple_of": 1, "keep_first": 0, "balance_over": 1}
+_LEAST = {"seed": 0, "size_multiple_of": 1, "pad_multiple_of": 1, "keep_first": 0, "rules": 1}
+
+# Raise it when the same settings begin to give other batches, and keep the earlier rules: a state names those of its
+# epoch, so that an epoch begun under earlier rules ends under them.
+RULES = 2
 
 
 @final
@@ -33,14 +37,17 @@ class PlanSettings:
     oversize: Oversize = "error"
     drop_last: bool = False
     remainder: Remainder = "spread"
-    balance_over: int = 64
+    balance_over: int | None = None
     cost: Cost | None = None
+    rules: int = RULES  # 1: long runs of batches are shortened where an epoch has few batches
 
     def __post_init__(self) -> None:
         check_grouping(self.grouping)
         SizeRounding(self.size_multiple_of, self.size_ladder)
         for name, least in _LEAST.items():
             object.__setattr__(self, name, as_whole(name, getattr(self, name), least=least))
+        if self.balance_over is not None:
+            object.__setattr__(self, "balance_over", as_whole("balance_over", self.balance_over, least=1))
         if self.cost is not None and not callable(self.cost):
             raise ArgumentError(f"cost must be None or a function of (num_items, padded_lengths), got {self.cost!r}")
         check_choice("oversize", self.oversize, get_args(Oversize))
@@ -59,6 +66,10 @@ class PlanSettings:
         """Return the settings among a function's arguments: ``PlanSettings.of(locals())`` as its first statement."""
         return cls(**shared_options(cls, arguments), **fixed)
 
+    def resolved(self, world_size: int) -> PlanSettings:
+        """Return the settings with ``balance_over`` as a number: the world size where it is None."""
+        return self if self.balance_over is not None else replace(self, balance_over=world_size)
+
     @property
     def rounding(self) -> SizeRounding:
         """Return the rounding of batch sizes."""
@@ -66,7 +77,11 @@ class PlanSettings:
 
     def to_state(self) -> dict[str, Any]:
         """Return the settings as JSON values, for comparing a saved state with this run."""
-        return {item.name: _plain(getattr(self, item.name)) for item in fields(self) if item.name != "seed"}
+        return {item.name: _plain(getattr(self, item.name)) for item in fields(self) if item.name not in _NOT_IN_STATE}
+
+
+# The seed stands beside the settings in a state, and the rules are its version.
+_NOT_IN_STATE = ("seed", "rules")
 
 
 def _plain(value: Any) -> Any:

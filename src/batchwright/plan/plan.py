@@ -95,7 +95,7 @@ def plan_batches(
     oversize: Oversize = "error",
     drop_last: bool = False,
     remainder: Remainder = "spread",
-    balance_over: int = 64,
+    balance_over: int | None = None,
     cost: Cost | None = None,
 ) -> Plan:
     """Decide which examples share a batch, for one epoch.
@@ -115,8 +115,9 @@ def plan_batches(
         oversize: an example that is over the budget by itself: ``"error"``, ``"alone"``, ``"drop"`` or ``"truncate"``.
         drop_last: leave out the batches that end only because the data end.
         remainder: batches that fill no step: ``"spread"`` splits them over the ranks, ``"drop"`` leaves them out.
-        balance_over: near-equal-cost batches form runs of this many, so steps are balanced and the order is the same
-            for every world size dividing it; 1 gives a completely random order.
+        balance_over: batches of near-equal cost form runs of this many, and the runs are shuffled. None takes
+            ``world_size``: a run is a step, and one device has a completely random order. A number gives the same order
+            for every world size; those that divide it are balanced, but a step resembles the others of its run.
         cost: work of a batch as ``cost(num_items, padded_lengths)``, for balancing ranks; None takes
             ``tokens × (1 + L / 1024)``.
 
@@ -130,11 +131,13 @@ def plan_batches(
     """
     settings = PlanSettings.of(locals())
     epoch, world_size = as_whole("epoch", epoch, least=0), as_whole("world_size", world_size, least=1)
-    return shard(plan_epoch(as_lengths(lengths), check_budget(budget), settings, epoch), world_size)
+    return shard(
+        plan_epoch(as_lengths(lengths), check_budget(budget), settings.resolved(world_size), epoch), world_size
+    )
 
 
 def plan_epoch(lengths: npt.NDArray[np.int32], budget: Budget, settings: PlanSettings, epoch: int) -> Plan:
-    """Plan an epoch before it is divided over ranks."""
+    """Plan an epoch before it is divided over ranks; the settings are ``resolved``."""
     settings.grouping.check_axes(lengths.shape[1])
     admitted = admit(lengths, budget, settings)
     problem = make_problem(admitted, budget, settings, epoch)

@@ -32,6 +32,7 @@ class PlanReport:
         dropped: examples left out.
         truncated: examples planned shorter than they are.
         world_size: ranks the straggler waste is for.
+        balance_over: how many batches of near-equal cost stand together.
     """
 
     num_batches: int
@@ -46,6 +47,7 @@ class PlanReport:
     dropped: int
     truncated: int
     world_size: int
+    balance_over: int
 
     def to_dict(self) -> dict[str, float | int]:
         """Return the figures as plain numbers."""
@@ -60,6 +62,7 @@ class PlanReport:
             ("shapes", f"{self.num_shapes:,}"),
             (f"straggler waste, {self.world_size} ranks", f"{self.straggler_waste:.2%}"),
             ("recurrence", f"{self.recurrence:.4f}"),
+            ("balanced in runs of", f"{self.balance_over:,}"),
             ("order correlation", f"{self.order_correlation:+.2f}"),
             ("repeated / dropped / truncated", f"{self.repeated:,} / {self.dropped:,} / {self.truncated:,}"),
         ]
@@ -88,6 +91,7 @@ def make_report(plan: PlanArrays, following: PlanArrays, *, world_size: int | No
         dropped=plan.num_dropped,
         truncated=plan.num_truncated,
         world_size=world_size,
+        balance_over=plan.settings.resolved(plan.world_size).balance_over or 1,
     )
 
 

@@ -18,6 +18,7 @@ from batchwright.plan.grouping.base import SizeRounding
 ROUNDINGS = [SizeRounding(), SizeRounding(2), SizeRounding(ladder="pow2x3"), SizeRounding(2, "pow2x3")]
 tasks = st.sampled_from(["train", "generate"])
 counts = st.integers(1, 500)
+PLENTY = 10_000  # examples left
 
 
 # The memory of a batch relative to the first one.
@@ -35,17 +36,25 @@ def test_it_grows_with_the_items_and_with_the_length(items, length, first, longe
     assert here < relative_memory(items, length + 1, first, longest, task=task)
 
 
-@given(counts, counts, counts, st.integers(0, 500))
-def test_a_grown_batch_that_is_safe_for_generation_is_safe_for_training(first, more, length, longer):
-    shape = (first + more, length, first, length + longer)
+@given(counts, counts, st.integers(1, 490), st.integers(1, 490))
+def test_a_grown_batch_that_is_safe_for_generation_is_safe_for_training(first, more, length, longest):
+    shape = (first + more, min(length, longest), first, longest)
     # Within a percent: what a batch takes whatever its size is fitted to each task on its own.
     assert relative_memory(*shape, task="train") <= 1.01 * relative_memory(*shape, task="generate")
 
 
-def test_it_is_the_pretrained_model_with_half_the_longest_input_as_output():
+def test_it_is_the_pretrained_model_with_half_the_input_of_each_batch_as_output():
     prior = bw.MemoryModel.pretrained("generate")
-    expected = prior.relative([[16, 64]], reference=(8, 512), new_tokens=256)
-    assert relative_memory(16, 64, 8, 512, task="generate") == pytest.approx(expected[0])
+
+    def tokens(items, length):  # the formula of the prior, with an output of its own for each batch
+        return prior.fixed + items * (prior.per_item + length + length / 2 + prior.square * length**2)
+
+    expected = tokens(16, 64) / tokens(8, 512)
+    assert relative_memory(16, 64, 8, 512, task="generate") == pytest.approx(expected)
+
+
+def test_a_given_output_is_the_same_in_every_batch():
+    prior = bw.MemoryModel.pretrained("generate")
     given = prior.relative([[16, 64]], reference=(8, 512), new_tokens=20)
     assert relative_memory(16, 64, 8, 512, task="generate", new_tokens=20) == pytest.approx(given[0])
 
@@ -69,17 +78,18 @@ def test_the_step_is_a_share_of_the_batch_size_and_never_nothing(batch_size, sha
 
 def test_without_a_step_a_batch_grows_at_once():
     sizes = Sizes(4, None, SizeRounding())
-    assert [sizes.next(most) for most in (9, 3, 100)] == [9, 3, 100]
+    assert [sizes.next(most, PLENTY) for most in (9, 3, 100)] == [9, 3, 100]
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS[:2])
 @given(st.integers(1, 60), st.floats(0, 1), st.lists(st.integers(1, 200), max_size=30))
-def test_a_batch_is_at_most_a_step_larger_than_the_last(rounding, first, share, mosts):
+def test_a_batch_is_at_most_a_step_larger_than_the_last_before_rounding(rounding, first, share, mosts):
     step = growth_step(first, share, rounding)
     sizes, last = Sizes(first, step, rounding), first
     for most in mosts:
-        size = sizes.next(most)
-        assert 1 <= size <= min(most, last + step)
+        size = sizes.next(most, PLENTY)
+        # Rounding took at most one item from the last; what is at most the batch size needs no step.
+        assert 1 <= size <= min(most, max(first, last + step + rounding.multiple_of - 1))
         last = size
 
 
@@ -88,7 +98,26 @@ def test_a_batch_is_at_most_a_step_larger_than_the_last(rounding, first, share, 
 def test_what_fits_is_reached_in_the_end(rounding, first, times, share):
     most = first * times
     sizes = Sizes(first, growth_step(first, share, rounding), rounding)
-    assert [sizes.next(most) for _ in range(most + 1)][-1] == rounding.round_one(most)
+    assert [sizes.next(most, PLENTY) for _ in range(most + 1)][-1] == max(first, rounding.round_one(most))
+
+
+def test_rounding_does_not_slow_growth_down():
+    # int(16 × 0.2) = 3 items: 19, 22, 25, 28, 31 before rounding.
+    sizes = Sizes(16, 3, SizeRounding(2))
+    assert [sizes.next(32, PLENTY) for _ in range(6)] == [18, 22, 24, 28, 30, 32]
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@given(st.integers(1, 60), st.one_of(st.none(), st.integers(1, 20)), st.lists(st.integers(1, 200), max_size=30))
+def test_no_size_is_rounded_below_the_batch_size_unless_fewer_fit(rounding, first, step, mosts):
+    sizes = Sizes(first, step, rounding)
+    assert all(sizes.next(most, PLENTY) >= min(first, most) for most in mosts)
+
+
+def test_the_last_batch_takes_the_rest_unrounded():
+    sizes = Sizes(4, 3, SizeRounding(2))
+    assert sizes.next(9, left=7) == 7
+    assert sizes.next(9, left=20) == 8
 
 
 # Sizes from falling lengths: what fits, growth by steps, rounding.
@@ -164,6 +193,40 @@ def test_every_example_is_taken_and_every_grown_batch_is_within_the_threshold(
         predicted = relative_memory(size, falling[place], batch_size, falling[0], task=task)
         assert predicted <= (threshold if size > batch_size else max(1.0, threshold))
         place += size
+
+
+roundings = st.sampled_from([{}, {"multiple_of": 2}, {"ladder": "pow2x3"}, {"multiple_of": 2, "ladder": "pow2x3"}])
+settings = st.fixed_dictionaries(
+    {
+        "batch_size": st.integers(1, 40),
+        "max_diff": st.sampled_from([None, 0.0, 0.2, 1.0]),
+        "task": tasks,
+        "rounding": roundings,
+    }
+)
+corpora = st.lists(st.integers(1, 300), min_size=1, max_size=300)
+
+
+def num_batches(lengths, batch_size, max_diff, task, rounding, *, range_=2.0, threshold=0.9):
+    return len(sizes_of(lengths, batch_size, int(batch_size * range_), threshold, max_diff, task, **rounding))
+
+
+@given(corpora, settings, st.floats(1, 10), st.floats(0, 2))
+def test_there_are_never_more_batches_than_of_a_fixed_size(lengths, options, range_, threshold):
+    static = -(-len(lengths) // options["batch_size"])
+    assert num_batches(lengths, **options, range_=range_, threshold=threshold) <= static
+
+
+@given(corpora, settings, st.tuples(st.floats(0, 2), st.floats(0, 2)).map(sorted))
+def test_a_higher_threshold_never_gives_more_batches(lengths, options, thresholds):
+    low, high = (num_batches(lengths, **options, threshold=threshold) for threshold in thresholds)
+    assert high <= low
+
+
+@given(corpora, settings, st.tuples(st.floats(1, 10), st.floats(1, 10)).map(sorted))
+def test_a_wider_range_never_gives_more_batches(lengths, options, ranges):
+    low, high = (num_batches(lengths, **options, range_=range_) for range_ in ranges)
+    assert high <= low
 
 
 @pytest.mark.parametrize("max_size", [1, 2, 7])

@@ -186,8 +186,8 @@ def test_a_state_is_the_same_on_every_rank_and_names_none(world_size):
 
 @pytest.mark.parametrize("num", [0, 1, 7])
 def test_the_position_is_the_number_of_examples_consumed_on_all_ranks(num):
-    alone = len(examples(epoch_of(0)[: 2 * num]))
-    assert state_after(num, world_size=2)["position"] == state_after(2 * num)["position"] == alone
+    alone = len(examples(epoch_of(0, balance_over=2)[: 2 * num]))
+    assert state_after(num, world_size=2)["position"] == state_after(2 * num, balance_over=2)["position"] == alone
 
 
 @pytest.mark.parametrize("grouping", [bw.InOrder(), bw.Sorted(), bw.WindowSort(3), bw.Buckets(4), bw.Packed(120)])
@@ -263,7 +263,7 @@ def test_a_state_of_something_else_is_refused_naming_the_field_and_both_values(f
 
 def test_a_state_of_another_version_is_refused_naming_both():
     state = {**state_after(3), "version": 99}
-    with pytest.raises(StateMismatchError, match="saved with version = 99, here it is 1"):
+    with pytest.raises(StateMismatchError, match="saved with version = 99, here it is 2"):
         make().load_state_dict(state)
 
 
@@ -321,7 +321,7 @@ def test_a_repeated_example_keeps_the_shape_of_its_own_bucket():
 
 
 def test_dropping_the_remainder_keeps_whole_batches_only():
-    whole = epoch_of(0)
+    whole = epoch_of(0, balance_over=5)
     sampler = make(rank=1, world_size=5, remainder="drop")
     assert len(whole) % 5, "or nothing is dropped"
     assert (len(sampler.plan), sampler.plan.num_repeated) == (len(whole) // 5 * 5, 0)
@@ -344,6 +344,83 @@ def test_the_most_demanding_batches_come_first_in_every_epoch(grouping, world_si
         num_items, padded = sampler.plan.shapes.T.astype(float)
         demand = num_items * padded * (1 + padded / 1024)  # share of the budget, more for long examples
         assert (demand[:4] == sorted(demand, reverse=True)[:4]).all()
+
+
+# The order of an epoch: by the number of ranks it began on, or by a number given.
+
+
+def order_of(sampler):
+    return examples(sampler.plan)
+
+
+@pytest.mark.parametrize("new", [1, 3, 8])
+def test_an_epoch_that_began_on_two_ranks_keeps_its_order_on_others_and_the_next_follows_theirs(new):
+    state = state_after(5, world_size=2)
+    assert state["settings"]["balance_over"] == 2
+    sampler = resumed(state, world_size=new)
+    began = bw.plan_batches(LENGTHS, BUDGET, balance_over=2)
+    assert order_of(sampler)[: 300 - state["position"]] == began.indices[state["position"] :].tolist()
+    assert sampler.report().balance_over == 2
+    assert sampler.state_dict() == state
+    list(sampler)
+    assert order_of(sampler) == examples(epoch_of(1, world_size=new))
+    assert sampler.state_dict()["settings"]["balance_over"] == sampler.report().balance_over == new
+
+
+def test_the_order_taken_over_is_that_of_the_epoch_and_of_no_other():
+    state = state_after(5, world_size=2)
+    sampler = resumed(state, world_size=3)
+    sampler.set_epoch(0)
+    assert sampler.state_dict() == state
+    sampler.set_epoch(1)
+    sampler.set_epoch(0)
+    assert order_of(sampler) == examples(epoch_of(0, world_size=3))
+
+
+def test_a_refused_state_takes_nothing_over():
+    sampler = make(world_size=3)
+    with pytest.raises(StateMismatchError, match="is not where a batch begins"):
+        sampler.load_state_dict({**state_after(5, world_size=2), "position": 1})
+    assert sampler.report().balance_over == 3
+    assert order_of(sampler) == examples(epoch_of(0, world_size=3))
+
+
+def test_a_number_that_was_given_is_kept_and_compared_with_the_one_of_the_state():
+    assert list(resumed(state_after(4, balance_over=8), balance_over=8)) == epoch_of(0, balance_over=8)[4:]
+    assert len(resumed(state_after(1, world_size=8), balance_over=8)) == len(epoch_of(0)) - 8
+    with pytest.raises(StateMismatchError, match="saved with balance_over = 8, here it is 64"):
+        resumed(state_after(4, balance_over=8), balance_over=64)
+    with pytest.raises(StateMismatchError, match="saved with balance_over = 1, here it is 64"):
+        resumed(state_after(4), balance_over=64)
+
+
+@pytest.mark.parametrize("number", [0, -1, None, 2.0, "8", True])
+def test_a_number_changed_by_hand_is_refused(number):
+    state = state_after(4)
+    with pytest.raises(StateMismatchError, match="balance_over"):
+        make().load_state_dict({**state, "settings": {**state["settings"], "balance_over": number}})
+
+
+def earlier(state, number=64):
+    """A state as the version before wrote it, whose plans had runs of 64, shortened where batches are few."""
+    return {**state, "version": 1, "settings": {**state["settings"], "balance_over": number}}
+
+
+def test_an_epoch_that_began_under_the_earlier_rules_ends_under_them():
+    # The 48 or so batches of the epoch make runs of 8.
+    base = bw.plan_batches(LENGTHS, BUDGET, balance_over=8)
+    state = earlier({**state_after(0), "position": int(base.offsets[10])})
+    for options in ({"world_size": 1}, {"world_size": 3}, {"balance_over": 64}):
+        sampler = resumed(state, **options)
+        assert order_of(sampler)[: 300 - state["position"]] == base.indices[state["position"] :].tolist()
+        assert sampler.state_dict() == state
+        iterator = iter(sampler)
+        next(iterator)
+        again = resumed(sampler.state_dict(), **options)
+        assert examples(iterator) == examples(again)
+        assert sampler.state_dict()["version"] == 2
+    with pytest.raises(StateMismatchError, match="saved with balance_over = 64, here it is 8"):
+        resumed(state, balance_over=8)
 
 
 # Pickling, and what is checked when a sampler is made.

@@ -8,7 +8,7 @@ it, as a device sees only token ids.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import final
 
@@ -20,9 +20,9 @@ from ..._types import FloatArray, IntArray
 from ...plan import Grouping, MemoryModel
 from ...plan.grouping.base import Groups, Problem, SizeRounding, distinct
 from ...plan.grouping.sorting import sort_windows
-from ...plan.models.prior import Task
+from ...plan.models.prior import MemoryPrior, Task
 
-# New tokens per item, as a share of the longest input, if the caller does not say how many are generated.
+# New tokens per item, as a share of the longest input of its batch, if the caller does not say how many are generated.
 ASSUMED_OUTPUT = 0.5
 
 
@@ -53,18 +53,8 @@ class LongestFirst(Grouping):
         """Return the batches in the order of the epoch."""
         indices = _longest_first(problem)
         sizes = self.sizes(problem.lengths[indices], problem.rounding)
-        starts = np.cumsum(sizes) - sizes
-        padded = np.maximum.reduceat(problem.lengths[indices], starts, axis=0).astype(np.int64)
-        order = np.arange(len(sizes))
-        if problem.shuffle:
-            indices = _mixed(indices, sizes, problem)
-            longest_first = -order.astype(np.float64)
-            order = problem.order(
-                sizes, padded, longest_first, run_length=self.balance_over, keep_first=self.keep_first
-            )
-        if self.drop_last and self._last_is_short(sizes):
-            order = order[order != len(sizes) - 1]
-        return Groups(indices, starts[order], sizes[order], padded[order])
+        without_last = self.drop_last and self._last_is_short(sizes)
+        return arrange(problem, indices, sizes, self.keep_first, self.balance_over, without_last=without_last)
 
     @property
     def keeps_order(self) -> bool:
@@ -89,6 +79,37 @@ def _longest_first(problem: Problem) -> npt.NDArray[np.int32]:
     return np.argsort(-problem.lengths.sum(axis=1, dtype=np.int64), kind="stable").astype(np.int32)
 
 
+def arrange(
+    problem: Problem,
+    indices: npt.NDArray[np.int32],
+    sizes: IntArray,
+    keep_first: int,
+    run_length: int,
+    *,
+    without_last: bool = False,
+) -> Groups:
+    """Return batches in the order of the epoch: as they are, or shuffled behind the first of them.
+
+    Args:
+        problem: the lengths, and how to shuffle.
+        indices: the examples of all batches, one batch after another.
+        sizes: how many examples each batch has.
+        keep_first: this many batches come first.
+        run_length: batches of near-equal cost come in runs of this many.
+        without_last: leave out the last of the batches.
+    """
+    starts = np.cumsum(sizes) - sizes
+    padded = np.maximum.reduceat(problem.lengths[indices], starts, axis=0).astype(np.int64)
+    order = np.arange(len(sizes))
+    if problem.shuffle:
+        indices = _mixed(indices, sizes, problem)
+        in_order = -order.astype(np.float64)
+        order = problem.order(sizes, padded, in_order, run_length=run_length, keep_first=keep_first)
+    if without_last:
+        order = order[order != len(sizes) - 1]
+    return Groups(indices, starts[order], sizes[order], padded[order])
+
+
 def _mixed(indices: npt.NDArray[np.int32], sizes: IntArray, problem: Problem) -> npt.NDArray[np.int32]:
     """Shuffle the examples inside each batch."""
     stream = problem.stream(Purpose.ROWS)
@@ -111,7 +132,7 @@ class SizeRule:
     threshold: float
     max_diff: float | None  # by which share of batch_size a batch may grow, None does not limit it
     task: Task
-    new_tokens: int | None = None  # generated per item, None assumes half the longest input
+    new_tokens: int | None = None  # generated per item, None assumes half the longest input of the batch
 
     def predict(self, num_items: npt.ArrayLike, widths: npt.ArrayLike, reference: int) -> FloatArray:
         """Return the memory of batches of these padded widths, relative to a first one padded to ``reference``."""
@@ -137,8 +158,8 @@ def relative_memory(
 ) -> FloatArray:
     """Return the memory of batches relative to a reference batch.
 
-    It grows with the number of items and with the length, and is exactly 1 for the reference itself. For inputs of up
-    to some 2,000 tokens the prediction for generation is the more cautious of the two.
+    It grows with the number of items and with the length, and is exactly 1 for the reference itself. For generation,
+    an item takes memory that does not depend on its length, so batches grow less than in training.
 
     Args:
         num_items: items of each batch.
@@ -146,29 +167,39 @@ def relative_memory(
         reference_items: items of the reference.
         reference_max_length: its padded length.
         task: ``"train"`` or ``"generate"``.
-        new_tokens: tokens generated per item; None assumes half the longest input for every item, however short.
+        new_tokens: tokens generated per item, the same in every batch. None assumes half the longest input of the
+            batch, so a batch of short inputs also has short outputs.
 
     >>> relative_memory([8, 16, 16], [512, 512, 64], 8, 512, task="train").round(3).tolist()
     [1.0, 2.0, 0.25]
     """
     items, lengths = np.broadcast_arrays(num_items, max_length)
     shapes = np.stack([items.ravel(), lengths.ravel()], axis=1)
-    if task == "generate" and new_tokens is None:
-        new_tokens = max(1, round(ASSUMED_OUTPUT * reference_max_length))
+    reference = (reference_items, reference_max_length)
     prior = MemoryModel.pretrained(task)
-    relative = prior.relative(
-        shapes,
-        reference=(reference_items, reference_max_length),
-        new_tokens=new_tokens if task == "generate" else None,
-    )
+    if task == "generate" and new_tokens is None:
+        relative = _with_output(prior).relative(shapes, reference=reference)
+    else:
+        relative = prior.relative(shapes, reference=reference, new_tokens=new_tokens if task == "generate" else None)
     return relative.reshape(items.shape)
+
+
+def _with_output(prior: MemoryPrior) -> MemoryPrior:
+    """Return a prior whose unit is a token of input together with its share of the output.
+
+    ``fixed + b × (per_item + (1 + share)·L + square·L²)``, divided by ``1 + share``, has the form of the prior without
+    an output, and quotients stay the same.
+    """
+    unit = 1 + ASSUMED_OUTPUT
+    scaled = {name: getattr(prior, name) / unit for name in ("fixed", "per_item", "square", "longer_square")}
+    return replace(prior, task="train", **scaled)
 
 
 def choose_sizes(lengths: npt.NDArray[np.int32], rule: SizeRule, rounding: SizeRounding) -> IntArray:
     """Return the sizes of the batches of examples sorted longest first.
 
     The first batch takes exactly ``batch_size``. Every later one takes the most that fit, grown from the previous one
-    by at most a step, and rounded down. The last takes the rest.
+    by at most a step, and rounded down, but not below ``batch_size``. The last takes the rest.
 
     Args:
         lengths: ``(N, axes)``, sorted by falling sum.
@@ -185,9 +216,8 @@ def choose_sizes(lengths: npt.NDArray[np.int32], rule: SizeRule, rounding: SizeR
     sizes, next_size = [first], Sizes(rule.batch_size, step, rounding)
     place = first
     while place < len(lengths):
-        size = min(next_size.next(most_at(place)), len(lengths) - place)
-        sizes.append(size)
-        place += size
+        sizes.append(next_size.next(most_at(place), len(lengths) - place))
+        place += sizes[-1]
     return np.array(sizes, dtype=np.int64)
 
 
@@ -242,28 +272,28 @@ def growth_step(batch_size: int, max_diff: float, rounding: SizeRounding) -> int
 class Sizes:
     """The size of one batch after another: limited by what fits, then by the step of growth, then rounded.
 
-    Nothing here raises a size, so a batch that fits still fits afterwards.
+    Nothing here raises a size above what fits, so a batch that fits still fits afterwards.
 
     Args:
-        first: the size of the first batch.
+        batch_size: the size of the first batch, below which no size is rounded.
         step: the most items to grow by; None does not limit growth.
         rounding: rounds down to even or friendly sizes.
 
     >>> sizes = Sizes(32, 6, SizeRounding(2))
-    >>> [sizes.next(most) for most in (64, 64, 45)]
+    >>> [sizes.next(most, 1000) for most in (64, 64, 45)]
     [38, 44, 44]
     """
 
-    def __init__(self, first: int, step: int | None, rounding: SizeRounding) -> None:
-        self._reached = first
+    def __init__(self, batch_size: int, step: int | None, rounding: SizeRounding) -> None:
+        self._batch_size = self._reached = batch_size
         self._step = step
         self._round: Callable[[int], int] = cache(rounding.round_one)
-        self._has_ladder = rounding.ladder is not None
 
-    def next(self, most: int) -> int:
-        """Return the size of the next batch, of which ``most`` items fit."""
-        limit = most if self._step is None else min(most, self._reached + self._step)
-        size = self._round(limit)
-        # On a ladder the unrounded size keeps growing, or the next rung would never be reached.
-        self._reached = limit if self._has_ladder else size
-        return size
+    def next(self, most: int, left: int) -> int:
+        """Return the size of the next batch, of which ``most`` items fit and ``left`` are left."""
+        # The size before rounding grows: rounding must not slow it down, nor keep it from the next rung of a ladder.
+        limit = most if self._step is None else min(most, max(self._reached + self._step, self._batch_size))
+        self._reached = limit
+        if left <= limit:
+            return left
+        return max(self._round(limit), min(limit, self._batch_size))

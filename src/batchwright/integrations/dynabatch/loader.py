@@ -16,7 +16,8 @@ from ..._checks import as_whole, shared_options
 from ..._machine import num_cores
 from ...errors import ArgumentError, LengthsError
 from ...plan.models.prior import Task
-from .lengths import as_array, measure_tokens, truncated
+from ._given import as_whole_numbers
+from .lengths import measure_tokens, truncated
 from .sampler import DynaBatchSampler
 
 
@@ -58,8 +59,10 @@ def dynabatch_sampler(
         batch_size: items of the first batch: the most of the longest texts that run safely.
         max_input_token_length: texts count as cut to this many tokens. Given lengths are not cut.
         num_workers: the largest number of processes that measure with a slow tokenizer; ``debug`` uses none.
-        token_lengths: lengths measured already, one per example; then no text is read. Words and characters are not
-            needed.
+        token_lengths: lengths measured already, one per example; then no text is read. An empty text counts as one
+            token, given or measured.
+        word_lengths: not needed, and of no effect on the batches: the memory of a device depends only on tokens.
+        char_lengths: likewise.
         progress: show a progress bar while texts are measured.
         cache: a directory that keeps measured lengths for the next run, or None.
         threshold: this and all other arguments are as for ``DynaBatchSampler``.
@@ -178,7 +181,7 @@ def _start_worker(worker: int) -> None:
 
 def _check_given(token_lengths: Any, texts: Any, max_length: int) -> npt.NDArray[Any]:
     """Return given lengths as an array that matches the texts; warn of those over the limit, as nothing cuts them."""
-    lengths = as_array(token_lengths)
+    lengths = as_whole_numbers("token_lengths", token_lengths)
     num_texts = len(texts) if hasattr(texts, "__len__") else len(lengths)
     if len(lengths) != num_texts:
         raise LengthsError(f"token_lengths must have one number per text, {num_texts}, got {len(lengths)}")

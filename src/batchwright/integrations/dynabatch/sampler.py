@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeAlias, TypeVar, final, get_args
+from typing import Any, TypeVar, final, get_args
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from ..._checks import as_number, as_whole, check_choice, check_ranks, read_whole
-from ..._lengths import as_lengths
-from ..._types import FloatArray, IntArray
-from ...errors import LengthsError
+from ..._checks import as_flag, as_number, as_state, as_whole, check_choice, check_ranks, read_whole
+from ...errors import LengthsError, StateMismatchError
 from ...plan import BatchSampler, MaxItems, Plan, PlanReport
 from ...plan.grouping.base import SizeRounding
 from ...plan.models.prior import Task
+from ._features import Features, decisions, input_features
+from ._given import GivenBatches, as_batches, as_token_lengths, as_whole_numbers
 from ._longest_first import LongestFirst, SizeRule
-from .lengths import as_array
 
 Item = TypeVar("Item")
-Features: TypeAlias = dict[str, list[Any]]
 
-# Candidate sizes in ``input_features`` per unit of max_batch_range, and the figures of each kind of length.
-_CANDIDATES_PER_UNIT = 20
-_STATISTICS = {"token": ("mean", "std", "sum", "max"), "word": ("mean", "sum", "max"), "char": ("sum",)}
+# Raise it when the same lengths and settings begin to give other sizes: an epoch is not continued in other batches.
+SIZING = 2
 
 
 @final
@@ -33,40 +30,50 @@ class DynaBatchSampler(Sampler[list[int]]):
     """Batches for ``DataLoader(dataset, batch_sampler=sampler)``: sorted by length, growing under a memory limit.
 
     The first batch holds exactly the ``min_batch_size`` longest examples. A later batch takes the most items whose
-    predicted memory, relative to the first, is at most ``threshold``. Even sizes, friendly sizes and smoothing only
-    ever make it smaller; the last batch takes the rest, however few or many.
+    predicted memory, relative to the first, is at most ``threshold``, and never fewer than ``min_batch_size``: so many
+    fit, as none is longer than those of the first batch. Even sizes, friendly sizes and smoothing only ever make a
+    grown batch smaller; the last batch takes the rest. So there are never more batches than of a fixed size. Only with
+    several axes may a batch be smaller, where one that is wider on an axis would take more memory than the first.
 
     ``iter()`` fixes its epoch and does not disturb other iterators; exhausting it moves to the next epoch.
 
     Args:
-        token_lengths: integers of 1 or more, ``(N,)``, or ``(N, axes)`` if axes such as source and target are padded
-            separately. A lazy column is read once.
-        word_lengths: used only in ``input_features``, or None.
-        char_lengths: used only in ``input_features``, or None.
+        token_lengths: whole numbers ``(N,)``, or ``(N, axes)`` if axes such as source and target are padded
+            separately; floats must be whole, and 0 counts as 1. A lazy column is read once.
+        word_lengths: used only in ``input_features``, or None. They do not change a batch: a device sees only token
+            ids, so its memory cannot depend on words.
+        char_lengths: likewise.
         min_batch_size: items of the first batch: the most of the longest examples that run safely.
         shuffle: shuffle the batches, and the examples inside them, in every epoch; examples of equal length change
-            batches.
-        threshold: the most memory of a grown batch, relative to the first.
-        max_batch_range: a batch has at most ``min_batch_size × max_batch_range`` items; below 1 counts as 1.
+            batches. May be set later.
+        threshold: the most memory of a grown batch, relative to the first; a higher one never gives more batches.
+        max_batch_range: a batch has at most ``min_batch_size × max_batch_range`` items; below 1 counts as 1. A larger
+            one never gives more batches.
         shuffle_seed: the same seed, epoch and lengths give the same batches on every machine.
         shuffle_keep_first_n: this many of the longest batches come first, in every epoch.
-        keep_batch_size_even: round sizes down to even numbers, except for the first batch and the last.
+        keep_batch_size_even: round sizes down to even numbers, but not below ``min_batch_size``; the first batch and
+            the last are not rounded.
         friendly_batch_size: likewise, round sizes down to 2^n or 3·2^n.
         dynamic_batch_mode: False gives every batch ``min_batch_size`` items.
-        smooth_batches: limit how much larger a batch is than the one before it.
+        smooth_batches: limit how much larger a batch is than the one before it, before sizes are rounded.
         smooth_batches_max_diff: this limit as a share of ``min_batch_size``; at least one item, or two for even sizes.
         debug: print a line about every batch.
-        save_input_features: keep the figures of every decision in ``input_features``.
+        save_input_features: keep the figures of every decision in ``input_features``: a ``pandas.DataFrame`` per batch
+            with the columns of dynabatch, or a dict of lists if pandas is not installed.
         rank: this process, from 0.
         world_size: the number of processes; each takes every ``world_size``-th batch, all take equally many.
         task: what the prediction is for: ``"generate"``, the more cautious one, or ``"train"``, under which batches of
             short examples grow further. None plans for generation here, and for training in a trainer.
-        max_new_tokens: tokens generated per example; None assumes half the longest input.
+        max_new_tokens: tokens generated per example. None assumes half the longest input of each batch: short inputs
+            have short outputs, as in translation. If all examples generate up to a fixed number, give it: a large one
+            leaves less room for growth.
         drop_last: leave out a last batch that is smaller than the one before it, and batches that cannot fill a step.
 
     >>> sampler = DynaBatchSampler([9, 2, 2, 7, 2, 8, 1], None, None, 2, task="train")
     >>> list(sampler)
     [[0, 5], [3, 1], [2, 4, 6]]
+    >>> sampler
+    <DynaBatchSampler: 3 batches of 7 examples, sizes 2 to 3, task='train', threshold=0.7, max_batch_range=2.0>
     """
 
     def __init__(
@@ -96,7 +103,7 @@ class DynaBatchSampler(Sampler[list[int]]):
     ) -> None:
         rank, world_size = check_ranks(rank, world_size)
         self.min_batch_size = as_whole("min_batch_size", min_batch_size, least=1)
-        self.shuffle = bool(shuffle)
+        self._shuffle = bool(shuffle)
         self.threshold = as_number("threshold", threshold, least=0)
         self.batch_start_range = 1.0
         self.batch_end_range = max(as_number("max_batch_range", max_batch_range, least=0), 1.0)
@@ -115,14 +122,42 @@ class DynaBatchSampler(Sampler[list[int]]):
         self.max_new_tokens = None if max_new_tokens is None else as_whole("max_new_tokens", max_new_tokens, least=1)
         self.drop_last = bool(drop_last)
         self._lengths = _check_lengths(token_lengths, word_lengths, char_lengths)
+        self._given: list[npt.NDArray[np.int32]] | None = None
         self._inner = self._make_inner(rank, world_size, balance_over=world_size)
         self.input_features: list[Features] = []
         self._record()
 
     @property
+    def shuffle(self) -> bool:
+        """Whether every epoch is shuffled; setting it begins the current epoch anew, under the other order.
+
+        An iterator that has begun runs on as it began, and the next one shows the change.
+        """
+        return self._shuffle
+
+    @shuffle.setter
+    def shuffle(self, shuffle: bool) -> None:
+        self._shuffle = as_flag("shuffle", shuffle)
+        self._plan_again()
+
+    @property
     def batches(self) -> list[list[int]]:
-        """Return the rest of the current epoch, for all ranks, as a new list of lists."""
+        """The rest of the current epoch, for all ranks, as a new list: changing it does not change the sampler.
+
+        Set it to use exactly the given batches, which must hold every example once. They are shuffled if ``shuffle`` is
+        True, and divided over the ranks; of several ranks the last batches are split so that all have equally many.
+
+        >>> sampler = DynaBatchSampler([9, 2, 7], None, None, 2)
+        >>> sampler.batches = [[2], [0, 1]]
+        >>> list(sampler)
+        [[2], [0, 1]]
+        """
         return list(self.plan)  # type: ignore[arg-type]  # rows are never packed here
+
+    @batches.setter
+    def batches(self, batches: Any) -> None:
+        self._given = as_batches(batches, self.num_examples)
+        self._plan_again()
 
     @property
     def is_first_shuffle(self) -> bool:
@@ -177,8 +212,9 @@ class DynaBatchSampler(Sampler[list[int]]):
         """
         other = copy.copy(self)
         other.task = self.task or "train"
-        other._inner = other._make_inner(self.rank, self.world_size, balance_over=self._grouping.balance_over)
-        other.set_epoch(self.epoch)
+        other._plan_again()
+        if other.task != self.task:
+            other._record()
         return other
 
     def for_rank(self, rank: int, world_size: int, *, drop_last: bool = False) -> DynaBatchSampler:
@@ -191,21 +227,41 @@ class DynaBatchSampler(Sampler[list[int]]):
         return other
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._inner)  # type: ignore[arg-type]  # rows are never packed here
+        # Not a generator: the epoch is fixed now, not at the first next().
+        return self._run(self._inner, iter(self._inner))  # type: ignore[arg-type]  # rows are never packed here
+
+    def _run(self, inner: BatchSampler, batches: Iterator[list[int]]) -> Iterator[list[int]]:
+        epoch = inner.epoch
+        yield from batches
+        if self._inner is not inner and (self.epoch, inner.epoch) == (epoch, epoch + 1):
+            self.set_epoch(epoch + 1)  # planned again while the epoch ran
 
     def __len__(self) -> int:
         return len(self._inner)
 
+    def __repr__(self) -> str:
+        plan, rank = self.plan, ""
+        sizes = plan.shapes[:, 0].tolist() or [0]
+        if self.world_size > 1:
+            rank = f", rank={self.rank}, world_size={self.world_size}"
+        return (
+            f"<DynaBatchSampler: {len(plan)} batches of {self.num_examples} examples, "
+            f"sizes {min(sizes)} to {max(sizes)}, task={self.task!r}, threshold={self.threshold}, "
+            f"max_batch_range={self.batch_end_range}{rank}>"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the newest iterator, as JSON values; it continues on any number of ranks."""
-        return {**self._inner.state_dict(), "balance_over": self._grouping.balance_over}
+        return {**self._inner.state_dict(), "balance_over": self._grouping.balance_over, "sizing": SIZING}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken.
 
         Raises:
-            StateMismatchError: the state belongs to other lengths or settings; the sampler stays as it was.
+            StateMismatchError: the state belongs to other lengths, settings or batches; the sampler stays as it was.
         """
+        state = as_state(state, of="DynaBatchSampler")
+        _check_sizing(state)
         balance_over = read_whole(state, "balance_over")
         inner = self._inner
         if balance_over != self._grouping.balance_over:
@@ -215,24 +271,36 @@ class DynaBatchSampler(Sampler[list[int]]):
         self._inner = inner
 
     @property
-    def _grouping(self) -> LongestFirst:
+    def _grouping(self) -> LongestFirst | GivenBatches:
         grouping = self._inner.settings.grouping
-        assert isinstance(grouping, LongestFirst)
+        assert isinstance(grouping, LongestFirst | GivenBatches)
         return grouping
 
+    def _plan_again(self) -> None:
+        """Plan with changed settings, and begin the current epoch anew."""
+        before = self._inner
+        self._inner = self._make_inner(self.rank, self.world_size, balance_over=self._grouping.balance_over)
+        self.set_epoch(before.epoch)
+
+    def _make_grouping(self, balance_over: int) -> LongestFirst | GivenBatches:
+        if self._given is not None:
+            return GivenBatches.of(self._given, keep_first=self.shuffle_keep_first_n, balance_over=balance_over)
+        return LongestFirst(
+            rule=self._rule if self.dynamic_batch_mode else None,
+            batch_size=self.min_batch_size,
+            keep_first=self.shuffle_keep_first_n,
+            drop_last=self.drop_last,
+            balance_over=balance_over,
+        )
+
     def _make_inner(self, rank: int, world_size: int, *, balance_over: int) -> BatchSampler:
+        most = self.max_batch_size if self._given is None else max(map(len, self._given))
         return BatchSampler(
             self._lengths["token"],
-            MaxItems(self.max_batch_size),
+            MaxItems(most),
             rank=rank,
             world_size=world_size,
-            grouping=LongestFirst(
-                rule=self._rule if self.dynamic_batch_mode else None,
-                batch_size=self.min_batch_size,
-                keep_first=self.shuffle_keep_first_n,
-                drop_last=self.drop_last,
-                balance_over=balance_over,
-            ),
+            grouping=self._make_grouping(balance_over),
             shuffle=self.shuffle,
             seed=self.shuffle_seed,
             size_multiple_of=self._rounding.multiple_of,
@@ -253,28 +321,29 @@ class DynaBatchSampler(Sampler[list[int]]):
     def _record(self) -> None:
         """Print or keep how every batch was decided, longest first."""
         keeps_features = self.save_input_features and self.dynamic_batch_mode
-        if not (self.debug or keeps_features):
+        grouping = self._grouping
+        if isinstance(grouping, GivenBatches) or not (self.debug or keeps_features):
             return
         tokens = self._lengths["token"]
         order = np.argsort(-tokens.sum(axis=1, dtype=np.int64), kind="stable")
-        sizes = self._grouping.sizes(tokens[order], self._rounding)
+        sizes = grouping.sizes(tokens[order], self._rounding)
         starts = np.cumsum(sizes) - sizes
         if self.debug:
             widths = np.maximum.reduceat(tokens[order], starts, axis=0).sum(axis=1)
-            print(*_decisions(sizes, widths, self._grouping.rule), sep="\n")
+            print(*decisions(sizes, widths, grouping.rule), sep="\n")
         if keeps_features:
             lengths = {kind: values[order] for kind, values in self._lengths.items()}
             lengths["token"] = tokens[order].sum(axis=1)
-            self.input_features = _input_features(lengths, starts, self.batch_end_range, self._rule)
+            self.input_features = input_features(lengths, starts, self.batch_end_range, self._rule)
 
 
 def _check_lengths(token_lengths: Any, word_lengths: Any, char_lengths: Any) -> dict[str, npt.NDArray[np.int32]]:
     """Return the lengths by name, tokens of shape ``(N, axes)``; words and characters if they are given."""
-    lengths = {"token": as_lengths(as_array(token_lengths))}
+    lengths = {"token": as_token_lengths(token_lengths)}
     for name, given in (("word", word_lengths), ("char", char_lengths)):
         if given is None:
             continue
-        array = as_array(given)
+        array = as_whole_numbers(f"{name}_lengths", given)
         if len(array) != len(lengths["token"]):
             raise LengthsError(
                 f"{name}_lengths must have one number per example, {len(lengths['token'])}, got {len(array)}"
@@ -285,58 +354,11 @@ def _check_lengths(token_lengths: Any, word_lengths: Any, char_lengths: Any) -> 
     return lengths
 
 
-def _decisions(sizes: IntArray, longest: IntArray, rule: SizeRule | None) -> Iterator[str]:
-    """Yield one line per batch, longest first."""
-    for number, (size, length) in enumerate(zip(sizes.tolist(), longest.tolist(), strict=True), start=1):
-        line = f"batch {number}: {size} items, longest {length}"
-        if rule is not None:
-            share = rule.predict(size, length, int(longest[0]))
-            line += f", predicted {float(share):.2f} of the first batch"
-        yield line
-
-
-def _input_features(
-    lengths: dict[str, npt.NDArray[np.int32]], starts: IntArray, end_range: float, rule: SizeRule
-) -> list[Features]:
-    """Return one table per batch except the first, with the figures of every candidate size as columns.
-
-    Candidates go from ``batch_size`` to ``batch_size × end_range``. ``_y`` is the candidate, ``_x`` the first batch and
-    ``_diff`` their quotient; ``prediction`` is the memory relative to the first batch. ``pandas.DataFrame(table)``
-    makes a frame of a table.
-
-    Args:
-        lengths: by kind, longest example first; several token axes are summed.
-        starts: where each batch starts.
-        end_range: the largest candidate, relative to the first batch.
-        rule: predicts the memory.
-    """
-    steps = max(1, int((end_range - 1.0) * _CANDIDATES_PER_UNIT))
-    sizes = np.unique(np.round(rule.batch_size * np.linspace(1.0, end_range, steps)).astype(np.int64))
-    first = {kind: _statistics(values, np.full(len(sizes), rule.batch_size)) for kind, values in lengths.items()}
-    reference = int(first["token"]["max"][0])
-    tables = []
-    for start in starts[1:].tolist():
-        columns: dict[str, npt.NDArray[Any]] = {
-            "batch_size_y": sizes,
-            "batch_size_x": np.full(len(sizes), rule.batch_size),
-            "batch_size_diff": sizes / rule.batch_size,
-        }
-        for kind, values in lengths.items():
-            mine = _statistics(values[start:], sizes)
-            for name in _STATISTICS[kind]:
-                columns[f"{kind}_{name}_y"], columns[f"{kind}_{name}_x"] = mine[name], first[kind][name]
-                if name != "std":
-                    columns[f"{kind}_{name}_diff"] = mine[name] / np.maximum(first[kind][name], 1e-12)
-        columns["prediction"] = rule.predict(sizes, columns["token_max_y"].astype(np.int64), reference)
-        tables.append({name: values.tolist() for name, values in columns.items()})
-    return tables
-
-
-def _statistics(values: npt.NDArray[np.int32], counts: IntArray) -> dict[str, FloatArray]:
-    """Return the figures of the first ``count`` values, for each count."""
-    run = values[: int(counts.max())].astype(np.float64)
-    num = np.minimum(counts, len(run))
-    total = np.cumsum(run)[num - 1]
-    # Var = E[x²] - E[x]², which rounding may push below zero.
-    variance = np.maximum(np.cumsum(run**2)[num - 1] / num - (total / num) ** 2, 0.0)
-    return {"sum": total, "mean": total / num, "std": np.sqrt(variance), "max": np.maximum.accumulate(run)[num - 1]}
+def _check_sizing(state: Mapping[str, Any]) -> None:
+    """Refuse the middle of an epoch that was planned in other sizes; at its start nothing is lost or repeated."""
+    sizing = state.get("sizing", 1)
+    if sizing != SIZING and state.get("position") != 0:
+        raise StateMismatchError(
+            f"the state was saved in the middle of an epoch whose batches have other sizes (sizing {sizing!r}, here "
+            f"{SIZING}); finish that epoch with the version of batchwright that began it, or start without the state"
+        )

@@ -26,7 +26,7 @@ OnOom: TypeAlias = Literal["split", "skip", "raise"]
 # Methods of the trainer that take the length of an epoch and the place in it.
 _HOOKS = ("set_initial_training_values", "_init_training_state", "_run_epoch")
 # These are arguments of the trainer, or come from TrainingArguments; all others go into plan_options.
-_NOT_IN_PLAN_OPTIONS = ("grouping", "shuffle", "seed", "drop_last")
+_NOT_IN_PLAN_OPTIONS = ("grouping", "shuffle", "seed", "drop_last", "rules")
 _PLAN_OPTIONS = [field.name for field in fields(PlanSettings) if field.name not in _NOT_IN_PLAN_OPTIONS]
 
 

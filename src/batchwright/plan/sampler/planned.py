@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import check_ranks
+from ..._checks import check_ranks, check_same, read_whole
 from ..._lengths import as_lengths
 from ...errors import LengthsError
 from .._oversize import admit
 from .._ranks import shard
-from .._settings import Oversize, PlanSettings, Remainder
+from .._settings import RULES, Oversize, PlanSettings, Remainder
 from ..budget import Budget, Cost, check_budget
 from ..collating import PadTo
 from ..grouping.base import Grouping, SizeLadder
@@ -25,9 +26,6 @@ from ._progress import AbstractEpochs, Cursor, fingerprint, read_place
 
 Item = TypeVar("Item")
 
-# Raise it when the same settings begin to give other batches: a state of another version cannot be continued.
-STATE_VERSION = 1
-
 
 @final
 class BatchSampler(AbstractEpochs):
@@ -37,7 +35,9 @@ class BatchSampler(AbstractEpochs):
     no communication is needed; each rank takes every ``world_size``-th batch, and all take the same number.
 
     The state is plain JSON and holds neither rank nor world size: it counts the examples consumed, in the order of
-    the plan. Resuming plans the epoch again and continues there, on any world size.
+    the plan. Resuming plans the epoch again and continues there, on any world size. The order of an epoch follows from
+    the seed, the epoch and the number of ``balance_over``, which the state holds: with None a sampler takes it over for
+    the rest of that epoch, and follows its own world size from the next one on.
 
     Args:
         lengths: as for ``plan_batches``.
@@ -71,7 +71,7 @@ class BatchSampler(AbstractEpochs):
         oversize: Oversize = "error",
         drop_last: bool = False,
         remainder: Remainder = "spread",
-        balance_over: int = 64,
+        balance_over: int | None = None,
         cost: Cost | None = None,
     ) -> None:
         self.settings = PlanSettings.of(locals())
@@ -81,8 +81,10 @@ class BatchSampler(AbstractEpochs):
         if dataset is not None:
             self._check_dataset(dataset)
         super().__init__()
+        self._taken_over: tuple[int, PlanSettings] | None = None  # an epoch that began under other rules, and these
         # Planned now, so that data that do not fit the budget are refused here and not in the first epoch.
-        self._epoch_plan: Plan | None = plan_epoch(self._lengths, self.budget, self.settings, 0)
+        self._epoch_plan: Plan | None = None
+        self._base(0)
 
     @property
     def plan(self) -> Plan:
@@ -140,15 +142,23 @@ class BatchSampler(AbstractEpochs):
             self._check_dataset(dataset)
         return self._progress.track(loader)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch; a place restored within that very epoch is kept."""
+        before = self.epoch
+        super().set_epoch(epoch)
+        if self.epoch != before:
+            self._taken_over = None
+
     def state_dict(self) -> dict[str, Any]:
         """Return where the newest iterator stands, as JSON values."""
+        settings = self._settings_of(self._progress.epoch)
         return {
-            "version": STATE_VERSION,
+            "version": settings.rules,
             "num_examples": len(self._lengths),
             "lengths": self._fingerprint,
             "budget": repr(self.budget),
-            "settings": self.settings.to_state(),
-            "seed": self.settings.seed,
+            "settings": settings.to_state(),
+            "seed": settings.seed,
             "epoch": self._progress.epoch,
             "position": self._progress.position,
         }
@@ -157,17 +167,39 @@ class BatchSampler(AbstractEpochs):
         """Continue where a state was taken, on this or another world size.
 
         Raises:
-            StateMismatchError: the state is of other lengths, another budget, other settings or another version;
+            StateMismatchError: the state is of other lengths, another budget, other settings or a later version;
                 the sampler stays as it was.
         """
-        epoch, position = read_place(state, self.state_dict())
-        is_there = position in self._base(epoch).offsets
+        settings = self._settings_in(state)
+        mine = {**self.state_dict(), "version": settings.rules, "settings": settings.to_state()}
+        epoch, position = read_place(state, mine)
+        is_there = position in self._planned(epoch, settings).offsets
         self._move_to(epoch, position, is_there=is_there, fault="is not where a batch begins in")
+        self._taken_over = (epoch, settings)
+
+    def _settings_in(self, state: Mapping[str, Any]) -> PlanSettings:
+        """Return our settings with what a state may differ in: the rules of its epoch, and None as a number."""
+        version, saved = read_whole(state, "version"), state.get("settings")
+        if not 1 <= version <= RULES:
+            check_same("version", version, RULES)
+        settings = replace(self.settings, rules=version)
+        if settings.balance_over is None and isinstance(saved, Mapping):
+            settings = settings.resolved(max(1, read_whole(saved, "balance_over")))
+        return settings.resolved(self.world_size)
+
+    def _settings_of(self, epoch: int) -> PlanSettings:
+        if self._taken_over is not None and self._taken_over[0] == epoch:
+            return self._taken_over[1]
+        return self.settings.resolved(self.world_size)
 
     def _base(self, epoch: int) -> Plan:
-        if self._epoch_plan is None or self._epoch_plan.epoch != epoch:
-            self._epoch_plan = plan_epoch(self._lengths, self.budget, self.settings, epoch)
-        return self._epoch_plan
+        return self._planned(epoch, self._settings_of(epoch))
+
+    def _planned(self, epoch: int, settings: PlanSettings) -> Plan:
+        plan = self._epoch_plan
+        if plan is None or (plan.epoch, plan.settings) != (epoch, settings):
+            self._epoch_plan = plan = plan_epoch(self._lengths, self.budget, settings, epoch)
+        return plan
 
     @cached_property
     def _fingerprint(self) -> str:
