@@ -25,6 +25,10 @@ EXPECTED = {
         "texts": True,
         "types": ["Tensor", "list"],
     },
+    "first_blocks": {"all": True, "one_first": True, "built": True, "modes": [7, 7]},
+    "generation_loop": {"rows": True, "flags": True, "types": True},
+    "training_loader": {"all": True, "orders": True, "hardest_first": True},
+    "other_modality": {"finite": True},
     "tuning": dict.fromkeys(["static", "fewer", "wide", "friendly", "even", "rough", "shuffled", "kept"], True),
     "precomputed": dict.fromkeys(["tokens", "words", "chars", "texts", "covers", "features", "refused"], True),
     "generation": {
