@@ -8,7 +8,7 @@ from batchwright.errors import ArgumentError
 from batchwright.integrations.dynabatch import DynaBatchSampler, scale_lr_for_dynabatch
 
 from ..models import make_examples
-from .training import exact_gradient, make_long_tail, make_sampler, make_trainer, relative_error, windows
+from .training import exact_gradient, make_sampler, make_task_dependent, make_trainer, relative_error, windows
 
 
 def make_args(**options):
@@ -78,7 +78,7 @@ def test_auto_scaling_needs_a_data_set(tmp_path):
 
 @pytest.mark.parametrize(("task", "expected"), [(None, "train"), ("train", "train"), ("generate", "generate")])
 def test_the_batches_that_are_really_trained_on_count(task, expected, tmp_path):
-    examples, lengths = make_long_tail()
+    examples, lengths = make_task_dependent()
     options = {"threshold": 0.9, "max_batch_range": 4.0}
     num = {kind: len(DynaBatchSampler(lengths, None, None, 4, task=kind, **options)) for kind in ("train", "generate")}
     sampler = DynaBatchSampler(lengths, None, None, 4, task=task, **options)

@@ -12,7 +12,7 @@ from batchwright.integrations.dynabatch import DynaBatchSampler, DynabatchTraine
 
 from ....processes import run_ranks
 from ..models import collate, make_examples, make_model
-from .training import make_long_tail, make_sampler, make_trainer
+from .training import make_sampler, make_task_dependent, make_trainer
 
 
 def recording(seen, examples):
@@ -56,10 +56,12 @@ def test_every_epoch_trains_on_its_own_batches(shuffle, tmp_path):
 
 @pytest.mark.parametrize(("task", "expected"), [(None, "train"), ("generate", "generate")])
 def test_a_sampler_without_a_task_is_planned_for_training(task, expected, tmp_path):
-    examples, lengths = make_long_tail()
+    examples, lengths = make_task_dependent()
     options = {"threshold": 0.9, "max_batch_range": 4.0, "shuffle": True}
     sampler = DynaBatchSampler(lengths, None, None, 4, task=task, **options)
     planned = DynaBatchSampler(lengths, None, None, 4, task=expected, **options)
+    other = DynaBatchSampler(lengths, None, None, 4, task="train" if expected == "generate" else "generate", **options)
+    assert len(other) != len(planned)
     mine, seen = sampler.batches, []
     trainer = make(tmp_path, examples, seen, sampler=sampler, num_train_epochs=2)
     assert len(trainer.get_train_dataloader()) == len(planned)
@@ -70,7 +72,7 @@ def test_a_sampler_without_a_task_is_planned_for_training(task, expected, tmp_pa
 
 
 def test_a_sampler_without_a_task_resumes_in_the_middle_of_an_epoch(tmp_path):
-    examples, lengths = make_long_tail()
+    examples, lengths = make_task_dependent()
     sampler = DynaBatchSampler(lengths, None, None, 4, threshold=0.9, max_batch_range=4.0, shuffle=True)
     whole, before, after = [], [], []
     options = {"sampler": sampler, "num_train_epochs": 2, "gradient_accumulation_steps": 2}

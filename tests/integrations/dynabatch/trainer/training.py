@@ -19,10 +19,10 @@ def make_sampler(examples, batch_size=3, **options):
     return DynaBatchSampler(lengths, None, None, batch_size, **settings)
 
 
-def make_long_tail(num=120):
-    """Return examples, and lengths as if a few of their texts were very long and most of them short."""
+def make_task_dependent(num=120):
+    """Return examples, and lengths of which training and generation make different plans."""
     examples = [{**example, "number": index} for index, example in enumerate(make_examples(num, causal=False))]
-    return examples, [400 if index % 15 == 0 else 8 + (11 * index) % 60 for index in range(num)]
+    return examples, [12 + (7 * index) % 90 for index in range(num)]
 
 
 def make_args(folder, kind=TrainingArguments, **options):
