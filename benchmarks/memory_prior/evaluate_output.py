@@ -26,6 +26,14 @@ THRESHOLD = 0.9
 
 
 def main() -> None:
+    found = results()
+    RESULT.write_text(json.dumps(found, indent=1) + "\n")
+    for name, row in found.items():
+        print(f"{name:22} {row}")
+
+
+def results() -> dict[str, dict[str, float]]:
+    """Return the scores of each kind of pairs."""
     pairs = load_pairs("generate", same_output=False)
     share_a, share_b = (rows[:, 2] / rows[:, 1] for rows in (pairs.reference, pairs.batch))
     is_fixed = pairs.reference[:, 2] == pairs.batch[:, 2]
@@ -35,10 +43,7 @@ def main() -> None:
         "fixed output": (is_fixed, False),
         "fixed output, given": (is_fixed, True),
     }
-    result = {name: score(pairs.of(mask), is_given=is_given) for name, (mask, is_given) in kinds.items()}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    for name, row in result.items():
-        print(f"{name:22} {row}")
+    return {name: score(pairs.of(mask), is_given=is_given) for name, (mask, is_given) in kinds.items()}
 
 
 def score(pairs: Pairs, *, is_given: bool) -> dict[str, float]:

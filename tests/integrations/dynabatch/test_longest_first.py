@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import batchwright as bw
@@ -211,6 +211,7 @@ def num_batches(lengths, batch_size, max_diff, task, rounding, *, range_=2.0, th
     return len(sizes_of(lengths, batch_size, int(batch_size * range_), threshold, max_diff, task, **rounding))
 
 
+@example([50] * 60, {"batch_size": 3, "max_diff": 0.2, "task": "train", "rounding": {"multiple_of": 2}}, 2.0, 0.9)
 @given(corpora, settings, st.floats(1, 10), st.floats(0, 2))
 def test_there_are_never_more_batches_than_of_a_fixed_size(lengths, options, range_, threshold):
     static = -(-len(lengths) // options["batch_size"])

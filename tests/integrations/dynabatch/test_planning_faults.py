@@ -3,7 +3,9 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
+import torch
 
 from batchwright.errors import ArgumentError, LengthsError
 from batchwright.integrations.dynabatch import DynaBatchSampler, _longest_first, dynabatch_sampler
@@ -137,10 +139,85 @@ def test_an_invalid_batch_size_is_refused_at_once(batch_size):
         make(batch_size=batch_size)
 
 
-@pytest.mark.parametrize("lengths", [[3, -1], [3, 0], [3.0, math.nan], [[[3]]], ["a", "b"]])
+@pytest.mark.parametrize("lengths", [[3, -1], [[[3]]], ["a", "b"]])
 def test_invalid_lengths_are_refused(lengths):
     with pytest.raises(LengthsError):
         DynaBatchSampler(lengths, None, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "reason"),
+    [
+        ([3.0, math.nan], "got nan at example 1"),
+        ([3.0, math.inf], "got inf at example 1"),
+        (np.array([[3, 4], [2.5, 1]]), r"got \[2.5, 1.0\] at example 1"),
+        ([3, None], "got nan at example 1"),
+        ([3, "many"], "got values? of type"),
+    ],
+)
+def test_lengths_that_are_not_whole_are_refused_with_the_reason(lengths, reason):
+    with pytest.raises(LengthsError, match=f"token_lengths must be whole numbers, {reason}"):
+        DynaBatchSampler(np.array(lengths, dtype=object) if "many" in lengths else lengths, None, None, 2)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [9.0, 2.0, 7.0, 1.0],
+        np.array([9, 2, 7, 1], dtype=np.float32),
+        [np.float64(9), np.float32(2), np.float16(7), np.float64(1)],
+        pd.Series([9.0, 2.0, 7.0, 1.0], index=[3, 1, 2, 0]),
+        pd.DataFrame({"n": [9.0, 2.0, 7.0, 1.0]})["n"],
+        pd.Series([9, 2, 7, 1], dtype="Int64"),
+        np.array([9, 2, 7, 1], dtype=object),
+        torch.tensor([9.0, 2.0, 7.0, 1.0]),
+    ],
+    ids=["floats", "float32", "numpy floats", "series", "column", "nullable", "objects", "tensor"],
+)
+def test_lengths_may_be_floats_that_are_whole(lengths):
+    assert list(make(lengths, 2)) == list(make([9, 2, 7, 1], 2))
+
+
+def test_empty_texts_count_as_one_token_given_or_measured():
+    given = make([5, 0, 0, 3], 2)
+    assert given.plan.lengths.ravel().tolist() == [5, 1, 1, 3]
+    measured = dynabatch_sampler(["a b c", "", " ", "d"], str.split, 2, progress=False)
+    assert measured.plan.lengths.ravel().tolist() == [3, 1, 1, 1]
+
+
+@pytest.mark.parametrize("friendly", [False, True])
+@pytest.mark.parametrize("task", ["generate", "train"])
+@pytest.mark.parametrize("batch_size", [1, 3, 5, 7, 9, 13, 31])
+def test_an_odd_batch_size_never_makes_more_batches_than_static(batch_size, task, friendly):
+    options = {"friendly_batch_size": friendly, "task": task}
+    for lengths in (LENGTHS[:2000], np.full(2000, 40), np.random.default_rng(0).integers(30, 40, 2000)):
+        sampler = make(lengths, batch_size, **options)
+        assert len(sampler) <= -(-2000 // batch_size)
+        assert min(sizes(sampler)[:-1]) >= batch_size
+
+
+def test_the_case_of_three_makes_as_many_batches_as_a_fixed_size():
+    # Of equal lengths none can grow; rounding 3 down to 2 gave 1,000 batches.
+    assert len(make(np.full(2000, 40), 3)) == 667
+
+
+@pytest.mark.parametrize("task", ["generate", "train"])
+def test_a_wider_range_gives_fewer_batches_where_texts_are_much_shorter_than_the_longest(task):
+    two, five, ten = (len(make(max_batch_range=range_, task=task)) for range_ in (2.0, 5.0, 10.0))
+    assert two > five > ten
+
+
+@pytest.mark.parametrize("task", ["generate", "train"])
+def test_a_higher_threshold_gives_fewer_batches(task):
+    numbers = [len(make(max_batch_range=8.0, task=task, threshold=threshold)) for threshold in (0.3, 0.6, 0.9)]
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[0] > numbers[-1]
+
+
+@pytest.mark.parametrize("task", ["generate", "train"])
+@pytest.mark.parametrize("range_", [2.0, 5.0])
+def test_a_batch_size_of_one_grows(task, range_):
+    assert max(sizes(make(LENGTHS[:600], 1, max_batch_range=range_, task=task))) == int(range_) // 2 * 2
 
 
 @pytest.mark.parametrize("name", ["threshold", "max_batch_range", "smooth_batches_max_diff"])
@@ -175,6 +252,38 @@ def test_the_length_of_labels_can_be_an_axis():
     assert make(source, 2, max_batch_range=8.0, task="train").batches[0] == [0, 1]
     assert max(sizes(pairs)) == 16  # the others still grow
     assert max(sizes(make(source, 2, max_batch_range=8.0, task="train"))) == 2
+
+
+CORPORA = {
+    "lognormal": LENGTHS[:160],
+    "short": np.random.default_rng(1).poisson(8, 160) + 1,
+    "near the longest": np.random.default_rng(2).integers(400, 512, 120),
+}
+
+
+@pytest.mark.parametrize("name", CORPORA)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_batch_range": 8.0},
+        {"friendly_batch_size": True, "threshold": 0.6},
+        {"batch_size": 5, "max_batch_range": 5.0},
+        {"batch_size": 24, "smooth_batches": False},
+    ],
+    ids=["defaults", "range 8", "friendly", "five", "not smoothed"],
+)
+def test_training_never_makes_more_batches_than_dynabatch_unless_those_take_more_memory(name, options):
+    theirs = pytest.importorskip("dynabatch", reason="dynabatch is not installed")
+    lengths, options = CORPORA[name], {"batch_size": 16, **options}
+    tokens = lengths.tolist()
+    given = {"token_lengths": tokens, "word_lengths": tokens, "char_lengths": tokens}
+    plan = theirs.dynabatch_sampler([""] * len(lengths), None, **options, **given)
+    mine = dynabatch_sampler([""] * len(lengths), None, **options, **given).for_training()
+    shapes = [(len(batch), int(lengths[batch].max())) for batch in plan.batches]
+    largest = relative_memory(*zip(*shapes, strict=True), options["batch_size"], int(lengths.max()), task="train").max()
+    assert len(mine) <= len(plan) or largest > 1
+    assert len(mine) <= -(-len(lengths) // options["batch_size"])
 
 
 def test_images_and_audio_need_one_length_alone():

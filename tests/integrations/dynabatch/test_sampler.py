@@ -4,6 +4,7 @@ import json
 from itertools import islice
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import batchwright as bw
 from batchwright.errors import ArgumentError, StateMismatchError
-from batchwright.integrations.dynabatch import DynaBatchSampler
+from batchwright.integrations.dynabatch import DynaBatchSampler, _features
 from batchwright.integrations.dynabatch._longest_first import relative_memory
 from batchwright.testing import check_batch_sampler
 
@@ -103,18 +104,214 @@ def test_debug_in_static_mode_says_sizes_alone(capsys):
     assert capsys.readouterr().out.splitlines() == ["batch 1: 2 items, longest 9", "batch 2: 1 items, longest 7"]
 
 
-def test_saved_features_describe_every_candidate_of_every_later_batch():
-    lengths = [10, 8, 6, 4]
+def make_features(words=(5, 4, 3, 2), chars=(50, 40, 30, 20)):
     options = {"save_input_features": True, "task": "train"}
-    sampler = DynaBatchSampler(lengths, [5, 4, 3, 2], [50, 40, 30, 20], 2, **options)
-    (features,) = sampler.input_features  # one table a batch but for the first
-    assert features["batch_size_y"] == [2, 3, 4]
+    (features,) = DynaBatchSampler([10, 8, 6, 4], words, chars, 2, **options).input_features  # the first has none
+    return features
+
+
+def test_saved_features_describe_every_candidate_of_every_later_batch():
+    features = make_features()
+    assert isinstance(features, pd.DataFrame)
+    assert features["batch_size_y"].tolist() == [2, 3, 4]
     # Two items are left, so all candidates hold the same examples: 6 and 4 tokens, compared with 10 and 8.
-    assert features["token_sum_y"] == [10, 10, 10]
-    assert features["token_max_diff"] == [0.6, 0.6, 0.6]
-    assert features["word_mean_x"] == [4.5, 4.5, 4.5]
-    assert features["char_sum_diff"] == [50 / 90] * 3
-    assert features["prediction"] == pytest.approx([0.6, 0.9, 1.2], rel=0.05)
+    assert features["token_sum_y"].tolist() == [10, 10, 10]
+    assert features["token_max_diff"].tolist() == [0.6, 0.6, 0.6]
+    assert features["word_mean_x"].tolist() == [4.5, 4.5, 4.5]
+    assert features["char_sum_diff"].tolist() == [50 / 90] * 3
+    assert features.attrs["prediction"] == pytest.approx([0.6, 0.9, 1.2], rel=0.05)
+
+
+def test_saved_features_are_the_frames_that_dynabatch_makes():
+    theirs = pytest.importorskip("dynabatch.sampler")
+    lengths = ([10, 8, 6, 4], [5, 4, 3, 2], [50, 40, 30, 20])
+    (expected,) = theirs.DynaBatchSampler(*lengths, 2, save_input_features=True).input_features
+    found = make_features()
+    assert list(found.columns) == list(expected.columns)
+    pd.testing.assert_frame_equal(found, expected)
+
+
+def test_saved_features_are_lists_without_pandas(monkeypatch):
+    monkeypatch.setattr(_features, "is_installed", lambda name: False)
+    features = make_features(words=None, chars=None)
+    assert features["batch_size_y"] == [2, 3, 4]
+    assert list(features)[-1] == "prediction"
+    assert not any(name.startswith(("word", "char")) for name in features)
+
+
+def test_saved_features_of_training_are_those_of_its_plan():
+    sampler = make(save_input_features=True, max_batch_range=8.0)
+    assert len(sampler.for_training().input_features) == len(sampler.for_training()) - 1
+    assert len(sampler.input_features) == len(sampler) - 1
+
+
+# What may be set later, as in dynabatch.
+
+
+def test_shuffle_can_be_turned_on_and_off():
+    sampler = make()
+    sampler.shuffle = True
+    assert list(sampler) == list(make(shuffle=True))
+    assert sampler.epoch == 1
+    sampler.shuffle = False
+    assert (sampler.epoch, list(sampler)) == (1, list(make()))
+
+
+def test_setting_shuffle_leaves_a_running_epoch_alone_and_the_next_one_shows_it():
+    sampler = make()
+    seen = []
+    for number, batch in enumerate(sampler):
+        if number == 3:
+            sampler.shuffle = True
+        seen.append(batch)
+    assert seen == list(make())
+    other = make(shuffle=True)
+    other.set_epoch(1)
+    assert (sampler.epoch, list(sampler)) == (1, list(other))
+
+
+def test_shuffle_must_be_true_or_false():
+    with pytest.raises(ArgumentError, match="shuffle must be True or False, got 1"):
+        make().shuffle = 1
+
+
+GIVEN = [[3, 1], [0, 4, 2], [5]]
+
+
+def make_given(batches=GIVEN, **options):
+    sampler = DynaBatchSampler([9, 8, 7, 6, 5, 4], None, None, 2, **options)
+    sampler.batches = batches
+    return sampler
+
+
+@pytest.mark.parametrize("batches", [GIVEN, [np.array(batch) for batch in GIVEN], tuple(map(tuple, GIVEN))])
+def test_batches_can_be_set(batches):
+    sampler = make_given(batches)
+    assert (list(sampler), len(sampler), sampler.batches) == (GIVEN, 3, GIVEN)
+    assert sampler.epoch == 1
+
+
+def test_batches_that_were_set_are_shuffled_whole_and_inside():
+    lengths = np.arange(200, 0, -1)
+    sampler = make(lengths, shuffle=True, shuffle_keep_first_n=2)
+    batches = [list(range(start, start + 5)) for start in range(0, 200, 5)]
+    sampler.batches = batches
+    first, second = list(sampler), list(sampler)
+    assert first != second
+    assert sorted(map(sorted, first)) == sorted(map(sorted, second)) == batches
+    assert list(map(sorted, first[:2])) == list(map(sorted, second[:2])) == batches[:2]
+    assert any(batch != sorted(batch) for batch in first)
+
+
+def test_batches_that_were_set_are_divided_over_ranks():
+    sampler = make_given([[3, 1], [0, 4], [2, 5]])
+    # Three batches are no whole number of steps of two, so the last one is split.
+    assert [list(sampler.for_rank(rank, 2)) for rank in range(2)] == [[[3, 1], [2]], [[0, 4], [5]]]
+
+
+def test_training_keeps_batches_that_were_set():
+    assert list(make_given().for_training()) == GIVEN
+
+
+def test_a_state_of_batches_that_were_set_continues_in_them_alone():
+    sampler = make_given()
+    next(iter(sampler))
+    state = json.loads(json.dumps(sampler.state_dict()))
+    other = make_given()
+    other.load_state_dict(state)
+    assert list(other) == GIVEN[1:]
+    for stranger in (make_given([[0, 1], [2, 3, 4], [5]]), DynaBatchSampler([9, 8, 7, 6, 5, 4], None, None, 2)):
+        with pytest.raises(StateMismatchError):
+            stranger.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("batches", "reason"),
+    [
+        (None, "must be a list of lists of indices, got NoneType"),
+        ("abc", "must be a list of lists of indices, got str"),
+        ([[0, 1, 2], [], [3, 4, 5]], r"each batch must be a list of one index or more, got \[\] as number 1"),
+        ([0, 1, 2], "each batch must be a list of one index or more, got 0 as number 0"),
+        ([[0.5]], "each batch must be a list of one index"),
+        ([[0, 1, 2, 3, 4, 6]], "indices from 0 to 5, got 6; the sampler was made for 6 examples"),
+        ([[0, 1, 2, 3, 4, -1]], "indices from 0 to 5, got -1"),
+        ([[0, 1, 2, 3, 4]], "each of the 6 examples once: 1 are missing, such as 5"),
+        ([[0, 1, 2], [2, 3, 4, 5]], "each of the 6 examples once: 1 come more than once, such as 2"),
+        ([], "each of the 6 examples once: 6 are missing, such as 0"),
+    ],
+    ids=["none", "text", "empty", "flat", "fraction", "beyond", "negative", "missing", "twice", "nothing"],
+)
+def test_batches_that_are_not_all_examples_once_are_refused_and_change_nothing(batches, reason):
+    sampler = make_given()
+    with pytest.raises(ArgumentError, match=reason):
+        sampler.batches = batches
+    assert list(sampler) == GIVEN
+
+
+def test_the_list_of_batches_is_a_new_one():
+    sampler = make_given()
+    sampler.batches.pop()
+    assert len(sampler) == 3
+
+
+def test_a_sampler_says_what_it_plans():
+    # 8, 9, 10, … items, and the rest.
+    sampler = make()
+    found = sizes(sampler)
+    assert repr(sampler) == (
+        f"<DynaBatchSampler: {len(found)} batches of 400 examples, sizes {min(found)} to {max(found)}, task=None, "
+        "threshold=0.9, max_batch_range=2.0>"
+    )
+    assert "task='train'" in repr(sampler.for_training())
+    assert repr(sampler.for_rank(1, 2)).endswith("rank=1, world_size=2>")
+
+
+# States.
+
+
+@pytest.mark.parametrize("state", [None, [], 3, "state"], ids=["none", "list", "number", "text"])
+def test_a_state_of_another_type_is_refused(state):
+    with pytest.raises(StateMismatchError, match="load_state_dict of DynaBatchSampler needs the dict"):
+        make().load_state_dict(state)
+
+
+def test_the_middle_of_an_epoch_planned_in_other_sizes_is_refused():
+    sampler = make(shuffle=True)
+    next(iter(sampler))
+    old = {name: value for name, value in sampler.state_dict().items() if name != "sizing"}
+    other = make(shuffle=True)
+    with pytest.raises(StateMismatchError, match="whose batches have other sizes \\(sizing 1, here 2\\); finish that"):
+        other.load_state_dict(old)
+    assert list(other) == list(make(shuffle=True))
+
+
+def test_a_state_that_an_earlier_version_saved_is_refused_with_the_reason():
+    lengths = [1 + (37 * i + 11 * i * i) % 60 for i in range(60)]
+    rule = "SizeRule(batch_size=4, max_batch_size=8, threshold=0.7, max_diff=0.2, task='generate', new_tokens=None)"
+    settings = {
+        "grouping": f"LongestFirst(rule={rule}, batch_size=4, keep_first=5, drop_last=False)", "shuffle": False,
+        "size_multiple_of": 1, "size_ladder": None, "pad_multiple_of": 1, "keep_first": 0, "oversize": "error",
+        "drop_last": False, "remainder": "spread", "balance_over": 64, "cost": None,
+    }  # fmt: skip
+    state = {
+        "version": 1, "num_examples": 60, "lengths": "994971f59d7b13931dcd935e0f276149", "budget": "MaxItems(8)",
+        "settings": settings, "seed": 21, "epoch": 1, "position": 8, "balance_over": 1,
+    }  # fmt: skip
+    sampler = DynaBatchSampler(lengths, None, None, 4)
+    with pytest.raises(StateMismatchError, match="in the middle of an epoch whose batches have other sizes"):
+        sampler.load_state_dict(state)
+    # At the start of an epoch nothing has been planned yet.
+    sampler.load_state_dict({**state, "position": 0})
+    assert sampler.epoch == 1
+
+
+def test_the_start_of_an_epoch_planned_in_other_sizes_is_taken():
+    sampler = make(shuffle=True)
+    sampler.set_epoch(4)
+    old = {name: value for name, value in sampler.state_dict().items() if name != "sizing"}
+    other = make(shuffle=True)
+    other.load_state_dict(old)
+    assert (other.epoch, list(other)) == (4, list(sampler))
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -213,8 +410,14 @@ def test_options_out_of_range_are_refused(options):
 
 
 def test_more_new_tokens_leave_less_room_for_growth():
-    few, many = (make(max_batch_range=8.0, max_new_tokens=tokens) for tokens in (1, 1000))
-    assert max(sizes(many)) < max(sizes(make(max_batch_range=8.0))) < max(sizes(few))
+    few, some, many = (make(max_batch_range=8.0, max_new_tokens=tokens) for tokens in (1, 50, 1000))
+    assert max(sizes(many)) < max(sizes(some)) < max(sizes(few))
+
+
+def test_without_new_tokens_short_inputs_have_short_outputs():
+    # A fixed output of half the longest input leaves less room than half of each batch's own.
+    fixed = make(max_batch_range=8.0, max_new_tokens=LENGTHS.max() // 2)
+    assert max(sizes(fixed)) < max(sizes(make(max_batch_range=8.0)))
 
 
 def test_the_report_measures_padding():
