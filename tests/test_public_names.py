@@ -12,7 +12,31 @@ TOOL = HERE.parent / "tools" / "public_names.py"
 # name: (as recorded, as it is now or None where it is gone, why). Names are "front.name" or "front.Class.member".
 _OBSERVATION = "batchwright.lab.observations.Observation"
 _IS_FINDING = "the class is called Finding now, and Observation is the same class under its old name"
+_DYNABATCH = (
+    "texts, tokenizer, batch_size, max_input_token_length=512, threshold=0.9, max_batch_range=2.0, shuffle=False, "
+    "shuffle_seed=21, shuffle_keep_first_n=3, friendly_batch_size=False, keep_batch_size_even=True, num_workers=4, "
+    "debug=False, dynamic_batch_mode=True, smooth_batches=True, smooth_batches_max_diff=0.2, save_input_features=False, "
+    "token_lengths=None, word_lengths=None, char_lengths=None, *, rank=0, world_size=1, task={task}, "
+    "max_new_tokens=None, drop_last=False, progress=True, cache=None"
+)
+_TASKED = {  # where task='generate' became task=None
+    "DynaBatchSampler": "class(token_lengths, word_lengths, char_lengths, min_batch_size, shuffle=False, threshold=0.7, "
+    "max_batch_range=2.0, shuffle_seed=21, shuffle_keep_first_n=5, keep_batch_size_even=False, "
+    "friendly_batch_size=False, dynamic_batch_mode=True, smooth_batches=True, smooth_batches_max_diff=0.2, debug=False, "
+    "save_input_features=False, *, rank=0, world_size=1, task={task}, max_new_tokens=None, drop_last=False), "
+    "bases: Generic, Sampler",
+    "build_dynabatch_dataloader": f"function({_DYNABATCH}, **tokenizer_kwargs)",
+    "dynabatch_sampler": f"function({_DYNABATCH})",
+}
 CHANGED: dict[str, tuple[str, str | None, str]] = {
+    **{
+        f"batchwright.integrations.dynabatch.{name}": (
+            signature.format(task="'generate'"),
+            signature.format(task=None),
+            "without a task a loop plans for generation as before, and a trainer for training",
+        )
+        for name, signature in _TASKED.items()
+    },
     **{
         f"batchwright.integrations.{name}.current_gradient_accumulation_steps": (
             "attribute",
@@ -60,6 +84,7 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
 # Names that came since; the members of a new class come with it.
 ADDED = {
     "batchwright.errors.RankError",
+    "batchwright.integrations.dynabatch.DynaBatchSampler.for_training",
     "batchwright.step.FitToMemory.accumulating",
     "batchwright.step.Stepper.abandon",
     "batchwright.ResizableBatchSampler.num_in_epoch",
