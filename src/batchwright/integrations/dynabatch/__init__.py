@@ -16,8 +16,8 @@ require("torch", extra="torch")
 if TYPE_CHECKING:
     from .callback import MemoryCleanupCallback as MemoryCleanupCallback
     from .lengths import compute_lengths as compute_lengths
-    from .loader import build_dynabatch_dataloader as build_dynabatch_dataloader
-    from .loader import dynabatch_sampler as dynabatch_sampler
+    from .main import build_dynabatch_dataloader as build_dynabatch_dataloader
+    from .main import dynabatch_sampler as dynabatch_sampler
     from .sampler import DynaBatchSampler as DynaBatchSampler
     from .trainer import DynabatchTrainerMixin as DynabatchTrainerMixin
     from .trainer import OOMFallbackStrategy as OOMFallbackStrategy
@@ -35,10 +35,10 @@ _HOMES = {
     "DynabatchTrainerMixin": "trainer",
     "MemoryCleanupCallback": "callback",
     "OOMFallbackStrategy": "trainer",
-    "build_dynabatch_dataloader": "loader",
+    "build_dynabatch_dataloader": "main",
     "clear_gpu_memory": "utils",
     "compute_lengths": "lengths",
-    "dynabatch_sampler": "loader",
+    "dynabatch_sampler": "main",
     "generate_with_oom_fallback": "utils",
     "make_dynabatch_trainer": "trainer",
     "merge_outputs": "utils",

@@ -24,6 +24,7 @@ from ...plan.grouping.base import SizeRounding
 from ...step.huggingface import unwrapped
 from ...step.inference import run_in_pieces
 from ...step.oom import free_memory
+from .._devices import accelerators
 from .._inputs import num_rows, take_rows
 
 if TYPE_CHECKING:
@@ -189,13 +190,6 @@ def __getattr__(name: str) -> Any:
     if name == "MemoryCleanupCallback":
         return importlib.import_module(".callback", __package__).MemoryCleanupCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def accelerators() -> list[torch.device]:
-    """Return the accelerator that torch sees, an empty list if there is none."""
-    if torch.cuda.is_available():
-        return [torch.device("cuda")]
-    return [torch.device("mps")] if torch.backends.mps.is_available() else []
 
 
 def _model_inputs(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
