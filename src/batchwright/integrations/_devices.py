@@ -9,7 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor
+
+
+def accelerators() -> list[torch.device]:
+    """Return the accelerator that torch sees, an empty list if there is none."""
+    if torch.cuda.is_available():
+        return [torch.device("cuda")]
+    return [torch.device("mps")] if torch.backends.mps.is_available() else []
 
 
 def parallel_size(trainer: Any) -> int:

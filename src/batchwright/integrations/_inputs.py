@@ -13,8 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from .._tree import leaves
-from .._tree import take_rows as take_rows
+from .. import _tree
 from ..errors import ArgumentError
 
 _IGNORED = -100
@@ -26,6 +25,31 @@ def num_rows(batch: Mapping[str, Any], key: str) -> int:
     if value is None:
         raise KeyError(f"Batch size key `{key}` not found in inputs, only {sorted(batch)}; pass batch_size_key=...")
     return len(value)
+
+
+def take_rows(batch: Mapping[str, Any], rows: Sequence[int], num: int) -> dict[str, Any]:
+    """Return some of the ``num`` examples of a model's inputs; values that belong to no example stay whole.
+
+    Tensors, arrays, lists and tuples are cut as ``_tree.take_rows`` says. A Series or a frame of pandas is cut by its
+    rows, whatever its index; any other sequence of ``num`` entries, such as a column of a data set, gives a list.
+
+    >>> take_rows({"x": torch.arange(3), "numbers": range(3)}, [0, 2], 3)
+    {'x': tensor([0, 2]), 'numbers': [0, 2]}
+    """
+    columns = {name: value for name, value in batch.items() if _is_column(value) and len(value) == num}
+    rest = {name: value for name, value in batch.items() if name not in columns}
+    taken = {name: _entries(value, rows) for name, value in columns.items()} | _tree.take_rows(rest, rows, num)
+    return {name: taken[name] for name in batch}
+
+
+def _is_column(value: Any) -> bool:
+    """Say whether a value is a sequence of examples of a kind that ``_tree`` does not know."""
+    is_other = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | tuple)
+    return hasattr(value, "iloc") or (is_other and type(value) is not list)
+
+
+def _entries(column: Any, rows: Sequence[int]) -> Any:
+    return column.iloc[list(rows)] if hasattr(column, "iloc") else [column[row] for row in rows]
 
 
 # Where the sequences of a packed row begin and end, and how long the longest of them is.
@@ -57,7 +81,7 @@ class Cut(ABC):
 
     def describe(self, unit: int) -> str:
         """Return what a unit that does not fit looks like."""
-        tensors = list(leaves(self.part([unit])))
+        tensors = list(_tree.leaves(self.part([unit])))
         size = sum(tensor.nbytes for tensor in tensors)
         return f"tensors {[tuple(tensor.shape) for tensor in tensors]}, {size:,} bytes of input"
 

@@ -12,8 +12,16 @@ import tempfile
 from types import SimpleNamespace
 
 import torch
+from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from .failing import fail_above
 from .models import collate, make_examples, make_model
@@ -28,6 +36,10 @@ COMMON = {"texts": TEXTS, "tokenizer": TOKENIZER, "max_input_token_length": 512,
 
 def collate_texts(batch):
     return TOKENIZER([row["text"] for row in batch], padding=True, truncation=True, max_length=512, return_tensors="pt")
+
+
+def collate_short(batch):
+    return TOKENIZER([row["text"] for row in batch], padding=True, truncation=True, max_length=24, return_tensors="pt")
 
 
 def lengths_of(batch):
@@ -53,6 +65,36 @@ def quick_start(module):
         "grows": max(sizes) > 4,
         "within_range": max(sizes) <= sampler.max_batch_size == 8,
         "attributes": [sampler.min_batch_size, sampler.threshold, sampler.shuffle, sampler.dynamic_batch_mode],
+    }
+
+
+def first_blocks(module):
+    """The first blocks word for word but for names: a data set of the datasets package, one example at a time."""
+    lengths = [2, 10, 2, 15, 31, 4, 1]
+    texts = [" ".join(WORDS[number : number + 1] + (WORDS * 2)[: length - 1]) for number, length in enumerate(lengths)]
+    dataset = Dataset.from_dict({"text": texts})
+
+    def collate_fn(batch):
+        return TOKENIZER([row["text"] for row in batch], padding=True, truncation=True, return_tensors="pt")
+
+    sampler = module.dynabatch_sampler(texts, TOKENIZER, batch_size=1, max_input_token_length=64)
+    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate_fn)
+    sizes = [len(batch["input_ids"]) for batch in loader]
+    built = module.build_dynabatch_dataloader(texts, TOKENIZER, batch_size=1, max_input_token_length=64)
+    common = {"texts": texts, "tokenizer": TOKENIZER, "batch_size": 32, "max_input_token_length": 256}
+    both = [
+        DataLoader(
+            dataset,
+            batch_sampler=module.dynabatch_sampler(**common, dynamic_batch_mode=is_dynamic),
+            collate_fn=collate_fn,
+        )
+        for is_dynamic in (True, False)
+    ]
+    return {
+        "all": sum(sizes) == len(texts),
+        "one_first": sizes[0] == 1 == len(next(iter(built))["texts"]),
+        "built": sorted(text for batch in built for text in batch["texts"]) == sorted(texts),
+        "modes": [sum(len(batch["input_ids"]) for batch in loader) for loader in both],
     }
 
 
@@ -153,6 +195,65 @@ def generation(module):
     }
 
 
+def generation_loop(module):
+    """Generation over a loader, batch by batch, with and without a failure."""
+    texts = TEXTS[:48]
+    sampler = module.dynabatch_sampler(texts, TOKENIZER, batch_size=8, max_input_token_length=24, num_workers=1)
+    loader = DataLoader([{"text": text} for text in texts], batch_sampler=sampler, collate_fn=collate_short)
+    model = make_model("t5").eval()
+    generate, results = model.generate, []
+
+    def limited(**kwargs):
+        if len(kwargs["input_ids"]) > 8:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return generate(**kwargs)
+
+    model.generate = limited
+    with torch.inference_mode():
+        for batch in loader:
+            tokens, did_fallback = module.generate_with_oom_fallback(
+                model, batch, min_batch_size=8, device=torch.device("cpu"), max_new_tokens=4
+            )
+            results.append((len(tokens), did_fallback == (len(tokens) > 8), tokens.dtype))
+    return {
+        "rows": sum(rows for rows, *_ in results) == len(texts),
+        "flags": all(is_right for _, is_right, _ in results),
+        "types": {str(dtype) for *_, dtype in results} == {"torch.int64"},
+    }
+
+
+def training_loader(module):
+    """Friendly sizes, shuffled, with the hardest batches first: a loop of one's own over three epochs."""
+    options = {"batch_size": 16, "max_input_token_length": 256, "num_workers": 1}
+    shuffled = {"friendly_batch_size": True, "shuffle": True, "shuffle_keep_first_n": 3}
+    sampler = module.dynabatch_sampler(TEXTS, TOKENIZER, **options, **shuffled)
+    loader = DataLoader(DATASET, batch_sampler=sampler, collate_fn=collate_texts)
+    epochs = [[tuple(batch["input_ids"].shape) for batch in loader] for _ in range(3)]
+    return {
+        "all": [sum(rows for rows, _ in epoch) for epoch in epochs] == [len(TEXTS)] * 3,
+        "orders": len(set(map(tuple, epochs))) == 3,
+        "hardest_first": [width for _, width in epochs[0][:3]] == sorted((w for _, w in epochs[0]), reverse=True)[:3],
+    }
+
+
+def other_modality(module):
+    """Images: another input says how many examples a batch has."""
+    sides = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    torch.manual_seed(0)
+    model = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=3, **sides))
+    examples = [{"pixel_values": torch.rand(1, 8, 8), "labels": number % 3} for number in range(20)]
+    lengths = [20 - number for number in range(20)]
+    given = {"token_lengths": lengths, "word_lengths": lengths, "char_lengths": lengths}
+    sampler = module.dynabatch_sampler([""] * 20, None, 4, **given)
+    kind = module.make_dynabatch_trainer(Trainer)
+    options = {"gradient_accumulation_steps": 2, "remove_unused_columns": False}
+    args = make_args(TrainingArguments, **options)
+    trainer = kind(
+        model=model, args=args, train_dataset=examples, dynabatch_sampler=sampler, batch_size_key="pixel_values"
+    )
+    return {"finite": bool(torch.isfinite(torch.tensor(trainer.train().metrics["train_loss"])))}
+
+
 def training(module):
     """The trainer helpers: class factory, mixin, learning rate, fallbacks, callback."""
     examples = make_examples(80, causal=False)
@@ -171,10 +272,11 @@ def training(module):
         "skip": {"oom_fallback": "skip"},
     }.items():
         trainer = make_trainer(module, mine if name == "plain" else made, sampler, examples, options)
+        batches = len(trainer.get_train_dataloader())  # planned for training, which len(sampler) need not be
         logs = trainer.train().metrics
         failed = [entry["oom_failed"] for entry in trainer.state.log_history if "oom_failed" in entry]
         results[name] = {
-            "steps": trainer.state.global_step == -(-len(sampler) // options.get("gradient_accumulation_steps", 1)),
+            "steps": trainer.state.global_step == -(-batches // options.get("gradient_accumulation_steps", 1)),
             "finite": bool(torch.isfinite(torch.tensor(logs["train_loss"]))),
             "failed": len(failed) > 0,
             "scaled": trainer.args.learning_rate > 0.01,
@@ -190,18 +292,7 @@ def make_trainer(module, kind, sampler, examples, options):
     if options.get("oom_fallback"):
         fail_above(model, 5, "forward", torch.cuda.OutOfMemoryError("CUDA out of memory."))
     window = options.get("gradient_accumulation_steps", 1)
-    args = Seq2SeqTrainingArguments(
-        output_dir=tempfile.mkdtemp(),
-        use_cpu=True,
-        learning_rate=0.01,
-        num_train_epochs=1,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=window,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
+    args = make_args(Seq2SeqTrainingArguments, gradient_accumulation_steps=window)
     return kind(
         dynabatch_sampler=sampler,
         model=model,
@@ -213,7 +304,33 @@ def make_trainer(module, kind, sampler, examples, options):
     )
 
 
-FEATURES = (quick_start, built_in_loader, tuning, precomputed, generation, training)
+def make_args(kind, **options):
+    return kind(
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=True,
+        learning_rate=0.01,
+        num_train_epochs=1,
+        per_device_train_batch_size=4,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **options,
+    )
+
+
+FEATURES = (
+    quick_start,
+    first_blocks,
+    built_in_loader,
+    tuning,
+    precomputed,
+    generation,
+    generation_loop,
+    training_loader,
+    training,
+    other_modality,
+)
 
 
 def main(name):

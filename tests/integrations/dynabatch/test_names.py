@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 from transformers import TrainerCallback
 
+import batchwright
 from batchwright.integrations import dynabatch
 from batchwright.integrations.dynabatch.sampler import DynaBatchSampler
 
@@ -73,6 +74,52 @@ def test_every_name_is_listed():
     assert dynabatch.DynaBatchSampler is DynaBatchSampler
     with pytest.raises(AttributeError, match="no attribute 'train'"):
         dynabatch.train  # noqa: B018
+
+
+MODULES = {
+    "main": ["TextDataset", "build_dynabatch_dataloader", "compute_lengths", "dynabatch_sampler"],
+    "sampler": ["DynaBatchSampler"],
+    "trainer": [
+        "DynabatchTrainerMixin",
+        "OOMFallbackStrategy",
+        "make_dynabatch_trainer",
+        "scale_lr_for_dynabatch",
+    ],
+    "utils": [
+        "MemoryCleanupCallback",
+        "clear_gpu_memory",
+        "generate_with_oom_fallback",
+        "get_even_batch_size",
+        "get_hardware_friendly_batch_size",
+        "merge_outputs",
+        "split_batch",
+        "split_inputs_dict",
+    ],
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_hold_the_names_that_they_hold_in_dynabatch(module):
+    ours = importlib.import_module(f"batchwright.integrations.dynabatch.{module}")
+    assert getattr(dynabatch, module) is ours
+    for name in MODULES[module]:
+        assert getattr(ours, name) is getattr(dynabatch, name, getattr(ours, name))
+    with pytest.raises(AttributeError, match="no attribute 'train_all'"):
+        ours.train_all  # noqa: B018
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_original_has_no_other_public_names_in_these_modules(module):
+    pytest.importorskip("dynabatch")
+    original = importlib.import_module(f"dynabatch.{module}")
+    defined = {name for name, value in vars(original).items() if getattr(value, "__module__", "") == original.__name__}
+    public = {name for name in defined if not name.startswith("_")} | set(getattr(original, "__all__", ()))
+    assert sorted(public) == MODULES[module]
+
+
+def test_the_version_is_that_of_batchwright():
+    assert dynabatch.__version__ == batchwright.__version__
+    assert {"__version__", *MODULES} <= set(dir(dynabatch))
 
 
 def test_the_callback_is_one_of_transformers_and_cleans_up_on_any_machine():

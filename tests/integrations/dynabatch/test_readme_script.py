@@ -1,13 +1,11 @@
 """A script on every documented feature gives the same kinds of results here as with dynabatch."""
 
-import importlib.util
+import importlib
 
 import pytest
 
 from . import readme_script
-
-OURS = "batchwright.integrations.dynabatch"
-MODULES = [OURS] + (["dynabatch"] if importlib.util.find_spec("dynabatch") else [])
+from .packages import PACKAGES
 
 STEPS = {"steps": True, "finite": True, "failed": False, "scaled": False}
 EXPECTED = {
@@ -27,6 +25,10 @@ EXPECTED = {
         "texts": True,
         "types": ["Tensor", "list"],
     },
+    "first_blocks": {"all": True, "one_first": True, "built": True, "modes": [7, 7]},
+    "generation_loop": {"rows": True, "flags": True, "types": True},
+    "training_loader": {"all": True, "orders": True, "hardest_first": True},
+    "other_modality": {"finite": True},
     "tuning": dict.fromkeys(["static", "fewer", "wide", "friendly", "even", "rough", "shuffled", "kept"], True),
     "precomputed": dict.fromkeys(["tokens", "words", "chars", "texts", "covers", "features", "refused"], True),
     "generation": {
@@ -53,6 +55,6 @@ EXPECTED = {
 
 @pytest.mark.filterwarnings("default")  # dynabatch's own are not ours to answer for
 @pytest.mark.parametrize("feature", readme_script.FEATURES, ids=lambda feature: feature.__name__)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", PACKAGES)
 def test_every_documented_feature_gives_the_documented_kind_of_result(name, feature):
     assert feature(importlib.import_module(name)) == EXPECTED[feature.__name__]

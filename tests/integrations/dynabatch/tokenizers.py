@@ -1,5 +1,8 @@
-"""Small real tokenizers of transformers, made on the spot: one fast, one slow."""
+"""Small tokenizers, made on the spot: a fast and a slow one of transformers, and two that are not of transformers."""
 
+import re
+
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
@@ -43,3 +46,54 @@ class SlowTokenizer(PreTrainedTokenizer):
 
     def convert_tokens_to_string(self, tokens):
         return "".join(tokens)
+
+
+class ListTokenizer:
+    """Words as tokens: only what dynabatch asks for, and nothing else of a tokenizer of transformers."""
+
+    def __init__(self):
+        self.words = ["<pad>"]
+
+    def __call__(
+        self,
+        text,
+        truncation=False,
+        max_length=None,
+        padding=False,
+        return_tensors=None,
+        return_attention_mask=True,
+    ):
+        rows = [sentence.split()[: max_length if truncation else None] for sentence in text]
+        for word in sorted({word for row in rows for word in row} - set(self.words)):
+            self.words.append(word)
+        ids = [[self.words.index(word) for word in row] for row in rows]
+        return padded(ids, return_attention_mask) if padding else {"input_ids": ids}
+
+    def batch_decode(self, sequences, skip_special_tokens=False, clean_up_tokenization_spaces=True):
+        assert skip_special_tokens
+        assert not clean_up_tokenization_spaces
+        return [" ".join(self.words[number] for number in row) for row in sequences]
+
+
+class OffsetTokenizer:
+    """Words as tokens with their offsets; it cannot decode."""
+
+    is_fast = True
+
+    def __call__(
+        self, text, truncation=False, max_length=None, padding=False, return_tensors=None, return_offsets_mapping=False
+    ):
+        rows = [text] if isinstance(text, str) else text
+        spans = [[match.span() for match in re.finditer(r"\S+", row)] for row in rows]
+        spans = [row[: max_length if truncation else None] for row in spans]
+        ids = [[1 + start for start, _ in row] for row in spans]
+        if padding:
+            return padded(ids, True)
+        return {"input_ids": ids, "offset_mapping": spans} if return_offsets_mapping else {"input_ids": ids}
+
+
+def padded(ids, has_mask):
+    """Return rows of ids as tensors, filled up with 0 on the right."""
+    width = max(map(len, ids))
+    batch = {"input_ids": torch.tensor([row + [0] * (width - len(row)) for row in ids])}
+    return {**batch, "attention_mask": (batch["input_ids"] > 0).long()} if has_mask else batch

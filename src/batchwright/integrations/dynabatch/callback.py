@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from ...step.oom import free_memory
-from .inference import accelerators
+from .._devices import accelerators
 
 
 @final

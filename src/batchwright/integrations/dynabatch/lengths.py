@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..._checks import as_whole
 from ..._machine import num_cores
+from ...errors import ArgumentError
 from ...plan import measure_lengths
 
 # Measuring fewer texts takes less time than starting worker processes.
@@ -29,12 +32,15 @@ def compute_lengths(
 ) -> tuple[list[int], list[int], list[int], list[str]]:
     """Measure texts as a tokenizer that truncates to ``max_length`` sees them.
 
-    A fast tokenizer uses all cores by itself; only slow ones get worker processes. A text that is not cut counts whole,
-    including spaces at its end.
+    A fast tokenizer uses all cores by itself; only others get worker processes. A text that is not cut counts whole,
+    including spaces at its end. A text without any token counts as 1, because it takes a row of the batch too.
 
     Args:
         texts: one string per example.
-        tokenizer: a tokenizer of transformers, fast or slow.
+        tokenizer: a tokenizer of transformers, or any callable from a list of texts, ``truncation``, ``max_length`` and
+            ``padding`` to ``{"input_ids": ...}``. With ``is_fast`` it is asked for offsets, if it gives any. Otherwise
+            it needs ``batch_decode``, to cut texts that are too long, and is called with
+            ``return_attention_mask=False``.
         max_length: texts are cut to this many tokens, special tokens included.
         max_workers: the largest number of processes for a slow tokenizer.
         progress: show a progress bar on stderr.
@@ -44,13 +50,12 @@ def compute_lengths(
         ``(token_lengths, word_lengths, char_lengths, truncated_texts)``, lists in the order of the texts.
 
     >>> class Words:
-    ...     def __call__(self, texts, truncation=True, max_length=None, **options):
+    ...     def __call__(self, texts, truncation, max_length, padding, return_attention_mask):
     ...         return {"input_ids": [text.split()[:max_length] for text in texts]}
     ...     def batch_decode(self, ids, **options):
     ...         return [" ".join(row) for row in ids]
-    ...     convert_tokens_to_ids = get_vocab = None
-    >>> compute_lengths(["a b c d", "e"], Words(), 2, progress=False)
-    ([2, 1], [2, 1], [4, 1], ['a b ', 'e'])
+    >>> compute_lengths(["a b c d", "e", ""], Words(), 2, progress=False)
+    ([2, 1, 1], [2, 1, 0], [4, 1, 0], ['a b ', 'e', ''])
     """
     texts = list(texts)
     tokens = measure_tokens(texts, tokenizer, max_length, max_workers, progress=progress, cache=cache)
@@ -67,10 +72,16 @@ def measure_tokens(
     progress: bool,
     cache: str | os.PathLike[str] | None,
 ) -> npt.NDArray[np.int32]:
-    """Return only the token lengths, which is all that planning needs."""
+    """Return only the token lengths, at least 1, which is all that planning needs."""
     max_length = as_whole("max_input_token_length", max_length, least=1)
     workers = _num_processes(tokenizer, len(texts), max_workers)
-    return measure_lengths(texts, tokenizer, max_length=max_length, num_workers=workers, progress=progress, cache=cache)
+    count: Any = tokenizer
+    if _takes_lists(tokenizer):
+        count = _ListCounter(tokenizer, max_length, _gives_offsets(tokenizer))
+    # A counter has cut its texts already, and a tokenizer that does not cut has longer ones, as its batches will.
+    limit = None if count is not tokenizer else max_length
+    lengths = measure_lengths(texts, count, max_length=limit, num_workers=workers, progress=progress, cache=cache)
+    return np.maximum(lengths, 1)
 
 
 def truncated(texts: Sequence[str], tokens: npt.NDArray[np.int32], tokenizer: Any, max_length: int) -> list[str]:
@@ -96,10 +107,42 @@ def as_array(values: Any) -> npt.NDArray[Any]:
     return np.asarray(values)
 
 
+@final
+@dataclass(frozen=True)
+class _ListCounter:
+    """Counts the tokens of one text with a tokenizer that takes lists, called exactly as dynabatch calls it."""
+
+    tokenizer: Any
+    max_length: int
+    has_offsets: bool
+
+    def __call__(self, text: str) -> int:
+        """Return the number of ids."""
+        option = {"return_offsets_mapping": True} if self.has_offsets else {"return_attention_mask": False}
+        (ids,) = _encode([text], self.tokenizer, self.max_length, **option)["input_ids"]
+        return len(ids)
+
+
 def _num_processes(tokenizer: Any, num_texts: int, max_workers: int) -> int:
     if getattr(tokenizer, "is_fast", False) or num_texts < MIN_TEXTS_FOR_WORKERS:
         return 0
-    return min(num_cores(), as_whole("max_workers", max_workers, least=0))
+    workers = min(num_cores(), as_whole("max_workers", max_workers, least=0))
+    return workers if workers and _pickles(tokenizer) else 0
+
+
+def _pickles(tokenizer: Any) -> bool:
+    try:
+        pickle.dumps(tokenizer)
+    except Exception:  # a failing pickle raises nearly anything
+        return False
+    return True
+
+
+def _takes_lists(tokenizer: Any) -> bool:
+    """Say whether a tokenizer is none of transformers, and yet one that takes lists of texts, not a function of one."""
+    is_ready_made = any(kind.__module__.partition(".")[0] == "transformers" for kind in type(tokenizer).__mro__)
+    is_like_one = hasattr(tokenizer, "batch_decode") or getattr(tokenizer, "is_fast", False)
+    return callable(tokenizer) and not isinstance(tokenizer, type) and is_like_one and not is_ready_made
 
 
 def _gives_offsets(tokenizer: Any) -> bool:
@@ -118,7 +161,12 @@ def _ends_by_offsets(texts: list[str], tokenizer: Any, max_length: int) -> Itera
 
 
 def _ends_by_decoding(texts: list[str], tokenizer: Any, max_length: int) -> Iterator[int]:
-    encoded = _encode(texts, tokenizer, max_length)
+    if not hasattr(tokenizer, "batch_decode"):
+        raise ArgumentError(
+            f"texts of {max_length} tokens or more must be cut, which needs a tokenizer with offsets or with "
+            f"batch_decode, and {type(tokenizer).__name__} has neither; cut the texts yourself, or raise the limit"
+        )
+    encoded = _encode(texts, tokenizer, max_length, return_attention_mask=False)
     decoded = tokenizer.batch_decode(encoded["input_ids"], skip_special_tokens=True, clean_up_tokenization_spaces=False)
     for text, visible in zip(texts, decoded, strict=True):
         # Decoding may add or lose spaces at either end; the rest is as long as the part of the text it came from.
@@ -127,6 +175,5 @@ def _ends_by_decoding(texts: list[str], tokenizer: Any, max_length: int) -> Iter
 
 
 def _encode(texts: list[str], tokenizer: Any, max_length: int, **options: Any) -> Any:
-    return tokenizer(
-        texts, truncation=True, max_length=max_length, verbose=False, return_attention_mask=False, **options
-    )
+    # No more than dynabatch passes: a tokenizer made for it may not take anything else.
+    return tokenizer(texts, truncation=True, max_length=max_length, padding=False, **options)

@@ -47,7 +47,8 @@ class DynabatchTrainerMixin:
 
     Args:
         *args: arguments of the trainer.
-        dynabatch_sampler: the batches of ``train_dataset``.
+        dynabatch_sampler: the batches of ``train_dataset``. A sampler without a ``task`` is planned for training here:
+            ``dynabatch_sampler.for_training()``.
         auto_scale_lr: scale the learning rate once, by ``scale_lr_for_dynabatch``.
         batch_size_key: the name of the input whose length is the number of examples.
         oom_fallback: ``"split_retry"`` repeats a micro-batch that runs out of memory in smaller pieces, exactly;
@@ -79,10 +80,11 @@ class DynabatchTrainerMixin:
         **kwargs: Any,
     ) -> None:
         check_choice("oom_fallback", oom_fallback, get_args(OOMFallbackStrategy))
+        _check_sampler(dynabatch_sampler)
         self._dynabatch_sampler = dynabatch_sampler
         self._batch_size_key = batch_size_key
         self._oom_fallback = oom_fallback
-        least = getattr(dynabatch_sampler, "min_batch_size", 1) if oom_min_batch_size is None else oom_min_batch_size
+        least = dynabatch_sampler.min_batch_size if oom_min_batch_size is None else oom_min_batch_size
         self._oom_min_batch_size = as_whole("oom_min_batch_size", least, least=1)
         self._oom_failed_count = 0
         self._weighing: Weighing | None = None
@@ -104,10 +106,9 @@ class DynabatchTrainerMixin:
             warnings.warn("train_sampling_strategy has no effect: dynabatch_sampler chooses the batches", stacklevel=2)
         base = super().get_train_dataloader()  # type: ignore[misc]
         devices = Devices.of(self)
-        sampler = self._dynabatch_sampler.for_rank(
-            devices.rank, devices.world_size, drop_last=self.args.dataloader_drop_last
+        sampler = _trained_on(
+            self._dynabatch_sampler, devices.rank, devices.world_size, drop_last=self.args.dataloader_drop_last
         )
-        sampler.set_epoch(0)
         return _EpochLoader(base.dataset, batch_sampler=sampler, **loader_options(base))
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -272,7 +273,7 @@ def scale_lr_for_dynabatch(
 
     Args:
         args: ``TrainingArguments``; they stay as they are.
-        sampler: the batches to train on.
+        sampler: the batches to train on; of a ``DynaBatchSampler``, those that a trainer with these arguments takes.
         dataset_size: how many examples the data set has.
         baseline_batch_size: the fixed size per device, None takes ``per_device_train_batch_size``.
         rule: ``"linear"``, ``"sqrt"`` for Adam and its relatives, or a function of (larger, smaller).
@@ -285,18 +286,25 @@ def scale_lr_for_dynabatch(
     size = args.per_device_train_batch_size if baseline_batch_size is None else baseline_batch_size
     size = as_whole("baseline_batch_size", size, least=1)
     world_size, window = getattr(args, "world_size", 1), getattr(args, "gradient_accumulation_steps", 1)
-    batches = len(sampler) * getattr(sampler, "world_size", 1)
-    fixed = _num_updates(-(-as_whole("dataset_size", dataset_size, least=1) // size), world_size, window)
+    fixed = -(-as_whole("dataset_size", dataset_size, least=1) // size)
+    if isinstance(sampler, DynaBatchSampler):
+        steps = len(_trained_on(sampler, 0, world_size, drop_last=getattr(args, "dataloader_drop_last", False)))
+    else:
+        steps = math.ceil(len(sampler) / world_size)
     factor = get_rule(rule)
     if not callable(factor):
         raise ArgumentError(f"rule must be 'linear', 'sqrt' or a function of (larger, smaller), got {rule!r}")
     scaled = copy.copy(args)
-    scaled.learning_rate = args.learning_rate * factor(fixed, _num_updates(batches, world_size, window))
+    updates = [max(1, math.ceil(num / window)) for num in (math.ceil(fixed / world_size), steps)]
+    scaled.learning_rate = args.learning_rate * factor(*updates)
     return scaled
 
 
-def _num_updates(batches: int, world_size: int, window: int) -> int:
-    return max(1, math.ceil(math.ceil(batches / world_size) / window))
+def _trained_on(sampler: DynaBatchSampler, rank: int, world_size: int, *, drop_last: bool) -> DynaBatchSampler:
+    """Return what a trainer iterates over, at its first epoch."""
+    mine = sampler.for_training().for_rank(rank, world_size, drop_last=drop_last)
+    mine.set_epoch(0)
+    return mine
 
 
 @final
@@ -308,10 +316,23 @@ class _EpochLoader(DataLoader[Any]):
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
 
 
-def _check_dataset(dataset: Any, sampler: Any) -> None:
+def _check_sampler(sampler: Any) -> None:
+    """Refuse what is no sampler of this package, and say how to make one."""
+    if isinstance(sampler, DynaBatchSampler):
+        return
+    kind = type(sampler)
+    if kind.__module__.partition(".")[0] == "dynabatch":
+        raise ArgumentError(
+            f"dynabatch_sampler was made by dynabatch itself ({kind.__module__}.{kind.__name__}), but this trainer is "
+            "batchwright's; make it with `from batchwright.integrations.dynabatch import dynabatch_sampler`"
+        )
+    raise ArgumentError(
+        f"dynabatch_sampler must be a DynaBatchSampler, got {kind.__name__}; make one with dynabatch_sampler(...)"
+    )
+
+
+def _check_dataset(dataset: Any, sampler: DynaBatchSampler) -> None:
     """Refuse a stream, and a data set that the sampler was not made for."""
-    if not isinstance(sampler, DynaBatchSampler):
-        raise ArgumentError(f"dynabatch_sampler must be a DynaBatchSampler, got {type(sampler).__name__}")
     if dataset is None:
         return  # the trainer complains itself
     check_no_stream("dynabatch_sampler", dataset)

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from batchwright.errors import ArgumentError
-from batchwright.integrations.dynabatch import scale_lr_for_dynabatch
+from batchwright.integrations.dynabatch import DynaBatchSampler, scale_lr_for_dynabatch
 
 from ..models import make_examples
-from .training import exact_gradient, make_sampler, make_trainer, relative_error, windows
+from .training import exact_gradient, make_sampler, make_task_dependent, make_trainer, relative_error, windows
 
 
 def make_args(**options):
@@ -71,5 +71,21 @@ def test_auto_scaling_is_applied_once_to_the_rate_and_never_to_the_gradient(name
 
 
 def test_auto_scaling_needs_a_data_set(tmp_path):
+    sampler = make_sampler(make_examples(causal=False))
     with pytest.raises(ArgumentError, match="train_dataset with a length"):
-        make_trainer("t5", tmp_path, auto_scale_lr=True, examples=iter([]), sampler=range(3), max_steps=1)
+        make_trainer("t5", tmp_path, auto_scale_lr=True, examples=iter([]), sampler=sampler, max_steps=1)
+
+
+@pytest.mark.parametrize(("task", "expected"), [(None, "train"), ("train", "train"), ("generate", "generate")])
+def test_the_batches_that_are_really_trained_on_count(task, expected, tmp_path):
+    examples, lengths = make_task_dependent()
+    options = {"threshold": 0.9, "max_batch_range": 4.0}
+    num = {kind: len(DynaBatchSampler(lengths, None, None, 4, task=kind, **options)) for kind in ("train", "generate")}
+    sampler = DynaBatchSampler(lengths, None, None, 4, task=task, **options)
+    assert num["train"] < num["generate"] < 30  # 120 examples in fixed batches of 4
+    args = make_args(per_device_train_batch_size=4)
+    assert scale_lr_for_dynabatch(args, sampler, 120).learning_rate == pytest.approx(0.1 * 30 / num[expected])
+    options = {"learning_rate": 0.1, "per_device_train_batch_size": 4, "max_steps": 1}
+    trainer, _ = make_trainer("t5", tmp_path, examples=examples, sampler=sampler, auto_scale_lr=True, **options)
+    assert trainer.args.learning_rate == pytest.approx(0.1 * 30 / num[expected])
+    assert len(trainer.get_train_dataloader()) == num[expected]

@@ -8,11 +8,11 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from batchwright.errors import ArgumentError, LengthsError
-from batchwright.integrations.dynabatch import DynabatchTrainerMixin, make_dynabatch_trainer
+from batchwright.integrations.dynabatch import DynaBatchSampler, DynabatchTrainerMixin, make_dynabatch_trainer
 
 from ....processes import run_ranks
 from ..models import collate, make_examples, make_model
-from .training import make_sampler, make_trainer
+from .training import make_sampler, make_task_dependent, make_trainer
 
 
 def recording(seen, examples):
@@ -52,6 +52,37 @@ def test_every_epoch_trains_on_its_own_batches(shuffle, tmp_path):
         expected += sampler.batches
     assert seen == expected
     assert trainer.state.global_step == 3 * len(sampler)
+
+
+@pytest.mark.parametrize(("task", "expected"), [(None, "train"), ("generate", "generate")])
+def test_a_sampler_without_a_task_is_planned_for_training(task, expected, tmp_path):
+    examples, lengths = make_task_dependent()
+    options = {"threshold": 0.9, "max_batch_range": 4.0, "shuffle": True}
+    sampler = DynaBatchSampler(lengths, None, None, 4, task=task, **options)
+    planned = DynaBatchSampler(lengths, None, None, 4, task=expected, **options)
+    other = DynaBatchSampler(lengths, None, None, 4, task="train" if expected == "generate" else "generate", **options)
+    assert len(other) != len(planned)
+    mine, seen = sampler.batches, []
+    trainer = make(tmp_path, examples, seen, sampler=sampler, num_train_epochs=2)
+    assert len(trainer.get_train_dataloader()) == len(planned)
+    trainer.train()
+    assert seen == list(planned) + list(planned)  # the second iterator is the second epoch
+    assert trainer.state.global_step == 2 * len(planned)
+    assert sampler.batches == mine  # what others iterate over stays
+
+
+def test_a_sampler_without_a_task_resumes_in_the_middle_of_an_epoch(tmp_path):
+    examples, lengths = make_task_dependent()
+    sampler = DynaBatchSampler(lengths, None, None, 4, threshold=0.9, max_batch_range=4.0, shuffle=True)
+    whole, before, after = [], [], []
+    options = {"sampler": sampler, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
+    make(tmp_path / "whole", examples, whole, **options).train()
+    stopped = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    make(tmp_path / "part", examples, before, **options, **stopped).train()
+    resumed = make(tmp_path / "part", examples, after, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "part" / "checkpoint-3"))
+    assert before + after == whole
+    assert sorted(index for batch in whole for index in batch) == sorted([*range(120)] * 2)
 
 
 def test_training_twice_begins_at_the_first_epoch_again(tmp_path):
@@ -166,5 +197,13 @@ def test_two_ranks_see_every_example_once_and_train_as_one_would(tmp_path):
 
 
 def test_another_kind_of_sampler_is_refused(tmp_path):
-    with pytest.raises(ArgumentError, match="must be a DynaBatchSampler, got list"):
-        make(tmp_path, sampler=[[0, 1], [2]]).get_train_dataloader()
+    with pytest.raises(ArgumentError, match=r"must be a DynaBatchSampler, got list; make one with dynabatch_sampler"):
+        make(tmp_path, sampler=[[0, 1], [2]])
+
+
+def test_a_sampler_of_dynabatch_itself_is_refused_with_the_import_to_change(tmp_path):
+    original = pytest.importorskip("dynabatch.sampler")
+    lengths = [len(example["input_ids"]) for example in numbered()]
+    sampler = original.DynaBatchSampler(lengths, lengths, lengths, 3, dynamic_batch_mode=False)
+    with pytest.raises(ArgumentError, match=r"from batchwright.integrations.dynabatch import dynabatch_sampler"):
+        make(tmp_path, sampler=sampler)

@@ -19,6 +19,12 @@ def make_sampler(examples, batch_size=3, **options):
     return DynaBatchSampler(lengths, None, None, batch_size, **settings)
 
 
+def make_task_dependent(num=120):
+    """Return examples, and lengths of which training and generation make different plans."""
+    examples = [{**example, "number": index} for index, example in enumerate(make_examples(num, causal=False))]
+    return examples, [12 + (7 * index) % 90 for index in range(num)]
+
+
 def make_args(folder, kind=TrainingArguments, **options):
     """Return arguments under which weights stay as they are, so that every update has the same reference."""
     settings = {

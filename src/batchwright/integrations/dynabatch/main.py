@@ -1,4 +1,4 @@
-"""``dynabatch_sampler`` and ``build_dynabatch_dataloader``: from texts to batches."""
+"""``dynabatch_sampler`` and ``build_dynabatch_dataloader``: from texts to batches. The names are dynabatch's."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ..._machine import num_cores
 from ...errors import ArgumentError, LengthsError
 from ...plan.models.prior import Task
 from ._given import as_whole_numbers
+from .lengths import compute_lengths as compute_lengths
 from .lengths import measure_tokens, truncated
 from .sampler import DynaBatchSampler
 

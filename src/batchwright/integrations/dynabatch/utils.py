@@ -1,14 +1,18 @@
-"""Generation that continues in smaller pieces if memory runs out, and the helpers that cut and join batches."""
+"""Generation that continues in smaller pieces if memory runs out, and the helpers that cut, join and round batches.
+
+The names are those of ``dynabatch.utils``. ``MemoryCleanupCallback`` loads on first use: it needs transformers.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import traceback
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,10 +20,15 @@ from torch import Tensor
 from ..._checks import as_whole
 from ..._tree import map_leaves
 from ...errors import ArgumentError, DoesNotFitError
+from ...plan.grouping.base import SizeRounding
 from ...step.huggingface import unwrapped
 from ...step.inference import run_in_pieces
 from ...step.oom import free_memory
+from .._devices import accelerators
 from .._inputs import num_rows, take_rows
+
+if TYPE_CHECKING:
+    from .callback import MemoryCleanupCallback as MemoryCleanupCallback
 
 _ALWAYS = ("input_ids", "attention_mask")
 # A collator for training makes the decoder's input from the labels: as a prompt it would give the answer away.
@@ -86,7 +95,7 @@ def _run_part(run: Any, part: dict[str, Any], first: int) -> list[Any]:
 
 
 def split_batch(batch: Mapping[str, Any], chunk_size: int) -> list[dict[str, Any]]:
-    """Split a batch into pieces of at most ``chunk_size`` examples, counted by ``input_ids``.
+    """Split a batch into pieces of at most ``chunk_size`` examples: ``split_inputs_dict`` by ``input_ids``.
 
     >>> [piece["input_ids"].tolist() for piece in split_batch({"input_ids": torch.arange(5)}, 2)]
     [[0, 1], [2, 3], [4]]
@@ -99,8 +108,12 @@ def split_inputs_dict(
 ) -> list[dict[str, Any]]:
     """Split the inputs of a model into pieces of at most ``chunk_size`` examples.
 
-    Tensors are cut along their first axis, or along their second if that one holds the examples; lists with one
-    entry per example are cut too. Numbers, tensors without an axis and everything else go whole into every piece.
+    - Tensors and arrays are cut along their first axis, ``position_ids`` of several kinds along their second.
+    - Lists, tuples, Series and frames of pandas, and other sequences with one entry per example are cut too.
+    - Single values, such as numbers, texts and tensors without an axis, go whole into every piece, and so does a list
+      of single values of another length.
+    - Everything else is refused: tensors and arrays without a row per example, sets, lists of tensors that could be
+      examples as well as fields.
 
     Args:
         batch: the inputs of a model, by name.
@@ -114,6 +127,24 @@ def split_inputs_dict(
     size = as_whole("chunk_size", chunk_size, least=1)
     num = num_rows(batch, batch_size_key)
     return [take_rows(batch, list(range(start, min(start + size, num))), num) for start in range(0, num, size)]
+
+
+def get_hardware_friendly_batch_size(target_size: int) -> int:
+    """Return the largest 2^n or 3·2^n up to a size.
+
+    >>> [get_hardware_friendly_batch_size(size) for size in (1, 5, 7, 100)]
+    [1, 4, 6, 96]
+    """
+    return SizeRounding(ladder="pow2x3").round_one(as_whole("target_size", target_size, least=1))
+
+
+def get_even_batch_size(target_size: int) -> int:
+    """Return the largest even number up to a size, and 1 for 1.
+
+    >>> [get_even_batch_size(size) for size in (1, 2, 7)]
+    [1, 2, 6]
+    """
+    return SizeRounding(multiple_of=2).round_one(as_whole("target_size", target_size, least=1))
 
 
 def merge_outputs(outputs: list[Tensor], pad_token_id: int) -> Tensor | None:
@@ -155,11 +186,10 @@ def set_cuda_alloc_conf() -> None:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
-def accelerators() -> list[torch.device]:
-    """Return the accelerator that torch sees, an empty list if there is none."""
-    if torch.cuda.is_available():
-        return [torch.device("cuda")]
-    return [torch.device("mps")] if torch.backends.mps.is_available() else []
+def __getattr__(name: str) -> Any:
+    if name == "MemoryCleanupCallback":
+        return importlib.import_module(".callback", __package__).MemoryCleanupCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _model_inputs(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
