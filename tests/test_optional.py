@@ -104,12 +104,12 @@ def test_what_needs_no_torch_works_without_it(without_torch, name):
     ("before", "words"),
     [
         ("", "write: import batchwright.step"),
-        ("import sys; sys.modules['torch'] = None;", "it needs torch, run: pip install 'batchwright[torch]'"),
+        ("import sys; sys.modules['torch'] = None; ", "it needs torch, run: pip install 'batchwright[torch]'"),
     ],
     ids=["with torch", "without torch"],
 )
 def test_the_room_of_steps_says_how_it_is_reached(before, words):
-    code = f"{before} import batchwright as bw; assert not hasattr(bw, 'step'); bw.step"
+    code = f"{before}import batchwright as bw; assert not hasattr(bw, 'step'); bw.step"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     line = done.stderr.splitlines()[-1]
     assert line.startswith("AttributeError: module 'batchwright' has no attribute 'step' before it is imported")
