@@ -234,7 +234,7 @@ def conditions(examples=0, batch=16, **options):
 PLANNING = {
     "shuffle": flag(), "seed": whole(0, 10**6), "size_multiple_of": whole(1, 3), "pad_multiple_of": whole(1, 8),
 }  # fmt: skip
-EPOCH = {**PLANNING, "keep_first": whole(0, 3), "drop_last": flag(), "balance_over": whole(1, 8)}
+EPOCH = {**PLANNING, "keep_first": whole(0, 3), "drop_last": flag(), "balance_over": whole(1, 8, or_none=True)}
 RANKS = {"rank": whole(0, 1), "world_size": whole(2, 4)}
 REGROUPING = {"controller": whole(1, 9), "drop_last": flag(), "rank": whole(0, 1), "world_size": whole(2, 3)}
 LIMIT = {"limit": whole(10, 5000, error=BudgetError)}
@@ -270,6 +270,7 @@ CALLS = {
         lambda **o: (None, sampled()[0].report(**o).to_dict()), {"world_size": whole(1, 4, or_none=True)},
     ),
     "BatchSampler.set_epoch": (at_epoch(lambda: sampled()[0]), {"epoch": whole(0, 99)}),
+    "BatchSampler.start_of": (lambda epoch: (None, sampled()[0].start_of(epoch)), {"epoch": whole(0, 99)}),
     "ResizableBatchSampler": (
         resized, {**RANKS, "num_examples": whole(1, 20), "controller": whole(1, 9), "shuffle": flag(),
                   "seed": whole(0, 99)},

@@ -30,7 +30,34 @@ _TASKED = {  # where task='generate' became task=None
     "build_dynabatch_dataloader": f"function({_DYNABATCH}, **tokenizer_kwargs)",
     "dynabatch_sampler": f"function({_DYNABATCH})",
 }
+_PLANNING = (
+    "size_multiple_of=1, size_ladder=None, pad_multiple_of=1, keep_first=0, oversize='error', drop_last=False, "
+    "remainder='spread', balance_over={over}, cost=None)"
+)
+_BALANCED = {  # where balance_over=64 became balance_over=None
+    "BatchSampler": "class(lengths, budget, *, rank=0, world_size=1, dataset=None, "
+    f"grouping=WindowSort(batches_per_window=256), shuffle=True, seed=0, {_PLANNING}, bases: none",
+    "plan_batches": "function(lengths, budget, *, grouping=WindowSort(batches_per_window=256), shuffle=True, seed=0, "
+    f"epoch=0, world_size=1, {_PLANNING}",
+}
+_REPORT = (
+    "class(num_batches, padding, budget_used, largest, num_shapes, straggler_waste, recurrence, order_correlation, "
+    "repeated, dropped, truncated, world_size{more}), bases: none"
+)
 CHANGED: dict[str, tuple[str, str | None, str]] = {
+    **{
+        f"batchwright.{name}": (
+            signature.format(over=64),
+            signature.format(over=None),
+            "None means the world size, so that one device has a random order; a state holds the number in use",
+        )
+        for name, signature in _BALANCED.items()
+    },
+    "batchwright.PlanReport": (
+        _REPORT.format(more=""),
+        _REPORT.format(more=", balance_over"),
+        "a report names the number in use",
+    ),
     **{
         f"batchwright.integrations.dynabatch.{name}": (
             signature.format(task="'generate'"),
@@ -91,6 +118,9 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
 }
 # Names that came since; the members of a new class come with it.
 ADDED = {
+    "batchwright.BatchSampler.read_state",
+    "batchwright.BatchSampler.start_of",
+    "batchwright.PlanReport.balance_over",
     "batchwright.errors.RankError",
     "batchwright.integrations.dynabatch.DynaBatchSampler.for_training",
     "batchwright.step.FitToMemory.accumulating",

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchwright as bw
+from batchwright._lengths import as_lengths
+from batchwright.plan.plan import PlanSettings, plan_epoch
 
 from .strategies import cases
 
@@ -153,7 +155,7 @@ def test_a_cost_for_balancing_is_asked_once_for_all_batches():
 
 
 # A resumed epoch is planned again, perhaps on another machine and with another NumPy: these values never change. If
-# they must, STATE_VERSION of the sampler has to change with them.
+# they must, RULES has to change with them, and the earlier rules stay. These are plans of rules 1 with balance_over=64.
 FROZEN = [
     (bw.InOrder(), 0, [[0, 1], [2, 3], [4, 5], [6, 7, 8], [9, 10], [11]]),
     (bw.InOrder(), 1, [[0, 1], [2, 3], [4, 5], [6, 7, 8], [9, 10], [11]]),
@@ -175,14 +177,62 @@ FROZEN_PAIRS = [
 ]
 
 
+# The same under the rules of today, on one rank and on two.
+FROZEN_TODAY = [
+    (bw.Sorted(), 0, 1, [[4, 1, 7, 9, 3], [2, 8], [0, 6, 10], [5, 11]]),
+    (bw.Sorted(), 0, 2, [[5, 11], [0, 6, 10], [4, 1, 7, 9, 3], [2, 8]]),
+    (bw.Sorted(), 1, 1, [[4, 1, 7, 9, 3], [2, 8], [0, 6, 10], [5, 11]]),
+    (bw.Sorted(), 1, 2, [[5, 11], [0, 6, 10], [4, 1, 7, 9, 3], [2, 8]]),
+    (bw.WindowSort(batches_per_window=1), 0, 1, [[1, 3], [8, 4, 7], [5, 11], [0, 6, 10], [2, 9]]),
+    (bw.WindowSort(batches_per_window=1), 0, 2, [[5, 11], [8, 4, 7], [1, 3], [2, 9], [0, 6], [10]]),
+    (bw.WindowSort(batches_per_window=1), 1, 1, [[0, 10, 9], [2, 8], [3], [6, 4, 7, 1], [5, 11]]),
+    (bw.WindowSort(batches_per_window=1), 1, 2, [[3], [2, 8], [0, 10, 9], [6, 4, 7, 1], [5], [11]]),
+    (bw.Buckets(count=3), 0, 1, [[5, 8], [2, 11], [7, 10, 0], [6, 4], [1, 9, 3]]),
+    (bw.Buckets(count=3), 0, 2, [[5, 8], [2, 11], [1, 9, 3], [7, 10, 0], [6], [4]]),
+    (bw.Buckets(count=3), 1, 1, [[11, 2], [1, 6, 10], [8, 5], [4, 0], [3, 9, 7]]),
+    (bw.Buckets(count=3), 1, 2, [[3, 9, 7], [1, 6, 10], [4, 0], [8, 5], [11], [2]]),
+    (bw.Packed(capacity=12), 0, 1, [[[11]], [[0, 4], [5]], [[6, 10], [2, 3, 9]], [[7, 8], [1]]]),
+    (bw.Packed(capacity=12), 0, 2, [[[0, 4], [5]], [[6, 10], [2, 3, 9]], [[7, 8], [1]], [[11]]]),
+    (bw.Packed(capacity=12), 1, 1, [[[2, 7], [4, 8]], [[1, 3, 6], [5]], [[0, 10], [9, 11]]]),
+    (bw.Packed(capacity=12), 1, 2, [[[0, 10], [9, 11]], [[2, 7], [4, 8]], [[1, 3, 6]], [[5]]]),
+]
+FROZEN_PAIRS_TODAY = [
+    (bw.Sorted(), 0, 1, [[2, 8], [1, 7, 4, 10], [9, 3], [11, 5], [6, 0]]),
+    (bw.Sorted(), 0, 2, [[1, 7, 4, 10], [11, 5], [9, 3], [2, 8], [6], [0]]),
+    (bw.WindowSort(batches_per_window=1), 0, 1, [[10, 5], [0, 1], [11], [8, 2, 4], [3, 6], [7, 9]]),
+    (bw.WindowSort(batches_per_window=1), 0, 2, [[7, 9], [11], [0, 1], [8, 2, 4], [10, 5], [3, 6]]),
+    (bw.WindowSort(batches_per_window=1), 1, 1, [[2, 8, 10, 4], [6, 9], [1, 0], [3, 7], [11, 5]]),
+    (bw.WindowSort(batches_per_window=1), 1, 2, [[3, 7], [1, 0], [6, 9], [11, 5], [2, 8], [10, 4]]),
+    (bw.Buckets(count=3), 0, 1, [[9, 3], [11, 5], [2, 8], [0, 6], [1, 10, 4, 7]]),
+    (bw.Buckets(count=3), 0, 2, [[11, 5], [2, 8], [9, 3], [1, 10, 4, 7], [0], [6]]),
+    (bw.Buckets(count=3), 1, 1, [[0, 5], [2, 8], [3, 9], [6, 11], [10, 4, 7, 1]]),
+    (bw.Buckets(count=3), 1, 2, [[3, 9], [10, 4, 7, 1], [6, 11], [2, 8], [0], [5]]),
+]
+PAIRS = list(zip(LENGTHS, reversed(LENGTHS), strict=True))
+
+
 @pytest.mark.parametrize(("grouping", "epoch", "expected"), FROZEN)
-def test_a_plan_is_the_same_on_every_machine(grouping, epoch, expected):
-    plan = bw.plan_batches(LENGTHS, bw.MaxTokens(24), grouping=grouping, seed=7, epoch=epoch)
-    assert list(plan) == expected
+def test_a_plan_of_the_earlier_rules_is_what_it_was(grouping, epoch, expected):
+    assert list(earlier_plan(LENGTHS, bw.MaxTokens(24), grouping, epoch)) == expected
 
 
 @pytest.mark.parametrize(("grouping", "epoch", "expected"), FROZEN_PAIRS)
-def test_a_plan_of_pairs_is_the_same_on_every_machine(grouping, epoch, expected):
-    pairs = list(zip(LENGTHS, reversed(LENGTHS), strict=True))
-    plan = bw.plan_batches(pairs, bw.MaxTokens(48), grouping=grouping, seed=7, epoch=epoch)
-    assert list(plan) == expected
+def test_a_plan_of_pairs_of_the_earlier_rules_is_what_it_was(grouping, epoch, expected):
+    assert list(earlier_plan(PAIRS, bw.MaxTokens(48), grouping, epoch)) == expected
+
+
+def earlier_plan(lengths, budget, grouping, epoch):
+    settings = PlanSettings(grouping=grouping, seed=7, balance_over=64, rules=1)
+    return plan_epoch(as_lengths(lengths), budget, settings, epoch)
+
+
+@pytest.mark.parametrize(("grouping", "epoch", "world_size", "expected"), FROZEN_TODAY)
+def test_a_plan_is_the_same_on_every_machine(grouping, epoch, world_size, expected):
+    options = {"grouping": grouping, "epoch": epoch, "world_size": world_size}
+    assert list(bw.plan_batches(LENGTHS, bw.MaxTokens(24), seed=7, **options)) == expected
+
+
+@pytest.mark.parametrize(("grouping", "epoch", "world_size", "expected"), FROZEN_PAIRS_TODAY)
+def test_a_plan_of_pairs_is_the_same_on_every_machine(grouping, epoch, world_size, expected):
+    options = {"grouping": grouping, "epoch": epoch, "world_size": world_size}
+    assert list(bw.plan_batches(PAIRS, bw.MaxTokens(48), seed=7, **options)) == expected

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import as_state, check_ranks, check_same, read_whole
+from ..._checks import as_state, as_whole, check_ranks, check_same, read_whole
 from ..._lengths import as_lengths
 from ...errors import LengthsError
 from .._oversize import admit
@@ -155,6 +155,7 @@ class BatchSampler(AbstractEpochs):
 
     def start_of(self, epoch: int) -> dict[str, Any]:
         """Return the state at the start of an epoch, with the order that the epoch has here."""
+        epoch = as_whole("epoch", epoch, least=0)
         settings = self._settings_of(epoch)
         return {
             "version": settings.rules,
