@@ -10,6 +10,7 @@ import pytest
 from . import frameworks, lab, plan, size, step
 from .cases import DATA, difference, plain, without_words
 
+EARLIER = DATA.parent / "earlier_states"
 ROOMS = {"plan": plan.CASES, "size": size.CASES, "step": step.CASES}
 CASES = [pytest.param(room, case, id=f"{room}: {case.name}") for room, cases in ROOMS.items() for case in cases]
 FOLDERS = [pytest.param(case, id=case.name) for case in (*frameworks.CASES, *lab.CASES)]
@@ -22,8 +23,8 @@ pytestmark = [
 
 
 @cache
-def read(room):
-    return json.loads((DATA / f"{room}.json").read_text(encoding="utf-8"))
+def read(room, folder=DATA):
+    return json.loads((folder / f"{room}.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(("room", "case"), CASES)
@@ -36,6 +37,22 @@ def test_a_saved_state_continues_as_it_did(room, case):
 def test_the_same_state_would_be_saved_today(room, case):
     state = without_words(plain(case.save()))
     assert difference(state, without_words(read(room)[case.name]["state"]), case.tolerance) is None
+
+
+@pytest.mark.parametrize("name", read("plan", EARLIER))
+def test_an_epoch_begun_by_the_earlier_version_ends_as_it_would_have_there(name):
+    """That version had other rules for the order of batches and for packing; the next epoch follows those of today."""
+    record = copy.deepcopy(read("plan", EARLIER)[name])
+    case = next(case for case in plan.CASES if case.name == name)
+    after, expected = (without_next(value) for value in (plain(case.go_on(record["state"])), record["after"]))
+    assert difference(after, expected, case.tolerance) is None
+
+
+def without_next(value):
+    """Return what followed from a state without the next epoch, and without what is counted in it."""
+    if isinstance(value, dict):
+        return {name: without_next(item) for name, item in value.items() if name not in ("next", "size", "kept")}
+    return [without_next(item) for item in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize("case", FOLDERS)
@@ -51,6 +68,28 @@ def test_the_same_folder_would_be_saved_today(case, tmp_path):
     case.save(tmp_path / "new")
     new, old = (without_words(plain(case.state(folder))) for folder in (tmp_path / "new", DATA / case.name))
     assert difference(new, old, case.tolerance) is None
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EARLIER.iterdir() if path.is_dir()))
+def test_an_epoch_of_a_folder_of_the_earlier_version_ends_as_it_would_have_there(name):
+    case = next(case for case in frameworks.CASES if case.name == name)
+    trained, expected = case.go_on(EARLIER / name)["trained"], read(name, EARLIER)["trained"]
+    place = place_in(case.state(EARLIER / name))
+    num_left = place["num_examples"] - place["position"]
+    assert flat(trained)[:num_left] == flat(expected)[:num_left]
+    assert len(set(flat(trained)[:num_left])) == num_left > 0
+
+
+def place_in(state):
+    """Return the part of a state that is a sampler's."""
+    if "position" in state:
+        return state
+    found = (place_in(value) for value in state.values() if isinstance(value, dict))
+    return next((place for place in found if place), None)
+
+
+def flat(batches):
+    return [index for batch in batches for index in batch]
 
 
 def contents(folder):

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from ..._checks import as_flag, as_number, as_state, as_whole, check_choice, check_ranks, read_whole
+from ..._checks import as_flag, as_number, as_state, as_whole, check_choice, check_ranks, is_same, read_whole
 from ...errors import LengthsError, StateMismatchError
 from ...plan import BatchSampler, MaxItems, Plan, PlanReport
 from ...plan.grouping.base import SizeRounding
@@ -357,7 +357,7 @@ def _check_lengths(token_lengths: Any, word_lengths: Any, char_lengths: Any) -> 
 def _check_sizing(state: Mapping[str, Any]) -> None:
     """Refuse the middle of an epoch that was planned in other sizes; at its start nothing is lost or repeated."""
     sizing = state.get("sizing", 1)
-    if sizing != SIZING and state.get("position") != 0:
+    if not is_same(sizing, SIZING) and not is_same(state.get("position"), 0):
         raise StateMismatchError(
             f"the state was saved in the middle of an epoch whose batches have other sizes (sizing {sizing!r}, here "
             f"{SIZING}); finish that epoch with the version of batchwright that began it, or start without the state"
