@@ -1,7 +1,7 @@
 """Count the batches that dynabatch makes and those of the drop-in, on several corpora and settings.
 
     .venv-bench/bin/python benchmarks/dynabatch_batches.py [--data FOLDER] [--minutes 5]
-    python benchmarks/dynabatch_batches.py --measure-memory --output peaks.json        # on a CUDA device
+    python benchmarks/dynabatch_batches.py --measure-memory --max-shapes 24            # on a CUDA device
 
 All get the same lengths and the same arguments; ``train`` is what a trainer makes of them, ``generate`` what a loop
 does. dynabatch takes some 10 ms per batch, so its batches are kept in the JSON and a run goes on where the last one
@@ -10,7 +10,8 @@ first batch, ``batch_size`` of the longest, by the prior for training. Marks: ``
 and one of them is predicted over the first batch; ``more``, it makes fewer within it.
 
 ``--measure-memory`` needs no dynabatch: it reads the shapes of all plans from the JSON, and measures the peak of each
-relative to the first batch.
+relative to the first batch. It goes on where the last command stopped, and measures dynabatch's training batches of the
+first corpus in every command, as the control.
 """
 
 from __future__ import annotations
@@ -192,19 +193,33 @@ def _measure(options: argparse.Namespace) -> int:
     columns += [("over the first", "num_over", ","), ("largest", "largest", ".3f")]
     deadline = time.monotonic() + 60 * options.minutes
     with Device(options.cap_gib * GIB, smoke=options.smoke) as device:
-        report: Row = {**device.describe(), "setting": options.setting, "rows": []}
+        report: Row = {**device.describe(), "setting": options.setting, "rows": _finished(options)}
         for name in options.corpora.split(","):
             if (name, options.setting) not in plans:
                 raise SystemExit(f"no plan of {name!r} under {options.setting!r} in {options.plans}; plan it first")
-            for row in _peaks(plans[name, options.setting], device, options.max_shapes, deadline):
-                report["rows"].append(row)
+            known = [_name_of(row) for row in report["rows"][1:]]
+            for row in _peaks(plans[name, options.setting], device, options.max_shapes, deadline, known):
+                report["rows"] = [old for old in report["rows"] if _name_of(old) != _name_of(row)] + [row]
                 write(options.peaks, report)
                 print(json.dumps({key: value for key, value in row.items() if key != "ratios"}), flush=True)
     print(markdown(report["rows"], columns))
     return 0
 
 
-def _peaks(row: Row, device: Any, max_shapes: int, deadline: float) -> Iterable[Row]:
+def _finished(options: argparse.Namespace) -> list[Row]:
+    """Return the rows that earlier commands measured whole, of the same setting and number of shapes."""
+    if not options.peaks.exists():
+        return []
+    before = json.loads(options.peaks.read_text())
+    rows = before["rows"] if before["setting"] == options.setting else []
+    return [row for row in rows if row["num_measured"] == row["num_shapes"] <= options.max_shapes]
+
+
+def _name_of(row: Row) -> tuple[str, str, str]:
+    return row["corpus"], row["run"], row["plan"]
+
+
+def _peaks(row: Row, device: Any, max_shapes: int, deadline: float, known: list[tuple[str, str, str]]) -> Iterable[Row]:
     """Yield the measured peaks of the plans of one row: in training, and in generation with two kinds of output."""
     import _plan_peaks as peaks
 
@@ -226,6 +241,8 @@ def _peaks(row: Row, device: Any, max_shapes: int, deadline: float) -> Iterable[
     for name, (make_run, arms) in runs.items():
         run = make_run()
         for arm in arms:
+            if (row["corpus"], name, arm) in known:
+                continue
             shapes = peaks.choose_shapes([(items, width) for items, width, _ in row["shapes"][arm]], first, max_shapes)
             yield {"corpus": row["corpus"], "run": name, "plan": arm, **peaks.measure(run, shapes, device, deadline)}
 
