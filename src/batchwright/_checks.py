@@ -326,7 +326,7 @@ def read_whole(state: Mapping[str, Any], name: str) -> int:
     """
     value = state.get(name)
     whole = _whole(value)
-    if whole is None or whole < 0:
+    if whole is None or not 0 <= whole < 2**63:  # larger ones fit no array
         raise StateMismatchError(f"the state needs {name} as a whole number of 0 or more, got {_short(value)}")
     return whole
 

@@ -1,7 +1,5 @@
 """Budgets: the arithmetic by hand, the bisection against brute force, and costs that are refused."""
 
-import json
-import re
 from functools import partial
 
 import numpy as np
@@ -10,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchwright as bw
-from batchwright.errors import ArgumentError, BudgetError, StateMismatchError
-from batchwright.plan.budget import fingerprint_of
+from batchwright.errors import ArgumentError, BudgetError
 
 LARGEST_SIZE = 2**31 - 1
 
@@ -177,86 +174,3 @@ def test_a_cost_must_be_a_function():
 def test_words_that_would_drop_a_budget_are_refused(combine):
     with pytest.raises(ArgumentError, match="a budget is neither true nor false: combine budgets with &"):
         combine()
-
-
-def make_cost(power, *, axis=0):
-    def cost(num_items, padded):
-        return num_items * padded[:, axis].astype(float) ** power
-
-    return cost
-
-
-def test_a_fingerprint_is_of_the_values_and_not_of_the_code():
-    assert fingerprint_of(make_cost(2)) == fingerprint_of(squares)
-    assert fingerprint_of(lambda n, padded: padded[:, 0] * n * padded[:, 0]) == fingerprint_of(squares)
-    assert fingerprint_of(lambda n, padded: squares(n, padded) * (1 + 1e-12)) == fingerprint_of(squares)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        make_cost(1),
-        make_cost(2.01),
-        make_cost(2, axis=1),
-        lambda n, padded: squares(n, padded) + 1000,
-        lambda n, padded: squares(n, padded) * 1.0001,
-        lambda n, padded: np.where(n > 500, np.inf, squares(n, padded)),
-    ],
-    ids=["power 1", "power 2.01", "axis 1", "plus 1000", "times 1.0001", "infinite"],
-)
-def test_other_values_have_another_fingerprint(other):
-    assert fingerprint_of(other) != fingerprint_of(squares)
-
-
-def test_a_cost_of_two_axes_only_has_a_fingerprint_too():
-    first, second = (fingerprint_of(lambda n, padded, by=by: n * padded[:, 1] * by) for by in (1, 2))
-    assert first != second
-    exchanged = [fingerprint_of(lambda n, padded, a=a: n * (2 * padded[:, a] + padded[:, 1 - a])) for a in (0, 1)]
-    assert exchanged[0] != exchanged[1]
-
-
-def test_a_fingerprint_is_the_same_in_every_process():
-    assert fingerprint_of(squares) == "fb2a4a09f02b"
-
-
-def samplers(cost):
-    lengths = [3, 5, 2, 9, 4, 4, 7, 1]
-    budget = bw.MaxItems(6) & bw.MaxCost(cost, 200)
-    return [
-        bw.BatchSampler(lengths, budget),
-        bw.BatchSampler(lengths, bw.MaxTokens(12), cost=cost),
-        bw.ResizableBatchSampler(8, 2, lengths=lengths, budget=budget),
-        bw.StreamBatcher(lengths, length_of=int, budget=budget),
-    ]
-
-
-@pytest.mark.parametrize("kind", range(4), ids=["planned", "cost=", "resizable", "stream"])
-def test_a_state_is_not_continued_with_a_changed_cost_of_the_same_name(kind):
-    sampler, other = samplers(make_cost(2))[kind], samplers(make_cost(1))[kind]
-    next(iter(sampler))
-    state = json.loads(json.dumps(sampler.state_dict()))
-    with pytest.raises(StateMismatchError, match=r"saved with (budget|cost) = '.*make_cost.*#\w{12}', here it is '.*#"):
-        other.load_state_dict(state)
-    same = samplers(make_cost(2))[kind]
-    same.load_state_dict(state)
-    assert same.state_dict() == state
-
-
-@pytest.mark.parametrize("kind", range(4), ids=["planned", "cost=", "resizable", "stream"])
-def test_a_state_from_before_fingerprints_is_continued(kind):
-    sampler = samplers(make_cost(2))[kind]
-    next(iter(sampler))
-    state = json.loads(re.sub(r" #\w{12}", "", json.dumps(sampler.state_dict())))
-    assert "#" not in json.dumps(state)
-    resumed = samplers(make_cost(2))[kind]
-    resumed.load_state_dict(state)
-    assert resumed.state_dict() == sampler.state_dict()
-
-
-def test_the_fingerprint_of_a_budget_is_that_of_the_values_it_began_with():
-    power = [2]
-    budget = bw.MaxCost(lambda n, padded: n * padded[:, 0] ** power[0], 200)
-    before = budget.to_state()
-    power[0] = 1
-    assert budget.to_state() == before
-    assert "#" not in repr(budget)

@@ -134,7 +134,7 @@ def test_the_text_is_a_table():
         "shapes                          4",
         "straggler waste, 2 ranks        23.77%",
         "recurrence                      1.0000",
-        "balanced in runs of             2",
+        "balanced in runs of             1",
         "order correlation               +0.00",
         "repeated / dropped / truncated  0 / 0 / 0",
     ]
@@ -150,3 +150,18 @@ def test_the_dictionary_is_json():
 def test_ranks_of_a_report_are_checked():
     with pytest.raises(bw.errors.ArgumentError, match="world_size must be a whole number of 1 or more, got 0"):
         bw.plan_batches(LENGTHS, TOKENS).report(world_size=0)
+
+
+@pytest.mark.parametrize("options", [{"grouping": bw.InOrder()}, {"shuffle": False}])
+def test_a_report_names_no_runs_where_nothing_is_balanced(options):
+    lengths = np.random.default_rng(0).integers(1, 50, 300)
+    assert bw.plan_batches(lengths, bw.MaxTokens(300), world_size=4, **options).report().balance_over == 1
+
+
+def test_a_report_names_the_runs_of_an_epoch_begun_by_an_earlier_version():
+    # About 30 batches made runs of 4 there.
+    lengths = np.random.default_rng(0).integers(1, 50, 300)
+    sampler = bw.BatchSampler(lengths, bw.MaxTokens(300))
+    state = sampler.state_dict()
+    sampler.load_state_dict({**state, "version": 1, "settings": {**state["settings"], "balance_over": 64}})
+    assert sampler.report().balance_over == 4

@@ -49,7 +49,7 @@ def without_words(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: without_words(item) for name, item in value.items() if name != "reason"}
     if isinstance(value, str):
-        value = re.sub(r" #[0-9a-f]{12}", "", value)  # the values of a cost, which earlier versions did not record
+        value = re.sub(r" #[\w=+/.!-]+", "", value)  # the values of a cost, which earlier versions did not record
         return re.sub(r"(?<![\w.])(\d+)\.0(?![\w.])", r"\1", value)
     return [without_words(item) for item in value] if isinstance(value, list) else value
 

@@ -11,10 +11,11 @@ import numpy.typing as npt
 from .._lengths import pad_up
 from .._random import Purpose, bit_stream, permutation
 from .._types import FloatArray, IntArray
+from ._cost import evaluate
 from ._order import fitting_run, gather, most_demanding, order_batches, step_cost, sum_work
 from ._oversize import Admitted
 from ._settings import PlanSettings
-from .budget import Budget, evaluate
+from .budget import Budget
 from .grouping.base import Groups, Problem
 
 
@@ -141,12 +142,11 @@ def _to_batches(groups: Groups) -> Batches:
 def choose_order(batches: Batches, lengths: IntArray, budget: Budget, settings: PlanSettings, epoch: int) -> IntArray:
     """Return the order of the batches in the epoch."""
     num = len(batches.num_items)
-    assert settings.balance_over is not None, "resolve the settings before an epoch is planned"
-    run = settings.balance_over if settings.rules > 1 else fitting_run(num, settings.balance_over)
     demand = _demand(batches, budget) if settings.keep_first else np.zeros(num)
     first = most_demanding(demand, settings.keep_first)
-    if not settings.shuffle or settings.grouping.keeps_order:
+    if _keeps_order(settings):
         return np.concatenate([first, np.delete(np.arange(num), first)])
+    run = run_length(settings, num)
     stream = bit_stream(settings.seed, epoch, Purpose.ORDER)
     if run == 1 and settings.rules > 1:  # nobody waits, so nothing is sorted by cost
         if settings.cost is not None:
@@ -155,6 +155,18 @@ def choose_order(batches: Batches, lengths: IntArray, budget: Budget, settings: 
         return np.concatenate([first, rest[permutation(len(rest), stream)]])
     cost = batch_cost(batches, lengths, settings)
     return order_batches(cost, demand, stream, run_length=run, keep_first=settings.keep_first)
+
+
+def run_length(settings: PlanSettings, num_batches: int) -> int:
+    """Return how many batches of near-equal cost stand together in an epoch, 1 where cost does not choose the order."""
+    if _keeps_order(settings):
+        return 1
+    assert settings.balance_over is not None, "resolve the settings before an epoch is planned"
+    return settings.balance_over if settings.rules > 1 else fitting_run(num_batches, settings.balance_over)
+
+
+def _keeps_order(settings: PlanSettings) -> bool:
+    return not settings.shuffle or settings.grouping.keeps_order
 
 
 def _demand(batches: Batches, budget: Budget) -> FloatArray:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal, final, get_args
 
 from .._checks import as_flag, as_whole, check_choice, shared_options
 from ..errors import ArgumentError
-from .budget import Cost, text_of_cost
+from ._cost import Cost, name_of, with_values
 from .grouping.base import Grouping, SizeLadder, SizeRounding, check_grouping
 from .grouping.sorting import WindowSort
 
@@ -79,6 +80,10 @@ class PlanSettings:
 
     def to_state(self) -> dict[str, Any]:
         """Return the settings as JSON values, for comparing a saved state with this run."""
+        return dict(self._state)
+
+    @cached_property
+    def _state(self) -> dict[str, Any]:
         return {item.name: _plain(getattr(self, item.name)) for item in fields(self) if item.name not in _NOT_IN_STATE}
 
 
@@ -89,4 +94,4 @@ _NOT_IN_STATE = ("seed", "rules")
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
-    return text_of_cost(value) if callable(value) else repr(value)
+    return with_values(name_of(value), value) if callable(value) else repr(value)

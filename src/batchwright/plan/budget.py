@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import re
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 
 from .._checks import float_of, is_number, is_whole
 from .._types import MAX_INT32, FloatArray, IntArray
 from ..errors import ArgumentError, BudgetError
-
-Cost = Callable[[IntArray, IntArray], npt.NDArray[Any]]
+from ._cost import Cost, evaluate, name_of, with_values
 
 _MAX_INT64 = 2**63 - 1
-
-# Before the fingerprint of a cost in the text of a budget.
-_MARK = " #"
-_GRID_ITEMS = np.array([1, 2, 3, 17, 64, 1000])
-_GRID_LENGTHS = np.array([1, 2, 7, 50, 128, 513, 2000, 20_000])
 
 
 class Budget(ABC):
@@ -134,8 +123,8 @@ class MaxCost(Budget):
 
     The number of items is found by doubling and bisection over all lengths at once, about 60 calls of ``cost``.
 
-    A saved state knows the function by its name and its values, see ``fingerprint_of``; it is not continued with other
-    values. While a sampler lives, the function must keep its values: later epochs are planned with it.
+    A saved state knows the function by its name and its values at some shapes, and is not continued with others. While
+    a sampler lives, the function must keep its values: later epochs are planned with it.
 
     >>> quadratic = MaxCost(lambda n, lengths: n * lengths[:, 0] ** 2, 1_000_000)
     >>> quadratic.max_items(np.array([[100], [1000], [1001]])).tolist()
@@ -204,12 +193,12 @@ class MaxCost(Budget):
         return f"MaxCost({name_of(self.cost)}, {self.limit})"
 
     def to_state(self) -> str:
-        """Return the text with a fingerprint of the cost, taken when it is first asked for."""
-        return f"{self!r}{_MARK}{self._fingerprint}"
+        """Return the text with the values of the cost, taken when it is first asked for."""
+        return self._state
 
     @cached_property
-    def _fingerprint(self) -> str:
-        return fingerprint_of(self.cost)
+    def _state(self) -> str:
+        return with_values(repr(self), self.cost)
 
 
 @final
@@ -245,81 +234,6 @@ def check_budget(budget: Budget) -> Budget:
         return budget
     hint = f"; write MaxItems({budget}) or MaxTokens({budget})" if is_whole(budget) else ""
     raise ArgumentError(f"budget must be a Budget such as MaxTokens(8192), got {budget!r}{hint}")
-
-
-def evaluate(cost: Cost, num_items: IntArray, lengths: IntArray) -> FloatArray:
-    """Call a cost with 64-bit integers, in which squares of lengths fit, and check what it returns."""
-    num_items, lengths = np.asarray(num_items, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
-    costs = np.asarray(cost(num_items, lengths), dtype=np.float64)
-    if costs.shape != num_items.shape:
-        raise BudgetError(
-            f"cost must return one number per shape, {num_items.shape}, got {costs.shape}; "
-            "it receives num_items (M,) and padded_lengths (M, axes) and returns (M,)"
-        )
-    if np.isnan(costs).any():
-        row = int(np.argmax(np.isnan(costs)))
-        raise BudgetError(f"cost is NaN for {num_items[row]} items of length {lengths[row].tolist()}")
-    return costs
-
-
-def fingerprint_of(cost: Cost) -> str:
-    """Return a hash of a cost's values on fixed shapes: the same for the same values, however they are computed.
-
-    The shapes have 1 to 1000 items, lengths of 1 to 20,000, and one to three axes; a number of axes that the cost
-    does not take counts as such. Six digits count, so that another machine's rounding does not. Functions that
-    differ only elsewhere are not told apart.
-
-    >>> tokens = fingerprint_of(lambda n, lengths: n * lengths[:, 0])
-    >>> fingerprint_of(lambda n, lengths: lengths[:, 0] * n) == tokens
-    True
-    >>> fingerprint_of(lambda n, lengths: n * lengths[:, 0] ** 2) == tokens
-    False
-    """
-    values = hashlib.blake2b(digest_size=6)
-    for num_axes in (1, 2, 3):
-        values.update(_values_on_grid(cost, num_axes))
-    return values.hexdigest()
-
-
-def text_of_cost(cost: Cost) -> str:
-    """Return the text by which a saved state knows a cost: its name and the fingerprint of its values."""
-    return f"{name_of(cost)}{_MARK}{fingerprint_of(cost)}"
-
-
-def as_saved(mine: Any, saved: Any) -> Any:
-    """Return our part of a state as the version that wrote ``saved`` would have: older ones wrote no fingerprints.
-
-    >>> as_saved("MaxCost(f, 9) #0123456789ab", "MaxCost(f, 9)")
-    'MaxCost(f, 9)'
-    >>> as_saved("MaxCost(f, 9) #0123456789ab", "MaxCost(f, 9) #ba9876543210")
-    'MaxCost(f, 9) #0123456789ab'
-    """
-    if isinstance(mine, dict) and isinstance(saved, Mapping):
-        return {name: as_saved(value, saved.get(name)) for name, value in mine.items()}
-    if isinstance(mine, str) and isinstance(saved, str) and _MARK not in saved:
-        return re.sub(rf"{_MARK}[0-9a-f]{{12}}", "", mine)
-    return mine
-
-
-def _values_on_grid(cost: Cost, num_axes: int) -> bytes:
-    num_items, first = (grid.ravel() for grid in np.meshgrid(_GRID_ITEMS, _GRID_LENGTHS, indexing="ij"))
-    # The axes differ within a shape, so that exchanging them is seen.
-    lengths = np.stack([np.roll(first, axis) for axis in range(num_axes)], axis=1)
-    try:
-        with np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            costs = evaluate(cost, num_items, lengths)
-    except Exception as error:  # a function for other numbers of axes raises nearly anything
-        return type(error).__name__.encode()
-    mantissa, exponent = np.frexp(np.nan_to_num(costs))
-    # Not rint: whole numbers often lie exactly between two roundings, and the smallest error would decide.
-    return np.stack([np.floor(mantissa * 2**20 + math.sqrt(0.1)), exponent]).astype("<i8").tobytes()
-
-
-def name_of(cost: Cost) -> str:
-    """Return a name that is the same in every run: never the address of an object."""
-    name = getattr(cost, "__qualname__", None) or repr(cost)
-    return type(cost).__qualname__ if " at 0x" in name else name
 
 
 def _parts(budget: Budget) -> tuple[Budget, ...]:

@@ -22,7 +22,8 @@ class PadTo:
 
     Without static shapes a batch is padded to its longest example, rounded up to ``multiple_of``. With them it is
     padded to the shape the plan gave it: the first shape that holds the batch and whose full size is that of the batch.
-    A batch that is not full, because examples ran out, gets the shape with the fewest tokens that holds it.
+    A batch that is not full, because examples ran out, gets the shape with the fewest tokens that holds it, unless its
+    number is the full size of a larger one.
 
     Args:
         shapes: static lengths, one tuple of lengths per shape, in the order of the plan.

@@ -15,12 +15,13 @@ from .._checks import as_whole
 from .._lengths import as_lengths
 from .._types import IntArray
 from ._batches import PlanArrays, choose_order, make_batches
+from ._cost import Cost
 from ._oversize import Admitted, admit
 from ._oversize import fits as fits
 from ._ranks import shard
 from ._settings import Oversize, Remainder
 from ._settings import PlanSettings as PlanSettings
-from .budget import Budget, Cost, check_budget
+from .budget import Budget, check_budget
 from .grouping.base import Grouping, Problem, SizeLadder
 from .grouping.sorting import WindowSort
 from .report import PlanReport, make_report

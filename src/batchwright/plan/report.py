@@ -9,9 +9,9 @@ import numpy as np
 
 from .._checks import as_whole
 from .._types import FloatArray, IntArray
-from ._batches import PlanArrays
+from ._batches import PlanArrays, run_length
+from ._cost import evaluate
 from ._order import step_cost
-from .budget import evaluate
 
 
 @final
@@ -91,7 +91,7 @@ def make_report(plan: PlanArrays, following: PlanArrays, *, world_size: int | No
         dropped=plan.num_dropped,
         truncated=plan.num_truncated,
         world_size=world_size,
-        balance_over=plan.settings.resolved(plan.world_size).balance_over or 1,
+        balance_over=run_length(plan.settings, len(plan)),
     )
 
 

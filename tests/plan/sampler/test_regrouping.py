@@ -525,3 +525,26 @@ def test_a_saved_order_is_kept_for_the_rest_of_its_epoch_only():
     fresh = planned()
     run(fresh)
     assert [index for batch in run(regrouped) for index in batch] == [index for batch in run(fresh) for index in batch]
+
+
+def first_batch_from(state):
+    regrouped = planned()
+    regrouped.load_state_dict(state)
+    return next(iter(regrouped))
+
+
+@pytest.mark.parametrize("value", [3, False, [1], {"a": 1}])
+def test_a_generator_that_is_no_text_is_refused(value):
+    with pytest.raises(StateMismatchError):
+        planned().load_state_dict({**saved()[1], "generator": value})
+
+
+@pytest.mark.parametrize("value", [2**63, 10**30])
+def test_a_place_beyond_64_bits_is_refused(value):
+    with pytest.raises(StateMismatchError):
+        first_batch_from({**saved()[1], "consumed": value})
+
+
+def test_two_epochs_in_one_state_are_refused():
+    with pytest.raises(StateMismatchError):
+        first_batch_from({**saved()[1], "epoch": 5})

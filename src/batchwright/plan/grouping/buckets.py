@@ -221,10 +221,11 @@ def _shapes(problem: Problem, row_bound: int, cell_bounds: IntArray) -> IntArray
 @final
 @dataclass(frozen=True)
 class Buckets(Grouping):
-    """At most ``count`` static lengths per axis, with bounds of least padding; rows are padded to the bound.
+    """At most ``count`` static lengths, with bounds of least padding; rows are padded to the bound.
 
-    Inside a bucket examples are drawn at random; what fills no batch moves up to the next bucket. With two axes the
-    second is bounded within each bucket of the first, and ``count`` may be a pair. Few shapes are what
+    Inside a bucket examples are drawn at random; what fills no batch moves up to the next bucket. With two axes each of
+    ``count`` buckets of the first is divided into at most ``count`` of the second, with bounds of its own: up to
+    ``count²`` shapes, or ``a × b`` where ``count`` is a pair. Few shapes are what
     ``torch.compile``, CUDA graphs and attention kernels with a plan per shape want.
     """
 

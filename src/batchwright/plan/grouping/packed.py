@@ -219,8 +219,8 @@ class Packed(Grouping):
     """Several examples per row of ``capacity`` tokens, by windowed best-fit decreasing: new neighbours every epoch.
 
     The budget counts rows as items of length ``capacity``; a batch is a list of rows. Epochs of few rows are
-    packed in 12 windows, drawn anew: two examples of a row share one again with a probability of about 1 in 15, less in
-    long epochs; more where an epoch has fewer than 12 rows, which have a window each.
+    packed in 12 windows, drawn anew: two examples of a row share one again with a probability of 1 in 8 or less, in
+    long epochs far less; more where an epoch has fewer than 12 rows, which have a window each.
     """
 
     capacity: int

@@ -12,7 +12,7 @@ import numpy as np
 from ..._checks import as_state, as_whole, check_same, read_whole
 from ..._types import IntArray
 from ...errors import ArgumentError, StateMismatchError
-from ..budget import as_saved
+from .._cost import as_saved
 
 Item = TypeVar("Item")
 

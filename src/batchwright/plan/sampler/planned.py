@@ -13,10 +13,11 @@ import numpy.typing as npt
 from ..._checks import as_state, as_whole, check_ranks, check_same, read_whole
 from ..._lengths import as_lengths
 from ...errors import LengthsError
+from .._cost import Cost
 from .._oversize import admit
 from .._ranks import shard
 from .._settings import RULES, Oversize, PlanSettings, Remainder
-from ..budget import Budget, Cost, check_budget
+from ..budget import Budget, check_budget
 from ..collating import PadTo
 from ..grouping.base import Grouping, SizeLadder
 from ..grouping.sorting import WindowSort
@@ -81,6 +82,7 @@ class BatchSampler(AbstractEpochs):
         if dataset is not None:
             self._check_dataset(dataset)
         super().__init__()
+        self._own_settings = self.settings.resolved(self.world_size)
         self._taken_over: tuple[int, PlanSettings] | None = None  # an epoch that began under other rules, and these
         # Planned now, so that data that do not fit the budget are refused here and not in the first epoch.
         self._epoch_plan: Plan | None = None
@@ -200,7 +202,7 @@ class BatchSampler(AbstractEpochs):
     def _settings_of(self, epoch: int) -> PlanSettings:
         if self._taken_over is not None and self._taken_over[0] == epoch:
             return self._taken_over[1]
-        return self.settings.resolved(self.world_size)
+        return self._own_settings
 
     def _base(self, epoch: int) -> Plan:
         return self._planned(epoch, self._settings_of(epoch))

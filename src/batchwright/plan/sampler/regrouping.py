@@ -147,7 +147,7 @@ class Regrouped(AbstractEpochs, Generic[Example]):
         check_same("world_size", state.get("world_size"), self.world_size)
         epoch, consumed = read_whole(state, "epoch"), read_whole(state, "consumed")
         order = self._source.earlier_order(epoch) if version == 1 else state.get("sampler")
-        self._source.check_order(order)
+        self._source.check_order(epoch, order)
         self._source.set_generator(epoch, state.get("generator"))
         self._source.set_order(epoch, order)
         self._progress.move(epoch, consumed)
@@ -248,7 +248,7 @@ class Source(Generic[Example]):
     def set_generator(self, epoch: int, state: str | None) -> None:
         """Let an epoch begin from a saved state of the sampler's generator."""
         has_generator = getattr(self._sampler, "generator", None) is not None
-        if has_generator != isinstance(state, str):
+        if has_generator != (state is not None) or not isinstance(state, str | None):
             raise StateMismatchError(
                 f"the state was saved {'with' if isinstance(state, str) else 'without'} a generator of the sampler, "
                 f"here there is {'one' if has_generator else 'no generator'}; use the same loader"
@@ -273,8 +273,8 @@ class Source(Generic[Example]):
         runs = self._batch_sampler.settings.balance_over or _EARLIER_RUNS
         return {**order, "version": 1, "settings": {**order["settings"], "balance_over": runs}}
 
-    def check_order(self, order: Any) -> None:
-        """Refuse the order of another sampler."""
+    def check_order(self, epoch: int, order: Any) -> None:
+        """Refuse the order of another sampler, or of another epoch."""
         is_planned = isinstance(self._batch_sampler, BatchSampler)
         if is_planned != isinstance(order, Mapping):
             raise StateMismatchError(
@@ -282,7 +282,7 @@ class Source(Generic[Example]):
                 f"here there is {'one' if is_planned else 'none'}; use the same loader"
             )
         if is_planned:
-            self._batch_sampler.read_state(order)
+            check_same("epoch", self._batch_sampler.read_state(order)[0], epoch)
 
     def set_order(self, epoch: int, order: Mapping[str, Any] | None) -> None:
         """Let an epoch have a saved order."""

@@ -13,9 +13,10 @@ from typing import Any, Generic, TypeVar, final
 from ..._checks import as_state, as_whole, check_same, read_whole
 from ..._lengths import as_lengths
 from ...errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
+from .._cost import as_saved
 from .._oversize import fits
 from .._settings import RULES, Oversize, PlanSettings
-from ..budget import Budget, as_saved, check_budget
+from ..budget import Budget, check_budget
 from ..grouping.base import Grouping, SizeLadder
 from ..grouping.sorting import WindowSort
 from ..plan import Batch, Plan, plan_epoch
