@@ -28,14 +28,14 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=200)
 @given(LENGTHS, st.integers(50, 500), st.booleans())
 def test_a_window_is_planned_within_the_budget_and_every_row_once(lengths, limit, shuffle):
     window = {"id": np.arange(len(lengths)), "length": np.array(lengths)}
-    batches = list(WindowPlanner("length", bw.MaxTokens(limit), PlanSettings(shuffle=shuffle))(window))
+    batches = list(WindowPlanner("length", bw.MaxTokens(limit), PlanSettings(shuffle=shuffle, balance_over=1))(window))
     assert sorted(np.concatenate([batch["id"] for batch in batches])) == list(range(len(lengths)))
     assert all(len(batch["id"]) * batch["length"].max() <= limit for batch in batches)
     assert all((window["length"][batch["id"]] == batch["length"]).all() for batch in batches)
 
 
 def test_a_window_without_a_row_that_fits_has_no_batch():
-    planner = WindowPlanner("length", bw.MaxTokens(5), PlanSettings(oversize="drop"))
+    planner = WindowPlanner("length", bw.MaxTokens(5), PlanSettings(oversize="drop", balance_over=1))
     assert list(planner({"length": np.array([6, 7])})) == []
 
 
@@ -45,7 +45,7 @@ def test_a_window_without_a_row_that_fits_has_no_batch():
 )
 def test_a_column_without_lengths_is_refused(length_of, words):
     with pytest.raises(LengthsError, match=words):
-        list(WindowPlanner(length_of, bw.MaxItems(2), PlanSettings())({"text": np.array(["a", "b"])}))
+        list(WindowPlanner(length_of, bw.MaxItems(2), PlanSettings(balance_over=1))({"text": np.array(["a", "b"])}))
 
 
 class Shard:
