@@ -120,7 +120,7 @@ def test_the_room_of_steps_says_how_it_is_reached(before, words):
     ("packages", "module", "words"),
     [
         ("transformers", "huggingface", "transformers is not installed; run: pip install 'batchwright[hf]'"),
-        ("accelerate", "huggingface", "accelerate is not installed; run: pip install 'batchwright[accelerate]'"),
+        ("accelerate", "huggingface", "accelerate is not installed; run: pip install 'batchwright[hf]'"),
         ("accelerate", "accelerate", "accelerate is not installed; run: pip install 'batchwright[accelerate]'"),
         ("ray", "ray", "ray is not installed; run: pip install 'batchwright[ray]'"),
         (

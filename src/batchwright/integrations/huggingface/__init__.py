@@ -10,7 +10,7 @@ from ..._optional import require
 
 require("torch", extra="hf")
 require("transformers", extra="hf")
-require("accelerate", extra="accelerate")  # without it transformers has no Trainer
+require("accelerate", extra="hf")  # without it transformers has no Trainer
 
 # After the check, so that its message is the one to be read.
 from .callbacks import BatchSizeCallback as BatchSizeCallback  # noqa: E402
