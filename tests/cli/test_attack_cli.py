@@ -144,7 +144,7 @@ def test_the_cache_is_compared_with_the_batches_that_were_asked_for():
 
 
 def test_as_many_steps_are_not_called_a_smaller_number_of_steps():
-    # Expected: no gain over sorted batches is claimed. Found: "only the smaller number of steps is a gain", 300 and 300.
+    # Expected: no gain over sorted batches is claimed. Found: "only the smaller number of steps is a gain", with 300 each.
     advice = advise(heavy_tailed(), Settings(max_tokens=20_000, max_items=5))
     assert advice.planned.num_batches == advice.sorted.num_batches
     assert not any("smaller number of steps" in note for note in caveats(advice))
@@ -405,3 +405,18 @@ def test_what_is_said_of_multiples_of_8_comes_true_with_that_option(tmp_path, ca
     assert any("--pad-multiple-of 8 has" in note for note in before["caveats"])
     after = json_of(capsys, "advise", *options, "--pad-multiple-of", 8)
     assert before["rounded"]["num_batches"] == after["planned"]["num_batches"]
+
+
+def test_a_link_to_nothing_in_a_folder_is_not_called_another_format(tmp_path, capsys):
+    # Expected: the link is named. Found: "mixes formats (x.txt, y.txt)".
+    (tmp_path / "x.txt").symlink_to(tmp_path / "nowhere.txt")
+    write_texts(tmp_path / "y.txt", [3, 4])
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "mixes formats" not in capsys.readouterr().err
+
+
+def test_a_closed_standard_output_is_no_traceback(tmp_path):
+    # Expected: the end, or one sentence. Found: AttributeError: 'NoneType' object has no attribute 'encoding'.
+    path = write_texts(tmp_path / "a.txt", [3, 4])
+    done = process("plan", path, preexec_fn=lambda: os.close(1))
+    assert "Traceback" not in done.stderr.decode()
