@@ -144,7 +144,7 @@ def test_the_cache_is_compared_with_the_batches_that_were_asked_for():
 
 
 def test_as_many_steps_are_not_called_a_smaller_number_of_steps():
-    # Expected: no gain over sorted batches is claimed. Found: "only the smaller number of steps is a gain", with 300 each.
+    # Expected: no such claim, both have 300 steps. Found: "only the smaller number of steps is a gain".
     advice = advise(heavy_tailed(), Settings(max_tokens=20_000, max_items=5))
     assert advice.planned.num_batches == advice.sorted.num_batches
     assert not any("smaller number of steps" in note for note in caveats(advice))
