@@ -43,6 +43,7 @@ class Measured:
         num_blank: the number of blank lines, which were skipped.
         num_empty: the number of examples that were skipped because a text has no tokens.
         num_cut: the number of examples that were cut to the largest length allowed.
+        max_length: the largest length allowed; None for no limit.
     """
 
     lengths: IntArray
@@ -50,6 +51,7 @@ class Measured:
     num_blank: int
     num_empty: int
     num_cut: int
+    max_length: int | None = None
 
     @property
     def axes(self) -> dict[str, IntArray]:
@@ -90,7 +92,14 @@ def measure_file(source: Source, *, tokenizer: str, max_length: int | None, prog
         num_cut = int((lengths.reshape(len(lengths), -1) > max_length).any(axis=1).sum())
         lengths = np.minimum(lengths, max_length)
     num_empty = int((~full).sum())
-    return Measured(lengths=lengths, unit=unit_of(tokenizer), num_blank=num_blank, num_empty=num_empty, num_cut=num_cut)
+    return Measured(
+        lengths=lengths,
+        unit=unit_of(tokenizer),
+        num_blank=num_blank,
+        num_empty=num_empty,
+        num_cut=num_cut,
+        max_length=max_length,
+    )
 
 
 def _takes_long(tokenizer: str) -> bool:
