@@ -13,10 +13,10 @@ from .._lengths import as_lengths
 from .._types import IntArray
 from .advice import WORTH, Baseline, Question, gain_of, packs_better, verdict_of
 from .compare import Comparison, Entry, Settings, check_fits, compare, default_max_tokens
-from .lengths import LENGTHS, Measured, make_bins, measure_file, render_bars, summary
+from .lengths import LENGTHS, Measured, make_bins, measure_file, summary
 from .options import Commands, add_command, add_option, count, positive
 from .reading import Source
-from .screen import Screen, counted, percent, render_table
+from .screen import Screen, counted, percent, render_bars, render_table
 from .sources import STDIN_FORMATS
 
 ABOUT_FILE = """\

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast, final
 
-from .._files import FORMATS, Record, read_lines, read_records
+from .._files import FORMATS, Record, distinct_names, read_lines, read_records
 from .._optional import require
 from ..errors import ArgumentError
 
@@ -41,9 +41,12 @@ def kind_of(path: Path, *, stdin_format: str | None = None) -> str:
             f"--format is for standard input, and the name of a file tells its format; write - for {path}, or "
             "leave --format out"
         )
-    if not path.exists():
-        raise ArgumentError(f"no such file: {path}")
-    return _folder_kind(path) if path.is_dir() else _file_kind(path)
+    try:
+        if not path.exists():
+            raise ArgumentError(f"no such file: {path}")
+        return _folder_kind(path) if path.is_dir() else _file_kind(path)
+    except OSError as error:  # no right to look inside the folder, or no file can have such a name
+        raise ArgumentError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def open_records(path: Path, kind: str, *, tsv_header: bool) -> Iterator[Located]:
@@ -75,6 +78,8 @@ class _StandardInput:
 
     def open(self, mode: str) -> BinaryIO:
         assert mode == "rb"
+        if sys.stdin is None:
+            raise ArgumentError("standard input is closed; send data to it, for example < data.jsonl")
         return sys.stdin.buffer
 
     def __str__(self) -> str:
@@ -113,6 +118,9 @@ def _parts(folder: Path) -> list[Path]:
 def _folder_kind(folder: Path) -> str:
     """Return the one format of the files in a folder, or say why there is none."""
     parts = _parts(folder)
+    missing = next((part for part in parts if part.is_symlink() and not part.exists()), None)
+    if missing is not None:
+        raise ArgumentError(f"{missing} is a link to a file that is not there; remove the link, or mend it")
     found = {_suffix(part): part.name for part in reversed(parts) if part.is_file()}
     if not found:
         inside = next((part for part in parts if part.is_dir()), None)
@@ -132,8 +140,8 @@ def _folder_kind(folder: Path) -> str:
 class _Columns:
     """Some rows of a table; a column becomes Python values when it is first asked for."""
 
-    def __init__(self, table: Any) -> None:
-        self._table = table
+    def __init__(self, table: Any, path: Path, num_before: int) -> None:
+        self._table, self._path, self._num_before = table, path, num_before
         self.names: list[str] = table.schema.names
         self._values: dict[str, list[Any]] = {}
 
@@ -142,8 +150,24 @@ class _Columns:
 
     def values(self, name: str) -> list[Any]:
         if name not in self._values:
-            self._values[name] = self._table.column(name).to_pylist()
+            column = self._table.column(name)
+            try:
+                self._values[name] = column.to_pylist()
+            except (ValueError, OverflowError):  # not every value that Parquet can hold is one of Python's
+                raise self._error(name, column) from None
         return self._values[name]
+
+    def _error(self, name: str, column: Any) -> ArgumentError:
+        """Return the error of the first value that cannot be read."""
+        for number, value in enumerate(column, start=self._num_before + 1):
+            try:
+                value.as_py()
+            except (ValueError, OverflowError) as error:
+                reason = "is not UTF-8; convert the file first"
+                if not isinstance(error, UnicodeDecodeError):
+                    reason = f"cannot be read: {error}"
+                return ArgumentError(f"{self._path}:row {number}: column {name!r} {reason}")
+        return ArgumentError(f"{self._path}: column {name!r} cannot be read")
 
 
 @final
@@ -170,8 +194,9 @@ def _parquet_records(path: Path) -> Iterator[Located]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
+            distinct_names(file.schema_arrow.names, str(path))
             for batch in file.iter_batches():
-                columns = _Columns(batch)
+                columns = _Columns(batch, path, number)
                 for place in range(len(columns)):
                     number += 1
                     yield f"{path}:row {number}", _TableRow(columns, place)
