@@ -143,31 +143,28 @@ class _Columns:
     def __init__(self, table: Any, path: Path, num_before: int) -> None:
         self._table, self._path, self._num_before = table, path, num_before
         self.names: list[str] = table.schema.names
-        self._values: dict[str, list[Any]] = {}
+        self._values: dict[str, Any] = {}
 
     def __len__(self) -> int:
         return cast(int, self._table.num_rows)
 
-    def values(self, name: str) -> list[Any]:
+    def value(self, name: str, place: int) -> Any:
         if name not in self._values:
             column = self._table.column(name)
             try:
                 self._values[name] = column.to_pylist()
-            except (ValueError, OverflowError):  # not every value that Parquet can hold is one of Python's
-                raise self._error(name, column) from None
-        return self._values[name]
+            except (ValueError, OverflowError):  # one by one, up to the value that Python cannot hold
+                self._values[name] = column
+        found = self._values[name]
+        return found[place] if isinstance(found, list) else self._one(name, place, found[place])
 
-    def _error(self, name: str, column: Any) -> ArgumentError:
-        """Return the error of the first value that cannot be read."""
-        for number, value in enumerate(column, start=self._num_before + 1):
-            try:
-                value.as_py()
-            except (ValueError, OverflowError) as error:
-                reason = "is not UTF-8; convert the file first"
-                if not isinstance(error, UnicodeDecodeError):
-                    reason = f"cannot be read: {error}"
-                return ArgumentError(f"{self._path}:row {number}: column {name!r} {reason}")
-        return ArgumentError(f"{self._path}: column {name!r} cannot be read")
+    def _one(self, name: str, place: int, value: Any) -> Any:
+        try:
+            return value.as_py()
+        except (ValueError, OverflowError) as error:
+            is_text = isinstance(error, UnicodeDecodeError)
+            reason = "is not UTF-8; convert the file first" if is_text else f"cannot be read: {error}"
+            raise ArgumentError(f"{self._path}:row {self._num_before + place + 1}: column {name!r} {reason}") from None
 
 
 @final
@@ -180,7 +177,7 @@ class _TableRow(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._columns.names:
             raise KeyError(name)
-        return self._columns.values(name)[self._place]
+        return self._columns.value(name, self._place)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns.names)
