@@ -261,6 +261,13 @@ def test_only_fewer_steps_are_called_so():
     assert any(note.endswith("only the smaller number of steps is a gain.") for note in caveats(heavy()))
 
 
+def test_sorting_single_examples_reduces_nothing():
+    lengths = heavy_tailed(1500)
+    advice = advise(lengths, Settings(max_tokens=900))
+    assert (advice.fixed_size, advice.verdict) == (1, "depends")
+    assert not any("already reduces padding" in note for note in caveats(advice))
+
+
 def test_rows_are_what_max_items_counts_where_examples_are_packed():
     advice = advise(heavy_tailed(), Settings(max_tokens=8000, max_items=16), Question(model_kind="decoder"))
     assert advice.verdict == "pack"

@@ -168,7 +168,8 @@ def _no(advice: Advice) -> str:
         why = f"The lengths hardly vary: {keep}."
     else:
         why = f"Planned batches gain less than {percent(WORTH - 1)}: {keep}."
-    return f"No, not against {against(advice)}. {why} It has {cost(fixed)}; planned batches would have {cost(planned)}."
+    costs = f"The fixed size has {cost(fixed)}; planned batches would have {cost(planned)}."
+    return f"No, not against {against(advice)}. {why} {costs}"
 
 
 def _pack(advice: Advice, packed: Entry) -> str:
@@ -278,10 +279,11 @@ def caveats(advice: Advice, data: Measured | None = None) -> list[str]:
             f"An epoch becomes {planned:,} larger updates instead of {fixed:,}: tune the learning rate "
             "again, or lower MaxTokens until the number of updates suits you."
         )
-    if advice.question.against == "shuffled" and advice.against_sorted.compute_bound < WORTH:
-        fewer = advice.against_sorted.launch_bound >= WORTH
+    by_length, gain = advice.sorted.padding, advice.against_sorted
+    if advice.question.against == "shuffled" and by_length < advice.shuffled.padding and gain.compute_bound < WORTH:
+        fewer = gain.launch_bound >= WORTH
         notes.append(
-            f"Sorting by length at the fixed size already reduces padding to {percent(advice.sorted.padding)}; "
+            f"Sorting by length at the fixed size already reduces padding to {percent(by_length)}; "
             "compared with that, "
             + ("only the smaller number of steps is a gain." if fewer else f"they gain less than {percent(WORTH - 1)}.")
         )
