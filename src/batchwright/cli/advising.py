@@ -30,7 +30,6 @@ _ENDS = {
     ),
 }
 
-
 _ADVISE = f"""\
 Say whether planned batches would pay off for a file, against what, and print the lines to copy.
 
