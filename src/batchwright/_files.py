@@ -143,7 +143,7 @@ def _csv_records(path: Path) -> Iterator[tuple[str, Record | None]]:
         if not cells:
             yield where, None
         elif names is None:
-            names = _header(cells, where)
+            names = distinct_names(cells, where)
         else:
             yield where, _named(names, cells, where)
 
@@ -157,13 +157,14 @@ def _tsv_records(path: Path, has_header: bool) -> Iterator[tuple[str, Record | N
             continue
         cells = line.split("\t")
         if names is None:
-            names = _header(cells, where) if has_header else [str(i) for i in range(1, len(cells) + 1)]
+            names = distinct_names(cells, where) if has_header else [str(i) for i in range(1, len(cells) + 1)]
             if has_header:
                 continue
         yield where, _named(names, cells, where)
 
 
-def _header(names: list[str], where: str) -> list[str]:
+def distinct_names(names: list[str], where: str) -> list[str]:
+    """Return the names of columns, or refuse two that are equal."""
     doubled = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if doubled:
         raise ArgumentError(f"{where}: two columns are called {doubled[0]!r}; give every column a name of its own")

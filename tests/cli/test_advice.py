@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.cli.advice import PROXY, WORTH, Gain, Question, advise, rank_correlation, verdict_of
-from batchwright.cli.compare import Settings, compare
+from batchwright.cli.compare import Settings, compare, fixed_plans, groupings, make_plan
 
 
 def heavy_tailed(num=2000, seed=0):
@@ -72,6 +72,16 @@ def test_a_decoder_only_model_packs_where_that_pads_less():
         assert advise(heavy_tailed(), Settings(max_tokens=4000), Question(model_kind=kind)).verdict == "yes"
 
 
+def test_packing_is_not_advised_where_it_needs_many_more_steps_than_planned_batches():
+    # A budget of 1.9 rows holds one: packed rows save 0.5 % of the tokens and need 1.9 times as many steps.
+    lengths = np.clip(np.random.default_rng(0).lognormal(4, 0.6, 20_000).astype(int), 1, 620)
+    lengths[-1] = 620
+    advice = advise(lengths, Settings(max_tokens=1200), Question(model_kind="decoder"))
+    assert advice.packed.num_batches > 1.5 * advice.planned.num_batches
+    assert 1 < advice.planned.padded_tokens / advice.packed.padded_tokens < 1.02
+    assert advice.verdict == "depends"
+
+
 def test_a_decoder_only_model_with_equal_lengths_keeps_its_batches():
     advice = advise(np.full(1000, 50), Settings(max_tokens=1000), Question(model_kind="decoder"))
     assert advice.verdict == "no"
@@ -115,6 +125,54 @@ def test_the_cache_of_a_batch_holds_inputs_and_outputs():
     # 11 fixed batches decode 10 steps each, three planned ones do; 2 × 30 + 20 × 14 tokens are the least.
     assert advice.against_sorted.launch_bound == pytest.approx(11 / 3)
     assert advice.against_sorted.compute_bound == pytest.approx(1)
+
+
+def test_several_ranks_wait_for_each_other_in_the_compute_bound_gain():
+    rng = np.random.default_rng(2)
+    lengths = np.maximum(1, rng.normal(100, rng.uniform(2, 30), 1600)).astype(int)
+    settings = Settings(max_tokens=20_000, max_items=2, world_size=8)
+    advice = advise(lengths, settings)
+    column = lengths[:, None].astype(np.int32)
+
+    def seconds(plan):
+        tokens = plan.shapes[:, 0].astype(np.int64) * plan.shapes[:, 1]
+        return tokens.reshape(-1, 8).max(axis=1).sum()
+
+    fixed = next(iter(fixed_plans(column, settings).values()))()
+    planned = make_plan(column, groupings(column, settings)[advice.planned.name], settings)
+    assert advice.gain.compute_bound == pytest.approx(seconds(fixed) / seconds(planned))
+    # Counted over all ranks without waiting, it would be 1.05.
+    assert advice.gain.compute_bound > 1.15
+    assert advice.shuffled.padded_tokens / advice.planned.padded_tokens < WORTH
+
+
+def test_one_rank_waits_for_nobody():
+    advice = advise(heavy_tailed(), Settings(max_tokens=8000))
+    for entry in (advice.planned, advice.shuffled, advice.sorted, advice.packed):
+        assert entry.waited_tokens == entry.padded_tokens
+
+
+@pytest.mark.parametrize("against", ["shuffled", "sorted"])
+def test_the_cache_is_compared_with_the_batches_that_were_asked_for(against):
+    # One output in a hundred is long, wherever its input is: 14,400 tokens at most shuffled, 12,000 sorted.
+    rng = np.random.default_rng(5)
+    inputs = np.clip(rng.lognormal(3, 1, 3000).astype(int), 1, 500)
+    outputs = np.where(rng.random(3000) < 0.01, 400, np.maximum(1, inputs // 2))
+    settings, question = Settings(max_tokens=8000), Question(task="generate", against=against)
+    advice = advise(np.stack([inputs, outputs], axis=1), settings, question)
+    column = inputs[:, None].astype(np.int32)
+    planned = make_plan(column, groupings(column, settings)[advice.planned.name], settings)
+    largest = max(len(b) * (inputs[b].max() + outputs[b].max()) for b in (planned[i] for i in range(len(planned))))
+    assert advice.outputs.cache_ratio == pytest.approx(largest / {"shuffled": 14_400, "sorted": 12_000}[against])
+
+
+def test_lengths_that_are_even_vary_alike_at_any_fixed_size():
+    # Lengths of 100 to 200 vary, lengths of 100 to 110 hardly do, in batches of 2 as in batches of 50.
+    for high, hardly in ((200, False), (110, True)):
+        lengths = np.random.default_rng(0).integers(100, high + 1, 5000)
+        for max_items in (2, 5, 50):
+            advice = advise(lengths, Settings(max_tokens=50 * high, max_items=max_items))
+            assert advice.lengths_hardly_vary is hardly
 
 
 def test_ranks_that_are_equal_are_shared():

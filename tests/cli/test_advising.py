@@ -1,12 +1,15 @@
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import batchwright as bw
+from batchwright.cli import main
 from batchwright.cli.advice import Gain, Outputs, Question, advise
 from batchwright.cli.advising import advice_lines, answer, caveats, snippet
 from batchwright.cli.compare import Settings
+from batchwright.cli.lengths import Measured
 from batchwright.cli.screen import Screen
 
 RANDOM = "fixed-size batches of 16 examples in random order (the largest size that always fits)"
@@ -23,13 +26,56 @@ def heavy(**question):
     return advise(heavy_tailed(), Settings(max_tokens=8000), Question(**question))
 
 
+def measured(unit):
+    return Measured(lengths=heavy_tailed(), unit=unit, num_blank=0, num_empty=0, num_cut=0)
+
+
+def texts_of(lengths):
+    return [" ".join(["w"] * int(length)) for length in lengths]
+
+
+def ask(tmp_path, capsys, records, *options):
+    """Return what ``advise`` says of records, as plain data."""
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["advise", str(path), *map(str, options), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def run_snippet(code, texts):
+    """Run printed lines with the names that the user has, and return the loader."""
+    pytest.importorskip("torch").set_num_threads(1)
+    dataset = [{"input_ids": [1] * len(str(text).split())} for text in texts]
+    names = {"texts": texts, "pairs": texts, "tokenizer": str.split, "dataset": dataset, "collate": list, "rank": 0}
+    exec(code, names)
+    return names["loader"]
+
+
 def test_constant_lengths_get_a_plain_no():
     advice = advise(np.full(1000, 50), Settings(max_tokens=1000))
     assert advice.verdict == "no"
     assert (advice.against_shuffled.compute_bound, advice.against_shuffled.launch_bound) == (1, 1)
     assert answer(advice).startswith("No, not against fixed-size batches of 20 examples in random order")
     assert "The lengths hardly vary: keep DataLoader(batch_size=20)." in answer(advice)
-    assert snippet(advice) == "loader = DataLoader(dataset, batch_size=20, shuffle=True)"
+    assert "loader = DataLoader(dataset, batch_size=20, shuffle=True, collate_fn=collate)" in snippet(advice)
+
+
+def test_no_against_sorted_batches_prints_sorted_batches():
+    lengths = heavy_tailed(1500)
+    advice = advise(lengths, Settings(max_tokens=20_000, max_items=5), Question(against="sorted"))
+    assert advice.verdict == "no"
+    assert "keep your batches of 5 examples sorted by length" in answer(advice)
+    # Shuffled, they would pad far more than the plan that is turned down.
+    assert advice.shuffled.padding > advice.planned.padding + 0.2
+    sampler = run_snippet(snippet(advice), texts_of(lengths)).batch_sampler
+    assert (sampler.plan.report().padding, len(sampler)) == (advice.sorted.padding, advice.sorted.num_batches)
+
+
+@pytest.mark.parametrize(("against", "max_items"), [("sorted", 5), ("shuffled", 1)])
+def test_lengths_that_vary_much_are_not_said_to_hardly_vary(against, max_items):
+    advice = advise(heavy_tailed(1500), Settings(max_tokens=20_000, max_items=max_items), Question(against=against))
+    assert advice.verdict == "no"
+    assert "Planned batches gain less than 10.0 %: keep" in answer(advice)
 
 
 def test_examples_that_fill_one_batch_are_nothing_to_plan():
@@ -52,6 +98,13 @@ def test_a_range_that_is_partly_no_gain_says_what_it_depends_on():
     assert text.startswith(f"It depends on what a step costs. Against {BY_LENGTH}, an epoch should be ")
     assert "as fast if your steps are launch-bound, but only 0." in text
     assert "which is no gain, if they are compute-bound." in text
+
+
+def test_a_gain_of_a_few_percent_is_not_called_no_gain():
+    gains = {1.05: "only 1.05x, which is less than 10.0 % faster, if", 1.0: "only 1.00x, which is no gain, if"}
+    for low, words in gains.items():
+        gain = Gain(compute_bound=low, launch_bound=2.0)
+        assert words in answer(replace(heavy(), verdict="depends", against_shuffled=gain))
 
 
 def test_a_range_has_its_lower_end_first():
@@ -90,7 +143,7 @@ def test_an_unknown_model_is_asked_for():
 def test_a_decoder_that_gains_nothing_by_packing_is_told_so():
     advice = heavy(model_kind="decoder")
     advice = replace(advice, verdict="yes", packed=replace(advice.packed, padding=0.5))
-    assert any(note.startswith("Packing would not pad less here: ") for note in caveats(advice))
+    assert any(note.startswith("Packing is not clearly better than planned batches here: ") for note in caveats(advice))
 
 
 def test_targets_are_asked_for_with_a_seq2seq_model():
@@ -126,6 +179,46 @@ def test_the_snippet_runs():
     assert (shapes[:, 1] % 8 == 0).all()
 
 
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_the_printed_lines_cut_as_the_command_did(tmp_path, capsys, kind):
+    texts = texts_of(heavy_tailed(1500))
+    options = ["--max-length", 20, "--max-tokens", 100, "--model-kind", kind]
+    advice = ask(tmp_path, capsys, [{"text": text} for text in texts], *options)
+    used = advice["packed"] if advice["verdict"] == "pack" else advice["planned"]
+    assert len(run_snippet(advice["snippet"], texts).batch_sampler) == used["num_batches"]
+    assert "Your data set must cut texts to 20 words, as --max-length counts them." in advice["caveats"]
+
+
+def test_the_printed_lines_leave_out_the_empty_texts_that_the_command_skipped(tmp_path, capsys):
+    texts = ["", *texts_of(heavy_tailed(1500))]
+    advice = ask(tmp_path, capsys, [{"text": text} for text in texts], "--max-tokens", 8000)
+    assert advice["data"]["num_empty"] == 1
+    loader = run_snippet(advice["snippet"], texts)
+    assert len(loader.batch_sampler) == advice["planned"]["num_batches"]
+    assert sum(len(example["input_ids"]) for batch in loader for example in batch) == heavy_tailed(1500).sum()
+
+
+@pytest.mark.parametrize(("kind", "joined"), [("decoder", True), ("seq2seq", False)])
+def test_the_printed_lines_plan_pairs_as_the_model_reads_them(tmp_path, capsys, kind, joined):
+    sides = texts_of(heavy_tailed(1500)), texts_of(np.random.default_rng(1).permutation(heavy_tailed(1500)))
+    pairs = [("", "w"), *zip(*sides, strict=True)]
+    records = [{"a": a, "b": b} for a, b in pairs]
+    options = ["--pairs", "--field", "a,b", "--model-kind", kind, "--max-tokens", 8000, "--seed", 3]
+    advice = ask(tmp_path, capsys, records, *options)
+    used = advice["packed"] if joined else advice["planned"]
+    assert ("lengths.sum(axis=1)" in advice["snippet"]) is joined
+    assert len(run_snippet(advice["snippet"], pairs).batch_sampler) == used["num_batches"]
+
+
+def test_the_printed_lines_run_where_the_answer_is_no(tmp_path, capsys):
+    texts = texts_of([20] * 100)
+    for options in ([], ["--world-size", 2]):
+        advice = ask(tmp_path, capsys, [{"text": text} for text in texts], "--max-tokens", 200, *options)
+        assert advice["verdict"] == "no"
+        num_ranks = advice["settings"]["world_size"]
+        assert num_ranks * len(run_snippet(advice["snippet"], texts)) == advice["shuffled"]["num_batches"]
+
+
 def test_the_snippet_of_packed_rows_trains_on_rows():
     torch = pytest.importorskip("torch")
     torch.set_num_threads(1)
@@ -156,6 +249,31 @@ def test_few_batches_are_a_caveat():
     assert not any("per epoch" in note for note in many)
 
 
+def test_where_nothing_is_trained_few_batches_are_only_rough():
+    advice = advise(heavy_tailed(100), Settings(max_tokens=100_000), Question(task="generate"))
+    assert "Only 1 batch per epoch: the figures are rough. Lower --max-tokens." in caveats(advice)
+
+
+def test_only_fewer_steps_are_called_so():
+    few = advise(heavy_tailed(1500), Settings(max_tokens=20_000, max_items=5))
+    assert few.planned.num_batches == few.sorted.num_batches
+    assert any(note.endswith("compared with that, they gain less than 10.0 %.") for note in caveats(few))
+    assert any(note.endswith("only the smaller number of steps is a gain.") for note in caveats(heavy()))
+
+
+def test_sorting_single_examples_reduces_nothing():
+    lengths = heavy_tailed(1500)
+    advice = advise(lengths, Settings(max_tokens=900))
+    assert (advice.fixed_size, advice.verdict) == (1, "depends")
+    assert not any("already reduces padding" in note for note in caveats(advice))
+
+
+def test_rows_are_what_max_items_counts_where_examples_are_packed():
+    advice = advise(heavy_tailed(), Settings(max_tokens=8000, max_items=16), Question(model_kind="decoder"))
+    assert advice.verdict == "pack"
+    assert "--max-items counts packed rows, not examples." in caveats(advice)
+
+
 def test_fewer_updates_are_a_caveat():
     assert any("tune the learning rate again" in note for note in caveats(heavy()))
 
@@ -169,8 +287,13 @@ def test_multiples_of_eight_are_offered_with_their_padding():
 
 def test_words_are_not_tokens_and_the_answer_says_so():
     advice = heavy()
-    assert "Counted in words" in "\n".join(advice_lines(advice, Screen(), unit="words", quiet=False))
-    assert "Counted in" not in "\n".join(advice_lines(advice, Screen(), unit="tokens", quiet=False))
+    assert "Counted in words" in "\n".join(advice_lines(advice, Screen(), measured("words"), quiet=False))
+    assert "Counted in" not in "\n".join(advice_lines(advice, Screen(), measured("tokens"), quiet=False))
+
+
+def test_the_json_has_every_caveat_of_the_text(tmp_path, capsys):
+    advice = ask(tmp_path, capsys, [{"text": text} for text in texts_of(heavy_tailed(1500))])
+    assert advice["caveats"][0].startswith("Counted in words: pass your own --tokenizer")
 
 
 @pytest.mark.parametrize(
@@ -179,5 +302,5 @@ def test_words_are_not_tokens_and_the_answer_says_so():
 def test_every_answer_names_its_baseline_and_fits_the_screen(question):
     advice = heavy(**question)
     assert "fixed-size batches of 16 examples" in answer(advice)
-    text = "\n".join(advice_lines(advice, Screen(), unit="tokens", quiet=False)).partition("What to set")[0]
+    text = "\n".join(advice_lines(advice, Screen(), quiet=False)).partition("What to set")[0]
     assert all(len(line) <= 80 for line in text.split("\n"))

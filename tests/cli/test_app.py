@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -202,6 +203,7 @@ def test_a_text_without_any_token_is_not_planned(tmp_path, capsys):
         (["plan", "a.txt", "--max-tokens", "nan"], "--max-tokens: needs a whole number of 1 or more, got 'nan'"),
         (["plan", "a.txt", "--max-tokens", "-5"], "--max-tokens: needs a whole number of 1 or more, got '-5'"),
         (["plan", "a.txt", "--max-items", "1e400"], "--max-items: needs a whole number of 1 or more, got '1e400'"),
+        (["plan", "a.txt", "--max-items", "1,5"], "--max-items: needs a whole number of 1 or more, got '1,5'"),
         (["plan", "a.txt", "--limit", "9" * 20], "--limit: needs a whole number of at most 2,147,483,647"),
         (["plan", "a.txt", "--seed", "-1"], "--seed: needs a whole number of 0 or more"),
         (["advise", "a.txt", "--model-kind", "rnn"], "invalid choice: 'rnn' (choose from"),
@@ -318,3 +320,22 @@ def test_a_closed_pipe_ends_quietly(tmp_path):
         process.stdout.close()  # as `head` does once it has seen enough
         assert process.stderr.read() == b""
     assert process.returncode == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("option", ["--json", "--quiet"])
+def test_a_full_disk_is_told_in_one_line(tmp_path, option):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "batchwright", "plan", jsonl(tmp_path / "data.jsonl"), option]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "batchwright: error: reading or writing failed: No space left on device\n"
+
+
+@pytest.mark.parametrize(("stream", "code"), [(1, 2), (2, 0)])
+def test_a_closed_stream_is_no_traceback(tmp_path, stream, code):
+    command = [sys.executable, "-m", "batchwright", "plan", jsonl(tmp_path / "data.jsonl"), "--quiet"]
+    done = subprocess.run(command, preexec_fn=lambda: os.close(stream), capture_output=True, text=True, check=False)
+    message = "batchwright: error: standard output is closed; send it to a file, or to /dev/null\n"
+    assert (done.returncode, done.stderr) == (code, message if stream == 1 else "")
+    assert done.stdout.startswith("grouping") == (stream == 2)

@@ -7,16 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.cli.lengths import (
-    Bin,
     is_heavy_tailed,
     load_tokenizer,
     make_bins,
     measure_file,
     percentile,
-    render_bars,
     unit_of,
 )
 from batchwright.cli.reading import Source
+from batchwright.cli.screen import Bin
 from batchwright.errors import ArgumentError
 from batchwright.plan.lengths.measuring import measure_lengths
 
@@ -159,23 +158,55 @@ def test_the_unit_follows_the_tokenizer():
     ]
 
 
-def test_bars_are_drawn_in_eighths_of_a_cell():
-    # 12 wide leaves 8 cells: 16 fills them, 7 is 3.5 cells, 1 is half a cell.
-    lines = render_bars([Bin(1, 1, 16), Bin(2, 2, 7), Bin(3, 3, 1)], width=13)
-    assert lines == ["1 ████████ 16", "2 ███▌      7", "3 ▌         1"]
+@pytest.mark.parametrize("name", ["a" * 300, "~nosuchuser/tok"])
+def test_a_name_that_no_file_can_have_is_no_tokenizer(name):
+    with pytest.raises(ArgumentError, match=f"--tokenizer '?{name}'?: no such file or folder"):
+        load_tokenizer(name)
 
 
-def test_a_bin_with_one_of_many_examples_is_still_seen():
-    # 1 of 10,000 would be less than an eighth of a cell.
-    lines = render_bars([Bin(1, 1, 10_000), Bin(2, 2, 1), Bin(3, 3, 0)], width=20)
-    assert "▏" in lines[1]
-    assert not any(block in lines[2] for block in "▏▎▍▌▋▊▉█")
+def test_the_name_of_a_model_is_not_taken_for_a_misspelt_unit():
+    with pytest.raises(ArgumentError, match="no model of that name was downloaded before") as refused:
+        load_tokenizer("word2vec")
+    assert "did you mean" not in str(refused.value)
 
 
-@pytest.mark.parametrize("width", [40, 60, 100])
-def test_every_line_fills_the_width(width):
-    lines = render_bars([Bin(1, 4, 900), Bin(5, 8, 1234), Bin(9, 12, 3)], width=width)
-    assert {len(line) for line in lines} == {width}
+@pytest.mark.parametrize(
+    "files",
+    [{"tokenizer_config.json": b"[]"}, {"config.json": b'{"model_type": "bert"}', "vocab.txt": b"\xff\xfe"}],
+    ids=["list", "vocabulary"],
+)
+def test_a_broken_tokenizer_folder_is_refused_with_its_reason(tmp_path, files):
+    pytest.importorskip("transformers")
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ArgumentError, match=r"holds no tokenizer that transformers can load: \w+: \S"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("sys.exit(0)", "importing exiting_0 failed: SystemExit: 0"),
+        ("def count(text): sys.exit(0)", "--tokenizer exiting_1:count failed at text 1: SystemExit: 0; mend it"),
+    ],
+    ids=["import", "call"],
+)
+def test_a_tokenizer_that_ends_the_process_is_refused(tmp_path, monkeypatch, body, message):
+    name = f"exiting_{int('def' in body)}"
+    (tmp_path / f"{name}.py").write_text(f"import sys\n{body}\n")
+    (tmp_path / "a.txt").write_text("one\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ArgumentError, match=message):
+        measure_file(Source(path=tmp_path / "a.txt"), tokenizer=f"{name}:count", max_length=None, progress=False)
+
+
+def test_a_count_over_31_bits_is_named_by_its_text(tmp_path, monkeypatch):
+    (tmp_path / "huge_counts.py").write_text("def count(text):\n    return 2**40 if text == 'b' else 1\n")
+    (tmp_path / "a.txt").write_text("a\nb\nc\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = "huge_counts:count failed at text 2: ValueError: it counts 1,099,511,627,776, and at most 2,147,483,647"
+    with pytest.raises(ArgumentError, match=message):
+        measure_file(Source(path=tmp_path / "a.txt"), tokenizer="huge_counts:count", max_length=None, progress=False)
 
 
 def test_few_different_lengths_get_a_bin_each():

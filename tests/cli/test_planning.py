@@ -103,6 +103,53 @@ def test_the_answer_says_against_what(heavy, capsys):
         assert first.startswith("Yes, ") == (order == "shuffled")
 
 
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_plan_and_advise_recommend_the_same(heavy, capsys, kind):
+    options = [heavy, "--tokenizer", "lengths", "--model-kind", kind, "--max-tokens", "8000"]
+    advice, plan = run_json(capsys, "advise", *options), run_json(capsys, "plan", *options)
+    assert advice["verdict"] == ("pack" if kind == "decoder" else "yes")
+    used = advice["packed"] if kind == "decoder" else advice["planned"]
+    assert plan["recommendation"].startswith(f"Use {used['name']}")
+
+
+def test_a_small_gain_is_not_called_none(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("\n".join(["100", "104"] * 500))
+    plan = run_json(capsys, "plan", str(tmp_path / "a.txt"), "--tokenizer", "lengths", "--max-tokens", "2000")
+    assert plan["recommendation"].startswith("Planned batches gain less than 10.0 % here: keep a fixed size of 19 ")
+
+
+@pytest.mark.parametrize("options", ["--model-kind decoder", "--task generate", "", "--pad-multiple-of 8"])
+def test_the_hint_to_cut_texts_helps(tmp_path, capsys, options):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 80, "b": 50}\n{"a": 4, "b": 4}\n' * 3)
+    command = ["plan", str(path), "--tokenizer", "lengths", "--pairs", "--field", "a,b", "--max-tokens", "64"]
+    command += options.split()
+    assert main(command) == 2
+    hint = capsys.readouterr().err.rpartition("--max-length ")[2].split()[0]
+    assert hint == ("64" if "generate" in options else "32")
+    assert main([*command, "--max-length", hint]) == 0
+
+
+def test_what_is_said_of_multiples_of_8_comes_true_with_that_option(tmp_path, capsys):
+    # The budget that is chosen without --max-tokens grows with the padded lengths.
+    path = tmp_path / "a.txt"
+    path.write_text("\n".join(map(str, np.random.default_rng(10).normal(300, 80, 5000).astype(int).clip(1))))
+    options = [str(path), "--tokenizer", "lengths"]
+    before = run_json(capsys, "advise", *options)
+    assert any("--pad-multiple-of 8 has" in note for note in before["caveats"])
+    after = run_json(capsys, "advise", *options, "--pad-multiple-of", "8")
+    assert before["settings"]["max_tokens"] < after["settings"]["max_tokens"]
+    assert before["rounded"] == after["planned"]
+
+
+def test_the_help_and_the_budget_say_that_packed_rows_are_items(heavy, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "examples per batch, or rows of Packed (default: no limit)" in " ".join(capsys.readouterr().out.split())
+    main(["plan", heavy, "--tokenizer", "lengths", "--max-tokens", "4000", "--max-items", "5"])
+    assert "budget: 4,000 padded tokens and 5 examples (rows of Packed) per batch\n" in capsys.readouterr().out
+
+
 def on_a_terminal(*arguments):
     """Run a command whose standard error is a terminal; return its standard output and what the terminal showed."""
     pty, fcntl, termios = map(pytest.importorskip, ("pty", "fcntl", "termios"))

@@ -157,6 +157,18 @@ def test_a_length_that_is_no_count_is_refused(tmp_path, value):
         rows(path, field="n", holds_lengths=True)
 
 
+@pytest.mark.parametrize(
+    ("value", "held"), [([[1, 2, 3, 4]], "a list: '[1, 2, 3, 4]'"), ([1, None], "null"), ([{"id": 1}], "an object")]
+)
+def test_only_the_items_of_a_flat_list_are_counted(tmp_path, value, held):
+    # A batch of one, [[1, 2, 3, 4]], would count as one token.
+    path = write_jsonl(tmp_path / "a.jsonl", {"input_ids": value})
+    with pytest.raises(ArgumentError) as refused:
+        rows(path, field="input_ids", holds_lengths=True)
+    assert "a.jsonl:1: --tokenizer lengths counts the items of a flat list" in str(refused.value)
+    assert f"the list in field 'input_ids' holds {held}" in str(refused.value)
+
+
 def test_the_name_tells_the_format(tmp_path):
     path = tmp_path / "a.md"
     path.write_text("text")

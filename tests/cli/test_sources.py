@@ -1,6 +1,7 @@
 import gzip
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,39 @@ def test_an_empty_value_in_parquet_is_named_by_its_row(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", {"text": ["t", None]})
     with pytest.raises(ArgumentError, match=r"a\.parquet:row 2: field 'text' holds null"):
         rows(path)
+
+
+def test_two_columns_of_one_name_are_refused_in_parquet_too(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table([arrow.array(["a b"]), arrow.array(["c"])], names=["text", "text"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ArgumentError, match=r"a\.parquet: two columns are called 'text'; give every column a name"):
+        rows(tmp_path / "a.parquet")
+
+
+def test_text_that_is_not_utf8_is_named_by_its_row(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    raw = arrow.array([b"ab"] * 8 + [b"\xff\xfe"], arrow.binary())
+    text = arrow.Array.from_buffers(arrow.string(), 9, raw.buffers())
+    path = write_parquet(tmp_path / "a.parquet", {"text": text}, row_group_size=4)
+    assert rows(path, limit=8) == ["ab"] * 8
+    with pytest.raises(ArgumentError, match=r"a\.parquet:row 9: column 'text' is not UTF-8; convert the file first"):
+        rows(path)
+
+
+@pytest.mark.parametrize("holds_lengths", [False, True])
+def test_bytes_in_parquet_are_neither_texts_nor_lengths(tmp_path, holds_lengths):
+    path = write_parquet(tmp_path / "a.parquet", {"text": [b"12"]})
+    with pytest.raises(ArgumentError, match=r"a\.parquet:row 1: .*(holds|got) bytes"):
+        rows(path, holds_lengths=holds_lengths)
+
+
+def test_a_map_in_parquet_is_no_list_of_ids(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    column = arrow.array([[("a", 1), ("b", 2)]], arrow.map_(arrow.string(), arrow.int64()))
+    path = write_parquet(tmp_path / "a.parquet", {"ids": column})
+    with pytest.raises(ArgumentError, match=r"a flat list, and the list in field 'ids' holds a pair"):
+        rows(path, field="ids", holds_lengths=True)
 
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path):
@@ -151,6 +185,43 @@ def test_standard_input_without_a_format_asks_for_it():
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ArgumentError, match=r"no such file: .*absent"):
         kind_of(tmp_path / "absent")
+
+
+def test_a_name_that_no_file_can_have_is_refused():
+    with pytest.raises(ArgumentError, match=r"cannot read a+\.txt: File name too long"):
+        rows(Path("a" * 300 + ".txt"))
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give up its rights")
+@pytest.mark.parametrize("name", ["locked", "locked/a.txt"])
+def test_a_folder_that_may_not_be_read_is_refused_in_one_line(tmp_path, name):
+    folder = tmp_path / "locked"
+    folder.mkdir()
+    (folder / "a.txt").write_text("w w\n")
+    folder.chmod(0)
+    # As root one may read everything; the modules must be there before the rights are gone.
+    code = (
+        "import os, sys; from batchwright.cli.app import main; os.chdir(sys.argv[1]); os.seteuid(65534); "
+        "sys.exit(main(['plan', sys.argv[2], '--quiet']))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    folder.chmod(0o755)
+    assert (done.returncode, done.stderr) == (2, f"batchwright: error: cannot read {name}: Permission denied\n")
+
+
+def test_a_link_to_nothing_is_named(tmp_path):
+    (tmp_path / "x.txt").symlink_to(tmp_path / "nowhere.txt")
+    (tmp_path / "y.txt").write_text("one\n")
+    with pytest.raises(ArgumentError, match=r"x\.txt is a link to a file that is not there; remove the link"):
+        rows(tmp_path)
+
+
+def test_a_closed_standard_input_is_refused_in_one_line():
+    command = [sys.executable, "-m", "batchwright", "plan", "-", "--format", "txt"]
+    done = subprocess.run(command, preexec_fn=lambda: os.close(0), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == ("batchwright: error: standard input is closed; send data to it, for example < data.jsonl\n")
 
 
 def test_numbers_in_a_table_hint_at_lengths(tmp_path):

@@ -12,14 +12,29 @@ import batchwright as bw
 from .._lengths import as_lengths
 from .._types import IntArray
 from ..errors import BatchwrightError
-from .compare import Comparison, Entry, Settings, compare, entry_of, fixed_plans, groupings, make_plan, random_order
+from .compare import (
+    Comparison,
+    Entry,
+    Settings,
+    compare,
+    entry_of,
+    fixed_plans,
+    groupings,
+    make_plan,
+    random_order,
+    slowest,
+)
 
 # A smaller gain drowns in the noise of a training run and is not worth a change.
 WORTH = 1.10
+# Lengths hardly vary if large random batches are padded less than this.
+_LITTLE_PADDING = 0.1
 # A rank correlation below this says that input length is a poor proxy for the output: it explains less than half.
 PROXY = 0.7
 # Rounding lengths up to multiples of 8 is worth a word if it costs at most this much padding.
 _PAD_ALLOWANCE = 0.02
+# Packed rows need another collator and another attention: they must save at least this much, and lose less elsewhere.
+_PACK_SAVING = 0.02
 # A KV cache this many times as large as that of the largest fixed batch may not fit where that one does.
 _MORE_CACHE = 1.05
 
@@ -65,7 +80,8 @@ class Gain:
     """How many times as fast an epoch becomes.
 
     Args:
-        compute_bound: the ratio of padded tokens, for steps whose time grows with them.
+        compute_bound: the ratio of padded tokens, for steps whose time grows with them; a step lasts as long as its
+            slowest rank.
         launch_bound: the ratio of the numbers of steps, for steps that all take the same time.
     """
 
@@ -90,7 +106,7 @@ class Outputs:
 
     Args:
         correlation: the rank correlation of input and output lengths; None if one of them is always the same.
-        cache_ratio: the largest KV cache of a planned batch over that of a fixed batch, in tokens.
+        cache_ratio: the largest KV cache of a planned batch over that of the fixed batches asked for, in tokens.
     """
 
     correlation: float | None
@@ -146,9 +162,28 @@ class Advice:
         """Return the fixed size that was asked for."""
         return self.shuffled if self.question.against == "shuffled" else self.sorted
 
+    @property
+    def used(self) -> Entry:
+        """Return the plan that the answer is about."""
+        return self.packed if self.verdict == "pack" and self.packed is not None else self.planned
+
+    @property
+    def lengths_hardly_vary(self) -> bool:
+        """Say whether random batches are padded little, for their size.
+
+        Small ones always are less: even lengths waste ``(n - 1) / (n + 1)`` of what they waste in large batches.
+        """
+        few = (self.fixed_size - 1) / (self.fixed_size + 1)
+        return self.fixed_size > 1 and self.shuffled.padding < _LITTLE_PADDING * few
+
 
 def advise(
-    lengths: IntArray, settings: Settings, question: Question | None = None, *, progress: bool = False
+    lengths: IntArray,
+    settings: Settings,
+    question: Question | None = None,
+    *,
+    rounded_tokens: int | None = None,
+    progress: bool = False,
 ) -> Advice:
     """Compare the recommended plan with a fixed size, shuffled and sorted.
 
@@ -158,6 +193,7 @@ def advise(
         lengths: shape ``(N,)``, or ``(N, 2)`` for pairs of source and target.
         settings: the budget and the other options.
         question: what the batches are for; None is training, against random batches of a fixed size.
+        rounded_tokens: the budget that goes with lengths in multiples of 8; None for the same.
         progress: whether to show progress on a terminal.
     """
     question = Question() if question is None else question
@@ -167,12 +203,12 @@ def advise(
     outputs = None
     gains = [gain_of(fixed, planned) for fixed in (comparison.shuffled, comparison.sorted)]
     if generates and lengths.ndim == 2:
-        outputs, gains = _with_outputs(lengths, comparison)
+        outputs, gains = _with_outputs(lengths, comparison, question)
     asked = gains[0] if question.against == "shuffled" else gains[1]
     verdict = verdict_of(asked)
     if generates and verdict == "yes" and (outputs is None or not outputs.is_foreseen):
         verdict = "depends"
-    if question.model_kind == "decoder" and not generates and _packs_better(comparison, question):
+    if packs_better(comparison, question):
         verdict = "pack"
     return Advice(
         verdict=verdict,
@@ -181,7 +217,7 @@ def advise(
         fixed_size=comparison.fixed_size,
         planned=planned,
         packed=comparison.packed,
-        rounded=_rounded(inputs, planned, settings),
+        rounded=_rounded(inputs, planned, settings, rounded_tokens),
         shuffled=comparison.shuffled,
         sorted=comparison.sorted,
         against_shuffled=gains[0],
@@ -204,7 +240,7 @@ def verdict_of(gain: Gain) -> Verdict:
 def gain_of(fixed: Entry, planned: Entry) -> Gain:
     """Return how many times as fast one plan is as another."""
     return Gain(
-        compute_bound=fixed.padded_tokens / planned.padded_tokens,
+        compute_bound=fixed.waited_tokens / planned.waited_tokens,
         launch_bound=fixed.num_batches / planned.num_batches,
     )
 
@@ -229,44 +265,59 @@ def _ranks(values: IntArray) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     return ranks
 
 
-def _with_outputs(lengths: IntArray, comparison: Comparison) -> tuple[Outputs, list[Gain]]:
+def _with_outputs(lengths: IntArray, comparison: Comparison, question: Question) -> tuple[Outputs, list[Gain]]:
     """Return what outputs change: a batch decodes until its longest output ends, and its cache holds all of them."""
     settings = comparison.settings
     inputs, outputs = as_lengths(lengths[:, 0]), lengths[:, 1]
     shuffled, by_length = fixed_plans(inputs, settings).values()
     grouping = groupings(inputs, settings)[comparison.recommended.name]
-    planned = _decoding(make_plan(inputs, grouping, settings), outputs)
+    planned = _decoding(make_plan(inputs, grouping, settings), outputs, settings)
     fixed = [
-        _decoding(shuffled(), outputs[random_order(len(outputs), settings)]),
-        _decoding(by_length(), outputs),
+        _decoding(shuffled(), outputs[random_order(len(outputs), settings)], settings),
+        _decoding(by_length(), outputs, settings),
     ]
     gains = [
         Gain(compute_bound=tokens / planned[0], launch_bound=num_steps / planned[1]) for tokens, num_steps, _ in fixed
     ]
     correlation = rank_correlation(lengths[:, 0], outputs)
-    return Outputs(correlation=correlation, cache_ratio=planned[2] / fixed[0][2]), gains
+    asked = fixed[0] if question.against == "shuffled" else fixed[1]
+    return Outputs(correlation=correlation, cache_ratio=planned[2] / asked[2]), gains
 
 
-def _decoding(plan: bw.Plan, outputs: IntArray) -> tuple[int, int, int]:
-    """Return the padded tokens in and out, the steps that decode, and the most tokens that one batch holds."""
+def _decoding(plan: bw.Plan, outputs: IntArray, settings: Settings) -> tuple[int, int, int]:
+    """Return the padded tokens in and out, the steps that decode, and the most tokens that one batch holds.
+
+    Both sums count every rank like the slowest of its step.
+    """
     longest = np.maximum.reduceat(outputs[plan.indices], plan.offsets[:-1]).astype(np.int64)
     tokens = plan.shapes[:, 0].astype(np.int64) * (plan.shapes[:, 1] + longest)
-    return int(tokens.sum()), int(longest.sum()), int(tokens.max())
+    return int(slowest(tokens, settings).sum()), int(slowest(longest, settings).sum()), int(tokens.max())
 
 
-def _packs_better(comparison: Comparison, question: Question) -> bool:
+def packs_better(comparison: Comparison, question: Question) -> bool:
+    """Say whether a decoder-only model should be trained on packed rows.
+
+    They must save tokens, cost hardly more steps than planned batches, and be worth a change from the fixed size.
+
+    Args:
+        comparison: the plans.
+        question: what the batches are for.
+    """
     packed = comparison.packed
-    if packed is None or packed.padded_tokens >= comparison.recommended.padded_tokens:
+    if packed is None or question.model_kind != "decoder" or question.task == "generate":
+        return False
+    over_planned = gain_of(comparison.recommended, packed)
+    if over_planned.compute_bound < 1 + _PACK_SAVING or over_planned.launch_bound <= 1 - _PACK_SAVING:
         return False
     fixed = comparison.shuffled if question.against == "shuffled" else comparison.sorted
     return gain_of(fixed, packed).high >= WORTH
 
 
-def _rounded(lengths: IntArray, planned: Entry, settings: Settings) -> Entry | None:
+def _rounded(lengths: IntArray, planned: Entry, settings: Settings, max_tokens: int | None) -> Entry | None:
     """Return the plan padded to multiples of 8, if the user chose no multiple and it costs little."""
     if settings.pad_multiple_of > 1:
         return None
-    rounded = replace(settings, pad_multiple_of=8)
+    rounded = replace(settings, pad_multiple_of=8, max_tokens=max_tokens or settings.max_tokens)
     try:
         plan = make_plan(lengths, groupings(lengths, rounded)[planned.name], rounded)
     except BatchwrightError:  # rounded up, the longest example no longer fits the budget

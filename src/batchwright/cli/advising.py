@@ -8,14 +8,13 @@ from dataclasses import asdict
 
 from .advice import PROXY, WORTH, Advice, Gain, advise, gain_of, verdict_of
 from .compare import Entry
+from .lengths import Measured
 from .options import Commands, add_command, add_option
 from .planning import ABOUT_FILE, add_inputs, basics, budget_line, cost, data_line, read_inputs, summary_lines
 from .screen import Screen, counted, percent, render_table, times
 
 # With fewer batches, the last ones, only partly filled, distort every figure.
 _FEW_BATCHES = 20
-# Lengths hardly vary if random batches are padded no more than this.
-_LITTLE_PADDING = 0.1
 
 _ENDS = {
     "train": (
@@ -30,7 +29,6 @@ _ENDS = {
         "Both are estimates from the lengths only.",
     ),
 }
-
 
 _ADVISE = f"""\
 Say whether planned batches would pay off for a file, against what, and print the lines to copy.
@@ -68,27 +66,35 @@ def add_advising(commands: Commands) -> None:
 
 def _advise(arguments: argparse.Namespace) -> None:
     inputs = read_inputs(arguments)
-    advice = advise(inputs.data.lengths, inputs.settings, inputs.question, progress=inputs.progress)
+    data, rounded_tokens = inputs.data, inputs.tokens_if_rounded(8)
+    advice = advise(
+        data.lengths, inputs.settings, inputs.question, rounded_tokens=rounded_tokens, progress=inputs.progress
+    )
     if arguments.json:
-        words = {"snippet": snippet(advice), "caveats": caveats(advice)}
-        print(json.dumps({"data": inputs.data.to_dict(), **asdict(advice), **words}, indent=2))
+        words = {"snippet": snippet(advice, data), "caveats": caveats(advice, data)}
+        print(json.dumps({"data": data.to_dict(), **asdict(advice), **words}, indent=2))
         return
     screen = Screen.of_stdout()
     if not arguments.quiet:
-        screen.show([data_line(inputs.name, inputs.data), *summary_lines(inputs.data), *inputs.notes])
+        screen.show([data_line(inputs.name, data), *summary_lines(data), *inputs.notes])
         screen.show([budget_line(inputs.settings, inputs.reason), ""])
-    screen.show(advice_lines(advice, screen, unit=inputs.data.unit, quiet=arguments.quiet))
+    screen.show(advice_lines(advice, screen, data, quiet=arguments.quiet))
 
 
-def advice_lines(advice: Advice, screen: Screen, *, unit: str, quiet: bool) -> list[str]:
-    """Answer whether planned batches pay off, with the figures and what to set."""
+def advice_lines(advice: Advice, screen: Screen, data: Measured | None = None, *, quiet: bool) -> list[str]:
+    """Answer whether planned batches pay off, with the figures and what to set.
+
+    Args:
+        advice: the answer.
+        screen: where it is printed.
+        data: how the lengths were counted; None if that is not known.
+        quiet: whether to leave out what explains the figures.
+    """
     lines = [*screen.wrap(answer(advice)), "", *_table(advice), ""]
     if not quiet:
         lines += [line for end in _ENDS[advice.question.task] for line in screen.wrap(end)] + [""]
-    lines += ["What to set:", "", *(f"    {line}".rstrip() for line in snippet(advice).split("\n"))]
-    notes = caveats(advice)
-    if unit != "tokens" and advice.verdict != "no":
-        notes.insert(0, f"Counted in {unit}: pass your own --tokenizer before you copy the number.")
+    lines += ["What to set:", "", *(f"    {line}".rstrip() for line in snippet(advice, data).split("\n"))]
+    notes = caveats(advice, data)
     if notes and not quiet:
         lines += ["", *(line for note in notes for line in screen.wrap(f"- {note}", indent="  "))]
     return lines
@@ -96,9 +102,8 @@ def advice_lines(advice: Advice, screen: Screen, *, unit: str, quiet: bool) -> l
 
 def _table(advice: Advice) -> list[str]:
     fixed = [(advice.shuffled, advice.against_shuffled), (advice.sorted, advice.against_sorted)]
-    best = advice.planned
-    if advice.verdict == "pack" and advice.packed is not None:
-        best = advice.packed
+    best = advice.used
+    if advice.verdict == "pack":
         fixed = [(entry, gain_of(entry, best)) for entry in (advice.shuffled, advice.sorted, advice.planned)]
     rows = [[*basics(entry), times(gain.compute_bound), times(gain.launch_bound)] for entry, gain in fixed]
     rows.append([*basics(best), "1", "1"])
@@ -125,9 +130,10 @@ def answer(advice: Advice) -> str:
         )
     ends = ("compute-bound", "launch-bound")
     low, high = ends if gain.compute_bound < gain.launch_bound else reversed(ends)
+    little = "no gain" if gain.low < 1.005 else f"less than {percent(WORTH - 1)} faster"
     return (
         f"It depends on what a step costs. Against {against(advice)}, an epoch should be {times(gain.high)} as fast if "
-        f"your steps are {high}, but only {times(gain.low)}, which is no gain, if they are {low}. {other}"
+        f"your steps are {high}, but only {times(gain.low)}, which is {little}, if they are {low}. {other}"
     )
 
 
@@ -155,15 +161,18 @@ def _no(advice: Advice) -> str:
             "to plan; lower --max-tokens or give more data."
         )
     keep = f"keep DataLoader(batch_size={advice.fixed_size})"
-    if fixed.padding <= _LITTLE_PADDING:
+    if advice.question.against == "sorted":
+        keep = f"keep your batches of {counted(advice.fixed_size, 'example')} sorted by length"
+    if advice.lengths_hardly_vary:
         why = f"The lengths hardly vary: {keep}."
     else:
         why = f"Planned batches gain less than {percent(WORTH - 1)}: {keep}."
-    return f"No, not against {against(advice)}. {why} It has {cost(fixed)}; planned batches would have {cost(planned)}."
+    costs = f"The fixed size has {cost(fixed)}; planned batches would have {cost(planned)}."
+    return f"No, not against {against(advice)}. {why} {costs}"
 
 
 def _pack(advice: Advice, packed: Entry) -> str:
-    capacity = capacity_of(packed)
+    capacity = packed.capacity
     gain = gain_of(advice.baseline, packed)
     return (
         f"Pack instead. A decoder-only model can read several examples in one row: {packed.name} fills "
@@ -195,67 +204,87 @@ def _doubt(advice: Advice) -> str:
     return "but " + ", and ".join(reasons)
 
 
-def snippet(advice: Advice) -> str:
-    """Return the lines to copy into a script."""
-    if advice.verdict == "no":
-        return f"loader = DataLoader(dataset, batch_size={advice.fixed_size}, shuffle=True)"
-    if advice.question.task == "generate":
+def snippet(advice: Advice, data: Measured | None = None) -> str:
+    """Return the lines to copy into a script.
+
+    Args:
+        advice: the answer.
+        data: how the lengths were counted, which the lines then do too.
+    """
+    if advice.verdict == "no" and advice.question.against == "shuffled":
+        return _plain_loader(advice)
+    if advice.verdict != "no" and advice.question.task == "generate":
         return (
             "from batchwright.step import generate\n"
             "\n"
             "# Batches of similar length; the output counts, and the memory of each batch decides the next size.\n"
             "outputs = generate(model, examples, max_new_tokens=256)"
         )
-    packs = advice.verdict == "pack" and advice.packed is not None
-    entry = advice.packed if packs and advice.packed is not None else advice.planned
-    collate = "PackCollator()" if packs else "collate"
+    return _planned_loader(advice, data)
+
+
+def _plain_loader(advice: Advice) -> str:
+    names, order = "DataLoader", "shuffle=True"
+    if advice.settings.world_size > 1:
+        names = "DataLoader, DistributedSampler"
+        order = f"sampler=DistributedSampler(dataset, num_replicas={advice.settings.world_size}, rank=rank)"
     return (
-        "import batchwright as bw\n"
-        "from torch.utils.data import DataLoader\n"
-        + ("from batchwright.step import PackCollator\n" if packs else "")
-        + "\n"
-        f"lengths = bw.measure_lengths({'pairs' if advice.packed is None else 'texts'}, tokenizer)\n"
-        f"sampler = bw.BatchSampler({', '.join(['lengths', *_arguments(advice, entry)])})\n"
-        f"loader = DataLoader({'bw.Rows(dataset)' if packs else 'dataset'}, batch_sampler=sampler, "
-        f"collate_fn={collate})"
+        f"from torch.utils.data import {names}\n"
+        "\n"
+        f"loader = DataLoader(dataset, batch_size={advice.fixed_size}, {order}, collate_fn=collate)"
     )
 
 
-def _arguments(advice: Advice, entry: Entry) -> list[str]:
-    settings = advice.settings
-    budget = f"bw.MaxTokens({settings.max_tokens})"
-    if settings.max_items is not None:
-        budget += f" & bw.MaxItems({settings.max_items})"
-    options = [] if entry.name == "WindowSort()" else [f"grouping=bw.{entry.name}"]
-    if settings.pad_multiple_of > 1:
-        options.append(f"pad_multiple_of={settings.pad_multiple_of}")
-    if settings.world_size > 1:
-        options.append(f"rank=rank, world_size={settings.world_size}")
-    return [budget, *options]
+def _planned_loader(advice: Advice, data: Measured | None) -> str:
+    """Return the lines that make the recommended batches, or the sorted ones where those are to be kept."""
+    packs = advice.verdict == "pack"
+    has_pairs = advice.packed is None if data is None else data.lengths.ndim == 2 and advice.question.task == "train"
+    # A decoder-only model reads both texts as one.
+    planned = "lengths.sum(axis=1)" if has_pairs and advice.packed is not None else "lengths"
+    has_empty = data is not None and data.num_empty + data.num_blank > 0
+    cut = "" if data is None or data.max_length is None else f", max_length={data.max_length}"
+    arguments = advice.settings.code(advice.used.name)
+    if advice.verdict == "no":
+        arguments = advice.settings.code("Sorted()", fixed_size=advice.fixed_size)
+    lines = ["import batchwright as bw", f"from torch.utils.data import DataLoader{', Subset' if has_empty else ''}"]
+    lines += ["from batchwright.step import PackCollator"] if packs else []
+    lines += ["", f"lengths = bw.measure_lengths({'pairs' if has_pairs else 'texts'}, tokenizer{cut})"]
+    if has_empty:
+        lines += [
+            f"kept = lengths{'.all(axis=1)' if has_pairs else ''}.nonzero()[0]  # leaves out empty texts",
+            "dataset, lengths = Subset(dataset, kept.tolist()), lengths[kept]",
+        ]
+    data_set, collate = ("bw.Rows(dataset)", "PackCollator()") if packs else ("dataset", "collate")
+    lines += [
+        f"sampler = bw.BatchSampler({planned}, {arguments})",
+        f"loader = DataLoader({data_set}, batch_sampler=sampler, collate_fn={collate})",
+    ]
+    return "\n".join(lines)
 
 
-def caveats(advice: Advice) -> list[str]:
-    """Return what the figures do not say, as sentences."""
-    notes = []
-    used = advice.packed if advice.verdict == "pack" and advice.packed is not None else advice.planned
-    planned, fixed = used.num_batches, advice.baseline.num_batches
-    if planned < _FEW_BATCHES:
-        notes.append(
-            f"Only {counted(planned, 'batch', 'batches')} per epoch: the figures are rough, and this few updates train "
-            "poorly. Lower --max-tokens."
-        )
-    notes += _about_the_model(advice)
+def caveats(advice: Advice, data: Measured | None = None) -> list[str]:
+    """Return what the figures do not say, as sentences.
+
+    Args:
+        advice: the answer.
+        data: how the lengths were counted; None if that is not known.
+    """
+    notes = [*_about_counting(advice, data), *_about_few_batches(advice), *_about_the_model(advice)]
     if advice.verdict == "no" or advice.question.task == "generate":
         return notes
+    planned, fixed = advice.used.num_batches, advice.baseline.num_batches
     if fixed > WORTH * planned:
         notes.append(
             f"An epoch becomes {planned:,} larger updates instead of {fixed:,}: tune the learning rate "
             "again, or lower MaxTokens until the number of updates suits you."
         )
-    if advice.question.against == "shuffled" and advice.against_sorted.compute_bound < WORTH:
+    by_length, gain = advice.sorted.padding, advice.against_sorted
+    if advice.question.against == "shuffled" and by_length < advice.shuffled.padding and gain.compute_bound < WORTH:
+        fewer = gain.launch_bound >= WORTH
         notes.append(
-            f"Sorting by length at the fixed size already reduces padding to {percent(advice.sorted.padding)}; "
-            "compared with that, only the smaller number of steps is a gain."
+            f"Sorting by length at the fixed size already reduces padding to {percent(by_length)}; "
+            "compared with that, "
+            + ("only the smaller number of steps is a gain." if fewer else f"they gain less than {percent(WORTH - 1)}.")
         )
     if advice.settings.pad_multiple_of > 1:
         notes.append(
@@ -269,17 +298,39 @@ def caveats(advice: Advice) -> list[str]:
     return notes
 
 
+def _about_counting(advice: Advice, data: Measured | None) -> list[str]:
+    notes: list[str] = []
+    if data is None or advice.verdict == "no":
+        return notes
+    if data.unit != "tokens":
+        notes.append(f"Counted in {data.unit}: pass your own --tokenizer before you copy the number.")
+    if data.num_cut:
+        notes.append(f"Your data set must cut texts to {data.max_length:,} {data.unit}, as --max-length counts them.")
+    return notes
+
+
+def _about_few_batches(advice: Advice) -> list[str]:
+    num_batches = advice.used.num_batches
+    if num_batches >= _FEW_BATCHES:
+        return []
+    poorly = "" if advice.question.task == "generate" else ", and this few updates train poorly"
+    return [
+        f"Only {counted(num_batches, 'batch', 'batches')} per epoch: the figures are rough{poorly}. Lower --max-tokens."
+    ]
+
+
 def _about_the_model(advice: Advice) -> list[str]:
     """Say what depends on the kind of the model and on the task."""
     kind, packed, outputs = advice.question.model_kind, advice.packed, advice.outputs
     if advice.question.task == "generate":
         return [] if outputs is None or outputs.correlation is None else [_correlation(outputs.correlation)]
     if advice.verdict == "pack":
-        return ["The examples of a row must not see each other: PackCollator restarts positions and masks attention."]
+        note = "The examples of a row must not see each other: PackCollator restarts positions and masks attention."
+        return [note] if advice.settings.max_items is None else [note, "--max-items counts packed rows, not examples."]
     if kind == "seq2seq" and packed is not None:  # one axis: the targets are not known
         return ["A seq2seq model pads targets too; give both sides with --pairs, and they are planned together."]
     if kind == "decoder" and packed is not None:
-        return [f"Packing would not pad less here: {packed.name} has {cost(packed)}."]
+        return [f"Packing is not clearly better than planned batches here: {packed.name} has {cost(packed)}."]
     if kind is not None:
         return []
     if packed is None:
@@ -293,16 +344,6 @@ def _about_the_model(advice: Advice) -> list[str]:
 def _correlation(value: float) -> str:
     meaning = "a fair" if value >= PROXY else "a poor"
     return f"Input and output lengths have a rank correlation of {value:.2f}: inputs are {meaning} proxy for the cost."
-
-
-def capacity_of(packed: Entry) -> int:
-    """Return the capacity that the name of a packed plan tells.
-
-    >>> from types import SimpleNamespace
-    >>> capacity_of(SimpleNamespace(name="Packed(capacity=512)"))
-    512
-    """
-    return int(packed.name.partition("=")[2].removesuffix(")"))
 
 
 def _span(gain: Gain) -> str:

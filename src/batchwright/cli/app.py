@@ -6,9 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from .._version import __version__
-from ..errors import BatchwrightError, MissingDependencyError
+from ..errors import ArgumentError, BatchwrightError, MissingDependencyError
 from .advising import add_advising
 from .demo.command import add_demo
 from .doctor.command import add_doctor
@@ -34,22 +35,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None takes those of the process.
 
     Returns:
-        The exit code: 0 for success, 1 if an optional package is missing, 2 for unusable input, 130 after Ctrl-C.
+        The exit code: 0 for success, 1 if an optional package is missing or nothing more can be printed, 2 for
+        unusable input, 130 after Ctrl-C.
     """
-    arguments = make_parser().parse_args(argv)
     try:
+        _check_streams()
+        arguments = make_parser().parse_args(argv)
         arguments.run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of a pipe has seen enough, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
     except BatchwrightError as error:
-        # A message that quotes another package may have several lines.
-        print("batchwright: error:", " ".join(str(error).split()), file=sys.stderr)
+        _complain(error)
         return 1 if isinstance(error, MissingDependencyError) else 2
+    except OSError as error:  # mostly a full disk behind standard output
+        _drop_output()
+        _complain(f"{error.filename or 'reading or writing failed'}: {error.strerror or error}")
+        return 1
     return 0
+
+
+def _check_streams() -> None:
+    """Refuse a closed standard output, whose place the next file that is opened would take."""
+    if sys.stderr is None:  # print would fall back on standard output
+        sys.stderr = open(os.devnull, "w")
+    if sys.stdout is None:
+        raise ArgumentError("standard output is closed; send it to a file, or to /dev/null")
+
+
+def _complain(problem: object) -> None:
+    # A message that quotes another package may have several lines.
+    print("batchwright: error:", " ".join(str(problem).split()), file=sys.stderr)
+
+
+def _drop_output() -> None:
+    """Send what cannot be printed nowhere, or Python would try again at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError):  # a stand-in for standard output has no number
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -27,7 +27,7 @@ class Settings:
 
     Args:
         max_tokens: the most padded tokens per batch.
-        max_items: the most examples per batch; None for no limit.
+        max_items: the most examples per batch, or rows where they are packed; None for no limit.
         pad_multiple_of: lengths are padded to a multiple of this.
         seed: the seed of every shuffle.
         world_size: the number of ranks that share the batches.
@@ -45,6 +45,24 @@ class Settings:
         tokens = bw.MaxTokens(self.max_tokens)
         return tokens if self.max_items is None else tokens & bw.MaxItems(self.max_items)
 
+    def code(self, grouping: str, *, fixed_size: int | None = None) -> str:
+        """Write the arguments that follow the lengths: the budget, or a fixed size, and what is not the default.
+
+        >>> Settings(max_tokens=64, max_items=8, seed=3).code("Sorted()")
+        'bw.MaxTokens(64) & bw.MaxItems(8), grouping=bw.Sorted(), seed=3'
+        """
+        budget = f"bw.MaxTokens({self.max_tokens})"
+        if self.max_items is not None:
+            budget += f" & bw.MaxItems({self.max_items})"
+        options = [
+            budget if fixed_size is None else f"bw.MaxItems({fixed_size})",
+            "" if grouping == "WindowSort()" else f"grouping=bw.{grouping}",
+            f"pad_multiple_of={self.pad_multiple_of}" if self.pad_multiple_of > 1 else "",
+            f"seed={self.seed}" if self.seed else "",
+            f"rank=rank, world_size={self.world_size}" if self.world_size > 1 else "",
+        ]
+        return ", ".join(filter(None, options))
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +73,7 @@ class Entry:
         name: the expression that makes the grouping, or the fixed size in words.
         padding: the share of the padded tokens that is padding.
         padded_tokens: real tokens and padding of one epoch together.
+        waited_tokens: the same, with every rank of a step counted like the one with the most: they wait for it.
         num_batches: the batches per epoch, over all ranks.
         num_shapes: the number of different (items, padded lengths).
         budget_used: the mean share of the budget that a batch uses.
@@ -65,11 +84,17 @@ class Entry:
     name: str
     padding: float
     padded_tokens: int
+    waited_tokens: int
     num_batches: int
     num_shapes: int
     budget_used: float
     recurrence: float
     straggler_waste: float
+
+    @property
+    def capacity(self) -> int:
+        """Return the capacity that the name of a packed plan tells."""
+        return int(self.name.partition("=")[2].removesuffix(")"))
 
 
 @final
@@ -183,15 +208,22 @@ def random_order(num_examples: int, settings: Settings) -> IntArray:
     return np.random.default_rng(settings.seed).permutation(num_examples)
 
 
-def check_fits(lengths: IntArray, settings: Settings) -> None:
-    """Refuse a budget that a single example exceeds, and ranks that would have no example of their own."""
+def check_fits(lengths: IntArray, settings: Settings, *, num_texts: int | None = None) -> None:
+    """Refuse a budget that a single example exceeds, and ranks that would have no example of their own.
+
+    Args:
+        lengths: shape ``(N, axes)``.
+        settings: the budget and the other options.
+        num_texts: the texts whose lengths an example adds up, each of which can be cut; None for one per axis.
+    """
     if settings.world_size > len(lengths):
         raise ArgumentError(
             f"--world-size {settings.world_size} is more than the examples, {len(lengths)}; lower it, or give more data"
         )
     longest = int(pad_up(lengths, settings.pad_multiple_of).sum(axis=1, dtype=np.int64).max())
     if longest > settings.max_tokens:
-        each = settings.max_tokens // lengths.shape[1] // settings.pad_multiple_of * settings.pad_multiple_of
+        share = settings.max_tokens // (num_texts or lengths.shape[1])
+        each = share // settings.pad_multiple_of * settings.pad_multiple_of
         cut = f", or cut texts with --max-length {each}" if each else ""
         raise ArgumentError(
             f"the longest example needs {longest} padded tokens, over --max-tokens {settings.max_tokens}; "
@@ -241,13 +273,25 @@ def entry_of(name: str, plan: bw.Plan, settings: Settings) -> Entry:
     """Return what a plan costs."""
     report = plan.report()
     num_items, padded = plan.shapes[:, 0].astype(np.int64), plan.shapes[:, 1:].astype(np.int64)
+    tokens = num_items * padded.sum(axis=1)
     return Entry(
         name=name,
         padding=report.padding,
-        padded_tokens=int((num_items * padded.sum(axis=1)).sum()),
+        padded_tokens=int(tokens.sum()),
+        waited_tokens=settings.world_size * int(slowest(tokens, settings).sum()),
         num_batches=report.num_batches,
         num_shapes=report.num_shapes,
         budget_used=float(settings.budget.fraction(num_items, padded).mean()),
         recurrence=report.recurrence,
         straggler_waste=report.straggler_waste,
     )
+
+
+def slowest(costs: IntArray, settings: Settings) -> IntArray:
+    """Return the largest cost of each step, from the cost of each batch: ranks wait for each other.
+
+    >>> slowest(np.array([3, 5, 4, 4]), Settings(max_tokens=8, world_size=2)).tolist()
+    [5, 4]
+    """
+    largest: IntArray = costs.reshape(-1, settings.world_size).max(axis=1)
+    return largest

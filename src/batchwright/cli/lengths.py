@@ -1,11 +1,11 @@
-"""The lengths of a file: counted by the tokenizer that ``--tokenizer`` names, summarised, and drawn as a histogram."""
+"""The lengths of a file: counted by the tokenizer that ``--tokenizer`` names, summarised, and put into bins."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,15 +18,14 @@ import batchwright as bw
 
 from .._optional import is_installed, require
 from .._progress import ProgressBar
-from .._types import IntArray
+from .._types import MAX_INT32, IntArray
 from ..errors import ArgumentError
 from .options import load_function
 from .reading import Row, Source, read_examples
+from .screen import Bin
 
 # The tokenizer that counts nothing, because the data hold lengths.
 LENGTHS = "lengths"
-# Blocks of one to seven eighths: a bar ends in the nearest one.
-_EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 _MAX_BINS = 16
 # If the longest is this many medians long, equal bins would put nearly all examples in the first two.
 _HEAVY_TAIL = 8
@@ -43,6 +42,7 @@ class Measured:
         num_blank: the number of blank lines, which were skipped.
         num_empty: the number of examples that were skipped because a text has no tokens.
         num_cut: the number of examples that were cut to the largest length allowed.
+        max_length: the largest length allowed; None for no limit.
     """
 
     lengths: IntArray
@@ -50,6 +50,7 @@ class Measured:
     num_blank: int
     num_empty: int
     num_cut: int
+    max_length: int | None = None
 
     @property
     def axes(self) -> dict[str, IntArray]:
@@ -90,7 +91,14 @@ def measure_file(source: Source, *, tokenizer: str, max_length: int | None, prog
         num_cut = int((lengths.reshape(len(lengths), -1) > max_length).any(axis=1).sum())
         lengths = np.minimum(lengths, max_length)
     num_empty = int((~full).sum())
-    return Measured(lengths=lengths, unit=unit_of(tokenizer), num_blank=num_blank, num_empty=num_empty, num_cut=num_cut)
+    return Measured(
+        lengths=lengths,
+        unit=unit_of(tokenizer),
+        num_blank=num_blank,
+        num_empty=num_empty,
+        num_cut=num_cut,
+        max_length=max_length,
+    )
 
 
 def _takes_long(tokenizer: str) -> bool:
@@ -104,14 +112,17 @@ def _count(rows: list[Row], count: Any, name: str, *, progress: bool) -> IntArra
         return bw.measure_lengths(cast(list[str], rows), user_code or count, progress=progress)
     except ArgumentError:
         raise
-    except Exception as error:  # a tokenizer is the user's own code and may raise anything
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything, or end the process
         text = None if user_code is None else user_code.text
         numbers = (number for number, row in enumerate(rows, start=1) if _holds(row, text))
         place = next((f" at text {number}" for number in numbers), "")
-        reason = " ".join(str(error).split())[:200]
         raise ArgumentError(
-            f"--tokenizer {name} failed{place}: {type(error).__name__}: {reason}; mend it, or leave such texts out"
+            f"--tokenizer {name} failed{place}: {_reason(error)}; mend it, or leave such texts out"
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _holds(row: Row, text: str | None) -> bool:
@@ -128,7 +139,10 @@ class _Watched:
 
     def __call__(self, text: str) -> Any:
         self.text = text
-        return self._function(text)
+        found = self._function(text)
+        if isinstance(found, int | np.integer) and found > MAX_INT32:  # found here, the text is still known
+            raise ValueError(f"it counts {int(found):,}, and at most {MAX_INT32:,} can be planned")
+        return found
 
 
 def unit_of(name: str) -> str:
@@ -155,11 +169,9 @@ def load_tokenizer(name: str) -> Any:
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name]
-    path = Path(name).expanduser()
-    if name and path.is_dir():
-        return _from_folder(path)
-    if name and path.is_file():
-        return _from_file(path)
+    path = _existing(name)
+    if path is not None:
+        return _from_folder(path) if path.is_dir() else _from_file(path)
     module_name, _, function_name = name.partition(":")
     if not (module_name and function_name):
         return _from_downloads(name)
@@ -167,6 +179,17 @@ def load_tokenizer(name: str) -> Any:
         return load_function(name)
     except ArgumentError as error:
         raise ArgumentError(f"--tokenizer {name}: {error}") from error.__cause__
+
+
+def _existing(name: str) -> Path | None:
+    """Return the file or folder of a name; None if there is none, also where no file can have such a name."""
+    try:
+        path = Path(name).expanduser()
+        return path if name and (path.is_dir() or path.is_file()) else None
+    except PermissionError as error:
+        raise ArgumentError(f"--tokenizer {name}: cannot read it: {error.strerror}") from None
+    except (OSError, RuntimeError):  # the name is too long, or its user has no home folder
+        return None
 
 
 def _utf8(text: str) -> bytes:
@@ -192,11 +215,10 @@ def _from_folder(path: Path) -> Any:
     transformers = require("transformers", extra="hf")
     try:
         return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # broken files raise nearly anything
         if (path / "tokenizer.json").is_file():
             return _from_file(path / "tokenizer.json")
-        reason = str(error).strip().partition("\n")[0]
-        raise ArgumentError(f"{path} holds no tokenizer that transformers can load: {reason}") from None
+        raise ArgumentError(f"{path} holds no tokenizer that transformers can load: {_reason(error)}") from None
 
 
 # A model of the Hub is called name or owner/name.
@@ -205,7 +227,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 def _from_downloads(name: str) -> Any:
     """Return the tokenizer of a model that transformers has downloaded before, or say how to save one."""
-    close = difflib.get_close_matches(name, [*_BUILT_IN, LENGTHS], n=1)
+    close = difflib.get_close_matches(name, [*_BUILT_IN, LENGTHS], n=1, cutoff=0.75)  # word2vec is not words
     meant = f"; did you mean {close[0]}?" if close else ""
     if not _HUB_NAME.fullmatch(name) or name.endswith(".json") or close:
         raise ArgumentError(
@@ -215,8 +237,11 @@ def _from_downloads(name: str) -> Any:
     if is_installed("transformers") and _was_downloaded(name):
         try:
             return require("transformers", extra="hf").AutoTokenizer.from_pretrained(name, local_files_only=True)
-        except (OSError, ValueError, KeyError):
-            pass
+        except Exception as error:  # broken files raise nearly anything
+            raise ArgumentError(
+                f"--tokenizer {name}: the files that were downloaded hold no tokenizer that transformers can load: "
+                f"{_reason(error)}"
+            ) from None
     folder = f"{name.rpartition('/')[2]}-tokenizer"
     raise ArgumentError(
         f"--tokenizer {name}: no such file or folder, and no model of that name was downloaded before. With a network, "
@@ -229,7 +254,10 @@ def _was_downloaded(name: str) -> bool:
     """Look for the files of a tokenizer in the cache of the Hub; importing transformers to find none takes long."""
     hub = require("huggingface_hub", extra="hf")
     files = ("tokenizer_config.json", "tokenizer.json", "config.json")
-    return any(isinstance(hub.try_to_load_from_cache(name, file), str) for file in files)
+    try:
+        return any(isinstance(hub.try_to_load_from_cache(name, file), str) for file in files)
+    except (OSError, ValueError):  # no model can have such a name
+        return False
 
 
 def percentile(lengths: IntArray, percent: float) -> int:
@@ -250,21 +278,6 @@ def summary(lengths: IntArray) -> dict[str, float]:
     ranks = {"median": 50, "p90": 90, "p99": 99, "max": 100}
     found = {name: percentile(lengths, percent) for name, percent in ranks.items()}
     return {"min": int(lengths.min()), "mean": float(lengths.mean()), **found}
-
-
-@final
-@dataclass(frozen=True)
-class Bin:
-    """``count`` examples have a length from ``low`` to ``high``, both included."""
-
-    low: int
-    high: int
-    count: int
-
-    @property
-    def label(self) -> str:
-        """Return the range as text: ``8-11``, or ``8`` for a single length."""
-        return f"{self.low:,}" if self.low == self.high else f"{self.low:,}-{self.high:,}"
 
 
 def is_heavy_tailed(lengths: IntArray) -> bool:
@@ -289,35 +302,6 @@ def make_bins(lengths: IntArray) -> list[Bin]:
     # np.histogram would count a length at the last bound; a place in sorted order leaves it out.
     counts = np.diff(np.searchsorted(np.sort(lengths), bounds)).tolist()
     return [Bin(start, stop - 1, count) for (start, stop), count in zip(pairwise(bounds), counts, strict=True)]
-
-
-def render_bars(bins: Sequence[Bin], *, width: int) -> list[str]:
-    """Draw one line per bin: its range, a bar, the count. The longest bar fills the width.
-
-    Args:
-        bins: the bins.
-        width: the characters per line.
-
-    >>> for line in render_bars([Bin(1, 1, 2), Bin(2, 3, 4)], width=14):
-    ...     print(line)
-      1 ████     2
-    2-3 ████████ 4
-    """
-    labels = [b.label for b in bins]
-    counts = [f"{b.count:,}" for b in bins]
-    label_width, count_width = max(map(len, labels)), max(map(len, counts))
-    room = max(8, width - label_width - count_width - 2)
-    most = max(b.count for b in bins)
-    return [
-        f"{label:>{label_width}} {_bar(b.count / most * room):<{room}} {count:>{count_width}}"
-        for label, count, b in zip(labels, counts, bins, strict=True)
-    ]
-
-
-def _bar(cells: float) -> str:
-    """Draw a bar of a fractional number of cells; a count above zero is always visible."""
-    eighths = max(round(cells * 8), 1 if cells > 0 else 0)
-    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
 
 
 def _equal_bounds(low: int, high: int) -> list[int]:

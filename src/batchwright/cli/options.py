@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,19 +74,23 @@ def add_option(options: Options, usage: str, about: str, **settings: Any) -> Non
     options.add_argument(name, metavar=metavar, help=about + shown, **settings)
 
 
+# 1,5 may be meant as a fraction, or as two numbers.
+_GROUPED = re.compile(r"\d{1,3}(,\d{3})+")
+
+
 def positive(text: str) -> int:
     """Read a whole number of 1 or more."""
     return count(text, least=1)
 
 
 def count(text: str, *, least: int = 0) -> int:
-    """Read a whole number of at most 31 bits; underscores and commas may group its digits.
+    """Read a whole number of at most 31 bits; underscores, or commas before every three digits, may group them.
 
     >>> count("16,384")
     16384
     """
     try:
-        number = int(text.replace(",", ""))
+        number = int(text.replace(",", "") if _GROUPED.fullmatch(text.strip()) else text)
     except ValueError:
         number = -1
     if number < least:
@@ -144,7 +149,7 @@ def _import(name: str) -> Any:
                 f"there is no module {error.name!r} in this folder or among the installed packages"
             ) from None
         raise ArgumentError(f"importing {name} failed: {error}") from error
-    except Exception as error:  # a module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported, or end the process
         raise ArgumentError(f"importing {name} failed: {type(error).__name__}: {error}") from error
 
 

@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import final
 
+from .._lengths import as_lengths
 from .._types import IntArray
-from .advice import Baseline, Question, gain_of, verdict_of
-from .compare import Comparison, Entry, Settings, compare, default_max_tokens
-from .lengths import LENGTHS, Measured, make_bins, measure_file, render_bars, summary
+from .advice import WORTH, Baseline, Question, gain_of, packs_better, verdict_of
+from .compare import Comparison, Entry, Settings, check_fits, compare, default_max_tokens
+from .lengths import LENGTHS, Measured, make_bins, measure_file, summary
 from .options import Commands, add_command, add_option, count, positive
 from .reading import Source
-from .screen import Screen, counted, percent, render_table
+from .screen import Screen, counted, percent, render_bars, render_table
 from .sources import STDIN_FORMATS
 
 ABOUT_FILE = """\
@@ -85,7 +86,7 @@ def add_inputs(command: argparse.ArgumentParser) -> None:
     budget = command.add_argument_group("the budget and the plan")
     tokens = "padded tokens per batch (default: 64 times the p99 length, less for small data)"
     add_option(budget, "--max-tokens N", tokens, type=positive)
-    add_option(budget, "--max-items N", "examples per batch (default: no limit)", type=positive)
+    add_option(budget, "--max-items N", "examples per batch, or rows of Packed (default: no limit)", type=positive)
     add_option(budget, "--pad-multiple-of N", "pad lengths to a multiple of N", type=positive, default=1)
     add_option(budget, "--world-size N", "number of ranks that share the batches", type=positive, default=1)
     add_option(budget, "--seed N", "seed of the shuffles", type=count, default=0)
@@ -104,7 +105,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     inputs = read_inputs(arguments)
     comparison = compare(inputs.planned, inputs.settings, progress=inputs.progress)
     if arguments.json:
-        figures = {"data": inputs.data.to_dict(), **asdict(comparison), "recommendation": recommendation(comparison)}
+        words = {"recommendation": recommendation(comparison, inputs.question)}
+        figures = {"data": inputs.data.to_dict(), **asdict(comparison), **words}
         print(json.dumps(figures, indent=2))
         return
     screen = Screen.of_stdout()
@@ -112,7 +114,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         screen.show([data_line(inputs.name, inputs.data), ""])
         screen.show([*histogram_lines(inputs.data, screen), *summary_lines(inputs.data), *inputs.notes, ""])
         screen.show([budget_line(inputs.settings, inputs.reason), ""])
-    screen.show(comparison_lines(comparison, screen, quiet=arguments.quiet))
+    screen.show(comparison_lines(comparison, screen, inputs.question, quiet=arguments.quiet))
 
 
 @final
@@ -140,6 +142,10 @@ class Inputs:
     def planned(self) -> IntArray:
         """Return the lengths that batches are planned by."""
         return self.question.planned(self.data.lengths)
+
+    def tokens_if_rounded(self, multiple: int) -> int | None:
+        """Return the budget that ``--pad-multiple-of`` would come with; None if the user named one."""
+        return default_max_tokens(self.planned, pad_multiple_of=multiple)[0] if self.reason else None
 
     @property
     def notes(self) -> list[str]:
@@ -176,6 +182,9 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
         seed=arguments.seed,
         world_size=arguments.world_size,
     )
+    # Cut, each text of a pair leaves half of the budget to the other, if both are planned.
+    num_texts = 1 if arguments.task == "generate" else data.lengths.ndim
+    check_fits(as_lengths(question.planned(data.lengths)), settings, num_texts=num_texts)
     return Inputs(name=source.name, data=data, settings=settings, question=question, reason=reason, progress=progress)
 
 
@@ -216,12 +225,12 @@ def histogram_lines(data: Measured, screen: Screen) -> list[str]:
 
 def budget_line(settings: Settings, reason: str) -> str:
     """Say which budget is used, and where it comes from if the user set none."""
-    items = "" if settings.max_items is None else f" and {settings.max_items:,} examples"
+    items = "" if settings.max_items is None else f" and {settings.max_items:,} examples (rows of Packed)"
     source = f" ({reason}; set your own with --max-tokens)" if reason else ""
     return f"budget: {settings.max_tokens:,} padded tokens{items} per batch{source}"
 
 
-def comparison_lines(comparison: Comparison, screen: Screen, *, quiet: bool) -> list[str]:
+def comparison_lines(comparison: Comparison, screen: Screen, question: Question, *, quiet: bool) -> list[str]:
     """Lay the groupings out side by side and recommend one."""
     header = ["grouping", "padding", "batches", "shapes", "budget used", "recurrence", "ranks wait"]
     rows = [
@@ -233,27 +242,27 @@ def comparison_lines(comparison: Comparison, screen: Screen, *, quiet: bool) -> 
     if comparison.settings.world_size == 1:  # nobody waits
         header, rows, legend = header[:-1], [row[:-1] for row in rows], _LEGEND
     notes = [] if quiet else [*screen.wrap(legend), ""]
-    return [*render_table(header, rows), "", *notes, *screen.wrap(recommendation(comparison))]
+    return [*render_table(header, rows), "", *notes, *screen.wrap(recommendation(comparison, question))]
 
 
-def recommendation(comparison: Comparison) -> str:
-    """Say in one or two sentences which grouping to use and why."""
+def recommendation(comparison: Comparison, question: Question) -> str:
+    """Say in one or two sentences which grouping to use and why; ``advise`` says the same."""
     best, shuffled = comparison.recommended, comparison.shuffled
     if shuffled.num_batches == 1:
         return (
             f"All examples fit in one batch of {comparison.settings.max_tokens:,} padded tokens: there is nothing to "
             "plan. Lower --max-tokens or give more data."
         )
+    fixed = f"The largest safe fixed size, {comparison.fixed_size:,}, has {cost(shuffled)} in random order."
+    if comparison.packed is not None and packs_better(comparison, question):
+        return f"Use {comparison.packed.name}, several examples per row: {cost(comparison.packed)}. {fixed}"
     if verdict_of(gain_of(shuffled, best)) == "no":
         return (
-            f"Planned batches gain nothing here: a fixed size of {comparison.fixed_size:,} is just as good "
-            f"({cost(shuffled)})."
+            f"Planned batches gain less than {percent(WORTH - 1)} here: keep a fixed size of "
+            f"{comparison.fixed_size:,} ({cost(shuffled)})."
         )
     few = comparison["Buckets(count=16)"]
-    text = (
-        f"Use {best.name}: {cost(best)}. The largest safe fixed size, {comparison.fixed_size:,}, has "
-        f"{cost(shuffled)} in random order."
-    )
+    text = f"Use {best.name}: {cost(best)}. {fixed}"
     frozen = comparison["Sorted()"]
     if frozen.padding < best.padding - 0.02 and best.recurrence < 0.5:
         text += f" {frozen.name} pads less, {percent(frozen.padding)}, but the same examples always share a batch."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -123,15 +123,24 @@ def _hint_of_lengths(record: Record, pairs: bool) -> str:
 
 
 def as_length(value: Any, name: str, where: str) -> int:
-    """Return a length that the data holds: a whole number, or the number of items of a list.
+    """Return a length that the data holds: a whole number, or the number of items of a flat list.
+
+    A list inside a list may be a batch of one, and the pairs of a map are no tokens: both are refused.
 
     >>> as_length("12", "n", "data.csv:2"), as_length([5, 7], "input_ids", "data.jsonl:1")
     (12, 2)
     """
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return len(value)
+    if isinstance(value, list):
+        nested = [item for item in value if not isinstance(item, int | float | str)]
+        if not nested:
+            return len(value)
+        raise ArgumentError(
+            f"{where}: --tokenizer lengths counts the items of a flat list, and the list in field {name!r} holds "
+            f"{_kind(nested[0])}: {str(nested[0])[:40]!r}; name a field with one list of token ids per example"
+        )
     try:
-        if isinstance(value, bool) or value is None or int(value) != float(value) or not 0 <= int(value) <= MAX_INT32:
+        # int and float would take true, and bytes that look like a number.
+        if isinstance(value, bool | bytes) or int(value) != float(value) or not 0 <= int(value) <= MAX_INT32:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise ArgumentError(
@@ -186,8 +195,9 @@ def _check_has(record: Record, name: str, where: str) -> None:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", type(None): "null", bool: "true or false", str: "text"}
-    return names.get(type(value), "a number")
+    names = {dict: "an object", list: "a list", tuple: "a pair", type(None): "null", bool: "true or false"}
+    names |= {str: "text", bytes: "bytes", int: "a number", float: "a number"}
+    return names.get(type(value), f"a value of type {type(value).__name__}")
 
 
 def _listed(record: Record) -> str:

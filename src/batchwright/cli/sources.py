@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast, final
 
-from .._files import FORMATS, Record, read_lines, read_records
+from .._files import FORMATS, Record, distinct_names, read_lines, read_records
 from .._optional import require
 from ..errors import ArgumentError
 
@@ -41,9 +41,12 @@ def kind_of(path: Path, *, stdin_format: str | None = None) -> str:
             f"--format is for standard input, and the name of a file tells its format; write - for {path}, or "
             "leave --format out"
         )
-    if not path.exists():
-        raise ArgumentError(f"no such file: {path}")
-    return _folder_kind(path) if path.is_dir() else _file_kind(path)
+    try:
+        if not path.exists():
+            raise ArgumentError(f"no such file: {path}")
+        return _folder_kind(path) if path.is_dir() else _file_kind(path)
+    except OSError as error:  # no right to look inside the folder, or no file can have such a name
+        raise ArgumentError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def open_records(path: Path, kind: str, *, tsv_header: bool) -> Iterator[Located]:
@@ -75,6 +78,8 @@ class _StandardInput:
 
     def open(self, mode: str) -> BinaryIO:
         assert mode == "rb"
+        if sys.stdin is None:
+            raise ArgumentError("standard input is closed; send data to it, for example < data.jsonl")
         return sys.stdin.buffer
 
     def __str__(self) -> str:
@@ -113,6 +118,9 @@ def _parts(folder: Path) -> list[Path]:
 def _folder_kind(folder: Path) -> str:
     """Return the one format of the files in a folder, or say why there is none."""
     parts = _parts(folder)
+    missing = next((part for part in parts if part.is_symlink() and not part.exists()), None)
+    if missing is not None:
+        raise ArgumentError(f"{missing} is a link to a file that is not there; remove the link, or mend it")
     found = {_suffix(part): part.name for part in reversed(parts) if part.is_file()}
     if not found:
         inside = next((part for part in parts if part.is_dir()), None)
@@ -132,18 +140,31 @@ def _folder_kind(folder: Path) -> str:
 class _Columns:
     """Some rows of a table; a column becomes Python values when it is first asked for."""
 
-    def __init__(self, table: Any) -> None:
-        self._table = table
+    def __init__(self, table: Any, path: Path, num_before: int) -> None:
+        self._table, self._path, self._num_before = table, path, num_before
         self.names: list[str] = table.schema.names
-        self._values: dict[str, list[Any]] = {}
+        self._values: dict[str, Any] = {}
 
     def __len__(self) -> int:
         return cast(int, self._table.num_rows)
 
-    def values(self, name: str) -> list[Any]:
+    def value(self, name: str, place: int) -> Any:
         if name not in self._values:
-            self._values[name] = self._table.column(name).to_pylist()
-        return self._values[name]
+            column = self._table.column(name)
+            try:
+                self._values[name] = column.to_pylist()
+            except (ValueError, OverflowError):  # one by one, up to the value that Python cannot hold
+                self._values[name] = column
+        found = self._values[name]
+        return found[place] if isinstance(found, list) else self._one(name, place, found[place])
+
+    def _one(self, name: str, place: int, value: Any) -> Any:
+        try:
+            return value.as_py()
+        except (ValueError, OverflowError) as error:
+            is_text = isinstance(error, UnicodeDecodeError)
+            reason = "is not UTF-8; convert the file first" if is_text else f"cannot be read: {error}"
+            raise ArgumentError(f"{self._path}:row {self._num_before + place + 1}: column {name!r} {reason}") from None
 
 
 @final
@@ -156,7 +177,7 @@ class _TableRow(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._columns.names:
             raise KeyError(name)
-        return self._columns.values(name)[self._place]
+        return self._columns.value(name, self._place)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns.names)
@@ -170,8 +191,9 @@ def _parquet_records(path: Path) -> Iterator[Located]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
+            distinct_names(file.schema_arrow.names, str(path))
             for batch in file.iter_batches():
-                columns = _Columns(batch)
+                columns = _Columns(batch, path, number)
                 for place in range(len(columns)):
                     number += 1
                     yield f"{path}:row {number}", _TableRow(columns, place)

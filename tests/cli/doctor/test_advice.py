@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from batchwright.cli.doctor.advice import advise
-from batchwright.cli.doctor.records import Attention, Findings, LaunchRow, Load, Visits
+from batchwright.cli.doctor.records import Attention, Findings, Launch, LaunchRow, Load, Visits
 
 from .made import ATTENTION, GIB, H200, LAPTOP, LAUNCH, ON_H200
 
@@ -104,6 +104,18 @@ def test_throughput_that_still_grows_is_not_called_a_limit():
     launch = replace(LAUNCH, rows=(LaunchRow(64, 0.010), LaunchRow(128, 0.010)))
     text = about("sizes", replace(ON_H200, launch=launch)).text
     assert "Throughput still grew at 128 tokens, the largest batch that was tried." in text
+
+
+def test_more_tokens_are_not_useless_if_a_round_still_grew_at_the_largest():
+    # In the second round 512 tokens have over 10 % more throughput than 256.
+    tokens = (64, 128, 256, 512)
+    even, growing = (0.010, 0.016, 0.024, 0.0435), (0.010, 0.016, 0.024, 0.042)
+    rows = tuple(map(LaunchRow, tokens, even))
+    launch = Launch(model="any", rows=rows, kernel_seconds=1e-5, rounds=(even, growing, even), in_processor_time=True)
+    assert launch.knee_range == (256, 512)
+    text = about("sizes", replace(ON_H200, machine=LAPTOP, launch=launch)).text
+    assert "90 % of the best throughput is reached at 256 to 512 tokens; the repeats do not agree whether" in text
+    assert "more tokens only take memory" not in text
 
 
 def test_a_machine_without_a_gpu_is_told_so_first():

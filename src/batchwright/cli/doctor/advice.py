@@ -191,7 +191,10 @@ def _about_sizes(launch: Launch, machine: Machine, load: Load) -> Advice:
     if knee[0] == largest:
         text += f" Throughput still grew at {largest:,} tokens, the largest batch that was tried."
     else:
-        text += f" 90 % of the best throughput is reached at {_either(knee)} tokens; more tokens only take memory."
+        text += f" 90 % of the best throughput is reached at {_either(knee)} tokens; "
+        # The next run may find it still growing, as some repeats of this one do.
+        may_grow = f"the repeats do not agree whether it still grew at {largest:,}, the largest batch that was tried."
+        text += may_grow if knee[1] == largest else "more tokens only take memory."
     text += " Your own model has other numbers: `calibrate` finds them."
     return Advice("sizes", text, f"bw.MaxTokens({knee[1]})")
 

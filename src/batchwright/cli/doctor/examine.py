@@ -265,10 +265,9 @@ def _round(prober: Prober, tried: list[int], effort: Effort) -> list[float]:
 def sizes(effort: Effort) -> list[int]:
     """Return the numbers of examples to try: powers of two.
 
-        >>> from .machine import clock_for, look_at, wall_per_cpu
-    from .records import CPU
-        >>> sizes(replace(CPU, max_items=8))
-        [1, 2, 4, 8]
+    >>> from batchwright.cli.doctor.records import CPU
+    >>> sizes(replace(CPU, max_items=8))
+    [1, 2, 4, 8]
     """
     return [2**power for power in range(effort.max_items.bit_length())]
 
