@@ -77,11 +77,14 @@ class Description:
             return self._say("code", repr((value.co_code, value.co_names, value.co_varnames))).add(value.co_consts)
         if isinstance(value, MethodType):
             return self._say("method", "").add(value.__func__).add(value.__self__)
+        if type(value) is functools.partial:  # its state differs after a look at its attributes
+            return self._say("partial", "").add_all((value.func, value.args, value.keywords, vars(value)))
         if isinstance(value, ModuleType):
             return self._say("module", _known_as(value.__name__))
         if isinstance(value, property | staticmethod | classmethod):
-            names = ("fget",) if isinstance(value, property) else ("__func__",)
-            return self._say(type(value).__name__, "").add_all(getattr(value, name) for name in names)
+            return self._say(type(value).__name__, "").add(
+                value.fget if isinstance(value, property) else value.__func__
+            )
         return self._say("lock", "") if isinstance(value, LOCKS) else self._add_object(value)
 
     def add_all(self, values: Iterable[Any]) -> Description:

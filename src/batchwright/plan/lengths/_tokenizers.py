@@ -17,6 +17,9 @@ from ...errors import ArgumentError, LengthsError
 from ._describing import Description, OpaqueError
 from ._examples import num_sides_of_ids, num_sides_of_text
 
+# Attributes of slow tokenizers: results that they remember, and warnings that they gave.
+CHANGED_BY_CALLS = {"cache", "deprecation_warnings"}
+
 
 class TokenCounter(ABC):
     """Counts the tokens of texts; it pickles where its tokenizer does, so that a worker can be given one."""
@@ -124,8 +127,8 @@ class FunctionCounter(TokenCounter):
             return Description(_identity_within).add(self.function).digest()
         except (OpaqueError, RecursionError) as error:
             raise ArgumentError(
-                f"the tokenizer holds what cannot be told from another ({error}), so its lengths cannot be cached; pass "
-                "cache=None, or a function that makes and keeps it elsewhere"
+                f"the tokenizer holds something that cannot be described ({error}), so its lengths cannot be cached; "
+                "pass cache=None"
             ) from error
 
 
@@ -203,8 +206,8 @@ def _fast_state(tokenizer: Any, backend: Any) -> list[Any]:
 
 
 def _slow_state(tokenizer: Any) -> list[Any]:
-    # Merges, models and switches such as lower-casing are attributes; what is called a cache fills with every call.
-    settings = {key: value for key, value in vars(tokenizer).items() if key != "cache"}
+    # Merges, models and switches such as lower-casing are attributes.
+    settings = {key: value for key, value in vars(tokenizer).items() if key not in CHANGED_BY_CALLS}
     described = Description().add_seen_through(settings).digest().decode()
     return [tokenizer.get_vocab(), getattr(tokenizer, "special_tokens_map", None), described]
 

@@ -169,8 +169,8 @@ def _count_batch(counter: TokenCounter, batch: TextBatch) -> Lengths:
     if max(found) > MAX_INT32:
         place = found.index(max(found))
         raise LengthsError(
-            f"lengths must be at most {MAX_INT32}, the tokenizer returned {found[place]} for the text {brief(texts[place])}; "
-            "return the number of tokens"
+            f"lengths must be at most {MAX_INT32}, the tokenizer returned {found[place]} for the text "
+            f"{brief(texts[place])}; return the number of tokens"
         )
     counts = np.array(found, dtype=np.int32)
     return counts if batch.num_sides == 1 else np.ascontiguousarray(counts.reshape(batch.num_sides, -1).T)
