@@ -557,15 +557,35 @@ def test_a_global_that_a_function_names_is_part_of_it(tmp_path, monkeypatch):
     assert measure(["catt"], split, cache=tmp_path).tolist() == [3]
 
 
-def test_the_key_of_a_function_is_the_same_in_every_process(tmp_path):
+FUNCTION = "tokenizer = lambda text: [word for word in text.split() if word in {'a', 'b', 'c', 'd'}]"
+OBJECT = """
+import functools, logging, re
+LOG = logging.getLogger("words")
+class Base:
+    pattern = re.compile("[ab]")
+class Words(Base):
+    def __init__(self):
+        self.kept = {("a", 1), ("b", 2), ("c", 3)}
+    @functools.lru_cache
+    def cut(self, text):
+        LOG.debug("cut")
+        return self.pattern.findall(text)
+    def __call__(self, text):
+        return self.cut(text)
+tokenizer = Words()
+"""
+
+
+@pytest.mark.parametrize("code", [FUNCTION, OBJECT], ids=["function", "object"])
+def test_the_key_is_the_same_in_every_process(code, tmp_path):
     script = (
-        "import sys; from batchwright import measure_lengths\n"
-        "function = lambda text: [word for word in text.split() if word in {'a', 'b', 'c', 'd'}]\n"
-        "measure_lengths(['a b'], function, progress=False, cache=sys.argv[1])"
+        f"import sys, logging; from batchwright import measure_lengths\n{code}\n"
+        "logging.getLogger(sys.argv[2])  # some other logger\n"
+        "measure_lengths(['a b'], tokenizer, progress=False, cache=sys.argv[1])"
     )
     for seed in ("1", "2"):  # the order of the set changes with the seed
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, check=True)
+        subprocess.run([sys.executable, "-c", script, str(tmp_path), seed], env=environment, check=True)
     assert len(list(tmp_path.iterdir())) == 1
 
 

@@ -29,6 +29,9 @@ UNTOLD = {
     *("_abc_impl", "__dataclass_fields__", "__dataclass_params__", "__slotnames__"),
 }
 
+# With these pickle makes an object that does not say itself how it is made.
+MAKERS = (copyreg.__newobj__, copyreg.__newobj_ex__)  # type: ignore[attr-defined]
+
 
 class OpaqueError(Exception):
     """Something holds what cannot be described."""
@@ -165,9 +168,10 @@ class Description:
             )
         make, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
         self.add_all((make, arguments, state, None if items is None else [*items], None if pairs is None else [*pairs]))
-        # A state of its own may leave out a setting, as sentencepiece's does; what does not pickle it stands for.
+        # A state of its own may leave out a setting, as sentencepiece's does; what does not pickle it stands for. An
+        # object that says how to make it anew is believed: a logger is its name, and not all other loggers too.
         attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict) and not _holds(state, attributes):
+        if make in MAKERS and isinstance(attributes, dict) and not _holds(state, attributes):
             self.add_seen_through(attributes)
         return self
 

@@ -318,7 +318,7 @@ def _chained(first: list[Example], rest: Iterator[Example]) -> Generator[Example
 def _fingerprint(example: Any) -> str:
     """Return a text that differs between examples of plain values, and is the same for one that is read again.
 
-    >>> _fingerprint({"text": "a b", "ids": np.array([1, 2])}) == _fingerprint({"text": "a b", "ids": np.array([1, 3])})
+    >>> _fingerprint({"text": "a b", "ids": [1, 2]}) == _fingerprint({"text": "a b", "ids": [1, 3]})
     False
     """
     return hashlib.blake2b(_shown(example).encode("utf-8", "backslashreplace")).hexdigest()
