@@ -9,7 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright._lengths import as_lengths, as_shapes, pad_up
-from batchwright.errors import ArgumentError
+from batchwright.errors import ArgumentError, LengthsError
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([np.int64(3), np.uint64(5)], [[3], [5]]),
+        ([(np.uint64(3), 5), (np.int8(1), np.int64(2))], [[3, 5], [1, 2]]),
+        ([np.array([3], dtype=np.int64), np.array([5], dtype=np.uint64)], [[3], [5]]),
+    ],
+    ids=["numbers", "pairs", "arrays"],
+)
+def test_whole_numbers_of_mixed_kinds_are_lengths(lengths, expected):
+    assert as_lengths(lengths).tolist() == expected
+
+
+def test_a_float_among_whole_numbers_is_no_length():
+    with pytest.raises(LengthsError, match="lengths must be integers, got float64"):
+        as_lengths([np.int64(3), np.uint64(5), np.float32(2)])
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int32, np.uint32, np.int64, np.uint64])

@@ -86,6 +86,10 @@ def _as_array(name: str, values: Any, form: str, error: type[ArgumentError]) -> 
         raise error(f"{name} must form an array of shape {form}: {reason}") from reason
     if array.ndim == 2 and isinstance(values, list | tuple) and any(np.ma.is_masked(row) for row in values):
         values = np.ma.stack([np.ma.asarray(row) for row in values])
+    if array.dtype.kind == "f" and isinstance(values, list | tuple):
+        # NumPy has no type for its signed and unsigned numbers together, and makes them floats.
+        objects = np.asarray(values, dtype=object)
+        array = objects if all(map(is_whole, objects.flat)) else array
     if np.ma.is_masked(values):
         masked = np.ma.getmaskarray(values).reshape(len(array), -1).any(axis=1)
         raise error(

@@ -2,6 +2,9 @@
 
 import array
 import functools
+import io
+import json
+import operator
 
 import datasets
 import numpy as np
@@ -95,6 +98,42 @@ def test_a_column_of_any_library_is_a_list_of_texts(texts, tokenizer):
 def test_a_column_in_an_array_of_two_columns_is_a_side_of_pairs():
     pairs = np.array([SOURCE, TARGET]).T
     assert measure(pairs, str.split).tolist() == [[2, 1], [3, 2], [1, 4]]
+
+
+class OpenFile:
+    """Rows of an open file, as many hand-written readers give them: every loop reads on."""
+
+    def __init__(self, num_rows):
+        rows = [{"text": "w " * count} for count in range(1, num_rows + 1)]
+        self.file = io.StringIO("".join(json.dumps(row) + "\n" for row in rows))
+
+    def __iter__(self):
+        for line in self.file:
+            yield json.loads(line)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_no_row_of_a_reader_over_an_open_file_is_lost(cached, tmp_path):
+    cache = tmp_path if cached else None
+    assert measure(OpenFile(5), str.split, column="text", cache=cache).tolist() == [1, 2, 3, 4, 5]
+    assert measure(OpenFile(2), str.split, column=("text", "text"), cache=cache).tolist() == [[1, 1], [2, 2]]
+
+
+class ByNumber:
+    """A data set that names its columns, gives rows by number and refuses no number."""
+
+    columns = ("source", "target")
+
+    def __getitem__(self, index):
+        return {"source": SOURCE[operator.index(index) % 3], "target": TARGET[index % 3]}
+
+    def __len__(self):
+        return 3
+
+
+@pytest.mark.parametrize("column", ["source", ("source", "target")])
+def test_a_data_set_read_by_number_is_measured_as_far_as_its_length(column):
+    assert measure(ByNumber(), str.split, column=column).tolist() == measure(ROWS, str.split, column=column).tolist()
 
 
 @pytest.mark.parametrize(
@@ -198,6 +237,9 @@ def test_an_example_without_ids_has_length_zero_which_the_planner_refuses_by_pos
         ([([5], [6]), [5]], "must be all tuples of two sequences of ids, got token ids at example 1"),
         ([[[5], [6]]], r"got list of \(list, list\) at example 0; give each as a flat list of whole numbers"),
         ([[5.0, 6.0]], r"got list of \(float, float\) at example 0"),
+        ([[5, None, 6]], r"got list of \(int, NoneType, int\) at example 0"),
+        ([[5, 6], [5, 2.5, 6]], r"got list of \(int, float, int\) at example 1"),
+        ([[5, "a", 7, 8]], "got list of 4 items at example 0"),
         ([[True, False]], r"got list of \(bool, bool\)"),
         ([5, 6, 7], "got int at example 0; give each as a flat list"),
         ([b"ab"], "got bytes at example 0"),
@@ -205,7 +247,7 @@ def test_an_example_without_ids_has_length_zero_which_the_planner_refuses_by_pos
         (np.ones((2, 3, 4), dtype=int), "got ndarray at example 0"),
         (torch.ones(2, 3, dtype=torch.bool), "got Tensor at example 0"),
     ],
-    ids=range(13),
+    ids=range(16),
 )
 def test_what_is_no_list_of_ids_is_refused(ids, words):
     with pytest.raises(LengthsError, match=words):

@@ -3,10 +3,15 @@
 import functools
 import logging
 import multiprocessing
+import operator
 import os
 import re
 import subprocess
 import sys
+import threading
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -65,19 +70,26 @@ def set_start_method():
 
 
 class CountingTokenizer:
-    """Splits at blanks and keeps the texts it was asked for, in a list that the cache does not read."""
+    """Splits at blanks and keeps the texts it was asked for in a file, which the cache does not read."""
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self, path):
+        self.path = path
 
     def __call__(self, text):
-        self.calls.append(text)
+        with self.path.open("a") as file:
+            file.write(text + "\n")
         return text.split()
+
+    def taken(self):
+        """Return the number of texts since the last time."""
+        num = len(self.path.read_text().splitlines())
+        self.path.write_text("")
+        return num
 
 
 @pytest.fixture
-def counting():
-    return CountingTokenizer()
+def counting(tmp_path_factory):
+    return CountingTokenizer(tmp_path_factory.mktemp("calls") / "calls.txt")
 
 
 # What is counted
@@ -331,11 +343,11 @@ def test_without_progress_nothing_is_written(capfd):
 # The cache
 
 
-def test_a_second_measure_reads_the_cache_and_calls_nothing(tmp_path, counting):
-    first = measure(iter(PAIRS), counting, cache=tmp_path / "made" / "here")
-    assert len(counting.calls) == 6
-    second = measure(PAIRS, counting, cache=str(tmp_path / "made" / "here"), batch_size=1)
-    assert len(counting.calls) == 6
+def test_a_second_measure_reads_the_cache_and_counts_sixteen_examples_again(tmp_path, counting):
+    first = measure(iter(PAIRS * 40), counting, cache=tmp_path / "made" / "here")
+    assert counting.taken() == 2 * 120
+    second = measure(PAIRS * 40, counting, cache=str(tmp_path / "made" / "here"), batch_size=1)
+    assert counting.taken() == 2 * 16
     np.testing.assert_array_equal(first, second)
     assert second.dtype == np.int32
 
@@ -349,11 +361,16 @@ def test_a_tokenizer_made_anew_finds_its_lengths(make, tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_cached_file_is_read_without_the_fast_tokenizer(tmp_path, monkeypatch):
-    fast = make_fast()
-    first = measure(SENTENCES, fast, cache=tmp_path)
-    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", lambda *_, **__: pytest.fail("called"))
-    np.testing.assert_array_equal(measure(SENTENCES, fast, cache=tmp_path), first)
+def test_a_cached_file_is_read_with_one_small_call_of_the_fast_tokenizer(tmp_path, monkeypatch):
+    fast, call, sizes = make_fast(), PreTrainedTokenizerFast.__call__, []
+    first = measure(SENTENCES * 50, fast, cache=tmp_path)
+    monkeypatch.setattr(
+        PreTrainedTokenizerFast,
+        "__call__",
+        lambda self, texts, **rest: sizes.append(len(texts)) or call(self, texts, **rest),
+    )
+    np.testing.assert_array_equal(measure(SENTENCES * 50, fast, cache=tmp_path), first)
+    assert sizes == [16]
 
 
 @pytest.mark.parametrize("make", [make_fast, make_slow, make_backend])
@@ -377,9 +394,9 @@ def test_another_maximum_is_measured_again(tmp_path):
 )
 def test_other_texts_are_measured_again(other, tmp_path, counting):
     measure(["a", "b", "c", "d"], counting, cache=tmp_path)
-    counting.calls.clear()
+    counting.taken()
     measure(other, counting, cache=tmp_path)
-    assert len(counting.calls) == np.size(other)
+    assert counting.taken() == np.size(other)
 
 
 SEPARATOR = "a"
@@ -389,12 +406,92 @@ def make_splitter(separator):
     return lambda text: text.split(separator)
 
 
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    separator: str
+
+    def __call__(self, text):
+        return text.split(self.separator)
+
+
+class Words(NamedTuple):
+    separator: str
+
+    def __call__(self, text):
+        return text.split(self.separator)
+
+
+class Letters(NamedTuple):
+    separator: str
+
+    def __call__(self, text):
+        return list(text)
+
+
+def helper_at(separator):
+    """A class of one name whose helper method differs."""
+
+    class Helped:
+        def __call__(self, text):
+            return self.cut(text)
+
+        cut = staticmethod(make_splitter(separator))
+
+    return Helped()
+
+
+def attribute_of(separator):
+    """A class of one name whose attribute differs."""
+
+    class Held:
+        by = separator
+
+        def __call__(self, text):
+            return text.split(self.by)
+
+    return Held()
+
+
+def base_of(separator):
+    """A class of one name whose base differs."""
+
+    class Base:
+        @property
+        def by(self):
+            return separator
+
+    class Based(Base):
+        def __call__(self, text):
+            return text.split(self.by)
+
+    return Based()
+
+
+def mapping_of(separator):
+    table = {"by": [separator]}
+    return lambda text: text.split(table["by"][0])
+
+
+def module_of(separator):
+    """A function that calls a module of the user's own, which changes under its name."""
+    module = ModuleType("users_own")
+    module.cut = make_splitter(separator)
+    return FunctionType((lambda text: users_own.cut(text)).__code__, {"users_own": module})  # noqa: F821
+
+
 class Splitter:
     def __init__(self, separator):
         self.separator = separator
 
     def __call__(self, text):
         return text.split(self.separator)
+
+
+class Forgets(Splitter):
+    """Keeps no setting where it pickles, as sentencepiece's processor keeps only its model."""
+
+    def __getstate__(self):
+        return b"model"
 
 
 @pytest.mark.parametrize(
@@ -410,6 +507,15 @@ class Splitter:
         (Splitter("a").__call__, Splitter("t").__call__),
         (functools.lru_cache(make_splitter("a")), functools.lru_cache(make_splitter("t"))),
         (make_slow().encode, make_fast().encode),
+        (Slotted("a"), Slotted("t")),
+        (operator.methodcaller("split", "a"), operator.methodcaller("split", "t")),
+        (Words("a"), Letters("a")),
+        (helper_at("a"), helper_at("t")),
+        (attribute_of("a"), attribute_of("t")),
+        (base_of("a"), base_of("t")),
+        (mapping_of("a"), mapping_of("t")),
+        (module_of("a"), module_of("t")),
+        (Forgets("a"), Forgets("t")),
     ],
     ids=[
         "code",
@@ -422,6 +528,15 @@ class Splitter:
         "method",
         "wrapper",
         "bound",
+        "slots",
+        "method caller",
+        "named tuples",
+        "helper",
+        "class attribute",
+        "base class",
+        "content",
+        "module",
+        "own state",
     ],
 )
 def test_functions_that_differ_are_told_apart(one, two, tmp_path):
@@ -442,16 +557,120 @@ def test_a_global_that_a_function_names_is_part_of_it(tmp_path, monkeypatch):
     assert measure(["catt"], split, cache=tmp_path).tolist() == [3]
 
 
-def test_the_key_of_a_function_is_the_same_in_every_process(tmp_path):
+FUNCTION = "tokenizer = lambda text: [word for word in text.split() if word in {'a', 'b', 'c', 'd'}]"
+OBJECT = """
+import functools, logging, re
+LOG = logging.getLogger("words")
+class Base:
+    pattern = re.compile("[ab]")
+class Words(Base):
+    def __init__(self):
+        self.kept = {("a", 1), ("b", 2), ("c", 3)}
+    @functools.lru_cache
+    def cut(self, text):
+        LOG.debug("cut")
+        return self.pattern.findall(text)
+    def __call__(self, text):
+        return self.cut(text)
+tokenizer = Words()
+"""
+
+
+@pytest.mark.parametrize("code", [FUNCTION, OBJECT], ids=["function", "object"])
+def test_the_key_is_the_same_in_every_process(code, tmp_path):
     script = (
-        "import sys; from batchwright import measure_lengths\n"
-        "function = lambda text: [word for word in text.split() if word in {'a', 'b', 'c', 'd'}]\n"
-        "measure_lengths(['a b'], function, progress=False, cache=sys.argv[1])"
+        f"import sys, logging; from batchwright import measure_lengths\n{code}\n"
+        "logging.getLogger(sys.argv[2])  # some other logger\n"
+        "measure_lengths(['a b'], tokenizer, progress=False, cache=sys.argv[1])"
     )
     for seed in ("1", "2"):  # the order of the set changes with the seed
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, check=True)
+        subprocess.run([sys.executable, "-c", script, str(tmp_path), seed], env=environment, check=True)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def sentencepiece_models(directory):
+    """Two models from one corpus, with 40 and with 90 pieces."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    corpus = directory / "corpus.txt"
+    corpus.write_text("\n".join(f"the cat sat on the mat number {i} again and again" for i in range(500)))
+    for size in (40, 90):
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(corpus),
+            model_prefix=str(directory / str(size)),
+            vocab_size=size,
+            minloglevel=2,
+            hard_vocab_limit=False,
+        )
+    return [
+        functools.partial(sentencepiece.SentencePieceProcessor, str(directory / f"{size}.model")) for size in (40, 90)
+    ]
+
+
+def test_models_of_sentencepiece_and_their_settings_are_told_apart_and_found_again(tmp_path):
+    small, large = sentencepiece_models(tmp_path)
+    texts, cache = ["the cat sat again", "number 7 mat"], tmp_path / "cache"
+    made = [small(), large(), large(add_bos=True)]
+    expected = [[len(model.encode(text)) for text in texts] for model in made]
+    assert len({tuple(lengths) for lengths in expected}) == 3
+    assert [measure(texts, model.encode, cache=cache).tolist() for model in made] == expected
+    assert measure(texts, large().encode, cache=cache).tolist() == expected[1]
+    assert len(list(cache.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [lambda path: path.open(), lambda path: (line for line in ()), lambda path: sys._getframe()],
+    ids=["file", "generator", "frame"],
+)
+def test_a_tokenizer_that_holds_what_cannot_be_described_is_counted_and_not_cached(hold, tmp_path):
+    path = tmp_path / "words.txt"
+    path.touch()
+    held = hold(path)
+    tokenizer = functools.partial(lambda text, held: text.split(), held=held)
+    assert measure(["a b"], tokenizer).tolist() == [2]
+    words = (
+        r"holds something that cannot be described \(.*cannot pickle.*\), so its lengths cannot be cached; pass cache="
+    )
+    with pytest.raises(ArgumentError, match=words):
+        measure(["a b"], tokenizer, cache=tmp_path / "cache")
+    if hasattr(held, "close"):
+        held.close()
+
+
+def test_a_lock_tells_nothing_and_circles_end(tmp_path):
+    tokenizer = Splitter("a")
+    tokenizer.lock, tokenizer.me, tokenizer.all = threading.Lock(), tokenizer, {tokenizer}
+    again = Splitter("a")
+    again.lock, again.me, again.all = threading.Lock(), again, {again}
+    for one in (tokenizer, again):
+        assert measure(["cat"], one, cache=tmp_path).tolist() == [2]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_merges_of_a_slow_tokenizer_are_part_of_it(tmp_path):
+    one, two = make_slow(), make_slow()
+    one.merges, two.merges = {("a", "b"): 0}, {("a", "c"): 0}
+    for tokenizer in (one, two, one):
+        measure(["ab"], tokenizer, cache=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_tokenizer_that_reads_a_changed_file_is_measured_again_with_a_warning(tmp_path):
+    separator = tmp_path / "separator.txt"
+    separator.write_text("a")
+
+    def split(text):
+        return text.split(separator.read_text())
+
+    texts = [f"cat {number}" for number in range(90)] + ["tat a tat"]
+    # at a: 2 parts, and 4 of the last; at t: 2 parts, and 5 of the last
+    assert measure(texts, split, cache=tmp_path / "cache")[-1] == 4
+    separator.write_text("t")
+    with pytest.warns(UserWarning, match=r"counts example 90 otherwise than when its lengths were cached") as caught:
+        assert measure(texts, split, cache=tmp_path / "cache")[-1] == 5
+    assert caught[0].filename == __file__
+    assert measure(texts, split, cache=tmp_path / "cache")[-1] == 5  # without a warning
 
 
 def flip_a_bit(data):
@@ -470,15 +689,16 @@ def flip_a_bit(data):
     ids=["bit", "cut", "cut-short", "empty", "other"],
 )
 def test_a_damaged_file_is_measured_again_and_replaced(damage, tmp_path, counting):
-    expected = measure(SENTENCES, counting, cache=tmp_path)
+    texts = SENTENCES * 10
+    expected = measure(texts, counting, cache=tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_bytes(damage(path.read_bytes()))
     with pytest.warns(UserWarning, match=r"are damaged .*; measuring again") as caught:
-        np.testing.assert_array_equal(measure(SENTENCES, counting, cache=tmp_path), expected)
+        np.testing.assert_array_equal(measure(texts, counting, cache=tmp_path), expected)
     assert caught[0].filename == __file__
-    counting.calls.clear()
-    np.testing.assert_array_equal(measure(SENTENCES, counting, cache=tmp_path), expected)
-    assert counting.calls == []
+    counting.taken()
+    np.testing.assert_array_equal(measure(texts, counting, cache=tmp_path), expected)
+    assert counting.taken() == 16
 
 
 def test_lengths_that_cannot_be_stored_are_returned_with_a_warning(tmp_path):
@@ -541,6 +761,20 @@ def test_a_function_that_returns_no_length_is_refused(result):
         measure(["hello"], lambda text: result)
 
 
+class OnlyEncodes:
+    def encode(self, text):
+        return text.split()
+
+
+@pytest.mark.parametrize("max_length", [None, 2**35])
+def test_a_length_beyond_32_bits_is_refused_with_its_text(max_length):
+    with pytest.raises(
+        LengthsError, match=r"at most 2147483647, the tokenizer returned \d+ for the text 'b' \(str\); re"
+    ):
+        measure(["a", "b"], lambda text: 2**40 if text == "b" else 1, max_length=max_length)
+    assert measure(["a", "b"], lambda text: 2**40, max_length=7).tolist() == [7, 7]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -549,7 +783,11 @@ def test_a_function_that_returns_no_length_is_refused(result):
         ({"max_length": True}, "max_length must be"),
         ({"num_workers": -1}, "num_workers must be a whole number of 0 or more, got -1"),
         ({"batch_size": 0}, "batch_size must be a whole number of 1 or more, got 0"),
-        ({"tokenizer": "bert"}, "tokenizer must be .*, got 'bert'; pass its method, e.g. tokenizer.encode"),
+        (
+            {"tokenizer": "bert"},
+            "got 'bert'; load the tokenizer of that name first, e.g. AutoTokenizer.from",
+        ),
+        ({"tokenizer": OnlyEncodes()}, "tokenizer must be .*; pass its method, e.g. tokenizer.encode"),
         ({"tokenizer": ByT5Tokenizer}, "got the class ByT5Tokenizer; pass a tokenizer made from it"),
         ({"tokenizer": Tokenizer}, "got the class Tokenizer; pass a tokenizer made from it"),
         ({"cache": __file__}, "cache must be a directory"),

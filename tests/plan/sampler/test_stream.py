@@ -1,5 +1,8 @@
 """StreamBatcher: the same examples out as in, a bounded buffer, exact resume."""
 
+import copy
+import csv
+import io
 import json
 import pickle
 import weakref
@@ -8,6 +11,7 @@ from itertools import count, islice
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -16,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import batchwright as bw
 from batchwright.errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
 
+torch.set_num_threads(1)
 WORDS = ["x" * int(length) for length in np.random.default_rng(0).integers(1, 40, size=95)]
 NUMBERS = list(range(95))
 
@@ -209,22 +214,112 @@ class Wrapped:
         return next(self.inside)
 
 
+class Shared:
+    """A source whose every iterator reads on from one place, as with an open file."""
+
+    def __init__(self):
+        self.inside = iter(NUMBERS)
+
+    def __iter__(self):
+        yield from self.inside
+
+
+def rows():
+    """A reader of the standard library whose __iter__ is written in Python and begins nothing anew."""
+    return csv.DictReader(io.StringIO("number\n" + "\n".join(map(str, NUMBERS))))
+
+
+def length_of_row(row):
+    return length_of(int(row["number"]))
+
+
 def test_a_second_pass_that_gives_nothing_is_refused_whatever_the_source():
-    batcher = make(Wrapped())
+    batcher = make(Shared())
     assert sorted(flat(batcher)) == NUMBERS
-    with pytest.raises(ArgumentError, match=r"\(Wrapped\) gave examples in an earlier pass and none in pass 1; pass"):
+    with pytest.raises(ArgumentError, match=r"\(Shared\) gave examples in an earlier pass and none in pass 1; pass"):
         list(batcher)
 
 
-class Restarting(Wrapped):
-    """An iterator that begins anew when it is asked for itself."""
+@pytest.mark.parametrize(
+    ("source", "length"), [(Wrapped, length_of), (rows, length_of_row)], ids=["hand-written", "csv.DictReader"]
+)
+def test_what_is_its_own_iterator_is_read_once_and_does_not_go_back_to_a_state(source, length):
+    batcher = make(source(), length_of=length)
+    received = list(islice(batcher, 2))
+    state = batcher.state_dict()
+    received += list(islice(batcher, 1))
+    with pytest.raises(ArgumentError, match=r"(Wrapped|DictReader) can be read only once, and it was read; pass some"):
+        batcher.load_state_dict(state)
+    received += list(batcher)  # the pass under way goes on
+    assert len(flat(received)) == 95
+    with pytest.raises(ArgumentError, match="can be read only once"):
+        list(batcher)
 
-    def __iter__(self):
-        self.inside = iter(NUMBERS)
-        return self
+
+def test_a_reader_that_cannot_begin_again_is_refused_after_an_error():
+    def fails(row):
+        return length_of_row(row) if row["number"] != "5" else 1 // 0
+
+    batcher = make(rows(), length_of=fails)
+    with pytest.raises(ZeroDivisionError):
+        list(batcher)
+    with pytest.raises(ArgumentError, match="DictReader can be read only once, and it was read"):
+        list(batcher)
 
 
-@pytest.mark.parametrize("source", [Restarting(), lambda: iter(NUMBERS), lambda: NUMBERS, Counted], ids=range(4))
+def shared_function():
+    reader = rows()
+    return lambda: reader
+
+
+@pytest.mark.parametrize(
+    ("source", "length"), [(Shared, length_of), (shared_function, length_of_row)], ids=["object", "function"]
+)
+def test_a_pass_that_is_read_again_and_begins_elsewhere_is_refused(source, length):
+    batcher = make(source(), length_of=length)
+    list(islice(batcher, 2))
+    batcher.load_state_dict(batcher.state_dict())
+    with pytest.raises(ArgumentError, match=r"began pass 0 with another example before, so examples would be lost; pa"):
+        list(batcher)
+
+
+EXAMPLES = {
+    "text": "a b",
+    "row": {"text": "a", "ids": [1, 2], "score": float("nan"), "none": None},
+    "array": {"ids": np.arange(3), "mask": np.ones(3, dtype=bool)},
+    "tensor": (torch.arange(3), torch.ones(2, dtype=torch.bfloat16)),
+    "bytes": b"a b",
+}
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_a_pass_that_is_read_again_and_begins_with_an_equal_example_goes_on(kind):
+    def source():
+        yield copy.deepcopy(EXAMPLES[kind])
+        yield from range(9)
+
+    batcher = make(source, length_of=lambda _: 1, budget=bw.MaxItems(2), shuffle=False, grouping=bw.InOrder())
+    first = list(islice(batcher, 1))
+    batcher.load_state_dict(batcher.state_dict())
+    assert [len(batch) for batch in first + list(batcher)] == [2] * 5
+
+
+def test_a_source_with_a_state_is_taken_up_again_after_an_error_in_its_first_buffer():
+    broken = [True]
+
+    def sometimes(number):
+        if number == 5 and broken[0]:
+            raise OSError("no answer")
+        return length_of(number)
+
+    batcher = make(Stateful(), length_of=sometimes)
+    with pytest.raises(OSError, match="no answer"):
+        list(batcher)
+    broken[0] = False
+    assert list(batcher) == list(make())
+
+
+@pytest.mark.parametrize("source", [lambda: iter(NUMBERS), lambda: NUMBERS, Counted], ids=range(3))
 def test_what_begins_anew_has_many_passes(source):
     if source is Counted:
         source = lambda: Counted()  # noqa: E731 - a class itself is refused

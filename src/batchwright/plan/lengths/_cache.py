@@ -18,7 +18,7 @@ from ..._files import write_atomic
 from ...errors import ArgumentError, StoreError
 
 # Part of every key: a change of what is stored or hashed must not find old files.
-FORMAT = b"batchwright lengths 1"
+FORMAT = b"batchwright lengths 2"
 DIGEST_BYTES = 20
 
 

@@ -6,23 +6,19 @@ A tokenizer is recognised by what it can do, so that neither transformers nor to
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, final
 
 from ..._checks import is_whole
 from ...errors import ArgumentError, LengthsError
+from ._describing import Description, OpaqueError
 from ._examples import num_sides_of_ids, num_sides_of_text
 
-# How far a description follows closures and attributes: a tokenizer in a partial in a closure is found.
-DESCRIPTION_DEPTH = 4
-SCALARS = (type(None), bool, int, float, complex, str, bytes, type(...))
+# Attributes of slow tokenizers: results that they remember, and warnings that they gave.
+CHANGED_BY_CALLS = {"cache", "deprecation_warnings"}
 
 
 class TokenCounter(ABC):
@@ -61,11 +57,9 @@ def adapt(tokenizer: Any, max_length: int | None) -> TokenCounter:
         return _backend_counter(tokenizer, max_length)
     if callable(tokenizer) and not (is_class and hasattr(tokenizer, "get_vocab")):
         return FunctionCounter(tokenizer, max_length)
-    what = f"the class {tokenizer.__name__}; pass a tokenizer made from it" if is_class else repr(tokenizer)[:80]
-    hint = "; pass its method, e.g. tokenizer.encode" if not is_class and hasattr(tokenizer, "encode") else ""
     raise ArgumentError(
         "tokenizer must be a transformers tokenizer, a tokenizers.Tokenizer or a function from str to int "
-        f"or sequence, got {what}{hint}"
+        f"or sequence, got {_what_instead(tokenizer)}"
     )
 
 
@@ -88,7 +82,9 @@ class TransformersCounter(TokenCounter):
         """Return class and backend of a fast tokenizer; class, vocabulary and settings of a slow one."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         state = _slow_state(self.tokenizer) if backend is None else _fast_state(self.tokenizer, backend)
-        return json.dumps([_name(type(self.tokenizer)), state], sort_keys=True, default=repr).encode()
+        # By its code too: a class of the user's own may change under its name.
+        code = Description().add_seen_through({"class": type(self.tokenizer)}).digest()
+        return code + json.dumps(state, sort_keys=True, default=repr).encode()
 
 
 @final
@@ -126,9 +122,14 @@ class FunctionCounter(TokenCounter):
         return lengths if self.max_length is None else [min(length, self.max_length) for length in lengths]
 
     def identity(self) -> bytes:
-        """Return the function's name, code, defaults, closure and the globals it names."""
-        description = _describe(self.function, DESCRIPTION_DEPTH)
-        return repr((description, _describe_globals(self.function))).encode("utf-8", "backslashreplace")
+        """Return the function's code and state and all that they hold, or refuse what cannot be described."""
+        try:
+            return Description(_identity_within).add(self.function).digest()
+        except (OpaqueError, RecursionError) as error:
+            raise ArgumentError(
+                f"the tokenizer holds something that cannot be described ({error}), so its lengths cannot be cached; "
+                "pass cache=None"
+            ) from error
 
 
 @final
@@ -150,6 +151,16 @@ class IdCounter(TokenCounter):
     def identity(self) -> bytes:
         """Return the name."""
         return b"ids"
+
+
+def _what_instead(tokenizer: Any) -> str:
+    """Say what came in place of a tokenizer, and what to do."""
+    if isinstance(tokenizer, type):
+        return f"the class {tokenizer.__name__}; pass a tokenizer made from it"
+    shown = repr(tokenizer)[:80]
+    if isinstance(tokenizer, str):
+        return f"{shown}; load the tokenizer of that name first, e.g. AutoTokenizer.from_pretrained({shown})"
+    return f"{shown}; pass its method, e.g. tokenizer.encode" if hasattr(tokenizer, "encode") else shown
 
 
 def _is_transformers(tokenizer: Any) -> bool:
@@ -195,9 +206,17 @@ def _fast_state(tokenizer: Any, backend: Any) -> list[Any]:
 
 
 def _slow_state(tokenizer: Any) -> list[Any]:
-    # Switches such as lower-casing are plain attributes, and the attributes hold what is true now.
-    settings = {key: value for key, value in vars(tokenizer).items() if isinstance(value, SCALARS)}
-    return [tokenizer.get_vocab(), getattr(tokenizer, "special_tokens_map", None), settings]
+    # Merges, models and switches such as lower-casing are attributes.
+    settings = {key: value for key, value in vars(tokenizer).items() if key not in CHANGED_BY_CALLS}
+    described = Description().add_seen_through(settings).digest().decode()
+    return [tokenizer.get_vocab(), getattr(tokenizer, "special_tokens_map", None), described]
+
+
+def _identity_within(value: Any) -> bytes | None:
+    """Return the identity of a tokenizer that a function holds, None for anything else."""
+    if _is_transformers(value) or _is_backend(value):
+        return adapt(value, None).identity()
+    return None
 
 
 def _as_length(result: Any, text: str) -> int:
@@ -209,71 +228,12 @@ def _as_length(result: Any, text: str) -> int:
     if is_sequence and getattr(result, "ndim", 1) == 1:
         return len(result)
     raise LengthsError(
-        f"tokenizer must return a length of 0 or more or a flat sequence of tokens, got {_brief(result)} "
-        f"for the text {_brief(text)}; return e.g. tokenizer(text)['input_ids']"
+        f"tokenizer must return a length of 0 or more or a flat sequence of tokens, got {brief(result)} "
+        f"for the text {brief(text)}; return e.g. tokenizer(text)['input_ids']"
     )
 
 
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
+    """Show a value in one short line, with its type."""
     text = " ".join(repr(value).split())
     return f"{text[:40]}… ({type(value).__name__})" if len(text) > 40 else f"{text} ({type(value).__name__})"
-
-
-def _name(value: Any) -> str:
-    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-
-
-def _describe(value: Any, depth: int) -> Any:
-    """Turn a function and what it holds into nested lists of text. Mutable containers are named, not read."""
-    if isinstance(value, SCALARS):
-        return repr(value)
-    if isinstance(value, tuple):
-        return [_describe(item, depth) for item in value]
-    if isinstance(value, frozenset):  # its order changes from process to process
-        return sorted(repr(_describe(item, depth)) for item in value)
-    if isinstance(value, CodeType):
-        return [value.co_code, value.co_names, _describe(value.co_consts, depth)]
-    if isinstance(value, re.Pattern):
-        return [repr(value.pattern), value.flags]
-    if isinstance(value, type | ModuleType):
-        return [_name(value), value.__name__]
-    if depth == 0:
-        return _name(type(value))
-    if _is_transformers(value) or _is_backend(value):
-        return adapt(value, None).identity()
-    return [_name(value), *_describe_parts(value, depth - 1)]
-
-
-def _describe_parts(value: Any, depth: int) -> list[Any]:
-    """Describe what makes one function or object differ from another of the same name."""
-    if isinstance(value, FunctionType):
-        cells = tuple(_cell_contents(cell) for cell in value.__closure__ or ())
-        keywords = tuple(sorted((value.__kwdefaults__ or {}).items()))
-        return [_describe(part, depth) for part in (value.__code__, value.__defaults__, keywords, cells)]
-    if isinstance(value, functools.partial):
-        return [_describe(part, depth) for part in (value.func, value.args, tuple(sorted(value.keywords.items())))]
-    if isinstance(value, MethodType | BuiltinMethodType):
-        return [_describe(getattr(value, "__func__", None), depth), _describe(value.__self__, depth)]
-    call = inspect.getattr_static(type(value), "__call__", None)
-    attributes = sorted(getattr(value, "__dict__", {}).items())
-    return [_describe(part, depth) for part in (call, *attributes)]
-
-
-def _cell_contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a name that has no value yet
-        return None
-
-
-def _describe_globals(function: Any) -> Any:
-    """Describe the globals a function names: in a notebook the tokenizer is usually one of them."""
-    if not isinstance(function, FunctionType):
-        return None
-    names = sorted(_names(function.__code__) & function.__globals__.keys())
-    return [[name, _describe(function.__globals__[name], DESCRIPTION_DEPTH)] for name in names]
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
-    return set(code.co_names).union(*inner)

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import sys
+import warnings
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sized
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,15 +21,19 @@ import numpy.typing as npt
 
 from ..._checks import as_flag, as_whole
 from ..._progress import ProgressBar
+from ..._types import MAX_INT32
 from ...errors import ArgumentError, BatchwrightError, LengthsError
 from ._cache import ContentHash, LengthCache
 from ._examples import choose, describe, num_sides_of_ids, num_sides_of_text
-from ._tokenizers import IdCounter, TokenCounter, adapt
+from ._tokenizers import IdCounter, TokenCounter, adapt, brief
 
 Lengths: TypeAlias = npt.NDArray[np.int32]
+Probes: TypeAlias = dict[int, Any]
 
 # Enough that no worker waits for the reader, few enough that a stream is never held in memory.
 BATCHES_IN_FLIGHT_PER_WORKER = 3
+# Texts that are counted again before cached lengths are used.
+NUM_PROBES = 16
 
 
 class TextBatch(NamedTuple):
@@ -80,10 +85,12 @@ def measure_lengths(
         batch_size: texts per call of the tokenizer. It changes the speed, never the lengths.
         progress: show a bar on stderr.
         cache: a directory for the lengths, or None. They are found again by the texts, the tokenizer and
-            ``max_length``, without calling the tokenizer. An iterable that is not a sequence is gathered into
-            a list first. A function is known by its name, code, defaults, closure and the globals it names;
-            its hidden state is not seen: the content of lists and dicts, files, other functions' globals.
-            Token ids are counted again: that is faster than to look them up.
+            ``max_length``. An iterable that is not a sequence is gathered into a list first. A function or object
+            is known by its code, its class, its state and all that these hold, installed packages by their
+            version; one that holds what cannot be described, such as an open file, is refused. A file that a
+            function reads is not seen, nor what it imports: so 16 of the texts are counted again with every use, and
+            all of them, with a warning, where one count differs. Token ids are always counted again: that is
+            faster than to look them up.
 
     Returns:
         ``int32`` of shape ``(N,)``, or ``(N, 2)`` for pairs, in the order of the texts.
@@ -112,11 +119,12 @@ def measure_lengths(
     if store is None:
         return _measure(texts, counter, payload, num_workers, batch_size, progress)
 
+    content = ContentHash().add(counter.identity()).add(repr(max_length).encode())
     if not (hasattr(texts, "__len__") and hasattr(texts, "__getitem__")):
         texts = list(texts)
-    key, shape = _content_key(texts, counter, max_length, batch_size)
+    key, shape, probes = _add_texts(content, texts, counter, batch_size)
     lengths = store.load(key, shape)
-    if lengths is None:
+    if lengths is None or not _are_still_right(lengths, probes, counter):
         lengths = _measure(texts, counter, payload, num_workers, batch_size, progress)
         store.save(key, lengths)
     return lengths
@@ -156,7 +164,15 @@ def _count_here(batches: Iterator[TextBatch], counter: TokenCounter) -> Generato
 
 def _count_batch(counter: TokenCounter, batch: TextBatch) -> Lengths:
     """Return the lengths of a batch, one row per example."""
-    counts = np.array(counter.count(batch.texts()), dtype=np.int32)
+    texts = batch.texts()
+    found = counter.count(texts)
+    if max(found) > MAX_INT32:
+        place = found.index(max(found))
+        raise LengthsError(
+            f"lengths must be at most {MAX_INT32}, the tokenizer returned {found[place]} for the text "
+            f"{brief(texts[place])}; return the number of tokens"
+        )
+    counts = np.array(found, dtype=np.int32)
     return counts if batch.num_sides == 1 else np.ascontiguousarray(counts.reshape(batch.num_sides, -1).T)
 
 
@@ -190,19 +206,37 @@ def _not_like_the_others(example: Any, number: int, num_sides: int, *, of_ids: b
     return LengthsError(f"texts must be all {expected}, got {describe(example)} at example {number}; {advice}")
 
 
-def _content_key(
-    texts: Iterable[Any], counter: TokenCounter, max_length: int | None, batch_size: int
-) -> tuple[str, tuple[int, ...]]:
-    """Return the key of the texts, the tokenizer and the maximum, and the shape their lengths will have."""
-    content = ContentHash().add(counter.identity()).add(repr(max_length).encode())
+def _add_texts(
+    content: ContentHash, texts: Any, counter: TokenCounter, batch_size: int
+) -> tuple[str, tuple[int, ...], Probes]:
+    """Return the key with the texts, the shape their lengths will have, and a few of the texts by their place."""
+    places = set(np.linspace(0, len(texts) - 1, NUM_PROBES, dtype=int).tolist())
+    probes: Probes = {}
     num_examples = num_sides = 0
     for batch in _read_batches(texts, batch_size, counter):
         if num_examples == 0:
             content.add(str(batch.num_sides).encode())
-        num_examples, num_sides = num_examples + len(batch.examples), batch.num_sides
-        for example in batch.examples:
+        num_sides = batch.num_sides
+        for place, example in enumerate(batch.examples, start=num_examples):
             content.add_texts((example,) if num_sides == 1 else example)
-    return content.key(), (num_examples,) if num_sides == 1 else (num_examples, num_sides)
+            if place in places:
+                probes[place] = example
+        num_examples += len(batch.examples)
+    return content.key(), (num_examples,) if num_sides == 1 else (num_examples, num_sides), probes
+
+
+def _are_still_right(lengths: Lengths, probes: Probes, counter: TokenCounter) -> bool:
+    """Count a few texts again and compare: no description of a tokenizer sees the files it reads."""
+    counts = _count_batch(counter, TextBatch(lengths.ndim, list(probes.values())))
+    different = (counts != lengths[list(probes)]).reshape(len(probes), -1).any(axis=1)
+    if different.any():
+        place = list(probes)[int(different.argmax())]
+        warnings.warn(
+            f"the tokenizer counts example {place} otherwise than when its lengths were cached, so it reads something "
+            "that changed and is not part of it; measuring again",
+            stacklevel=3,
+        )
+    return not different.any()
 
 
 def _pickled(counter: TokenCounter) -> bytes:

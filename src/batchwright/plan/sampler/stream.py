@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from inspect import GEN_CLOSED, getgeneratorstate, isfunction
+from inspect import GEN_CLOSED, getgeneratorstate
 from itertools import islice
 from typing import Any, Generic, TypeVar, final
 
@@ -42,8 +43,10 @@ class StreamBatcher(Generic[Example]):
     skipped, which is exact when it yields the same examples again. A source with ``set_epoch`` is told the pass.
 
     Args:
-        source: anything that can be iterated, or a function that returns it anew for every pass. A generator or a file
-            can be read only once, and a second pass over it is refused.
+        source: anything that can be iterated, or a function that returns it anew for every pass. What is its own
+            iterator, such as a generator, a file or a ``csv.DictReader``, can be read only once, and a second pass
+            over it is refused, unless it has ``state_dict`` and ``load_state_dict``. A source whose pass is read
+            again, to go back to a state, must begin it with the same example.
         length_of: the length of an example, or a tuple of lengths.
         budget: what a batch may cost.
         grouping: as for ``plan_batches``.
@@ -186,13 +189,16 @@ class _Reader(Generic[Example]):
     place: _Place = _Place()
     num_opened: int = 0
     has_given: bool = False
+    begins: tuple[int, str] | None = None  # the pass that was opened last and its first example, in short
 
     def run(self) -> Generator[Any, None, None]:
         place = self.place
         stream = self._open(place)
         skip = place.num_given
         while True:
-            state = place.source if skip else _state_of(self.source)
+            state = _state_of(self.source) if place.source is None else place.source
+            if state is not None:
+                self.place = replace(place, source=state)  # an error in this buffer must not move the source on
             examples = list(islice(stream, min(self.buffer_size, sys.maxsize)))
             self._check_gives(examples, place)
             batches = self._plan(examples, place)
@@ -207,11 +213,21 @@ class _Reader(Generic[Example]):
         self.place = _Place(epoch=place.epoch + 1)
 
     def check_unread(self) -> None:
-        """Refuse to begin again with what goes on where it was left, such as a generator."""
-        # Iterators written in Python may begin anew in __iter__; those of C never do.
-        goes_on = isinstance(self.source, Iterator) and not isfunction(getattr(type(self.source), "__iter__", None))
+        """Refuse to begin again with what goes on where it was left, such as a generator or a ``csv.DictReader``."""
+        # Not asked with iter(), which may move what is read.
+        goes_on = isinstance(self.source, Iterator) and not _is_stateful(self.source)
         if goes_on and self.num_opened:
             raise ArgumentError(f"{_kind(self.source)} can be read only once, and it was read; {_ADVICE}")
+
+    def _check_begins_anew(self, first: Example, place: _Place) -> None:
+        """Refuse a pass that is opened again and begins elsewhere: a second loop over one open file does."""
+        begins = (place.epoch, _fingerprint(first))
+        if self.begins is not None and self.begins[0] == place.epoch and self.begins != begins:
+            raise ArgumentError(
+                f"the source ({_kind(self.source)}) began pass {place.epoch} with another example before, so examples "
+                f"would be lost; {_ADVICE}"
+            )
+        self.begins = begins
 
     def _check_gives(self, examples: list[Example], place: _Place) -> None:
         if not examples and self.has_given and place.num_read == 0:
@@ -236,8 +252,15 @@ class _Reader(Generic[Example]):
             source.load_state_dict(copy.deepcopy(place.source))  # a copy, which the source may change as it reads
             return _begin(source)
         stream: Iterator[Example] = _begin(source)
-        _skip(stream, place.num_read)
-        return stream
+        if _is_stateful(self.source):
+            _skip(stream, place.num_read)
+            return stream
+        first = list(islice(stream, 1))
+        if first:
+            self._check_begins_anew(first[0], place)
+        whole = _chained(first, stream)
+        _skip(whole, place.num_read)
+        return whole
 
     def _plan(self, examples: list[Example], place: _Place) -> Plan | list[Batch]:
         if not examples:
@@ -256,7 +279,7 @@ class _Reader(Generic[Example]):
 
 _ADVICE = (
     "pass something that can be read again: a list, an object whose __iter__ begins anew, or a function that returns "
-    "the generator, e.g. StreamBatcher(lambda: read(path), ...)"
+    "a new reader or generator, e.g. StreamBatcher(lambda: read(path), ...)"
 )
 
 
@@ -285,6 +308,32 @@ def _check_no_worker(batcher: StreamBatcher[Any]) -> None:
 def _begin(source: Iterable[Example]) -> Iterator[Example]:
     # A generator around it: islice asks for iter() again, with which some iterators begin anew.
     return (example for example in source)
+
+
+def _chained(first: list[Example], rest: Iterator[Example]) -> Generator[Example, None, None]:
+    while first:  # handed on, and not held here
+        yield first.pop()
+    yield from rest
+
+
+def _fingerprint(example: Any) -> str:
+    """Return a text that differs between examples of plain values, and is the same for one that is read again.
+
+    >>> _fingerprint({"text": "a b", "ids": [1, 2]}) == _fingerprint({"text": "a b", "ids": [1, 3]})
+    False
+    """
+    return hashlib.blake2b(_shown(example).encode("utf-8", "backslashreplace")).hexdigest()
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_shown(key)}: {_shown(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    if hasattr(value, "tolist"):  # arrays and tensors
+        return repr(value.tolist())
+    # What is of another type may be random, or show its address.
+    return repr(value) if isinstance(value, str | bytes | int | float | None) else type(value).__name__
 
 
 def _is_stateful(source: object) -> bool:
