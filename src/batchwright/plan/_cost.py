@@ -130,7 +130,7 @@ def _is_close(mine: str, saved: str) -> bool:
     if _NONE in (mine, saved):
         return mine == saved
     try:
-        values = [np.frombuffer(base64.b64decode(text), dtype="<f4") for text in (mine, saved)]
+        one, other = (np.frombuffer(base64.b64decode(text), dtype="<f4") for text in (mine, saved))
     except ValueError:
         return False
-    return values[0].shape == values[1].shape and np.allclose(*values, rtol=_TOLERANCE, atol=0, equal_nan=True)
+    return one.shape == other.shape and bool(np.allclose(one, other, rtol=_TOLERANCE, atol=0, equal_nan=True))
