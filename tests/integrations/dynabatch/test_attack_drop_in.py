@@ -187,7 +187,7 @@ def test_a_tokenizer_that_decodes_without_batch_decode_is_taken():
 class Generator:
     """An object that generates and is no module, such as a model in another runtime."""
 
-    class config:  # noqa: N801
+    class config:
         pad_token_id = 0
 
     def generate(self, input_ids, attention_mask, max_new_tokens=1):
@@ -240,7 +240,7 @@ def test_huge_sizes_work_or_are_refused_in_a_sentence(options):
         sampler = dynabatch_sampler([""] * 7, None, **{"batch_size": 2, **options}, token_lengths=range(1, 8))
     except BatchwrightError:
         return
-    assert sorted(sum(sampler, [])) == list(range(7))
+    assert sorted(index for batch in sampler for index in batch) == list(range(7))
 
 
 # Expected: refused, as token lengths are. Found: seconds are taken as words; 2**40 becomes 0 in input_features.

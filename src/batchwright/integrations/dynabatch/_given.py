@@ -80,6 +80,27 @@ def _as_floats(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         raise LengthsError(f"{name} must be whole numbers, got values of type {kinds}; {_COUNT}") from None
 
 
+def check_lengths(token_lengths: Any, word_lengths: Any, char_lengths: Any) -> dict[str, npt.NDArray[np.int32]]:
+    """Return the lengths by name, tokens of shape ``(N, axes)``; words and characters if they are given."""
+    lengths = {"token": as_token_lengths(token_lengths)}
+    for name, given in (("word", word_lengths), ("char", char_lengths)):
+        if given is None:
+            continue
+        array = as_whole_numbers(f"{name}_lengths", given)
+        if len(array) != len(lengths["token"]):
+            raise LengthsError(
+                f"{name}_lengths must have one number per example, {len(lengths['token'])}, got {len(array)}"
+            )
+        if array.ndim != 1 or array.min() < 0:
+            raise LengthsError(f"{name}_lengths must be a whole number of 0 or more per example, got {_worst(array)}")
+        lengths[name] = array.astype(np.int32)
+    return lengths
+
+
+def _worst(array: npt.NDArray[Any]) -> str:
+    return f"shape {array.shape}" if array.ndim != 1 else str(array.min())
+
+
 def as_batches(batches: Any, num_examples: int) -> list[npt.NDArray[np.int32]]:
     """Return batches that hold no example twice, or say what is wrong with them.
 

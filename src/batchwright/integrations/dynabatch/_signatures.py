@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 
-def named_arguments(function: Callable[..., Any]) -> set[str] | None:
-    """Return the arguments that a function takes by name; None if it takes any, or does not say.
+class Arguments(NamedTuple):
+    """The arguments that can be given by name, and whether any other can be given too."""
 
-    >>> named_arguments(lambda text, *, padding: None) == {"text", "padding"}, named_arguments(dict)
-    (True, None)
+    names: frozenset[str]
+    takes_others: bool
+
+    def take(self, name: str) -> bool:
+        """Say whether an argument can be given by this name."""
+        return self.takes_others or name in self.names
+
+
+def arguments_of(function: Callable[..., Any]) -> Arguments:
+    """Return what a function takes; one that does not say takes anything.
+
+    >>> arguments_of(lambda text, *, padding: None).take("texts"), arguments_of(lambda **options: None).take("texts")
+    (False, True)
     """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
+        return Arguments(frozenset(), True)
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {parameter.name for parameter in parameters if parameter.kind in by_name}
-
-
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Say whether a function takes an argument by name, as far as is known.
-
-    >>> takes(lambda text: None, "text"), takes(lambda texts: None, "text")
-    (True, False)
-    """
-    names = named_arguments(function)
-    return names is None or name in names
+    names = frozenset(parameter.name for parameter in parameters if parameter.kind in by_name)
+    return Arguments(names, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters))

@@ -17,9 +17,9 @@ from ..._machine import num_cores
 from ...errors import ArgumentError, LengthsError
 from ...plan.models.prior import Task
 from ._given import as_whole_numbers
-from ._signatures import takes
-from .lengths import compute_lengths as compute_lengths
+from ._signatures import arguments_of
 from .lengths import as_rows, as_texts, measure_tokens, truncated
+from .lengths import compute_lengths as compute_lengths
 from .sampler import DynaBatchSampler
 
 
@@ -175,8 +175,11 @@ class TextCollator:
         """Return what the tokenizer returns, with ``"texts"``."""
         texts = [example["text"] for example in examples]
         # By name, as in dynabatch: of a processor for images and texts, the images come first.
-        given = {"text": texts} if takes(self.tokenizer, "text") else {}
-        batch = self.tokenizer(*([] if given else [texts]), **given, **self.tokenizer_kwargs)
+        arguments = arguments_of(self.tokenizer)
+        if "text" in arguments.names or not arguments.names:
+            batch = self.tokenizer(text=texts, **self.tokenizer_kwargs)
+        else:
+            batch = self.tokenizer(texts, **self.tokenizer_kwargs)
         batch["texts"] = texts
         return batch
 

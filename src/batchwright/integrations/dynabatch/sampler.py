@@ -12,11 +12,11 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from ..._checks import as_flag, as_state, check_ranks, is_same, read_whole, shared_options
-from ...errors import ArgumentError, LengthsError, StateMismatchError
+from ...errors import ArgumentError, StateMismatchError
 from ...plan import BatchSampler, MaxItems, Plan, PlanReport
 from ...plan.models.prior import Task
 from ._features import Features, decisions, input_features
-from ._given import GivenBatches, as_batches, as_token_lengths, as_whole_numbers
+from ._given import GivenBatches, as_batches, check_lengths
 from ._longest_first import LongestFirst
 from ._settings import Setting, Settings
 
@@ -128,7 +128,7 @@ class DynaBatchSampler(Sampler[list[int]]):
     ) -> None:
         self._settings = Settings(**shared_options(Settings, locals()))
         rank, world_size = check_ranks(rank, world_size)
-        self._lengths = _check_lengths(token_lengths, word_lengths, char_lengths)
+        self._lengths = check_lengths(token_lengths, word_lengths, char_lengths)
         self._given: list[npt.NDArray[np.int32]] | None = None
         self._first_epoch = 0
         self._inner = self._make_inner(self._settings, rank, world_size, balance_over=world_size)
@@ -140,8 +140,8 @@ class DynaBatchSampler(Sampler[list[int]]):
         """The rest of the current epoch, for all ranks, as a new list: changing it does not change the sampler.
 
         Set it to use exactly the given batches, whatever is set afterwards. No example may come twice; those that come
-        in none are left out, and the report counts them as dropped. The batches are shuffled if ``shuffle`` is True, and
-        divided over the ranks; of several ranks the last batches are split so that all have equally many.
+        in none are left out, and the report counts them as dropped. The batches are shuffled if ``shuffle`` is True,
+        and divided over the ranks; of several ranks the last batches are split so that all have equally many.
 
         >>> sampler = DynaBatchSampler([9, 2, 7], None, None, 2)
         >>> sampler.batches = [[2], [0, 1]]
@@ -334,27 +334,6 @@ class DynaBatchSampler(Sampler[list[int]]):
             lengths = {kind: values[order] for kind, values in self._lengths.items()}
             lengths["token"] = tokens[order].sum(axis=1)
             self.input_features = input_features(lengths, starts, self.batch_end_range, self._settings.rule)
-
-
-def _check_lengths(token_lengths: Any, word_lengths: Any, char_lengths: Any) -> dict[str, npt.NDArray[np.int32]]:
-    """Return the lengths by name, tokens of shape ``(N, axes)``; words and characters if they are given."""
-    lengths = {"token": as_token_lengths(token_lengths)}
-    for name, given in (("word", word_lengths), ("char", char_lengths)):
-        if given is None:
-            continue
-        array = as_whole_numbers(f"{name}_lengths", given)
-        if len(array) != len(lengths["token"]):
-            raise LengthsError(
-                f"{name}_lengths must have one number per example, {len(lengths['token'])}, got {len(array)}"
-            )
-        if array.ndim != 1 or array.min() < 0:
-            raise LengthsError(f"{name}_lengths must be a whole number of 0 or more per example, got {_worst(array)}")
-        lengths[name] = array.astype(np.int32)
-    return lengths
-
-
-def _worst(array: npt.NDArray[Any]) -> str:
-    return f"shape {array.shape}" if array.ndim != 1 else str(array.min())
 
 
 def _check_sizing(state: Mapping[str, Any]) -> None:
