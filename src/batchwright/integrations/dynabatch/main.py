@@ -136,8 +136,10 @@ def build_dynabatch_dataloader(
         limit = max_input_token_length
         token_lengths = measure_tokens(texts, tokenizer, limit, workers, progress=progress, cache=cache)
         # A text cut inside a word may have other tokens than before: it stays whole, for the tokenizer to cut.
-        tokenizer_kwargs = {"truncation": True, "max_length": limit, **tokenizer_kwargs}
-        is_cut_again = bool(tokenizer_kwargs["truncation"]) and tokenizer_kwargs["max_length"] == limit
+        tokenizer_kwargs = {"truncation": True, **tokenizer_kwargs}
+        is_cut_again = (
+            bool(tokenizer_kwargs["truncation"]) and tokenizer_kwargs.setdefault("max_length", limit) == limit
+        )
         texts = truncated(texts, token_lengths, tokenizer, limit, exact=is_cut_again)
     sampler = dynabatch_sampler(**{**options, "texts": texts, "token_lengths": token_lengths})
     return DataLoader(
