@@ -260,7 +260,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-shapes", type=int, default=60, help="of each plan and run; the first batch is one")
     parser.add_argument("--cap-gib", type=float, default=64.0, help="cap of the allocator")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, to see that it runs")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.measure_memory and options.output != RESULT:
+        parser.error("--output is for the plans; with --measure-memory use --peaks")
+    return options
 
 
 if __name__ == "__main__":

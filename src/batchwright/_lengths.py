@@ -29,7 +29,7 @@ def as_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
         ...
     batchwright.errors.LengthsError: lengths must be integers, got float64; count tokens, e.g. [len(x) for x in data]
     """
-    array = _as_array("lengths", lengths, "(N,) or (N, axes), with as many lengths for every example", LengthsError)
+    array = as_array("lengths", lengths, "(N,) or (N, axes), with as many lengths for every example", LengthsError)
     if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[1] == 0):
         raise LengthsError(
             f"lengths must have shape (N,) or (N, axes), got {array.shape}; give one row of lengths per example, in a "
@@ -50,7 +50,7 @@ def as_shapes(shapes: npt.ArrayLike, *, num_axes: int | None = None) -> npt.NDAr
     >>> as_shapes([[8, 128]]).tolist()
     [[8, 128]]
     """
-    array = _as_array("shapes", shapes, "(M, 1 + axes)", ArgumentError)
+    array = as_array("shapes", shapes, "(M, 1 + axes)", ArgumentError)
     if array.ndim != 2 or array.shape[1] < 2:
         raise ArgumentError(
             f"shapes must have shape (M, 1 + axes), got {array.shape}; "
@@ -74,7 +74,7 @@ def pad_up(lengths: IntArray, multiple: int) -> IntArray:
     return lengths if multiple == 1 else -(-lengths // multiple) * multiple
 
 
-def _as_array(name: str, values: Any, form: str, error: type[ArgumentError]) -> npt.NDArray[Any]:
+def as_array(name: str, values: Any, form: str, error: type[ArgumentError]) -> npt.NDArray[Any]:
     """Return values as an array of any type; masked entries would come back as if they were there."""
     if hasattr(values, "detach") and hasattr(values, "is_floating_point"):  # a tensor, on any device
         values = values.detach()

@@ -129,6 +129,22 @@ def test_measuring_reads_the_plans_and_compares_with_the_first_batch(planned, ba
     assert all(row["largest"] >= 1 for row in rows)
 
 
+def test_the_commands_in_the_description_are_taken(batches, monkeypatch):
+    lines = [line.partition("#")[0].split() for line in batches.__doc__.splitlines() if "dynabatch_batches.py" in line]
+    assert len(lines) == 2
+    for _, *words in lines:
+        plain = [word.strip("[]") for word in words]
+        monkeypatch.setattr(sys, "argv", plain)
+        assert batches._options().measure_memory == ("--measure-memory" in plain)
+
+
+def test_measuring_refuses_the_option_for_plans(batches, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dynabatch_batches", "--measure-memory", "--output", "peaks.json"])
+    with pytest.raises(SystemExit):
+        batches._options()
+    assert "--output is for the plans; with --measure-memory use --peaks" in capsys.readouterr().err
+
+
 def test_measuring_without_plans_says_so(batches, monkeypatch, tmp_path):
     options = ["--measure-memory", "--smoke", "--plans", str(tmp_path / "none.json"), "--cap-gib", "1"]
     monkeypatch.setattr(sys, "argv", ["dynabatch_batches", *options])

@@ -21,9 +21,13 @@ _IGNORED = -100
 
 def num_rows(batch: Mapping[str, Any], key: str) -> int:
     """Return the number of examples: the length of the value under ``key``."""
+    if not isinstance(batch, Mapping):
+        raise ArgumentError(f"the batch must be a dict of inputs by name, got {type(batch).__name__}")
     value = batch.get(key)
     if value is None:
         raise KeyError(f"Batch size key `{key}` not found in inputs, only {sorted(batch)}; pass batch_size_key=...")
+    if not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0:
+        raise ArgumentError(f"{key!r} must have one row per example, got {type(value).__name__} without any axis")
     return len(value)
 
 

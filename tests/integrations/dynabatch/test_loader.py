@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from batchwright.errors import LengthsError
 from batchwright.integrations.dynabatch import build_dynabatch_dataloader, dynabatch_sampler
 
-from .tokenizers import WORDS, make_fast
+from .tokenizers import WORDS, ListTokenizer, make_bytes, make_fast
 
 TEXTS = [" ".join(WORDS[: 1 + (7 * number) % 17]) for number in range(60)]
 QUIET = {"progress": False}
@@ -103,3 +104,53 @@ def test_a_length_cache_spares_the_second_start_the_tokenizer(tmp_path):
 def test_texts_may_come_from_a_generator():
     sampler = dynabatch_sampler((text for text in TEXTS), make_fast(), 4, **QUIET)
     assert sampler.num_examples == 60
+
+
+def test_a_loader_gives_all_tokens_of_a_text_of_exactly_the_limit():
+    loader = build_dynabatch_dataloader(["a    b    c"], ListTokenizer(), 2, 3, num_workers=0, **QUIET)
+    assert next(iter(loader))["input_ids"].shape == (1, 3)
+
+
+@pytest.mark.parametrize("limit", range(2, 9))
+def test_a_loader_gives_the_ids_that_the_tokenizer_gives_when_it_cuts(limit):
+    texts = ["low lower lowest", "slow   slower", "lowlowlow er low er  ", "w", "owl  "]
+    tokenizer = make_bytes()
+    expected = [tokenizer(text, truncation=True, max_length=limit)["input_ids"] for text in texts]
+    loader = build_dynabatch_dataloader(texts, tokenizer, 1, limit, max_batch_range=1.0, num_workers=0, **QUIET)
+    for (row,), batch in zip(loader.batch_sampler, loader, strict=True):
+        assert batch["input_ids"].tolist() == [expected[row]]
+        assert texts[row].startswith(batch["texts"][0])
+
+
+def test_a_loader_that_is_told_not_to_truncate_gives_no_more_tokens_than_planned():
+    texts, options = ["lowlowlow er low er  ", "slower slow"], {"truncation": False, "num_workers": 0}
+    loader = build_dynabatch_dataloader(texts, make_bytes(), 1, 3, **options, **QUIET)
+    assert max(batch["input_ids"].shape[1] for batch in loader) <= 3
+
+
+class Processor:
+    """A processor of transformers for images and texts: the texts are its second argument."""
+
+    def __call__(self, images=None, text=None, padding=False, return_tensors=None):
+        if images is not None:
+            return {"pixel_values": torch.zeros(len(images), 1)}
+        return {"input_ids": torch.zeros(len(text), max(len(row.split()) for row in text))}
+
+
+class Named:
+    """Calls its texts by another name."""
+
+    def __call__(self, sentences, **options):
+        return {"input_ids": torch.zeros(len(sentences), 1)}
+
+
+@pytest.mark.parametrize("kind", [Processor, Named])
+def test_a_loader_gives_the_texts_to_the_argument_for_texts(kind):
+    loader = build_dynabatch_dataloader(["a b", "a", "b"], kind(), 2, num_workers=0, token_lengths=[2, 1, 1])
+    assert set(next(iter(loader))) == {"input_ids", "texts"}
+
+
+def test_a_loader_of_given_lengths_refuses_a_table_too():
+    table = {"text": ["a", "b"], "label": ["c", "d"]}
+    with pytest.raises(LengthsError, match="must be a list or a column of texts, got dict"):
+        build_dynabatch_dataloader(table, make_fast(), 1, token_lengths=[1, 1])

@@ -20,6 +20,15 @@ def make_fast():
     )
 
 
+def make_bytes():
+    """Return a byte-level fast tokenizer with a few merges, whose tokens of a text cut inside a word may be others."""
+    merges = [("l", "o"), ("lo", "w"), ("e", "r"), ("low", "er"), ("Ġ", "low"), ("Ġ", "Ġ"), ("s", "low")]
+    tokens = ["<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    backend = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", model_max_length=512)
+
+
 class SlowTokenizer(PreTrainedTokenizer):
     """Characters as tokens, without offsets."""
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ..._optional import is_installed
 from ..._types import FloatArray, IntArray
+from ...errors import ArgumentError
 from ._longest_first import SizeRule
 
 # Columns with lists of numbers; a pandas.DataFrame where pandas is installed.
@@ -18,6 +19,7 @@ Features: TypeAlias = Any
 
 # Candidate sizes per unit of max_batch_range, and the figures of each kind of length, in the order of dynabatch.
 _CANDIDATES_PER_UNIT = 20
+_MAX_RANGE = 1_000
 _STATISTICS = {"token": ("mean", "std", "sum", "max"), "word": ("mean", "sum", "max"), "char": ("sum",)}
 _QUOTIENTS = {"token": ("max", "mean", "sum"), "word": ("max", "mean", "sum"), "char": ("sum",)}
 
@@ -48,6 +50,11 @@ def input_features(
         end_range: the largest candidate, relative to the first batch.
         rule: predicts the memory.
     """
+    if end_range > _MAX_RANGE:
+        raise ArgumentError(
+            f"save_input_features keeps {_CANDIDATES_PER_UNIT} candidates per unit of max_batch_range, got "
+            f"{end_range:g}; choose at most {_MAX_RANGE}, or leave save_input_features out"
+        )
     steps = max(1, int((end_range - 1.0) * _CANDIDATES_PER_UNIT))
     sizes = np.unique(np.round(rule.batch_size * np.linspace(1.0, end_range, steps)).astype(np.int64))
     first = {kind: _statistics(values, np.full(len(sizes), rule.batch_size)) for kind, values in lengths.items()}

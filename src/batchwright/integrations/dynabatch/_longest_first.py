@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..._random import Purpose, words
-from ..._types import FloatArray, IntArray
+from ..._types import MAX_INT32, FloatArray, IntArray
 from ...plan import Grouping, MemoryModel
 from ...plan.grouping.base import Groups, Problem, SizeRounding, distinct
 from ...plan.grouping.sorting import sort_windows
@@ -265,7 +265,7 @@ def growth_step(batch_size: int, max_diff: float, rounding: SizeRounding) -> int
     """
     # The rungs of a ladder lie any distance apart; small steps add up to the next one, so one item is enough.
     least = 1 if rounding.ladder is not None else rounding.multiple_of
-    return max(int(batch_size * max_diff), least)
+    return max(int(min(batch_size * max_diff, MAX_INT32)), least)
 
 
 @final

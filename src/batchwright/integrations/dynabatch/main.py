@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset
 
-from ..._checks import as_whole, shared_options
+from ..._checks import as_flag, as_whole, shared_options
 from ..._machine import num_cores
 from ...errors import ArgumentError, LengthsError
 from ...plan.models.prior import Task
 from ._given import as_whole_numbers
+from ._signatures import arguments_of
+from .lengths import as_rows, as_texts, measure_tokens, truncated
 from .lengths import compute_lengths as compute_lengths
-from .lengths import measure_tokens, truncated
 from .sampler import DynaBatchSampler
 
 
@@ -76,8 +77,9 @@ def dynabatch_sampler(
     options["min_batch_size"] = as_whole("batch_size", batch_size, least=1)
     if token_lengths is None:
         _refuse_without_tokens(word_lengths, char_lengths)
+        workers = 0 if as_flag("debug", debug) else num_workers
         options["token_lengths"] = measure_tokens(
-            list(texts), tokenizer, max_input_token_length, 0 if debug else num_workers, progress=progress, cache=cache
+            as_texts(texts), tokenizer, max_input_token_length, workers, progress=progress, cache=cache
         )
     else:
         options["token_lengths"] = _check_given(token_lengths, texts, max_input_token_length)
@@ -118,7 +120,8 @@ def build_dynabatch_dataloader(
     """Make a loader of padded token ids: the batches of ``dynabatch_sampler``, tokenized when they are asked for.
 
     A batch is what the tokenizer returns with ``padding=True, return_tensors="pt"``, with its texts under ``"texts"``,
-    cut to ``max_input_token_length`` if lengths were measured here.
+    cut to ``max_input_token_length`` if lengths were measured here. Where a cut text would have other tokens than the
+    tokenizer gives when it cuts, the text stays whole, and only its tokens are cut.
 
     Args:
         num_workers: also the largest number of worker processes of the loader.
@@ -126,15 +129,18 @@ def build_dynabatch_dataloader(
         texts: this and all other arguments are as for ``dynabatch_sampler``.
     """
     options = shared_options(dynabatch_sampler, locals())
-    texts = list(texts)
-    workers = 0 if debug else min(num_cores(), as_whole("num_workers", num_workers, least=0))
+    texts = as_texts(texts) if token_lengths is None else as_rows(texts)
+    workers = 0 if as_flag("debug", debug) else min(num_cores(), as_whole("num_workers", num_workers, least=0))
     if token_lengths is None:
         _refuse_without_tokens(word_lengths, char_lengths)
         limit = max_input_token_length
         token_lengths = measure_tokens(texts, tokenizer, limit, workers, progress=progress, cache=cache)
-        texts = truncated(texts, token_lengths, tokenizer, limit)
-        # A text cut inside a word may have other tokens than before, and more of them.
-        tokenizer_kwargs = {"truncation": True, "max_length": limit, **tokenizer_kwargs}
+        # A text cut inside a word may have other tokens than before: it stays whole, for the tokenizer to cut.
+        tokenizer_kwargs = {"truncation": True, **tokenizer_kwargs}
+        is_cut_again = (
+            bool(tokenizer_kwargs["truncation"]) and tokenizer_kwargs.setdefault("max_length", limit) == limit
+        )
+        texts = truncated(texts, token_lengths, tokenizer, limit, exact=is_cut_again)
     sampler = dynabatch_sampler(**{**options, "texts": texts, "token_lengths": token_lengths})
     return DataLoader(
         TextDataset(texts),
@@ -170,7 +176,12 @@ class TextCollator:
     def __call__(self, examples: list[dict[str, str]]) -> Any:
         """Return what the tokenizer returns, with ``"texts"``."""
         texts = [example["text"] for example in examples]
-        batch = self.tokenizer(texts, **self.tokenizer_kwargs)
+        # By name, as in dynabatch: of a processor for images and texts, the images come first.
+        arguments = arguments_of(self.tokenizer)
+        if "text" in arguments.names or not arguments.names:
+            batch = self.tokenizer(text=texts, **self.tokenizer_kwargs)
+        else:
+            batch = self.tokenizer(texts, **self.tokenizer_kwargs)
         batch["texts"] = texts
         return batch
 

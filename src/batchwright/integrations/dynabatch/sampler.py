@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar, final, get_args
+from dataclasses import replace
+from typing import Any, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from ..._checks import as_flag, as_number, as_state, as_whole, check_choice, check_ranks, is_same, read_whole
-from ...errors import LengthsError, StateMismatchError
+from ..._checks import as_flag, as_state, check_ranks, is_same, read_whole, shared_options
+from ...errors import ArgumentError, StateMismatchError
 from ...plan import BatchSampler, MaxItems, Plan, PlanReport
-from ...plan.grouping.base import SizeRounding
 from ...plan.models.prior import Task
 from ._features import Features, decisions, input_features
-from ._given import GivenBatches, as_batches, as_token_lengths, as_whole_numbers
-from ._longest_first import LongestFirst, SizeRule
+from ._given import GivenBatches, as_batches, check_lengths
+from ._longest_first import LongestFirst
+from ._settings import Setting, Settings
 
 Item = TypeVar("Item")
 
 # Raise it when the same lengths and settings begin to give other sizes: an epoch is not continued in other batches.
 SIZING = 2
+
+# Settings that change the order of batches only, not their sizes.
+_ORDER = ("shuffle", "shuffle_seed", "shuffle_keep_first_n")
 
 
 @final
@@ -35,7 +39,9 @@ class DynaBatchSampler(Sampler[list[int]]):
     grown batch smaller; the last batch takes the rest. So there are never more batches than of a fixed size. Only with
     several axes may a batch be smaller, where one that is wider on an axis would take more memory than the first.
 
-    ``iter()`` fixes its epoch and does not disturb other iterators; exhausting it moves to the next epoch.
+    ``iter()`` fixes its epoch and does not disturb other iterators; exhausting it moves to the next epoch. Settings may
+    be set later, as attributes: the current epoch begins anew under them. An iterator that has begun runs on as it
+    began, and the next one shows the change.
 
     Args:
         token_lengths: whole numbers ``(N,)``, or ``(N, axes)`` if axes such as source and target are padded
@@ -45,10 +51,10 @@ class DynaBatchSampler(Sampler[list[int]]):
         char_lengths: likewise.
         min_batch_size: items of the first batch: the most of the longest examples that run safely.
         shuffle: shuffle the batches, and the examples inside them, in every epoch; examples of equal length change
-            batches. May be set later.
+            batches.
         threshold: the most memory of a grown batch, relative to the first; a higher one never gives more batches.
-        max_batch_range: a batch has at most ``min_batch_size × max_batch_range`` items; below 1 counts as 1. A larger
-            one never gives more batches.
+        max_batch_range: a batch has at most ``min_batch_size × max_batch_range`` items, rounded; below 1 counts as 1. A
+            larger one never gives more batches. The attribute is ``batch_end_range``.
         shuffle_seed: the same seed, epoch and lengths give the same batches on every machine.
         shuffle_keep_first_n: this many of the longest batches come first, in every epoch.
         keep_batch_size_even: round sizes down to even numbers, but not below ``min_batch_size``; the first batch and
@@ -76,6 +82,25 @@ class DynaBatchSampler(Sampler[list[int]]):
     <DynaBatchSampler: 3 batches of 7 examples, sizes 2 to 3, task='train', threshold=0.7, max_batch_range=2.0>
     """
 
+    min_batch_size = Setting[int]()
+    shuffle = Setting[bool]()
+    threshold = Setting[float]()
+    batch_start_range = Setting[float](advice="batches never shrink below min_batch_size, but for the last")
+    batch_end_range = Setting[float]("max_batch_range")
+    max_batch_size = Setting[int](advice="set batch_end_range, by which min_batch_size is multiplied")
+    shuffle_seed = Setting[int]()
+    shuffle_keep_first_n = Setting[int]()
+    keep_batch_size_even = Setting[bool]()
+    friendly_batch_size = Setting[bool]()
+    dynamic_batch_mode = Setting[bool]()
+    smooth_batches = Setting[bool]()
+    smooth_batches_max_diff = Setting[float]()
+    debug = Setting[bool]()
+    save_input_features = Setting[bool]()
+    task = Setting["Task | None"]()
+    max_new_tokens = Setting["int | None"]()
+    drop_last = Setting[bool]()
+
     def __init__(
         self,
         token_lengths: Any,
@@ -101,51 +126,22 @@ class DynaBatchSampler(Sampler[list[int]]):
         max_new_tokens: int | None = None,
         drop_last: bool = False,
     ) -> None:
+        self._settings = Settings(**shared_options(Settings, locals()))
         rank, world_size = check_ranks(rank, world_size)
-        self.min_batch_size = as_whole("min_batch_size", min_batch_size, least=1)
-        self._shuffle = bool(shuffle)
-        self.threshold = as_number("threshold", threshold, least=0)
-        self.batch_start_range = 1.0
-        self.batch_end_range = max(as_number("max_batch_range", max_batch_range, least=0), 1.0)
-        self.max_batch_size = int(self.batch_end_range * self.min_batch_size)
-        self.shuffle_seed = as_whole("shuffle_seed", shuffle_seed, least=0)
-        self.shuffle_keep_first_n = as_whole("shuffle_keep_first_n", shuffle_keep_first_n, least=0)
-        self.keep_batch_size_even = bool(keep_batch_size_even)
-        self.friendly_batch_size = bool(friendly_batch_size)
-        self.dynamic_batch_mode = bool(dynamic_batch_mode)
-        self.smooth_batches = bool(smooth_batches)
-        self.smooth_batches_max_diff = as_number("smooth_batches_max_diff", smooth_batches_max_diff, least=0)
-        self.debug = bool(debug)
-        self.save_input_features = bool(save_input_features)
-        check_choice("task", task, (None, *get_args(Task)))
-        self.task: Task | None = task
-        self.max_new_tokens = None if max_new_tokens is None else as_whole("max_new_tokens", max_new_tokens, least=1)
-        self.drop_last = bool(drop_last)
-        self._lengths = _check_lengths(token_lengths, word_lengths, char_lengths)
+        self._lengths = check_lengths(token_lengths, word_lengths, char_lengths)
         self._given: list[npt.NDArray[np.int32]] | None = None
-        self._inner = self._make_inner(rank, world_size, balance_over=world_size)
-        self.input_features: list[Features] = []
+        self._first_epoch = 0
+        self._inner = self._make_inner(self._settings, rank, world_size, balance_over=world_size)
+        self.input_features: list[Features]
         self._record()
-
-    @property
-    def shuffle(self) -> bool:
-        """Whether every epoch is shuffled; setting it begins the current epoch anew, under the other order.
-
-        An iterator that has begun runs on as it began, and the next one shows the change.
-        """
-        return self._shuffle
-
-    @shuffle.setter
-    def shuffle(self, shuffle: bool) -> None:
-        self._shuffle = as_flag("shuffle", shuffle)
-        self._plan_again()
 
     @property
     def batches(self) -> list[list[int]]:
         """The rest of the current epoch, for all ranks, as a new list: changing it does not change the sampler.
 
-        Set it to use exactly the given batches, which must hold every example once. They are shuffled if ``shuffle`` is
-        True, and divided over the ranks; of several ranks the last batches are split so that all have equally many.
+        Set it to use exactly the given batches, whatever is set afterwards. No example may come twice; those that come
+        in none are left out, and the report counts them as dropped. The batches are shuffled if ``shuffle`` is True,
+        and divided over the ranks; of several ranks the last batches are split so that all have equally many.
 
         >>> sampler = DynaBatchSampler([9, 2, 7], None, None, 2)
         >>> sampler.batches = [[2], [0, 1]]
@@ -157,12 +153,25 @@ class DynaBatchSampler(Sampler[list[int]]):
     @batches.setter
     def batches(self, batches: Any) -> None:
         self._given = as_batches(batches, self.num_examples)
-        self._plan_again()
+        self._change()
 
     @property
     def is_first_shuffle(self) -> bool:
-        """Return whether the first epoch is not finished yet."""
-        return self.epoch == 0
+        """Whether the first epoch is not finished yet. Set it to True to count from the current epoch.
+
+        The first batches come first in every epoch, so this moves none; ``shuffle_keep_first_n = 0`` does.
+        """
+        return self.epoch == self._first_epoch
+
+    @is_first_shuffle.setter
+    def is_first_shuffle(self, is_first: bool) -> None:
+        if not as_flag("is_first_shuffle", is_first) and self.is_first_shuffle:
+            raise ArgumentError(
+                "is_first_shuffle can only be set to True, as the first batches are kept in every epoch; set "
+                "shuffle_keep_first_n = 0 to shuffle them too"
+            )
+        if is_first:
+            self._first_epoch = self.epoch
 
     @property
     def num_examples(self) -> int:
@@ -211,18 +220,15 @@ class DynaBatchSampler(Sampler[list[int]]):
         (None, 'train')
         """
         other = copy.copy(self)
-        other.task = self.task or "train"
-        other._plan_again()
-        if other.task != self.task:
-            other._record()
+        other._change(task=self.task or "train")
         return other
 
     def for_rank(self, rank: int, world_size: int, *, drop_last: bool = False) -> DynaBatchSampler:
         """Return a sampler of the same data and settings at the start of the same epoch, for one process of several."""
         rank, world_size = check_ranks(rank, world_size)
         other = copy.copy(self)
-        other.drop_last = self.drop_last or drop_last
-        other._inner = other._make_inner(rank, world_size, balance_over=world_size)
+        other._settings = replace(self._settings, drop_last=self.drop_last or as_flag("drop_last", drop_last))
+        other._inner = other._make_inner(other._settings, rank, world_size, balance_over=world_size)
         other.set_epoch(self.epoch)
         return other
 
@@ -244,10 +250,12 @@ class DynaBatchSampler(Sampler[list[int]]):
         sizes = plan.shapes[:, 0].tolist() or [0]
         if self.world_size > 1:
             rank = f", rank={self.rank}, world_size={self.world_size}"
+        rule = "batches as they were set"
+        if self._given is None:
+            rule = f"task={self.task!r}, threshold={self.threshold}, max_batch_range={self.batch_end_range}"
         return (
             f"<DynaBatchSampler: {len(plan)} batches of {self.num_examples} examples, "
-            f"sizes {min(sizes)} to {max(sizes)}, task={self.task!r}, threshold={self.threshold}, "
-            f"max_batch_range={self.batch_end_range}{rank}>"
+            f"sizes {min(sizes)} to {max(sizes)}, {rule}{rank}>"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -266,7 +274,8 @@ class DynaBatchSampler(Sampler[list[int]]):
         inner = self._inner
         if balance_over != self._grouping.balance_over:
             # The order of the batches follows from the number of ranks on which the epoch began.
-            inner = self._make_inner(self.rank, self.world_size, balance_over=max(1, balance_over))
+            ranks = (self.rank, self.world_size)
+            inner = self._make_inner(self._settings, *ranks, balance_over=max(1, balance_over))
         inner.load_state_dict(state)
         self._inner = inner
 
@@ -276,57 +285,47 @@ class DynaBatchSampler(Sampler[list[int]]):
         assert isinstance(grouping, LongestFirst | GivenBatches)
         return grouping
 
-    def _plan_again(self) -> None:
-        """Plan with changed settings, and begin the current epoch anew."""
-        before = self._inner
-        self._inner = self._make_inner(self.rank, self.world_size, balance_over=self._grouping.balance_over)
-        self.set_epoch(before.epoch)
+    def _change(self, **changes: Any) -> None:
+        """Plan with other settings, and begin the current epoch anew; what is refused changes nothing."""
+        settings = replace(self._settings, **changes)
+        ranks = (self.rank, self.world_size)
+        inner = self._make_inner(settings, *ranks, balance_over=self._grouping.balance_over)
+        inner.set_epoch(self.epoch)
+        is_recorded = settings == replace(self._settings, **{name: getattr(settings, name) for name in _ORDER})
+        self._settings, self._inner = settings, inner
+        if not is_recorded:
+            self._record()
 
-    def _make_grouping(self, balance_over: int) -> LongestFirst | GivenBatches:
+    def _make_inner(self, settings: Settings, rank: int, world_size: int, *, balance_over: int) -> BatchSampler:
+        grouping: LongestFirst | GivenBatches = settings.grouping(balance_over)
+        most = settings.max_batch_size
         if self._given is not None:
-            return GivenBatches.of(self._given, keep_first=self.shuffle_keep_first_n, balance_over=balance_over)
-        return LongestFirst(
-            rule=self._rule if self.dynamic_batch_mode else None,
-            batch_size=self.min_batch_size,
-            keep_first=self.shuffle_keep_first_n,
-            drop_last=self.drop_last,
-            balance_over=balance_over,
-        )
-
-    def _make_inner(self, rank: int, world_size: int, *, balance_over: int) -> BatchSampler:
-        most = self.max_batch_size if self._given is None else max(map(len, self._given))
+            keep_first = settings.shuffle_keep_first_n
+            grouping = GivenBatches.of(self._given, keep_first=keep_first, balance_over=balance_over)
+            most = max(map(len, self._given))
         return BatchSampler(
             self._lengths["token"],
             MaxItems(most),
             rank=rank,
             world_size=world_size,
-            grouping=self._make_grouping(balance_over),
-            shuffle=self.shuffle,
-            seed=self.shuffle_seed,
-            size_multiple_of=self._rounding.multiple_of,
-            size_ladder=self._rounding.ladder,
-            remainder="drop" if self.drop_last else "spread",
+            grouping=grouping,
+            shuffle=settings.shuffle,
+            seed=settings.shuffle_seed,
+            size_multiple_of=settings.rounding.multiple_of,
+            size_ladder=settings.rounding.ladder,
+            remainder="drop" if settings.drop_last else "spread",
         )
-
-    @property
-    def _rule(self) -> SizeRule:
-        max_diff = self.smooth_batches_max_diff if self.smooth_batches else None
-        sizes = (self.min_batch_size, self.max_batch_size)
-        return SizeRule(*sizes, self.threshold, max_diff, self.task or "generate", self.max_new_tokens)
-
-    @property
-    def _rounding(self) -> SizeRounding:
-        return SizeRounding(2 if self.keep_batch_size_even else 1, "pow2x3" if self.friendly_batch_size else None)
 
     def _record(self) -> None:
         """Print or keep how every batch was decided, longest first."""
+        self.input_features = []
         keeps_features = self.save_input_features and self.dynamic_batch_mode
         grouping = self._grouping
         if isinstance(grouping, GivenBatches) or not (self.debug or keeps_features):
             return
         tokens = self._lengths["token"]
         order = np.argsort(-tokens.sum(axis=1, dtype=np.int64), kind="stable")
-        sizes = grouping.sizes(tokens[order], self._rounding)
+        sizes = grouping.sizes(tokens[order], self._settings.rounding)
         starts = np.cumsum(sizes) - sizes
         if self.debug:
             widths = np.maximum.reduceat(tokens[order], starts, axis=0).sum(axis=1)
@@ -334,24 +333,7 @@ class DynaBatchSampler(Sampler[list[int]]):
         if keeps_features:
             lengths = {kind: values[order] for kind, values in self._lengths.items()}
             lengths["token"] = tokens[order].sum(axis=1)
-            self.input_features = input_features(lengths, starts, self.batch_end_range, self._rule)
-
-
-def _check_lengths(token_lengths: Any, word_lengths: Any, char_lengths: Any) -> dict[str, npt.NDArray[np.int32]]:
-    """Return the lengths by name, tokens of shape ``(N, axes)``; words and characters if they are given."""
-    lengths = {"token": as_token_lengths(token_lengths)}
-    for name, given in (("word", word_lengths), ("char", char_lengths)):
-        if given is None:
-            continue
-        array = as_whole_numbers(f"{name}_lengths", given)
-        if len(array) != len(lengths["token"]):
-            raise LengthsError(
-                f"{name}_lengths must have one number per example, {len(lengths['token'])}, got {len(array)}"
-            )
-        if not np.issubdtype(array.dtype, np.integer) or array.min() < 0:
-            raise LengthsError(f"{name}_lengths must be whole numbers of 0 or more, got {array.dtype}")
-        lengths[name] = array.astype(np.int32)
-    return lengths
+            self.input_features = input_features(lengths, starts, self.batch_end_range, self._settings.rule)
 
 
 def _check_sizing(state: Mapping[str, Any]) -> None:

@@ -248,13 +248,20 @@ class DynabatchTrainerMixin:
         self.log({"oom_failed": self._oom_failed_count})  # type: ignore[attr-defined]
 
 
-@functools.cache
 def make_dynabatch_trainer(trainer_cls: type) -> type:
     """Return the class ``Dynabatch<Trainer>`` of a trainer class; every call returns the same one.
 
     Args:
         trainer_cls: ``Trainer``, ``Seq2SeqTrainer`` or your own class.
     """
+    if not isinstance(trainer_cls, type):
+        kind = type(trainer_cls).__name__
+        raise ArgumentError(f"trainer_cls must be a class such as transformers.Trainer, got {kind}; pass the class")
+    return _mixed(trainer_cls)
+
+
+@functools.cache
+def _mixed(trainer_cls: type) -> type:
     return type(f"Dynabatch{trainer_cls.__name__}", (DynabatchTrainerMixin, trainer_cls), {"__module__": __name__})
 
 

@@ -10,15 +10,16 @@ import inspect
 import os
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..._checks import as_whole
-from ..._tree import map_leaves
+from ..._tree import leaves, map_leaves
 from ...errors import ArgumentError, DoesNotFitError
 from ...plan.grouping.base import SizeRounding
 from ...step.huggingface import unwrapped
@@ -26,6 +27,7 @@ from ...step.inference import run_in_pieces
 from ...step.oom import free_memory
 from .._devices import accelerators
 from .._inputs import num_rows, take_rows
+from ._signatures import arguments_of
 
 if TYPE_CHECKING:
     from .callback import MemoryCleanupCallback as MemoryCleanupCallback
@@ -46,15 +48,17 @@ def generate_with_oom_fallback(
     """Run ``model.generate`` on a batch; if memory runs out, run it in pieces, halved until they fit.
 
     Every tensor that the model takes is passed on, except labels and the decoder inputs made from them. The random
-    state is restored after a failed attempt. Any other error is raised unchanged.
+    state is restored after a failed attempt. Any other error is raised unchanged. In pieces, tensors among the
+    arguments of ``generate`` are cut with the rows, and ``prefix_allowed_tokens_fn`` is called with the row of the
+    whole batch; other functions and processors see the rows of their piece.
 
     Args:
         model: has ``generate``, as models of transformers do.
         batch: tensors by name, ``input_ids`` among them; other values are not passed on.
         min_batch_size: the largest number of examples in a piece after the whole batch has failed.
         device: where the tensors are moved to, and where the result is.
-        pad_token_id: fills up shorter results of pieces, and is passed to ``generate``. None takes the model's own,
-            or else its end-of-sequence token.
+        pad_token_id: fills up shorter results of pieces, and is passed to ``generate`` if that takes it. None takes the
+            model's own, or else its end-of-sequence token.
         **generate_kwargs: arguments of ``model.generate``.
 
     Returns:
@@ -63,35 +67,72 @@ def generate_with_oom_fallback(
 
     Raises:
         DoesNotFitError: a single example runs out of memory.
+        ArgumentError: memory runs out, and an argument of ``generate`` cannot be cut into rows.
     """
     size = as_whole("min_batch_size", min_batch_size, least=1)
     inputs = _model_inputs(model, batch)
     _warn_about_padding(model, inputs)
-    if pad_token_id is not None:
+    if pad_token_id is not None and arguments_of(model.generate).take("pad_token_id"):
         generate_kwargs = {"pad_token_id": pad_token_id, **generate_kwargs}
+    num = num_rows(inputs, "input_ids")
 
-    def run(part: Mapping[str, Any]) -> Any:
-        return model.generate(**map_leaves(dict(part), lambda tensor: tensor.to(device)), **generate_kwargs)
+    def run(rows: range) -> Any:
+        part, options = inputs, generate_kwargs
+        if len(rows) < num:
+            part, options = take_rows(inputs, rows, num), _options_of(rows, num, model, generate_kwargs)
+        return model.generate(**map_leaves(dict(part), lambda tensor: tensor.to(device)), **options)
 
     with suppress(DoesNotFitError):
-        (output,) = run_in_pieces(run, lambda start, stop: inputs, 1, describe=lambda _: "the batch").results
-        return _plain(output), False
-    outputs: list[Any] = []
-    for place, part in enumerate(split_inputs_dict(inputs, size)):
-        outputs += _run_part(run, part, place * size)
+        pieces = run_in_pieces(run, lambda start, stop: range(num), 1, describe=lambda _: "the batch")
+        return _plain(pieces.results[0]), False
+    outputs = [output for first in range(0, num, size) for output in _run_part(run, range(num)[first : first + size])]
     fill = _pad_token(model, pad_token_id, generate_kwargs)
     return _merged([_plain(output) for output in outputs], fill, device), True
 
 
-def _run_part(run: Any, part: dict[str, Any], first: int) -> list[Any]:
-    num = num_rows(part, "input_ids")
+def _run_part(run: Callable[[range], Any], rows: range) -> list[Any]:
     pieces = run_in_pieces(
-        lambda rows: map_leaves(run(rows), lambda tensor: tensor.cpu()),
-        lambda start, stop: take_rows(part, list(range(start, stop)), num),
-        num,
-        describe=lambda place: f"example {first + place} of the batch",
+        lambda part: map_leaves(run(part), lambda tensor: tensor.cpu()),
+        lambda start, stop: rows[start:stop],
+        len(rows),
+        describe=lambda place: f"example {rows[place]} of the batch",
     )
     return pieces.results
+
+
+def _options_of(rows: range, num: int, model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``generate`` for some of the rows of a batch, or say which of them has no rows."""
+    taken = dict(options)
+    for name, value in options.items():
+        if name == "past_key_values" and value is not None:
+            raise ArgumentError(
+                "the batch ran out of memory, and cannot run in pieces with past_key_values, whose rows cannot be "
+                "told apart; leave them out, or use smaller batches"
+            )
+        if name == "prefix_allowed_tokens_fn" and value is not None:
+            taken[name] = _of_later_rows(value, rows.start * _rows_per_example(model, options))
+        elif _holds_rows(name, value):
+            try:
+                taken[name] = take_rows({name: value}, rows, num)[name]
+            except ArgumentError as error:
+                raise ArgumentError(f"the batch ran out of memory, and cannot run in pieces: {error}") from error
+    return taken
+
+
+def _holds_rows(name: str, value: Any) -> bool:
+    """Say whether an argument of ``generate`` holds tensors, other than lists of tokens that all rows share."""
+    is_list_of_tokens = name.endswith(("token_id", "token_ids", "tokens"))
+    return not is_list_of_tokens and (isinstance(value, np.ndarray) or any(True for _ in leaves(value)))
+
+
+def _of_later_rows(allowed: Callable[[int, Tensor], Any], first: int) -> Callable[[int, Tensor], Any]:
+    return lambda row, ids: allowed(first + row, ids)
+
+
+def _rows_per_example(model: Any, options: Mapping[str, Any]) -> int:
+    """Return how many rows ``generate`` counts for an example: beams are one row, sampled sequences several."""
+    beams, sequences = (_option(model, options, name) or 1 for name in ("num_beams", "num_return_sequences"))
+    return max(beams, sequences) // beams
 
 
 def split_batch(batch: Mapping[str, Any], chunk_size: int) -> list[dict[str, Any]]:
@@ -168,9 +209,11 @@ def clear_gpu_memory(oom_error: BaseException, **tensors: Any) -> None:
         **tensors: objects of the caller, who must delete its own names for them too.
     """
     pending: list[BaseException | None] = [oom_error]
+    seen: set[int] = set()  # an error may be its own cause, and have the same cause and context
     while pending:
         error = pending.pop()
-        if error is not None:
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
             traceback.clear_frames(error.__traceback__)
             pending += [error.__cause__, error.__context__]
     tensors.clear()
@@ -205,7 +248,10 @@ def _model_inputs(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(model: Any) -> set[str] | None:
-    """Return the names that the ``forward`` of a model and of its encoder take; None for other objects."""
+    """Return the names that ``generate`` takes, or the ``forward`` of a model and of its encoder; None if any."""
+    arguments = arguments_of(model.generate)
+    if not arguments.takes_others:
+        return set(arguments.names)
     if not isinstance(model, torch.nn.Module):
         return None
     base: Any = unwrapped(model)
@@ -218,6 +264,12 @@ def _setting(model: Any, name: str) -> Any:
     base: Any = unwrapped(model) if isinstance(model, torch.nn.Module) else model
     configs = (getattr(base, "generation_config", None), getattr(base, "config", None))
     return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
+
+
+def _option(model: Any, options: Mapping[str, Any], name: str) -> Any:
+    """Return an argument of ``generate``: given by name, in a configuration, or as the model has it."""
+    choices = (options.get(name), getattr(options.get("generation_config"), name, None), _setting(model, name))
+    return next((choice for choice in choices if choice is not None), None)
 
 
 def _warn_about_padding(model: Any, inputs: Mapping[str, Any]) -> None:
@@ -234,9 +286,9 @@ def _warn_about_padding(model: Any, inputs: Mapping[str, Any]) -> None:
 
 def _pad_token(model: Any, pad_token_id: int | None, generate_kwargs: Mapping[str, Any]) -> int:
     """Return what fills up rows: the padding token, else the end of a sequence, else 0, which then no row needs."""
-    ends = generate_kwargs.get("eos_token_id", _setting(model, "eos_token_id"))
+    ends = _option(model, generate_kwargs, "eos_token_id")
     end = ends[0] if isinstance(ends, list | tuple) and ends else ends
-    choices = (pad_token_id, generate_kwargs.get("pad_token_id"), _setting(model, "pad_token_id"), end, 0)
+    choices = (pad_token_id, _option(model, generate_kwargs, "pad_token_id"), end, 0)
     return next(int(choice) for choice in choices if choice is not None)
 
 

@@ -41,6 +41,12 @@ def test_the_class_is_made_once_and_named_after_its_trainer():
     assert issubclass(made, Trainer)
 
 
+@pytest.mark.parametrize("trainer", ["x", ["x"]], ids=["text", "list"])
+def test_what_is_no_class_is_refused(trainer):
+    with pytest.raises(ArgumentError, match=r"trainer_cls must be a class such as transformers.Trainer, got"):
+        make_dynabatch_trainer(trainer)
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_every_epoch_trains_on_its_own_batches(shuffle, tmp_path):
     seen, sampler = [], make_sampler(numbered(), shuffle=shuffle)
