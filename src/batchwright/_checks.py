@@ -155,13 +155,28 @@ def shared_options(function: Callable[..., Any], arguments: Mapping[str, Any]) -
     return {name: value for name, value in arguments.items() if name in names}
 
 
+def as_world_size(value: Any) -> int:
+    """Return a number of ranks as a plain number; more than any cluster has would only fill the memory.
+
+    >>> as_world_size(np.int64(8))
+    8
+    """
+    world_size = as_whole("world_size", value, least=1)
+    if world_size > _MOST_RANKS:
+        raise ArgumentError(f"world_size must be at most {_MOST_RANKS:,} ranks, got {world_size}")
+    return world_size
+
+
+_MOST_RANKS = 1 << 20
+
+
 def check_ranks(rank: Any, world_size: Any) -> tuple[int, int]:
     """Return the rank and the number of ranks as plain numbers, or refuse a rank outside the world.
 
     >>> check_ranks(np.int64(1), 2)
     (1, 2)
     """
-    world_size = as_whole("world_size", world_size, least=1)
+    world_size = as_world_size(world_size)
     rank = as_whole("rank", rank, least=0)
     if rank >= world_size:
         raise ArgumentError(f"rank must be below world_size, got rank {rank} of {world_size}; ranks count from 0")

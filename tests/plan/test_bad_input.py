@@ -208,3 +208,13 @@ def test_lengths_that_padding_takes_beyond_32_bits_are_refused(pad):
 def test_a_cost_for_balancing_must_return_one_number_a_batch(cost, message):
     with pytest.raises(BudgetError, match=message):
         bw.plan_batches([1, 2, 3], BUDGET, cost=cost)
+
+
+@pytest.mark.parametrize("world_size", [2**20 + 1, 10**9, 10**400], ids=["one more", "a billion", "beyond floats"])
+def test_more_ranks_than_any_cluster_has_are_refused(world_size):
+    with pytest.raises(ArgumentError, match=r"world_size must be at most 1,048,576 ranks, got \d+"):
+        bw.plan_batches([3, 5], bw.MaxItems(1), world_size=world_size)
+    with pytest.raises(ArgumentError, match=r"world_size must be at most 1,048,576 ranks, got \d+"):
+        bw.BatchSampler([3, 5], bw.MaxItems(1), world_size=world_size)
+    with pytest.raises(ArgumentError, match=r"world_size must be at most 1,048,576 ranks, got \d+"):
+        bw.plan_batches([3, 5], bw.MaxItems(1)).report(world_size=world_size)

@@ -11,7 +11,7 @@ from typing import SupportsIndex, final, overload
 import numpy as np
 import numpy.typing as npt
 
-from .._checks import as_whole
+from .._checks import as_whole, as_world_size
 from .._lengths import as_lengths
 from .._types import IntArray
 from ._batches import PlanArrays, choose_order, make_batches
@@ -140,7 +140,7 @@ def plan_batches(
     ([[0, 1], [2], [3]], [[2, 5], [1, 2], [1, 9]])
     """
     settings = PlanSettings.of(locals())
-    epoch, world_size = as_whole("epoch", epoch, least=0), as_whole("world_size", world_size, least=1)
+    epoch, world_size = as_whole("epoch", epoch, least=0), as_world_size(world_size)
     return shard(
         plan_epoch(as_lengths(lengths), check_budget(budget), settings.resolved(world_size), epoch), world_size
     )

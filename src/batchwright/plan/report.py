@@ -7,7 +7,7 @@ from typing import final
 
 import numpy as np
 
-from .._checks import as_whole
+from .._checks import as_world_size
 from .._types import FloatArray, IntArray
 from ._batches import PlanArrays, run_length
 from ._cost import evaluate
@@ -72,7 +72,7 @@ class PlanReport:
 
 def make_report(plan: PlanArrays, following: PlanArrays, *, world_size: int | None) -> PlanReport:
     """Measure a plan; ``following`` is the plan of the next epoch, for the recurrence."""
-    world_size = as_whole("world_size", plan.world_size if world_size is None else world_size, least=1)
+    world_size = as_world_size(plan.world_size if world_size is None else world_size)
     num_items, padded = plan.shapes[:, 0].astype(np.int64), plan.shapes[:, 1:].astype(np.int64)
     share = plan.budget.fraction(num_items, padded)
     total = float((num_items * padded.sum(axis=1)).sum())
