@@ -202,6 +202,8 @@ class BatchSampler(AbstractEpochs):
     def _settings_of(self, epoch: int) -> PlanSettings:
         if self._taken_over is not None and self._taken_over[0] == epoch:
             return self._taken_over[1]
+        if self.settings.balance_over is None and self._own_settings.balance_over != self.world_size:
+            self._own_settings = self.settings.resolved(self.world_size)  # a framework may set it later
         return self._own_settings
 
     def _base(self, epoch: int) -> Plan:
