@@ -158,6 +158,8 @@ class Updates:
         """Say whether the optimizer can be captured and has the state of its later steps, which a capture needs."""
         if self.reason is not None:
             return False
+        if self._graph is not None and self._graph.fits():
+            return True
         if innermost(self._optimizer) is not self._optimizer:
             self.reason = "a wrapped optimizer is not captured"
         else:
