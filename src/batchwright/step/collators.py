@@ -68,7 +68,7 @@ class PadCollator:
     pad_values: Mapping[str, int | float] = field(default_factory=dict)
     mask_field: str | None = "attention_mask"
     fill_rows: bool = False
-    label_fields: tuple[str, ...] = ("labels", "label")
+    label_fields: tuple[str, ...] = ("labels", "label", "shift_labels")
 
     def __post_init__(self) -> None:
         for name in ("axis_fields", "label_fields"):
