@@ -1,6 +1,6 @@
 """Cutting a batch into static shapes: every example once, few micro-batches, and only the last ones short."""
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import pytest
@@ -37,10 +37,9 @@ def padded_rows(lengths, pad_to):
 
 def is_held(rows, pad_to):
     """Say whether some static shape holds rows together."""
-    return any(
-        len(rows) <= size and all(max(column) <= bound for column, bound in zip(zip(*rows), shape, strict=True))
-        for shape, size in zip(pad_to.shapes, pad_to.sizes, strict=True)
-    )
+    longest = np.max(rows, axis=0)
+    catalogue = zip(pad_to.shapes, pad_to.sizes, strict=True)
+    return any(len(rows) <= size and (longest <= shape).all() for shape, size in catalogue)
 
 
 @given(case=cases())
@@ -80,7 +79,7 @@ def fewest_parts(lengths, pad_to):
     """Return the fewest micro-batches of all ways to divide examples among shapes, by trying them out."""
     bounds = sorted(zip((shape[0] for shape in pad_to.shapes), pad_to.sizes, strict=True))
 
-    @lru_cache(maxsize=None)
+    @cache
     def fewest(left):
         if not left:
             return 0
@@ -143,7 +142,8 @@ def test_few_static_shapes_cost_few_micro_batches_more_than_shapes_of_any_kind(n
     chosen = lengths[generator.permutation(len(lengths))[:num]]
     free, static = split_by_budget(chosen, budget), split_by_shapes(chosen, pad_to)
     assert len(static) <= 1.2 * len(free) + 1
-    full = [part for part in static if (pad_to(chosen[part]), len(part)) in zip(pad_to.shapes, pad_to.sizes)]
+    catalogue = set(zip(pad_to.shapes, pad_to.sizes, strict=True))
+    full = [part for part in static if (pad_to(chosen[part]), len(part)) in catalogue]
     assert len(full) >= len(static) - 1
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import HasSize, as_sized, as_whole, check_ranks, check_same, peek_size, read_size
+from ..._checks import HasSize, as_sized, as_state, as_whole, check_ranks, check_same, peek_size, read_size
 from ..._lengths import as_lengths
 from ..._random import Purpose, bit_stream, permutation
 from ..._types import MAX_INT32
@@ -20,12 +20,13 @@ from .._settings import PlanSettings
 from ..budget import Budget, check_budget
 from ..collating import PadTo
 from ..grouping.base import Grouping, check_grouping
+from ..grouping.sorting import WindowSort
 from ..plan import make_problem, plan_epoch
 from ._progress import AbstractEpochs, Cursor, fingerprint, read_place
 
 Item = TypeVar("Item")
 
-# The rules of a plan without a grouping of its own, and the version of its states: those that ran always did.
+# The rules of plans by the usual grouping, and the version of their states: states from before there was a choice load.
 _FIRST_RULES = 1
 
 
@@ -62,8 +63,8 @@ class ResizableBatchSampler(AbstractEpochs):
         controller: a ``BatchSizeController``, anything else with a ``.size``, or a fixed number of examples.
         lengths: as for ``plan_batches``, with ``budget``.
         budget: what a micro-batch may cost, with ``lengths``; every example must fit it by itself.
-        grouping: how examples are divided into micro-batches, with ``lengths`` and ``budget``; any but ``Packed``. None
-            is ``WindowSort()`` with the order it has always had here.
+        grouping: how examples are divided into micro-batches, with ``lengths`` and ``budget``; any but ``Packed``, by
+            default ``WindowSort()``.
         curriculum: has ``num_examples`` and ``prefix(epoch)``, the indices that an epoch covers; a ``size.Curriculum``.
         shuffle: a new order every epoch; the order of the data, or of the prefix, otherwise.
         seed: the same seed and epoch give the same order on every machine.
@@ -202,7 +203,11 @@ class ResizableBatchSampler(AbstractEpochs):
             StateMismatchError: the state is of other lengths, another budget, another curriculum, other settings or
                 another version; the sampler stays as it was.
         """
-        epoch, position = read_place(state, self.state_dict())
+        mine = self.state_dict()
+        saved = as_state(state, of="ResizableBatchSampler").get("settings")
+        if isinstance(saved, Mapping):  # groupings have rules of their own, and a name says more than a version
+            check_same("grouping", saved.get("grouping"), mine["settings"]["grouping"])
+        epoch, position = read_place(state, mine)
         order = self._order_of(epoch)
         check_same("curriculum", state.get("curriculum"), order.curriculum)
         num = len(order.indices)
@@ -228,7 +233,7 @@ Int32Array = npt.NDArray[np.int32]
 
 def _settings_of(grouping: Grouping | None, *, shuffle: bool, seed: int) -> PlanSettings:
     # A batch mixes micro-batches, so they stand in completely random order, not in runs of equal cost.
-    if grouping is None:
+    if grouping is None or grouping == WindowSort():
         return PlanSettings(shuffle=shuffle, seed=seed, balance_over=1, rules=_FIRST_RULES)
     if check_grouping(grouping).row_capacity is not None:
         raise ArgumentError(
