@@ -74,7 +74,8 @@ class _Splitting:
 
     def parts(self) -> list[list[int]]:
         """Cut off all examples."""
-        full, short = [[index] for index in self._alone], []
+        full = [[index] for index in self._alone]
+        short: list[list[int]] = []
         for place in reversed(np.flatnonzero(self._left).tolist()):
             size = int(self._sizes[place])
             while self._left[place] >= size:
