@@ -13,6 +13,7 @@ import torch
 from .._ranks import Ranks
 from .._tree import leaves
 from ..errors import ArgumentError, DoesNotFitError
+from ..plan import PadTo
 from ._filler import Filler, count_rows
 from ._settings import Settings
 from .graphs.graphed import Graphs
@@ -36,6 +37,7 @@ class Runner:
         limit: how large a micro-batch may be, as far as is known.
         usual_weight: of an update on this rank, None before the first one.
         graphs: replay micro-batches, None without them.
+        pad_to: has the static shapes that lists of examples are cut into, None to cut by cost.
     """
 
     def __init__(self, settings: Settings, ranks: Ranks, device: torch.device, feedback: Feedback | None) -> None:
@@ -48,6 +50,7 @@ class Runner:
         self.limit = MicroLimit()
         self.usual_weight: float | None = None
         self.graphs: Graphs | None = None
+        self.pad_to: PadTo | None = None
         self._filler = Filler(self._forward, ranks.module, lambda: self.snapshot().restore)
         self.look_at_model()
 
@@ -81,6 +84,7 @@ class Runner:
             limit=min(self._settings.asked * factor, self.limit.ceiling),
             order=order,
             least_parts=self._least_parts(noise_seed),
+            pad_to=self.pad_to,
         )
         self._check(parts)
         return parts
