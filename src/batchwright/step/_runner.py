@@ -231,12 +231,17 @@ class Runner:
         norms: GradientNorms | None,
     ) -> None:
         """Run a micro-batch eagerly."""
-        micro_batch = self._filler.cut_off(micro_batch, always=norms is not None or not self._ranks.can_retry)
+        micro_batch = self._filler.cut_off(micro_batch, always=norms is not None or self._must_be_small)
         counts = count_rows(micro_batch, len(part))
         sums = self._forward(micro_batch)
         del micro_batch  # so that the inputs are freed before the backward pass
         self._finish_part(sums, part, logical, pending, totals, norms)
         totals.add(sums, *counts)
+
+    @property
+    def _must_be_small(self) -> bool:
+        """Return whether filler is cut off in any case: memory ran out, or a batch could not run again without it."""
+        return math.isfinite(self.limit.ceiling) or not self._ranks.can_retry
 
     def _finish_part(
         self,
@@ -266,7 +271,7 @@ class Runner:
         """Replay a micro-batch from its graph, or run it eagerly."""
         assert self.graphs is not None
         before = self.graphs.num_replayed
-        micro_batch = self._filler.cut_off(micro_batch)
+        micro_batch = self._filler.cut_off(micro_batch, always=self._must_be_small)
         counts = count_rows(micro_batch, len(part))
 
         def divisor(weight: float | None, num_elements: int) -> float:
@@ -349,7 +354,8 @@ class Runner:
         if self._feedback is not None and not is_replayed:
             shapes = None
             if logical.lengths is not None:
-                shapes = [(len(part), *logical.lengths[part].max(axis=0).tolist()) for part in parts]
+                pad_to = PadTo() if self.pad_to is None else self.pad_to
+                shapes = [(len(part), *pad_to(logical.lengths[part])) for part in parts]
             self._feedback.end([len(part) for part in parts], shapes)
 
     def _lower_limit(self, failure: _Failure, logical: LogicalBatch) -> None:
