@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, takewhile
 from statistics import median
 from typing import Any, Protocol, TypeAlias, final
@@ -204,7 +205,7 @@ def measure_graphs(
     if make_steps is None:
         if device.type != "cuda":
             return Graphs(problem="CUDA graphs need a CUDA device, and torch sees none")
-        make_steps = lambda: CudaSteps(_transformer(device, effort), effort, device)  # noqa: E731
+        make_steps = partial(_cuda_steps, device, effort)
     try:
         return _compare(make_steps(), device, effort, done, clock_for(device) if clock is None else clock)
     except RuntimeError as error:
@@ -289,6 +290,10 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
 
 
+def _cuda_steps(device: torch.device, effort: Effort) -> CudaSteps:
+    return CudaSteps(_transformer(device, effort), effort, device)
+
+
 @final
 class CudaSteps:
     """Forward and backward passes of a model on CUDA; its gradients keep their place once they are captured.
@@ -327,6 +332,8 @@ class CudaSteps:
         gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         with (
             torch.cuda.device(self._device),
+            # torch leaves the current stream changed if the end of a capture fails; this puts it back.
+            torch.cuda.stream(torch.cuda.current_stream(self._device)),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
         ):
             torch._foreach_zero_(gradients)
