@@ -1,0 +1,365 @@
+"""Graphs: which micro-batches are captured, which are replayed, and what runs eagerly and why."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from ..._ranks import Ranks
+from ...errors import ArgumentError
+from .._gradients import Trained
+from .._settings import Settings
+from ..oom import Snapshot
+from ..report import MicroSums
+from ._capturing import Capturer, Target, text_of
+from ._comparing import NEAR, NEAR_HALF, are_alike, outcome_of
+from ._draws import draw_again
+from ._inputs import Axes, Shape, Signature, elements_of, matches, read_shapes, signature_of
+from ._micro import MicroGraph, NotGraphableError
+from ._update import Updates
+from ._watch import Watch, hooks_of, unfit
+from .backend import CudaGraphs, GraphBackend
+from .summary import GraphSummary
+
+Choice: TypeAlias = "bool | Literal['auto'] | GraphBackend"
+# divisor(weight on the host or None, elements of the micro-batch): what losses of the update are divided by
+Divisor: TypeAlias = Callable[[float | None, int], float]
+
+# Without a plan, shapes that come again are captured, up to so many.
+MOST_UNPLANNED = 64
+# A replay must take at most this share of the eager seconds to be worth its memory.
+WORTH = 0.95
+# A model that changes more often than this between steps would be captured again and again.
+_MOST_CHANGES = 8
+
+
+@final
+class Graphs:
+    """Runs micro-batches by replay where they were captured, and eagerly otherwise.
+
+    Args:
+        choice: True captures every planned shape, ``"auto"`` keeps only graphs that pay, a backend is for tests.
+        shapes: the catalogue, None for shapes that come again.
+        settings: of the Stepper.
+        ranks: have the model.
+        trained: the parameters and their gradients.
+        snapshot: returns the random state and the buffers now.
+
+    Attributes:
+        num_replayed: micro-batches that were replayed so far.
+        held_bytes: the memory of the pool when it was last measured.
+    """
+
+    def __init__(
+        self,
+        choice: Choice,
+        shapes: Any,
+        settings: Settings,
+        ranks: Ranks,
+        trained: Trained,
+        snapshot: Callable[[], Snapshot],
+    ) -> None:
+        self._is_choosy = isinstance(choice, str)
+        self._planned = None if shapes is None else read_shapes(shapes)
+        self._settings, self._ranks, self._trained, self._snapshot = settings, ranks, trained, snapshot
+        self._device = trained.parameters[0].device
+        self._off = _obstacle(settings, ranks)
+        if self._off is not None and not self._is_choosy:
+            raise ArgumentError(f"graphs=True cannot be, as {self._off}; leave it out, or pass graphs='auto'")
+        found = make_backend(choice, self._device)
+        self._off = self._off or ("graphs need a model on a CUDA device" if found is None else None)
+        self._backend = CudaGraphs(self._device) if found is None else found
+        self._reasons: dict[str, int] = {}
+        self._warned: set[str] = set()
+        self._num_changes = self._num_captures = self._num_eager = self._num_updates = 0
+        self._capture_seconds = self._saved_seconds = 0.0
+        self.num_replayed = self.held_bytes = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget all captures."""
+        self._graphs: dict[Signature, MicroGraph] = {}
+        self._failed: set[Signature] = set()
+        self._seen: set[Signature] = set()
+        self._axes = Axes()
+        self._is_warm = self._has_catalogue = False
+        self._watch: Watch | None = None
+        self._capturer = Capturer(self._settings, self._ranks, self._trained, self._backend, self._snapshot)
+        self._updates = Updates(self._trained.optimizer, self._settings, self._backend)
+        self._trained.gradients.static = {}
+
+    def begin(self) -> None:
+        """Look at the model before a batch runs: after a change, what was captured is void."""
+        if self._off is not None:
+            return
+        if self._has_changed():
+            self._num_changes += 1
+            self._drop()
+        if self._num_changes > _MOST_CHANGES:
+            self._give_up("the model changes again and again between steps")
+        elif self._capturer.work is None:
+            reason = hooks_of(self._ranks.module) or unfit(self._trained.parameters)
+            if reason is not None:
+                self._give_up(reason)
+
+    def _has_changed(self) -> bool:
+        if self._capturer.work is None:
+            return False
+        before, now = self._capturer.work.parameters, self._trained.parameters
+        if len(before) != len(now) or any(old is not new for old, new in zip(before, now, strict=True)):
+            return True
+        return self._watch is not None and self._watch.has_changed
+
+    def _drop(self) -> None:
+        self._num_updates += self._updates.num_replayed
+        self._clear()
+        self.held_bytes = 0
+        self._backend.release()
+
+    def _give_up(self, reason: str) -> None:
+        """Run everything eagerly from now on, and say why once."""
+        self._drop()
+        self._off = reason
+        self._warn(f"steps run eagerly, without graphs: {reason}")
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, stacklevel=9)
+
+    def _count(self, reason: str) -> None:
+        self._reasons[reason] = self._reasons.get(reason, 0) + 1
+
+    def run(self, batch: Any, *, eager: Callable[[], MicroSums], divisor: Divisor, is_first: bool) -> MicroSums:
+        """Run a micro-batch: replay it, or call ``eager``.
+
+        Args:
+            batch: the micro-batch.
+            eager: runs it forward and backward.
+            divisor: of the update.
+            is_first: no gradient was gathered before in this update, so that a replay can be compared.
+        """
+        signature = None if self._off is not None else signature_of(batch)
+        graph = None if signature is None else self._graphs.get(signature)
+        if graph is not None and graph.is_trusted:
+            return self._replay(graph, batch, divisor)
+        self._num_eager += 1
+        if signature is None:
+            self._count(self._off or "a batch holds more than tensors and single values")
+            return eager()
+        if not self._is_warm:
+            return self._warm_up(signature, batch, eager)
+        graph = graph or self._captured(signature, batch)
+        return self._try_out(graph, batch, eager, divisor) if graph is not None and is_first else eager()
+
+    def _replay(self, graph: MicroGraph, batch: Any, divisor: Divisor) -> MicroSums:
+        self._attach(graph.touched)
+        sums = graph.run(batch, divisor(graph.host_weight, elements_of(graph.signature)))
+        if self._capturer.draws:
+            draw_again(self._capturer.draws)
+        graph.num_replayed += 1
+        self.num_replayed += 1
+        self._saved_seconds += graph.eager_seconds - graph.seconds
+        return sums
+
+    def _attach(self, places: Sequence[int]) -> None:
+        """Let the gradients of parameters be their static buffers; what was gathered so far goes there too."""
+        work = self._capturer.work
+        assert work is not None
+        parameters, buffers = work.parameters, work.buffers
+        strange = [place for place in places if parameters[place].grad is not buffers[place]]
+        empty = [buffers[place] for place in strange if parameters[place].grad is None]
+        if empty:
+            torch._foreach_zero_(empty)
+        for place in strange:
+            gradient = parameters[place].grad
+            if gradient is not None:
+                buffers[place].copy_(gradient)
+            parameters[place].grad = buffers[place]
+
+    def _warm_up(self, signature: Signature, batch: Any, eager: Callable[[], MicroSums]) -> MicroSums:
+        self._seen.add(signature)
+        try:
+            sums = self._capturer.run_first(batch, eager)
+        except NotGraphableError as error:
+            if error.sums is None:
+                raise
+            self._give_up(str(error))
+            return error.sums
+        self._is_warm = True
+        self._axes.see(signature.sizes, self._shapes_of(signature))
+        return sums
+
+    def _shapes_of(self, signature: Signature) -> list[Shape]:
+        return [shape for shape in self._planned or () if matches(signature.sizes, shape)]
+
+    def _captured(self, signature: Signature, batch: Any) -> MicroGraph | None:
+        """Return the graph of a micro-batch after a capture of it, and of the whole catalogue at the first time."""
+        shapes = self._shapes_of(signature)
+        self._axes.see(signature.sizes, shapes)
+        reason = self._why_not(signature, shapes)
+        self._seen.add(signature)
+        if reason is not None:
+            self._count(reason)
+            return None
+        start = time.perf_counter()
+        self._capture(self._targets(signature, batch), signature)
+        self._capture_seconds += time.perf_counter() - start
+        return self._graphs.get(signature)
+
+    def _why_not(self, signature: Signature, shapes: Sequence[Shape]) -> str | None:
+        is_new = signature not in self._seen
+        if signature in self._failed:
+            return "a shape did not fit beside the others, or gained nothing"
+        if self._planned is None:
+            is_full = len(self._graphs) >= MOST_UNPLANNED
+            return "without shapes=, a shape is captured when it comes again" if is_new or is_full else None
+        if not shapes:
+            return "a shape was not planned"
+        return "a shape is planned only once" if is_new and self._is_rare(shapes) else None
+
+    def _is_rare(self, shapes: Sequence[Shape]) -> bool:
+        planned = self._planned or {}
+        return max(planned.values(), default=0) > 1 and all(planned[shape] == 1 for shape in shapes)
+
+    def _targets(self, signature: Signature, batch: Any) -> list[Target]:
+        """Return what to capture now, largest first: the batch, and at the first time whatever else is planned."""
+        targets = {signature: batch}
+        if not self._has_catalogue:
+            for shape in self._planned or ():
+                # Sizes that are not certain yet are captured when they come.
+                sizes = None if self._is_rare([shape]) else self._axes.sizes_at(shape)
+                if sizes is not None:
+                    targets.setdefault(signature._replace(sizes=tuple(sizes)), sizes)
+            self._has_catalogue = True
+        return sorted(targets.items(), key=lambda target: elements_of(target[0]), reverse=True)
+
+    def _capture(self, targets: list[Target], real: Signature) -> None:
+        try:
+            for signature, graph in self._capturer.capture(targets, real):
+                if graph is None:
+                    self._failed.add(signature)
+                    self._count("memory ran out during a capture")
+                else:
+                    self._graphs[signature] = graph
+                    self._num_captures += 1
+        except NotGraphableError as error:
+            self._give_up(str(error))
+        except Exception as error:  # what follows is eager, and raises again what is wrong with the step itself
+            self._give_up(text_of(error))
+        if self._off is None:
+            self._watch = Watch(self._ranks.module, self._trained.parameters)
+            self.held_bytes = self._backend.pool_bytes()
+
+    def _try_out(self, graph: MicroGraph, batch: Any, eager: Callable[[], MicroSums], divisor: Divisor) -> MicroSums:
+        """Run a micro-batch both ways, keep the eager run, and trust the graph if both agree."""
+        work = self._capturer.work
+        assert work is not None
+        started = self._backend.seconds()
+        value = divisor(graph.host_weight, elements_of(graph.signature))
+        snapshot = self._snapshot()
+        buffers = [buffer if place in set(graph.touched) else None for place, buffer in enumerate(work.buffers)]
+        for _ in range(2):  # the first replay loads the graph
+            start = self._backend.seconds()
+            torch._foreach_zero_([buffer for buffer in buffers if buffer is not None])
+            replayed = graph.run(batch, value)
+            graph.seconds = self._backend.seconds() - start
+            snapshot.restore()
+        found = outcome_of(replayed, buffers)
+        start = self._backend.seconds()
+        sums = eager()
+        graph.eager_seconds = self._backend.seconds() - start
+        is_half = self._settings.autocast is not None or torch.is_autocast_enabled(self._device.type)
+        wanted = outcome_of(sums, [parameter.grad for parameter in work.parameters])
+        if not are_alike(found, wanted, NEAR_HALF if is_half else NEAR):
+            self._give_up("a replay gave other results than an eager run of the same batch")
+        elif self._is_choosy and graph.seconds > WORTH * graph.eager_seconds:
+            del self._graphs[graph.signature]
+            self._failed.add(graph.signature)
+        else:
+            graph.is_trusted = True
+        self._capture_seconds += self._backend.seconds() - started - graph.eager_seconds
+        return sums
+
+    def update(self, factor: float) -> tuple[bool, Tensor | None]:
+        """Replay the update if it can be.
+
+        Args:
+            factor: of the learning rates.
+
+        Returns:
+            Whether it was replayed, and the norm of the gradient before clipping.
+        """
+        work = self._capturer.work
+        if self._off is not None or work is None or not self._graphs or not self._updates.is_ready(work.parameters):
+            if self._off is None and self._updates.reason is not None:
+                self._warn(f"forward and backward are replayed, the update runs eagerly: {self._updates.reason}")
+            return False, None
+        self._attach([place for place, parameter in enumerate(work.parameters) if parameter.grad is not None])
+        start = time.perf_counter()
+        is_captured = self._updates.prepare(work.parameters)
+        self._capture_seconds += time.perf_counter() - start if self._updates.is_new else 0.0
+        return (True, self._updates.run(factor)) if is_captured else (False, None)
+
+    def make_room(self) -> bool:
+        """Drop all graphs after an eager step ran out of memory; return whether there were any."""
+        if self._off is not None or not self._graphs:
+            return False
+        self._give_up("an eager step ran out of memory beside the pool of the graphs")
+        return True
+
+    @property
+    def lost_peak_bytes(self) -> int:
+        """Return the highest peak of memory before a rehearsal began to measure anew."""
+        return self._capturer.lost_peak_bytes
+
+    def summary(self) -> GraphSummary:
+        """Return the figures so far."""
+        reasons = dict(self._reasons)
+        for reason in (self._off, self._updates.reason):
+            if reason is not None:
+                reasons.setdefault(reason, 0)
+        saved = self._saved_seconds
+        return GraphSummary(
+            shapes={graph.label: graph.num_replayed for graph in self._graphs.values()},
+            num_replayed=self.num_replayed,
+            num_eager=self._num_eager,
+            num_updates_replayed=self._num_updates + self._updates.num_replayed,
+            num_captures=self._num_captures,
+            pool_bytes=0 if self._off is not None else self._backend.pool_bytes(),
+            predicted_pool_bytes=self._capturer.predicted_bytes,
+            capture_seconds=self._capture_seconds,
+            saved_seconds=saved if math.isfinite(saved) else 0.0,
+            reasons=reasons,
+        )
+
+
+def _obstacle(settings: Settings, ranks: Ranks) -> str | None:
+    """Return what stands against graphs whatever the batch, None if nothing does."""
+    if ranks.meet_in_forward:
+        return "ranks meet inside the forward pass, with FSDP2 or SyncBatchNorm"
+    if settings.autocast is torch.float16 and settings.weight_of is None:
+        return "float16 needs the weight of a batch before it runs, weight_of="
+    return None
+
+
+def make_backend(choice: Choice, device: torch.device) -> GraphBackend | None:
+    """Return what captures on a device, None where ``"auto"`` finds nothing."""
+    if choice is True or (isinstance(choice, str) and choice == "auto"):
+        if device.type == "cuda":
+            return CudaGraphs(device)
+        if choice is True:
+            raise ArgumentError(
+                f"graphs=True needs a model on a CUDA device, but it lies on {device}; move the model before the "
+                "Stepper is made, or pass graphs='auto', which runs eagerly elsewhere"
+            )
+        return None
+    if isinstance(choice, GraphBackend) and not isinstance(choice, type):
+        return choice
+    raise ArgumentError(f"graphs must be False, 'auto' or True, got {choice!r}")
