@@ -143,6 +143,12 @@ def test_a_sampler_its_plan_and_its_shapes_say_the_same():
     assert len(texts) == 1
 
 
+def test_tables_have_rows_only():
+    mark = MarkShapes([[32], [5]])
+    assert (mark.are_rows_static, mark.num_expected) == (True, 2)
+    assert static_of(mark(torch.zeros(32, 5))) == {0}
+
+
 def test_a_catalogue_gives_its_full_shapes():
     mark = MarkShapes(bw.PadTo(shapes=((16,), (32,)), sizes=(8, 4)))
     assert mark.num_expected == 2
@@ -153,10 +159,13 @@ def test_a_catalogue_gives_its_full_shapes():
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        (bw.PadTo(multiple_of=8), "pad_to has no static shapes; give the sampler or plan.shapes"),
-        (np.zeros((0, 2), dtype=int), "shapes holds no batch"),
-        ([8, 16], r"shapes must have shape \(M, 1 \+ axes\)"),
-        (None, "shapes must"),
+        (
+            bw.PadTo(multiple_of=8),
+            "a PadTo without static shapes says nothing of later batches; give plan.shapes",
+        ),
+        (np.zeros((0, 2), dtype=int), "shapes is empty"),
+        ([8, 16], r"shapes must be plan.shapes, rows of \(num_items, padded lengths\)"),
+        (None, "shapes must be plan.shapes"),
     ],
     ids=["pad_to", "empty", "flat", "none"],
 )
@@ -168,7 +177,7 @@ def test_what_holds_no_shapes_is_refused(shapes, message):
 def test_a_sampler_that_plans_no_shapes_is_refused():
     controller = bw.BatchSizeController(bw.size.constant(4), min_size=1, max_size=8)
     sampler = bw.ResizableBatchSampler(20, controller)
-    with pytest.raises(ArgumentError, match="a ResizableBatchSampler without a grouping has no shapes"):
+    with pytest.raises(ArgumentError, match="a ResizableBatchSampler without static shapes says nothing"):
         MarkShapes(sampler)
 
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeAlias, TypeVar, final
 
-import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from .._checks import as_whole
-from .._lengths import as_shapes
 from .._tree import leaves
 from ..errors import ArgumentError
 from ..plan import BatchSampler, PadTo, Plan, ResizableBatchSampler
+from .graphs._inputs import read_shapes
 
 Batch = TypeVar("Batch")
 Shapes: TypeAlias = "npt.ArrayLike | Plan | PadTo | BatchSampler | ResizableBatchSampler"
@@ -62,14 +61,13 @@ class MarkShapes:
     """
 
     def __init__(self, shapes: Shapes, *, max_compilations: int | None = None) -> None:
-        found = np.unique(_array_of(shapes), axis=0)
-        if len(found) == 0:
-            raise ArgumentError("shapes holds no batch; give the shapes of a whole epoch")
+        found = read_shapes(_planned(shapes)).keys()
         choice = _choose(found, _limit(max_compilations))
         self.are_rows_static, self.are_lengths_static, self.num_expected = choice
-        self._rows = frozenset(found[:, 0].tolist())
-        self._lengths = frozenset(found[:, 1:].ravel().tolist())
-        self._shortest, self._longest = min(self._lengths), max(self._lengths)
+        self._rows = frozenset(shape[0] for shape in found)
+        self._lengths = frozenset(length for shape in found for length in shape[1:])
+        # Tables have rows only.
+        self._shortest, self._longest = min(self._lengths, default=0), max(self._lengths, default=0)
 
     def __call__(self, batch: Batch) -> Batch:
         """Mark the tensors of a batch and return it; nested batches are walked through."""
@@ -101,19 +99,17 @@ class MarkShapes:
         return f"MarkShapes({kinds[0]} rows, {kinds[1]} lengths, {self.num_expected} compilations expected)"
 
 
-def _array_of(shapes: Any) -> npt.NDArray[np.int64]:
-    if isinstance(shapes, BatchSampler):
-        return as_shapes(shapes.plan.shapes)
-    if isinstance(shapes, Plan):
-        return as_shapes(shapes.shapes)
+def _planned(shapes: Any) -> Any:
+    """Return the rows ``(size, lengths)`` of a catalogue, and everything else as it is."""
     pad_to = getattr(shapes, "pad_to", None) if isinstance(shapes, ResizableBatchSampler) else shapes
-    if not isinstance(pad_to, PadTo):
-        if isinstance(shapes, ResizableBatchSampler):
-            raise ArgumentError("a ResizableBatchSampler without a grouping has no shapes; give those of a plan")
-        return as_shapes(shapes)
-    if not pad_to.shapes:
-        raise ArgumentError("pad_to has no static shapes; give the sampler or plan.shapes, or plan with bw.Buckets")
-    return as_shapes([(size, *lengths) for size, lengths in zip(pad_to.sizes, pad_to.shapes, strict=True)])
+    if isinstance(pad_to, PadTo) and pad_to.shapes:
+        return [(size, *lengths) for size, lengths in zip(pad_to.sizes, pad_to.shapes, strict=True)]
+    if isinstance(shapes, PadTo | ResizableBatchSampler):
+        raise ArgumentError(
+            f"a {type(shapes).__name__} without static shapes says nothing of later batches; give plan.shapes, or "
+            "plan with grouping=bw.Buckets"
+        )
+    return shapes
 
 
 def _limit(max_compilations: int | None) -> int:
@@ -131,10 +127,9 @@ def _limit(max_compilations: int | None) -> int:
     return wanted
 
 
-def _choose(shapes: npt.NDArray[np.int64], limit: int) -> tuple[bool, bool, int]:
+def _choose(shapes: Collection[tuple[int, ...]], limit: int) -> tuple[bool, bool, int]:
     """Return whether rows and whether lengths are static, and the compilations that this takes."""
-    num_lengths = len(np.unique(shapes[:, 1:], axis=0))
-    num_rows = len(np.unique(shapes[:, 0]))
+    num_lengths, num_rows = len({shape[1:] for shape in shapes}), len({shape[0] for shape in shapes})
     # Lengths before rows: attention and softmax run over lengths.
     choices = [(True, True, len(shapes)), (False, True, num_lengths), (True, False, num_rows)]
     return next((choice for choice in choices if choice[-1] <= limit), (False, False, 1))

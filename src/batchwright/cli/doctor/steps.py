@@ -16,6 +16,7 @@ from torch import nn
 
 from ...errors import DoesNotFitError
 from ...step.calibration.running import Prober
+from ...step.graphs.backend import CudaGraphs
 from ...step.oom import free_memory, is_out_of_memory
 from .machine import clock_for
 from .records import Effort, GraphRow, Graphs, Launch, LaunchRow
@@ -307,7 +308,7 @@ class CudaSteps:
     def __init__(self, model: nn.Module, effort: Effort, device: torch.device) -> None:
         self._model, self._device = model, device
         self._input = torch.randn(max(effort.graph_items), effort.length, effort.width, device=device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._backend = CudaGraphs(device)
 
     def run(self, shape: Shape) -> None:
         """Run one pass as a loop would, with gradients that are made anew."""
@@ -323,22 +324,15 @@ class CudaSteps:
         with torch.cuda.stream(own):
             self._pass(shape)
         current.wait_stream(own)
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
+        self._backend.prepare()
 
     def capture(self, shape: Shape) -> Callable[[], Any]:
         """Capture one pass into the pool that all graphs share."""
-        graph = torch.cuda.CUDAGraph()
-        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
-        with (
-            torch.cuda.device(self._device),
-            # torch leaves the current stream changed if the end of a capture fails; this puts it back.
-            torch.cuda.stream(torch.cuda.current_stream(self._device)),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            torch._foreach_zero_(gradients)
-            self._pass(shape)
-        return graph.replay
+        return self._backend.capture(partial(self._zero_and_pass, shape))
+
+    def _zero_and_pass(self, shape: Shape) -> None:
+        torch._foreach_zero_([p.grad for p in self._model.parameters() if p.grad is not None])
+        self._pass(shape)
 
     def _pass(self, shape: Shape) -> None:
         # A graph must not read copies of weights that autocast made outside it.
