@@ -121,10 +121,10 @@ def pair_loss(model, batch):
 # Decoder and encoder: planned by (rows, length)
 
 
-def make_llama():
+def make_llama(dropout=0.0):
     return from_config(
         "LlamaForCausalLM", "LlamaConfig", **_SIDES,
-        vocab_size=VOCABULARY, max_position_embeddings=64, use_cache=False,
+        vocab_size=VOCABULARY, max_position_embeddings=64, attention_dropout=dropout, use_cache=False,
     )  # fmt: skip
 
 
@@ -290,4 +290,3 @@ def filled(batch, num_real):
     copied["labels"][is_filler] = IGNORED
     copied[ROW_WEIGHT] = (~is_filler).to(torch.float32)
     return copied
-

@@ -295,12 +295,13 @@ def make_stepper(model=None, loss_fn=models.table_loss, **options):
 
 
 def test_graphs_on_the_cpu_say_that_they_need_cuda():
-    stepper = None
+    """By a refusal or by a warning, which is an error in these tests."""
+
+    def run():
+        make_stepper(graphs=True, shapes=[SHAPE]).step(models.tables(SHAPE))
+
     with pytest.raises((ArgumentError, UserWarning), match="CUDA"):
-        stepper = make_stepper(graphs=True, shapes=[SHAPE])
-        stepper.step(models.tables(SHAPE))
-    if stepper is not None:  # a warning, which is an error in these tests, and only the first time
-        assert not stepper.step(models.tables(SHAPE)).graphed
+        run()
 
 
 def test_auto_on_the_cpu_runs_eagerly_without_a_word():
@@ -414,8 +415,6 @@ def test_out_of_memory_while_a_graph_is_captured_loses_nothing():
         assert twins.graphed.report.ooms == 0
         assert len(messages) <= 1
         assert all("memory" in message for message in messages)
-
-
 
 
 def test_out_of_memory_of_an_unplanned_batch_is_split_as_ever():
