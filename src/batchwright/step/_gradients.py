@@ -118,6 +118,9 @@ class Gradients:
     Args:
         trained: what the optimizer updates.
         others: parameters of the model that it does not update; their gradients are dropped.
+
+    Attributes:
+        static: the buffers in which graphs gather gradients, by parameter.
     """
 
     def __init__(self, trained: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> None:
@@ -128,6 +131,7 @@ class Gradients:
         self._existing: _Sums = []
         self._deferred: list[tuple[nn.Parameter, dict[int, Any]]] = []  # hooks of the user that wait for the sum
         self._seen: list[tuple[Tensor | None, int]] = []
+        self.static: dict[nn.Parameter, Tensor] = {}  # buffers that graphs write to
 
     @property
     def has_float16(self) -> bool:
@@ -159,6 +163,9 @@ class Gradients:
     def take(self) -> _Sums:
         """Take the sums so far off the parameters, so that a batch that fails does not touch them."""
         taken = [self._wide.pop(parameter, parameter.grad) for parameter in self.trained]
+        if self.static:  # the next batch may write to the same buffers
+            pairs = zip(self.trained, taken, strict=True)
+            taken = [one if one is None or one is not self.static.get(owner) else one.clone() for owner, one in pairs]
         self.drop()
         return taken
 

@@ -14,6 +14,7 @@ from .._ranks import Ranks
 from .._tree import leaves
 from ..errors import ArgumentError, DoesNotFitError
 from ._settings import Settings
+from .graphs.graphed import Graphs
 from .losses import needs_whole_batch
 from .memory.budget_tracker import Feedback
 from .memory.fit_to_memory import MicroLimit
@@ -33,6 +34,7 @@ class Runner:
     Attributes:
         limit: how large a micro-batch may be, as far as is known.
         usual_weight: of an update on this rank, None before the first one.
+        graphs: replay micro-batches, None without them.
     """
 
     def __init__(self, settings: Settings, ranks: Ranks, device: torch.device, feedback: Feedback | None) -> None:
@@ -44,6 +46,7 @@ class Runner:
         self._warned = False
         self.limit = MicroLimit()
         self.usual_weight: float | None = None
+        self.graphs: Graphs | None = None
         self.look_at_model()
 
     def look_at_model(self) -> None:
@@ -93,13 +96,18 @@ class Runner:
         seed = None if norms is None else pending.noise_seed
         if self._feedback is not None:
             self._feedback.begin()
+        num_replayed = 0
+        if self.graphs is not None:
+            self.graphs.begin()
+            num_replayed = self.graphs.num_replayed
         versions = logical.versions()
         while True:
             parts = self.cut(logical, seed)
             num_parts = self._agree_on_parts(parts)
             outcome = self._attempt(logical, parts, num_parts, pending, norms)
             if isinstance(outcome, Totals) and not self._is_spoiled(outcome, pending, len(parts)):
-                self._learn(logical, parts, is_cut=len(parts) > self._least_parts(seed))
+                is_replayed = self.graphs is not None and self.graphs.num_replayed > num_replayed
+                self._learn(logical, parts, is_cut=len(parts) > self._least_parts(seed), is_replayed=is_replayed)
                 return outcome
             if logical.versions() != versions:
                 raise ArgumentError(
@@ -112,10 +120,11 @@ class Runner:
             snapshot.restore()
             free_memory(self._devices)
             if not isinstance(outcome, Totals):
-                self._note_failure(outcome, logical, pending)
+                pending.ooms += 1
+                if self.graphs is None or not self.graphs.make_room():
+                    self._note_failure(outcome, logical, pending)
 
     def _note_failure(self, failure: _Failure, logical: LogicalBatch, pending: Pending) -> None:
-        pending.ooms += 1
         if pending.totals.num_micro_batches == 0:
             pending.divisor = None  # so that the bits are those of a run that began with smaller pieces
         self._lower_limit(failure, logical)
@@ -186,13 +195,10 @@ class Runner:
             micro_batches = iter(logical.take_all(parts))
             with self._ranks.no_sync(), gradients.gathering(in_pieces=in_pieces):
                 for part in parts:
-                    sums = self._forward(next(micro_batches))  # unnamed, so that the inputs are freed after it
-                    if totals.num_micro_batches == 0 and gradients.has_any:
-                        raise ArgumentError("loss_fn ran a backward pass of its own; return the loss, and Stepper does")
-                    is_left_out = sums.is_empty or (sums.is_doubtful and pending.leaves_out)
-                    if not is_left_out or self._ranks.is_sharded:
-                        divisor = self._divisor(pending, sums.weight, len(part), logical.num_examples)
-                        self._backward(sums, divisor, norms, num_measured=len(part))
+                    if self.graphs is None or norms is not None:
+                        sums = self._run_part(next(micro_batches), part, logical, pending, totals, norms)
+                    else:
+                        sums = self._replay_part(next(micro_batches), part, logical, pending, totals)
                     totals.add(sums, len(part))
                     if in_pieces and self._ranks.is_sharded:
                         gradients.widen_shards()
@@ -208,6 +214,48 @@ class Runner:
                 raise
         # Outside the except block the traceback is gone, and with it the activations that it held.
         return cost_of(logical, part, self._settings.cost_budget), part
+
+    def _run_part(
+        self,
+        micro_batch: Any,
+        part: Part,
+        logical: LogicalBatch,
+        pending: Pending,
+        totals: Totals,
+        norms: GradientNorms | None,
+    ) -> MicroSums:
+        """Run a micro-batch eagerly."""
+        sums = self._forward(micro_batch)
+        del micro_batch  # so that the inputs are freed before the backward pass
+        if totals.num_micro_batches == 0 and pending.gradients.has_any:
+            raise ArgumentError("loss_fn ran a backward pass of its own; return the loss, and Stepper does")
+        is_left_out = sums.is_empty or (sums.is_doubtful and pending.leaves_out)
+        if not is_left_out or self._ranks.is_sharded:
+            divisor = self._divisor(pending, sums.weight, len(part), logical.num_examples)
+            self._backward(sums, divisor, norms, num_measured=len(part))
+        return sums
+
+    def _replay_part(
+        self, micro_batch: Any, part: Part, logical: LogicalBatch, pending: Pending, totals: Totals
+    ) -> MicroSums:
+        """Replay a micro-batch from its graph, or run it eagerly."""
+        assert self.graphs is not None
+        before = self.graphs.num_replayed
+
+        def divisor(weight: float | None, num_elements: int) -> float:
+            if weight is None and pending.divisor is None and pending.total_weight is pending.asked_weight is None:
+                # The graph counts it; for the scale of gradients any power of two near it will do.
+                pending.divisor = power_of_two(self.usual_weight or num_elements * logical.num_examples / len(part))
+            return self._divisor(pending, weight, len(part), logical.num_examples)
+
+        sums = self.graphs.run(
+            micro_batch,
+            eager=lambda: self._run_part(micro_batch, part, logical, pending, totals, None),
+            divisor=divisor,
+            is_first=not pending.gradients.has_any,
+        )
+        pending.num_replayed += self.graphs.num_replayed - before
+        return sums
 
     def _forward(self, micro_batch: Any) -> MicroSums:
         with self._settings.precision(self._device):
@@ -261,12 +309,12 @@ class Runner:
     def _least_parts(self, noise_seed: int | None) -> int:
         return 1 if noise_seed is None or self._ranks.world_size > 1 else 2
 
-    def _learn(self, logical: LogicalBatch, parts: Parts, *, is_cut: bool) -> None:
+    def _learn(self, logical: LogicalBatch, parts: Parts, *, is_cut: bool, is_replayed: bool) -> None:
         if math.isfinite(self.limit.ceiling):
             largest = max(cost_of(logical, part, self._settings.cost_budget) for part in parts)
             is_cut = is_cut and self.limit.ceiling < self._settings.asked
             self.limit = self.limit.after_success(largest, is_cut=is_cut)
-        if self._feedback is not None:
+        if self._feedback is not None and not is_replayed:
             shapes = None
             if logical.lengths is not None:
                 shapes = [(len(part), *logical.lengths[part].max(axis=0).tolist()) for part in parts]

@@ -28,7 +28,7 @@ class StepReport:
 
     Losses, metrics, noise and the gradient's norm stay on the device until they are read. ``seconds`` is the time of
     the slowest rank, and memory is that of the fullest. The time is the host's, which on a GPU runs ahead of the device
-    between two reads.
+    between two reads. ``graphed`` says that every micro-batch of this rank was replayed from a graph.
     """
 
     batch_size: int
@@ -39,6 +39,7 @@ class StepReport:
     peak_bytes: int | None
     memory_fraction: float | None
     lr: float | None
+    graphed: bool
     _loss_sum: Tensor | float
     _metric_sums: Mapping[str, Tensor | float]
     _noise: Callable[[], NoiseReport] | None = None
@@ -94,9 +95,13 @@ class MicroSums:
     Attributes:
         is_empty: it has no weight, and its loss is no number or constant: it sums over nothing and has no gradient.
         is_doubtful: it has no weight and a loss of 0, whose gradient may be no number.
+
+    Args:
+        returned: by the loss function.
+        is_replayed: a graph is captured, so nothing is copied to the host.
     """
 
-    def __init__(self, returned: Any) -> None:
+    def __init__(self, returned: Any, *, is_replayed: bool = False) -> None:
         if isinstance(returned, Tensor):
             raise ArgumentError(f"loss_fn returned only a tensor, which looks like a mean; {_HOW}")
         if not isinstance(returned, tuple) or len(returned) not in (2, 3):
@@ -111,7 +116,7 @@ class MicroSums:
                 "micro-batches; return weight.detach(), or put that dependence into loss_sum"
             )
         self.loss = loss.reshape(()) if loss.ndim else loss
-        self.weight = _early(_as_scalar(weight, loss))
+        self.weight = _as_scalar(weight, loss) if is_replayed else _early(_as_scalar(weight, loss))
         # The mean over nothing is NaN, and so are its gradients.
         is_none = is_on_host(self.weight) and float(self.weight) == 0
         value = float(loss.detach()) if is_none else math.nan
@@ -125,6 +130,14 @@ class MicroSums:
         if not isinstance(metrics, Mapping):
             raise ArgumentError(f"the metrics of loss_fn must be a mapping of sums, got {type(metrics).__name__}")
         self.metrics = {name: _as_scalar(value, loss) for name, value in metrics.items()}
+
+    @classmethod
+    def of_replay(cls, loss: Tensor, weight: Sum, metrics: Mapping[str, Sum]) -> MicroSums:
+        """Return the sums that a graph has computed; its backward pass is no longer to do."""
+        sums = object.__new__(cls)
+        sums.loss, sums.weight, sums.metrics = loss, _early(weight), dict(metrics)
+        sums.is_empty = sums.is_doubtful = False
+        return sums
 
 
 def _as_scalar(value: Any, like: Tensor) -> Sum:
@@ -270,6 +283,7 @@ class Pending:
         leaves_out: micro-batches of weight 0 and loss 0 have gradients that are no numbers, and are left out.
         divisor: backward runs on ``loss_sum / divisor``; the first micro-batch settles it.
         same_names: whether metrics have the same names on all ranks.
+        num_replayed: micro-batches that were replayed from graphs on this rank.
         stage: how far the update is: gathered, reduced, or unscaled and clipped.
     """
 
@@ -285,6 +299,7 @@ class Pending:
     summary: Summary | None = None
     noise: Callable[[], NoiseReport] | None = None
     same_names: bool = True
+    num_replayed: int = 0
     stage: Literal["gathered", "reduced", "clipped"] = "gathered"
     norm: Tensor | None = None
 

@@ -20,6 +20,9 @@ from ._gathering import Gatherer
 from ._gradients import Existing, Trained, attempt
 from ._optimizers import allocate_state, apply_update, check_optimizer, clip, take_over
 from ._settings import Settings
+from .graphs.backend import GraphBackend
+from .graphs.graphed import Graphs
+from .graphs.summary import GraphSummary
 from .losses import LossFunction
 from .memory.budget_tracker import Feedback
 from .memory.fit_to_memory import MicroLimit
@@ -63,6 +66,11 @@ class Stepper:
             the ``zero_grad()`` of a loop by hand would, and warns once if they were not zero; ``"add"`` adds them.
         split: cuts batches that do not have one row per example everywhere, such as graphs or patches of images:
             ``split(batch, None)`` returns the number of examples, ``split(batch, indices)`` the micro-batch of some.
+        graphs: True captures forward and backward of every planned shape, and the update, in CUDA graphs and replays
+            them: a step that launches many small kernels then costs only its arithmetic. ``"auto"`` keeps graphs only
+            where they pay, and runs eagerly without CUDA. What was not planned or cannot be captured runs eagerly, and
+            a warning says why once.
+        shapes: the catalogue of ``graphs``: ``plan.shapes``, or the sampler; None captures shapes that come again.
 
     >>> model = nn.Linear(2, 1)
     >>> def loss_fn(model, batch):
@@ -96,6 +104,8 @@ class Stepper:
         memory: MemoryMonitor | None = None,
         existing_gradients: Existing = "clear",
         split: Callable[[Any, Any], Any] | None = None,
+        graphs: bool | Literal["auto"] | GraphBackend = False,
+        shapes: Any = None,
     ) -> None:
         self._ranks = Ranks(model)
         self._settings = Settings(
@@ -119,6 +129,15 @@ class Stepper:
         self._gatherer = Gatherer(
             self._settings, self._ranks, self._trained, meter=self._meter, memory=memory, feedback=self._feedback
         )
+        self._graphs = self._make_graphs(graphs, shapes)
+        self._gatherer.runner.graphs = self._graphs
+
+    def _make_graphs(self, graphs: Any, shapes: Any) -> Graphs | None:
+        if graphs is False:
+            if shapes is not None:
+                raise ArgumentError("shapes= is the catalogue of graphs; pass graphs=True or graphs='auto' too")
+            return None
+        return Graphs(graphs, shapes, self._settings, self._ranks, self._trained, self._gatherer.runner.snapshot)
 
     def step(self, batch: Any) -> StepReport:
         """Run one update on a logical batch: ``accumulate``, ``reduce``, ``update``.
@@ -189,12 +208,19 @@ class Stepper:
         scaler, clip_norm = self._settings.scaler, self._settings.clip_norm
         self._gatherer.check_same_parameters()
         factor = self._lr_factor(pending.summary.num_examples)
+        rate = current_lr(self._optimizer)
+        if pending.stage == "reduced" and self._graphs is not None:
+            is_done, norm = self._graphs.update(factor)
+            if is_done:
+                pending.norm, pending.stage = norm, "clipped"
+                self._gatherer.pending = None
+                self._optimizer.zero_grad()
+                return None if rate is None else rate * factor
         if pending.stage == "reduced":
             if scaler is not None:
                 scaler.unscale_(self._optimizer)
             pending.norm = None if clip_norm is None else clip(self._trained.parameters, clip_norm)
             pending.stage = "clipped"
-        rate = current_lr(self._optimizer)
         with scaled_lr(self._optimizer, factor):
             apply_update(self._optimizer, self._trained.parameters, scaler)
         self._gatherer.pending = None  # whatever fails from here on, the update is not applied again
@@ -208,6 +234,10 @@ class Stepper:
     def warm_up(self) -> None:
         """Allocate the optimizer's state now, without changing a parameter, so that the first update cannot run out."""
         allocate_state(self._optimizer)
+
+    def graph_summary(self) -> GraphSummary:
+        """Return what graphs did so far: shapes, how often they were replayed, memory, seconds spent and saved."""
+        return GraphSummary() if self._graphs is None else self._graphs.summary()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned about memory and noise, as JSON values."""
@@ -270,6 +300,7 @@ class Stepper:
             peak_bytes=int(peak) if peak >= 0 else None,
             memory_fraction=fraction if fraction >= 0 else None,
             lr=rate,
+            graphed=self._graphs is not None and pending.num_replayed == pending.totals.num_micro_batches,
             _loss_sum=summary.loss_sum,
             _metric_sums=summary.metric_sums,
             _noise=pending.noise,
@@ -280,4 +311,7 @@ class Stepper:
         """Return the peak and its share of the memory on this rank, -1 for a figure that is not known."""
         if self._memory is not None:
             return self._memory.peak_bytes, self._memory.peak_fraction
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else -1, -1
+        if self._device.type != "cuda":
+            return -1, -1
+        peak = torch.cuda.max_memory_allocated(self._device)
+        return peak if self._graphs is None else max(peak + self._graphs.held_bytes, self._graphs.lost_peak_bytes), -1

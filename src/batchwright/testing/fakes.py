@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import final
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 from .._checks import as_number, as_plain, as_whole
 from ..errors import ArgumentError
@@ -94,3 +95,74 @@ class FakeClock:
 
 def _num_elements(*shape: float) -> float:
     return math.prod(shape)
+
+
+@final
+class EagerGraphs:
+    """A stand-in for CUDA graphs on any device: a replay runs the captured function again.
+
+    Everything around a capture is the real thing: static inputs, gradients, sums, the update, refusals. Give it to
+    ``Stepper(graphs=EagerGraphs(), shapes=…)``.
+
+    Args:
+        max_captures: captures beyond this number run out of memory; None allows any number.
+        bytes_per_capture: what ``pool_bytes`` counts for each.
+        clock: tells the time; None takes the host's.
+
+    Attributes:
+        num_captured: captures so far.
+        num_replayed: replays so far.
+        num_released: how often all captures were dropped.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_captures: int | None = None,
+        bytes_per_capture: int = 0,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._max_captures = None if max_captures is None else as_whole("max_captures", max_captures, least=0)
+        self._bytes_per_capture = as_whole("bytes_per_capture", bytes_per_capture, least=0)
+        self._clock = time.perf_counter if clock is None else clock
+        self._num_held = 0
+        self.num_captured = self.num_replayed = self.num_released = 0
+
+    def prepare(self) -> None:
+        """Do nothing: there is no pool."""
+
+    def capture(self, function: Callable[[], None], *, writes: Sequence[Any] = ()) -> Callable[[], None]:
+        """Run the function once, put back what it wrote, and return what runs it again."""
+        if self._max_captures is not None and self._num_held >= self._max_captures:
+            raise MemoryError(f"a stand-in of {self._max_captures} captures is full")
+        before = [tensor.detach().clone() for tensor in writes]
+        try:
+            function()
+        finally:
+            for tensor, value in zip(writes, before, strict=True):
+                tensor.data.copy_(value)
+        self._num_held += 1
+        self.num_captured += 1
+
+        def replay() -> None:
+            self.num_replayed += 1
+            function()
+
+        return replay
+
+    def can_capture_update(self, group: dict[str, Any]) -> bool:
+        """Return whether the step takes its rate from a tensor on the CPU too."""
+        return bool(group.get("fused") or group.get("capturable"))
+
+    def pool_bytes(self) -> int:
+        """Return the bytes of the captures that are held."""
+        return self._num_held * self._bytes_per_capture
+
+    def release(self) -> None:
+        """Forget the captures."""
+        self._num_held = 0
+        self.num_released += 1
+
+    def seconds(self) -> float:
+        """Return the time."""
+        return self._clock()

@@ -1,0 +1,1 @@
+"""Graphed steps: forward, backward and update captured once per planned shape, and replayed."""

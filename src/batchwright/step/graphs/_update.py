@@ -1,0 +1,153 @@
+"""The update captured and replayed: unscale, clip, and the optimizer's step with its rates in tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import is_
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from .._optimizers import clip
+from .backend import GraphBackend, Replay
+
+# Optimizers whose step was compared with an eager one by tests, and the state that they have for every parameter.
+_STATE: dict[type, tuple[str, ...]] = {
+    torch.optim.Adam: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.SGD: (),
+}
+
+
+def why_not(optimizer: Any, scaler: torch.amp.GradScaler | None, backend: GraphBackend) -> str | None:
+    """Return why the step of an optimizer cannot be captured, None if it can."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in _STATE:
+        return f"the step of {name} is not captured; Adam, AdamW and SGD are"
+    groups = optimizer.param_groups
+    needs_fused = type(optimizer) is torch.optim.SGD or (scaler is not None and scaler.is_enabled())
+    if needs_fused and not all(group.get("fused") for group in groups):
+        return f"the step of {name} is captured only with fused=True here"
+    if not all(backend.can_capture_update(group) for group in groups):
+        return f"the step of {name} keeps its counts on the host; {name}(…, fused=True) keeps them on the device"
+    if any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
+        return "hooks of all optimizers do not run at a replay"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"hooks of {name}'s step do not run at a replay"
+    return None
+
+
+@final
+class _Fixed(NamedTuple):
+    """What a captured update takes for granted."""
+
+    has_gradient: list[bool]
+    options: list[dict[str, Any]]  # of the groups, without rates and parameters
+    members: list[list[nn.Parameter]]  # of the groups
+    places: list[int]  # of the parameters in memory
+    state: list[Tensor]
+    scale: Tensor | None
+
+
+@final
+class UpdateGraph:
+    """A captured update of the parameters that have a gradient now, which lies in their static buffers."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        parameters: Sequence[nn.Parameter],
+        clip_norm: float | None,
+        scaler: torch.amp.GradScaler | None,
+        backend: GraphBackend,
+    ) -> None:
+        self._optimizer, self._parameters = optimizer, parameters
+        self._clip_norm, self._scaler = clip_norm, scaler
+        device = parameters[0].device
+        self._rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in optimizer.param_groups]
+        self._norm = torch.zeros((), dtype=torch.float32, device=device)
+        self._fixed = self._look()
+        writes = [self._norm, *parameters, *self._fixed.state]
+        writes += [parameter.grad for parameter in parameters if parameter.grad is not None]
+        writes += [] if self._fixed.scale is None else [self._fixed.scale, scaler._growth_tracker]  # type: ignore[union-attr, list-item]
+        self._replay: Replay = backend.capture(self._run, writes=writes)
+
+    @staticmethod
+    def is_ready(optimizer: Any, parameters: Sequence[nn.Parameter]) -> bool:
+        """Say whether the optimizer has the state of its later steps, which a capture needs to find."""
+        needed = _STATE[type(optimizer)]
+        for group in optimizer.param_groups:
+            names = ("momentum_buffer",) if group.get("momentum") else needed
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                if parameter.grad is not None and any(not isinstance(state.get(name), Tensor) for name in names):
+                    return False
+        return True
+
+    def _run(self) -> None:
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizer)
+        if self._clip_norm is not None:
+            self._norm.copy_(clip(self._parameters, self._clip_norm))
+        with _capturable(self._optimizer, self._rates):
+            if self._scaler is None:
+                self._optimizer.step()
+            else:
+                self._scaler.step(self._optimizer)
+                self._scaler.update()
+
+    def fits(self) -> bool:
+        """Say whether everything is as the capture saw it, except for values in tensors and rates."""
+        now, then = self._look(), self._fixed
+        return (
+            now.has_gradient == then.has_gradient
+            and now.options == then.options
+            and now.places == then.places
+            and now.scale is then.scale
+            and len(now.state) == len(then.state)
+            and all(map(is_, now.state, then.state))
+            and len(now.members) == len(then.members)
+            and all(len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(now.members, then.members, strict=True))
+        )
+
+    def _look(self) -> _Fixed:
+        groups = self._optimizer.param_groups
+        state = self._optimizer.state
+        return _Fixed(
+            [parameter.grad is not None for parameter in self._parameters],
+            [{name: group[name] for name in group if name not in _NOT_FIXED} for group in groups],
+            [list(group["params"]) for group in groups],
+            [parameter.data_ptr() for parameter in self._parameters],
+            [value for held in state.values() for value in held.values() if isinstance(value, Tensor)],
+            None if self._scaler is None else self._scaler._scale,
+        )
+
+    def run(self, rates: Sequence[float | Tensor]) -> Tensor | None:
+        """Replay the update with the rates of the groups; return the norm of the gradient before clipping."""
+        for tensor, rate in zip(self._rates, rates, strict=True):
+            tensor.fill_(rate) if not isinstance(rate, Tensor) else tensor.copy_(rate)
+        self._replay()
+        return None if self._clip_norm is None else self._norm.clone()
+
+
+# Schedulers keep their first rate in the group.
+_NOT_FIXED = frozenset({"params", "lr", "initial_lr", "capturable"})
+
+
+@contextmanager
+def _capturable(optimizer: Any, rates: Sequence[Tensor]) -> Iterator[None]:
+    """Give the groups their rates as tensors, and allow a capture; afterwards they are as they were."""
+    groups = optimizer.param_groups
+    before = [(group, {name: group[name] for name in ("lr", "capturable") if name in group}) for group in groups]
+    try:
+        for (group, had), rate in zip(before, rates, strict=True):
+            group["lr"] = rate
+            if "capturable" in had and rate.is_cuda:
+                group["capturable"] = True
+        yield
+    finally:
+        for group, had in before:
+            group.update(had)

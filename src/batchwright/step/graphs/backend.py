@@ -1,0 +1,132 @@
+"""What captures device work and replays it: CUDA graphs, or a stand-in for tests."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, final, runtime_checkable
+
+import torch
+from torch import Tensor
+
+Replay = Callable[[], None]
+
+
+@runtime_checkable
+class GraphBackend(Protocol):
+    """Captures functions without arguments, which read and write tensors that stay where they are.
+
+    All captures share one pool of memory, so their replays follow each other, and what one has computed is read before
+    the next runs.
+    """
+
+    def prepare(self) -> None:
+        """Make room before captures: unused memory goes back to the device."""
+
+    def capture(self, function: Callable[[], None], *, writes: Sequence[Tensor] = ()) -> Replay:
+        """Return what replays a function; capturing changes no tensor.
+
+        Args:
+            function: launches work on the device and never waits for it.
+            writes: the tensors outside of the pool that it writes to.
+        """
+
+    def can_capture_update(self, group: dict[str, Any]) -> bool:
+        """Return whether the step of an optimizer with these options of a group can be captured."""
+
+    def pool_bytes(self) -> int:
+        """Return the memory that captures hold."""
+
+    def release(self) -> None:
+        """Drop all captures and their memory; none of them is replayed again."""
+
+    def seconds(self) -> float:
+        """Return the time at which the work launched so far is done."""
+
+
+@final
+class CudaGraphs:
+    """Capture with CUDA graphs on one device, in one pool and on one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def prepare(self) -> None:
+        """Collect garbage and empty the cache, so that the pool can have the memory of earlier steps."""
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+    def capture(self, function: Callable[[], None], *, writes: Sequence[Tensor] = ()) -> Replay:
+        """Capture a function; an error leaves no capture behind."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        was_enabled = gc.isenabled()
+        gc.disable()  # what a collection frees could call what no capture allows
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                # Other threads, which pin batches, may go on: only this one must not wait for the device.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    function()
+                except BaseException:
+                    self._give_up(graph)
+                    raise
+                try:
+                    graph.capture_end()
+                except BaseException:
+                    self._give_up(None)
+                    raise
+        finally:
+            if was_enabled:
+                gc.enable()
+        self._graphs.append(graph)
+        return graph.replay
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph | None) -> None:
+        """End a capture that failed; the allocator must learn of it, though the capture cannot be ended in order."""
+        if graph is not None:
+            with suppress(RuntimeError):
+                graph.capture_end()
+        with suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+        with suppress(RuntimeError):
+            torch.cuda.synchronize(self._device)
+
+    def can_capture_update(self, group: dict[str, Any]) -> bool:
+        """Return whether the step keeps its counts on the device."""
+        return bool(group.get("fused") or group.get("capturable"))
+
+    def pool_bytes(self) -> int:
+        """Return the bytes of the pool's segments."""
+        if self._pool is None:
+            return 0
+        pool = tuple(self._pool)
+        segments: Iterable[Any] = torch.cuda.memory_snapshot()
+        return sum(
+            int(segment["total_size"])
+            for segment in segments
+            if tuple(segment.get("segment_pool_id", ())) == pool and segment.get("device") == (self._device.index or 0)
+        )
+
+    def release(self) -> None:
+        """Drop the graphs; their memory goes back to the device."""
+        torch.cuda.synchronize(self._device)
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs, self._pool = [], None
+        self.prepare()
+
+    def seconds(self) -> float:
+        """Wait for the device and return the time."""
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter()
