@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 VOCABULARY = 23
 IGNORED = -100
@@ -170,7 +171,7 @@ class Pictures(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first = nn.Conv2d(2, 8, 3, padding=1)
+        self.first = nn.Conv2d(2, 8, 3, padding=1, bias=False)  # the norm takes a bias away again
         self.norm = nn.GroupNorm(2, 8)
         self.second = nn.Conv2d(8, 8, 3, padding=1)
         self.head = nn.Linear(8, 3)
@@ -265,6 +266,26 @@ ARCHITECTURES = (
     Architecture("mlp", make_mlp, table_loss, tables, ((4, 6), (8, 6)), (3, 6)),
 )  # fmt: skip
 BY_NAME = {one.name: one for one in ARCHITECTURES}
+
+
+class _Wide(TorchFunctionMode):
+    """Whoever asks for float32 gets float64: Llama and T5 take norms and softmax in float32, whatever they are in."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        args = tuple(torch.float64 if one is torch.float32 else one for one in args)
+        kwargs = {name: torch.float64 if one is torch.float32 else one for name, one in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+
+def wide(loss_fn):
+    """Return a loss that is computed in float64 from end to end."""
+
+    def wide_loss(model, batch):
+        with _Wide():
+            return loss_fn(model, batch)
+
+    return wide_loss
 
 
 def to(batch, device, dtype=None):

@@ -65,6 +65,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, calls, written):
         super().__init__()
         self._calls, self._written = calls, written
+        self._made = set()  # memory that the recording itself has made
         self._on_host = {}  # tensors made from nothing, such as a draw that a forward pass makes for itself
 
     def __torch_dispatch__(self, kernel, types, args=(), kwargs=None):
@@ -82,7 +83,9 @@ class _Recorder(TorchDispatchMode):
         leaves = tree_leaves(result)
         if is_host:
             self._on_host.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-        self._calls.append((kernel, args, kwargs, _fresh(kernel, leaves)))
+        fresh = _fresh(kernel, leaves)
+        self._made.update(_memory_of(leaf) for leaf, _ in fresh)
+        self._calls.append((kernel, args, kwargs, fresh))
         return result
 
     def _keep(self, kernel, args, kwargs):
@@ -93,7 +96,8 @@ class _Recorder(TorchDispatchMode):
                 continue
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             for tensor in tree_leaves(value):
-                if isinstance(tensor, torch.Tensor) and id(tensor) not in self._written:
+                is_new = not isinstance(tensor, torch.Tensor) or _memory_of(tensor) in self._made
+                if not is_new and id(tensor) not in self._written:
                     self._written[id(tensor)] = (tensor, tensor.detach().clone())
 
 
@@ -108,6 +112,10 @@ def _fresh(kernel, leaves):
         for place, (leaf, alias) in enumerate(zip(leaves, is_alias, strict=True))
         if isinstance(leaf, torch.Tensor) and not alias
     ]
+
+
+def _memory_of(tensor):
+    return tensor.untyped_storage()._cdata
 
 
 def _is_boolean_index(kernel, args):

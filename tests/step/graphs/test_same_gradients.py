@@ -50,11 +50,23 @@ def test_filler_rows_change_no_gradient(name, backend, dtype, tolerance):
         num_real = rows if place < 2 else rows - 1 - place % 3
         short = models.rows_of(models.filled(batch, rows), num_real)
         assert twins.gather(models.filled(batch, num_real), eager_batches=[short]) <= tolerance
-        report = twins.update()
-        assert (report.batch_size, report.weight) == (num_real, twins.eager.report.weight)
-        graphed.append(report.graphed)
-    twins.check(tolerance)
+        graphed.append(twins.update().graphed)
+        assert twins.graphed.report.weight == twins.eager.report.weight
+        assert twins.graphed.report.loss == pytest.approx(twins.eager.report.loss, rel=10 * tolerance)
     assert graphed[-2:] == [True, True]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_filler_rows_are_no_examples(backend):
+    """Rules of the learning rate and policies go by the batch size."""
+    twins = Twins.of(backend, "mlp", shapes=[(8, 6)], lr_rule="linear", base_size=8)
+    for num_real in (8, 8, 8, 5, 8, 2):
+        batch = models.tables((8, 6), seed=num_real)
+        report = twins.step(models.filled(batch, num_real), eager_batch=models.rows_of(batch, num_real))
+        assert (report.batch_size, report.weight) == (num_real, num_real)
+        assert report.lr == pytest.approx(0.1 * num_real / 8)
+    twins.check(1e-5)
+    assert report.graphed
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -80,7 +92,7 @@ def test_one_micro_batch_alone_gives_the_gradient_of_all_as_one(backend):
     for seed in range(3):
         batch = one.make_batch((12, 13), seed=seed)
         by_hand = twins.eager.model
-        loss, weight = one.loss_fn(by_hand, twins.here(batch))
+        loss, weight = models.wide(one.loss_fn)(by_hand, twins.here(batch))
         expected = torch.autograd.grad(loss / weight, list(by_hand.parameters()))
         twins.gather(batch)
         found = twins.graphed.gradients
