@@ -48,9 +48,8 @@ class Tape:
 
     def undo(self):
         """Give tensors from before the recording the values that they had: a capture on CUDA launches nothing."""
-        with torch._C._AutoDispatchBelowAutograd():
-            for tensor, value in reversed(self._written.values()):  # views of a tensor before the tensor
-                tensor.copy_(value)
+        for tensor, value in reversed(self._written.values()):  # views of a tensor before the tensor
+            tensor.data.copy_(value)  # autograd does not count this as a change
 
     def replay(self):
         """Run the kernels again; results land in the tensors of the recording."""

@@ -201,7 +201,7 @@ def test_a_parameter_replaced_by_another_is_trained(backend):
                 parameter.fill_(0.1)
         side.optimizer.param_groups[0]["params"] = list(side.model.parameters())
 
-    twins = mlp(backend)
+    twins = mlp(backend, make_optimizer=lambda parameters: sgd(parameters, momentum=0.0))
     train(twins)
     twins.each(swap)
     train(twins, first=3)
