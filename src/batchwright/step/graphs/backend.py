@@ -81,10 +81,12 @@ class CudaGraphs:
                 try:
                     function()
                     graph.capture_end()
-                except BaseException:
+                except BaseException as error:
                     if not self._ended(graph):
                         # The generator believes that a capture goes on, and so does the pool.
                         generator.graphsafe_set_state(state)
+                        if self._graphs:  # which draw from the generator as it was
+                            raise RuntimeError(f"a capture could not be ended in order: {error}") from None
                     raise
         finally:
             if was_enabled:
