@@ -175,6 +175,12 @@ def test_a_short_batch_is_filled_up_with_copies_of_its_first_row_of_weight_0():
     assert batch["input_ids"].dtype == torch.int64
 
 
+def test_a_flag_of_numpy_asks_for_filler_too():
+    collate = PadCollator(pad_to=CATALOGUE, fill_rows=np.True_)
+    assert collate == FILLING
+    assert collate.fill_rows is True
+
+
 def test_a_full_batch_has_weights_too_and_no_filler():
     batch = FILLING([{"input_ids": text(8)}, {"input_ids": text(3)}])
     assert batch["input_ids"].shape == (2, 12)

@@ -13,6 +13,7 @@ import torch
 from .._ranks import Ranks
 from .._tree import leaves
 from ..errors import ArgumentError, DoesNotFitError
+from ..plan import PadTo
 from ._filler import Filler, count_rows
 from ._settings import Settings
 from .graphs.graphed import Graphs
@@ -36,6 +37,7 @@ class Runner:
         limit: how large a micro-batch may be, as far as is known.
         usual_weight: of an update on this rank, None before the first one.
         graphs: replay micro-batches, None without them.
+        pad_to: has the static shapes that lists of examples are cut into, None to cut by cost.
     """
 
     def __init__(self, settings: Settings, ranks: Ranks, device: torch.device, feedback: Feedback | None) -> None:
@@ -48,6 +50,7 @@ class Runner:
         self.limit = MicroLimit()
         self.usual_weight: float | None = None
         self.graphs: Graphs | None = None
+        self.pad_to: PadTo | None = None
         self._filler = Filler(self._forward, ranks.module, lambda: self.snapshot().restore)
         self.look_at_model()
 
@@ -81,6 +84,7 @@ class Runner:
             limit=min(self._settings.asked * factor, self.limit.ceiling),
             order=order,
             least_parts=self._least_parts(noise_seed),
+            pad_to=self.pad_to,
         )
         self._check(parts)
         return parts
@@ -227,12 +231,17 @@ class Runner:
         norms: GradientNorms | None,
     ) -> None:
         """Run a micro-batch eagerly."""
-        micro_batch = self._filler.cut_off(micro_batch, always=norms is not None or not self._ranks.can_retry)
+        micro_batch = self._filler.cut_off(micro_batch, always=norms is not None or self._must_be_small)
         counts = count_rows(micro_batch, len(part))
         sums = self._forward(micro_batch)
         del micro_batch  # so that the inputs are freed before the backward pass
         self._finish_part(sums, part, logical, pending, totals, norms)
         totals.add(sums, *counts)
+
+    @property
+    def _must_be_small(self) -> bool:
+        """Return whether filler is cut off in any case: memory ran out, or a batch could not run again without it."""
+        return math.isfinite(self.limit.ceiling) or not self._ranks.can_retry
 
     def _finish_part(
         self,
@@ -262,7 +271,7 @@ class Runner:
         """Replay a micro-batch from its graph, or run it eagerly."""
         assert self.graphs is not None
         before = self.graphs.num_replayed
-        micro_batch = self._filler.cut_off(micro_batch)
+        micro_batch = self._filler.cut_off(micro_batch, always=self._must_be_small)
         counts = count_rows(micro_batch, len(part))
 
         def divisor(weight: float | None, num_elements: int) -> float:
@@ -345,7 +354,8 @@ class Runner:
         if self._feedback is not None and not is_replayed:
             shapes = None
             if logical.lengths is not None:
-                shapes = [(len(part), *logical.lengths[part].max(axis=0).tolist()) for part in parts]
+                pad_to = PadTo() if self.pad_to is None else self.pad_to
+                shapes = [(len(part), *pad_to(logical.lengths[part])) for part in parts]
             self._feedback.end([len(part) for part in parts], shapes)
 
     def _lower_limit(self, failure: _Failure, logical: LogicalBatch) -> None:
