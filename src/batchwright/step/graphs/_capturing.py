@@ -61,26 +61,36 @@ class Capturer:
         host = HostRandom(self._ranks.module, self._device)
         sums = eager()
         moved = host.moved()
-        if moved == [CPU]:
-            self.draws = self._look_at_draws(batch)
-        if moved and not self.draws:
-            raise NotGraphableError(_random(moved), sums)
+        draws: Draws | None = []
+        if moved == [CPU] or self._device.type == "cpu":
+            draws = self._look_at_draws(batch)
+            self.draws = draws or []
+        if draws is None or (moved and not draws):
+            raise NotGraphableError(_random(moved or [CPU]), sums)
         if any(one.grad is not None and one.grad.is_sparse for one in self._trained.parameters):
             raise NotGraphableError("sparse gradients have no static buffer", sums)
         return sums
 
-    def _look_at_draws(self, batch: Any) -> Draws:
-        """Return what the forward pass draws on the host in vain, nothing if it matters."""
+    def _look_at_draws(self, batch: Any) -> Draws | None:
+        """Return what the forward pass draws on the host in vain, None if it matters."""
         snapshot = self._snapshot()
+        before, own = Untouched(self._ranks.module), HostRandom(self._ranks.module, self._device)
 
         def forward() -> float:
             with torch.no_grad(), self._settings.precision(self._device):
                 return float(self._settings.loss_fn(self._ranks.module, batch)[0])
 
-        try:
-            return harmless_draws(forward, snapshot.restore) or []
-        finally:
+        def restore() -> None:
+            before.put_back()
+            own.put_back()
             snapshot.restore()
+
+        try:
+            draws = harmless_draws(forward, restore, is_on_host=self._device.type == "cpu")
+            # A replay on the host draws by itself.
+            return [] if draws is not None and self._device.type == "cpu" else draws
+        finally:
+            restore()
 
     def capture(
         self, targets: Sequence[Target], real: Signature, *, eager_elements: int
@@ -137,9 +147,20 @@ class Capturer:
         """Run the largest shape eagerly without a trace, so that caches which grow with the shape have grown."""
         assert self.work is not None
         snapshot, held = self._snapshot(), set_aside(self.work.parameters)
+        before = Untouched(self._ranks.module)
         failure: str | None = None
         try:
             self.predicted_bytes = self._backend.measure(lambda: self._run_once(batch))
+            if before.changed() is not None:
+                # A cache has grown, and what it holds is valid, if a second run changes nothing.
+                after = Untouched(self._ranks.module)
+                self._run_once(batch)
+                changed = after.changed()
+                if changed is not None:
+                    before.put_back()
+                    raise NotGraphableError(f"the forward pass changes {changed}, and a replay would not")
+        except NotGraphableError:
+            raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise

@@ -90,6 +90,7 @@ class Graphs:
         self._axes = Axes()
         self._is_warm = self._has_catalogue = False
         self._watch: Watch | None = None
+        self._doubt: str | None = None  # why the last capture failed
         self._capturer = Capturer(self._settings, self._ranks, self._trained, self._backend, self._snapshot)
         self._updates = Updates(self._trained.optimizer, self._settings, self._backend)
         self._trained.gradients.static = {}
@@ -156,7 +157,16 @@ class Graphs:
         if not self._is_warm:
             return self._warm_up(signature, batch, eager)
         graph = graph or self._captured(signature, batch)
-        return self._try_out(graph, batch, eager, divisor) if graph is not None and is_first else eager()
+        try:
+            sums = self._try_out(graph, batch, eager, divisor) if graph is not None and is_first else eager()
+        except BaseException:
+            if self._doubt is not None:  # the step itself is wrong: what a capture said of it does not count
+                self._num_changes += 1
+                self._drop()
+            raise
+        if self._doubt is not None:
+            self._give_up(self._doubt)
+        return sums
 
     def _replay(self, graph: MicroGraph, batch: Any, divisor: Divisor) -> MicroSums:
         self._attach(graph.touched)
@@ -211,7 +221,7 @@ class Graphs:
         start = time.perf_counter()
         self._capture(self._targets(signature, batch), signature)
         self._capture_seconds += time.perf_counter() - start
-        return self._graphs.get(signature)
+        return None if self._doubt is not None else self._graphs.get(signature)
 
     def _why_not(self, signature: Signature, shapes: Sequence[Shape]) -> str | None:
         is_new = signature not in self._seen
@@ -254,11 +264,9 @@ class Graphs:
                 else:
                     self._graphs[signature] = graph
                     self._num_captures += 1
-        except NotGraphableError as error:
-            self._give_up(str(error))
-        except Exception as error:  # what follows is eager, and raises again what is wrong with the step itself
-            self._give_up(text_of(error))
-        if self._off is None:
+        except Exception as error:  # the eager run that follows raises what is wrong with the step itself
+            self._doubt = text_of(error)
+        if self._doubt is None:
             self._watch = Watch(self._ranks.module, self._trained.parameters)
             self.held_bytes = self._backend.pool_bytes()
 
