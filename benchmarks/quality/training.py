@@ -161,7 +161,7 @@ class Run:
         self.train = self._make_training()
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        fast: Row = {} if self.device.is_cpu else {"fused": True, "capturable": self.arm.is_graphed}
+        fast: Row = {} if self.device.is_cpu else {"fused": True}
         return torch.optim.AdamW(self.model.parameters(), lr=self.lr, betas=BETAS, **fast)
 
     def _make_training(self) -> Trains:

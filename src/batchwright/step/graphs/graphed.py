@@ -336,9 +336,7 @@ class Graphs:
         moved, changed = host.moved, untouched.put_back()
         snapshot.restore()
         if moved is not None or changed is not None:
-            reason = (
-                _draws(moved) if moved is not None else f"the forward pass changes {changed}; a replay would not"
-            )
+            reason = _draws(moved) if moved is not None else f"the forward pass changes {changed}; a replay would not"
         if reason is not None:
             self._give_up(reason)
         elif graph is not None:
