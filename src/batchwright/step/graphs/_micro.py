@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._ranks import Ranks
-from ..report import MicroSums
+from ..report import MicroSums, Sum
 from ._inputs import Signature, StaticInputs
 from .backend import GraphBackend, Replay
 
@@ -42,7 +42,15 @@ class Work:
 
 
 class NotGraphableError(Exception):
-    """A step does what no graph can hold; the text says what."""
+    """A step does what no graph can hold; the text says what.
+
+    Attributes:
+        sums: of the eager run that showed it, None if there was none.
+    """
+
+    def __init__(self, reason: str, sums: MicroSums | None = None) -> None:
+        super().__init__(reason)
+        self.sums = sums
 
 
 @final
@@ -143,7 +151,7 @@ class MicroGraph:
         values = list(self._numbers[: names.num_on_device].clone().unbind())
         loss, rest = values[0], values[1:]
         weight: Any = names.weight if names.weight is not None else rest.pop(0)
-        metrics = {**dict(zip(names.on_device, rest, strict=True)), **names.on_host}
+        metrics: dict[str, Sum] = {**dict(zip(names.on_device, rest, strict=True)), **names.on_host}
         return MicroSums.of_replay(loss, weight, metrics)
 
     @property

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ...size.learning_rate import innermost
 from .._optimizers import clip
+from .._settings import Settings
+from ..oom import is_out_of_memory
 from .backend import GraphBackend, Replay
 
 # Optimizers whose step was compared with an eager one by tests, and the state that they have for every parameter.
@@ -38,6 +41,18 @@ def why_not(optimizer: Any, scaler: torch.amp.GradScaler | None, backend: GraphB
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"hooks of {name}'s step do not run at a replay"
     return None
+
+
+def has_state(optimizer: Any) -> bool:
+    """Say whether parameters with a gradient have the state of later steps: the first one makes it."""
+    needed = _STATE[type(optimizer)]
+    for group in optimizer.param_groups:
+        names = ("momentum_buffer",) if group.get("momentum") else needed
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if parameter.grad is not None and any(not isinstance(state.get(name), Tensor) for name in names):
+                return False
+    return True
 
 
 @final
@@ -74,18 +89,6 @@ class UpdateGraph:
         writes += [parameter.grad for parameter in parameters if parameter.grad is not None]
         writes += [] if self._fixed.scale is None else [self._fixed.scale, scaler._growth_tracker]  # type: ignore[union-attr, list-item]
         self._replay: Replay = backend.capture(self._run, writes=writes)
-
-    @staticmethod
-    def is_ready(optimizer: Any, parameters: Sequence[nn.Parameter]) -> bool:
-        """Say whether the optimizer has the state of its later steps, which a capture needs to find."""
-        needed = _STATE[type(optimizer)]
-        for group in optimizer.param_groups:
-            names = ("momentum_buffer",) if group.get("momentum") else needed
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
-                if parameter.grad is not None and any(not isinstance(state.get(name), Tensor) for name in names):
-                    return False
-        return True
 
     def _run(self) -> None:
         if self._scaler is not None:
@@ -133,6 +136,61 @@ class UpdateGraph:
         return None if self._clip_norm is None else self._norm.clone()
 
 
+@final
+class Updates:
+    """Captures the update when it can be, and replays it.
+
+    Attributes:
+        reason: why updates run eagerly for good, None if they do not.
+        is_new: the last ``prepare`` has captured.
+        num_replayed: updates so far.
+    """
+
+    def __init__(self, optimizer: Any, settings: Settings, backend: GraphBackend) -> None:
+        self._optimizer, self._settings, self._backend = optimizer, settings, backend
+        self._graph: UpdateGraph | None = None
+        self._num_captures = 0
+        self.num_replayed = 0
+        self.is_new = False
+        self.reason: str | None = None
+
+    def is_ready(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Say whether the optimizer can be captured and has the state of its later steps, which a capture needs."""
+        if self.reason is not None:
+            return False
+        if innermost(self._optimizer) is not self._optimizer:
+            self.reason = "a wrapped optimizer is not captured"
+        else:
+            self.reason = why_not(self._optimizer, self._settings.scaler, self._backend)
+        return self.reason is None and has_state(self._optimizer)
+
+    def prepare(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Capture the update if it is not what was captured before; return whether it can be replayed."""
+        self.is_new = self._graph is None or not self._graph.fits()
+        if not self.is_new:
+            return True
+        self._graph = None
+        self._num_captures += 1
+        if self._num_captures > _MOST_CAPTURES:
+            self.reason = "options of the optimizer change again and again"
+            return False
+        settings = self._settings
+        try:
+            self._graph = UpdateGraph(self._optimizer, parameters, settings.clip_norm, settings.scaler, self._backend)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                self.reason = f"its capture failed with {type(error).__name__}: {str(error)[:200]}"
+        return self._graph is not None
+
+    def run(self, factor: float) -> Tensor | None:
+        """Replay the update with the rates of the groups, times a factor; return the norm before clipping."""
+        assert self._graph is not None
+        self.num_replayed += 1
+        return self._graph.run([group["lr"] * factor for group in self._optimizer.param_groups])
+
+
+# Options that change at every update, such as a cycle of momenta, are not worth a capture each.
+_MOST_CAPTURES = 8
 # Schedulers keep their first rate in the group.
 _NOT_FIXED = frozenset({"params", "lr", "initial_lr", "capturable"})
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from operator import is_, itemgetter
 from typing import Any, NamedTuple, TypeAlias, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -20,41 +18,6 @@ _HOOKS = (
 )  # fmt: skip
 _MOST_ENTRIES = 64
 _Getter: TypeAlias = Callable[[dict[str, Any]], Any]
-
-
-@final
-class HostRandom:
-    """The random generators of the host at one moment: a graph would repeat what they gave at capture for ever."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._own = [
-            (f"{name}.{key}".lstrip("."), value)
-            for name, part in module.named_modules()
-            for key, value in vars(part).items()
-            if isinstance(value, random.Random | np.random.Generator | np.random.RandomState | torch.Generator)
-        ]
-        self._before = self._states()
-
-    def _states(self) -> dict[str, Any]:
-        return {
-            "random": random.getstate(),
-            "NumPy": repr(np.random.get_state()),
-            "torch's CPU generator": torch.get_rng_state().numpy().tobytes(),
-            **{name: _state_of(value) for name, value in self._own},
-        }
-
-    @property
-    def moved(self) -> str | None:
-        """Return the name of a generator that has been used since, None if none has."""
-        return next((name for name, state in self._states().items() if state != self._before[name]), None)
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return repr(generator.bit_generator.state)
-    return repr(generator.get_state()) if isinstance(generator, np.random.RandomState) else bytes(generator.get_state())
 
 
 @final

@@ -70,6 +70,8 @@ class CudaGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
+        generator = torch.cuda.default_generators[self._device.index or 0]
+        state = generator.clone_state()
         was_enabled = gc.isenabled()
         gc.disable()  # what a collection frees could call what no capture allows
         try:
@@ -78,13 +80,11 @@ class CudaGraphs:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     function()
-                except BaseException:
-                    self._give_up(graph)
-                    raise
-                try:
                     graph.capture_end()
                 except BaseException:
-                    self._give_up(None)
+                    if not self._ended(graph):
+                        # The generator believes that a capture goes on, and so does the pool.
+                        generator.graphsafe_set_state(state)
                     raise
         finally:
             if was_enabled:
@@ -92,15 +92,23 @@ class CudaGraphs:
         self._graphs.append(graph)
         return graph.replay
 
-    def _give_up(self, graph: torch.cuda.CUDAGraph | None) -> None:
-        """End a capture that failed; the allocator must learn of it, though the capture cannot be ended in order."""
-        if graph is not None:
-            with suppress(RuntimeError):
+    def _ended(self, graph: torch.cuda.CUDAGraph) -> bool:
+        """End a capture that failed, and return whether that was in order."""
+        is_ended = True
+        if torch.cuda.is_current_stream_capturing():
+            try:
                 graph.capture_end()
-        with suppress(RuntimeError, AttributeError):
-            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
-        with suppress(RuntimeError):
-            torch.cuda.synchronize(self._device)
+            except RuntimeError:
+                is_ended = False
+        else:
+            is_ended = False
+        if not is_ended:
+            with suppress(RuntimeError, AttributeError, TypeError):
+                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+            self._pool = None
+            # A stream whose capture went wrong may never be used again.
+            self._stream = None
+        return is_ended
 
     def can_capture_update(self, group: dict[str, Any]) -> bool:
         """Return whether the step keeps its counts on the device."""

@@ -1,0 +1,228 @@
+"""Capturing: from the largest shape down into one pool, and only what a replay repeats exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, final
+
+import torch
+
+from ..._ranks import Ranks
+from .._gradients import Trained
+from .._optimizers import allocate_state
+from .._settings import Settings
+from ..oom import Snapshot, add_back, is_out_of_memory, set_aside
+from ..report import MicroSums
+from ._draws import CPU, Draws, HostRandom, harmless_draws, is_explained_by
+from ._inputs import Signature, resized
+from ._micro import MicroGraph, NotGraphableError, Work
+from ._watch import Untouched
+from .backend import GraphBackend
+
+# A signature with its batch, or with the sizes of one that is made of another.
+Target: TypeAlias = tuple[Signature, Any]
+
+
+@final
+class Capturer:
+    """Captures micro-batches, and refuses those that do more than a replay would repeat.
+
+    Attributes:
+        work: what micro-batches are put through, None before the first capture.
+        draws: random numbers that the forward pass draws on the host in vain.
+        predicted_bytes: what an eager step of the largest shape took beyond what was there, None on the CPU.
+        lost_peak_bytes: the highest peak of memory before a rehearsal began to measure anew.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        ranks: Ranks,
+        trained: Trained,
+        backend: GraphBackend,
+        snapshot: Callable[[], Snapshot],
+    ) -> None:
+        self._settings, self._ranks, self._trained = settings, ranks, trained
+        self._backend, self._snapshot = backend, snapshot
+        self._device = trained.parameters[0].device
+        self.work: Work | None = None
+        self.draws: Draws = []
+        self.predicted_bytes: int | None = None
+        self.lost_peak_bytes = 0
+
+    def run_first(self, batch: Any, eager: Callable[[], MicroSums]) -> MicroSums:
+        """Run a first micro-batch eagerly: what is made lazily exists afterwards.
+
+        Raises:
+            NotGraphableError: after the run, with its sums: the forward pass does what no graph can hold.
+        """
+        host = HostRandom(self._ranks.module, self._device)
+        sums = eager()
+        moved = host.moved()
+        if moved == [CPU]:
+            self.draws = self._look_at_draws(batch)
+        if moved and not self.draws:
+            raise NotGraphableError(_random(moved), sums)
+        if any(one.grad is not None and one.grad.is_sparse for one in self._trained.parameters):
+            raise NotGraphableError("sparse gradients have no static buffer", sums)
+        return sums
+
+    def _look_at_draws(self, batch: Any) -> Draws:
+        """Return what the forward pass draws on the host in vain, nothing if it matters."""
+        snapshot = self._snapshot()
+
+        def forward() -> float:
+            with torch.no_grad(), self._settings.precision(self._device):
+                return float(self._settings.loss_fn(self._ranks.module, batch)[0])
+
+        try:
+            return harmless_draws(forward, snapshot.restore) or []
+        finally:
+            snapshot.restore()
+
+    def capture(self, targets: Sequence[Target], real: Signature) -> Iterator[tuple[Signature, MicroGraph | None]]:
+        """Yield every target with its graph, None where memory ran out.
+
+        Args:
+            targets: largest first; what is not the real one is made of its rows and columns.
+            real: the signature of a batch that came.
+
+        Raises:
+            NotGraphableError: a replay would not repeat what the step does.
+        """
+        like = dict(targets)[real]
+        self._open()
+        is_rehearsed = False
+        for signature, given in targets:
+            batch = given if signature == real else resized(like, given)
+            try:
+                if not is_rehearsed:
+                    self._rehearse(batch, is_real=signature == real)
+                    is_rehearsed = True
+                graph: MicroGraph | None = self._capture(signature, batch)
+            except _MadeUpError:
+                continue  # what was made up does not go together: such shapes are captured when they come
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                graph = None
+            if graph is None:
+                self._backend.prepare()  # outside the except block, where the traceback holds activations
+            yield signature, graph
+
+    def _open(self) -> None:
+        """Allocate what outlives the captures, before the pool: the optimizer's state, gradients, the divisor."""
+        if self.work is not None:
+            return
+        allocate_state(self._trained.optimizer)
+        parameters = list(self._trained.parameters)
+        buffers = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
+        self._trained.gradients.static = dict(zip(parameters, buffers, strict=True))
+        self.work = Work(
+            self._settings.loss_fn,
+            self._ranks,
+            lambda: self._settings.precision(self._device),
+            self._settings.scaler,
+            parameters,
+            buffers,
+            torch.ones((), dtype=torch.float64, device=self._device),
+        )
+
+    def _rehearse(self, batch: Any, *, is_real: bool) -> None:
+        """Run the largest shape eagerly without a trace: caches that grow with the shape grow, and waits are seen."""
+        assert self.work is not None
+        snapshot, held = self._snapshot(), set_aside(self.work.parameters)
+        failure: str | None = None
+        try:
+            with self._measured(), _no_waiting(self._device):
+                self._run_once(batch)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            failure = text_of(error)
+        finally:
+            snapshot.restore()
+            add_back(held)
+        if failure is not None:
+            raise NotGraphableError(failure) if is_real or _WAITED in failure else _MadeUpError
+        self._backend.prepare()
+
+    def _run_once(self, batch: Any) -> None:
+        assert self.work is not None
+        with self.work.precision():
+            loss = MicroSums(self.work.loss_fn(self.work.ranks.module, batch), is_replayed=True).loss
+        torch.autograd.grad(loss, self.work.parameters, allow_unused=True)
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Measure what the rehearsal takes, on CUDA."""
+        if self._device.type != "cuda":
+            yield
+            return
+        self.lost_peak_bytes = max(self.lost_peak_bytes, torch.cuda.max_memory_allocated(self._device))
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        yield
+        self.predicted_bytes = torch.cuda.max_memory_allocated(self._device) - before
+
+    def _capture(self, signature: Signature, batch: Any) -> MicroGraph:
+        assert self.work is not None
+        module = self._ranks.module
+        host, untouched, snapshot = HostRandom(module, self._device), Untouched(module), self._snapshot()
+        start = torch.get_rng_state()
+        try:
+            graph = MicroGraph(signature, batch, self.work, self._backend)
+            moved = host.moved()
+            if moved == [CPU] and self.draws and is_explained_by(self.draws, start):
+                moved = []
+            if moved:
+                raise NotGraphableError(_random(moved))
+        except NotGraphableError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise NotGraphableError(text_of(error)) from error
+        finally:
+            changed = untouched.put_back()
+            snapshot.restore()
+        if changed is not None:
+            raise NotGraphableError(f"the forward pass changes {changed}, and a replay would not")
+        return graph
+
+
+class _MadeUpError(Exception):
+    """Inputs that were made of others do not go together."""
+
+
+_WAITED = "waits for the device"
+
+
+@contextmanager
+def _no_waiting(device: torch.device) -> Iterator[None]:
+    """Refuse what waits for the device, as a capture would; but a capture that fails leaves more behind."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def text_of(error: Exception) -> str:
+    """Return the reason of a failed capture as part of a sentence."""
+    if isinstance(error, NotGraphableError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    if lines and "synchronizing" in lines[0]:
+        return f"the step {_WAITED}, by .item(), .cpu(), a shape that depends on values, or a copy from the host"
+    return f"a capture failed with {type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+def _random(generators: Sequence[str]) -> str:
+    names = ", ".join(generators)
+    return f"the forward pass draws random numbers on the host ({names}), and a replay would repeat them for ever"
