@@ -45,8 +45,7 @@ class Loop:
     def __init__(self, device: Device, *, small: bool) -> None:
         self.device = device
         self.model = make_model(device.name, small=small)
-        fused = {} if device.is_cpu else {"fused": True}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, **fused)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.vocabulary = int(self.model.config.vocab_size)
 
     def send(self, batch: Batch) -> Batch:

@@ -60,7 +60,7 @@ LEADING = {
 CONTROL = "max_tokens-8192"
 # Without torch.compile, which takes a minute on a CPU.
 SMOKE_ARMS = (
-    "graphs-4-128,buckets-4-128,max_tokens-128,fixed-4,grouped-8,group_by_length-8,batch_rebalance-8-2,dynabatch-4"
+    "graphs-2-128,buckets-2-128,max_tokens-128,fixed-4,grouped-8,group_by_length-8,batch_rebalance-8-2,dynabatch-4"
 )
 EXTRA_SECONDS = {"compile": 120, "compile_apart": 240, "compile_dynamic": 90, "compile_dynamic_apart": 120}
 
@@ -84,13 +84,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", metavar="ARM", help="profile the host in one arm's steps, stop")
     options = parser.parse_args()
     if options.smoke:
-        options.seconds, options.task = min(options.seconds, 0.3), options.task or "translation"
+        options.seconds, options.task = min(options.seconds, 0.1), options.task or "translation"
         options.lrs, options.seeds, options.arms = "1e-3", "0", options.arms or SMOKE_ARMS
         options.control = "none"
     return options
 
 
-def drawn_corpus(task: str) -> Corpus:
+def drawn_corpus(task: str, *, with_peers: bool = True) -> Corpus:
     """Return a tiny corpus of random tokens, to see that everything runs."""
     from quality.preparing import add_orders
 
@@ -101,7 +101,7 @@ def drawn_corpus(task: str) -> Corpus:
     )
     corpus = Corpus(task, columns, 64, 20)
     words = corpus.lengths[:, 0]
-    return add_orders(corpus, words, 5 * words, small=True)
+    return add_orders(corpus, words, 5 * words, small=True) if with_peers else corpus
 
 
 def units(options: argparse.Namespace, task: str, rows: list[Row]) -> Iterator[tuple[Unit, bool]]:
@@ -157,7 +157,9 @@ def run_all(device: Device, corpus: Corpus, options: argparse.Namespace, started
 
 def make_settings(options: argparse.Namespace) -> Settings:
     marks = tuple(options.seconds * mark / MARKS[-1] for mark in (MARKS[-1:] if options.smoke else MARKS))
-    return Settings(options.seconds, marks, options.smoke, "eager" if options.smoke else "inductor")
+    if options.smoke:
+        return Settings(options.seconds, marks, True, "eager", least_updates=12)
+    return Settings(options.seconds, marks, False)
 
 
 def warm(device: Device, corpus: Corpus, settings: Settings) -> None:
@@ -259,7 +261,11 @@ def main() -> None:
         return
     if options.data is None and not options.smoke:
         raise SystemExit("--data must name the file that --prepare wrote; --smoke runs a tiny corpus on the CPU")
-    corpus = drawn_corpus(options.task) if options.data is None else Corpus.load(options.data)
+    if options.data is None:
+        arms = [Arm.parse(name) for name in options.arms.split(",")]
+        corpus = drawn_corpus(options.task, with_peers=any(arm.is_of_others for arm in arms))
+    else:
+        corpus = Corpus.load(options.data)
     device = Device(options.cap_gib * GIB, smoke=options.smoke)
     # A trial run does not count live tensors: that would take most of its time, and compilation cannot run under it.
     with contextlib.nullcontext() if options.smoke else device:

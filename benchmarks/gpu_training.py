@@ -117,7 +117,7 @@ def halves(batch: IntArray) -> list[IntArray]:
 
 def static_arms(loop: Loop, pairs: Pairs, options: argparse.Namespace) -> list[Arm]:
     """Return one plan of static shapes, run eagerly and by replay."""
-    num_shapes, tokens = (4, 256) if options.smoke else (32, options.static_tokens)
+    num_shapes, tokens = (2, 256) if options.smoke else (32, options.static_tokens)
     plan = bw.plan_batches(pairs.lengths, bw.MaxTokens(tokens), grouping=bw.Buckets(num_shapes), balance_over=1)
     batches, name = [np.asarray(batch) for batch in plan], f"Buckets({num_shapes}) of {tokens:,} tokens"
     return [

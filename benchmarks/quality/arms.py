@@ -62,6 +62,11 @@ class Arm:
         return self.kind not in ("fixed", "grouped", *_OF_OTHERS)
 
     @property
+    def is_of_others(self) -> bool:
+        """Return whether another package has planned it beforehand."""
+        return self.kind in _OF_OTHERS
+
+    @property
     def is_graphed(self) -> bool:
         """Return whether steps are captured and replayed."""
         return self.kind == "graphs"
@@ -90,7 +95,7 @@ def updates_of(arm: Arm, corpus: Corpus, *, seed: int, limit: int) -> list[Updat
     sampler = make_sampler(arm, corpus, seed=seed)
     if sampler is not None:
         found = _planned(sampler, is_static=arm.kind != "max_tokens")
-    elif arm.kind in _OF_OTHERS:
+    elif arm.is_of_others:
         found = _of_others(arm, corpus, seed)
     else:
         found = _of_fixed_size(arm, corpus, seed)

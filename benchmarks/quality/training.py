@@ -137,6 +137,7 @@ class Settings(NamedTuple):
     marks: tuple[float, ...]
     small: bool
     compile_backend: str = "inductor"
+    least_updates: int = 1  # however long they take, so that a trial run says the same on a busy machine
 
 
 @final
@@ -151,7 +152,7 @@ class Run:
         self.arm, self.corpus, self.device, self.settings, self.lr, self.seed = arm, corpus, device, settings, lr, seed
         self.model = make_model(corpus.task, corpus.vocabulary, device.name, seed=seed, small=settings.small)
         self.twin = make_model(corpus.task, corpus.vocabulary, device.name, seed=seed, small=settings.small)
-        self.optimizer = self._make_optimizer()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=BETAS, fused=True)
         limit = max(4, int(settings.seconds * MAX_UPDATES_PER_SECOND[arm.is_graphed]))
         updates = updates_of(arm, corpus, seed=seed, limit=limit)
         made = pin([corpus.make(part) for update in updates for part in update], device)
@@ -159,10 +160,6 @@ class Run:
         self.held_out = [_sent(part, device) for part in corpus.held_out(512 if settings.small else 16_384)]
         self.extra: Row = {}
         self.train = self._make_training()
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        fast: Row = {} if self.device.is_cpu else {"fused": True}
-        return torch.optim.AdamW(self.model.parameters(), lr=self.lr, betas=BETAS, **fast)
 
     def _make_training(self) -> Trains:
         if not self.arm.is_ours:
@@ -216,7 +213,7 @@ class Run:
             if clock.seconds >= mark:  # one update took longer than several marks, as compilation may
                 continue
             clock.start()
-            while clock.seconds < mark:
+            while clock.seconds < mark or done < self.settings.least_updates:
                 self.step(done, clock)
                 pace.wait()
                 done += 1
