@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -176,7 +177,7 @@ def test_rows_that_fill_a_shape_up_are_not_counted_as_trained(script, device):
 
 def test_a_pool_is_compared_with_the_largest_shape_of_the_memory_model(script):
     training, pairs = script("gpu_training"), script("_pairs").Pairs(np.array([[3, 4]]), 100)
-    shapes = [[1, 8, 8], [4, 8, 8], [4, 16, 8], [4, 8, 16], [2, 16, 16], [8, 8, 8]]
+    shapes = [[b, s, t] for b in (1, 2, 8) for s in (4, 16, 32) for t in (4, 16, 32)]
     model = bw.MemoryModel.fit(shapes, [1000 + 10 * b * (s + t) for b, s, t in shapes])
     arm = script("_training").Arm("some", pairs, [np.arange(1)], None, 60, np.array([[1, 5, 5], [2, 10, 10]]))
     row = {"pool_bytes": 600}
@@ -187,11 +188,8 @@ def test_a_pool_is_compared_with_the_largest_shape_of_the_memory_model(script):
 
 def test_a_graphed_arm_is_compared_with_the_same_plan_run_eagerly(script):
     names = ("Buckets(32) of 6,144 tokens, eager", "Buckets(32) of 6,144 tokens, graphed", "calibrated, WindowSort()")
-    speeds = (100.0, 160.0, 140.0)
-    rows = [
-        {"arm": name, "steady_per_second": speed, "tokens_per_second": speed}
-        for name, speed in zip(names, speeds, strict=True)
-    ]
+    speeds = zip(names, (100.0, 160.0, 140.0), strict=True)
+    rows = [{"arm": name, "steady_per_second": speed, "tokens_per_second": speed} for name, speed in speeds]
     script("gpu_training").add_ratios(rows)
     assert (rows[1]["to_eager"], rows[1]["to_calibrated"]) == (pytest.approx(1.6), pytest.approx(160 / 140))
     assert "to_eager" not in rows[2]
@@ -231,9 +229,11 @@ def test_training_runs_on_the_cpu(rows_of):
     assert all(0.6 < row["peak_of_cap"] <= 0.95 and row["lost"] == 0 for row in calibrated)
 
 
-def test_only_the_wanted_arms_are_trained(rows_of):
-    report = rows_of("gpu_training", "--arms", "halves;fixed 10, sorted")
-    assert [row["arm"] for row in report["rows"]] == ["fixed 10, sorted", "the same batches in halves"]
+def test_arms_are_chosen_by_words_in_their_names(script):
+    is_wanted = script("gpu_training").is_wanted
+    names = ("fixed 10, shuffled", "fixed 10, sorted", "the same batches in halves", "limit")
+    assert [is_wanted(name, Namespace(arms="halves;fixed 10, sorted")) for name in names] == [False, True, True, False]
+    assert all(is_wanted(name, Namespace(arms=None)) for name in names)
 
 
 def test_generating_runs_on_the_cpu(rows_of):
