@@ -29,6 +29,7 @@ from .memory.sources import NvmlMemory as NvmlMemory  # noqa: E402
 from .noise import NoiseReport as NoiseReport  # noqa: E402
 from .oom import is_out_of_memory as is_out_of_memory  # noqa: E402
 from .report import StepReport as StepReport  # noqa: E402
+from .shape_splitting import split_by_shapes as split_by_shapes  # noqa: E402
 from .splitting import split_by_budget as split_by_budget  # noqa: E402
 from .stepper import Stepper as Stepper  # noqa: E402
 
@@ -57,6 +58,7 @@ __all__ = [
     "merge_padded",
     "oom_safe",
     "split_by_budget",
+    "split_by_shapes",
     "supervised_loss",
     "whole_batch",
 ]
