@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchwright.step.collators import ROW_WEIGHT
+
 IntArray: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Batch: TypeAlias = "dict[str, Tensor]"
 
 START, PAD, END, UNKNOWN, IGNORED = 0, 1, 2, 3, -100
-ROW_WEIGHT = "row_weight"
 
 
 @final

@@ -6,11 +6,15 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from argparse import Namespace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+import batchwright as bw
+from batchwright.step import PadCollator
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
@@ -48,6 +52,21 @@ def test_rows_that_fill_a_static_shape_up_have_no_labels_and_no_weight(script, c
     assert made.batch["labels"].tolist() == [[23, -100], [-100, -100]]
     assert made.batch["row_weight"].tolist() == [1, 0]
     assert (made.num_labels, made.num_examples, made.real_tokens, made.padded_tokens) == (1, 1, 4, 12)
+
+
+def test_a_filled_batch_is_that_of_the_collator_of_the_library(script, corpus):
+    columns = [[texts.ids[start:stop].tolist() for start, stop in pairwise(texts.offsets)] for texts in corpus.columns]
+    collate = PadCollator(
+        pad_to=bw.PadTo(((4, 3),), (4,)),
+        axis_fields=("input_ids", "labels"),
+        pad_values={"input_ids": 1},
+        fill_rows=True,
+    )
+    wanted = collate([{"input_ids": columns[0][place], "labels": columns[1][place]} for place in (3, 0)])
+    found = corpus.make(script("quality.corpus").Part(np.array([3, 0]), (4, 4, 3))).batch
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, msg=name)
 
 
 def test_texts_that_do_not_fit_their_shape_are_refused(script, corpus):
