@@ -13,6 +13,8 @@ from .calibration.shapes import default_shapes as default_shapes  # noqa: E402
 from .calibration.shapes import growing_shapes as growing_shapes  # noqa: E402
 from .collators import PackCollator as PackCollator  # noqa: E402
 from .collators import PadCollator as PadCollator  # noqa: E402
+from .compiling import CompileCounter as CompileCounter  # noqa: E402
+from .compiling import MarkShapes as MarkShapes  # noqa: E402
 from .generation import generate as generate  # noqa: E402
 from .huggingface import huggingface_loss as huggingface_loss  # noqa: E402
 from .inference import merge_padded as merge_padded  # noqa: E402
@@ -36,8 +38,10 @@ from .stepper import Stepper as Stepper  # noqa: E402
 __all__ = [
     "BudgetTracker",
     "Calibration",
+    "CompileCounter",
     "FitToMemory",
     "HeldOutErrors",
+    "MarkShapes",
     "MemoryMonitor",
     "MemoryRule",
     "MemorySource",
