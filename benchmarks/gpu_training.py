@@ -120,9 +120,10 @@ def static_arms(loop: Loop, pairs: Pairs, options: argparse.Namespace) -> list[A
     num_shapes, tokens = (2, 256) if options.smoke else (32, options.static_tokens)
     plan = bw.plan_batches(pairs.lengths, bw.MaxTokens(tokens), grouping=bw.Buckets(num_shapes), balance_over=1)
     batches, name = [np.asarray(batch) for batch in plan], f"Buckets({num_shapes}) of {tokens:,} tokens"
+    shapes = plan.shapes.astype(np.int64)
     return [
-        Arm(f"{name}, {how}", pairs, batches, train, options.large_epoch_seconds, plan.shapes)
-        for how, train in (("eager", Through(loop)), ("graphed", Through(loop, plan.shapes)))
+        Arm(f"{name}, {how}", pairs, batches, train, options.large_epoch_seconds, shapes)
+        for how, train in (("eager", Through(loop)), ("graphed", Through(loop, shapes)))
     ]
 
 

@@ -64,7 +64,7 @@ def grouped_by_transformers(lengths: IntArray, size: int) -> dict[str, list[Upda
     """Return the batches of ``train_sampling_strategy="group_by_length"``."""
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
-    orders = {}
+    orders: dict[str, list[Update]] = {}
     for seed in SEEDS:
         generator = torch.Generator().manual_seed(seed)
         sampler = LengthGroupedSampler(size, lengths=lengths.tolist(), generator=generator)
@@ -80,7 +80,7 @@ def rebalanced_by_transformers(lengths: IntArray, size: int, parts: int) -> dict
     """Return the batches of ``train_sampling_strategy="batch_rebalance"``, which balances the parts of an update."""
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-    orders = {}
+    orders: dict[str, list[Update]] = {}
     for seed in SEEDS:
         sampler = BatchRebalanceSampler(lengths.tolist(), size, 1, parts, seed=42 + 100 * seed, drop_last=True)
         for epoch in (0, 1):
@@ -94,14 +94,14 @@ def rebalanced_by_transformers(lengths: IntArray, size: int, parts: int) -> dict
 
 def planned_by_dynabatch(lengths: IntArray, words: IntArray, chars: IntArray, size: int) -> dict[str, list[Update]]:
     """Return dynabatch's own batches, shuffled by itself; its first batch has ``size`` texts."""
-    from dynabatch import dynabatch_sampler
+    from dynabatch import dynabatch_sampler  # type: ignore[import-untyped]
 
     sampler = dynabatch_sampler(
         texts=[""] * len(lengths), tokenizer=None, num_workers=1, token_lengths=lengths.tolist(),
         word_lengths=np.maximum(1, words).tolist(), char_lengths=np.maximum(1, chars).tolist(),
         batch_size=size, max_batch_range=RANGE, shuffle=True,
     )  # fmt: skip
-    orders = {}
+    orders: dict[str, list[Update]] = {}
     for seed in SEEDS:
         for epoch in (0, 1):  # it makes the same batches in every epoch and shuffles their order
             orders[f"dynabatch-{size}/{seed}/{epoch}"] = [(Part(np.array(batch)),) for batch in sampler]

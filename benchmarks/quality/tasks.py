@@ -28,7 +28,7 @@ def _translator(vocabulary: int, small: bool) -> Any:
         vocab_size=vocabulary, d_model=width, encoder_layers=layers, decoder_layers=layers,
         encoder_ffn_dim=4 * width, decoder_ffn_dim=4 * width, encoder_attention_heads=heads,
         decoder_attention_heads=heads, dropout=0.1, attention_dropout=0.1, encoder_layerdrop=0.0,
-        decoder_layerdrop=0.0, attn_implementation="sdpa", use_cache=False,
+        decoder_layerdrop=0.0, use_cache=False,
     )  # fmt: skip
     return M2M100ForConditionalGeneration(config)
 
@@ -40,9 +40,10 @@ def _decoder(vocabulary: int, small: bool) -> Any:
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=width * 8 // 3, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=1024, pad_token_id=PAD,
-        bos_token_id=START, eos_token_id=END, attn_implementation="sdpa", use_cache=False,
+        bos_token_id=START, eos_token_id=END, use_cache=False,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    return model
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> Tensor:

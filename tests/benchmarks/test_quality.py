@@ -114,6 +114,7 @@ def test_the_loss_is_that_of_the_model_itself(script, corpus, task):
     columns = corpus.columns if task == "translation" else corpus.columns[:1]
     made = parts.Corpus(task, columns, 40, 1).make(parts.Part(np.array([0, 1, 3])))
     model = tasks.make_model(task, 40, "cpu", seed=0, small=True).eval()
+    assert model.config._attn_implementation == "sdpa"
     mean = model(**made.batch).loss
     torch.testing.assert_close(tasks.loss_sum(model, made.batch) / made.num_labels, mean, rtol=1e-5, atol=0)
 
