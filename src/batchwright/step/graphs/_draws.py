@@ -44,7 +44,6 @@ class HostRandom:
         """Return the names of the generators that have been used since."""
         return [name for name, state in self._states().items() if state != self._before[name]]
 
-
     def put_back(self) -> None:
         """Let the generators of the model's own parts stand where they stood; the others are in a snapshot."""
         for value, state in self._states_of_own:
