@@ -1,0 +1,213 @@
+"""Boxes of lengths that hold the examples of several axes at the least cost: merged from cells, then moved."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..._types import FloatArray, IntArray
+from ._bounds import thinned
+from .base import Problem, distinct
+
+_MAX_GRID = 4096  # places of the grid of candidate lengths, over all axes
+_MAX_CELLS = 600  # cells that are merged pair by pair
+_MAX_MOVED = 256  # more boxes than this are not moved: they lie close anyway
+_SWEEPS = 6
+_REACH = 10  # how many candidates up or down a bound moves at once
+
+
+@final
+class Cells(NamedTuple):
+    """The occupied cells of a grid of candidate lengths: where each lies, and how many examples it holds."""
+
+    bounds: list[IntArray]  # per axis, in units of padding, ascending
+    places: IntArray  # (cells, axes), into the bounds
+    counts: FloatArray  # (cells,)
+    costs: FloatArray  # of an example at every place of the grid, infinite where not one item fits
+
+    def lengths(self, places: IntArray) -> IntArray:
+        """Return the lengths of places, in units."""
+        return np.stack([bounds[places[:, axis]] for axis, bounds in enumerate(self.bounds)], axis=1)
+
+    def costs_at(self, places: IntArray) -> FloatArray:
+        """Return the cost of an example at each place ``(..., axes)``."""
+        found: FloatArray = self.costs[tuple(np.moveaxis(places, -1, 0))]
+        return found
+
+    def below(self, units: IntArray) -> IntArray:
+        """Return the highest place that each box of units ``(M, axes)`` holds, -1 where it holds none."""
+        columns = [np.searchsorted(bounds, units[:, axis], side="right") for axis, bounds in enumerate(self.bounds)]
+        return np.stack(columns, axis=1) - 1
+
+
+def make_cells(problem: Problem, units: IntArray) -> Cells:
+    """Thin the lengths of each axis to candidates and count the examples in every cell between them.
+
+    Cells at whose upper bounds not one item fits are left out: finer lengths decide there.
+    """
+    most = max(2, int(_MAX_GRID ** (1 / problem.num_axes)))
+    bounds, columns = [], []
+    for axis in range(problem.num_axes):
+        candidates, _ = thinned(*distinct(units[:, axis]), most)
+        bounds.append(candidates)
+        columns.append(np.searchsorted(candidates, units[:, axis]))
+    shape = tuple(map(len, bounds))
+    grid = np.stack(np.meshgrid(*bounds, indexing="ij"), axis=-1).reshape(-1, problem.num_axes)
+    lengths = grid * problem.pad_multiple_of
+    costs = np.where(problem.fits(lengths), problem.cost_per_item(lengths), np.inf)
+    counts = np.bincount(np.ravel_multi_index(tuple(columns), shape), minlength=len(grid))
+    occupied = np.flatnonzero((counts > 0) & np.isfinite(costs))
+    places = np.stack(np.unravel_index(occupied, shape), axis=1).astype(np.int64)
+    return Cells(bounds, places, counts[occupied].astype(np.float64), costs.reshape(shape))
+
+
+def _coarse(cells: Cells) -> tuple[IntArray, FloatArray]:
+    """Join neighbouring cells until few enough are left to compare every pair; return their places and counts."""
+    top = np.array(cells.costs.shape) - 1
+    step = 1
+    while True:
+        places = np.minimum(cells.places // step * step + step - 1, top)
+        places = np.where(np.isfinite(cells.costs_at(places))[:, None], places, cells.places)
+        keys, inverse = np.unique(np.ravel_multi_index(tuple(places.T), cells.costs.shape), return_inverse=True)
+        if len(keys) <= _MAX_CELLS or step > top.max():
+            break
+        step *= 2
+    found = np.stack(np.unravel_index(keys, cells.costs.shape), axis=1).astype(np.int64)
+    return found, np.bincount(inverse, weights=cells.counts, minlength=len(keys))
+
+
+@final
+class Merging:
+    """Boxes that are merged two by two, always those whose common box costs the least more.
+
+    A pair whose common box does not fit the budget costs infinitely more, so it is never merged.
+    """
+
+    def __init__(self, cells: Cells) -> None:
+        self._cells = cells
+        self._places, self._counts = _coarse(cells)
+        self._costs = cells.costs_at(self._places)
+        self._alive = np.ones(len(self._places), dtype=bool)
+        common = cells.costs_at(np.maximum(self._places[:, None], self._places[None]))
+        spent = self._counts * self._costs
+        self._more = (self._counts[:, None] + self._counts) * common - spent[:, None] - spent
+        np.fill_diagonal(self._more, np.inf)
+        self._partner = self._more.argmin(axis=1)
+        self._least = np.take_along_axis(self._more, self._partner[:, None], axis=1)[:, 0]
+
+    def down_to(self, num: int) -> IntArray:
+        """Return the places of at most ``num`` boxes, more only where no other two fit together."""
+        left = int(self._alive.sum())
+        while left > max(num, 1):
+            first = int(self._least.argmin())
+            if not np.isfinite(self._least[first]):
+                break
+            self._merge(first, int(self._partner[first]))
+            left -= 1
+        return self._places[self._alive]
+
+    def _merge(self, first: int, second: int) -> None:
+        self._places[first] = np.maximum(self._places[first], self._places[second])
+        self._counts[first] += self._counts[second]
+        self._costs[first] = self._cells.costs_at(self._places[first])
+        self._alive[second] = False
+        self._more[second] = self._more[:, second] = np.inf
+        self._least[second] = np.inf
+        row = self._row(first)
+        self._more[first] = self._more[:, first] = row
+        stale = np.flatnonzero(((self._partner == first) | (self._partner == second)) & self._alive)
+        self._partner[stale] = self._more[stale].argmin(axis=1)
+        self._least[stale] = self._more[stale, self._partner[stale]]
+        self._partner[first] = int(row.argmin())
+        self._least[first] = row[self._partner[first]]
+        closer = (row < self._least) & self._alive
+        self._partner[closer], self._least[closer] = first, row[closer]
+
+    def _row(self, first: int) -> FloatArray:
+        common = self._cells.costs_at(np.maximum(self._places[first], self._places))
+        spent = self._counts * self._costs
+        row: FloatArray = (self._counts[first] + self._counts) * common - spent[first] - spent
+        row[~self._alive] = np.inf
+        row[first] = np.inf
+        return row
+
+
+@final
+class Moving:
+    """Boxes beside others that stay: every cell goes to the cheapest box that holds it.
+
+    Args:
+        cells: the examples.
+        boxes: places of the boxes that may move or go, ``(M, axes)``.
+        base: the cost of an example of each cell in the boxes that stay.
+    """
+
+    def __init__(self, cells: Cells, boxes: IntArray, base: FloatArray) -> None:
+        self._cells = cells
+        self._base = base
+        self.boxes = boxes.copy()
+        self._costs = np.stack([base, *map(self._costs_in, self.boxes)])  # (1 + boxes, cells)
+
+    def _costs_in(self, box: IntArray) -> FloatArray:
+        holds = (self._cells.places <= box).all(axis=1)
+        return np.where(holds, self._cells.costs_at(box), np.inf)
+
+    def drop_to(self, num: int) -> None:
+        """Leave out the boxes that save the least until ``num`` are left."""
+        while len(self.boxes) > num:
+            ranked = np.partition(self._costs, 1, axis=0)[:2]
+            owner = self._costs.argmin(axis=0)
+            saved = np.bincount(owner, weights=self._cells.counts * (ranked[1] - ranked[0]), minlength=len(self._costs))
+            # Half of what is too many at a time: what one saves depends on the others.
+            excess = -(-(len(self.boxes) - num) // 2)
+            kept = np.sort(np.argsort(-saved[1:], kind="stable")[: len(self.boxes) - excess])
+            self.boxes = self.boxes[kept]
+            self._costs = self._costs[np.concatenate([[0], 1 + kept])]
+
+    def improve(self) -> None:
+        """Move each bound of each box to where it costs the least, until hardly anything is gained."""
+        if not 0 < len(self.boxes) <= _MAX_MOVED:
+            return
+        total = self._total(self._costs.min(axis=0))
+        for _ in range(_SWEEPS):
+            before = total
+            for box in range(len(self.boxes)):
+                total = self._move(box, total)
+            if total > before * (1 - 5e-4):
+                return
+
+    def _move(self, box: int, total: float) -> float:
+        own = self._costs[1 + box].copy()
+        self._costs[1 + box] = np.inf
+        others = self._costs.min(axis=0)
+        for axis in range(self.boxes.shape[1]):
+            best, place = self._best_bound(box, axis, others)
+            if best < total * (1 - 1e-12):
+                total = best
+                self.boxes[box, axis] = place
+                own = self._costs_in(self.boxes[box])
+        self._costs[1 + box] = own
+        return total
+
+    def _best_bound(self, box: int, axis: int, others: FloatArray) -> tuple[float, int]:
+        """Return the least total cost over the bounds near that of a box on one axis, and the place of that bound."""
+        here = int(self.boxes[box, axis])
+        tries = np.arange(max(0, here - _REACH), min(self._cells.costs.shape[axis], here + _REACH + 1))
+        boxes = np.repeat(self.boxes[box][None], len(tries), axis=0)
+        boxes[:, axis] = tries
+        prices = self._cells.costs_at(boxes)
+        places = self._cells.places
+        near = np.flatnonzero(self._inside(places, boxes[-1]) & (others > prices.min()))
+        held = np.where(places[near, axis] <= tries[:, None], prices[:, None], np.inf)
+        gained = (np.maximum(others[near] - held, 0) * self._cells.counts[near]).sum(axis=1)
+        best = int(gained.argmax())
+        return self._total(others) - float(gained[best]), int(tries[best])
+
+    @staticmethod
+    def _inside(places: IntArray, box: IntArray) -> npt.NDArray[np.bool_]:
+        return (places <= box).all(axis=1)
+
+    def _total(self, costs: FloatArray) -> float:
+        return float((self._cells.counts * costs).sum())
