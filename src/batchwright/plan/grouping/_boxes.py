@@ -15,6 +15,8 @@ _MAX_GRID = 4096  # places of the grid of candidate lengths, over all axes
 _MAX_CELLS = 600  # cells that are merged pair by pair
 _MAX_MOVED = 256  # more boxes than this are not moved: they lie close anyway
 _SWEEPS = 6
+_EXCHANGES = 6
+_WORTH = 5e-4  # the share of the cost that another round must save
 _REACH = 10  # how many candidates up or down a bound moves at once
 
 
@@ -26,6 +28,7 @@ class Cells(NamedTuple):
     places: IntArray  # (cells, axes), into the bounds
     counts: FloatArray  # (cells,)
     costs: FloatArray  # of an example at every place of the grid, infinite where not one item fits
+    scale: float  # what whole costs are multiples of
 
     def lengths(self, places: IntArray) -> IntArray:
         """Return the lengths of places, in units."""
@@ -33,7 +36,8 @@ class Cells(NamedTuple):
 
     def costs_at(self, places: IntArray) -> FloatArray:
         """Return the cost of an example at each place ``(..., axes)``."""
-        found: FloatArray = self.costs[tuple(np.moveaxis(places, -1, 0))]
+        steps = np.array(self.costs.strides) // self.costs.itemsize
+        found: FloatArray = self.costs.ravel().take(places @ steps)
         return found
 
     def below(self, units: IntArray) -> IntArray:
@@ -56,11 +60,19 @@ def make_cells(problem: Problem, units: IntArray) -> Cells:
     shape = tuple(map(len, bounds))
     grid = np.stack(np.meshgrid(*bounds, indexing="ij"), axis=-1).reshape(-1, problem.num_axes)
     lengths = grid * problem.pad_multiple_of
-    costs = np.where(problem.fits(lengths), problem.cost_per_item(lengths), np.inf)
+    prices = problem.cost_per_item(lengths)
+    scale = _scale(prices, len(units), is_whole=problem.cost is None)
+    costs = np.where(problem.fits(lengths), np.rint(prices / scale), np.inf)
     counts = np.bincount(np.ravel_multi_index(tuple(columns), shape), minlength=len(grid))
     occupied = np.flatnonzero((counts > 0) & np.isfinite(costs))
     places = np.stack(np.unravel_index(occupied, shape), axis=1).astype(np.int64)
-    return Cells(bounds, places, counts[occupied].astype(np.float64), costs.reshape(shape))
+    return Cells(bounds, places, counts[occupied].astype(np.float64), costs.reshape(shape), scale)
+
+
+def _scale(prices: FloatArray, num_examples: int, *, is_whole: bool) -> float:
+    """Return a power of two in which costs are counted: sums over all examples are then exact, on every machine."""
+    finest = np.frexp(prices.max())[1] + np.frexp(num_examples)[1] - 53
+    return float(2.0 ** (max(finest, 0) if is_whole else max(finest, -1022)))
 
 
 def _coarse(cells: Cells) -> tuple[IntArray, FloatArray]:
@@ -88,6 +100,7 @@ class Merging:
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
         self._places, self._counts = _coarse(cells)
+        self.cells_merged = self._places.copy()
         self._costs = cells.costs_at(self._places)
         self._alive = np.ones(len(self._places), dtype=bool)
         common = cells.costs_at(np.maximum(self._places[:, None], self._places[None]))
@@ -175,8 +188,34 @@ class Moving:
             before = total
             for box in range(len(self.boxes)):
                 total = self._move(box, total)
-            if total > before * (1 - 5e-4):
+            if total > before * (1 - _WORTH):
                 return
+
+    def exchange(self, candidates: IntArray) -> None:
+        """Replace the box that saves the least by the best of some places and improve, as long as that pays."""
+        if not 0 < len(self.boxes) <= _MAX_MOVED:
+            return
+        for _ in range(_EXCHANGES):
+            before, costs = self.boxes.copy(), self._costs
+            self.drop_to(len(self.boxes) - 1)
+            added = candidates[self._gains(candidates).argmax()]
+            self.boxes = np.concatenate([self.boxes, added[None]])
+            self._costs = np.concatenate([self._costs, self._costs_in(added)[None]])
+            self.improve()
+            gain = self._total(costs.min(axis=0)) - self._total(self._costs.min(axis=0))
+            if gain < _WORTH * self._total(self._costs.min(axis=0)):
+                if gain <= 0:
+                    self.boxes, self._costs = before, costs
+                return
+
+    def _gains(self, candidates: IntArray) -> FloatArray:
+        """Return what one more box at each of some places would save."""
+        prices = self._cells.costs_at(candidates)[:, None]
+        saved = np.maximum(self._costs.min(axis=0) - prices, 0)
+        for axis in range(candidates.shape[1]):
+            saved *= self._cells.places[:, axis] <= candidates[:, axis, None]
+        gains: FloatArray = saved @ self._cells.counts
+        return gains
 
     def _move(self, box: int, total: float) -> float:
         own = self._costs[1 + box].copy()

@@ -38,7 +38,7 @@ def find_shelves(problem: Problem, count: int) -> Shelves:
             "WindowSort()"
         )
     useful = max(1, int(problem.num_batches / _BATCHES_PER_SHAPE))
-    num_more = min(count, useful) - 1
+    num_more = max(0, min(count - search.num_reserved, useful) - num_needed)
     while True:
         filled = _without_empty(search, search.propose(num_more))
         excess = filled.num_shapes - count
@@ -65,6 +65,7 @@ class _Search(ABC):
     """Proposes shapes: those that hold everything, and some more that save the most."""
 
     problem: Problem
+    num_reserved = 0  # shapes that are left for short batches from the first try on
 
     @property
     @abstractmethod
@@ -109,6 +110,8 @@ class _Line(_Search):
 class _Space(_Search):
     """Several axes: boxes merged from cells of examples, then moved."""
 
+    num_reserved = 1  # the search takes time, and one short batch is usual
+
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._units = to_units(problem.lengths, problem.pad_multiple_of)
@@ -126,11 +129,12 @@ class _Space(_Search):
         moving = Moving(self._cells, self._merging.down_to(num_more), self._cost_in_needed())
         moving.drop_to(num_more)
         moving.improve()
+        moving.exchange(self._merging.cells_merged)
         return self._shrunk(np.concatenate([self._needed, self._cells.lengths(moving.boxes)]))
 
     def _cost_in_needed(self) -> FloatArray:
         """Return what an example of each cell costs in the shapes that are needed anyway."""
-        costs = self.problem.cost_per_item(self._needed * self.problem.pad_multiple_of)
+        costs = np.rint(self.problem.cost_per_item(self._needed * self.problem.pad_multiple_of) / self._cells.scale)
         holds = (self._cells.places[None] <= self._cells.below(self._needed)[:, None]).all(axis=2)
         # A cell may reach beyond each of them while every example in it is within one.
         return np.where(holds, costs[:, None], costs.max()).min(axis=0)
@@ -139,9 +143,10 @@ class _Space(_Search):
         """Return boxes as long as the examples that go to each, beside those that are needed."""
         shelves = Shelves.of(self.problem, units)
         owner = shelves.place(self._units)
-        longest = np.zeros_like(shelves.units)
-        np.maximum.at(longest, owner, self._units)
-        return np.concatenate([self._needed, longest[longest[:, 0] > 0]])
+        longest = np.zeros(shelves.units.T.shape, dtype=np.int64)
+        for axis, column in enumerate(longest):
+            np.maximum.at(column, owner, self._units[:, axis].astype(np.int64))
+        return np.concatenate([self._needed, longest.T[longest[0] > 0]])
 
     def count(self, shelves: Shelves) -> IntArray:
         return np.bincount(shelves.place(self._units), minlength=len(shelves.units))

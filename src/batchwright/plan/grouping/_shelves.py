@@ -79,7 +79,13 @@ class Shelves:
 
     @cached_property
     def _lookups(self) -> list[Lookup]:
-        return [stratum_lookup(bounds, int(bounds[-1])) for bounds in map(np.unique, self.units.T)]
+        return [self._lookup(np.unique(column)) for column in self.units.T]
+
+    def _lookup(self, bounds: IntArray) -> Lookup:
+        longest = int(bounds[-1])
+        if longest > max(65_536, 4 * self.problem.num_examples):  # a table would take longer than it saves
+            return lambda units: np.searchsorted(bounds, units).astype(np.uint64)
+        return stratum_lookup(bounds, longest)
 
     @cached_property
     def _dearest_first(self) -> list[int]:
