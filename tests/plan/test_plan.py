@@ -155,7 +155,8 @@ def test_a_cost_for_balancing_is_asked_once_for_all_batches():
 
 
 # A resumed epoch is planned again, perhaps on another machine and with another NumPy: these values never change. If
-# they must, the rules of the grouping have to change with them, and the earlier ones stay. These are plans of rules 1 with balance_over=64.
+# they must, the rules of the grouping have to change with them, and the earlier ones stay. These are plans of rules 1
+# with balance_over=64.
 FROZEN = [
     (bw.InOrder(), 0, [[0, 1], [2, 3], [4, 5], [6, 7, 8], [9, 10], [11]]),
     (bw.InOrder(), 1, [[0, 1], [2, 3], [4, 5], [6, 7, 8], [9, 10], [11]]),
