@@ -1,14 +1,20 @@
 """pad_to: the widths a collator pads to are those the plan counted on."""
 
+import os
 import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchwright as bw
-from batchwright.errors import LengthsError
+from batchwright.errors import ArgumentError, LengthsError
+from batchwright.plan.collating import pad_batches
+
+from .strategies import Case, cases
+
+_NUM_CASES = 1500 if os.environ.get("HYPOTHESIS_PROFILE") == "check" else 300
 
 
 @st.composite
@@ -38,6 +44,37 @@ def bucketed(draw, axes):
 
 
 either = st.sampled_from([1, 2]).flatmap(bucketed)
+
+
+def rows_of(lengths, batch):
+    """The lengths that a collator sees: of the examples, or of the rows they are packed into."""
+    if isinstance(batch[0], list):
+        return [int(lengths[row].sum()) for row in batch]
+    return lengths[batch]
+
+
+def tight(case):
+    """The case with a budget that about half of its examples keep, and buckets enough for any of them."""
+    lengths = np.asarray(case.lengths).reshape(len(case.lengths), -1)
+    pad, grouping = case.options["pad_multiple_of"], case.options["grouping"]
+    padded = -(-lengths // pad) * pad
+    limit = max(int(np.median(padded.sum(axis=1))), pad * padded.shape[1])
+    if isinstance(grouping, bw.Buckets) and not isinstance(grouping.count, tuple):
+        grouping = bw.Buckets(80)
+    return Case(case.lengths, bw.MaxTokens(limit) & bw.MaxItems(9), {**case.options, "grouping": grouping})
+
+
+@settings(max_examples=_NUM_CASES)
+@given(cases(), st.integers(1, 5), st.booleans(), st.sampled_from(["error", "alone", "truncate"]))
+def test_a_collator_builds_the_shapes_of_the_plan_whatever_the_grouping(case, world_size, drop_last, oversize):
+    if oversize != "error" and not isinstance(case.options["grouping"], bw.Packed):
+        case = tight(case)
+    sampler = case.sampler(world_size=world_size, oversize=oversize, drop_last=drop_last)
+    for epoch in (0, 2):
+        sampler.set_epoch(epoch)
+        plan = sampler.plan
+        collated = [(len(batch), *sampler.pad_to(rows_of(plan.lengths, batch))) for batch in plan]
+        assert collated == [tuple(shape) for shape in plan.shapes.tolist()]
 
 
 @given(either, st.integers(1, 9))
@@ -131,6 +168,22 @@ def test_lengths_with_another_number_of_axes_are_refused():
     sampler = bw.BatchSampler([(3, 9), (4, 1)], bw.MaxTokens(64), grouping=bw.Buckets(2))
     with pytest.raises(LengthsError, match="the plan has 2 axes of length, got 1"):
         sampler.pad_to([3, 4])
+
+
+def test_shapes_of_different_numbers_of_axes_are_refused():
+    with pytest.raises(ArgumentError, match="shapes must all have the same number of lengths"):
+        bw.PadTo(shapes=((8,), (8, 4)), sizes=(1, 1))
+
+
+def test_many_batches_are_padded_by_the_rule_of_one():
+    random = np.random.default_rng(0)
+    shapes = random.integers(1, 60, size=(64, 2))
+    pad_to = bw.PadTo(tuple(map(tuple, shapes.tolist())), tuple(random.integers(1, 9, 64).tolist()), multiple_of=2)
+    num_items, longest = random.integers(1, 10, 100_000), random.integers(1, 60, size=(100_000, 2))
+    together = pad_batches(pad_to, num_items, longest)
+    for row in range(0, 100_000, 500):
+        batch = np.concatenate([longest[row : row + 1], np.ones((num_items[row] - 1, 2), dtype=int)])
+        assert pad_to(batch) == tuple(together[row].tolist())
 
 
 def test_an_empty_batch_has_no_width():
