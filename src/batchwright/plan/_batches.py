@@ -159,8 +159,14 @@ def _to_batches(groups: Groups, problem: Problem, pad_to: PadTo) -> Batches:
 
 def _static_lengths(groups: Groups, problem: Problem, pad_to: PadTo) -> IntArray:
     """Return what each batch is padded to by the rule that a collator follows."""
-    longest = longest_of(problem.lengths, groups.indices, groups.starts)
-    return pad_batches(pad_to, groups.sizes, longest)
+    if groups.settled is None:
+        return pad_batches(pad_to, groups.sizes, longest_of(problem.lengths, groups.indices, groups.starts))
+    padded, open_ = groups.padded.copy(), np.flatnonzero(~groups.settled)
+    if len(open_):
+        indices, offsets = gather(groups.indices, groups.starts[open_], groups.sizes[open_])
+        longest = longest_of(problem.lengths, indices, offsets[:-1])
+        padded[open_] = pad_batches(pad_to, groups.sizes[open_], longest)
+    return padded
 
 
 def longest_of(lengths: npt.NDArray[np.int32], indices: npt.NDArray[np.int32], starts: IntArray) -> IntArray:

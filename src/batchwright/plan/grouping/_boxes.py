@@ -87,7 +87,8 @@ def _coarse(cells: Cells) -> tuple[IntArray, FloatArray]:
             break
         step *= 2
     found = np.stack(np.unravel_index(keys, cells.costs.shape), axis=1).astype(np.int64)
-    return found, np.bincount(inverse, weights=cells.counts, minlength=len(keys))
+    counts: FloatArray = np.bincount(inverse, weights=cells.counts, minlength=len(keys)).astype(np.float64)
+    return found, counts
 
 
 @final
@@ -238,15 +239,12 @@ class Moving:
         boxes[:, axis] = tries
         prices = self._cells.costs_at(boxes)
         places = self._cells.places
-        near = np.flatnonzero(self._inside(places, boxes[-1]) & (others > prices.min()))
+        inside: npt.NDArray[np.bool_] = np.all(places <= boxes[-1], axis=1)
+        near = np.flatnonzero(inside & (others > prices.min()))
         held = np.where(places[near, axis] <= tries[:, None], prices[:, None], np.inf)
         gained = (np.maximum(others[near] - held, 0) * self._cells.counts[near]).sum(axis=1)
         best = int(gained.argmax())
         return self._total(others) - float(gained[best]), int(tries[best])
-
-    @staticmethod
-    def _inside(places: IntArray, box: IntArray) -> npt.NDArray[np.bool_]:
-        return (places <= box).all(axis=1)
 
     def _total(self, costs: FloatArray) -> float:
         return float((self._cells.counts * costs).sum())

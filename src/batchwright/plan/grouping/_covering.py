@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from ..._types import IntArray
 from .base import Problem
@@ -21,7 +22,7 @@ def cover(problem: Problem, units: IntArray) -> IntArray:
     return _cover_stairs(problem, front) if problem.num_axes == 2 else _cover_any(problem, front)
 
 
-def _fits(problem: Problem, boxes: IntArray) -> IntArray:
+def _fits(problem: Problem, boxes: IntArray) -> npt.NDArray[np.bool_]:
     return problem.fits(boxes * problem.pad_multiple_of)
 
 

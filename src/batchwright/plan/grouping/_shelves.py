@@ -61,7 +61,9 @@ class Shelves:
         """Return the cheapest other shape that holds each, -1 where none does: there leftovers go."""
         if self.units.shape[1] == 1:
             return np.append(np.arange(1, len(self.units)), -1)
-        holds = (self.units[None] >= self.units[:, None]).all(axis=2)
+        holds = np.ones((len(self.units), len(self.units)), dtype=bool)
+        for column in self.units.T:
+            holds &= column >= column[:, None]
         np.fill_diagonal(holds, val=False)
         parents = np.where(holds, self.costs, np.inf).argmin(axis=1)
         return np.where(holds.any(axis=1), parents, -1)
@@ -89,7 +91,7 @@ class Shelves:
 
     @cached_property
     def _dearest_first(self) -> list[int]:
-        return np.argsort(-self.costs, kind="stable").tolist()
+        return np.argsort(self.costs, kind="stable")[::-1].tolist()  # of equal ones the first in order is the cheapest
 
     @cached_property
     def _table(self) -> UInt64Array | None:
@@ -156,22 +158,27 @@ class Shelves:
     def _lay_out(self, indices: _Int32, offsets: IntArray) -> Groups:
         waiting: list[list[_Int32]] = [[] for _ in self.units]
         parts, short_parts = [], []
-        runs: list[tuple[int, int, int]] = []  # shape, size, batches
-        short: list[tuple[int, int, int]] = []
+        runs: list[tuple[int, int, int, bool]] = []  # shape, size, batches, whether no leftovers of others are in them
+        short: list[tuple[int, int, int, bool]] = []
         parents, sizes = self.parents.tolist(), self.sizes.tolist()
         for shape, size in enumerate(sizes):
             own = indices[offsets[shape] : offsets[shape + 1]]
-            own = np.concatenate([*waiting[shape], own]) if waiting[shape] else own
+            num_moved = sum(map(len, waiting[shape]))
+            own = np.concatenate([*waiting[shape], own]) if num_moved else own
             num = len(own) // size
             parts.append(own[: num * size])
-            runs.append((shape, size, num))
+            num_mixed = min(num, -(-num_moved // size))
+            runs += [(shape, size, num_mixed, False), (shape, size, num - num_mixed, True)]
             rest = own[num * size :]
             if parents[shape] >= 0:
                 waiting[parents[shape]].append(rest)
             else:
                 short_parts.append(rest)
-                short.extend((shape, num_items, 1) for num_items in self.short_sizes(len(rest), size))
-        shapes, items, counts = np.array(runs + short, dtype=np.int64).reshape(-1, 3).T
+                short.extend((shape, num_items, 1, False) for num_items in self.short_sizes(len(rest), size))
+        shapes, items, counts, own_only = np.array(runs + short, dtype=np.int64).reshape(-1, 4).T
+        # No shape of fewer tokens holds an example that went to its cheapest, and a full batch of such examples keeps
+        # its shape by the rule. Where time chose the shapes, fewer tokens may do.
+        settled = own_only.astype(bool) & (self.problem.cost is None)
         sizes_of = np.repeat(items, counts)
         return Groups(
             indices=np.concatenate(parts + short_parts),
@@ -180,6 +187,7 @@ class Shelves:
             padded=self.catalogue.lengths[np.repeat(shapes, counts)],
             num_short=len(short),
             catalogue=self.catalogue,
+            settled=np.repeat(settled, counts),
         )
 
 

@@ -167,7 +167,8 @@ class Groups:
     padded: IntArray  # (batches, axes)
     num_short: int = 0
     rows: IntArray | None = None  # (batches,)
-    catalogue: Catalogue | None = None  # of a static grouping; ``padded`` is then only where each example fits
+    catalogue: Catalogue | None = None  # of a static grouping: the rule of ``PadTo`` over it decides, not ``padded``
+    settled: npt.NDArray[np.bool_] | None = None  # (batches,) where that rule is known to give ``padded``
 
 
 def to_units(lengths: IntArray, multiple: int) -> IntArray:
