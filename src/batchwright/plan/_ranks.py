@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .._types import IntArray
-from ._batches import PlanArrays, longest_of
+from ._batches import PlanArrays
+from ._order import longest_of
 from .collating import pad_batches
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanArrays)

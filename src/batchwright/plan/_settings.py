@@ -11,12 +11,19 @@ from .._checks import as_flag, as_whole, check_choice, check_same, read_whole, s
 from ..errors import ArgumentError, StateMismatchError
 from ._cost import Cost, name_of, with_values
 from .grouping.base import Grouping, SizeLadder, SizeRounding, check_grouping
+from .grouping.buckets import Buckets
 from .grouping.sorting import WindowSort
 
 Oversize = Literal["error", "alone", "drop", "truncate"]
 Remainder = Literal["spread", "drop"]
 
 _LEAST = {"seed": 0, "size_multiple_of": 1, "pad_multiple_of": 1, "keep_first": 0}
+
+# The rules that epochs may follow, by grouping; the last are those of today. Add one when the same settings begin to
+# give other batches, and keep the earlier ones: a state names those of its epoch, so that an epoch begun under earlier
+# rules ends under them. Those before the third of Buckets are gone.
+_RULES = range(1, 3)
+_BUCKETS_RULES = range(3, 4)
 
 
 @final
@@ -38,8 +45,6 @@ class PlanSettings:
     cost: Cost | None = None
     # 1: long runs are shortened where an epoch has few batches, a run of one is drawn from batches sorted by cost, and
     # few rows are packed in one window. 3: Buckets counts shapes in all. 0 stands for the newest of the grouping.
-    # Add one to a grouping when the same settings begin to give other batches, and keep the earlier rules: a state
-    # names those of its epoch, so that an epoch begun under earlier rules ends under them.
     rules: int = 0
 
     def __post_init__(self) -> None:
@@ -47,7 +52,7 @@ class PlanSettings:
         SizeRounding(self.size_multiple_of, self.size_ladder)
         for name, least in _LEAST.items():
             object.__setattr__(self, name, as_whole(name, getattr(self, name), least=least))
-        object.__setattr__(self, "rules", as_whole("rules", self.rules, least=0) or self.grouping.rules[-1])
+        object.__setattr__(self, "rules", as_whole("rules", self.rules, least=0) or self._known_rules[-1])
         if self.balance_over is not None:
             object.__setattr__(self, "balance_over", as_whole("balance_over", self.balance_over, least=1))
         if self.cost is not None and not callable(self.cost):
@@ -78,7 +83,7 @@ class PlanSettings:
         Raises:
             StateMismatchError: the state is of an earlier or a later version of the grouping.
         """
-        version, known = read_whole(state, "version"), self.grouping.rules
+        version, known = read_whole(state, "version"), self._known_rules
         saved = state.get("settings")
         if version in known or not isinstance(saved, Mapping) or saved.get("grouping") != repr(self.grouping):
             return version  # other settings are refused as such
@@ -90,6 +95,10 @@ class PlanSettings:
             )
         check_same("version", version, known[-1])
         return version
+
+    @property
+    def _known_rules(self) -> range:
+        return _BUCKETS_RULES if isinstance(self.grouping, Buckets) else _RULES
 
     @property
     def rounding(self) -> SizeRounding:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 import batchwright as bw
 from batchwright.errors import BudgetError
 from batchwright.plan.grouping._boxes import Merging, Moving, make_cells
-from batchwright.plan.grouping._covering import cover
-from batchwright.plan.grouping._shelves import Shelves, largest_divisor
+from batchwright.plan.grouping._shelves import Shelves, cover, largest_divisor
 from batchwright.plan.grouping.base import Problem, SizeRounding
 
 # 400 random arrays in `make test`, 10,000 in `make check`.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import batchwright as bw
 from batchwright.errors import ArgumentError
-from batchwright.plan.grouping._bounds import least_padding_bounds
+from batchwright.plan.grouping._boxes import least_padding_bounds
 from batchwright.plan.grouping.base import SizeRounding
 
 from ..strategies import cases

@@ -59,7 +59,7 @@ DIGESTS = {
     "two axes of about one": "1a845d6ea14d34b0-1c8f022a2a3573e7",
     "two axes, sorted": "dd564c0786cc3268-1ba5df56733a1967",
     "two axes, in order": "a589f1ced938001b-a589f1ced938001b",
-    "two axes, buckets": "d0a83241ce9ab8e2-ce53de3b3e24e8d2",
+    "two axes, buckets": "931533ef3ee5b9c1-2f8658ba7270e60f",
     "one axis, few buckets": "a8f60f1b3aac3a4e-38b168293dd4300a",
     "two axes, few buckets": "c6520505f93981bd-445d0503969d8a68",
     "two axes, misfits": "404861844e822edf-fbc34ab151d025ce",

@@ -1,8 +1,9 @@
-"""Static shapes with the examples that go to each, full batches of each, and leftovers that move up."""
+"""Static shapes: those that are needed, the examples that go to each, and the leftovers that move up."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, final
@@ -12,6 +13,9 @@ import numpy.typing as npt
 
 from ..._random import Purpose
 from ..._types import FloatArray, IntArray
+from .._order import gather, longest_of
+from ..collating import PadTo, pad_batches
+from ._boxes import Merging, Moving, least_padding_bounds, make_cells
 from ._cutting import cut_rest
 from ._sort_keys import sort_examples
 from .base import Catalogue, Groups, Lookup, Problem, SizeRounding, UInt64Array, stratum_lookup, to_units
@@ -191,6 +195,97 @@ class Shelves:
         )
 
 
+class Search(ABC):
+    """Proposes shapes: those that hold everything, and some more that save the most."""
+
+    problem: Problem
+    num_reserved = 0  # shapes that are left for short batches from the first try on
+
+    @property
+    @abstractmethod
+    def num_needed(self) -> int:
+        """Return the fewest shapes that hold every example."""
+
+    @abstractmethod
+    def propose(self, num_more: int) -> IntArray:
+        """Return shapes in units of padding: at most ``num_more`` beside those that are needed."""
+
+    @abstractmethod
+    def count(self, shelves: Shelves) -> IntArray:
+        """Return how many examples go to each shape."""
+
+
+@final
+class Line(Search):
+    """One axis: bounds of least cost by dynamic programming; the longest example is the last of them."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    @property
+    def num_needed(self) -> int:
+        return 1
+
+    def propose(self, num_more: int) -> IntArray:
+        table = self.problem.table
+        cost_of = None if self.problem.cost is None else self._cost_of
+        return least_padding_bounds(table.values, table.counts, 1 + num_more, cost_of)[:, None]
+
+    def _cost_of(self, bounds: IntArray) -> FloatArray:
+        return self.problem.cost_per_item(bounds[:, None] * self.problem.pad_multiple_of)
+
+    def count(self, shelves: Shelves) -> IntArray:
+        table = self.problem.table
+        owner = np.searchsorted(shelves.units[:, 0], table.values)
+        return np.bincount(owner, weights=table.counts, minlength=len(shelves.units)).astype(np.int64)
+
+
+@final
+class Space(Search):
+    """Several axes: boxes merged from cells of examples, then moved."""
+
+    num_reserved = 1  # the search takes time, and one short batch is usual
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._units = to_units(problem.lengths, problem.pad_multiple_of)
+        self._needed = cover(problem, self._units)
+        self._cells = make_cells(problem, self._units)
+        self._merging = Merging(self._cells) if len(self._cells.places) else None
+
+    @property
+    def num_needed(self) -> int:
+        return len(self._needed)
+
+    def propose(self, num_more: int) -> IntArray:
+        if num_more == 0 or self._merging is None:
+            return self._needed
+        moving = Moving(self._cells, self._merging.down_to(num_more), self._cost_in_needed())
+        moving.drop_to(num_more)
+        moving.improve()
+        moving.exchange(self._merging.cells_merged)
+        return self._shrunk(np.concatenate([self._needed, self._cells.lengths(moving.boxes)]))
+
+    def _cost_in_needed(self) -> FloatArray:
+        """Return what an example of each cell costs in the shapes that are needed anyway."""
+        costs = np.rint(self.problem.cost_per_item(self._needed * self.problem.pad_multiple_of) / self._cells.scale)
+        holds = (self._cells.places[None] <= self._cells.below(self._needed)[:, None]).all(axis=2)
+        # A cell may reach beyond each of them while every example in it is within one.
+        return np.where(holds, costs[:, None], costs.max()).min(axis=0)
+
+    def _shrunk(self, units: IntArray) -> IntArray:
+        """Return boxes as long as the examples that go to each, beside those that are needed."""
+        shelves = Shelves.of(self.problem, units)
+        owner = shelves.place(self._units)
+        longest = np.zeros(shelves.units.T.shape, dtype=np.int64)
+        for axis, column in enumerate(longest):
+            np.maximum.at(column, owner, self._units[:, axis].astype(np.int64))
+        return np.concatenate([self._needed, longest.T[longest[0] > 0]])
+
+    def count(self, shelves: Shelves) -> IntArray:
+        return np.bincount(shelves.place(self._units), minlength=len(shelves.units))
+
+
 def largest_divisor(num_items: int, most: int, rounding: SizeRounding) -> int:
     """Return the largest allowed size up to ``most`` that divides a number of items; 1 always does.
 
@@ -202,3 +297,76 @@ def largest_divisor(num_items: int, most: int, rounding: SizeRounding) -> int:
     divisors = np.concatenate([small, num_items // small])
     divisors = divisors[divisors <= most]
     return int(divisors[rounding.round(divisors) == divisors].max())
+
+
+def cover(problem: Problem, units: IntArray) -> IntArray:
+    """Return few boxes of units ``(M, axes)`` that together hold all examples, each within the budget with one item.
+
+    One box where that fits. Examples that are long on different axes may each fit alone while their common box does
+    not; on two axes the fewest boxes are found, on more a few by joining what fits.
+    """
+    longest = units.max(axis=0, keepdims=True).astype(np.int64)
+    if _fits(problem, longest)[0]:
+        return longest
+    front = _maximal(units.astype(np.int64))
+    return _cover_stairs(problem, front) if problem.num_axes == 2 else _cover_any(problem, front)
+
+
+def _fits(problem: Problem, boxes: IntArray) -> npt.NDArray[np.bool_]:
+    return problem.fits(boxes * problem.pad_multiple_of)
+
+
+def _maximal(units: IntArray) -> IntArray:
+    """Return the distinct examples that no other one holds, by descending lengths."""
+    found = []
+    left = np.unique(units, axis=0)[::-1]
+    left = left[np.argsort(-left.sum(axis=1), kind="stable")]
+    while len(left):
+        found.append(left[0])
+        left = left[(left > left[0]).any(axis=1)]
+    return np.array(found)
+
+
+def _cover_stairs(problem: Problem, front: IntArray) -> IntArray:
+    """Join neighbours on the stairs of two axes as far as they fit: no set of boxes holds them with fewer."""
+    front = front[np.argsort(front[:, 0])]  # the second axis falls
+    boxes = []
+    start = 0
+    while start < len(front):
+        low, high = start, len(front)  # the box of start..low fits, that of start..high does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = bool(_fits(problem, np.array([[front[middle, 0], front[start, 1]]]))[0])
+            low, high = (middle, high) if fits else (low, middle)
+        boxes.append([front[low, 0], front[start, 1]])
+        start = low + 1
+    return np.array(boxes)
+
+
+def _cover_any(problem: Problem, left: IntArray) -> IntArray:
+    """Grow one box after the other by the example that lengthens it the least, as long as one fits."""
+    boxes = []
+    while len(left):
+        box, left = left[0], left[1:]
+        while len(left):
+            common = np.maximum(box, left)
+            more = np.where(_fits(problem, common), common.sum(axis=1), np.iinfo(np.int64).max)
+            best = int(more.argmin())
+            if more[best] == np.iinfo(np.int64).max:
+                break
+            box = common[best]
+            left = left[(left > box).any(axis=1)]
+        boxes.append(box)
+    return np.array(boxes)
+
+
+def static_lengths(groups: Groups, problem: Problem, pad_to: PadTo) -> IntArray:
+    """Return what each batch of a static grouping is padded to: by the rule that a collator follows."""
+    if groups.settled is None:
+        return pad_batches(pad_to, groups.sizes, longest_of(problem.lengths, groups.indices, groups.starts))
+    padded, open_ = groups.padded.copy(), np.flatnonzero(~groups.settled)
+    if len(open_):
+        indices, offsets = gather(groups.indices, groups.starts[open_], groups.sizes[open_])
+        longest = longest_of(problem.lengths, indices, offsets[:-1])
+        padded[open_] = pad_batches(pad_to, groups.sizes[open_], longest)
+    return padded

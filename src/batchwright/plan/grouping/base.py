@@ -286,11 +286,6 @@ class Grouping(ABC):
         return False
 
     @property
-    def rules(self) -> range:
-        """Return the rules that epochs of this grouping may follow; the last are those of today."""
-        return range(1, 3)
-
-    @property
     def row_capacity(self) -> int | None:
         """Return the tokens of a packed row, None where every example has a row of its own."""
         return None
