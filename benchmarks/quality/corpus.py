@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchwright.step.collators import ROW_WEIGHT
+from batchwright.step.filler import ROW_WEIGHT
 
 IntArray: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Batch: TypeAlias = "dict[str, Tensor]"
