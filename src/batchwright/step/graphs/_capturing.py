@@ -18,7 +18,7 @@ from ..oom import Snapshot, add_back, is_out_of_memory, set_aside
 from ..report import MicroSums
 from ._draws import CPU, Draws, HostRandom, harmless_draws, is_explained_by
 from ._inputs import Signature, elements_of, resized
-from ._micro import MicroGraph, NotGraphableError, Work
+from ._micro import MicroGraph, NotGraphableError, Work, aliases_of
 from ._watch import Untouched
 from .backend import GraphBackend
 
@@ -139,6 +139,7 @@ class Capturer:
             lambda: self._settings.precision(self._device),
             self._settings.scaler,
             parameters,
+            aliases_of(parameters, self._ranks),
             buffers,
             torch.ones((), dtype=torch.float64, device=self._device),
         )
