@@ -222,15 +222,24 @@ class _without_autocast_cache:
         torch.set_autocast_cache_enabled(self._before)
 
 
+_NUMBERS = frozenset({bool, int, float})
+
+
 class _ConstantsOnDevice(TorchFunctionMode):
-    """Make ``torch.tensor(0.0, device="cuda")`` on the device: a copy from the host cannot be captured."""
+    """Make numbers on the device, as in ``torch.tensor(0.0, device="cuda")`` and ``mask[rows, columns] = 1``.
+
+    A copy from the host cannot be captured.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call a function of torch, or one that gives the same."""
         options = dict(kwargs or {})
-        is_single = func is torch.tensor and len(args) == 1 and type(args[0]) in (bool, int, float)
+        if func is torch.Tensor.__setitem__ and type(args[2]) in _NUMBERS and args[0].is_cuda:
+            value = torch.full((), args[2], dtype=args[0].dtype, device=args[0].device)
+            return func(args[0], args[1], value)
+        is_single = func is torch.tensor and len(args) == 1 and type(args[0]) in _NUMBERS
         if not is_single or options.get("device") is None or torch.device(options["device"]).type != "cuda":
             return func(*args, **options)
         requires_grad = options.pop("requires_grad", False)
