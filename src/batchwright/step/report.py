@@ -118,7 +118,8 @@ class MicroSums:
         self.loss = loss.reshape(()) if loss.ndim else loss
         self.weight = _as_scalar(weight, loss) if is_replayed else _early(_as_scalar(weight, loss))
         # The mean over nothing is NaN, and so are its gradients.
-        is_none = is_on_host(self.weight) and float(self.weight) == 0
+        is_known = isinstance(self.weight, float) if is_replayed else is_on_host(self.weight)
+        is_none = is_known and float(self.weight) == 0
         value = float(loss.detach()) if is_none else math.nan
         self.is_empty = is_none and (not math.isfinite(value) or (value == 0 and not loss.requires_grad))
         self.is_doubtful = is_none and value == 0 and loss.requires_grad
