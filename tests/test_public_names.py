@@ -44,6 +44,10 @@ _REPORT = (
     "class(num_batches, padding, budget_used, largest, num_shapes, straggler_waste, recurrence, order_correlation, "
     "repeated, dropped, truncated, world_size{more}), bases: none"
 )
+_PAD_COLLATOR = (
+    "class(*, pad_to=<factory>, axis_fields=('input_ids',), same_axis=<factory>, pad_values=<factory>, "
+    "mask_field='attention_mask'"
+)
 CHANGED: dict[str, tuple[str, str | None, str]] = {
     **{
         f"batchwright.{name}": (
@@ -96,6 +100,18 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "split=None), bases: none",
         "two options came",
     ),
+    "batchwright.ResizableBatchSampler": (
+        "class(num_examples, controller, *, lengths=None, budget=None, curriculum=None, shuffle=True, seed=0, rank=0, "
+        "world_size=1), bases: none",
+        "class(num_examples, controller, *, lengths=None, budget=None, grouping=None, curriculum=None, shuffle=True, "
+        "seed=0, rank=0, world_size=1), bases: none",
+        "an option came",
+    ),
+    "batchwright.step.PadCollator": (
+        f"{_PAD_COLLATOR}), bases: none",
+        f"{_PAD_COLLATOR}, fill_rows=False, label_fields=('labels', 'label', 'shift_labels')), bases: none",
+        "two options came",
+    ),
     "batchwright.integrations.huggingface.AdaptiveTrainerMixin": (
         "class(*args, budget=None, controller=None, grouping=None, lengths=None, weighting='tokens', on_oom='split', "
         "lr_rule='none', base_size=None, measure_noise=False, memory=None, eval_budget='same', plan_options=None, "
@@ -123,9 +139,13 @@ ADDED = {
     "batchwright.PlanReport.balance_over",
     "batchwright.errors.RankError",
     "batchwright.integrations.dynabatch.DynaBatchSampler.for_training",
+    "batchwright.step.CompileCounter",
     "batchwright.step.FitToMemory.accumulating",
+    "batchwright.step.MarkShapes",
     "batchwright.step.Stepper.abandon",
     "batchwright.ResizableBatchSampler.num_in_epoch",
+    "batchwright.ResizableBatchSampler.pad_to",
+    "batchwright.ResizableBatchSampler.shapes",
     "batchwright.errors.UpdateMemoryError.can_retry",
     "batchwright.errors.UpdateMemoryError.num_changed",
     "batchwright.lab.observations.Finding",
@@ -139,7 +159,10 @@ ADDED = {
     "batchwright.size.learning_rate.current_lr",
     "batchwright.size.learning_rate.innermost",
     "batchwright.size.learning_rate.scaled_lr",
+    "batchwright.step.PadCollator.fill_rows",
+    "batchwright.step.PadCollator.label_fields",
     "batchwright.step.split_by_budget",
+    "batchwright.step.split_by_shapes",
     *(f"batchwright.{name}.__bool__" for name in (*_BUDGETS, "StreamBatcher")),
     *(f"batchwright.{name}.to_state" for name in _BUDGETS),
     "batchwright.StreamBatcher.__len__",

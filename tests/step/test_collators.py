@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import batchwright as bw
 from batchwright.errors import ArgumentError, LengthsError
 from batchwright.step import PackCollator, PadCollator
+from batchwright.step.collators import ROW_WEIGHT, without_filler
 
 PAIRS = np.random.default_rng(0).integers(1, 40, size=(90, 2))
 
@@ -141,6 +142,8 @@ def test_examples_that_do_not_fit_are_refused(examples, message):
     ("options", "message"),
     [
         ({"axis_fields": "input_ids"}, r"write \('input_ids',\)"),
+        ({"label_fields": "labels"}, r"label_fields must be a tuple, got 'labels'; write \('labels',\)"),
+        ({"fill_rows": 1}, "fill_rows must be True or False, got 1"),
         ({"same_axis": {"labels": 1}}, "puts 'labels' on axis 1, but the axes are 0 to 0"),
         ({"same_axis": {"labels": -1}}, "puts 'labels' on axis -1"),
     ],
@@ -154,6 +157,127 @@ def test_one_axis_for_a_plan_with_two_is_refused():
     sampler = bw.BatchSampler(PAIRS, bw.MaxTokens(400), grouping=bw.Buckets(3))
     with pytest.raises(LengthsError, match="the plan has 2 axes of length, got 1"):
         PadCollator(pad_to=sampler.pad_to)([TOKENS])
+
+
+# Filler rows: 4 rows of 6 tokens, or 2 rows of 12.
+
+
+CATALOGUE = bw.PadTo(shapes=((6,), (12,)), sizes=(4, 2))
+FILLING = PadCollator(pad_to=CATALOGUE, fill_rows=True)
+
+
+def test_a_short_batch_is_filled_up_with_copies_of_its_first_row_of_weight_0():
+    batch = FILLING([{"input_ids": [5, 6]}, {"input_ids": [7]}, {"input_ids": [8]}])
+    assert batch["input_ids"].tolist() == [[5, 6, 0, 0, 0, 0], [7, *[0] * 5], [8, *[0] * 5], [5, 6, 0, 0, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0, 0, 0], [1, *[0] * 5], [1, *[0] * 5], [1, 1, 0, 0, 0, 0]]
+    assert batch["row_weight"].tolist() == [1, 1, 1, 0]
+    assert batch["row_weight"].dtype == torch.float32
+    assert batch["input_ids"].dtype == torch.int64
+
+
+def test_a_flag_of_numpy_asks_for_filler_too():
+    collate = PadCollator(pad_to=CATALOGUE, fill_rows=np.True_)
+    assert collate == FILLING
+    assert collate.fill_rows is True
+
+
+def test_a_full_batch_has_weights_too_and_no_filler():
+    batch = FILLING([{"input_ids": text(8)}, {"input_ids": text(3)}])
+    assert batch["input_ids"].shape == (2, 12)
+    assert batch["row_weight"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "lengths", [[13], [3, 13], [3] * 5, [7] * 3], ids=["too long", "one too long", "too many", "too many of them long"]
+)
+def test_a_batch_that_no_static_shape_holds_gets_no_filler(lengths):
+    batch = FILLING([{"input_ids": text(length)} for length in lengths])
+    assert batch["input_ids"].shape == (len(lengths), max(lengths))
+    assert batch["row_weight"].tolist() == [1] * len(lengths)
+
+
+def test_without_fill_rows_a_batch_stays_as_it_is():
+    batch = PadCollator(pad_to=CATALOGUE)([{"input_ids": [5, 6]}])
+    assert batch["input_ids"].shape == (1, 6)
+    assert ROW_WEIGHT not in batch
+
+
+def test_labels_of_filler_are_ignored_and_regression_targets_stay_copies():
+    example = {"input_ids": [5, 6], "labels": [1, 2], "label": 3, "score": 0.5, "kind": 4}
+    batch = FILLING([example])
+    assert batch["labels"].tolist() == [[1, 2, *[-100] * 4], *[[-100] * 6] * 3]
+    assert batch["label"].tolist() == [3, -100, -100, -100]
+    assert batch["score"].tolist() == [0.5] * 4
+    assert batch["kind"].tolist() == [4] * 4
+    assert FILLING([{"input_ids": [5], "labels": 0.25}])["labels"].tolist() == [0.25] * 4
+    assert FILLING([{"input_ids": [5], "label": True}])["label"].tolist() == [True] * 4
+    assert FILLING([{"input_ids": [5], "label": np.uint8(7)}])["label"].tolist() == [7] * 4  # holds no -100
+
+
+def test_the_ignored_value_is_that_of_pad_values_and_the_label_fields_can_be_named():
+    example = {"input_ids": [5, 6], "labels": [1, 2], "kind": 4, "target": [3, 3]}
+    options = {"pad_values": {"labels": 0, "kind": -1}, "label_fields": ("labels", "kind", "target")}
+    batch = PadCollator(pad_to=CATALOGUE, fill_rows=True, **options)([example])
+    assert batch["labels"].tolist() == [[1, 2, 0, 0, 0, 0], *[[0] * 6] * 3]
+    assert batch["kind"].tolist() == [4, -1, -1, -1]
+    assert batch["target"].tolist() == [[3, 3, 0, 0, 0, 0], *[[0] * 6] * 3]
+    batch = PadCollator(pad_to=CATALOGUE, fill_rows=True, label_fields=())([example])
+    assert batch["labels"].tolist() == [[1, 2, *[-100] * 4]] * 4
+
+
+def test_features_with_more_dimensions_are_filled_too():
+    batch = PadCollator(pad_to=CATALOGUE, fill_rows=True, axis_fields=("frames",))([{"frames": torch.ones(3, 2)}])
+    assert batch["frames"].shape == (4, 6, 2)
+    assert (batch["frames"] == batch["frames"][0]).all()
+
+
+def test_every_batch_of_a_plan_is_filled_up_to_a_full_size_and_its_real_rows_are_the_examples():
+    data = [{"input_ids": text(source), "labels": text(target)} for source, target in PAIRS]
+    num_filled = 0
+    for num, grouping in [(90, bw.Buckets(3)), (89, bw.Buckets(3)), (61, bw.Buckets((2, 2))), (7, bw.Buckets(1))]:
+        sampler = bw.BatchSampler(PAIRS[:num], bw.MaxTokens(400), grouping=grouping)
+        catalogue = set(zip(sampler.pad_to.sizes, sampler.pad_to.shapes, strict=True))
+        fields = {"pad_to": sampler.pad_to, "axis_fields": ("input_ids", "labels")}
+        filling, plain = PadCollator(**fields, fill_rows=True), PadCollator(**fields)
+        for indices in sampler.plan:
+            batch, expected = (collate([data[index] for index in indices]) for collate in (filling, plain))
+            assert (len(batch["labels"]), (batch["input_ids"].shape[1], batch["labels"].shape[1])) in catalogue
+            assert batch["row_weight"].sum() == len(indices)
+            assert (batch["labels"][len(indices) :] == -100).all()
+            num_filled += len(batch["labels"]) > len(indices)
+            real = without_filler(batch)
+            assert real.pop("row_weight").tolist() == [1] * len(indices)
+            assert real.keys() == expected.keys()
+            assert all(torch.equal(real[name], column) for name, column in expected.items())
+    assert num_filled > 0
+
+
+def test_rows_that_are_no_filler_are_found_wherever_they_stand():
+    batch = {"x": torch.tensor([1, 2, 3, 4]), "row_weight": torch.tensor([0.0, 1.0, 0.0, 1.0])}
+    assert without_filler(batch)["x"].tolist() == [2, 4]
+    full = {"x": torch.tensor([1]), "row_weight": torch.tensor([1.0])}
+    assert without_filler(full) is full
+    plain = {"x": torch.tensor([1])}
+    assert without_filler(plain) is plain
+
+
+def by_tens(lengths):
+    return (10,)
+
+
+@pytest.mark.parametrize("pad_to", [bw.PadTo(), bw.PadTo(multiple_of=8), by_tens], ids=["none", "rounded", "own"])
+def test_filler_without_static_shapes_is_refused(pad_to):
+    with pytest.raises(ArgumentError, match=r"fill_rows=True needs a pad_to with static shapes, .*Buckets\(count\)"):
+        PadCollator(pad_to=pad_to, fill_rows=True)
+
+
+def test_a_field_with_the_name_of_the_weights_is_refused_only_where_filler_is_asked_for():
+    example = {"input_ids": [5], "row_weight": 0.5}
+    with pytest.raises(ArgumentError, match="adds the field 'row_weight', which is there already; rename yours"):
+        FILLING([example])
+    with pytest.raises(ArgumentError, match="adds the field 'row_weight', which is there already"):
+        PadCollator(pad_to=CATALOGUE, fill_rows=True, mask_field="row_weight")([{"input_ids": [5]}])
+    assert PadCollator(pad_to=CATALOGUE)([example])["row_weight"].tolist() == [0.5]
 
 
 def make_model(name, attention="sdpa"):

@@ -13,6 +13,8 @@ from .calibration.shapes import default_shapes as default_shapes  # noqa: E402
 from .calibration.shapes import growing_shapes as growing_shapes  # noqa: E402
 from .collators import PackCollator as PackCollator  # noqa: E402
 from .collators import PadCollator as PadCollator  # noqa: E402
+from .compiling import CompileCounter as CompileCounter  # noqa: E402
+from .compiling import MarkShapes as MarkShapes  # noqa: E402
 from .generation import generate as generate  # noqa: E402
 from .huggingface import huggingface_loss as huggingface_loss  # noqa: E402
 from .inference import merge_padded as merge_padded  # noqa: E402
@@ -29,14 +31,17 @@ from .memory.sources import NvmlMemory as NvmlMemory  # noqa: E402
 from .noise import NoiseReport as NoiseReport  # noqa: E402
 from .oom import is_out_of_memory as is_out_of_memory  # noqa: E402
 from .report import StepReport as StepReport  # noqa: E402
+from .shape_splitting import split_by_shapes as split_by_shapes  # noqa: E402
 from .splitting import split_by_budget as split_by_budget  # noqa: E402
 from .stepper import Stepper as Stepper  # noqa: E402
 
 __all__ = [
     "BudgetTracker",
     "Calibration",
+    "CompileCounter",
     "FitToMemory",
     "HeldOutErrors",
+    "MarkShapes",
     "MemoryMonitor",
     "MemoryRule",
     "MemorySource",
@@ -57,6 +62,7 @@ __all__ = [
     "merge_padded",
     "oom_safe",
     "split_by_budget",
+    "split_by_shapes",
     "supervised_loss",
     "whole_batch",
 ]

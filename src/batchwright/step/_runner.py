@@ -13,6 +13,8 @@ import torch
 from .._ranks import Ranks
 from .._tree import leaves
 from ..errors import ArgumentError, DoesNotFitError
+from ..plan import PadTo
+from ._filler import Filler, count_rows
 from ._settings import Settings
 from .graphs.graphed import Graphs
 from .losses import needs_whole_batch
@@ -35,6 +37,7 @@ class Runner:
         limit: how large a micro-batch may be, as far as is known.
         usual_weight: of an update on this rank, None before the first one.
         graphs: replay micro-batches, None without them.
+        pad_to: has the static shapes that lists of examples are cut into, None to cut by cost.
     """
 
     def __init__(self, settings: Settings, ranks: Ranks, device: torch.device, feedback: Feedback | None) -> None:
@@ -47,6 +50,8 @@ class Runner:
         self.limit = MicroLimit()
         self.usual_weight: float | None = None
         self.graphs: Graphs | None = None
+        self.pad_to: PadTo | None = None
+        self._filler = Filler(self._forward, ranks.module, lambda: self.snapshot().restore)
         self.look_at_model()
 
     def look_at_model(self) -> None:
@@ -79,6 +84,7 @@ class Runner:
             limit=min(self._settings.asked * factor, self.limit.ceiling),
             order=order,
             least_parts=self._least_parts(noise_seed),
+            pad_to=self.pad_to,
         )
         self._check(parts)
         return parts
@@ -105,7 +111,7 @@ class Runner:
             parts = self.cut(logical, seed)
             num_parts = self._agree_on_parts(parts)
             outcome = self._attempt(logical, parts, num_parts, pending, norms)
-            if isinstance(outcome, Totals) and not self._is_spoiled(outcome, pending, len(parts)):
+            if isinstance(outcome, Totals) and not self._is_spoiled(outcome, logical, parts, pending):
                 is_replayed = self.graphs is not None and self.graphs.num_replayed > num_replayed
                 self._learn(logical, parts, is_cut=len(parts) > self._least_parts(seed), is_replayed=is_replayed)
                 return outcome
@@ -129,14 +135,16 @@ class Runner:
             pending.divisor = None  # so that the bits are those of a run that began with smaller pieces
         self._lower_limit(failure, logical)
 
-    def _is_spoiled(self, totals: Totals, pending: Pending, num_parts: int) -> bool:
+    def _is_spoiled(self, totals: Totals, logical: LogicalBatch, parts: Parts, pending: Pending) -> bool:
         """Return whether a batch must run again, although it fitted, and settle how."""
         if not self._ranks.can_retry:
             return False
+        if self._filler.is_unknown and totals.num_filler and any(map(self._filler.is_counted, logical.take_all(parts))):
+            return True
         if totals.num_doubtful and not pending.leaves_out and not pending.gradients.are_finite:
             pending.leaves_out = True
             return True
-        is_estimate = pending.total_weight is None and pending.asked_weight is None and num_parts > 1
+        is_estimate = pending.total_weight is None and pending.asked_weight is None and len(parts) > 1
         if not is_estimate or pending.divisor is None or not (totals.are_weights_on_host or self._needs_exact(pending)):
             return False
         weight = float(totals.weight)
@@ -195,11 +203,9 @@ class Runner:
             micro_batches = iter(logical.take_all(parts))
             with self._ranks.no_sync(), gradients.gathering(in_pieces=in_pieces):
                 for part in parts:
-                    if self.graphs is None or norms is not None:
-                        sums = self._run_part(next(micro_batches), part, logical, pending, totals, norms)
-                    else:
-                        sums = self._replay_part(next(micro_batches), part, logical, pending, totals)
-                    totals.add(sums, len(part))
+                    # Unnamed where it runs eagerly, so that the inputs are freed after the forward pass.
+                    run = self._run_part if self.graphs is None or norms is not None else self._replay_part
+                    run(next(micro_batches), part, logical, pending, totals, norms)
                     if in_pieces and self._ranks.is_sharded:
                         gradients.widen_shards()
                 # Under FSDP2 a rank that is done keeps the others company: divided by infinity, its part is zero.
@@ -223,24 +229,50 @@ class Runner:
         pending: Pending,
         totals: Totals,
         norms: GradientNorms | None,
-    ) -> MicroSums:
+    ) -> None:
         """Run a micro-batch eagerly."""
+        micro_batch = self._filler.cut_off(micro_batch, always=norms is not None or self._must_be_small)
+        counts = count_rows(micro_batch, len(part))
         sums = self._forward(micro_batch)
         del micro_batch  # so that the inputs are freed before the backward pass
+        self._finish_part(sums, part, logical, pending, totals, norms)
+        totals.add(sums, *counts)
+
+    @property
+    def _must_be_small(self) -> bool:
+        """Return whether filler is cut off in any case: memory ran out, or a batch could not run again without it."""
+        return math.isfinite(self.limit.ceiling) or not self._ranks.can_retry
+
+    def _finish_part(
+        self,
+        sums: MicroSums,
+        part: Part,
+        logical: LogicalBatch,
+        pending: Pending,
+        totals: Totals,
+        norms: GradientNorms | None,
+    ) -> None:
         if totals.num_micro_batches == 0 and pending.gradients.has_any:
             raise ArgumentError("loss_fn ran a backward pass of its own; return the loss, and Stepper does")
         is_left_out = sums.is_empty or (sums.is_doubtful and pending.leaves_out)
         if not is_left_out or self._ranks.is_sharded:
             divisor = self._divisor(pending, sums.weight, len(part), logical.num_examples)
             self._backward(sums, divisor, norms, num_measured=len(part))
-        return sums
 
     def _replay_part(
-        self, micro_batch: Any, part: Part, logical: LogicalBatch, pending: Pending, totals: Totals
-    ) -> MicroSums:
+        self,
+        micro_batch: Any,
+        part: Part,
+        logical: LogicalBatch,
+        pending: Pending,
+        totals: Totals,
+        norms: GradientNorms | None,
+    ) -> None:
         """Replay a micro-batch from its graph, or run it eagerly."""
         assert self.graphs is not None
         before = self.graphs.num_replayed
+        micro_batch = self._filler.cut_off(micro_batch, always=self._must_be_small)
+        counts = count_rows(micro_batch, len(part))
 
         def divisor(weight: float | None, num_elements: int) -> float:
             if weight is None and pending.divisor is None and pending.total_weight is pending.asked_weight is None:
@@ -248,14 +280,19 @@ class Runner:
                 pending.divisor = power_of_two(self.usual_weight or num_elements * logical.num_examples / len(part))
             return self._divisor(pending, weight, len(part), logical.num_examples)
 
+        def eager() -> MicroSums:
+            sums = self._forward(micro_batch)
+            self._finish_part(sums, part, logical, pending, totals, norms)
+            return sums
+
         sums = self.graphs.run(
             micro_batch,
-            eager=lambda: self._run_part(micro_batch, part, logical, pending, totals, None),
+            eager=eager,
             divisor=divisor,
             is_first=not pending.gradients.has_any,
         )
         pending.num_replayed += self.graphs.num_replayed - before
-        return sums
+        totals.add(sums, *counts)
 
     def _forward(self, micro_batch: Any) -> MicroSums:
         with self._settings.precision(self._device):
@@ -317,7 +354,8 @@ class Runner:
         if self._feedback is not None and not is_replayed:
             shapes = None
             if logical.lengths is not None:
-                shapes = [(len(part), *logical.lengths[part].max(axis=0).tolist()) for part in parts]
+                pad_to = PadTo() if self.pad_to is None else self.pad_to
+                shapes = [(len(part), *pad_to(logical.lengths[part])) for part in parts]
             self._feedback.end([len(part) for part in parts], shapes)
 
     def _lower_limit(self, failure: _Failure, logical: LogicalBatch) -> None:

@@ -11,13 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import as_whole, check_choice
+from .._checks import as_flag, as_whole, check_choice
+from .._tree import take
 from ..errors import ArgumentError
 from ..plan import PadTo
 
 PadFunction: TypeAlias = Callable[[Any], tuple[int, ...]]
 Layout: TypeAlias = Literal["positions", "flat", "block"]
 Example: TypeAlias = "Mapping[str, Any]"
+
+ROW_WEIGHT = "row_weight"  # the field of a batch that is 1 for each of its rows and 0 for filler
+_IGNORED = -100  # the class that cross-entropy leaves out
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @final
@@ -29,16 +34,32 @@ class PadCollator:
     the right, a number is stacked. With ``sampler.pad_to`` the tensors have the shapes of the plan, so bucket bounds
     reach the model and ``torch.compile`` sees few shapes.
 
+    A batch has as many rows as it has examples, so one that is short has a shape of its own. ``fill_rows=True`` fills
+    it up to the full size of its static shape with copies of its first row, so that a model sees only numbers that are
+    usual, and adds the field ``row_weight`` to every batch: 1 for each example, 0 for filler. Filler stands at the end,
+    and ``row_weight.sum()`` is the number of examples. A loss has to leave filler out: it counts only labels that are
+    not ignored, or multiplies the loss and the weight of each row with ``row_weight``. Layers that mix the rows of a
+    batch, such as batch normalisation in training, do see filler. A batch that no static shape holds gets none.
+
+    In filler, the label fields are ignored: a sequence is all padding, and a whole number is -100 or its value in
+    ``pad_values``. Other numbers, such as the targets of a regression, stay copies.
+
     Args:
         pad_to: turns the lengths of a batch into padded lengths; ``sampler.pad_to`` of a ``BatchSampler``.
         axis_fields: the field that carries the length of each axis; the first is the source.
         same_axis: the axis that further fields are padded along; fields not named follow the first axis.
         pad_values: the padding of a field; by default -100 for ``labels`` and 0 for all others.
         mask_field: the name of a mask of real tokens along the first axis, added if examples have none; None adds none.
+        fill_rows: fill short batches up with rows of weight 0; ``pad_to`` must have static shapes.
+        label_fields: the fields that are ignored in filler; ``()`` leaves all of them copies, for a loss that divides
+            by the labels of each row.
 
     >>> collate = PadCollator(pad_to=PadTo(multiple_of=4))
     >>> collate([{"input_ids": [5, 6], "label": 1}, {"input_ids": [7], "label": 0}])["input_ids"].tolist()
     [[5, 6, 0, 0], [7, 0, 0, 0]]
+    >>> batch = PadCollator(pad_to=PadTo(((4,),), (2,)), fill_rows=True)([{"input_ids": [5, 6], "label": 1}])
+    >>> batch["input_ids"].tolist(), batch["label"].tolist(), batch["row_weight"].tolist()
+    ([[5, 6, 0, 0], [5, 6, 0, 0]], [1, -100], [1.0, 0.0])
     """
 
     pad_to: PadFunction = field(default_factory=PadTo)
@@ -46,10 +67,20 @@ class PadCollator:
     same_axis: Mapping[str, int] = field(default_factory=dict)
     pad_values: Mapping[str, int | float] = field(default_factory=dict)
     mask_field: str | None = "attention_mask"
+    fill_rows: bool = False
+    label_fields: tuple[str, ...] = ("labels", "label", "shift_labels")
 
     def __post_init__(self) -> None:
-        if isinstance(self.axis_fields, str):
-            raise ArgumentError(f"axis_fields must be a tuple, got {self.axis_fields!r}; write ({self.axis_fields!r},)")
+        for name in ("axis_fields", "label_fields"):
+            given = getattr(self, name)
+            if isinstance(given, str):
+                raise ArgumentError(f"{name} must be a tuple, got {given!r}; write ({given!r},)")
+        object.__setattr__(self, "fill_rows", as_flag("fill_rows", self.fill_rows))
+        if self.fill_rows and not (isinstance(self.pad_to, PadTo) and self.pad_to.shapes):
+            raise ArgumentError(
+                f"fill_rows=True needs a pad_to with static shapes, got {self.pad_to!r}; give sampler.pad_to of a "
+                "sampler with grouping=Buckets(count)"
+            )
         for name, axis in self.same_axis.items():
             if axis not in range(len(self.axis_fields)):
                 raise ArgumentError(
@@ -66,7 +97,7 @@ class PadCollator:
         if self.mask_field is not None and self.mask_field not in batch:
             real = torch.as_tensor(lengths[:, :1])
             batch[self.mask_field] = (torch.arange(widths[0]) < real).to(torch.int64)
-        return batch
+        return self._filled(batch, len(examples), widths) if self.fill_rows else batch
 
     def _check_fields(self, examples: Sequence[Mapping[str, Any]]) -> None:
         if not examples:
@@ -77,6 +108,8 @@ class PadCollator:
         missing = [name for name in self.axis_fields if name not in examples[0]]
         if missing:
             raise ArgumentError(f"examples have the fields {sorted(examples[0])}, not {missing}; pass axis_fields=…")
+        if self.fill_rows and ROW_WEIGHT in (*examples[0], self.mask_field):
+            raise ArgumentError(f"fill_rows=True adds the field {ROW_WEIGHT!r}, which is there already; rename yours")
         for place, example in enumerate(examples):
             if example.keys() != examples[0].keys():
                 raise ArgumentError(
@@ -98,8 +131,7 @@ class PadCollator:
         # An empty row does not show its type; torch reads [] as floats.
         dtypes = [row.dtype for row in rows if len(row)] or [rows[0].dtype]
         shape = (len(rows), width, *rows[0].shape[1:])
-        fill = self.pad_values.get(name, -100 if name == "labels" else 0)
-        padded = torch.full(shape, fill, dtype=reduce(torch.promote_types, dtypes))
+        padded = torch.full(shape, self._padding(name), dtype=reduce(torch.promote_types, dtypes))
         for place, row in enumerate(rows):
             padded[place, : len(row)] = row
         return padded
@@ -108,6 +140,45 @@ class PadCollator:
         if name in self.axis_fields:
             return self.axis_fields.index(name)
         return self.same_axis.get(name, 0)
+
+    def _padding(self, name: str) -> int | float:
+        return self.pad_values.get(name, _IGNORED if name == "labels" else 0)
+
+    def _filled(self, batch: dict[str, Tensor], num_real: int, widths: tuple[int, ...]) -> dict[str, Tensor]:
+        missing = self._full_size(num_real, widths) - num_real
+        if missing:
+            batch = {name: torch.cat([column, self._filler(name, column, missing)]) for name, column in batch.items()}
+        return {**batch, ROW_WEIGHT: torch.cat([torch.ones(num_real), torch.zeros(missing)]).to(torch.float32)}
+
+    def _full_size(self, num_items: int, widths: tuple[int, ...]) -> int:
+        """Return the rows of the static shape that a batch is padded to, or its own number where there is none."""
+        assert isinstance(self.pad_to, PadTo)
+        catalogue = zip(self.pad_to.shapes, self.pad_to.sizes, strict=True)
+        return min((size for shape, size in catalogue if shape == widths and size >= num_items), default=num_items)
+
+    def _filler(self, name: str, column: Tensor, num: int) -> Tensor:
+        shape = (num, *column.shape[1:])
+        if name in self.label_fields and column.ndim > 1:
+            return column.new_full(shape, self._padding(name))
+        ignored = self.pad_values.get(name, _IGNORED)
+        if name in self.label_fields and column.dtype in _SIGNED and ignored >= torch.iinfo(column.dtype).min:
+            return column.new_full(shape, ignored)
+        return column[:1].expand(shape)
+
+
+def without_filler(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the rows of a batch that are examples; a batch without ``row_weight`` or without filler is returned as is.
+
+    It reads the weights, so a batch on a device has to wait for it. The rows keep the width they were padded to.
+
+    >>> batch = {"x": torch.tensor([5, 6, 5]), "row_weight": torch.tensor([1.0, 1.0, 0.0])}
+    >>> without_filler(batch)["x"].tolist()
+    [5, 6]
+    """
+    weights = batch.get(ROW_WEIGHT)
+    if weights is None or bool((weights != 0).all()):
+        return batch
+    return take(dict(batch), torch.nonzero(weights)[:, 0].tolist())
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:

@@ -26,6 +26,7 @@ from ._loss_probe import try_out as try_out
 from ._loss_probe import unwrapped as unwrapped
 from ._loss_probe import usual_reading as usual_reading
 from ._loss_samples import IGNORED as IGNORED
+from ._loss_samples import LABELS
 from ._loss_samples import Novelty as Novelty
 from ._loss_samples import Views as Views
 from ._loss_samples import choose_rows as choose_rows
@@ -35,6 +36,7 @@ from ._loss_samples import label_views as label_views
 from ._loss_samples import num_labels as num_labels
 from ._loss_samples import row_views as row_views
 from ._loss_samples import sample as sample
+from .collators import ROW_WEIGHT, without_filler
 from .losses import LossFunction, Sums, entropy_sum
 
 
@@ -43,7 +45,7 @@ def huggingface_loss(*, with_entropy: bool = False) -> LossFunction:
 
     ``loss_sum = loss(num_items_in_batch=1)`` if the model honours it, else ``mean loss × labels that count``. Labels
     other than -100 count; if the model predicts the next token, the first label of a row does not. With one class per
-    example, or with floats as labels, examples count.
+    example, or with floats as labels, examples count. Filler rows of ``PadCollator`` never count.
 
     The first batch shows which of these holds: the losses of two of its examples, each on its own, must add up to the
     loss of both. They run without dropout and gradients, and leave no trace in random state and buffers. A loss that
@@ -77,10 +79,11 @@ class _HuggingFaceLoss:
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Sums:
         """Return the summed loss of a micro-batch and the labels that count."""
+        reading = self._read(model, batch)
+        batch = _without_weights(batch)
         # Trimmed labels are a view of the batch, and models call labels.view(-1).
-        labels = _labels_of(batch).contiguous()
+        labels = batch["labels"].contiguous()
         batch = {**batch, "labels": labels}
-        reading = self._read(model, batch, labels)
         outputs = model(**batch, num_items_in_batch=1) if reading.sums else model(**batch)
         loss = loss_of(outputs)
         # A count in half precision is wrong from 257 on.
@@ -95,9 +98,15 @@ class _HuggingFaceLoss:
             labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         return loss_sum, weight, {"entropy": _entropy(outputs, labels)}
 
-    def _read(self, model: nn.Module, batch: Mapping[str, Any], labels: Tensor) -> LossReading:
-        found = self._known.get(model) or read_loss(model, batch, labels)
-        is_usual = has_usual_loss(model)
+    def _read(self, model: nn.Module, batch: Mapping[str, Any]) -> LossReading:
+        _check_labels(batch)
+        found, is_usual = self._known.get(model), has_usual_loss(model)
+        if found is not None and is_usual:
+            return found
+        batch = _without_weights(without_filler(batch))  # labels of filler would show nothing, or something wrong
+        labels = batch["labels"].contiguous()
+        batch = {**batch, "labels": labels}
+        found = found or read_loss(model, batch, labels)
         if not is_usual and (found is None or not is_telling(batch, is_usual=False)):
             raise ModelLoss(model).complaint(
                 "this batch does not show it, as the loss is 0, not finite, or the same for all labels"
@@ -111,7 +120,7 @@ class _HuggingFaceLoss:
         return found
 
 
-def _labels_of(batch: Any) -> Tensor:
+def _check_labels(batch: Any) -> None:
     if not isinstance(batch, Mapping):
         raise ArgumentError(f"huggingface_loss takes batches that are mappings, got {type(batch).__name__}; {OWN_LOSS}")
     labels = batch.get("labels")
@@ -121,7 +130,21 @@ def _labels_of(batch: Any) -> Tensor:
         )
     if labels.ndim not in (1, 2):
         raise ArgumentError(f"labels must have shape (B,) or (B, L), got {tuple(labels.shape)}; {OWN_LOSS}")
-    return labels
+
+
+def _without_weights(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a batch as a model takes it: without weights of rows, and with no label that counts in filler."""
+    if ROW_WEIGHT not in batch:
+        return batch
+    if batch["labels"].is_floating_point():
+        batch = without_filler(batch)  # every row counts
+    inputs = {name: value for name, value in batch.items() if name != ROW_WEIGHT}
+    is_filler = batch[ROW_WEIGHT] == 0
+    for name in LABELS:
+        labels = inputs.get(name)
+        if isinstance(labels, Tensor) and not labels.is_floating_point():
+            inputs[name] = labels.masked_fill(is_filler.reshape(-1, *[1] * (labels.ndim - 1)), IGNORED)
+    return inputs
 
 
 def _entropy(outputs: Any, labels: Tensor) -> Tensor:

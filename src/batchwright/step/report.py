@@ -179,13 +179,19 @@ class Totals:
         self._losses: list[Sum] = []
         self._weights: list[Sum | Copied] = []
         self._metrics: dict[str, list[Sum]] = {}
-        self.num_examples = 0
+        self._counts: list[int | Copied] = []
+        self._num_rows = 0
         self.num_doubtful = 0
 
     @property
     def num_micro_batches(self) -> int:
         """Return how many micro-batches were added."""
         return len(self._losses)
+
+    @property
+    def num_examples(self) -> int:
+        """Return how many examples were added; filler rows are none."""
+        return sum(round(float(count)) for count in self._counts)
 
     @property
     def loss(self) -> Sum:
@@ -202,14 +208,20 @@ class Totals:
         """Return the sum of each metric."""
         return {name: _sum(values) for name, values in self._metrics.items()}
 
-    def add(self, sums: MicroSums, num_examples: int) -> None:
-        """Add a micro-batch."""
+    @property
+    def num_filler(self) -> int:
+        """Return how many rows were no examples."""
+        return self._num_rows - self.num_examples
+
+    def add(self, sums: MicroSums, num_examples: int | Copied, num_rows: int) -> None:
+        """Add a micro-batch of so many examples and rows."""
         self._losses.append(0.0 if sums.is_empty else sums.loss.detach())
         self._weights.append(sums.weight)
         for name, value in sums.metrics.items():
             is_counted = not sums.is_empty or math.isfinite(value)
             self._metrics.setdefault(name, []).append(value if is_counted else 0.0)
-        self.num_examples += num_examples
+        self._counts.append(num_examples)
+        self._num_rows += num_rows
         self.num_doubtful += sums.is_doubtful
 
     @property
@@ -232,7 +244,8 @@ class Totals:
         self._weights += other._weights
         for name, values in other._metrics.items():
             self._metrics.setdefault(name, []).extend(values)
-        self.num_examples += other.num_examples
+        self._counts += other._counts
+        self._num_rows += other._num_rows
 
 
 def _sum(numbers: Sequence[Sum | Copied]) -> Sum:

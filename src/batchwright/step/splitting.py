@@ -17,8 +17,9 @@ from .._containers import fields_of
 from .._lengths import as_lengths
 from .._tree import CannotCutError, Rows
 from ..errors import ArgumentError
-from ..plan import Budget
+from ..plan import Budget, PadTo
 from ..plan.budget import check_budget
+from .shape_splitting import is_within, split_by_shapes
 
 Lengths: TypeAlias = npt.NDArray[np.int32]
 Part: TypeAlias = Sequence[int]  # the places of a micro-batch's examples; a range where they are neighbours
@@ -66,6 +67,7 @@ def split(
     limit: float,
     order: npt.NDArray[np.int64] | None = None,
     least_parts: int = 1,
+    pad_to: PadTo | None = None,
 ) -> Sequence[Part]:
     """Cut a logical batch so that every micro-batch costs at most ``limit``; one example may cost more.
 
@@ -75,6 +77,8 @@ def split(
         limit: the most that a micro-batch may cost.
         order: the order to cut in; None sorts by length, longest first, where that makes micro-batches narrower.
         least_parts: make at least this many micro-batches, if there are that many examples.
+        pad_to: cut examples that will be collated into its static shapes, unless one of them is over the limit or
+            ``order`` or ``least_parts`` ask for something else.
 
     Returns:
         The places of the examples of each micro-batch.
@@ -82,10 +86,21 @@ def split(
     Raises:
         ArgumentError: the batch only runs whole, and one micro-batch is too large.
     """
-    parts = _parts_of(batch, budget, limit, order, least_parts)
+    parts = None
+    if pad_to is not None and pad_to.shapes and order is None and is_within(pad_to, budget, limit):
+        parts = _static_parts(batch, pad_to)
+    if parts is None or len(parts) < least_parts:
+        parts = _parts_of(batch, budget, limit, order, least_parts)
     if len(parts) > 1 and batch.refusal is not None:
         raise batch.refusal
     return parts
+
+
+def _static_parts(batch: LogicalBatch, pad_to: PadTo) -> Sequence[Part] | None:
+    """Return micro-batches of static shapes; None for a batch of tensors, whose width is settled."""
+    if not isinstance(batch, ExampleBatch) or batch.lengths is None:
+        return None
+    return split_by_shapes(batch.lengths, pad_to)
 
 
 def _parts_of(

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from .._checks import as_number, as_state, is_same, read_whole
 from .._ranks import Ranks
 from ..errors import ArgumentError
-from ..plan import Budget
+from ..plan import Budget, PadTo
 from ..size.learning_rate import Rule, adascale, current_lr, get_rule, scaled_lr
 from ..size.noise import NoiseAverage
 from ._gathering import Gatherer
@@ -71,6 +71,7 @@ class Stepper:
             where they pay, and runs eagerly without CUDA. What was not planned or cannot be captured runs eagerly, and
             a warning says why once.
         shapes: the catalogue of ``graphs``: ``plan.shapes``, or the sampler; None captures shapes that come again.
+            With a sampler of static shapes, lists of examples are cut into micro-batches of these shapes.
 
     >>> model = nn.Linear(2, 1)
     >>> def loss_fn(model, batch):
@@ -137,6 +138,9 @@ class Stepper:
             if shapes is not None:
                 raise ArgumentError("shapes= is the catalogue of graphs; pass graphs=True or graphs='auto' too")
             return None
+        pad_to = getattr(shapes, "pad_to", None)
+        if isinstance(pad_to, PadTo) and pad_to.shapes:
+            self._gatherer.runner.pad_to = pad_to
         return Graphs(graphs, shapes, self._settings, self._ranks, self._trained, self._gatherer.runner.snapshot)
 
     def step(self, batch: Any) -> StepReport:

@@ -106,7 +106,8 @@ class EagerGraphs:
 
     Args:
         max_captures: captures beyond this number run out of memory; None allows any number.
-        bytes_per_capture: what ``pool_bytes`` counts for each.
+        bytes_per_capture: what ``pool_bytes`` counts for each, and what a rehearsal is said to take.
+        used_bytes: what is in use besides.
         clock: tells the time; None takes the host's.
 
     Attributes:
@@ -120,10 +121,12 @@ class EagerGraphs:
         *,
         max_captures: int | None = None,
         bytes_per_capture: int = 0,
+        used_bytes: int = 0,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._max_captures = None if max_captures is None else as_whole("max_captures", max_captures, least=0)
         self._bytes_per_capture = as_whole("bytes_per_capture", bytes_per_capture, least=0)
+        self._used_bytes = as_whole("used_bytes", used_bytes, least=0)
         self._clock = time.perf_counter if clock is None else clock
         self._num_held = 0
         self.num_captured = self.num_replayed = self.num_released = 0
@@ -157,6 +160,20 @@ class EagerGraphs:
     def pool_bytes(self) -> int:
         """Return the bytes of the captures that are held."""
         return self._num_held * self._bytes_per_capture
+
+    def used_bytes(self) -> int:
+        """Return what is in use besides the captures."""
+        return self._used_bytes
+
+    def measure(self, function: Callable[[], None]) -> int:
+        """Run a function, and return what a capture counts."""
+        function()
+        return self._bytes_per_capture
+
+    @property
+    def lost_peak_bytes(self) -> int:
+        """Return 0: no peak is measured."""
+        return 0
 
     def release(self) -> None:
         """Forget the captures."""

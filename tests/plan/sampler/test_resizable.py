@@ -366,6 +366,171 @@ def test_a_state_of_another_curriculum_is_refused():
             make(curriculum=curriculum).load_state_dict(state)
 
 
+# A grouping.
+
+
+PAIRS = np.random.default_rng(1).integers(1, 60, size=(NUM, 2))
+BUCKETS = {**GROUPED, "grouping": bw.Buckets(4)}
+GROUPINGS = {
+    "buckets": BUCKETS,
+    "buckets of pairs": {"lengths": PAIRS, "budget": BUDGET, "grouping": bw.Buckets(4)},
+    "sorted": {**GROUPED, "grouping": bw.Sorted()},
+    "in order": {**GROUPED, "grouping": bw.InOrder()},
+    "windows": {**GROUPED, "grouping": bw.WindowSort(2)},
+}
+every_grouping = pytest.mark.parametrize("name", GROUPINGS)
+
+
+@every_grouping
+def test_a_grouping_gives_every_example_once_an_epoch_whatever_the_sizes(name):
+    sampler = make(30, 7, 64, 1, **GROUPINGS[name])
+    for _ in range(2):
+        assert sorted(flat(run(sampler))) == list(range(NUM))
+
+
+@every_grouping
+def test_batches_take_the_micro_batches_of_that_grouping_one_after_the_other(name):
+    options = GROUPINGS[name]
+    planned = bw.BatchSampler(options["lengths"], options["budget"], grouping=options["grouping"], balance_over=1)
+    assert flat(run(make(30, 7, 64, **options))) == flat(planned.plan)
+
+
+def test_the_batches_of_buckets_are_padded_to_few_shapes_of_a_catalogue_that_every_epoch_has():
+    sampler = make(48, **BUCKETS)
+    planned = bw.BatchSampler(LENGTHS, BUDGET, grouping=bw.Buckets(4))
+    assert sampler.pad_to == planned.pad_to
+    assert sampler.shapes.dtype == planned.plan.shapes.dtype
+    assert [tuple(row) for row in sampler.shapes] == [
+        (size, *lengths) for size, lengths in zip(planned.pad_to.sizes, planned.pad_to.shapes, strict=True)
+    ]
+    assert 1 < len(sampler.shapes) <= 4
+    assert (sampler.shapes[:, 0] * sampler.shapes[:, 1] <= 240).all()
+    assert sampler.shapes[:, 1].max() == LENGTHS.max()
+
+
+def test_pairs_have_a_catalogue_with_a_column_per_axis():
+    sampler = make(**GROUPINGS["buckets of pairs"])
+    assert sampler.shapes.shape == (len(sampler.pad_to.shapes), 3)
+    assert (sampler.shapes[:, 0] * sampler.shapes[:, 1:].sum(axis=1) <= 240).all()
+
+
+def test_without_static_shapes_there_is_no_catalogue_and_a_batch_is_padded_to_its_longest():
+    for sampler in (make(), make(**GROUPED), make(**GROUPINGS["sorted"])):
+        assert sampler.shapes is None
+        assert sampler.pad_to([3, 9]) == (9,)
+
+
+def test_most_of_a_batch_is_made_of_whole_planned_micro_batches():
+    plan = bw.BatchSampler(LENGTHS, BUDGET, grouping=bw.Buckets(4), balance_over=1).plan
+    batches = [set(batch) for batch in run(make(64, **BUCKETS))]
+    cut = [micro for micro in map(set, plan) if not any(micro <= batch for batch in batches)]
+    # Only one that stands across a border is cut, and there is one border less than batches.
+    assert len(cut) <= len(batches) - 1 < len(plan) / 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_ranks_share_the_batches_of_a_grouping(world_size):
+    of_ranks = ranks(world_size, 30, **BUCKETS)
+    alone = run(make(30, **BUCKETS))
+    for step, batch in enumerate(alone):
+        assert sorted(index for batches in of_ranks for index in batches[step]) == sorted(batch)
+        assert {len(batches[step]) for batches in of_ranks} <= {len(batch) // world_size, -(-len(batch) // world_size)}
+
+
+def test_a_curriculum_keeps_the_catalogue_of_all_examples():
+    sampler = make(32, curriculum=Prefixes(), **BUCKETS)
+    all_shapes = make(32, **BUCKETS).shapes.tolist()
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert sorted(flat(run(sampler))) == sorted(Prefixes().prefix(epoch).tolist())
+        assert sampler.shapes.tolist() == all_shapes
+    # Those of an epoch stand in the order of the plan of all: of one length after the other, as far as they are there.
+    sampler.set_epoch(1)
+    chosen = set(Prefixes().prefix(1).tolist())
+    everyone = make(32, **BUCKETS)
+    everyone.set_epoch(1)
+    assert flat(run(sampler)) == [index for index in flat(run(everyone)) if index in chosen]
+
+
+@every_grouping
+def test_a_state_with_a_grouping_resumes_exactly_on_any_world_size(name):
+    options = GROUPINGS[name]
+    full = run(make(30, 7, 64, **options))
+    state = state_after(4, 30, 7, 64, **options)
+    assert full[:4] + run(resumed(state, 30, 7, 64, step=4, **options)) == full
+    rest = [run(resumed(state, 30, 7, 64, step=4, rank=rank, world_size=2, **options)) for rank in range(2)]
+    assert sorted(everything(rest) + flat(full[:4])) == list(range(NUM))
+
+
+def test_without_a_grouping_states_are_those_of_earlier_versions():
+    saved = {
+        "version": 1,
+        "num_examples": 300,
+        "lengths": "e006bbba453742016a03ccb2eb300ca9",
+        "budget": "MaxTokens(240)",
+        "curriculum": None,
+        "settings": {
+            "grouping": "WindowSort(batches_per_window=256)",
+            "shuffle": True,
+            "size_multiple_of": 1,
+            "size_ladder": None,
+            "pad_multiple_of": 1,
+            "keep_first": 0,
+            "oversize": "error",
+            "drop_last": False,
+            "remainder": "spread",
+            "balance_over": 1,
+            "cost": None,
+        },
+        "seed": 0,
+        "epoch": 0,
+        "position": 96,
+    }
+    assert json.loads(json.dumps(state_after(3, **GROUPED))) == saved
+    assert run(resumed(saved, **GROUPED)) == run(make(**GROUPED))[3:]
+    assert flat(run(make(**GROUPED)))[:8] == [147, 58, 245, 19, 160, 68, 237, 99]
+
+
+def test_a_grouping_is_part_of_a_state():
+    state = state_after(3, **BUCKETS)
+    assert state["settings"]["grouping"] == "Buckets(count=4)"
+    with pytest.raises(StateMismatchError, match=r"saved with grouping = 'Buckets\(count=4\)', here it is 'Buckets"):
+        make(**{**BUCKETS, "grouping": bw.Buckets(5)}).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match=r"saved with grouping = 'Buckets.*', here it is 'WindowSort"):
+        make(**GROUPED).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match=r"saved with grouping = 'WindowSort.*', here it is 'Buckets"):
+        make(**BUCKETS).load_state_dict(state_after(3, **GROUPED))
+
+
+def test_the_usual_grouping_may_be_named():
+    named = {**GROUPED, "grouping": bw.WindowSort()}
+    assert run(make(**named)) == run(make(**GROUPED))
+    assert state_after(3, **named) == state_after(3, **GROUPED)
+
+
+def test_a_sampler_with_a_grouping_pickles_with_its_catalogue():
+    sampler = make(**BUCKETS)
+    catalogue = sampler.pad_to
+    copy = pickle.loads(pickle.dumps(sampler))
+    assert copy.pad_to == catalogue
+    assert run(copy) == run(make(**BUCKETS))
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({**GROUPED, "grouping": bw.Packed(60)}, r"Packed\(capacity=60.*\) packs several examples .* use Buckets"),
+        ({"grouping": bw.Buckets(4)}, r"Buckets\(count=4\) divides examples by their lengths; give lengths and budget"),
+        ({**GROUPED, "grouping": bw.Buckets}, r"got the class; write Buckets\(\)"),
+        ({**GROUPED, "grouping": "buckets"}, "grouping must be one of .*, got 'buckets'"),
+    ],
+    ids=["packed", "no lengths", "a class", "a text"],
+)
+def test_groupings_that_cannot_fill_batches_are_refused(options, complaint):
+    with pytest.raises(ArgumentError, match=complaint):
+        make(**options)
+
+
 # Epochs.
 
 

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import HasSize, as_sized, as_whole, check_ranks, check_same, peek_size, read_size
+from ..._checks import HasSize, as_sized, as_state, as_whole, check_ranks, check_same, peek_size, read_size
 from ..._lengths import as_lengths
 from ..._random import Purpose, bit_stream, permutation
 from ..._types import MAX_INT32
 from ...errors import ArgumentError, BudgetError, LengthsError
-from .._oversize import fits
+from .._oversize import admit, fits
 from .._settings import PlanSettings
 from ..budget import Budget, check_budget
-from ..plan import plan_epoch
+from ..collating import PadTo
+from ..grouping.base import Grouping, check_grouping
+from ..grouping.sorting import WindowSort
+from ..plan import make_problem, plan_epoch
 from ._progress import AbstractEpochs, Cursor, fingerprint, read_place
 
 Item = TypeVar("Item")
 
-# Raise it when the same settings begin to give another order: a state of another version cannot be continued.
-STATE_VERSION = 1
+# The rules of plans by the usual grouping, and the version of their states: states from before there was a choice load.
+_FIRST_RULES = 1
 
 
 @final
@@ -43,6 +47,9 @@ class ResizableBatchSampler(AbstractEpochs):
     ``collate``: it cuts a share into pieces of similar lengths again, so that little is padded. A budget that admits
     many more examples than a batch has makes neighbouring batches alike; bound it, ``budget & MaxItems(n)``.
 
+    With ``grouping=Buckets(count)`` the micro-batches have few static shapes, the same in every epoch: ``shapes`` lists
+    them, and a collator pads with ``pad_to``. ``split_by_shapes`` cuts a batch into these shapes again.
+
     Workers form batches ahead: with ``num_workers > 0`` a new size takes effect after the batches already prefetched.
     Where it must apply at once, use ``regroup``.
 
@@ -56,6 +63,8 @@ class ResizableBatchSampler(AbstractEpochs):
         controller: a ``BatchSizeController``, anything else with a ``.size``, or a fixed number of examples.
         lengths: as for ``plan_batches``, with ``budget``.
         budget: what a micro-batch may cost, with ``lengths``; every example must fit it by itself.
+        grouping: how examples are divided into micro-batches, with ``lengths`` and ``budget``; any but ``Packed``, by
+            default ``WindowSort()``.
         curriculum: has ``num_examples`` and ``prefix(epoch)``, the indices that an epoch covers; a ``size.Curriculum``.
         shuffle: a new order every epoch; the order of the data, or of the prefix, otherwise.
         seed: the same seed and epoch give the same order on every machine.
@@ -80,6 +89,7 @@ class ResizableBatchSampler(AbstractEpochs):
         *,
         lengths: npt.ArrayLike | None = None,
         budget: Budget | None = None,
+        grouping: Grouping | None = None,
         curriculum: HasPrefix | None = None,
         shuffle: bool = True,
         seed: int = 0,
@@ -88,8 +98,9 @@ class ResizableBatchSampler(AbstractEpochs):
     ) -> None:
         self.rank, self.world_size = check_ranks(rank, world_size)
         self.controller = as_sized("controller", controller)
-        # A batch mixes micro-batches, so they stand in completely random order, not in runs of equal cost.
-        self._settings = PlanSettings(shuffle=shuffle, seed=seed, balance_over=1, rules=1)  # those of its states
+        self._settings = _settings_of(grouping, shuffle=shuffle, seed=seed)
+        if grouping is not None and (lengths is None or budget is None):
+            raise ArgumentError(f"grouping={grouping} divides examples by their lengths; give lengths and budget too")
         self._ordering = make_ordering(num_examples, lengths, budget, curriculum, self._settings)
         self._lengths_hash = None if self._ordering.lengths is None else fingerprint(self._ordering.lengths)
         super().__init__()
@@ -99,6 +110,24 @@ class ResizableBatchSampler(AbstractEpochs):
     def num_repeated(self) -> int:
         """Return how many examples the newest iterator gave out twice because fewer than ranks were left."""
         return 0 if self._progress.newest is None else self._progress.newest.num_repeated
+
+    @cached_property
+    def pad_to(self) -> PadTo:
+        """Return the function a collator pads with: ``sampler.pad_to(lengths of a micro-batch)``."""
+        return self._ordering.pad_to()
+
+    @property
+    def shapes(self) -> Int32Array | None:
+        """Return the static shapes of micro-batches, ``(K, 1 + axes)``: full size and lengths; None if there are none.
+
+        >>> from batchwright import Buckets, MaxTokens
+        >>> grouped = {"lengths": [3, 4, 4, 8, 7, 8], "budget": MaxTokens(16), "grouping": Buckets(2)}
+        >>> ResizableBatchSampler(6, 3, **grouped).shapes.tolist()
+        [[4, 4], [2, 8]]
+        """
+        pad_to = self.pad_to
+        rows = [(size, *lengths) for size, lengths in zip(pad_to.sizes, pad_to.shapes, strict=True)]
+        return np.array(rows, dtype=np.int32) if rows else None
 
     @property
     def num_in_epoch(self) -> int:
@@ -156,7 +185,7 @@ class ResizableBatchSampler(AbstractEpochs):
         """Return where the newest iterator stands, as JSON values; the state of the controller is its own."""
         epoch = self._progress.epoch
         return {
-            "version": STATE_VERSION,
+            "version": self._settings.rules,
             "num_examples": self._ordering.num_examples,
             "lengths": self._lengths_hash,
             "budget": None if self._ordering.budget is None else self._ordering.budget.to_state(),
@@ -174,7 +203,11 @@ class ResizableBatchSampler(AbstractEpochs):
             StateMismatchError: the state is of other lengths, another budget, another curriculum, other settings or
                 another version; the sampler stays as it was.
         """
-        epoch, position = read_place(state, self.state_dict())
+        mine = self.state_dict()
+        saved = as_state(state, of="ResizableBatchSampler").get("settings")
+        if isinstance(saved, Mapping):  # groupings have rules of their own, and a name says more than a version
+            check_same("grouping", saved.get("grouping"), mine["settings"]["grouping"])
+        epoch, position = read_place(state, mine)
         order = self._order_of(epoch)
         check_same("curriculum", state.get("curriculum"), order.curriculum)
         num = len(order.indices)
@@ -196,6 +229,18 @@ class ResizableBatchSampler(AbstractEpochs):
 
 
 Int32Array = npt.NDArray[np.int32]
+
+
+def _settings_of(grouping: Grouping | None, *, shuffle: bool, seed: int) -> PlanSettings:
+    # A batch mixes micro-batches, so they stand in completely random order, not in runs of equal cost.
+    if grouping is None or grouping == WindowSort():
+        return PlanSettings(shuffle=shuffle, seed=seed, balance_over=1, rules=_FIRST_RULES)
+    if check_grouping(grouping).row_capacity is not None:
+        raise ArgumentError(
+            f"grouping={grouping} packs several examples into a row, but a controller counts examples; use "
+            "Buckets(count), WindowSort() or Sorted(), or BatchSampler for packed rows"
+        )
+    return PlanSettings(grouping=grouping, shuffle=shuffle, seed=seed, balance_over=1)
 
 
 class HasPrefix(Protocol):
@@ -238,6 +283,10 @@ class Ordering:
         if self.curriculum is None:
             return EpochOrder(epoch, self._order(self.num_examples, self.lengths, epoch), None)
         prefix = _check_prefix(self.curriculum.prefix(epoch), epoch, self.num_examples)
+        if self.settings.grouping.is_static:
+            # Planned with the others, so that every epoch has the same static shapes.
+            order = self._order(self.num_examples, self.lengths, epoch)
+            return EpochOrder(epoch, order[np.isin(order, prefix)], fingerprint(prefix))
         lengths = None if self.lengths is None else self.lengths[prefix]
         return EpochOrder(epoch, prefix[self._order(len(prefix), lengths, epoch)], fingerprint(prefix))
 
@@ -248,6 +297,16 @@ class Ordering:
             return np.arange(num, dtype=np.int32)
         stream = bit_stream(self.settings.seed, epoch, Purpose.ORDER)
         return permutation(num, stream).astype(np.int32)
+
+    def pad_to(self) -> PadTo:
+        """Return what a collator pads with: the static shapes of the grouping and what fits at each, if it has any."""
+        if self.lengths is None or self.budget is None:
+            return PadTo()
+        problem = make_problem(admit(self.lengths, self.budget, self.settings), self.budget, self.settings, 0)
+        shapes = self.settings.grouping.static_shapes(problem)
+        if shapes is None:
+            return PadTo()
+        return PadTo(tuple(map(tuple, shapes.tolist())), tuple(problem.sizes(shapes).tolist()))
 
 
 def make_ordering(
@@ -271,6 +330,7 @@ def make_ordering(
     if lengths is None or budget is None:
         return Ordering(num, settings, None, None, curriculum)
     array = as_lengths(lengths).copy()  # a change of the caller's array must not change later epochs
+    settings.grouping.check_axes(array.shape[1])
     _check_lengths(array, num, check_budget(budget), settings)
     return Ordering(num, settings, array, budget, curriculum)
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeAlias, final
 
 import torch
 
 from ..._ranks import Ranks
+from ...plan import MaxBytes
 from .._gradients import Trained
 from .._optimizers import allocate_state
 from .._settings import Settings
 from ..oom import Snapshot, add_back, is_out_of_memory, set_aside
 from ..report import MicroSums
 from ._draws import CPU, Draws, HostRandom, harmless_draws, is_explained_by
-from ._inputs import Signature, resized
+from ._inputs import Signature, elements_of, resized
 from ._micro import MicroGraph, NotGraphableError, Work
 from ._watch import Untouched
 from .backend import GraphBackend
@@ -31,8 +31,7 @@ class Capturer:
     Attributes:
         work: what micro-batches are put through, None before the first capture.
         draws: random numbers that the forward pass draws on the host in vain.
-        predicted_bytes: what an eager step of the largest shape took beyond what was there, None on the CPU.
-        lost_peak_bytes: the highest peak of memory before a rehearsal began to measure anew.
+        predicted_bytes: what an eager step of the largest shape took beyond what was there, None before.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Capturer:
         self.work: Work | None = None
         self.draws: Draws = []
         self.predicted_bytes: int | None = None
-        self.lost_peak_bytes = 0
+        self._max_bytes = _max_bytes(settings.micro_batch)
 
     def run_first(self, batch: Any, eager: Callable[[], MicroSums]) -> MicroSums:
         """Run a first micro-batch eagerly: what is made lazily exists afterwards.
@@ -81,12 +80,15 @@ class Capturer:
         finally:
             snapshot.restore()
 
-    def capture(self, targets: Sequence[Target], real: Signature) -> Iterator[tuple[Signature, MicroGraph | None]]:
-        """Yield every target with its graph, None where memory ran out.
+    def capture(
+        self, targets: Sequence[Target], real: Signature, *, eager_elements: int
+    ) -> Iterator[tuple[Signature, MicroGraph | None]]:
+        """Yield every target with its graph, None where memory ran out or the budget would be exceeded.
 
         Args:
             targets: largest first; what is not the real one is made of its rows and columns.
             real: the signature of a batch that came.
+            eager_elements: of the largest batch that will run eagerly, beside the pool.
 
         Raises:
             NotGraphableError: a replay would not repeat what the step does.
@@ -99,8 +101,8 @@ class Capturer:
             try:
                 if not is_rehearsed:
                     self._rehearse(batch, is_real=signature == real)
-                    is_rehearsed = True
-                graph: MicroGraph | None = self._capture(signature, batch)
+                    is_rehearsed = self._fits(elements_of(signature), eager_elements)
+                graph: MicroGraph | None = self._capture(signature, batch) if is_rehearsed else None
             except _MadeUpError:
                 continue  # what was made up does not go together: such shapes are captured when they come
             except Exception as error:
@@ -135,8 +137,7 @@ class Capturer:
         snapshot, held = self._snapshot(), set_aside(self.work.parameters)
         failure: str | None = None
         try:
-            with self._measured():
-                self._run_once(batch)
+            self.predicted_bytes = self._backend.measure(lambda: self._run_once(batch))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -148,23 +149,18 @@ class Capturer:
             raise NotGraphableError(failure) if is_real else _MadeUpError
         self._backend.prepare()
 
+    def _fits(self, num_elements: int, eager_elements: int) -> bool:
+        """Say whether the pool and what runs beside it stay inside a budget in bytes; activations grow with inputs."""
+        if self._max_bytes is None or self.predicted_bytes is None:
+            return True
+        needed = self.predicted_bytes * (1 + eager_elements / num_elements)
+        return self._backend.used_bytes() + needed <= self._max_bytes
+
     def _run_once(self, batch: Any) -> None:
         assert self.work is not None
         with self.work.precision():
             loss = MicroSums(self.work.loss_fn(self.work.ranks.module, batch), is_replayed=True).loss
         torch.autograd.grad(loss, self.work.parameters, allow_unused=True)
-
-    @contextmanager
-    def _measured(self) -> Iterator[None]:
-        """Measure what the rehearsal takes, on CUDA."""
-        if self._device.type != "cuda":
-            yield
-            return
-        self.lost_peak_bytes = max(self.lost_peak_bytes, torch.cuda.max_memory_allocated(self._device))
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        yield
-        self.predicted_bytes = torch.cuda.max_memory_allocated(self._device) - before
 
     def _capture(self, signature: Signature, batch: Any) -> MicroGraph:
         assert self.work is not None
@@ -190,6 +186,12 @@ class Capturer:
         if changed is not None:
             raise NotGraphableError(f"the forward pass changes {changed}, and a replay would not")
         return graph
+
+
+def _max_bytes(micro_batch: Any) -> float | None:
+    """Return the bytes that a budget allows, None if it counts something else."""
+    parts = getattr(micro_batch, "parts", (micro_batch,))
+    return min((part.max_bytes for part in parts if isinstance(part, MaxBytes)), default=None)
 
 
 class _MadeUpError(Exception):

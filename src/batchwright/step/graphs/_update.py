@@ -158,13 +158,11 @@ class Updates:
         """Say whether the optimizer can be captured and has the state of its later steps, which a capture needs."""
         if self.reason is not None:
             return False
-        if self._graph is not None and self._graph.fits():
-            return True
         if innermost(self._optimizer) is not self._optimizer:
             self.reason = "a wrapped optimizer is not captured"
         else:
             self.reason = why_not(self._optimizer, self._settings.scaler, self._backend)
-        return self.reason is None and has_state(self._optimizer)
+        return self.reason is None and (self._graph is not None or has_state(self._optimizer))
 
     def prepare(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Capture the update if it is not what was captured before; return whether it can be replayed."""
@@ -172,6 +170,8 @@ class Updates:
         if not self.is_new:
             return True
         self._graph = None
+        if not has_state(self._optimizer):
+            return False
         self._num_captures += 1
         if self._num_captures > _MOST_CAPTURES:
             self.reason = "options of the optimizer change again and again"

@@ -39,6 +39,16 @@ class GraphBackend(Protocol):
     def pool_bytes(self) -> int:
         """Return the memory that captures hold."""
 
+    def used_bytes(self) -> int:
+        """Return the memory in use on the device, besides the pool."""
+
+    def measure(self, function: Callable[[], None]) -> int:
+        """Run a function, and return the memory that it took at its peak beyond what was in use before."""
+
+    @property
+    def lost_peak_bytes(self) -> int:
+        """Return the highest peak of memory before a measurement began anew."""
+
     def release(self) -> None:
         """Drop all captures and their memory; none of them is replayed again."""
 
@@ -55,6 +65,7 @@ class CudaGraphs:
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._lost_peak = 0
 
     def prepare(self) -> None:
         """Collect garbage and empty the cache, so that the pool can have the memory of earlier steps."""
@@ -127,6 +138,23 @@ class CudaGraphs:
             for segment in segments
             if tuple(segment.get("segment_pool_id", ())) == pool and segment.get("device") == (self._device.index or 0)
         )
+
+    def used_bytes(self) -> int:
+        """Return the bytes of tensors; those in the pool are free outside of a replay."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def measure(self, function: Callable[[], None]) -> int:
+        """Run a function, and return its peak; the allocator's own peak begins anew."""
+        self._lost_peak = max(self._lost_peak, torch.cuda.max_memory_allocated(self._device))
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = self.used_bytes()
+        function()
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+    @property
+    def lost_peak_bytes(self) -> int:
+        """Return the highest peak of memory before a measurement began anew."""
+        return self._lost_peak
 
     def release(self) -> None:
         """Drop the graphs; their memory goes back to the device."""

@@ -216,7 +216,7 @@ class Graphs:
     def _why_not(self, signature: Signature, shapes: Sequence[Shape]) -> str | None:
         is_new = signature not in self._seen
         if signature in self._failed:
-            return "a shape did not fit beside the others, or gained nothing"
+            return "a shape did not fit into memory, or gained nothing"
         if self._planned is None:
             is_full = len(self._graphs) >= MOST_UNPLANNED
             return "without shapes=, a shape is captured when it comes again" if is_new or is_full else None
@@ -240,12 +240,17 @@ class Graphs:
             self._has_catalogue = True
         return sorted(targets.items(), key=lambda target: elements_of(target[0]), reverse=True)
 
+    def _eager_elements(self, like: Signature) -> int:
+        """Return the elements of the largest shape that is planned but not worth a capture."""
+        rare = [self._axes.sizes_at(shape) for shape in self._planned or () if self._is_rare([shape])]
+        return max((elements_of(like._replace(sizes=tuple(sizes))) for sizes in rare if sizes is not None), default=0)
+
     def _capture(self, targets: list[Target], real: Signature) -> None:
         try:
-            for signature, graph in self._capturer.capture(targets, real):
+            for signature, graph in self._capturer.capture(targets, real, eager_elements=self._eager_elements(real)):
                 if graph is None:
                     self._failed.add(signature)
-                    self._count("memory ran out during a capture")
+                    self._count("a shape did not fit into memory beside the others")
                 else:
                     self._graphs[signature] = graph
                     self._num_captures += 1
@@ -317,7 +322,7 @@ class Graphs:
     @property
     def lost_peak_bytes(self) -> int:
         """Return the highest peak of memory before a rehearsal began to measure anew."""
-        return self._capturer.lost_peak_bytes
+        return self._backend.lost_peak_bytes
 
     def summary(self) -> GraphSummary:
         """Return the figures so far."""
