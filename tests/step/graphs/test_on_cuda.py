@@ -44,7 +44,7 @@ def test_dropout_is_drawn_anew_at_every_replay_and_from_the_same_distribution():
     torch.manual_seed(1)
     for options in ({}, {"graphs": True, "shapes": [SHAPE]}):
         model = make_dropping()
-        stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0), models.table_loss, **options)
+        stepper = Stepper(model, sgd(model.parameters(), lr=0.0), models.table_loss, **options)
         losses_of(stepper, batch, 5)
         losses, graphed = losses_of(stepper, batch, 600)
         assert all(graphed) is bool(options)
@@ -104,6 +104,7 @@ def free():
     torch.cuda.empty_cache()
 
 
+@pytest.mark.filterwarnings("ignore:steps run eagerly")
 @pytest.mark.parametrize("room", [1.15, 1.5, 2.0, 4.0])
 def test_too_little_memory_for_graphs_loses_nothing(room):
     """The cap leaves ``room`` times what an eager step takes: no pool fits beside it, or one, or all."""
@@ -149,13 +150,14 @@ def test_the_bytes_of_the_pool_are_reported_and_given_back():
     assert report.graphed
     pool = stepper.graph_summary().pool_bytes
     assert pool == private_bytes() - before
-    # 32 activations of 16 MiB: one pool serves both shapes, so the smaller one adds little.
-    assert 0.5 * 2**29 < pool < 2 * 2**29
+    # 16 activations of 16 MiB stay for the backward pass; two pools would be half as large again.
+    assert 200 * 2**20 < pool < 420 * 2**20
     del stepper
     free()
     assert private_bytes() == before
 
 
+@pytest.mark.filterwarnings("ignore:steps run eagerly")
 def test_an_eager_batch_that_needs_the_pools_memory_gets_it():
     """A batch larger than any planned one fits only after the graphs are dropped."""
     free()
