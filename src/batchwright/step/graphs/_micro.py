@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._ranks import Ranks
+from ..._tree import map_leaves
 from ..report import MicroSums, Sum
 from ._inputs import Signature, StaticInputs
 from .backend import GraphBackend, Replay
@@ -107,7 +108,9 @@ class MicroGraph:
     def _forward(self) -> None:
         work = self._work
         with work.precision(), _without_autocast_cache():
-            sums = MicroSums(work.loss_fn(work.ranks.module, self._inputs.batch), is_replayed=True)
+            # Containers of its own, since a loss may take fields out of them.
+            batch = map_leaves(self._inputs.batch, lambda tensor: tensor)
+            sums = MicroSums(work.loss_fn(work.ranks.module, batch), is_replayed=True)
         if sums.is_empty or sums.is_doubtful:
             raise NotGraphableError("a micro-batch has a weight of 0 on the host, and such are left out")
         self._loss = sums.loss

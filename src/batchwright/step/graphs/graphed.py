@@ -88,7 +88,7 @@ class Graphs:
         self._failed: set[Signature] = set()
         self._seen: set[Signature] = set()
         self._axes = Axes()
-        self._is_warm = self._has_catalogue = False
+        self._is_warm = self._has_catalogue = self._is_in_doubt = False
         self._watch: Watch | None = None
         self._capturer = Capturer(self._settings, self._ranks, self._trained, self._backend, self._snapshot)
         self._updates = Updates(self._trained.optimizer, self._settings, self._backend)
@@ -98,23 +98,35 @@ class Graphs:
         """Look at the model before a batch runs: after a change, what was captured is void."""
         if self._off is not None:
             return
-        if self._has_changed():
-            self._num_changes += 1
-            self._drop()
-        if self._num_changes > _MOST_CHANGES:
-            self._give_up("the model changes again and again between steps")
-        elif self._capturer.work is None:
+        self._drop_if_changed()
+        if self._off is not None:
+            return
+        if self._capturer.work is None:
             reason = hooks_of(self._ranks.module) or unfit(self._trained.parameters)
             if reason is not None:
                 self._give_up(reason)
 
-    def _has_changed(self) -> bool:
+    def _drop_if_changed(self) -> None:
+        """Drop all captures if the model or the loss is not what they saw; do without them if that comes too often."""
+        self._is_in_doubt = False
+        change = self._change()
+        if change is None:
+            return
+        self._num_changes += 1
+        self._drop()
+        if self._num_changes > _MOST_CHANGES:
+            self._give_up(
+                f"{change} changes again and again between steps; a number that changes can be a tensor on the device "
+                "of the model, written in place"
+            )
+
+    def _change(self) -> str | None:
         if self._capturer.work is None:
-            return False
+            return None
         before, now = self._capturer.work.parameters, self._trained.parameters
         if len(before) != len(now) or any(old is not new for old, new in zip(before, now, strict=True)):
-            return True
-        return self._watch is not None and self._watch.has_changed
+            return "the list of trained parameters"
+        return None if self._watch is None else self._watch.change
 
     def _drop(self) -> None:
         self._num_updates += self._updates.num_replayed
@@ -145,11 +157,14 @@ class Graphs:
             divisor: of the update.
             is_first: no gradient was gathered before in this update, so that a replay can be compared.
         """
+        if self._is_in_doubt and self._off is None:
+            self._drop_if_changed()
         signature = None if self._off is not None else signature_of(batch)
         graph = None if signature is None else self._graphs.get(signature)
         if graph is not None and graph.is_trusted:
             return self._replay(graph, batch, divisor)
         self._num_eager += 1
+        self._is_in_doubt = True  # an eager run may change the model, whose graphs then are void
         if signature is None:
             self._count(self._off or "a batch holds more than tensors and single values")
             return eager()
@@ -259,7 +274,7 @@ class Graphs:
         except Exception as error:  # what follows is eager, and raises again what is wrong with the step itself
             self._give_up(text_of(error))
         if self._off is None:
-            self._watch = Watch(self._ranks.module, self._trained.parameters)
+            self._watch = Watch(self._capturer.look(), self._trained.parameters)
             self.held_bytes = self._backend.pool_bytes()
 
     def _try_out(self, graph: MicroGraph, batch: Any, eager: Callable[[], MicroSums], divisor: Divisor) -> MicroSums:
@@ -268,14 +283,14 @@ class Graphs:
         assert work is not None
         started = self._backend.seconds()
         value = divisor(graph.host_weight, elements_of(graph.signature))
-        snapshot = self._snapshot()
+        kept = self._capturer.keep()
         buffers = [buffer if place in set(graph.touched) else None for place, buffer in enumerate(work.buffers)]
         for _ in range(2):  # the first replay loads the graph
             start = self._backend.seconds()
             torch._foreach_zero_([buffer for buffer in buffers if buffer is not None])
             replayed = graph.run(batch, value)
             graph.seconds = self._backend.seconds() - start
-            snapshot.restore()
+            kept.restore()
         found = outcome_of(replayed, buffers)
         start = self._backend.seconds()
         sums = eager()
