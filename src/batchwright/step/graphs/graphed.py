@@ -35,6 +35,9 @@ Divisor: TypeAlias = Callable[[float | None, int], float]
 MOST_UNPLANNED = 64
 # A replay must take at most this share of the eager seconds to be worth its memory.
 WORTH = 0.95
+# Micro-batches of one size that differ in single values, such as a name, are captured up to so many times.
+_MOST_ALIKE = 4
+_MOST_SEEN = 4096
 # A model that changes more often than this between steps would be captured again and again.
 _MOST_CHANGES = 8
 
@@ -87,6 +90,7 @@ class Graphs:
         self._graphs: dict[Signature, MicroGraph] = {}
         self._failed: set[Signature] = set()
         self._seen: set[Signature] = set()
+        self._kinds: set[tuple[Any, ...]] = set()  # structures of signatures that ran
         self._axes = Axes()
         self._is_warm = self._has_catalogue = self._is_in_doubt = False
         self._watch: Watch | None = None
@@ -171,7 +175,15 @@ class Graphs:
         if not self._is_warm:
             return self._warm_up(signature, batch, eager)
         graph = graph or self._captured(signature, batch)
-        return self._try_out(graph, batch, eager, divisor) if graph is not None and is_first else eager()
+        sums = self._try_out(graph, batch, eager, divisor) if graph is not None and is_first else eager()
+        self._note(signature)
+        return sums
+
+    def _note(self, signature: Signature) -> None:
+        """Remember a micro-batch that ran: one that the loss refuses is not worth a capture."""
+        if len(self._seen) < _MOST_SEEN:
+            self._seen.add(signature)
+            self._kinds.add(signature.structure)
 
     def _replay(self, graph: MicroGraph, batch: Any, divisor: Divisor) -> MicroSums:
         self._attach(graph.touched)
@@ -199,7 +211,6 @@ class Graphs:
             parameters[place].grad = buffers[place]
 
     def _warm_up(self, signature: Signature, batch: Any, eager: Callable[[], MicroSums]) -> MicroSums:
-        self._seen.add(signature)
         try:
             sums = self._capturer.run_first(batch, eager)
         except NotGraphableError as error:
@@ -208,6 +219,7 @@ class Graphs:
             self._give_up(str(error))
             return error.sums
         self._is_warm = True
+        self._note(signature)
         self._axes.see(signature.sizes, self._shapes_of(signature))
         return sums
 
@@ -219,7 +231,6 @@ class Graphs:
         shapes = self._shapes_of(signature)
         self._axes.see(signature.sizes, shapes)
         reason = self._why_not(signature, shapes)
-        self._seen.add(signature)
         if reason is not None:
             self._count(reason)
             return None
@@ -230,6 +241,10 @@ class Graphs:
 
     def _why_not(self, signature: Signature, shapes: Sequence[Shape]) -> str | None:
         is_new = signature not in self._seen
+        if signature.structure not in self._kinds:
+            return "a kind of batch, by its fields, types and single values, runs eagerly at first"
+        if sum(one.sizes == signature.sizes for one in self._graphs) >= _MOST_ALIKE:
+            return "fields, types or single values of batches of one shape differ again and again"
         if signature in self._failed:
             return "a shape did not fit into memory, or gained nothing"
         if self._planned is None:
@@ -249,7 +264,7 @@ class Graphs:
         if not self._has_catalogue:
             for shape in self._planned or ():
                 # Sizes that are not certain yet are captured when they come.
-                sizes = None if self._is_rare([shape]) else self._axes.sizes_at(shape)
+                sizes = None if self._is_rare([shape]) else self._axes.sizes_at(shape, signature.sizes)
                 if sizes is not None:
                     targets.setdefault(signature._replace(sizes=tuple(sizes)), sizes)
             self._has_catalogue = True
@@ -257,7 +272,7 @@ class Graphs:
 
     def _eager_elements(self, like: Signature) -> int:
         """Return the elements of the largest shape that is planned but not worth a capture."""
-        rare = [self._axes.sizes_at(shape) for shape in self._planned or () if self._is_rare([shape])]
+        rare = [self._axes.sizes_at(shape, like.sizes) for shape in self._planned or () if self._is_rare([shape])]
         return max((elements_of(like._replace(sizes=tuple(sizes))) for sizes in rare if sizes is not None), default=0)
 
     def _capture(self, targets: list[Target], real: Signature) -> None:
