@@ -15,10 +15,12 @@ from .collators import PackCollator as PackCollator  # noqa: E402
 from .collators import PadCollator as PadCollator  # noqa: E402
 from .compiling import CompileCounter as CompileCounter  # noqa: E402
 from .compiling import MarkShapes as MarkShapes  # noqa: E402
-from .generation import generate as generate  # noqa: E402
+from .filler import without_filler as without_filler  # noqa: E402
+from .graphs.summary import GraphSummary as GraphSummary  # noqa: E402
 from .huggingface import huggingface_loss as huggingface_loss  # noqa: E402
-from .inference import merge_padded as merge_padded  # noqa: E402
-from .inference import oom_safe as oom_safe  # noqa: E402
+from .inference.generation import generate as generate  # noqa: E402
+from .inference.pieces import merge_padded as merge_padded  # noqa: E402
+from .inference.pieces import oom_safe as oom_safe  # noqa: E402
 from .losses import entropy_sum as entropy_sum  # noqa: E402
 from .losses import supervised_loss as supervised_loss  # noqa: E402
 from .losses import whole_batch as whole_batch  # noqa: E402
@@ -40,6 +42,7 @@ __all__ = [
     "Calibration",
     "CompileCounter",
     "FitToMemory",
+    "GraphSummary",
     "HeldOutErrors",
     "MarkShapes",
     "MemoryMonitor",
@@ -65,4 +68,5 @@ __all__ = [
     "split_by_shapes",
     "supervised_loss",
     "whole_batch",
+    "without_filler",
 ]

@@ -6,10 +6,9 @@ better: a few shapes are worth a kernel each, many shapes need one kernel for al
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import Any, TypeAlias, TypeVar, final
+from typing import TypeAlias, TypeVar, final
 
 import numpy.typing as npt
 from torch import Tensor
@@ -18,7 +17,8 @@ from .._checks import as_whole
 from .._tree import leaves
 from ..errors import ArgumentError
 from ..plan import BatchSampler, PadTo, Plan, ResizableBatchSampler
-from .graphs._inputs import read_shapes
+from ._catalogue import read_shapes
+from .report import num_compilations
 
 Batch = TypeVar("Batch")
 Shapes: TypeAlias = "npt.ArrayLike | Plan | PadTo | BatchSampler | ResizableBatchSampler"
@@ -61,7 +61,7 @@ class MarkShapes:
     """
 
     def __init__(self, shapes: Shapes, *, max_compilations: int | None = None) -> None:
-        found = read_shapes(_planned(shapes)).keys()
+        found = read_shapes(shapes).keys()
         choice = _choose(found, _limit(max_compilations))
         self.are_rows_static, self.are_lengths_static, self.num_expected = choice
         self._rows = frozenset(shape[0] for shape in found)
@@ -99,19 +99,6 @@ class MarkShapes:
         return f"MarkShapes({kinds[0]} rows, {kinds[1]} lengths, {self.num_expected} compilations expected)"
 
 
-def _planned(shapes: Any) -> Any:
-    """Return the rows ``(size, lengths)`` of a catalogue, and everything else as it is."""
-    pad_to = getattr(shapes, "pad_to", None) if isinstance(shapes, ResizableBatchSampler) else shapes
-    if isinstance(pad_to, PadTo) and pad_to.shapes:
-        return [(size, *lengths) for size, lengths in zip(pad_to.sizes, pad_to.shapes, strict=True)]
-    if isinstance(shapes, PadTo | ResizableBatchSampler):
-        raise ArgumentError(
-            f"a {type(shapes).__name__} without static shapes says nothing of later batches; give plan.shapes, or "
-            "plan with grouping=bw.Buckets"
-        )
-    return shapes
-
-
 def _limit(max_compilations: int | None) -> int:
     from torch._dynamo import config
 
@@ -133,19 +120,6 @@ def _choose(shapes: Collection[tuple[int, ...]], limit: int) -> tuple[bool, bool
     # Lengths before rows: attention and softmax run over lengths.
     choices = [(True, True, len(shapes)), (False, True, num_lengths), (True, False, num_rows)]
     return next((choice for choice in choices if choice[-1] <= limit), (False, False, 1))
-
-
-def num_compilations() -> int:
-    """Return how many graphs torch.compile has compiled in this process; 0 if it was never used.
-
-    A function without breaks is one graph per compilation. Nothing is imported, so it costs next to nothing.
-
-    >>> num_compilations() >= 0
-    True
-    """
-    utils: Any = sys.modules.get("torch._dynamo.utils")
-    counters = getattr(utils, "counters", None)  # absent while another thread imports it
-    return 0 if counters is None else int(counters["stats"]["unique_graphs"])
 
 
 @final

@@ -131,6 +131,8 @@ class TapeGraphs:
         num_replays: how often a tape ran.
     """
 
+    lost_peak_bytes = 0
+
     def __init__(self):
         self.num_captures = self.num_replays = 0
 
@@ -156,6 +158,13 @@ class TapeGraphs:
 
     def pool_bytes(self):
         return 1000 * self.num_captures
+
+    def used_bytes(self):
+        return 0
+
+    def measure(self, function):
+        function()
+        return 1000
 
     def release(self):
         pass

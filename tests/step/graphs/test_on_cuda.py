@@ -29,8 +29,7 @@ def graphed_stepper(model, loss_fn, shapes, *, make_optimizer=adamw, **options):
 
 
 def make_dropping():
-    layers = [nn.Linear(6, 64), nn.Dropout(0.5), nn.Tanh(), nn.Linear(64, 3)]
-    return models.seeded(lambda: nn.Sequential(*layers)).cuda()
+    return models.seeded(lambda: nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Tanh(), nn.Linear(64, 3))).cuda()
 
 
 def losses_of(stepper, batch, num):
@@ -91,8 +90,11 @@ def test_five_hundred_steps_give_the_curve_of_eager_training():
 
 
 def make_deep():
-    layers = [layer for _ in range(16) for layer in (nn.Linear(512, 512), nn.Tanh())]
-    return models.seeded(lambda: nn.Sequential(*layers, nn.Linear(512, 3)))
+    def make():
+        layers = [layer for _ in range(16) for layer in (nn.Linear(512, 512), nn.Tanh())]
+        return nn.Sequential(*layers, nn.Linear(512, 3))
+
+    return models.seeded(make)
 
 
 def deep_batches():
