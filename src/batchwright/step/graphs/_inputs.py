@@ -46,8 +46,10 @@ def _read(value: Any, structure: list[Any], sizes: list[tuple[int, ...]]) -> boo
         structure.append((type(value), tuple(fields)))
         return all(_read(item, structure, sizes) for item in (*fields.values(), *_attributes_of(value, fields)))
     if isinstance(value, list | tuple):
+        if getattr(value, "__dict__", None):  # attributes that one made of other entries would not have
+            return False
         structure.append((type(value), len(value)))
-        return all(_read(item, structure, sizes) for item in (*value, *_attributes_of(value, {})))
+        return all(_read(item, structure, sizes) for item in value)
     if type(value) in _SINGLE:
         # As a text, a float that is no number equals itself, and 0 does not equal -0.
         structure.append((type(value), value.hex() if type(value) is float else value))
@@ -57,7 +59,7 @@ def _read(value: Any, structure: list[Any], sizes: list[tuple[int, ...]]) -> boo
 
 def _attributes_of(value: Any, fields: Mapping[Any, Any]) -> list[Any]:
     """Return what a container holds besides its fields, each with its name; static inputs have the same."""
-    if type(value) in (dict, list, tuple) or not hasattr(value, "__dict__"):
+    if type(value) is dict or not hasattr(value, "__dict__"):
         return []
     is_known = type(value).__module__.partition(".")[0] == "transformers"  # whose private ones stay behind
     return [

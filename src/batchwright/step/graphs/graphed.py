@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -24,10 +24,9 @@ from ._inputs import Axes, Signature, elements_of, signature_of
 from ._micro import MicroGraph, NotGraphableError
 from ._update import Updates
 from ._watch import Watch, hooks_of, unfit
-from .backend import CudaGraphs, GraphBackend
+from .backend import Choice, CudaGraphs, make_backend
 from .summary import GraphSummary
 
-Choice: TypeAlias = "bool | Literal['auto'] | GraphBackend"
 # divisor(weight on the host or None, elements of the micro-batch): what losses of the update are divided by
 Divisor: TypeAlias = Callable[[float | None, int], float]
 
@@ -382,19 +381,3 @@ def _obstacle(settings: Settings, ranks: Ranks) -> str | None:
     if settings.autocast is torch.float16 and settings.weight_of is None:
         return "float16 needs the weight of a batch before it runs, weight_of="
     return None
-
-
-def make_backend(choice: Choice, device: torch.device) -> GraphBackend | None:
-    """Return what captures on a device, None where ``"auto"`` finds nothing."""
-    if choice is True or (isinstance(choice, str) and choice == "auto"):
-        if device.type == "cuda":
-            return CudaGraphs(device)
-        if choice is True:
-            raise ArgumentError(
-                f"graphs=True needs a model on a CUDA device, but it lies on {device}; move the model before the "
-                "Stepper is made, or pass graphs='auto', which runs eagerly elsewhere"
-            )
-        return None
-    if isinstance(choice, GraphBackend) and not isinstance(choice, type):
-        return choice
-    raise ArgumentError(f"graphs must be False, 'auto' or True, got {choice!r}")
