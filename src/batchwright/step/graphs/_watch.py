@@ -49,6 +49,9 @@ class Watch:
         tensors: list[dict[str, Any]] = [part._parameters for part in modules if part._parameters]
         tensors += [part._buffers for part in modules if part._buffers]
         self._tensors = [(held, tuple(held.values())) for held in tensors]
+        # Whatever comes into these, as a buffer that is registered late, is a change.
+        kinds = [held for part in modules for held in (part._modules, part._parameters, part._buffers)]
+        self._empty: list[Any] = [held for held in kinds if not held]
         self._hooks = [getattr(part, name) for part in modules for name in _HOOKS if hasattr(part, name)]
         self._reached = [(place, place.values()) for place in reach.places]
         self._trained = trained
@@ -81,6 +84,8 @@ class Watch:
                 return f"an attribute of {type(part.module).__name__}"
             if not all(map(is_, part.get_other(part.values), part.other)):
                 return f"an attribute of {type(part.module).__name__}"
+        if any(self._empty):
+            return "a part, a parameter or a buffer of the model"
         for held, before in (*self._children, *self._tensors):
             if len(held) != len(before) or not all(map(is_, held.values(), before)):
                 return "a part, a parameter or a buffer of the model"
