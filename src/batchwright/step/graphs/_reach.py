@@ -113,7 +113,6 @@ class Reach:
     def __init__(self, module: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
         self.module, self._loss_fn = module, loss_fn
         self._names: set[str] = set()
-        self._read: set[tuple[Any, ...]] = set()  # classes whose code was read
         num_names = -1
         while len(self._names) > num_names:  # code that is found late may read what was passed by
             num_names = len(self._names)
@@ -125,6 +124,7 @@ class Reach:
         self.tensors: list[tuple[str, Tensor]] = []
         self.generators: list[tuple[str, Any]] = []
         self._seen: set[int] = set()
+        self._read: set[tuple[Any, ...]] = set()  # classes whose code was read
         self._todo: deque[_Found] = deque([("the model", self.module, 0), ("loss_fn", self._loss_fn, 0)])
         while self._todo and len(self.places) < _MOST_PLACES:
             self._visit(*self._todo.popleft())
@@ -178,6 +178,8 @@ class Reach:
             names = tuple(dict.fromkeys(chain(*own)))
             if names:
                 self.places.append(Place(one.__name__, vars(one), names))
+                values = [(name, vars(one).get(name)) for name in names]
+                self._add((f"{one.__name__}.{name}", value, 2) for name, value in values if not callable(value))
         if (kind, *called) in self._read:
             return
         self._read.add((kind, *called))
@@ -186,6 +188,7 @@ class Reach:
             for function in _functions_of(getattr(kind, todo.pop(), None)):
                 names_read = _names_in(function.__code__)
                 self._names |= names_read
+                self._add([(f"{kind.__name__}.{function.__name__}", function, 2)])
                 new = {name for name in names_read - seen if hasattr(kind, name) and not hasattr(nn.Module, name)}
                 seen |= new
                 todo += new
