@@ -82,10 +82,11 @@ class Capturer:
             NotGraphableError: after the run, with its sums: the forward pass does what no graph can hold.
         """
         host = HostRandom(self.look().generators, self._device)
+        whole = map_leaves(batch, lambda tensor: tensor)  # a loss may take fields out of its batch
         sums = eager()
         moved = host.moved()
         if moved == [CPU]:
-            self.draws = self._look_at_draws(batch)
+            self.draws = self._look_at_draws(whole)
         if moved and not self.draws:
             raise NotGraphableError(_random(moved), sums)
         if any(one.grad is not None and one.grad.is_sparse for one in self._trained.parameters):
@@ -107,6 +108,8 @@ class Capturer:
 
         try:
             return harmless_draws(forward, kept.restore) or []
+        except Exception:  # a second pass that fails says nothing of the draws
+            return []
         finally:
             kept.restore()
 
@@ -130,24 +133,28 @@ class Capturer:
         like = dict(targets)[real]
         self._open()
         self.look()
-        kept, is_rehearsed = self.keep(), False
+        kept, is_rehearsed, num_captured = self.keep(), False, 0
         for signature, given in targets:
             batch = given if signature == real else resized(like, given)
             try:
                 if not is_rehearsed:
                     self._rehearse(batch, kept, is_real=signature == real)
                     is_rehearsed = self._fits(elements_of(signature), eager_elements)
-                graph: MicroGraph | None = self._capture(signature, batch) if is_rehearsed else None
+                is_real = signature == real
+                graph: MicroGraph | None = self._capture(signature, batch, is_real=is_real) if is_rehearsed else None
             except _MadeUpError:
                 continue  # what was made up does not go together: such shapes are captured when they come
             except Exception as error:
-                kept.untouched.put_back()  # what the rehearsal has counted
                 if not is_out_of_memory(error):
+                    kept.untouched.put_back()  # what the rehearsal has counted
                     raise
                 graph = None
             if graph is None:
                 self._backend.prepare()  # outside the except block, where the traceback holds activations
+            num_captured += graph is not None
             yield signature, graph
+        if not num_captured:  # otherwise graphs read what the rehearsal has made
+            kept.untouched.put_back()
 
     def _open(self) -> None:
         """Allocate what outlives the captures, before the pool: the optimizer's state, gradients, the divisor."""
@@ -204,7 +211,7 @@ class Capturer:
             loss = MicroSums(self.work.loss_fn(self.work.ranks.module, batch), is_replayed=True).loss
         torch.autograd.grad(loss, self.work.parameters, allow_unused=True)
 
-    def _capture(self, signature: Signature, batch: Any) -> MicroGraph:
+    def _capture(self, signature: Signature, batch: Any, *, is_real: bool) -> MicroGraph:
         assert self.work is not None
         host, kept = HostRandom(self.reach.generators, self._device), self.keep()
         start = torch.get_rng_state()
@@ -220,6 +227,8 @@ class Capturer:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
+            if not is_real and "captur" not in str(error):  # the loss refuses what was made up
+                raise _MadeUpError from error
             raise NotGraphableError(text_of(error)) from error
         finally:
             changed = kept.restore()
