@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from batchwright.step import Stepper
-from batchwright.step.graphs._capturing import NEAR, are_alike, outcome_of, text_of
+from batchwright.step.graphs._capturing import are_alike, outcome_of, text_of
 from batchwright.step.graphs._micro import NotGraphableError
 from batchwright.step.report import MicroSums
 from batchwright.testing import EagerGraphs
@@ -50,19 +50,31 @@ def test_an_outcome_has_the_norms_of_the_gradients_that_are_there():
         "fewer-gradients", "metric", "no-number", "infinite",
     ],
 )  # fmt: skip
-def test_outcomes_are_alike_exactly_when_they_differ_by_rounding(other, is_alike):
-    assert are_alike(other, outcome(), NEAR) is is_alike
-    assert are_alike(outcome(), other, NEAR) is is_alike
+def test_outcomes_without_dropout_are_alike_exactly_when_they_differ_by_rounding(other, is_alike):
+    assert are_alike((other, other), outcome(), is_half=False) is is_alike
+    assert are_alike((outcome(), outcome()), other, is_half=False) is is_alike
+
+
+def test_with_dropout_an_eager_run_may_be_about_as_far_away_as_two_replays_are():
+    replays = outcome(loss=2.0), outcome(loss=2.2)
+    assert are_alike(replays, outcome(loss=2.5), is_half=False)
+    assert not are_alike(replays, outcome(loss=3.0), is_half=False)
+
+
+def test_half_precision_may_differ_by_more():
+    assert are_alike((outcome(), outcome()), outcome(loss=2.05), is_half=True)
+    assert not are_alike((outcome(), outcome()), outcome(loss=2.05), is_half=False)
 
 
 def test_metrics_are_compared_by_name_in_any_order():
-    assert are_alike(outcome(hits=1.0, misses=2.0), outcome(misses=2.0, hits=1.0), NEAR)
-    assert not are_alike(outcome(hits=1.0, misses=2.0), outcome(hits=2.0, misses=1.0), NEAR)
+    found = outcome(hits=1.0, misses=2.0)
+    assert are_alike((found, found), outcome(misses=2.0, hits=1.0), is_half=False)
+    assert not are_alike((found, found), outcome(hits=2.0, misses=1.0), is_half=False)
 
 
 def test_results_that_are_no_numbers_on_both_sides_are_alike():
-    spoiled = [outcome(loss=float("nan"), gradients=((float("nan"),),)) for _ in range(2)]
-    assert are_alike(*spoiled, NEAR)
+    spoiled = outcome(loss=float("nan"), gradients=((float("nan"),),))
+    assert are_alike((spoiled, spoiled), spoiled, is_half=False)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ..oom import Snapshot, add_back, is_out_of_memory, set_aside
 from ..report import MicroSums
 from ._draws import CPU, Draws, HostRandom, harmless_draws, is_explained_by
 from ._inputs import Signature, elements_of, resized
-from ._micro import MicroGraph, NotGraphableError, Work
+from ._micro import MicroGraph, NotGraphableError, Work, aliases_of
 from ._reach import Reach
 from ._watch import Untouched
 from .backend import GraphBackend
@@ -85,10 +85,12 @@ class Capturer:
         whole = map_leaves(batch, lambda tensor: tensor)  # a loss may take fields out of its batch
         sums = eager()
         moved = host.moved()
-        if moved == [CPU]:
-            self.draws = self._look_at_draws(whole)
-        if moved and not self.draws:
-            raise NotGraphableError(_random(moved), sums)
+        draws: Draws | None = []
+        if moved == [CPU] or self._device.type == "cpu":
+            draws = self._look_at_draws(whole)
+            self.draws = draws or []
+        if draws is None or (moved and not draws):
+            raise NotGraphableError(_random(moved or [CPU]), sums)
         if any(one.grad is not None and one.grad.is_sparse for one in self._trained.parameters):
             raise NotGraphableError("sparse gradients have no static buffer", sums)
         return sums
@@ -98,20 +100,25 @@ class Capturer:
         self.reach = Reach(self._ranks.module, self._settings.loss_fn)
         return self.reach
 
-    def _look_at_draws(self, batch: Any) -> Draws:
-        """Return what the forward pass draws on the host in vain, nothing if it matters."""
-        kept = self.keep()
+    def _look_at_draws(self, batch: Any) -> Draws | None:
+        """Return what the forward pass draws on the host in vain, None if it matters."""
+        kept, is_on_host = self.keep(), self._device.type == "cpu"
 
         def forward() -> float:
             with torch.no_grad(), self._settings.precision(self._device):
                 return float(self._settings.loss_fn(self._ranks.module, map_leaves(batch, torch.clone))[0])
 
-        try:
-            return harmless_draws(forward, kept.restore) or []
-        except Exception:  # a second pass that fails says nothing of the draws
-            return []
-        finally:
+        def restore() -> None:
             kept.restore()
+
+        try:
+            draws = harmless_draws(forward, restore, is_on_host=is_on_host)
+            # A replay on the host draws by itself.
+            return [] if draws is not None and is_on_host else draws
+        except Exception:  # a second pass that fails says nothing of the draws
+            return [] if is_on_host else None
+        finally:
+            restore()
 
     def keep(self) -> Kept:
         """Return what puts everything back after a run that must leave no trace."""
@@ -170,6 +177,7 @@ class Capturer:
             lambda: self._settings.precision(self._device),
             self._settings.scaler,
             parameters,
+            aliases_of(parameters, self._ranks),
             buffers,
             torch.ones((), dtype=torch.float64, device=self._device),
         )
@@ -263,10 +271,10 @@ def _random(generators: Sequence[str]) -> str:
     return f"the forward pass draws random numbers on the host ({names}), and a replay would repeat them for ever"
 
 
-# How far a replay may be from an eager run: sums in another order, and in half precision.
-NEAR, NEAR_HALF = 1e-3, 3e-2
-# A gradient that is this small beside all of them may differ by as much.
-_SMALL = 0.01
+# How far a replay may be from an eager run: sums in another order, and in half precision or with dropout.
+NEAR, NEAR_ROUGHLY = 1e-3, 3e-2
+# How many times the distance of two replays an eager run may be away.
+_SPREAD = 3.0
 
 
 @final
@@ -286,26 +294,37 @@ def outcome_of(sums: MicroSums, gradients: Sequence[Tensor | None]) -> Outcome:
     return Outcome(sums, touched, norms)
 
 
-def are_alike(replayed: Outcome, eager: Outcome, near: float) -> bool:
-    """Say whether two outcomes differ by rounding only."""
-    return (
-        replayed.touched == eager.touched
-        and _have_same_sums(replayed.sums, eager.sums, near)
-        and _have_same_norms(replayed.norms, eager.norms, near)
-    )
+def are_alike(replays: tuple[Outcome, Outcome], eager: Outcome, *, is_half: bool) -> bool:
+    """Say whether an eager run differs from replays of the same batch by rounding only, or by dropout.
 
-
-def _have_same_sums(replayed: MicroSums, eager: MicroSums, near: float) -> bool:
-    if replayed.metrics.keys() != eager.metrics.keys():
+    The first replay has the random state of the eager run, the second a later one: dropout shows in how far they are
+    apart. Kernels may draw in another order under a capture, so an eager run may be about as far away.
+    """
+    first, second = replays
+    if first.touched != eager.touched or first.sums.metrics.keys() != eager.sums.metrics.keys():
         return False
-    pairs = [(replayed.loss, eager.loss.detach()), (replayed.weight, eager.weight)]
-    pairs += [(replayed.metrics[name], value) for name, value in eager.metrics.items()]
-    numbers = [(float(first), float(second)) for first, second in pairs]
-    return all(math.isclose(a, b, rel_tol=near, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b)) for a, b in numbers)
+    spread = _distance(first.norms, second.norms)
+    near = NEAR_ROUGHLY if is_half or spread > NEAR else NEAR
+    if not _distance(first.norms, eager.norms) <= _SPREAD * spread + near:
+        return False
+    numbers = zip(*map(_numbers_of, (first.sums, second.sums, eager.sums)), strict=True)
+    return all(_is_near(a, b, e, near) for a, b, e in numbers)
 
 
-def _have_same_norms(replayed: Tensor, eager: Tensor, near: float) -> bool:
-    whole = float(eager.norm())
+def _distance(norms: Tensor, wanted: Tensor) -> float:
+    """Return how far norms are from others, as a share of all; 0 where both are no numbers."""
+    whole = float(wanted.norm())
     if not math.isfinite(whole):
-        return not math.isfinite(float(replayed.norm()))
-    return bool(((replayed - eager).abs() <= near * (eager + _SMALL * whole) + 1e-30).all())
+        return math.inf if math.isfinite(float(norms.norm())) else 0.0
+    return float((norms - wanted).norm()) / max(whole, 1e-30)
+
+
+def _numbers_of(sums: MicroSums) -> list[float]:
+    metrics = [float(sums.metrics[name]) for name in sorted(sums.metrics, key=repr)]
+    return [float(sums.loss.detach()), float(sums.weight), *metrics]
+
+
+def _is_near(first: float, second: float, eager: float, near: float) -> bool:
+    if math.isnan(eager) or math.isinf(eager):
+        return math.isnan(first) or first == eager
+    return abs(first - eager) <= _SPREAD * abs(first - second) + near * abs(eager) + 1e-6

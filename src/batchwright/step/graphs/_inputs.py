@@ -108,11 +108,9 @@ class Axes:
     def see(self, sizes: Sequence[tuple[int, ...]], shapes: Iterable[Shape]) -> None:
         """Learn from the sizes of a batch, which is of one of some planned shapes."""
         given = list(shapes)
-        if len(given) != 1:
-            return  # it is not known which one
+        if len(given) != 1 or (self._options is not None and not _are_alike(sizes, self._sizes)):
+            return  # it is not known which one, or the batch has other fields
         shape = given[0]
-        if self._options is not None and not _are_alike(sizes, self._sizes):
-            return  # batches with other fields
         if self._options is None:
             fixed: set[int | None] = {None}
             self._options = [[fixed | set(range(1, len(shape))) for _ in size[1:]] for size in sizes]

@@ -40,8 +40,9 @@ def why_not(optimizer: Any, scaler: torch.amp.GradScaler | None, backend: GraphB
     step = vars(optimizer).get("step")  # schedulers put one there, to count
     if step is not None and getattr(step, "__code__", None) not in _codes_of_schedulers():
         return f"the step of {name} was replaced by another, which does not run at a replay"
-    if any(value.is_cuda and value.dtype is torch.float64 for group in groups for value in group["params"]):
-        return "parameters of float64 need a rate of more digits than a captured step has"
+    has_double = any(value.dtype is torch.float64 and value.is_cuda for group in groups for value in group["params"])
+    if has_double and any(group.get("fused") for group in groups):
+        return f"the fused step of {name} takes its rate in float32, and float64 parameters would notice"
     if any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
         return "hooks of all optimizers do not run at a replay"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -97,10 +98,10 @@ class UpdateGraph:
         self._optimizer, self._parameters = optimizer, parameters
         self._clip_norm, self._scaler = clip_norm, scaler
         device = parameters[0].device
-        # Kernels on CUDA read rates in float32.
-        digits = torch.float32 if device.type == "cuda" else torch.float64
-        self._rates = [torch.zeros((), dtype=digits, device=device) for _ in optimizer.param_groups]
-        self._norm = torch.zeros((), dtype=torch.float64, device=device)
+        # As wide as the parameters: in float32 a rate of 0.1 is off in the eighth digit.
+        dtype = max((parameter.dtype for parameter in parameters), key=lambda kind: kind.itemsize)
+        self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in optimizer.param_groups]
+        self._norm = torch.zeros((), dtype=dtype, device=device)
         self._fixed = self._look()
         writes = [self._norm, *parameters, *self._fixed.state]
         writes += [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -17,6 +17,7 @@ from ._reach import MODULE_OWN, PLAIN, Reach, is_same
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
+_COLLECTING = "transformers.utils.output_capturing"
 _Getter: TypeAlias = Callable[[dict[str, Any]], Any]
 
 
@@ -77,7 +78,7 @@ class Watch:
     @property
     def change(self) -> str | None:
         """Return what is not as it was, for people, or None."""
-        if any(self._hooks) or _has_any_global_hook():
+        if (any(self._hooks) and any(map(_are_foreign, self._hooks))) or _has_any_global_hook():
             return "hooks"
         for part in self._parts:
             if len(part.values) != part.size or part.get_plain(part.values) != part.plain:
@@ -181,10 +182,15 @@ class Untouched:
             set_generator_state(generator, state)
 
 
+def _are_foreign(hooks: dict[int, Any]) -> bool:
+    """Say whether hooks do more than collect hidden states while a forward pass runs."""
+    return any(getattr(hook, "__module__", None) != _COLLECTING for hook in hooks.values())
+
+
 def hooks_of(module: nn.Module) -> str | None:
     """Return which part has hooks, which would not run at a replay, or None."""
     for name, part in module.named_modules():
-        if any(getattr(part, hooks, None) for hooks in _HOOKS):
+        if any(_are_foreign(getattr(part, hooks, {})) for hooks in _HOOKS):
             return f"{name or type(part).__name__} has hooks, which do not run at a replay"
     return "hooks on all modules do not run at a replay" if _has_any_global_hook() else None
 
