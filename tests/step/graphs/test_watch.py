@@ -133,6 +133,35 @@ def test_no_order_of_harmless_acts_is_a_change_and_none_hides_one(acts, case):
     assert watched(model).change in (None, "hooks")
 
 
+def test_a_trainer_of_transformers_that_counts_its_steps_is_no_change(tmp_path):
+    """Its loss is a method of the trainer, which holds counters, logs and a schedule, and reads none of them."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    model, seen = transformers.LlamaForCausalLM(config), []
+
+    class Looks(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **given):
+            if not seen:
+                seen.append(Watch(Reach(model, lambda model, batch: (trainer.compute_loss(model, batch), 1)),
+                                  list(model.parameters())))  # fmt: skip
+
+        def on_step_end(self, args, state, control, **given):
+            seen.append(seen[0].change)
+
+    settings = transformers.TrainingArguments(
+        str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to=[], use_cpu=True, logging_steps=1,
+        disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False,
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 50, (6, 4))]
+    trainer = transformers.Trainer(model, settings, train_dataset=rows, callbacks=[Looks()])
+    trainer.train()
+    assert seen[1:] == [None, None, None]
+    trainer.model_accepts_loss_kwargs = "changed"
+    assert seen[0].change is not None
+
+
 def test_the_reason_names_what_has_changed():
     model = Model()
     watch = watched(model)

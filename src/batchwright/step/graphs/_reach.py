@@ -146,7 +146,7 @@ class Reach:
             self._visit_function(label, value, depth)
         elif isinstance(value, types.MethodType):
             self._visit(label, value.__self__, depth)
-            self._visit_function(label, value.__func__, depth)
+            self._visit(label, value.__func__, depth)
         elif isinstance(value, functools.partial):
             self._visit(label, value.func, depth)
             self._add((label, one, depth) for one in (value.args, value.keywords))
