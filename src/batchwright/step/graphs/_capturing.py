@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._ranks import Ranks
+from ..._tree import map_leaves
 from ...plan import MaxBytes
 from .._gradients import Trained
 from .._optimizers import allocate_state
@@ -19,11 +20,31 @@ from ..report import MicroSums
 from ._draws import CPU, Draws, HostRandom, harmless_draws, is_explained_by
 from ._inputs import Signature, elements_of, resized
 from ._micro import MicroGraph, NotGraphableError, Work, aliases_of
+from ._reach import Reach
 from ._watch import Untouched
 from .backend import GraphBackend
 
 # A signature with its batch, or with the sizes of one that is made of another.
 Target: TypeAlias = tuple[Signature, Any]
+
+
+@final
+class Kept(NamedTuple):
+    """Everything that a run which does not count may change: random states, buffers, and what Python holds."""
+
+    snapshot: Snapshot
+    untouched: Untouched
+
+    def restore(self) -> str | None:
+        """Put everything back, and return which value Python held otherwise, or None."""
+        changed = self.untouched.put_back()
+        self.snapshot.restore()
+        return changed
+
+    def restore_values(self) -> None:
+        """Put back tensors and random states only."""
+        self.untouched.put_values_back()
+        self.snapshot.restore()
 
 
 @final
@@ -33,6 +54,7 @@ class Capturer:
     Attributes:
         work: what micro-batches are put through, None before the first capture.
         draws: random numbers that the forward pass draws on the host in vain.
+        reach: what the model and the loss function read, when ``look`` was called last.
         predicted_bytes: what an eager step of the largest shape took beyond what was there, None before.
     """
 
@@ -49,6 +71,7 @@ class Capturer:
         self._device = trained.parameters[0].device
         self.work: Work | None = None
         self.draws: Draws = []
+        self.reach = Reach(ranks.module)
         self.predicted_bytes: int | None = None
         self._max_bytes = _max_bytes(settings.micro_batch)
 
@@ -58,12 +81,13 @@ class Capturer:
         Raises:
             NotGraphableError: after the run, with its sums: the forward pass does what no graph can hold.
         """
-        host = HostRandom(self._ranks.module, self._device)
+        host = HostRandom(self.look().generators, self._device)
+        whole = map_leaves(batch, lambda tensor: tensor)  # a loss may take fields out of its batch
         sums = eager()
         moved = host.moved()
         draws: Draws | None = []
         if moved == [CPU] or self._device.type == "cpu":
-            draws = self._look_at_draws(batch)
+            draws = self._look_at_draws(whole)
             self.draws = draws or []
         if draws is None or (moved and not draws):
             raise NotGraphableError(_random(moved or [CPU]), sums)
@@ -71,26 +95,34 @@ class Capturer:
             raise NotGraphableError("sparse gradients have no static buffer", sums)
         return sums
 
+    def look(self) -> Reach:
+        """Find what the model and the loss function read now."""
+        self.reach = Reach(self._ranks.module, self._settings.loss_fn)
+        return self.reach
+
     def _look_at_draws(self, batch: Any) -> Draws | None:
         """Return what the forward pass draws on the host in vain, None if it matters."""
-        snapshot = self._snapshot()
-        before, own = Untouched(self._ranks.module), HostRandom(self._ranks.module, self._device)
+        kept, is_on_host = self.keep(), self._device.type == "cpu"
 
         def forward() -> float:
             with torch.no_grad(), self._settings.precision(self._device):
-                return float(self._settings.loss_fn(self._ranks.module, batch)[0])
+                return float(self._settings.loss_fn(self._ranks.module, map_leaves(batch, torch.clone))[0])
 
         def restore() -> None:
-            before.put_back()
-            own.put_back()
-            snapshot.restore()
+            kept.restore()
 
         try:
-            draws = harmless_draws(forward, restore, is_on_host=self._device.type == "cpu")
+            draws = harmless_draws(forward, restore, is_on_host=is_on_host)
             # A replay on the host draws by itself.
-            return [] if draws is not None and self._device.type == "cpu" else draws
+            return [] if draws is not None and is_on_host else draws
+        except Exception:  # a second pass that fails says nothing of the draws
+            return [] if is_on_host else None
         finally:
             restore()
+
+    def keep(self) -> Kept:
+        """Return what puts everything back after a run that must leave no trace."""
+        return Kept(self._snapshot(), Untouched(self.reach))
 
     def capture(
         self, targets: Sequence[Target], real: Signature, *, eager_elements: int
@@ -107,23 +139,29 @@ class Capturer:
         """
         like = dict(targets)[real]
         self._open()
-        is_rehearsed = False
+        self.look()
+        kept, is_rehearsed, num_captured = self.keep(), False, 0
         for signature, given in targets:
             batch = given if signature == real else resized(like, given)
             try:
                 if not is_rehearsed:
-                    self._rehearse(batch, is_real=signature == real)
+                    self._rehearse(batch, kept, is_real=signature == real)
                     is_rehearsed = self._fits(elements_of(signature), eager_elements)
-                graph: MicroGraph | None = self._capture(signature, batch) if is_rehearsed else None
+                is_real = signature == real
+                graph: MicroGraph | None = self._capture(signature, batch, is_real=is_real) if is_rehearsed else None
             except _MadeUpError:
                 continue  # what was made up does not go together: such shapes are captured when they come
             except Exception as error:
                 if not is_out_of_memory(error):
+                    kept.untouched.put_back()  # what the rehearsal has counted
                     raise
                 graph = None
             if graph is None:
                 self._backend.prepare()  # outside the except block, where the traceback holds activations
+            num_captured += graph is not None
             yield signature, graph
+        if not num_captured:  # otherwise graphs read what the rehearsal has made
+            kept.untouched.put_back()
 
     def _open(self) -> None:
         """Allocate what outlives the captures, before the pool: the optimizer's state, gradients, the divisor."""
@@ -144,33 +182,28 @@ class Capturer:
             torch.ones((), dtype=torch.float64, device=self._device),
         )
 
-    def _rehearse(self, batch: Any, *, is_real: bool) -> None:
-        """Run the largest shape eagerly without a trace, so that caches which grow with the shape have grown."""
+    def _rehearse(self, batch: Any, kept: Kept, *, is_real: bool) -> None:
+        """Run the largest shape eagerly, so that caches which grow with the shape have grown; tensors are put back.
+
+        A capture that follows refuses whatever still changes then, such as a counter.
+        """
         assert self.work is not None
-        snapshot, held = self._snapshot(), set_aside(self.work.parameters)
-        before = Untouched(self._ranks.module)
+        held = set_aside(self.work.parameters)
         failure: str | None = None
         try:
-            self.predicted_bytes = self._backend.measure(lambda: self._run_once(batch))
-            if before.changed() is not None:
-                # A cache has grown, and what it holds is valid, if a second run changes nothing.
-                after = Untouched(self._ranks.module)
-                self._run_once(batch)
-                changed = after.changed()
-                if changed is not None:
-                    before.put_back()
-                    raise NotGraphableError(f"the forward pass changes {changed}, and a replay would not")
-        except NotGraphableError:
-            raise
+            # A copy, since a loss may change its batch, which the step itself runs on later.
+            self.predicted_bytes = self._backend.measure(lambda: self._run_once(map_leaves(batch, torch.clone)))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             failure = text_of(error)
         finally:
-            snapshot.restore()
+            kept.restore_values()
             add_back(held)
         if failure is not None:
+            kept.untouched.put_back()
             raise NotGraphableError(failure) if is_real else _MadeUpError
+        self.look()
         self._backend.prepare()
 
     def _fits(self, num_elements: int, eager_elements: int) -> bool:
@@ -186,10 +219,9 @@ class Capturer:
             loss = MicroSums(self.work.loss_fn(self.work.ranks.module, batch), is_replayed=True).loss
         torch.autograd.grad(loss, self.work.parameters, allow_unused=True)
 
-    def _capture(self, signature: Signature, batch: Any) -> MicroGraph:
+    def _capture(self, signature: Signature, batch: Any, *, is_real: bool) -> MicroGraph:
         assert self.work is not None
-        module = self._ranks.module
-        host, untouched, snapshot = HostRandom(module, self._device), Untouched(module), self._snapshot()
+        host, kept = HostRandom(self.reach.generators, self._device), self.keep()
         start = torch.get_rng_state()
         try:
             graph = MicroGraph(signature, batch, self.work, self._backend)
@@ -203,10 +235,11 @@ class Capturer:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
+            if not is_real and "captur" not in str(error):  # the loss refuses what was made up
+                raise _MadeUpError from error
             raise NotGraphableError(text_of(error)) from error
         finally:
-            changed = untouched.put_back()
-            snapshot.restore()
+            changed = kept.restore()
         if changed is not None:
             raise NotGraphableError(f"the forward pass changes {changed}, and a replay would not")
         return graph

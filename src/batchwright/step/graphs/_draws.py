@@ -8,7 +8,6 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # What torch.rand was asked for: size and type.
@@ -19,55 +18,53 @@ _LOWEST, _HIGHEST = 0.0, 1 - 2.0**-24
 
 @final
 class HostRandom:
-    """The random generators of the host at one moment; for a model on the CPU torch's own is that of the device."""
+    """The random generators of the host at one moment; for a model on the CPU torch's own is that of the device.
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    Args:
+        generators: of the model and of the loss function, each with a name.
+        device: of the model.
+    """
+
+    def __init__(self, generators: Sequence[tuple[str, Any]], device: torch.device) -> None:
         self._is_on_host = device.type == "cpu"
-        self._own = [
-            (f"{name}.{key}".lstrip("."), value)
-            for name, part in module.named_modules()
-            for key, value in vars(part).items()
-            if isinstance(value, random.Random | np.random.Generator | np.random.RandomState | torch.Generator)
-        ]
+        self._own = generators
         self._before = self._states()
-        self._states_of_own = [(value, _saved(value)) for _, value in self._own]
 
     def _states(self) -> dict[str, Any]:
         return {
             "random": random.getstate(),
             "NumPy": repr(np.random.get_state()),
             CPU: b"" if self._is_on_host else torch.get_rng_state().numpy().tobytes(),
-            **{name: _state_of(value) for name, value in self._own},
+            **{name: _comparable(value) for name, value in self._own},
         }
 
     def moved(self) -> list[str]:
         """Return the names of the generators that have been used since."""
         return [name for name, state in self._states().items() if state != self._before[name]]
 
-    def put_back(self) -> None:
-        """Let the generators of the model's own parts stand where they stood; the others are in a snapshot."""
-        for value, state in self._states_of_own:
-            if isinstance(value, random.Random):
-                value.setstate(state)
-            elif isinstance(value, np.random.Generator):
-                value.bit_generator.state = state
-            else:
-                value.set_state(state)
 
-
-def _saved(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
-
-
-def _state_of(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
+    """Return the state of a generator of Python, NumPy or torch."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
-        return repr(generator.bit_generator.state)
-    state = generator.get_state()
-    return state.numpy().tobytes() if isinstance(generator, torch.Generator) else repr(state)
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put back what ``generator_state`` returned."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _comparable(generator: Any) -> Any:
+    state = generator_state(generator)
+    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state)
 
 
 @final

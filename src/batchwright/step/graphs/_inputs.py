@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import UserDict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -35,20 +36,42 @@ def _read(value: Any, structure: list[Any], sizes: list[tuple[int, ...]]) -> boo
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_nested or value.requires_grad or value.is_quantized:
             return False
+        if vars(value):  # attributes that a static buffer would not have
+            return False
         structure.append((type(value), value.dtype, value.ndim))
         sizes.append(tuple(value.shape))
         return True
     fields = fields_of(value)
     if fields is not None:
         structure.append((type(value), tuple(fields)))
-        return all(_read(item, structure, sizes) for item in fields.values())
+        return all(_read(item, structure, sizes) for item in (*fields.values(), *_attributes_of(value, fields)))
     if isinstance(value, list | tuple):
+        if getattr(value, "__dict__", None):  # attributes that one made of other entries would not have
+            return False
         structure.append((type(value), len(value)))
         return all(_read(item, structure, sizes) for item in value)
     if type(value) in _SINGLE:
-        structure.append((type(value), value))
+        # As a text, a float that is no number equals itself, and 0 does not equal -0.
+        structure.append((type(value), value.hex() if type(value) is float else value))
         return True
     return False
+
+
+def _attributes_of(value: Any, fields: Mapping[Any, Any]) -> list[Any]:
+    """Return what a container holds besides its fields, each with its name; static inputs have the same."""
+    if type(value) is dict or not hasattr(value, "__dict__"):
+        return []
+    is_known = type(value).__module__.partition(".")[0] == "transformers"  # whose private ones stay behind
+    return [
+        (name, item if type(item) in _SINGLE else _Unreadable)
+        for name, item in vars(value).items()
+        if name not in fields and not (isinstance(value, UserDict) and name == "data")
+        if not (is_known and name.startswith("_"))
+    ]
+
+
+class _Unreadable:
+    """Stands for an attribute that no signature can hold."""
 
 
 def elements_of(signature: Signature) -> int:
@@ -85,7 +108,7 @@ class Axes:
     def see(self, sizes: Sequence[tuple[int, ...]], shapes: Iterable[Shape]) -> None:
         """Learn from the sizes of a batch, which is of one of some planned shapes."""
         given = list(shapes)
-        if len(given) != 1 or (self._options is not None and len(sizes) != len(self._options)):
+        if len(given) != 1 or (self._options is not None and not _are_alike(sizes, self._sizes)):
             return  # it is not known which one, or the batch has other fields
         shape = given[0]
         if self._options is None:
@@ -93,14 +116,19 @@ class Axes:
             self._options = [[fixed | set(range(1, len(shape))) for _ in size[1:]] for size in sizes]
             self._sizes = list(sizes)
         for options, size, before in zip(self._options, sizes, self._sizes, strict=True):
-            for place, width in enumerate(size[1:] if len(size) == len(before) else ()):
+            for place, width in enumerate(size[1:]):
                 stays = {axis for axis in options[place] if axis is not None and shape[axis] == width}
                 is_fixed = None in options[place] and before[place + 1] == width
                 options[place] = stays | ({None} if is_fixed else set())
 
-    def sizes_at(self, shape: Shape) -> list[tuple[int, ...]] | None:
-        """Return the sizes of the tensors of another planned shape, None while they are not certain."""
-        if self._options is None:
+    def sizes_at(self, shape: Shape, like: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]] | None:
+        """Return the sizes of the tensors of another planned shape, None while they are not certain.
+
+        Args:
+            shape: the planned shape.
+            like: the sizes of a batch with the same fields.
+        """
+        if self._options is None or not _are_alike(like, self._sizes):
             return None
         found = []
         for options, size in zip(self._options, self._sizes, strict=True):
@@ -115,6 +143,10 @@ class Axes:
         """Return the width that all options agree on."""
         widths = {before if axis is None else shape[axis] for axis in options}
         return widths.pop() if len(widths) == 1 else None
+
+
+def _are_alike(sizes: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]]) -> bool:
+    return [*map(len, sizes)] == [*map(len, others)]
 
 
 def resized(batch: Any, sizes: Sequence[tuple[int, ...]]) -> Any:

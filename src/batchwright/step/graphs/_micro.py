@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..._ranks import Ranks
+from ..._tree import map_leaves
 from ..report import MicroSums, Sum
 from ._inputs import Signature, StaticInputs
 from .backend import GraphBackend, Replay
@@ -138,8 +139,10 @@ class MicroGraph:
 
     def _forward(self) -> None:
         work = self._work
+        # Containers of its own, since a loss may take fields out of them.
+        batch = map_leaves(self._inputs.batch, lambda tensor: tensor)
         with work.precision(), _without_autocast_cache(), work.in_place(), _ConstantsOnDevice():
-            sums = MicroSums(work.loss_fn(work.ranks.module, self._inputs.batch), is_replayed=True)
+            sums = MicroSums(work.loss_fn(work.ranks.module, batch), is_replayed=True)
         if sums.is_empty or sums.is_doubtful:
             raise NotGraphableError("a micro-batch has a weight of 0 on the host, and such are left out")
         self._loss = sums.loss

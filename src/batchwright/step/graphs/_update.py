@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from operator import is_
 from typing import Any, NamedTuple, final
 
@@ -36,6 +37,9 @@ def why_not(optimizer: Any, scaler: torch.amp.GradScaler | None, backend: GraphB
         return f"the step of {name} is captured only with fused=True here"
     if not all(backend.can_capture_update(group) for group in groups):
         return f"the step of {name} keeps its counts on the host; {name}(…, fused=True) keeps them on the device"
+    step = vars(optimizer).get("step")  # schedulers put one there, to count
+    if step is not None and getattr(step, "__code__", None) not in _codes_of_schedulers():
+        return f"the step of {name} was replaced by another, which does not run at a replay"
     has_double = any(value.dtype is torch.float64 and value.is_cuda for group in groups for value in group["params"])
     if has_double and any(group.get("fused") for group in groups):
         return f"the fused step of {name} takes its rate in float32, and float64 parameters would notice"
@@ -44,6 +48,14 @@ def why_not(optimizer: Any, scaler: torch.amp.GradScaler | None, backend: GraphB
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"hooks of {name}'s step do not run at a replay"
     return None
+
+
+@cache
+def _codes_of_schedulers() -> frozenset[Any]:
+    """Return the code of the step that schedulers put in place of an optimizer's."""
+    optimizer = torch.optim.SGD([torch.zeros(())])
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    return frozenset({getattr(vars(optimizer).get("step"), "__code__", None)})
 
 
 def has_state(optimizer: Any) -> bool:
@@ -63,11 +75,12 @@ class _Fixed(NamedTuple):
     """What a captured update takes for granted."""
 
     has_gradient: list[bool]
-    options: list[dict[str, Any]]  # of the groups, without rates and parameters
+    options: list[dict[str, Any]]  # of the groups, without rates, parameters and notes of users
     members: list[list[nn.Parameter]]  # of the groups
     places: list[int]  # of the parameters in memory
     state: list[Tensor]
     scale: Tensor | None
+    factors: tuple[float, ...]  # by which the scale grows and falls
 
 
 @final
@@ -115,6 +128,7 @@ class UpdateGraph:
             and now.options == then.options
             and now.places == then.places
             and now.scale is then.scale
+            and now.factors == then.factors
             and len(now.state) == len(then.state)
             and all(map(is_, now.state, then.state))
             and len(now.members) == len(then.members)
@@ -123,15 +137,19 @@ class UpdateGraph:
 
     def _look(self) -> _Fixed:
         groups = self._optimizer.param_groups
-        state = self._optimizer.state
+        state, scaler = self._optimizer.state, self._scaler
+        known = self._optimizer.defaults.keys() - _NOT_FIXED
         return _Fixed(
             [parameter.grad is not None for parameter in self._parameters],
-            [{name: group[name] for name in group if name not in _NOT_FIXED} for group in groups],
+            [{name: group.get(name) for name in known} for group in groups],
             [list(group["params"]) for group in groups],
             [parameter.data_ptr() for parameter in self._parameters],
             [value for held in state.values() for value in held.values() if isinstance(value, Tensor)],
-            None if self._scaler is None else self._scaler._scale,
-        )
+            None if scaler is None else scaler._scale,
+            () if scaler is None else (
+                scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+            ),
+        )  # fmt: skip
 
     def run(self, rates: Sequence[float | Tensor]) -> Tensor | None:
         """Replay the update with the rates of the groups; return the norm of the gradient before clipping."""

@@ -10,72 +10,100 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
-# Kept in the dictionary of every module, and looked at in their own way.
-_OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+from ..._ranks import is_expanded
+from ._draws import generator_state, set_generator_state
+from ._reach import MODULE_OWN, PLAIN, Reach, is_same
+
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
 _COLLECTING = "transformers.utils.output_capturing"
-_MOST_ENTRIES = 64
 _Getter: TypeAlias = Callable[[dict[str, Any]], Any]
 
 
 @final
 class _Part(NamedTuple):
-    """One module: its single values, its other values by identity, and small containers with their contents."""
+    """One module: its single values, and its other values by identity."""
 
+    module: nn.Module
     values: dict[str, Any]
     size: int
     get_plain: _Getter
     plain: Any
     get_other: _Getter
     other: Any
-    containers: list[tuple[Any, Any]]
 
 
 @final
 class Watch:
-    """A model as a capture saw it.
+    """A model and a loss function as a capture saw them.
 
     Single values in modules (train or eval, the share of a dropout, whether adapters are merged), hooks, parts,
-    parameters and buffers are compared with what they were; where a tensor lies counts too.
+    parameters and buffers are compared with what they were, and so is what ``Reach`` finds; where a tensor lies counts
+    too.
     """
 
-    def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter]) -> None:
-        modules = list(module.modules())
-        self._parts = [_read_part(vars(part)) for part in modules]
+    def __init__(self, reach: Reach, trained: Sequence[nn.Parameter]) -> None:
+        modules = reach.modules
+        self._parts = [_read_part(part) for part in modules]
         self._children = [(part._modules, tuple(part._modules.values())) for part in modules if part._modules]
         tensors: list[dict[str, Any]] = [part._parameters for part in modules if part._parameters]
         tensors += [part._buffers for part in modules if part._buffers]
         self._tensors = [(held, tuple(held.values())) for held in tensors]
+        # Whatever comes into these, as a buffer that is registered late, is a change.
+        kinds = [held for part in modules for held in (part._modules, part._parameters, part._buffers)]
+        self._empty: list[Any] = [held for held in kinds if not held]
         self._hooks = [getattr(part, name) for part in modules for name in _HOOKS if hasattr(part, name)]
+        self._reached = [(place, place.values()) for place in reach.places]
         self._trained = trained
+        self._around = [tensor for _, tensor in reach.tensors]
+        # The value of a tensor on the host becomes an argument of kernels on a device, and part of the graph.
+        self._on_host = [one for one in self._around if one.device.type == "cpu" and trained[0].device.type != "cpu"]
         self._places = self._places_now()
         self._mode = _mode()
 
     def _places_now(self) -> list[Any]:
         own = [value for _, values in self._tensors for value in values if value is not None]
         places: list[Any] = [value.data_ptr() for value in own]
-        places += [value.requires_grad for value in own]
+        places += [value.requires_grad for value in (*own, *self._around)]
+        places += [_place_of(value) for value in self._around]
+        places += [value._version for value in self._on_host if not value.is_inference()]
         return places + [value.data_ptr() for value in self._trained]
 
     @property
     def has_changed(self) -> bool:
         """Return whether anything is not as it was."""
-        if any(self._hooks) and any(map(_are_foreign, self._hooks)):
-            return True
+        return self.change is not None
+
+    @property
+    def change(self) -> str | None:
+        """Return what is not as it was, for people, or None."""
+        if (any(self._hooks) and any(map(_are_foreign, self._hooks))) or _has_any_global_hook():
+            return "hooks"
         for part in self._parts:
             if len(part.values) != part.size or part.get_plain(part.values) != part.plain:
-                return True
+                return f"an attribute of {type(part.module).__name__}"
             if not all(map(is_, part.get_other(part.values), part.other)):
-                return True
-            if part.containers and any(container != before for container, before in part.containers):
-                return True
+                return f"an attribute of {type(part.module).__name__}"
+        if any(self._empty):
+            return "a part, a parameter or a buffer of the model"
         for held, before in (*self._children, *self._tensors):
             if len(held) != len(before) or not all(map(is_, held.values(), before)):
-                return True
-        return self._places_now() != self._places or _mode() != self._mode
+                return "a part, a parameter or a buffer of the model"
+        for place, values in self._reached:
+            found = place.change_from(values)
+            if found is not None:
+                return found
+        if self._places_now() != self._places:
+            return "the memory of a parameter or of another tensor"
+        return None if _mode() == self._mode else "a setting of torch"
+
+
+def _place_of(tensor: Tensor) -> Any:
+    try:
+        return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+    except RuntimeError:  # sparse ones, and others that are made of several
+        return id(tensor)
 
 
 def _mode() -> tuple[Any, ...]:
@@ -85,18 +113,19 @@ def _mode() -> tuple[Any, ...]:
         torch.is_autocast_enabled("cuda"),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cuda"),
+        torch.get_autocast_dtype("cpu"),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
     )
 
 
-def _read_part(values: dict[str, Any]) -> _Part:
-    plain = [name for name, value in values.items() if type(value) in _PLAIN]
-    other = [name for name, value in values.items() if type(value) not in _PLAIN and name not in _OWN]
-    containers = [(values[name], values[name].copy()) for name in other if _is_small(values[name])]
+def _read_part(part: nn.Module) -> _Part:
+    values = vars(part)
+    plain = [name for name, value in values.items() if type(value) in PLAIN]
+    other = [name for name, value in values.items() if type(value) not in PLAIN and name not in MODULE_OWN]
     get_plain, get_other = _getter(plain), _getter(other)
-    return _Part(values, len(values), get_plain, get_plain(values), get_other, get_other(values), containers)
+    return _Part(part, values, len(values), get_plain, get_plain(values), get_other, get_other(values))
 
 
 def _getter(names: list[str]) -> _Getter:
@@ -106,54 +135,51 @@ def _getter(names: list[str]) -> _Getter:
     return itemgetter(*names, names[0])
 
 
-def _is_small(value: Any) -> bool:
-    """Say whether a container holds a few single values, so that it can be compared at every step."""
-    if type(value) not in (list, dict, set) or not 0 <= len(value) <= _MOST_ENTRIES:
-        return False
-    entries = value.values() if isinstance(value, dict) else value
-    return all(type(entry) in _PLAIN for entry in entries)
-
-
 @final
 class Untouched:
-    """The attributes of all modules before a capture, to be put back where the capture has changed them."""
+    """What Python and plain tensors hold before a run that must leave no trace, to be put back after it.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._held = [(name, part.__dict__, dict(part.__dict__)) for name, part in module.named_modules()]
-        dictionaries = [
-            (name, held) for name, part in module.named_modules() for held in (part._buffers, part._parameters)
-        ]
-        self._tensors = [(name, held, dict(held)) for name, held in dictionaries if held]
-        small = [(name, value) for name, _, before in self._held for value in before.values() if _is_small(value)]
-        self._containers = [(name, value, value.copy()) for name, value in small]
+    The buffers of the model itself are those of a ``Snapshot``.
+    """
 
-    def changed(self) -> str | None:
-        """Return the name of an attribute that is not as it was, None if all are."""
-        for name, now, before in (*self._held, *self._tensors):
-            for key in now.keys() | before.keys():
-                if key not in now or key not in before or not _is_same(now[key], before[key]):
-                    return f"{name}.{key}".lstrip(".")
-        return next((name or "the model" for name, value, before in self._containers if value != before), None)
+    def __init__(self, reach: Reach) -> None:
+        names = {id(part): name for name, part in reach.module.named_modules()}
+        labels = [names.get(id(part), type(part).__name__) for part in reach.modules]
+        self._held: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        for label, part in zip(labels, reach.modules, strict=True):
+            for held in (vars(part), part._buffers, part._parameters, part._modules):
+                self._held.append((label, held, dict(held)))
+        self._reached = [(place, place.values(), place.copy()) for place in reach.places]
+        others = [part for part in reach.modules if id(part) not in names]
+        tensors = [*(tensor for _, tensor in reach.tensors), *(value for one in others for value in one.buffers())]
+        self._values = [(one, one.detach().clone()) for one in tensors if not is_expanded(one)]
+        self._random = [(one, generator_state(one)) for _, one in reach.generators]
 
     def put_back(self) -> str | None:
-        """Return which attribute has changed, after all were put back, or None."""
-        found = self.changed()
-        if found is not None:
-            for _, now, before in (*self._held, *self._tensors):
-                now.clear()
-                now.update(before)
-            for _, container, before in self._containers:
-                _refill(container, before)
+        """Put everything back, and return which value Python held otherwise, or None."""
+        found: str | None = None
+        for label, now, before in self._held:
+            for key in now.keys() | before.keys():
+                if key not in now or key not in before or not is_same(now[key], before[key]):
+                    found = found or f"{label}.{key}".lstrip(".")
+            now.clear()
+            now.update(before)
+        for place, values, copied in self._reached:
+            change = place.change_from(values)
+            if change is not None:
+                found = found or change
+                place.refill(copied)
+        self.put_values_back()
         return found
 
-
-def _is_same(now: Any, before: Any) -> bool:
-    return now is before or (type(now) in _PLAIN and type(before) is type(now) and bool(now == before))
-
-
-def _refill(container: Any, before: Any) -> None:
-    container.clear()
-    container.extend(before) if isinstance(container, list) else container.update(before)
+    def put_values_back(self) -> None:
+        """Put back the values of tensors and the states of generators, but nothing that Python holds."""
+        with torch.no_grad():
+            for tensor, value in self._values:
+                if tensor.shape == value.shape:
+                    tensor.copy_(value)
+        for generator, state in self._random:
+            set_generator_state(generator, state)
 
 
 def _are_foreign(hooks: dict[int, Any]) -> bool:

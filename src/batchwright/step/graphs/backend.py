@@ -7,12 +7,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from ...errors import ArgumentError
+
 Replay = Callable[[], None]
+Choice: TypeAlias = "bool | Literal['auto'] | GraphBackend"
 
 
 @runtime_checkable
@@ -186,3 +189,19 @@ class CudaGraphs:
         """Wait for the device and return the time."""
         torch.cuda.synchronize(self._device)
         return time.perf_counter()
+
+
+def make_backend(choice: Choice, device: torch.device) -> GraphBackend | None:
+    """Return what captures on a device, None where ``"auto"`` finds nothing."""
+    if choice is True or (isinstance(choice, str) and choice == "auto"):
+        if device.type == "cuda":
+            return CudaGraphs(device)
+        if choice is True:
+            raise ArgumentError(
+                f"graphs=True needs a model on a CUDA device, but it lies on {device}; move the model before the "
+                "Stepper is made, or pass graphs='auto', which runs eagerly elsewhere"
+            )
+        return None
+    if isinstance(choice, GraphBackend) and not isinstance(choice, type):
+        return choice
+    raise ArgumentError(f"graphs must be False, 'auto' or True, got {choice!r}")

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -24,10 +24,9 @@ from ._inputs import Axes, Signature, elements_of, signature_of
 from ._micro import MicroGraph, NotGraphableError
 from ._update import Updates
 from ._watch import Watch, hooks_of, unfit
-from .backend import CudaGraphs, GraphBackend
+from .backend import Choice, CudaGraphs, make_backend
 from .summary import GraphSummary
 
-Choice: TypeAlias = "bool | Literal['auto'] | GraphBackend"
 # divisor(weight on the host or None, elements of the micro-batch): what losses of the update are divided by
 Divisor: TypeAlias = Callable[[float | None, int], float]
 
@@ -35,6 +34,9 @@ Divisor: TypeAlias = Callable[[float | None, int], float]
 MOST_UNPLANNED = 64
 # A replay must take at most this share of the eager seconds to be worth its memory.
 WORTH = 0.95
+# Micro-batches of one size that differ in single values, such as a name, are captured up to so many times.
+_MOST_ALIKE = 4
+_MOST_SEEN = 4096
 # A model that changes more often than this between steps would be captured again and again.
 _MOST_CHANGES = 8
 
@@ -87,8 +89,9 @@ class Graphs:
         self._graphs: dict[Signature, MicroGraph] = {}
         self._failed: set[Signature] = set()
         self._seen: set[Signature] = set()
+        self._kinds: set[tuple[Any, ...]] = set()  # structures of signatures that ran
         self._axes = Axes()
-        self._is_warm = self._has_catalogue = False
+        self._is_warm = self._has_catalogue = self._is_in_doubt = False
         self._watch: Watch | None = None
         self._doubt: str | None = None  # why the last capture failed
         self._capturer = Capturer(self._settings, self._ranks, self._trained, self._backend, self._snapshot)
@@ -99,23 +102,35 @@ class Graphs:
         """Look at the model before a batch runs: after a change, what was captured is void."""
         if self._off is not None:
             return
-        if self._has_changed():
-            self._num_changes += 1
-            self._drop()
-        if self._num_changes > _MOST_CHANGES:
-            self._give_up("the model changes again and again between steps")
-        elif self._capturer.work is None:
+        self._drop_if_changed()
+        if self._off is not None:
+            return
+        if self._capturer.work is None:
             reason = hooks_of(self._ranks.module) or unfit(self._trained.parameters)
             if reason is not None:
                 self._give_up(reason)
 
-    def _has_changed(self) -> bool:
+    def _drop_if_changed(self) -> None:
+        """Drop all captures if the model or the loss is not what they saw; do without them if that comes too often."""
+        self._is_in_doubt = False
+        change = self._change()
+        if change is None:
+            return
+        self._num_changes += 1
+        self._drop()
+        if self._num_changes > _MOST_CHANGES:
+            self._give_up(
+                f"{change} changes again and again between steps; a number that changes can be a tensor on the device "
+                "of the model, written in place"
+            )
+
+    def _change(self) -> str | None:
         if self._capturer.work is None:
-            return False
+            return None
         before, now = self._capturer.work.parameters, self._trained.parameters
         if len(before) != len(now) or any(old is not new for old, new in zip(before, now, strict=True)):
-            return True
-        return self._watch is not None and self._watch.has_changed
+            return "the list of trained parameters"
+        return None if self._watch is None else self._watch.change
 
     def _drop(self) -> None:
         self._num_updates += self._updates.num_replayed
@@ -146,11 +161,14 @@ class Graphs:
             divisor: of the update.
             is_first: no gradient was gathered before in this update, so that a replay can be compared.
         """
+        if self._is_in_doubt and self._off is None:
+            self._drop_if_changed()
         signature = None if self._off is not None else signature_of(batch)
         graph = None if signature is None else self._graphs.get(signature)
         if graph is not None and graph.is_trusted:
             return self._replay(graph, batch, divisor)
         self._num_eager += 1
+        self._is_in_doubt = True  # an eager run may change the model, whose graphs then are void
         if signature is None:
             self._count(self._off or "a batch holds more than tensors and single values")
             return eager()
@@ -166,7 +184,14 @@ class Graphs:
             raise
         if self._doubt is not None:
             self._give_up(self._doubt)
+        self._note(signature)
         return sums
+
+    def _note(self, signature: Signature) -> None:
+        """Remember a micro-batch that ran: one that the loss refuses is not worth a capture."""
+        if len(self._seen) < _MOST_SEEN:
+            self._seen.add(signature)
+            self._kinds.add(signature.structure)
 
     def _replay(self, graph: MicroGraph, batch: Any, divisor: Divisor) -> MicroSums:
         self._attach(graph.touched)
@@ -194,7 +219,6 @@ class Graphs:
             parameters[place].grad = buffers[place]
 
     def _warm_up(self, signature: Signature, batch: Any, eager: Callable[[], MicroSums]) -> MicroSums:
-        self._seen.add(signature)
         try:
             sums = self._capturer.run_first(batch, eager)
         except NotGraphableError as error:
@@ -203,6 +227,7 @@ class Graphs:
             self._give_up(str(error))
             return error.sums
         self._is_warm = True
+        self._note(signature)
         self._axes.see(signature.sizes, self._shapes_of(signature))
         return sums
 
@@ -214,7 +239,6 @@ class Graphs:
         shapes = self._shapes_of(signature)
         self._axes.see(signature.sizes, shapes)
         reason = self._why_not(signature, shapes)
-        self._seen.add(signature)
         if reason is not None:
             self._count(reason)
             return None
@@ -225,6 +249,10 @@ class Graphs:
 
     def _why_not(self, signature: Signature, shapes: Sequence[Shape]) -> str | None:
         is_new = signature not in self._seen
+        if signature.structure not in self._kinds:
+            return "a kind of batch, by its fields, types and single values, runs eagerly at first"
+        if sum(one.sizes == signature.sizes for one in self._graphs) >= _MOST_ALIKE:
+            return "fields, types or single values of batches of one shape differ again and again"
         if signature in self._failed:
             return "a shape did not fit into memory, or gained nothing"
         if self._planned is None:
@@ -244,7 +272,7 @@ class Graphs:
         if not self._has_catalogue:
             for shape in self._planned or ():
                 # Sizes that are not certain yet are captured when they come.
-                sizes = None if self._is_rare([shape]) else self._axes.sizes_at(shape)
+                sizes = None if self._is_rare([shape]) else self._axes.sizes_at(shape, signature.sizes)
                 if sizes is not None:
                     targets.setdefault(signature._replace(sizes=tuple(sizes)), sizes)
             self._has_catalogue = True
@@ -252,7 +280,7 @@ class Graphs:
 
     def _eager_elements(self, like: Signature) -> int:
         """Return the elements of the largest shape that is planned but not worth a capture."""
-        rare = [self._axes.sizes_at(shape) for shape in self._planned or () if self._is_rare([shape])]
+        rare = [self._axes.sizes_at(shape, like.sizes) for shape in self._planned or () if self._is_rare([shape])]
         return max((elements_of(like._replace(sizes=tuple(sizes))) for sizes in rare if sizes is not None), default=0)
 
     def _capture(self, targets: list[Target], real: Signature) -> None:
@@ -267,7 +295,7 @@ class Graphs:
         except Exception as error:  # the eager run that follows raises what is wrong with the step itself
             self._doubt = text_of(error)
         if self._doubt is None:
-            self._watch = Watch(self._ranks.module, self._trained.parameters)
+            self._watch = Watch(self._capturer.look(), self._trained.parameters)
             self.held_bytes = self._backend.pool_bytes()
 
     def _try_out(self, graph: MicroGraph, batch: Any, eager: Callable[[], MicroSums], divisor: Divisor) -> MicroSums:
@@ -276,7 +304,7 @@ class Graphs:
         assert work is not None
         started = self._backend.seconds()
         value = divisor(graph.host_weight, elements_of(graph.signature))
-        snapshot = self._snapshot()
+        kept = self._capturer.keep()
         buffers = [buffer if place in set(graph.touched) else None for place, buffer in enumerate(work.buffers)]
         replays = []
         for _ in range(2):  # the first replay also loads the graph; the second has another random state
@@ -285,7 +313,8 @@ class Graphs:
             replayed = graph.run(batch, value)
             graph.seconds = self._backend.seconds() - start
             replays.append(outcome_of(replayed, buffers))
-        snapshot.restore()
+            kept.untouched.put_back()
+        kept.restore()
         start = self._backend.seconds()
         sums = eager()
         graph.eager_seconds = self._backend.seconds() - start
@@ -361,19 +390,3 @@ def _obstacle(settings: Settings, ranks: Ranks) -> str | None:
     if settings.autocast is torch.float16 and settings.weight_of is None:
         return "float16 needs the weight of a batch before it runs, weight_of="
     return None
-
-
-def make_backend(choice: Choice, device: torch.device) -> GraphBackend | None:
-    """Return what captures on a device, None where ``"auto"`` finds nothing."""
-    if choice is True or (isinstance(choice, str) and choice == "auto"):
-        if device.type == "cuda":
-            return CudaGraphs(device)
-        if choice is True:
-            raise ArgumentError(
-                f"graphs=True needs a model on a CUDA device, but it lies on {device}; move the model before the "
-                "Stepper is made, or pass graphs='auto', which runs eagerly elsewhere"
-            )
-        return None
-    if isinstance(choice, GraphBackend) and not isinstance(choice, type):
-        return choice
-    raise ArgumentError(f"graphs must be False, 'auto' or True, got {choice!r}")

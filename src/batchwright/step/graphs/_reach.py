@@ -1,0 +1,261 @@
+"""What a step reads besides the tensors of a model: values that Python holds, found by the code that reads them.
+
+A graph repeats the numbers of its capture. So whatever the loss function and the parts of the model read (variables of
+a closure, globals, attributes of objects such as a config, other models) is found once, watched, and put back after a
+run that does not count. Attributes of objects count only if their name stands in the code: a trainer counts its steps
+all the time, which matters to no loss that does not read the count.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sysconfig
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+# Of containers with more entries only the number is watched.
+MOST_ENTRIES = 256
+_MOST_PLACES = 4096
+_DEEPEST = 6
+_INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
+_MISSING = object()
+_Found: TypeAlias = tuple[str, Any, int]  # a name for people, a value, and how far from the model or the loss it is
+
+
+@final
+class Place(NamedTuple):
+    """Somewhere that values are kept: an object's attributes, a container, a variable of a closure, a class."""
+
+    label: str
+    held: Any
+    names: tuple[str, ...] | None  # the attributes that count, None for all
+
+    def values(self) -> tuple[Any, ...]:
+        """Return what it holds now; where there is too much, only how much."""
+        held = self.held
+        if self.names is not None:
+            return tuple([held.get(name, _MISSING) for name in self.names])
+        if isinstance(held, types.CellType):
+            return _contents(held)
+        if len(held) > MOST_ENTRIES:
+            return (len(held),)
+        if isinstance(held, dict):
+            return (*held, *held.values())
+        return (frozenset(held),) if isinstance(held, set) else tuple(held)
+
+    def change_from(self, before: tuple[Any, ...]) -> str | None:
+        """Return what is not as it was, for people, or None."""
+        now = self.values()
+        if len(now) == len(before) and all(map(is_same, now, before)):
+            return None
+        if self.names is None:
+            return self.label
+        changed = [name for name, *pair in zip(self.names, now, before, strict=True) if not is_same(*pair)]
+        return f"{self.label}.{changed[0]}"
+
+    def copy(self) -> Any:
+        """Return everything that it holds, for ``refill``."""
+        if self.names is not None:
+            return {name: self.held.get(name, _MISSING) for name in self.names}
+        return _contents(self.held) if isinstance(self.held, types.CellType) else self.held.copy()
+
+    def refill(self, before: Any) -> None:
+        """Put back what ``copy`` returned."""
+        held = self.held
+        if isinstance(held, types.MappingProxyType):
+            return  # the attributes of a class; a forward pass that changes them is only refused
+        if self.names is not None:
+            for name, value in before.items():
+                held.pop(name, None) if value is _MISSING else held.update({name: value})
+        elif isinstance(held, types.CellType):
+            if before:
+                held.cell_contents = before[0]
+        else:
+            held.clear()
+            held.extend(before) if isinstance(held, list | deque) else held.update(before)
+
+
+def is_same(now: Any, before: Any) -> bool:
+    """Say whether a value is the same object, or the same single value."""
+    kind = type(now)
+    return now is before or (kind is type(before) and (kind in PLAIN or kind is frozenset) and bool(now == before))
+
+
+def _contents(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # a variable that was not set yet
+        return ()
+
+
+@final
+class Reach:
+    """Everything that the parts of a model and a loss function read, as far as their code shows.
+
+    Attributes:
+        module: the model.
+        modules: its parts, and those of other models that the loss uses.
+        places: where values are kept, besides the attributes of modules.
+        tensors: that are neither parameters nor buffers of these modules, each with a name.
+        generators: of random numbers, each with a name.
+    """
+
+    def __init__(self, module: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
+        self.module, self._loss_fn = module, loss_fn
+        self._names: set[str] = set()
+        num_names = -1
+        while len(self._names) > num_names:  # code that is found late may read what was passed by
+            num_names = len(self._names)
+            self._walk()
+
+    def _walk(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.places: list[Place] = []
+        self.tensors: list[tuple[str, Tensor]] = []
+        self.generators: list[tuple[str, Any]] = []
+        self._seen: set[int] = set()
+        self._read: set[tuple[Any, ...]] = set()  # classes whose code was read
+        self._todo: deque[_Found] = deque([("the model", self.module, 0), ("loss_fn", self._loss_fn, 0)])
+        while self._todo and len(self.places) < _MOST_PLACES:
+            self._visit(*self._todo.popleft())
+        own = {id(tensor) for part in self.modules for held in (part._parameters, part._buffers)
+               for tensor in held.values()}  # fmt: skip
+        self.tensors = [(label, tensor) for label, tensor in self.tensors if id(tensor) not in own]
+
+    def _visit(self, label: str, value: Any, depth: int) -> None:
+        if type(value) in PLAIN or id(value) in self._seen or depth > _DEEPEST:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            self.tensors.append((label, value))
+        elif isinstance(value, GENERATORS):
+            self.generators.append((label, value))
+        elif isinstance(value, nn.Module):
+            self._visit_module(value, "" if value is self.module else f"{label}.")
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(label, value, depth)
+        elif isinstance(value, types.MethodType):
+            self._visit(label, value.__self__, depth)
+            self._visit(label, value.__func__, depth)
+        elif isinstance(value, functools.partial):
+            self._visit(label, value.func, depth)
+            self._add((label, one, depth) for one in (value.args, value.keywords))
+        elif isinstance(value, dict | list | set | deque | tuple | frozenset):
+            self._visit_container(label, value, depth)
+        elif not isinstance(value, type | types.ModuleType) and isinstance(getattr(value, "__dict__", None), dict):
+            self._visit_object(label, value, depth)
+
+    def _add(self, found: Iterable[_Found]) -> None:
+        self._todo.extend(found)
+
+    def _visit_module(self, module: nn.Module, prefix: str) -> None:
+        for name, part in module.named_modules():
+            self._seen.add(id(part))
+            self.modules.append(part)
+            full = f"{prefix}{name}".strip(".")
+            others = [(key, value) for key, value in vars(part).items() if key not in MODULE_OWN]
+            self._add((f"{full}.{key}".lstrip("."), value, 1) for key, value in others if type(value) not in PLAIN)
+            self._visit_class(type(part), ("forward",))
+
+    def _visit_class(self, kind: type, called: Sequence[str]) -> None:
+        """Note the names in the methods that are called, and watch the attributes of the class."""
+        for one in kind.__mro__:
+            if one in (nn.Module, object) or id(one) in self._seen:
+                continue
+            self._seen.add(id(one))
+            # An attribute that the class itself lacks may be put there later, in front of an inherited one.
+            own = (called if one is kind else ()), (name for name in vars(one) if name in self._names)
+            names = tuple(dict.fromkeys(chain(*own)))
+            if names:
+                self.places.append(Place(one.__name__, vars(one), names))
+                values = [(name, vars(one).get(name)) for name in names]
+                self._add((f"{one.__name__}.{name}", value, 2) for name, value in values if not callable(value))
+        if (kind, *called) in self._read:
+            return
+        self._read.add((kind, *called))
+        todo, seen = [*called], set(called)
+        while todo:
+            for function in _functions_of(getattr(kind, todo.pop(), None)):
+                names_read = _names_in(function.__code__)
+                self._names |= names_read
+                self._add([(f"{kind.__name__}.{function.__name__}", function, 2)])
+                new = {name for name in names_read - seen if hasattr(kind, name) and not hasattr(nn.Module, name)}
+                seen |= new
+                todo += new
+
+    def _visit_function(self, label: str, function: types.FunctionType, depth: int) -> None:
+        code = function.__code__
+        self._names |= _names_in(code)
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            if id(cell) not in self._seen:
+                self._seen.add(id(cell))
+                self.places.append(Place(f"{name} of {label}", cell, None))
+                self._add((f"{name} of {label}", value, depth + 1) for value in _contents(cell))
+        given = (function.__defaults__, function.__kwdefaults__)
+        self._add((f"a default of {label}", value, depth + 1) for value in given)
+        if vars(function):
+            self._visit_object(label, function, depth)
+        if code.co_filename.startswith(_INSTALLED):
+            return
+        known = function.__globals__
+        names = tuple(sorted(name for name in _names_in(code) if name in known))
+        if names:
+            self.places.append(Place(f"the globals of {label}", known, names))
+            self._add((name, known[name], depth + 1) for name in names)
+
+    def _visit_container(self, label: str, value: Any, depth: int) -> None:
+        if not isinstance(value, tuple | frozenset):
+            self.places.append(Place(label, value, None))
+        if len(value) <= MOST_ENTRIES:
+            entries = value.values() if isinstance(value, dict) else value
+            self._add((f"an entry of {label}", entry, depth + 1) for entry in entries)
+
+    def _visit_object(self, label: str, value: Any, depth: int) -> None:
+        held = vars(value)
+        names = tuple(sorted(name for name in self._names if name in held))
+        if names:
+            self.places.append(Place(label, held, names))
+            self._add((f"{label}.{name}", held[name], depth + 1) for name in names)
+        if not type(value).__module__.startswith(("builtins", "torch.")):
+            self._visit_class(type(value), [name for name in ("__call__", *self._names) if hasattr(type(value), name)])
+
+
+# Kept in the dictionary of every module, and looked at in their own way.
+MODULE_OWN = frozenset({
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks",
+    "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+})  # fmt: skip
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Return the names of attributes and globals in a function and those inside it."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _names_in(constant)
+    return found
+
+
+def _functions_of(value: Any, depth: int = 0) -> Iterator[types.FunctionType]:
+    """Yield a function, or the getter of a property, and what decorators have wrapped."""
+    if isinstance(value, property):
+        value = value.fget
+    value = getattr(value, "__func__", value)
+    if isinstance(value, types.FunctionType) and depth < _DEEPEST:
+        yield value
+        for cell in value.__closure__ or ():
+            for inner in _contents(cell):
+                yield from _functions_of(inner, depth + 1)
