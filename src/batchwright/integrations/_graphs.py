@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -41,10 +42,10 @@ def refuse_graphs(choice: Choice, reason: str) -> None:
 
 def why_no_catalogue(sampler: Any) -> str | None:
     """Return why the batches of a sampler have no catalogue of few shapes, None if they have one."""
-    plan = getattr(sampler, "plan", None)
-    if getattr(plan, "shapes", None) is None:
-        return f"the shapes of a {type(sampler).__name__} are not planned; use a BatchSampler with grouping=Buckets(32)"
-    num = len(np.unique(plan.shapes, axis=0))
+    shapes = getattr(getattr(sampler, "plan", sampler), "shapes", None)
+    if shapes is None:
+        return f"the shapes of this {type(sampler).__name__} are not planned; give it grouping=Buckets(32)"
+    num = len(np.unique(shapes, axis=0))
     if num > MOST_SHAPES:
         return (
             f"the plan has {num:,} shapes, and each would be a graph; group by Buckets(32), which makes at most 32 "
@@ -60,3 +61,24 @@ def why_not_padded(collate: Any, sampler: Any) -> str | None:
     if sampler.pad_to.shapes and not collate.pad_to.shapes:
         return "the PadCollator pads to the longest example of a batch; give it pad_to=sampler.pad_to"
     return None
+
+
+def graph_options(options: Mapping[str, Any], sampler: Any, collate: Any) -> dict[str, Any]:
+    """Return the options of a ``Stepper`` whose graphs take their shapes from a sampler, if none were given.
+
+    Args:
+        options: the options given to the adapter.
+        sampler: of the training data, None if it has none of ours.
+        collate: of its loader, or of the stepper.
+    """
+    found = dict(options)
+    choice = check_graphs(found.get("graphs", False))
+    if choice is False or found.get("shapes") is not None:
+        return found
+    reason = None if sampler is None else why_no_catalogue(sampler) or why_not_padded(collate, sampler)
+    if sampler is not None and reason is None:
+        return {**found, "shapes": sampler}
+    if reason is not None:
+        refuse_graphs(choice, reason)
+        found["graphs"] = False
+    return found

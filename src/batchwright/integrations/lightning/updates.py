@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,27 +10,23 @@ from types import SimpleNamespace
 from typing import Any, final
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..._checks import as_state, load_parts
 from ...errors import ArgumentError, StateMismatchError
 from ...step import Stepper, StepReport
+from ...step.graphs.summary import GraphSummary
 from ...step.losses import LossFunction, Sums, needs_whole_batch, whole_batch
 from .._options import check_options, move_after_collate
 from .._ranked import controller_of
+from ._graphs import ReplayError, options_with_graphs, replayable, without_graphs
+from ._hooks import Hooks, refuse_methods
 from ._loaders import TrainLoader
 from ._package import Callback
 
 # Other precisions of Lightning do not use autocast.
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-# What a module does in these would be missing from its update. The rest of the text says where to do it instead.
-_REFUSED = {
-    "optimizer_step": "on_before_optimizer_step for what comes before the step, a scheduler for a warm-up",
-    "backward": "on_before_backward and on_after_backward",
-    "configure_gradient_clipping": "AdaptiveBatching(clip_norm=…), or on_before_optimizer_step",
-}
 
 
 class ExactUpdates(ABC):
@@ -110,7 +107,8 @@ class AdaptiveBatching(Callback):
         controller: observes every update; None takes the sampler's.
         prefix: goes before the logged names.
         **stepper_options: options of ``Stepper``, such as ``micro_batch``, ``clip_norm`` or ``collate``;
-            ``precision="16-mixed"`` needs ``weight_of``.
+            ``precision="16-mixed"`` needs ``weight_of``. With ``graphs`` the shapes are those of the sampler, and
+            ``loss_sums`` neither logs nor reads the Trainer.
 
     Attributes:
         stepper: made when training starts; None for modules without ``ExactUpdates``.
@@ -148,7 +146,8 @@ class AdaptiveBatching(Callback):
             refuse_methods(pl_module)
             optimizer = _only_optimizer(pl_module).optimizer
             self._hooks = Hooks(trainer, pl_module, optimizer, has_scaler=_scaler_of(trainer) is not None)
-            self.stepper = _make_stepper(trainer, pl_module, _loss_of(pl_module, self._hooks), self._options)
+            options = options_with_graphs(self._options, trainer, pl_module, self.loader)
+            self.stepper = _make_stepper(trainer, pl_module, self._hooks, options)
         elif self.controller is not None or self._options:
             raise ArgumentError(
                 f"{type(pl_module).__name__} runs its own updates; a controller and options of Stepper need exact "
@@ -165,13 +164,31 @@ class AdaptiveBatching(Callback):
         """Run one update and let the controller observe it; ``ExactUpdates.training_step`` calls it."""
         # A Trainer opens autocast around the whole step; Stepper opens it only in forward passes.
         with _counted(trainer, module), torch.autocast(module.device.type, enabled=False):
-            report = self.report = self._step(batch)
+            try:
+                report = self.report = self._step(batch)
+            except ReplayError as error:
+                self._leave_graphs(trainer, module, error)
+                report = self.report = self._step(batch)
         _advance_schedulers(trainer, module)
         self.num_ooms += report.ooms
         if self.controller is not None:
             completed = trainer.current_epoch + trainer.is_last_batch
             self.controller.observe(epoch=completed, **report.observation())
         return report
+
+    def _leave_graphs(self, trainer: Any, module: Any, error: ReplayError) -> None:
+        """Go on eagerly with ``graphs="auto"``, after an update that has changed nothing; otherwise raise."""
+        if self.stepper is None or self._hooks is None or self._options.get("graphs") != "auto":
+            raise error
+        warnings.warn(f"steps run eagerly, without graphs: {error}", stacklevel=4)
+        self.stepper.abandon()
+        state = self.stepper.state_dict()
+        self.stepper = _make_stepper(trainer, module, self._hooks, without_graphs(self._options))
+        self.stepper.load_state_dict(state)
+
+    def graph_summary(self) -> GraphSummary:
+        """Return what graphs did so far: shapes, how often they were replayed, memory, seconds spent and saved."""
+        return GraphSummary() if self.stepper is None else self.stepper.graph_summary()
 
     def _step(self, batch: Any) -> StepReport:
         """Run one update and the hooks in it."""
@@ -241,8 +258,10 @@ def find_callback(trainer: Any) -> AdaptiveBatching:
     return found[0]
 
 
-def _make_stepper(trainer: Any, module: Any, loss_fn: LossFunction, options: Mapping[str, Any]) -> Stepper:
+def _make_stepper(trainer: Any, module: Any, hooks: Hooks, options: Mapping[str, Any]) -> Stepper:
     _check_strategy(trainer)
+    has_graphs = options.get("graphs", False) is not False
+    loss_fn = _loss_of(module, None if has_graphs else hooks)
     optimizer, scaler = _only_optimizer(module), _scaler_of(trainer)
     return Stepper(
         trainer.strategy.model,
@@ -275,10 +294,18 @@ def _only_optimizer(module: Any) -> Any:
     return optimizers
 
 
-def _loss_of(module: Any, hooks: Hooks) -> LossFunction:
-    """Return ``loss_sums`` as a Stepper calls it; what was said about splitting the batch stays said."""
+def _loss_of(module: Any, hooks: Hooks | None) -> LossFunction:
+    """Return ``loss_sums`` as a Stepper calls it; what was said about splitting the batch stays said.
+
+    Args:
+        module: has ``loss_sums``.
+        hooks: run before the backward pass; None where steps are replayed.
+    """
 
     def loss_fn(model: Any, batch: Any) -> Sums:
+        if hooks is None:
+            with replayable(module):
+                return model.loss_sums(batch)  # type: ignore[no-any-return]
         sums: Sums = model.loss_sums(batch)
         if isinstance(sums, tuple):  # anything else is refused by the Stepper
             hooks.before_backward(sums[0])
@@ -330,62 +357,3 @@ def _padding_of(plan: Any) -> float:
     padded = int((shapes[:, 0] * shapes[:, 1:].sum(axis=1)).sum())
     real = int(plan.lengths[plan.indices].sum(dtype="int64"))
     return 1 - real / padded
-
-
-def refuse_methods(module: Any) -> None:
-    """Refuse a module with methods of automatic optimisation that an exact update would leave out in silence."""
-    for name, instead in _REFUSED.items():
-        owner = next((cls for cls in type(module).__mro__ if name in vars(cls)), None)
-        if owner is not None and not owner.__module__.startswith(("lightning.", "pytorch_lightning.")):
-            raise ArgumentError(
-                f"{owner.__name__}.{name} belongs to automatic optimisation and would not run; use {instead}"
-            )
-
-
-@final
-class Hooks:
-    """Calls the hooks of one update in Lightning's order: callbacks first, then the module.
-
-    Args:
-        trainer: has the callbacks.
-        module: has hooks of its own.
-        optimizer: torch's own, not Lightning's wrapper.
-        has_scaler: a scaler steps the optimizer past Lightning, which then calls no ``on_before_optimizer_step``.
-    """
-
-    def __init__(self, trainer: Any, module: Any, optimizer: Any, *, has_scaler: bool) -> None:
-        self._trainer = trainer
-        self._module = module
-        self._optimizer = optimizer
-        self._has_scaler = has_scaler
-
-    def before_backward(self, loss: Tensor) -> None:
-        """Call ``on_before_backward`` with the summed loss of a micro-batch."""
-        # The forward pass that has just ended ran under autocast; hooks do not.
-        with torch.autocast(loss.device.type, enabled=False):
-            self._call("on_before_backward", loss)
-
-    def after_backward(self) -> None:
-        """Call ``on_after_backward``: gradients are those of the whole batch on all ranks."""
-        self._call("on_after_backward")
-
-    @contextmanager
-    def around_step(self) -> Iterator[None]:
-        """Call the hooks right before and right after the optimizer's step while this is open."""
-        handles = [self._optimizer.register_step_post_hook(lambda *_: self._of_optimizer("on_before_zero_grad"))]
-        if self._has_scaler:
-            before = self._optimizer.register_step_pre_hook(lambda *_: self._of_optimizer("on_before_optimizer_step"))
-            handles.append(before)
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _of_optimizer(self, name: str) -> None:
-        self._call(name, self._optimizer)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        for callback in self._trainer.callbacks:
-            getattr(callback, name)(self._trainer, self._module, *arguments)
-        getattr(self._module, name)(*arguments)
