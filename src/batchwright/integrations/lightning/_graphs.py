@@ -66,8 +66,8 @@ class _Unseen:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise ReplayError(
-            f"loss_sums reads {name} of the Trainer, which a replay would not see change; leave graphs out, or bring it "
-            "as a tensor of the batch"
+            f"loss_sums reads {name} of the Trainer, which a replay would not see change; leave graphs out, or bring "
+            "it as a tensor of the batch"
         )
 
 
