@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import batchwright as bw
 from batchwright.errors import ArgumentError, LengthsError
 from batchwright.step import PackCollator, PadCollator
-from batchwright.step.collators import ROW_WEIGHT, without_filler
+from batchwright.step.filler import ROW_WEIGHT, without_filler
 
 PAIRS = np.random.default_rng(0).integers(1, 40, size=(90, 2))
 

@@ -12,7 +12,7 @@ from .._version import __version__
 from ..errors import ArgumentError, BatchwrightError, MissingDependencyError
 from .advising import add_advising
 from .demo.command import add_demo
-from .doctor.command import add_doctor
+from .doctor import add_doctor
 from .lab import add_lab
 from .options import Parser
 from .planning import add_planning

@@ -13,10 +13,14 @@ from .calibration.shapes import default_shapes as default_shapes  # noqa: E402
 from .calibration.shapes import growing_shapes as growing_shapes  # noqa: E402
 from .collators import PackCollator as PackCollator  # noqa: E402
 from .collators import PadCollator as PadCollator  # noqa: E402
-from .generation import generate as generate  # noqa: E402
+from .compiling import CompileCounter as CompileCounter  # noqa: E402
+from .compiling import MarkShapes as MarkShapes  # noqa: E402
+from .filler import without_filler as without_filler  # noqa: E402
+from .graphs.summary import GraphSummary as GraphSummary  # noqa: E402
 from .huggingface import huggingface_loss as huggingface_loss  # noqa: E402
-from .inference import merge_padded as merge_padded  # noqa: E402
-from .inference import oom_safe as oom_safe  # noqa: E402
+from .inference.generation import generate as generate  # noqa: E402
+from .inference.pieces import merge_padded as merge_padded  # noqa: E402
+from .inference.pieces import oom_safe as oom_safe  # noqa: E402
 from .losses import entropy_sum as entropy_sum  # noqa: E402
 from .losses import supervised_loss as supervised_loss  # noqa: E402
 from .losses import whole_batch as whole_batch  # noqa: E402
@@ -36,8 +40,11 @@ from .stepper import Stepper as Stepper  # noqa: E402
 __all__ = [
     "BudgetTracker",
     "Calibration",
+    "CompileCounter",
     "FitToMemory",
+    "GraphSummary",
     "HeldOutErrors",
+    "MarkShapes",
     "MemoryMonitor",
     "MemoryRule",
     "MemorySource",
@@ -61,4 +68,5 @@ __all__ = [
     "split_by_shapes",
     "supervised_loss",
     "whole_batch",
+    "without_filler",
 ]

@@ -16,7 +16,7 @@ from ._settings import Settings
 from .memory.budget_tracker import Feedback
 from .memory.monitor import MemoryMonitor
 from .noise import GradientNorms, NoiseMeter
-from .report import Pending, Summary, Totals, check_summary, check_weight
+from .report import Pending, Summary, Totals, check_summary, check_weight, num_compilations
 from .splitting import LogicalBatch
 
 
@@ -162,6 +162,7 @@ class Gatherer:
             self._is_warned |= gradients.begin(self._settings.existing_gradients, is_warned=self._is_warned)
             is_due = self.meter is not None and self.num_updates % self._settings.measure_noise == 0
             pending = Pending(gradients, total_weight, noise_seed=self.num_updates if is_due else None)
+            pending.num_compiled_before = num_compilations()
             if self.meter is not None:
                 self.meter.norms.reset()
             if self._memory is not None and self._feedback is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -14,15 +14,15 @@ from .._ranks import Ranks
 from .._tree import leaves
 from ..errors import ArgumentError, DoesNotFitError
 from ..plan import PadTo
-from ._filler import Filler, count_rows
 from ._settings import Settings
+from .filler import ROW_WEIGHT, Filler, count_rows
 from .graphs.graphed import Graphs
 from .losses import needs_whole_batch
 from .memory.budget_tracker import Feedback
 from .memory.fit_to_memory import MicroLimit
 from .noise import GradientNorms
 from .oom import Buffers, Snapshot, devices_of, free_memory, is_out_of_memory, split_doubts
-from .report import MicroSums, Pending, Totals, is_on_host, power_of_two
+from .report import Copied, MicroSums, Pending, Totals, is_on_host, power_of_two
 from .splitting import LogicalBatch, Part, cost_of, split
 
 Parts: TypeAlias = Sequence[Part]
@@ -51,6 +51,7 @@ class Runner:
         self.usual_weight: float | None = None
         self.graphs: Graphs | None = None
         self.pad_to: PadTo | None = None
+        self._has_weights = False  # of rows, some of which may be filler
         self._filler = Filler(self._forward, ranks.module, lambda: self.snapshot().restore)
         self.look_at_model()
 
@@ -139,8 +140,8 @@ class Runner:
         """Return whether a batch must run again, although it fitted, and settle how."""
         if not self._ranks.can_retry:
             return False
-        if self._filler.is_unknown and totals.num_filler and any(map(self._filler.is_counted, logical.take_all(parts))):
-            return True
+        if self._has_weights and self._filler.is_unknown and totals.num_filler:
+            return any(map(self._filler.is_counted, logical.take_all(parts)))
         if totals.num_doubtful and not pending.leaves_out and not pending.gradients.are_finite:
             pending.leaves_out = True
             return True
@@ -231,17 +232,21 @@ class Runner:
         norms: GradientNorms | None,
     ) -> None:
         """Run a micro-batch eagerly."""
-        micro_batch = self._filler.cut_off(micro_batch, always=norms is not None or self._must_be_small)
-        counts = count_rows(micro_batch, len(part))
+        micro_batch, counts = self._counted(micro_batch, len(part), is_cut=norms is not None)
         sums = self._forward(micro_batch)
         del micro_batch  # so that the inputs are freed before the backward pass
         self._finish_part(sums, part, logical, pending, totals, norms)
         totals.add(sums, *counts)
 
-    @property
-    def _must_be_small(self) -> bool:
-        """Return whether filler is cut off in any case: memory ran out, or a batch could not run again without it."""
-        return math.isfinite(self.limit.ceiling) or not self._ranks.can_retry
+    def _counted(self, micro_batch: Any, num: int, *, is_cut: bool) -> tuple[Any, tuple[int | Copied, int]]:
+        """Return a micro-batch, perhaps without its filler rows, and how many examples and rows it has."""
+        if not (isinstance(micro_batch, Mapping) and ROW_WEIGHT in micro_batch):
+            return micro_batch, (num, num)
+        self._has_weights = True
+        # After memory ran out, filler would make small pieces as large as those that failed.
+        must_be_cut = is_cut or math.isfinite(self.limit.ceiling) or not self._ranks.can_retry
+        kept = self._filler.cut_off(micro_batch, always=must_be_cut)
+        return kept, count_rows(kept, num)
 
     def _finish_part(
         self,
@@ -271,8 +276,7 @@ class Runner:
         """Replay a micro-batch from its graph, or run it eagerly."""
         assert self.graphs is not None
         before = self.graphs.num_replayed
-        micro_batch = self._filler.cut_off(micro_batch, always=self._must_be_small)
-        counts = count_rows(micro_batch, len(part))
+        micro_batch, counts = self._counted(micro_batch, len(part), is_cut=False)
 
         def divisor(weight: float | None, num_elements: int) -> float:
             if weight is None and pending.divisor is None and pending.total_weight is pending.asked_weight is None:

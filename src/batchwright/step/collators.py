@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from .._checks import as_flag, as_whole, check_choice
-from .._tree import take
 from ..errors import ArgumentError
 from ..plan import PadTo
+from .filler import ROW_WEIGHT
 
 PadFunction: TypeAlias = Callable[[Any], tuple[int, ...]]
 Layout: TypeAlias = Literal["positions", "flat", "block"]
 Example: TypeAlias = "Mapping[str, Any]"
 
-ROW_WEIGHT = "row_weight"  # the field of a batch that is 1 for each of its rows and 0 for filler
 _IGNORED = -100  # the class that cross-entropy leaves out
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -164,21 +163,6 @@ class PadCollator:
         if name in self.label_fields and column.dtype in _SIGNED and ignored >= torch.iinfo(column.dtype).min:
             return column.new_full(shape, ignored)
         return column[:1].expand(shape)
-
-
-def without_filler(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rows of a batch that are examples; a batch without ``row_weight`` or without filler is returned as is.
-
-    It reads the weights, so a batch on a device has to wait for it. The rows keep the width they were padded to.
-
-    >>> batch = {"x": torch.tensor([5, 6, 5]), "row_weight": torch.tensor([1.0, 1.0, 0.0])}
-    >>> without_filler(batch)["x"].tolist()
-    [5, 6]
-    """
-    weights = batch.get(ROW_WEIGHT)
-    if weights is None or bool((weights != 0).all()):
-        return batch
-    return take(dict(batch), torch.nonzero(weights)[:, 0].tolist())
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:

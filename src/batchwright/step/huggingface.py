@@ -36,7 +36,7 @@ from ._loss_samples import label_views as label_views
 from ._loss_samples import num_labels as num_labels
 from ._loss_samples import row_views as row_views
 from ._loss_samples import sample as sample
-from .collators import ROW_WEIGHT, without_filler
+from .filler import ROW_WEIGHT, without_filler
 from .losses import LossFunction, Sums, entropy_sum
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,8 @@ class StepReport:
 
     Losses, metrics, noise and the gradient's norm stay on the device until they are read. ``seconds`` is the time of
     the slowest rank, and memory is that of the fullest. The time is the host's, which on a GPU runs ahead of the device
-    between two reads. ``graphed`` says that every micro-batch of this rank was replayed from a graph.
+    between two reads. ``graphed`` says that every micro-batch of this rank was replayed from a graph, and
+    ``recompilations`` how many graphs torch.compile made on this rank in the meantime.
     """
 
     batch_size: int
@@ -40,6 +42,7 @@ class StepReport:
     memory_fraction: float | None
     lr: float | None
     graphed: bool
+    recompilations: int
     _loss_sum: Tensor | float
     _metric_sums: Mapping[str, Tensor | float]
     _noise: Callable[[], NoiseReport] | None = None
@@ -118,7 +121,8 @@ class MicroSums:
         self.loss = loss.reshape(()) if loss.ndim else loss
         self.weight = _as_scalar(weight, loss) if is_replayed else _early(_as_scalar(weight, loss))
         # The mean over nothing is NaN, and so are its gradients.
-        is_none = is_on_host(self.weight) and float(self.weight) == 0
+        is_known = isinstance(self.weight, float) if is_replayed else is_on_host(self.weight)
+        is_none = is_known and float(self.weight) == 0
         value = float(loss.detach()) if is_none else math.nan
         self.is_empty = is_none and (not math.isfinite(value) or (value == 0 and not loss.requires_grad))
         self.is_doubtful = is_none and value == 0 and loss.requires_grad
@@ -297,6 +301,7 @@ class Pending:
         divisor: backward runs on ``loss_sum / divisor``; the first micro-batch settles it.
         same_names: whether metrics have the same names on all ranks.
         num_replayed: micro-batches that were replayed from graphs on this rank.
+        num_compiled_before: what torch.compile had compiled when the update began.
         stage: how far the update is: gathered, reduced, or unscaled and clipped.
     """
 
@@ -313,8 +318,22 @@ class Pending:
     noise: Callable[[], NoiseReport] | None = None
     same_names: bool = True
     num_replayed: int = 0
+    num_compiled_before: int = 0
     stage: Literal["gathered", "reduced", "clipped"] = "gathered"
     norm: Tensor | None = None
+
+
+def num_compilations() -> int:
+    """Return how many graphs torch.compile has compiled in this process; 0 if it was never used.
+
+    A function without breaks is one graph per compilation. Nothing is imported, so it costs next to nothing.
+
+    >>> num_compilations() >= 0
+    True
+    """
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(utils, "counters", None)  # absent while another thread imports it
+    return 0 if counters is None else int(counters["stats"]["unique_graphs"])
 
 
 def is_on_host(weight: Tensor | Copied | float) -> bool:

@@ -28,7 +28,7 @@ from .memory.budget_tracker import Feedback
 from .memory.fit_to_memory import MicroLimit
 from .memory.monitor import MemoryMonitor
 from .noise import NoiseMeter
-from .report import Pending, StepReport
+from .report import Pending, StepReport, num_compilations
 
 
 @final
@@ -305,6 +305,7 @@ class Stepper:
             memory_fraction=fraction if fraction >= 0 else None,
             lr=rate,
             graphed=self._graphs is not None and pending.num_replayed == pending.totals.num_micro_batches,
+            recompilations=max(0, num_compilations() - pending.num_compiled_before),
             _loss_sum=summary.loss_sum,
             _metric_sums=summary.metric_sums,
             _noise=pending.noise,

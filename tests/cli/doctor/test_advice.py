@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from batchwright.cli.doctor.advice import advise
-from batchwright.cli.doctor.records import Attention, Findings, Launch, LaunchRow, Load, Visits
+from batchwright.cli.doctor.records import Attention, Findings, Graphs, Launch, LaunchRow, Load, Visits
 
-from .made import ATTENTION, GIB, H200, LAPTOP, LAUNCH, ON_H200
+from .made import ATTENTION, GIB, GRAPHED_H200, GRAPHS, H200, LAPTOP, LAUNCH, ON_H200
 
 
 def topics(findings):
@@ -211,6 +211,58 @@ def test_rounds_that_contradict_each_other_give_none():
     assert found[-1].code == ""
 
 
+def with_graphs(**changes):
+    return replace(GRAPHED_H200, graphs=replace(GRAPHS, **changes))
+
+
+def test_graphs_that_pay_come_with_their_border_and_a_line():
+    assert topics(GRAPHED_H200) == ["shapes", "sizes", "graphs"]
+    advice = about("graphs", GRAPHED_H200)
+    # 40 / 5 = 8 at 1,024 tokens; 49.5 / 45 = 1.1 at 16,384, 91 / 90 at 32,768.
+    assert "of 1,024 tokens take 5.0 ms instead of 40 ms (8.0 times as fast) with 12 layers" in advice.text
+    assert "pay up to about 16,384 tokens a step on this machine" in advice.text
+    assert advice.code == "Stepper(model, optimizer, loss_fn, graphs=True, shapes=sampler)"
+
+
+def test_graphs_that_pay_to_the_end_have_no_border():
+    text = about("graphs", with_graphs(rows=GRAPHS.rows[:2])).text
+    assert "pay up to about 4,096 tokens a step and more, the most that was tried" in text
+
+
+def test_graphs_that_gain_nothing_are_left_off():
+    advice = about("graphs", with_graphs(rows=GRAPHS.rows[-1:]))
+    assert advice.text == ("CUDA graphs gain less than 10 % here, even with 32,768 tokens a step: leave graphs=False.")
+    assert advice.code == ""
+
+
+def test_rounds_that_name_two_borders_give_both():
+    rounds = ((8.0, 3.5, 1.2, 1.15), (8.0, 3.5, 1.2, 1.0))
+    assert "pay up to about 16,384 to 32,768 tokens a step" in about("graphs", with_graphs(rounds=rounds)).text
+
+
+@pytest.mark.parametrize(
+    "findings",
+    [with_graphs(rounds=((8.0, 1.0, 1.0, 1.0),)), replace(GRAPHED_H200, load=Load(wall_per_cpu=2.0))],
+    ids=["rounds", "load"],
+)
+def test_borders_that_others_may_have_moved_are_not_stated(findings):
+    advice = about("graphs", findings)
+    assert advice.text.startswith("Too busy to say for which steps CUDA graphs pay")
+    assert advice.code == ""
+
+
+def test_a_failed_capture_is_told_as_it_is():
+    graphs = Graphs(problem="a step of 1,024 tokens could not be captured: out of memory")
+    advice = about("graphs", replace(ON_H200, graphs=graphs))
+    assert advice.text == (
+        "What CUDA graphs would save is unknown: a step of 1,024 tokens could not be captured: out of memory."
+    )
+
+
+def test_without_cuda_there_is_no_advice_on_graphs():
+    assert "graphs" not in topics(replace(GRAPHED_H200, machine=LAPTOP))
+
+
 def test_memory_that_others_hold_is_named():
     busy = replace(H200, free_bytes=100 * GIB)
     assert "Only 100.0 of 140.0 GiB are free" in about("memory", replace(ON_H200, machine=busy)).text
@@ -236,6 +288,6 @@ def test_a_missing_numba_is_named():
 
 def test_every_sentence_ends():
     for machine in (H200, LAPTOP, replace(H200, allocator="", has_bfloat16=False, free_bytes=0, versions={})):
-        for advice in advise(replace(ON_H200, machine=machine)):
+        for advice in advise(replace(GRAPHED_H200, machine=machine)):
             assert advice.text.endswith((".", ":"))
             assert "  " not in advice.text

@@ -13,13 +13,15 @@ from batchwright.cli.doctor.command import (
     advice_lines,
     attention_lines,
     findings_lines,
+    graph_lines,
     launch_lines,
     machine_lines,
 )
-from batchwright.cli.doctor.records import Attention
+from batchwright.cli.doctor.machine import default_device
+from batchwright.cli.doctor.records import Attention, Graphs
 from batchwright.cli.screen import Screen
 
-from .made import ATTENTION, H200, LAUNCH, ON_H200
+from .made import ATTENTION, GRAPHED_H200, GRAPHS, H200, LAUNCH, ON_H200
 
 SCREEN = Screen(width=80)
 
@@ -44,7 +46,7 @@ def test_doctor_as_json_holds_the_same(capsys):
     code, out, _ = run(capsys, "doctor", "--quick", "--json")
     found = json.loads(out)
     assert code == 0
-    assert found.keys() == {"machine", "attention", "launch", "load", "advice"}
+    assert found.keys() == {"machine", "attention", "launch", "graphs", "load", "advice"}
     assert {"shapes", "sizes"} <= {advice["topic"] for advice in found["advice"]}
     assert found["launch"]["knee_tokens"] in [row["tokens"] for row in found["launch"]["rows"]]
 
@@ -95,6 +97,29 @@ def test_steps_have_their_throughput():
     assert lines[5].split() == ["8,192", "93.0", "ms", "88,086"]
 
 
+def test_steps_stand_beside_their_graphs():
+    lines = graph_lines(GRAPHS, SCREEN)
+    # 42 / 12 = 3.5.
+    assert lines[3].split() == ["4,096", "42.0", "ms", "12.0", "ms", "3.5", "x"]
+    assert lines[-1] == "Capturing all of these took 1.2 s."
+
+
+def test_what_was_not_captured_is_said_below():
+    problem = "a step of 65,536 tokens could not be captured: out of memory"
+    lines = graph_lines(replace(GRAPHS, problem=problem), SCREEN)
+    assert lines[-1] == f"graphs    {problem}."
+    assert graph_lines(Graphs(problem=problem), SCREEN) == lines[-1:]
+
+
+def test_without_cuda_one_line_says_that_graphs_need_it(capsys):
+    if default_device().type == "cuda":
+        pytest.skip("needs a machine without a CUDA device")
+    _, out, _ = run(capsys, "doctor", "--quick")
+    assert [line for line in out.splitlines() if "graph" in line] == [
+        "graphs    CUDA graphs need a CUDA device, and torch sees none."
+    ]
+
+
 def test_advice_is_numbered_and_followed_by_its_line():
     lines = advice_lines(advise(ON_H200), SCREEN)
     assert lines[0].startswith("1. The first step with a new batch shape")
@@ -104,7 +129,8 @@ def test_advice_is_numbered_and_followed_by_its_line():
 
 
 def test_everything_measured_is_shown():
-    text = "\n".join(findings_lines(ON_H200, SCREEN))
+    text = "\n".join(findings_lines(GRAPHED_H200, SCREEN))
     assert "NVIDIA H200" in text
     assert "new shape" in text
     assert "tokens/s" in text
+    assert "CUDA graph" in text

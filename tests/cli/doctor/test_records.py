@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright.cli.doctor.records import Launch, LaunchRow, Visits
+from batchwright.cli.doctor.records import GraphRow, Graphs, Launch, LaunchRow, Visits
 
-from .made import LAUNCH, ON_H200
+from .made import GRAPHED_H200, LAUNCH, ON_H200
 
 
 def launch(*seconds):
@@ -58,3 +58,32 @@ def test_findings_are_plain_json():
     assert figures["attention"][0]["visits"] == {"first_seconds": 0.51, "later_seconds": 0.085}
     assert figures["launch"]["rows"][0] == {"tokens": 1024, "seconds": 0.085}
     assert figures["launch"]["flat_tokens"] == LAUNCH.flat_tokens == 8192
+
+
+def graphs(*gains, rounds=()):
+    rows = tuple(GraphRow(2**power, gain, 1.0) for power, gain in enumerate(gains))
+    return Graphs(rows=rows, rounds=rounds)
+
+
+def test_graphs_pay_up_to_the_first_size_that_gains_less_than_a_tenth():
+    assert graphs(3.0, 1.1, 1.09, 2.0).paying_tokens == 2
+    assert graphs(1.0, 2.0).paying_tokens == 0
+    assert Graphs().paying_tokens == 0
+
+
+def test_rounds_that_disagree_whether_graphs_pay_at_all_contradict_each_other():
+    assert graphs(1.2, 1.0, rounds=((1.2, 1.0), (1.0, 1.0))).paying_range is None
+    assert graphs(1.0, 1.0, rounds=((1.0, 1.0),)).paying_range == (0, 0)
+    assert graphs(1.2, 1.0, rounds=((1.2, 1.2),)).paying_range == (1, 2)
+
+
+def test_the_figures_of_graphs_are_plain_json():
+    figures = json.loads(json.dumps(GRAPHED_H200.to_dict()))["graphs"]
+    assert figures["rows"][1] == {
+        "tokens": 4096,
+        "eager_seconds": 0.042,
+        "replay_seconds": 0.012,
+        "gain": 0.042 / 0.012,
+    }
+    assert (figures["paying_tokens"], figures["paying_range"], figures["problem"]) == (16384, [16384, 16384], "")
+    assert json.loads(json.dumps(ON_H200.to_dict()))["graphs"]["rows"] == []

@@ -21,7 +21,7 @@ from transformers import (
 
 import batchwright as bw
 from batchwright.step import PadCollator, Stepper, huggingface_loss
-from batchwright.step.collators import ROW_WEIGHT
+from batchwright.step.filler import ROW_WEIGHT
 
 torch.set_num_threads(1)
 

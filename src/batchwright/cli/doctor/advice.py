@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .records import Advice, Attention, Findings, Launch, Load, Machine, Visits
+from .records import PAYS, Advice, Attention, Findings, Graphs, Launch, Load, Machine, Visits
 
 GIB = 2**30
 # If a step took this many times as long as one of a larger batch, something else was running.
@@ -17,6 +17,7 @@ NOTABLE_SECONDS = 0.01
 # Another kernel is worth a change if at most this share of the cost of a new shape remains.
 WORTH = 0.5
 FEW_SHAPES = "bw.plan_batches(lengths, budget, grouping=bw.Buckets(count=16))"
+GRAPHED = "Stepper(model, optimizer, loss_fn, graphs=True, shapes=sampler)"
 TURN_OFF = {
     "cudnn": "torch.backends.cuda.enable_cudnn_sdp(False)",
     "flash": "torch.backends.cuda.enable_flash_sdp(False)",
@@ -39,6 +40,7 @@ def advise(findings: Findings) -> list[Advice]:
         _about_device(machine),
         _about_shapes(findings.attention, machine),
         _about_sizes(launch, machine, findings.load),
+        _about_graphs(findings.graphs, machine, findings.load),
         *_about_memory(machine),
         _about_numbers(machine),
         _about_packages(machine),
@@ -217,6 +219,38 @@ def _either(ends: tuple[int, int]) -> str:
     """Write a number, or two if the repeats disagree on it."""
     low, high = ends
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _about_graphs(graphs: Graphs, machine: Machine, load: Load) -> Advice | None:
+    """Say up to which size a step is worth capturing."""
+    if machine.device != "cuda" or not (graphs.rows or graphs.problem):
+        return None
+    if not graphs.rows:
+        return Advice("graphs", f"What CUDA graphs would save is unknown: {graphs.problem}.")
+    paying = graphs.paying_range
+    if paying is None or load.is_busy:
+        text = (
+            "Too busy to say for which steps CUDA graphs pay: the time of a step without one is that of the processor. "
+            "Measure again when the machine is quiet."
+        )
+        return Advice("graphs", text)
+    first, largest = graphs.rows[0], graphs.rows[-1]
+    if paying[1] == 0:
+        text = (
+            f"CUDA graphs gain less than {100 * (PAYS - 1):.0f} % here, even with {first.tokens:,} tokens a step: "
+            "leave graphs=False."
+        )
+        return Advice("graphs", text)
+    most = f"{_either(paying)} tokens a step on this machine"
+    if paying[0] == largest.tokens:
+        most = f"{largest.tokens:,} tokens a step and more, the most that was tried"
+    text = (
+        f"As a CUDA graph, forward and backward of {first.tokens:,} tokens take {milliseconds(first.replay_seconds)} "
+        f"instead of {milliseconds(first.eager_seconds)} ({first.gain:.1f} times as fast) with {graphs.model}. Graphs "
+        f"pay up to about {most}: there a small batch costs only its arithmetic. They need few shapes, such as those "
+        "of a sampler with grouping=bw.Buckets(16)."
+    )
+    return Advice("graphs", text, GRAPHED)
 
 
 def _about_memory(machine: Machine) -> list[Advice]:

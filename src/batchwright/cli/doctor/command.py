@@ -11,7 +11,7 @@ from ..._optional import require
 from ..options import Commands, add_command, add_option
 from ..screen import Screen, render_table
 from .advice import advise, free_memory
-from .records import Advice, Attention, Findings, Launch, Machine
+from .records import Advice, Attention, Findings, Graphs, Launch, Machine
 
 _DOCTOR = """\
 Measure this machine and say what to set (needs torch).
@@ -23,6 +23,7 @@ What it measures:
               plan again for every shape, and then few shapes or another kernel save time
   sizes       the batch size below which a step takes only as long as launching its kernels, and the one
               above which throughput hardly grows
+  graphs      what CUDA graphs save, and up to which size of step they pay (needs a CUDA device)
 
 Each result comes with what it means for your batches, and a line to copy. Everything is measured several
 times, and what the repeats contradict is not stated: on a busy machine the answer is that it is too busy.
@@ -73,6 +74,8 @@ def findings_lines(findings: Findings, screen: Screen) -> list[str]:
         "",
         *launch_lines(findings.launch),
         "",
+        *graph_lines(findings.graphs, screen),
+        "",
     ]
 
 
@@ -102,6 +105,25 @@ def launch_lines(launch: Launch) -> list[str]:
         [f"{row.tokens:,}", f"{1000 * row.seconds:.1f} ms", f"{row.tokens / row.seconds:,.0f}"] for row in launch.rows
     ]
     return render_table([f"tokens per step, {launch.model}", "time", "tokens/s"], rows)
+
+
+def graph_lines(graphs: Graphs, screen: Screen) -> list[str]:
+    """Lay out steps without and with a CUDA graph; say what is missing and why."""
+    missing = screen.wrap(f"graphs    {graphs.problem or 'not measured'}.", indent="          ")
+    if not graphs.rows:
+        return missing
+    rows = [
+        [
+            f"{row.tokens:,}",
+            f"{1000 * row.eager_seconds:.1f} ms",
+            f"{1000 * row.replay_seconds:.1f} ms",
+            f"{row.gain:.1f} x",
+        ]
+        for row in graphs.rows
+    ]
+    lines = render_table(["tokens per step, forward and backward", "eager", "CUDA graph", "gain"], rows)
+    took = f"Capturing all of these took {graphs.capture_seconds:.1f} s."
+    return [*lines, *screen.wrap(took), *(missing if graphs.problem else [])]
 
 
 def advice_lines(found: list[Advice], screen: Screen) -> list[str]:

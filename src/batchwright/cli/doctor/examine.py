@@ -1,16 +1,13 @@
-"""Measure the machine: attention on known and new shapes, and steps from small to large."""
+"""Measure the machine: attention on known and new shapes, steps from small to large, and what graphs save."""
 
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from itertools import accumulate, takewhile
 from statistics import median
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..._machine import one_thread
 from ..._progress import ProgressBar
-from ...errors import DoesNotFitError
 from ...step.calibration.running import Prober
 from .machine import clock_for, look_at, wall_per_cpu
-from .records import Attention, Effort, Findings, Launch, LaunchRow, Load, Visits, effort_for
+from .records import Attention, Effort, Findings, Load, Visits, effort_for
+from .steps import measure_graphs, measure_launch, sizes
 
 
 def examine(device: torch.device | str, *, quick: bool = False, progress: bool = True) -> Findings:
-    """Measure a device: attention kernels with new and known shapes, and training steps of many sizes.
+    """Measure a device: attention kernels with new and known shapes, training steps of many sizes, and CUDA graphs.
 
     The random state stays as it was. A CPU is measured with one thread, in processor time: on shared cores, several
     threads mostly wait for each other, and the time on the wall counts what other processes do.
@@ -42,7 +39,7 @@ def examine(device: torch.device | str, *, quick: bool = False, progress: bool =
     chosen = torch.device(device)
     machine = look_at(chosen)
     effort = effort_for(machine, quick=quick)
-    total = len(BACKENDS) + len(sizes(effort)) + effort.rounds
+    total = len(BACKENDS) + len(sizes(effort)) + effort.rounds + 2 * len(effort.graph_items)
     devices = [chosen] if chosen.type == "cuda" else []
     bar = ProgressBar(label="measuring", total=total, enabled=progress)
     with torch.random.fork_rng(devices), one_thread(), bar:
@@ -55,9 +52,11 @@ def examine(device: torch.device | str, *, quick: bool = False, progress: bool =
         bar.doing("steps from small to large")
         launch = measure_launch(chosen, effort, done=bar.update)
         waits.append(wall_per_cpu())
+        bar.doing("CUDA graphs")
+        graphs = measure_graphs(chosen, effort, done=bar.update)
         bar.update(total - bar.done)  # sizes that took too long or did not fit were left out
     load = Load(wall_per_cpu=median(waits), average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None)
-    return Findings(machine=machine, attention=tuple(attention), launch=launch, load=load)
+    return Findings(machine=machine, attention=tuple(attention), launch=launch, graphs=graphs, load=load)
 
 
 _BACKENDS: dict[str, SDPBackend | None] = {
@@ -70,7 +69,6 @@ _BACKENDS: dict[str, SDPBackend | None] = {
 BACKENDS = tuple(_BACKENDS)
 
 _NUM_ITEMS = 8
-_HEAD_WIDTH = 64
 _SHORTEST = 64
 
 
@@ -156,7 +154,7 @@ class _Stack(nn.Module):
     def __init__(self, effort: Effort, device: torch.device) -> None:
         super().__init__()
         self._width, self._device = effort.width, device
-        self._heads = max(1, effort.width // _HEAD_WIDTH)
+        self._heads = effort.num_heads
         self.layers = nn.ModuleList(nn.Linear(effort.width, 3 * effort.width) for _ in range(effort.num_layers))
 
     def step(self, num_items: int, length: int, *, masked: bool) -> None:
@@ -191,127 +189,3 @@ class _Stack(nn.Module):
         num_items, length, _ = projected.shape
         parts = projected.view(num_items, length, 3, self._heads, -1).permute(2, 0, 3, 1, 4)
         return parts[0], parts[1], parts[2]
-
-
-_NUM_LAUNCHES = 500
-
-
-def measure_launch(
-    device: torch.device,
-    effort: Effort,
-    *,
-    run: Callable[[tuple[int, ...]], None] | None = None,
-    done: Callable[[], Any] = lambda: None,
-    clock: Callable[[], float] | None = None,
-) -> Launch:
-    """Time whole training steps, each with twice as many examples as the one before.
-
-    All sizes run in turn, round after round, so that other work on the machine meets all of them alike.
-
-    Args:
-        device: where to run.
-        effort: the sizes.
-        run: runs a step of a shape; None trains a small model.
-        done: called after each size that is tried, and after each round.
-        clock: seconds that never go back; None is the one for the device.
-
-    Returns:
-        Tokens and seconds, up to the largest size, the first long step, or the end of the memory.
-    """
-    clock = clock_for(device) if clock is None else clock
-    prober = Prober(_training_step(device, effort) if run is None else run, device, None, 1, [], clock)
-    prober.measure((1, effort.length))  # allocates the state of the optimizer and loads kernels
-    tried = _sizes_that_run(prober, effort, done)
-    rounds: list[list[float]] = []
-    for _ in range(effort.rounds):
-        rounds.append(_round(prober, tried, effort))
-        tried = tried[: len(rounds[-1])]
-        done()
-    if not tried:
-        raise DoesNotFitError(f"one example of {effort.length} tokens does not fit {device}; free some of its memory")
-    columns = zip(*(seconds[: len(tried)] for seconds in rounds), strict=True)
-    rows = [LaunchRow(num * effort.length, median(each)) for num, each in zip(tried, columns, strict=True)]
-    even = _without_peaks([row.seconds for row in rows])
-    return Launch(
-        model=f"{effort.num_layers} layers of width {effort.width:,}",
-        rows=tuple(replace(row, seconds=seconds) for row, seconds in zip(rows, even, strict=True)),
-        kernel_seconds=_kernel_seconds(device, clock),
-        noise=max(row.seconds / lower for row, lower in zip(rows, even, strict=True)),
-        rounds=tuple(tuple(_without_peaks(seconds[: len(tried)])) for seconds in rounds),
-        in_processor_time=clock is time.process_time,
-    )
-
-
-def _sizes_that_run(prober: Prober, effort: Effort, done: Callable[[], Any]) -> list[int]:
-    """Return the numbers of examples that fit, up to the first step that takes long; each has then run."""
-    tried: list[int] = []
-    for num_items in sizes(effort):
-        found = prober.measure((num_items, effort.length))
-        done()
-        if found is None:
-            break
-        tried.append(num_items)
-        if found.seconds > effort.most_seconds:
-            break
-    return tried
-
-
-def _round(prober: Prober, tried: list[int], effort: Effort) -> list[float]:
-    """Return the seconds of every size, the shorter of two steps; fewer if memory runs out."""
-    found = (prober.measure((num_items, effort.length)) for num_items in tried)
-    return [min(row.seconds, row.first_visit_seconds) for row in takewhile(lambda row: row is not None, found) if row]
-
-
-def sizes(effort: Effort) -> list[int]:
-    """Return the numbers of examples to try: powers of two.
-
-    >>> from batchwright.cli.doctor.records import CPU
-    >>> sizes(replace(CPU, max_items=8))
-    [1, 2, 4, 8]
-    """
-    return [2**power for power in range(effort.max_items.bit_length())]
-
-
-def _without_peaks(seconds: list[float]) -> list[float]:
-    """Lower the time of steps that took longer than a larger one, because something else was running.
-
-    >>> _without_peaks([9.0, 5.0, 6.0])
-    [5.0, 5.0, 6.0]
-    """
-    return [*accumulate(reversed(seconds), min)][::-1]
-
-
-def _training_step(device: torch.device, effort: Effort) -> Callable[[tuple[int, ...]], None]:
-    heads = max(1, effort.width // _HEAD_WIDTH)
-    layer = nn.TransformerEncoderLayer(
-        effort.width, heads, 4 * effort.width, activation="gelu", batch_first=True, norm_first=True, device=device
-    )
-    # A nested tensor would skip the padding, which few models do.
-    model = nn.TransformerEncoder(layer, effort.num_layers, enable_nested_tensor=False).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True if device.type == "cuda" else None)
-
-    def run(shape: tuple[int, ...]) -> None:
-        x = torch.randn(*shape, effort.width, device=device)
-        with _autocast(device):
-            loss = model(x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return run
-
-
-def _autocast(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()
-
-
-def _kernel_seconds(device: torch.device, clock: Callable[[], float]) -> float:
-    """Return the seconds to launch one small operation, from many that are launched without waiting."""
-    x = torch.zeros(16, device=device)
-    for _ in range(2):  # the first round only loads the kernel
-        x.sum().item()
-        start = clock()
-        for _ in range(_NUM_LAUNCHES):
-            x.add_(1)
-        seconds = clock() - start
-    return seconds / _NUM_LAUNCHES

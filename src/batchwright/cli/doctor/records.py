@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from statistics import median
@@ -16,6 +16,10 @@ REACHED = 0.9
 BUSY = 1.25
 # Repeats that name neighbouring sizes, one twice the other, still give an answer: the range.
 _MAX_RANGE = 2
+# A graph pays if a step takes at least this many times as long without it.
+PAYS = 1.1
+# The width of one attention head of the models.
+_HEAD_WIDTH = 64
 # A GPU with less free memory is measured with a smaller model.
 _SMALL_DEVICE_BYTES = 8 * 2**30
 
@@ -171,6 +175,59 @@ def _range(votes: list[int]) -> tuple[int, int] | None:
 
 
 @final
+@dataclass(frozen=True)
+class GraphRow:
+    """The tokens of a forward and backward pass, its seconds kernel by kernel, and replayed as a CUDA graph."""
+
+    tokens: int
+    eager_seconds: float
+    replay_seconds: float
+
+    @property
+    def gain(self) -> float:
+        """Return how many times as long the pass takes without the graph."""
+        return self.eager_seconds / self.replay_seconds
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Graphs:
+    """What CUDA graphs save, depending on the tokens of a step.
+
+    Attributes:
+        model: the model that was run, in words.
+        rows: with rising tokens, the medians of the rounds; only what was captured.
+        rounds: the gain of every row, once per round.
+        capture_seconds: the time of all captures.
+        problem: why some sizes or all of them are missing; empty if none is.
+
+    >>> found = Graphs(rows=(GraphRow(1024, 0.05, 0.01), GraphRow(2048, 0.05, 0.02), GraphRow(4096, 0.05, 0.05)))
+    >>> found.paying_tokens
+    2048
+    """
+
+    model: str = ""
+    rows: tuple[GraphRow, ...] = ()
+    rounds: tuple[tuple[float, ...], ...] = ()
+    capture_seconds: float = 0.0
+    problem: str = ""
+
+    @property
+    def paying_tokens(self) -> int:
+        """Return the most tokens up to which every row gains at least a tenth; 0 if the first does not."""
+        return self._paying([row.gain for row in self.rows])
+
+    @property
+    def paying_range(self) -> tuple[int, int] | None:
+        """Return the fewest and the most ``paying_tokens`` that a round gives; None if they contradict each other."""
+        return _range([self.paying_tokens, *map(self._paying, self.rounds)])
+
+    def _paying(self, gains: Iterable[float]) -> int:
+        paying = takewhile(lambda pair: pair[1] >= PAYS, zip((row.tokens for row in self.rows), gains, strict=True))
+        return max((tokens for tokens, _ in paying), default=0)
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
 class Load:
     """How busy the machine was with other work.
@@ -197,6 +254,7 @@ class Findings:
     machine: Machine
     attention: tuple[Attention, ...]
     launch: Launch
+    graphs: Graphs = Graphs()
     load: Load = Load()
 
     def to_dict(self) -> dict[str, Any]:
@@ -206,6 +264,9 @@ class Findings:
             name: getattr(self.launch, name)
             for name in ("floor_seconds", "flat_tokens", "knee_tokens", "flat_range", "knee_range", "spread")
         }
+        for row, figure in zip(self.graphs.rows, figures["graphs"]["rows"], strict=True):
+            figure["gain"] = row.gain
+        figures["graphs"] |= {name: getattr(self.graphs, name) for name in ("paying_tokens", "paying_range")}
         return figures
 
 
@@ -233,6 +294,7 @@ class Effort:
         length: the length of the examples of a step.
         max_items: the largest batch, a power of two.
         most_seconds: after a step of this length, no larger batch is run.
+        graph_items: the batches that are captured as CUDA graphs, the smallest first.
     """
 
     width: int
@@ -243,10 +305,26 @@ class Effort:
     length: int
     max_items: int
     most_seconds: float
+    graph_items: tuple[int, ...] = ()
+
+    @property
+    def num_heads(self) -> int:
+        """Return the attention heads of the models."""
+        return max(1, self.width // _HEAD_WIDTH)
 
 
 CPU = Effort(width=64, num_layers=2, num_shapes=4, repeats=3, rounds=7, length=16, max_items=128, most_seconds=0.5)
-GPU = replace(CPU, width=1024, num_layers=12, num_shapes=5, rounds=5, length=64, max_items=1024)
+# Graphs from 1,024 to 32,768 tokens.
+GPU = replace(
+    CPU,
+    width=1024,
+    num_layers=12,
+    num_shapes=5,
+    rounds=5,
+    length=64,
+    max_items=1024,
+    graph_items=(16, 32, 64, 128, 256, 512),
+)
 
 
 def effort_for(machine: Machine, *, quick: bool) -> Effort:
@@ -256,4 +334,10 @@ def effort_for(machine: Machine, *, quick: bool) -> Effort:
         full = replace(GPU, width=512)
     if not quick:
         return full
-    return replace(full, num_shapes=3, max_items=full.max_items // 4, most_seconds=full.most_seconds / 4)
+    return replace(
+        full,
+        num_shapes=3,
+        max_items=full.max_items // 4,
+        most_seconds=full.most_seconds / 4,
+        graph_items=full.graph_items[::2],
+    )

@@ -23,7 +23,7 @@ from ..._tree import leaves, map_leaves
 from ...errors import ArgumentError, DoesNotFitError
 from ...plan.grouping.base import SizeRounding
 from ...step.huggingface import unwrapped
-from ...step.inference import run_in_pieces
+from ...step.inference.pieces import run_in_pieces
 from ...step.oom import free_memory
 from .._devices import accelerators
 from .._inputs import num_rows, take_rows

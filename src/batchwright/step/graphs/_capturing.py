@@ -1,11 +1,13 @@
-"""Capturing: from the largest shape down into one pool, and only what a replay repeats exactly."""
+"""Capturing: from the largest shape down into one pool, and only what a replay repeats; a replay is compared."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
+from torch import Tensor
 
 from ..._ranks import Ranks
 from ...plan import MaxBytes
@@ -212,3 +214,51 @@ def text_of(error: Exception) -> str:
 def _random(generators: Sequence[str]) -> str:
     names = ", ".join(generators)
     return f"the forward pass draws random numbers on the host ({names}), and a replay would repeat them for ever"
+
+
+# How far a replay may be from an eager run: sums in another order, and in half precision.
+NEAR, NEAR_HALF = 1e-3, 3e-2
+# A gradient that is this small beside all of them may differ by as much.
+_SMALL = 0.01
+
+
+@final
+class Outcome(NamedTuple):
+    """What a micro-batch gave: its sums, and the norms of the gradients by the places of their parameters."""
+
+    sums: MicroSums
+    touched: list[int]
+    norms: Tensor
+
+
+def outcome_of(sums: MicroSums, gradients: Sequence[Tensor | None]) -> Outcome:
+    """Return the outcome with one gradient per parameter, None for those that got none."""
+    found = [gradient for gradient in gradients if gradient is not None]
+    touched = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(found)]) if found else torch.zeros(0)
+    return Outcome(sums, touched, norms)
+
+
+def are_alike(replayed: Outcome, eager: Outcome, near: float) -> bool:
+    """Say whether two outcomes differ by rounding only."""
+    return (
+        replayed.touched == eager.touched
+        and _have_same_sums(replayed.sums, eager.sums, near)
+        and _have_same_norms(replayed.norms, eager.norms, near)
+    )
+
+
+def _have_same_sums(replayed: MicroSums, eager: MicroSums, near: float) -> bool:
+    if replayed.metrics.keys() != eager.metrics.keys():
+        return False
+    pairs = [(replayed.loss, eager.loss.detach()), (replayed.weight, eager.weight)]
+    pairs += [(replayed.metrics[name], value) for name, value in eager.metrics.items()]
+    numbers = [(float(first), float(second)) for first, second in pairs]
+    return all(math.isclose(a, b, rel_tol=near, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b)) for a, b in numbers)
+
+
+def _have_same_norms(replayed: Tensor, eager: Tensor, near: float) -> bool:
+    whole = float(eager.norm())
+    if not math.isfinite(whole):
+        return not math.isfinite(float(replayed.norm()))
+    return bool(((replayed - eager).abs() <= near * (eager + _SMALL * whole) + 1e-30).all())

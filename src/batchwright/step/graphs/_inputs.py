@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, final
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -11,10 +11,8 @@ from torch import Tensor
 
 from ..._containers import fields_of
 from ..._tree import leaves, map_leaves
-from ...errors import ArgumentError
+from .._catalogue import Shape
 
-# (number of items, padded length per axis): a row of plan.shapes
-Shape: TypeAlias = tuple[int, ...]
 _SINGLE = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
 
 
@@ -76,34 +74,6 @@ class StaticInputs:
             buffer.copy_(tensor, non_blocking=True)
 
 
-def read_shapes(shapes: Any) -> dict[Shape, int]:
-    """Return the planned shapes and how often each is planned, from ``plan.shapes``, a plan, a sampler or a list."""
-    plan = getattr(shapes, "plan", shapes)
-    try:
-        array = np.asarray(getattr(plan, "shapes", plan))
-    except ValueError:
-        array = np.empty(0, dtype=object)
-    if array.ndim != 2 or array.dtype.kind not in "iu" or array.shape[1] < 1 or (array < 1).any():
-        raise ArgumentError(
-            f"shapes must be plan.shapes, rows of (num_items, padded lengths) of 1 or more, or a sampler, got "
-            f"{type(shapes).__name__} of {array.dtype} and shape {array.shape}"
-        )
-    if len(array) == 0:
-        raise ArgumentError("shapes is empty; give plan.shapes of a plan with batches, or None")
-    rows, counts = np.unique(array, axis=0, return_counts=True)
-    return {tuple(map(int, row)): int(count) for row, count in zip(rows, counts, strict=True)}
-
-
-def matches(sizes: Sequence[tuple[int, ...]], shape: Shape) -> bool:
-    """Say whether tensors may be a batch of a planned shape: as many rows, and every length among their widths.
-
-    >>> matches([(8, 20), (8, 30), (8,)], (8, 20, 30)), matches([(8, 20)], (4, 20))
-    (True, False)
-    """
-    widths = {width for size in sizes for width in size[1:]}
-    return all(size[0] == shape[0] for size in sizes if size) and widths.issuperset(shape[1:])
-
-
 @final
 class Axes:
     """Which dimension of which tensor follows which axis of a planned shape, learned from the batches seen."""
@@ -163,8 +133,3 @@ def resized(batch: Any, sizes: Sequence[tuple[int, ...]]) -> Any:
         return tensor
 
     return map_leaves(batch, repeat)
-
-
-def is_mapping_with(batch: Any, name: str) -> bool:
-    """Say whether a batch is a mapping with a field that is a tensor."""
-    return isinstance(batch, Mapping) and isinstance(batch.get(name), Tensor)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ..._ranks import Ranks
 from ...errors import ArgumentError
+from .._catalogue import Shape, matches, read_shapes
 from .._gradients import Trained
 from .._settings import Settings
 from ..oom import Snapshot
 from ..report import MicroSums
-from ._capturing import Capturer, Target, text_of
-from ._comparing import NEAR, NEAR_HALF, are_alike, outcome_of
+from ._capturing import NEAR, NEAR_HALF, Capturer, Target, are_alike, outcome_of, text_of
 from ._draws import draw_again
-from ._inputs import Axes, Shape, Signature, elements_of, matches, read_shapes, signature_of
+from ._inputs import Axes, Signature, elements_of, signature_of
 from ._micro import MicroGraph, NotGraphableError
 from ._update import Updates
 from ._watch import Watch, hooks_of, unfit

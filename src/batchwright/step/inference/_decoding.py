@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import as_whole
-from .._lengths import as_lengths
-from .._tree import map_leaves
-from ..errors import ArgumentError
-from ..plan import PadTo
-from .huggingface import unwrapped
+from ..._checks import as_whole
+from ..._lengths import as_lengths
+from ..._tree import map_leaves
+from ...errors import ArgumentError
+from ...plan import PadTo
+from ..huggingface import unwrapped
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 

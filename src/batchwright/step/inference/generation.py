@@ -12,17 +12,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .._ceiling import Ceiling
-from .._checks import as_whole
-from .._lengths import pad_up
-from .._progress import ProgressBar
-from ..errors import ArgumentError
-from ..plan import Budget, MaxItems, MaxTokens, Plan, Sorted, plan_batches
-from ..plan.budget import check_budget
+from ..._ceiling import Ceiling
+from ..._checks import as_whole
+from ..._lengths import pad_up
+from ..._progress import ProgressBar
+from ...errors import ArgumentError
+from ...plan import Budget, MaxItems, MaxTokens, Plan, Sorted, plan_batches
+from ...plan.budget import check_budget
+from .._loss_probe import evaluating
+from ..memory.monitor import MemoryMonitor
 from ._decoding import Collate, Decoder
-from ._loss_probe import evaluating
-from .inference import Pieces, run_in_pieces
-from .memory.monitor import MemoryMonitor
+from .pieces import Pieces, run_in_pieces
 
 # Without a budget the first batch has this many of the longest examples, the next as many as the peak says will fit.
 _FIRST_ITEMS = 8

@@ -9,7 +9,7 @@ from torch import nn
 import batchwright as bw
 from batchwright.errors import ArgumentError, DoesNotFitError, LengthsError
 from batchwright.step import MemoryMonitor
-from batchwright.step.generation import generate
+from batchwright.step.inference.generation import generate
 from batchwright.testing import FakeMemory
 
 NUM_TOKENS = 29

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._containers import rebuilt
-from .._tree import CannotCutError, Rows, leaves
-from ..errors import ArgumentError, DoesNotFitError
-from .oom import Snapshot, free_memory, is_out_of_memory
+from ..._containers import rebuilt
+from ..._tree import CannotCutError, Rows, leaves
+from ...errors import ArgumentError, DoesNotFitError
+from ..oom import Snapshot, free_memory, is_out_of_memory
 
 Piece: TypeAlias = Callable[[int, int], Any]  # the examples from one place up to another
 

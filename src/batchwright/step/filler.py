@@ -7,15 +7,32 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, final
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .._tree import Rows
-from .collators import ROW_WEIGHT
+from .._tree import Rows, take
 from .report import Copied, MicroSums
 
+# The field of a batch that is 1 for each of its rows and 0 for filler.
+ROW_WEIGHT = "row_weight"
 # A number of examples, perhaps on its way from the device.
 Count: TypeAlias = "int | Copied"
+
+
+def without_filler(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the rows of a batch that are examples; a batch without ``row_weight`` or without filler is returned as is.
+
+    It reads the weights, so a batch on a device has to wait for it. The rows keep the width they were padded to.
+
+    >>> batch = {"x": torch.tensor([5, 6, 5]), "row_weight": torch.tensor([1.0, 1.0, 0.0])}
+    >>> without_filler(batch)["x"].tolist()
+    [5, 6]
+    """
+    weights = batch.get(ROW_WEIGHT)
+    if weights is None or bool((weights != 0).all()):
+        return batch
+    return take(dict(batch), torch.nonzero(weights)[:, 0].tolist())
 
 
 def weights_of(batch: Any) -> Tensor | None:
@@ -56,11 +73,9 @@ class Filler:
 
     def cut_off(self, batch: Any, *, always: bool = False) -> Any:
         """Return a micro-batch without its filler rows, if the loss counts them or ``always``."""
-        weights = weights_of(batch)
-        if weights is None or (self._is_left_out is not False and not always):
+        if weights_of(batch) is None or (self._is_left_out is not False and not always):
             return batch
-        real = (weights != 0).nonzero().flatten().tolist()
-        return batch if len(real) == len(weights) or not real else Rows(batch).take(real)
+        return without_filler(batch)
 
     def is_counted(self, batch: Any) -> bool:
         """Say whether the loss counts the filler rows of a micro-batch; it is asked once, and warned of.

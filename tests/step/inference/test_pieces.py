@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from batchwright.errors import ArgumentError, DoesNotFitError
-from batchwright.step.inference import merge_padded, oom_safe
+from batchwright.step.inference.pieces import merge_padded, oom_safe
 
 Pair = namedtuple("Pair", ["x", "y"])
 

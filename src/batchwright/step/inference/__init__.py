@@ -1,0 +1,1 @@
+"""Running a model without training it: in pieces that fit, and generation."""
