@@ -409,16 +409,13 @@ def test_a_loss_whose_mean_nobody_knows_runs_in_the_trainers_own_step(tmp_path):
 
 
 @pytest.mark.needs_cuda
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["llama", "t5"])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_a_trainer_on_cuda_replays_what_it_would_run_eagerly(bf16, tmp_path):
-    options = {"use_cpu": False, "bf16": bf16, "max_grad_norm": 1.0}
-    results = []
-    for graphs in (False, True):
-        model = make_model("t5").float()
-        found, seen, trainer = train("t5", tmp_path, graphs, model=model, **options)
-        results.append((found.double(), seen.double(), trainer))
-    (weights, gradients, _), (found, seen, graphed) = results
-    assert graphed.graph_summary().num_replayed > 10
-    tolerance = 5e-2 if bf16 else 1e-4
-    assert relative_error(seen[0], gradients[0]) < tolerance
-    assert relative_error(found, weights) < tolerance
+def test_a_trainer_on_cuda_replays_what_it_would_run_eagerly(name, bf16, tmp_path):
+    options = {"use_cpu": False, "bf16": bf16, "gradient_accumulation_steps": 2}
+    _, gradients, eager = train(name, tmp_path, False, model=make_model(name).float(), **options)
+    _, seen, graphed = train(name, tmp_path, True, model=make_model(name).float(), **options)
+    assert graphed.graph_summary().num_replayed > 5
+    assert relative_error(seen[0], gradients[0]) < (5e-2 if bf16 else 1e-4)
+    assert losses(graphed) == pytest.approx(losses(eager), rel=5e-2 if bf16 else 1e-3)
