@@ -155,7 +155,7 @@ def test_a_plan_of_many_shapes_is_refused():
     lengths = np.random.default_rng(0).integers(2, 200, size=400)
     loader = DataLoader(DATA * 5, batch_sampler=bw.BatchSampler(lengths, bw.MaxTokens(300)), collate_fn=PadCollator())
     with pytest.raises(ArgumentError, match=r"the plan has \d+ shapes, and each would be a graph; group by Buckets\("):
-        fit(data=PlannedDataModule(loader, val=DataLoader(DATA[:4])), graphs=EagerGraphs())
+        fit(data=PlannedDataModule(loader, val=DataLoader(DATA[:4], collate_fn=PadCollator())), graphs=EagerGraphs())
 
 
 def test_graphs_need_cuda():
