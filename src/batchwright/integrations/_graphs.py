@@ -1,10 +1,11 @@
-"""Graphs under a framework: which catalogue they have, and why there are none."""
+"""Graphs under a framework: their catalogue, why there are none, and what a loss may not do where it is replayed."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NoReturn, TypeAlias, final
 
 import numpy as np
 
@@ -29,7 +30,7 @@ def check_graphs(choice: Any) -> Choice:
     if isinstance(choice, bool | np.bool_):
         return bool(choice)
     if is_backend or (isinstance(choice, str) and choice == "auto"):
-        return choice  # type: ignore[no-any-return]
+        return choice
     raise ArgumentError(f"graphs must be False, 'auto' or True, got {choice!r}")
 
 
@@ -82,3 +83,72 @@ def graph_options(options: Mapping[str, Any], sampler: Any, collate: Any) -> dic
         refuse_graphs(choice, reason)
         found["graphs"] = False
     return found
+
+
+class ReplayError(ArgumentError):
+    """``loss_sums`` does what a replay would leave out."""
+
+
+@contextmanager
+def captured(trainer: Any) -> Iterator[None]:
+    """Refuse a loss that reads what changes between steps, logs, or changes the trainer: a replay does none of it."""
+    before = dict(vars(trainer))
+    sizes = {name: len(value) for name, value in before.items() if type(value) in (list, dict, set)}
+    trainer.state, trainer.log = _UnseenState(), _refuse_trainer_log
+    try:
+        yield
+        now = {**vars(trainer), "state": before["state"]}
+        now.pop("log")
+        changed = [name for name in now.keys() | before.keys() if now.get(name) is not before.get(name)]
+        changed += [name for name, size in sizes.items() if len(before[name]) != size]
+    finally:
+        trainer.state = before["state"]
+        del trainer.log  # the method of its class is there again
+    if changed:
+        raise ArgumentError(f"compute_loss changes trainer.{min(changed)}, and a replay would not")
+
+
+@final
+class _UnseenState:
+    """Stands in for ``trainer.state`` while a loss is captured."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ArgumentError(f"compute_loss reads trainer.state.{name}, which a replay would not see change")
+
+
+def _refuse_trainer_log(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ArgumentError("compute_loss calls trainer.log, which a replay would not")
+
+
+@contextmanager
+def replayable(module: Any) -> Iterator[None]:
+    """Refuse a loss that logs, or reads the Trainer, which changes from step to step: a replay would do neither."""
+    parts = [part for part in module.modules() if "_trainer" in vars(part)]
+    trainers = [vars(part)["_trainer"] for part in parts]
+    for part in parts:
+        # Past the setters of modules, which would tell all parts of it.
+        vars(part).update(_trainer=_UnseenTrainer(), log=_refuse_module_log, log_dict=_refuse_module_log)
+    try:
+        yield
+    finally:
+        for part, trainer in zip(parts, trainers, strict=True):
+            vars(part)["_trainer"] = trainer
+            del vars(part)["log"], vars(part)["log_dict"]
+
+
+@final
+class _UnseenTrainer:
+    """Stands in for the Trainer while a loss is computed."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ReplayError(
+            f"loss_sums reads {name} of the Trainer, which a replay would not see change; leave graphs out, or bring "
+            "it as a tensor of the batch"
+        )
+
+
+def _refuse_module_log(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ReplayError(
+        "loss_sums logs, which a replay would not; leave graphs out, or return sums in the third place: "
+        "(loss_sum, weight, {name: sum})"
+    )

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, final
+from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...errors import ArgumentError
+from ..._types import IntArray
+from ...plan.collating import PadTo
 from ...plan.sampler.planned import BatchSampler
 from ...size.learning_rate import innermost
+from ...step.collators import PadCollator
 from ...step.graphs.loops import LoopGraphs
 from ...step.graphs.summary import GraphSummary
 from .._devices import Devices, is_divided
 from .._graphs import Choice, check_graphs, refuse_graphs, why_no_catalogue
 from .._safe_steps import Replay
-from ._planned_collator import are_equally_long, planned_collator
 from ._weights import UpdateWeight
 
 # Optimizers that update inside the backward pass, which a replay would not run.
 _STEP_IN_BACKWARD = ("lomo", "adalomo")
+_SOURCE, _TARGET = "input_ids", "labels"
+_MULTIPLE = "pad_to_multiple_of"
 
 
 @final
@@ -72,7 +77,7 @@ class TrainerGraphs:
             collator: of the trainer, inside of it.
         """
         if not self.is_wanted:
-            return collate  # type: ignore[no-any-return]
+            return collate
         self._refuse(why_no_catalogue(sampler))
         planned = planned_collator(collate, collator, sampler.pad_to)
         if planned is None and self._reason is None and not are_equally_long(sampler.plan.shapes):
@@ -81,9 +86,9 @@ class TrainerGraphs:
                 "collator of transformers with pad_to_multiple_of that pads to the longest example"
             )
         if self._reason is not None:
-            return collate  # type: ignore[no-any-return]
+            return collate
         self._shapes = sampler.plan.shapes
-        return planned or collate  # type: ignore[no-any-return]
+        return planned or collate
 
     def begin(
         self,
@@ -213,32 +218,73 @@ def _owners(trainer: Any, name: str, *known: str) -> list[type]:
     return [kind for kind in type(trainer).__mro__ if name in vars(kind) and kind.__module__ not in known]
 
 
-@contextmanager
-def captured(trainer: Any) -> Iterator[None]:
-    """Refuse a loss that reads what changes between steps, logs, or changes the trainer: a replay does none of it."""
-    before = dict(vars(trainer))
-    sizes = {name: len(value) for name, value in before.items() if type(value) in (list, dict, set)}
-    trainer.state, trainer.log = _Unseen(), _refuse_log
-    try:
-        yield
-        now = {**vars(trainer), "state": before["state"]}
-        now.pop("log")
-        changed = [name for name in now.keys() | before.keys() if now.get(name) is not before.get(name)]
-        changed += [name for name, size in sizes.items() if len(before[name]) != size]
-    finally:
-        trainer.state = before["state"]
-        del trainer.log  # the method of its class is there again
-    if changed:
-        raise ArgumentError(f"compute_loss changes trainer.{min(changed)}, and a replay would not")
-
-
 @final
-class _Unseen:
-    """Stands in for ``trainer.state`` while a loss is captured."""
+@dataclass(frozen=True)
+class PlannedCollator:
+    """Lets a collator pad to the lengths of the plan.
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise ArgumentError(f"compute_loss reads trainer.state.{name}, which a replay would not see change")
+    A collator that pads to a multiple pads to length W if W is that multiple and no example is longer. With two axes
+    it runs once for each: labels and what belongs to the decoder come from the second.
+
+    Args:
+        collate: what the loader calls: the collator, or one of the trainer's around it.
+        collator: pads to ``pad_to_multiple_of``.
+        pad_to: turns the lengths of a batch into planned lengths.
+    """
+
+    collate: Callable[[list[Any]], Any]
+    collator: Any
+    pad_to: PadTo
+
+    def __call__(self, examples: list[Mapping[str, Any]]) -> Any:
+        """Return the batch of some examples."""
+        names = (_SOURCE, _TARGET)[: len(self.pad_to.shapes[0]) if self.pad_to.shapes else 1]
+        lengths = np.array([[max(1, len(example[name])) for name in names] for example in examples])
+        widths = self.pad_to(lengths)
+        if len(widths) == 1:
+            return self._padded(examples, widths[0])
+        source, target = (self._padded(examples, width) for width in widths)
+        return {name: (target if _is_of_decoder(name) else source)[name] for name in source}
+
+    def _padded(self, examples: list[Any], width: int) -> Any:
+        return with_collator(self.collate, self.collator, _at_multiple(self.collator, width))(examples)
 
 
-def _refuse_log(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ArgumentError("compute_loss calls trainer.log, which a replay would not")
+def _is_of_decoder(name: str) -> bool:
+    return name == _TARGET or name.startswith("decoder_")
+
+
+def _at_multiple(collator: Any, width: int) -> Any:
+    twin = copy.copy(collator)
+    setattr(twin, _MULTIPLE, width)
+    return twin
+
+
+def with_collator(collate: Any, collator: Any, other: Any) -> Callable[[list[Any]], Any]:
+    """Return what the loader calls with another collator inside."""
+    if collate is collator:
+        return other
+    twin = copy.copy(collate)  # the trainer's own, which removes columns that the model does not take
+    twin.data_collator = other
+    return twin
+
+
+def planned_collator(collate: Any, collator: Any, pad_to: PadTo) -> Callable[[list[Any]], Any] | None:
+    """Return what collates to planned lengths, None if the collator cannot be told them."""
+    if collate is not collator and getattr(collate, "data_collator", None) is not collator:
+        return None
+    if isinstance(collator, PadCollator):
+        is_plain = isinstance(collator.pad_to, PadTo)
+        return with_collator(collate, collator, replace(collator, pad_to=pad_to)) if is_plain else collate
+    pads_to_longest = getattr(collator, "padding", True) in (True, "longest")
+    num_axes = len(pad_to.shapes[0]) if pad_to.shapes else 1
+    if not hasattr(collator, _MULTIPLE) or not pads_to_longest or num_axes > 2:
+        return None
+    if num_axes == 2 and not hasattr(collator, "label_pad_token_id"):
+        return None
+    return PlannedCollator(collate, collator, pad_to)
+
+
+def are_equally_long(shapes: IntArray) -> bool:
+    """Say whether all batches are padded to the same lengths, so that any collator will do."""
+    return len(np.unique(shapes[:, 1:], axis=0)) == 1

@@ -28,12 +28,11 @@ from ...step.losses import needs_whole_batch
 from ...step.memory.fit_to_memory import FitToMemory
 from ...step.memory.monitor import MemoryMonitor
 from .._devices import Devices, on_its_own, one_process, undivided
-from .._graphs import Choice
+from .._graphs import Choice, captured
 from .._ranked import check_no_stream
 from .._trial_loss import takes_own_loss
 from ._data import TrainLoader, fetch_together, micro_batches_of
 from ._evaluation import EvaluationPlan
-from ._graphs import captured
 from ._settings import OnOom, Settings, Weighting, check_trainer, check_trainer_class
 from ._weights import TrainerLoss, UpdateWeight
 from .callbacks import Batching

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -18,74 +17,15 @@ from ...errors import ArgumentError, StateMismatchError
 from ...step import Stepper, StepReport
 from ...step.graphs.summary import GraphSummary
 from ...step.losses import LossFunction, Sums, needs_whole_batch, whole_batch
+from .._graphs import ReplayError, replayable
 from .._options import check_options, move_after_collate
 from .._ranked import controller_of
-from ._graphs import ReplayError, options_with_graphs, replayable, without_graphs
-from ._hooks import Hooks, refuse_methods
 from ._loaders import TrainLoader
 from ._package import Callback
+from .modules import ExactUpdates, Hooks, options_with_graphs, refuse_methods, without_graphs
 
 # Other precisions of Lightning do not use autocast.
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-
-
-class ExactUpdates(ABC):
-    """Mixin of a ``LightningModule`` whose updates are exact, whatever the batch and however it is split.
-
-    Lightning's automatic optimisation takes the mean of the means of micro-batches and of ranks. That equals the mean
-    of the batch only if all have the same size, and planned batches do not. So a ``Stepper``, made by
-    ``AdaptiveBatching``, runs the update by hand. Write ``loss_sums`` in place of ``training_step``; ``forward``,
-    ``configure_optimizers`` and ``validation_step`` stay as they are. Schedulers of the learning rate advance as in
-    automatic optimisation, by ``interval`` and ``frequency``; ``ReduceLROnPlateau`` is left to you.
-
-    ``Trainer(gradient_clip_val=…)`` and ``accumulate_grad_batches`` belong to automatic optimisation; use
-    ``AdaptiveBatching(clip_norm=…)`` and larger batches.
-
-    Hooks of the module and of callbacks run once per update: ``on_after_backward`` with the gradient of the whole batch
-    on all ranks, ``on_before_optimizer_step``, and ``on_before_zero_grad`` after the step. ``on_before_backward`` runs
-    per micro-batch, with its summed loss. ``optimizer_zero_grad`` does not run; a module with an ``optimizer_step``,
-    ``backward`` or ``configure_gradient_clipping`` of its own is refused.
-
-    >>> import torch
-    >>> from lightning.pytorch import LightningModule
-    >>> class Regression(ExactUpdates, LightningModule):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.layer = torch.nn.Linear(4, 1)
-    ...
-    ...     def loss_sums(self, batch):
-    ...         x, y = batch
-    ...         return (self.layer(x) - y).square().sum(), len(x)  # the summed loss, and how many it sums over
-    ...
-    ...     def configure_optimizers(self):
-    ...         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-    >>> Regression().automatic_optimization
-    False
-    """
-
-    trainer: Any
-
-    @abstractmethod
-    def loss_sums(self, batch: Any) -> Sums:
-        """Return ``(loss_sum, weight)`` of a micro-batch, or ``(loss_sum, weight, {name: sum})``.
-
-        It runs again if memory runs out, and what it logs or counts is then there twice. Return sums to be logged in
-        the third place: ``AdaptiveBatching.report.metrics`` has each once. ``@whole_batch`` above it refuses a split.
-        """
-
-    @property
-    def automatic_optimization(self) -> bool:
-        """Return False: the update is run by hand."""
-        return False
-
-    @automatic_optimization.setter
-    def automatic_optimization(self, value: bool) -> None:
-        if value:
-            raise ArgumentError("ExactUpdates runs the update by hand; leave automatic_optimization at False")
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, StepReport]:
-        """Run one update."""
-        return {"report": find_callback(self.trainer).run_update(self.trainer, self, batch)}
 
 
 @final
@@ -250,14 +190,6 @@ class AdaptiveBatching(Callback):
         return {name: part for name, part in parts.items() if part is not None}
 
 
-def find_callback(trainer: Any) -> AdaptiveBatching:
-    """Return the ``AdaptiveBatching`` of a Trainer."""
-    found = [callback for callback in trainer.callbacks if isinstance(callback, AdaptiveBatching)]
-    if len(found) != 1:
-        raise ArgumentError(f"Trainer(callbacks=…) needs one AdaptiveBatching, got {len(found)}")
-    return found[0]
-
-
 def _make_stepper(trainer: Any, module: Any, hooks: Hooks, options: Mapping[str, Any]) -> Stepper:
     _check_strategy(trainer)
     has_graphs = options.get("graphs", False) is not False
@@ -305,7 +237,7 @@ def _loss_of(module: Any, hooks: Hooks | None) -> LossFunction:
     def loss_fn(model: Any, batch: Any) -> Sums:
         if hooks is None:
             with replayable(module):
-                return model.loss_sums(batch)  # type: ignore[no-any-return]
+                return model.loss_sums(batch)
         sums: Sums = model.loss_sums(batch)
         if isinstance(sums, tuple):  # anything else is refused by the Stepper
             hooks.before_backward(sums[0])
