@@ -73,6 +73,11 @@ class Device:
             torch.cuda.synchronize()
 
     @property
+    def used_bytes(self) -> int:
+        """Return the memory that tensors hold now."""
+        return self._live.used_bytes if self.is_cpu else torch.cuda.memory_allocated()
+
+    @property
     def num_retries(self) -> int:
         """Return how often the allocator gave its cached blocks back to find room, which stops the device."""
         return 0 if self.is_cpu else int(torch.cuda.memory_stats()["num_alloc_retries"])
@@ -98,7 +103,8 @@ class Device:
     def peak(self) -> Row:
         """Return the peak since it was reset, and its share of the cap."""
         peak = self.monitor.peak_bytes
-        return {"peak_gib": peak / GIB, "peak_of_cap": peak / self.cap_bytes}
+        reserved = {} if self.is_cpu else {"reserved_gib": torch.cuda.max_memory_reserved() / GIB}
+        return {"peak_gib": peak / GIB, "peak_of_cap": peak / self.cap_bytes, **reserved}
 
     def describe(self) -> Row:
         return {

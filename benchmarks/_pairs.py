@@ -51,19 +51,27 @@ class Pairs:
         # A text begins anywhere in one long row of random tokens.
         self._tokens = np.random.default_rng(1).integers(FIRST_TOKEN, vocabulary, 2**16 + 1024)
 
-    def collate(self, indices: IntArray) -> dict[str, Tensor]:
-        """Return the arguments of a sequence-to-sequence model."""
-        (source, target) = self.lengths[indices].T
-        ids = self._rows(indices, source, fill=PAD)
-        labels = self._rows(indices + 7, target, fill=IGNORED)
+    def collate(self, indices: IntArray, shape: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+        """Return the arguments of a sequence-to-sequence model.
+
+        Args:
+            indices: the examples.
+            shape: (items, source, target) to pad to; further rows are copies of the first, without labels.
+        """
+        num, *widths = shape or shape_of(indices, self.lengths)
+        filled = np.concatenate([indices, np.repeat(indices[:1], num - len(indices))])
+        (source, target) = self.lengths[filled].T
+        ids = self._rows(filled, source, widths[0], fill=PAD)
+        labels = self._rows(filled + 7, target, widths[1], fill=IGNORED)
+        labels[len(indices) :] = IGNORED
         return {
             "input_ids": torch.from_numpy(ids),
             "attention_mask": torch.from_numpy((ids != PAD).astype(np.int64)),
             "labels": torch.from_numpy(labels),
         }
 
-    def _rows(self, starts: IntArray, lengths: IntArray, *, fill: int) -> IntArray:
-        places = np.arange(lengths.max())
+    def _rows(self, starts: IntArray, lengths: IntArray, width: int, *, fill: int) -> IntArray:
+        places = np.arange(width)
         tokens = self._tokens[(starts % 2**16)[:, None] + places]
         return np.where(places < lengths[:, None], tokens, fill)
 
@@ -71,10 +79,3 @@ class Pairs:
 def shape_of(indices: IntArray, lengths: IntArray) -> tuple[int, ...]:
     """Return (items, padded length per axis) of a batch."""
     return (len(indices), *lengths[indices].max(axis=0).tolist())
-
-
-def padding_of(batches: list[IntArray], lengths: IntArray) -> float:
-    """Return the share of the padded tokens that is padding."""
-    real = sum(int(lengths[batch].sum()) for batch in batches)
-    padded = sum(len(batch) * int(lengths[batch].max(axis=0).sum()) for batch in batches)
-    return 1 - real / padded

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
-from _gpu import Device, Row
-from _pairs import IntArray, Pairs, padding_of, shape_of
+from _gpu import GIB, Device, Row
+from _pairs import IntArray, Pairs, shape_of
 from torch import Tensor
 
 from batchwright.step import Stepper, huggingface_loss
+from batchwright.testing import EagerGraphs
 
 CLIP_NORM = 1.0  # as the Trainer of transformers does
 
@@ -44,8 +45,7 @@ class Loop:
     def __init__(self, device: Device, *, small: bool) -> None:
         self.device = device
         self.model = make_model(device.name, small=small)
-        fused = {} if device.is_cpu else {"fused": True}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, **fused)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.vocabulary = int(self.model.config.vocab_size)
 
     def send(self, batch: Batch) -> Batch:
@@ -114,15 +114,48 @@ def split_retry(loop: Loop, size: int, batch: Batch) -> Outcome:
     return Outcome(trained, ooms)
 
 
-def through_stepper(loop: Loop) -> Train:
-    """Return training through ``Stepper``: the same update, exact whatever has to be split."""
-    stepper = Stepper(loop.model, loop.optimizer, huggingface_loss(), autocast=torch.bfloat16, clip_norm=CLIP_NORM)
+@final
+class Through:
+    """Training through ``Stepper``: the same update, exact whatever has to be split.
 
-    def train(batch: Batch) -> Outcome:
-        report = stepper.step(batch)
+    The stepper is made with its first batch and dropped after the arm, so that no graph holds memory of other arms.
+
+    Args:
+        loop: has the model and the optimizer.
+        shapes: of a plan; with them steps are captured and replayed.
+    """
+
+    def __init__(self, loop: Loop, shapes: IntArray | None = None) -> None:
+        self._loop, self._shapes = loop, shapes
+        self._stepper: Stepper | None = None
+        self._peak_bytes = 0
+
+    def __call__(self, batch: Batch) -> Outcome:
+        """Run one update."""
+        if self._stepper is None:
+            self._stepper = self._make()
+        report = self._stepper.step(batch)
+        self._peak_bytes = max(self._peak_bytes, report.peak_bytes or 0)
         return Outcome(report.batch_size, report.ooms)
 
-    return train
+    def _make(self) -> Stepper:
+        graphs: Row = {}
+        if self._shapes is not None:
+            graphs = {"graphs": EagerGraphs() if self._loop.device.is_cpu else True, "shapes": self._shapes}
+        model, optimizer = self._loop.model, self._loop.optimizer
+        return Stepper(model, optimizer, huggingface_loss(), autocast=torch.bfloat16, clip_norm=CLIP_NORM, **graphs)
+
+    def close(self) -> Row:
+        """Drop the stepper, and return what its graphs did."""
+        stepper, self._stepper = self._stepper, None
+        if stepper is None or self._shapes is None:
+            return {}
+        summary = stepper.graph_summary()
+        print(summary, flush=True)
+        names = ("hit_rate", "pool_bytes", "predicted_pool_bytes", "capture_seconds", "saved_seconds")
+        found = {name: getattr(summary, name) for name in names}
+        # A replay takes memory from the pool without a word to the allocator; the stepper's peak has the pool in it.
+        return {**found, "reasons": dict(summary.reasons), "stepper_peak_gib": self._peak_bytes / GIB}
 
 
 @final
@@ -136,6 +169,7 @@ class Arm:
         batches: indices, every example once.
         train: of one batch.
         epoch_seconds: an epoch ends after this.
+        shapes: what each batch is padded to, (items, source, target); None for its longest.
     """
 
     name: str
@@ -143,15 +177,23 @@ class Arm:
     batches: list[IntArray]
     train: Train
     epoch_seconds: float
+    shapes: IntArray | None = None
+
+    def shape(self, place: int) -> tuple[int, ...]:
+        """Return (items, source, target) of a batch, as padded."""
+        if self.shapes is None:
+            return shape_of(self.batches[place], self.pairs.lengths)
+        return tuple(self.shapes[place].tolist())
 
     def describe(self) -> Row:
-        lengths = self.pairs.lengths
+        shapes = [self.shape(place) for place in range(len(self.batches))]
+        real = sum(int(self.pairs.lengths[batch].sum()) for batch in self.batches)
         return {
             "arm": self.name,
-            "pairs": len(lengths),
+            "pairs": len(self.pairs.lengths),
             "batches": len(self.batches),
-            "shapes": len({shape_of(batch, lengths) for batch in self.batches}),
-            "padding": padding_of(self.batches, lengths),
+            "shapes": len(set(shapes)),
+            "padding": 1 - real / sum(num * sum(widths) for num, *widths in shapes),
         }
 
 
@@ -186,6 +228,7 @@ def run_arm(loop: Loop, arm: Arm) -> Row:
         "lost": 2 * int(sum(len(arm.batches[i]) for i in order[: first.num_batches])) - first.trained - steady.trained,
         "retries": loop.device.num_retries - retries,
         **loop.device.peak(),
+        **(arm.train.close() if isinstance(arm.train, Through) else {}),
     }
     print(json.dumps(row), flush=True)
     return row
@@ -197,9 +240,10 @@ def run_epoch(loop: Loop, arm: Arm, order: IntArray, limit_seconds: float) -> Ep
     num = trained = tokens = ooms = 0
     for place in order:
         batch = arm.batches[place]
-        outcome = arm.train(loop.send(arm.pairs.collate(batch)))
-        num, trained, ooms = num + 1, trained + outcome.trained, ooms + outcome.ooms
-        tokens += int(arm.pairs.lengths[batch].sum()) * outcome.trained // len(batch)
+        outcome = arm.train(loop.send(arm.pairs.collate(batch, arm.shape(place))))
+        done = min(outcome.trained, len(batch))  # rows that fill a shape up are no examples
+        num, trained, ooms = num + 1, trained + done, ooms + outcome.ooms
+        tokens += int(arm.pairs.lengths[batch].sum()) * done // len(batch)
         if time.perf_counter() - start > limit_seconds:
             break
     loop.device.synchronize()

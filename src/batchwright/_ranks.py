@@ -59,6 +59,11 @@ class Ranks:
         self._mark = 0
 
     @property
+    def has_ddp(self) -> bool:
+        """Return whether DDP wraps the model."""
+        return self._ddp is not None
+
+    @property
     def shares_buffers(self) -> bool:
         """Return whether every rank gets the buffers of the first rank after an update."""
         return self.world_size > 1 and (self._ddp is None or self._ddp.broadcast_buffers)

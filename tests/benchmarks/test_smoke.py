@@ -3,11 +3,14 @@
 import importlib
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+import batchwright as bw
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
@@ -153,6 +156,46 @@ def test_pairs_are_padded_and_masked(script):
     assert (batch["labels"] == -100).tolist() == [[False, False, False], [False, True, True]]
 
 
+def test_pairs_fill_a_static_shape_up_with_rows_without_labels(script):
+    batch = script("_pairs").Pairs(np.array([[2, 3], [4, 1]]), 100).collate(np.array([0]), (2, 3, 4))
+    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 0]]
+    assert batch["input_ids"][0].tolist() == batch["input_ids"][1].tolist()
+    assert (batch["labels"] == -100).tolist() == [[False, False, False, True], [True] * 4]
+
+
+def test_rows_that_fill_a_shape_up_are_not_counted_as_trained(script, device):
+    training = script("_training")
+    pairs = script("_pairs").Pairs(np.array([[3, 4]] * 3), 100)
+    batches, shapes = [np.arange(2), np.arange(2, 3)], np.array([[2, 4, 4], [2, 4, 4]])
+    arm = training.Arm("some", pairs, batches, lambda batch: training.whole(loop, batch), 60, shapes)
+    loop = Loop(device, 2)
+    row = training.run_arm(loop, arm)
+    # 21 real tokens of 32; three pairs of 7 tokens each are trained, not four.
+    assert (row["padding"], row["shapes"], row["lost"]) == (pytest.approx(11 / 32), 1, 0)
+    assert row["tokens_per_second"] == pytest.approx(7 * row["steady_per_second"])
+
+
+def test_a_pool_is_compared_with_the_largest_shape_of_the_memory_model(script):
+    training, pairs = script("gpu_training"), script("_pairs").Pairs(np.array([[3, 4]]), 100)
+    shapes = [[b, s, t] for b in (1, 2, 8) for s in (4, 16, 32) for t in (4, 16, 32)]
+    model = bw.MemoryModel.fit(shapes, [1000 + 10 * b * (s + t) for b, s, t in shapes])
+    arm = script("_training").Arm("some", pairs, [np.arange(1)], None, 60, np.array([[1, 5, 5], [2, 10, 10]]))
+    row = {"pool_bytes": 600}
+    training.add_pool(row, arm, model.budget(10_000), 900)
+    assert row["model_pool_bytes"] == pytest.approx(1400 - 900, rel=1e-3)  # 1000 + 10 × 2 × 20 is the larger
+    assert row["pool_to_predicted"] == pytest.approx(1.2, rel=1e-3)
+
+
+def test_a_graphed_arm_is_compared_with_the_same_plan_run_eagerly(script):
+    names = ("Buckets(32) of 6,144 tokens, eager", "Buckets(32) of 6,144 tokens, graphed", "calibrated, WindowSort()")
+    speeds = zip(names, (100.0, 160.0, 140.0), strict=True)
+    rows = [{"arm": name, "steady_per_second": speed, "tokens_per_second": speed} for name, speed in speeds]
+    script("gpu_training").add_ratios(rows)
+    assert (rows[1]["to_eager"], rows[1]["to_calibrated"]) == (pytest.approx(1.6), pytest.approx(160 / 140))
+    assert "to_eager" not in rows[2]
+    assert "to_limit" not in rows[1]
+
+
 def test_a_peer_plan_for_other_lengths_is_not_used(script, tmp_path, capsys):
     plans, pairs = script("_peer_plan"), script("_pairs")
     path = tmp_path / "plan.json"
@@ -180,7 +223,17 @@ def test_training_runs_on_the_cpu(rows_of):
     assert arms[-1][0].startswith("limit")
     # The calibrated budget fills memory, and what it planned fits.
     calibrated = [row for row in report["rows"] if row["arm"].startswith("calibrated")]
+    static = {row["arm"].split(", ")[-1]: row for row in report["rows"] if row["arm"].startswith("Buckets(2)")}
+    assert static["eager"]["lost"] == static["graphed"]["lost"] == 0
+    assert static["graphed"]["reasons"] == {}
     assert all(0.6 < row["peak_of_cap"] <= 0.95 and row["lost"] == 0 for row in calibrated)
+
+
+def test_arms_are_chosen_by_words_in_their_names(script):
+    is_wanted = script("gpu_training").is_wanted
+    names = ("fixed 10, shuffled", "fixed 10, sorted", "the same batches in halves", "limit")
+    assert [is_wanted(name, Namespace(arms="halves;fixed 10, sorted")) for name in names] == [False, True, True, False]
+    assert all(is_wanted(name, Namespace(arms=None)) for name in names)
 
 
 def test_generating_runs_on_the_cpu(rows_of):

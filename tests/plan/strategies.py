@@ -61,8 +61,9 @@ def groupings(axes, longest, pad):
         st.just(bw.Sorted()),
         st.builds(bw.WindowSort, st.sampled_from([1, 3, 256])),
     ]
-    if axes <= 2:
-        kinds.append(st.builds(bw.Buckets, st.sampled_from([1, 3, 64])))
+    kinds.append(st.builds(bw.Buckets, st.sampled_from([1, 3, 64])))
+    if axes == 2:
+        kinds.append(st.builds(bw.Buckets, st.sampled_from([(1, 3), (4, 4)])))
     if axes == 1:
         kinds.append(st.builds(bw.Packed, st.sampled_from([padded, 3 * padded])))
     return st.one_of(kinds)

@@ -152,7 +152,11 @@ def test_options_are_keyword_only():
 @pytest.mark.parametrize(
     ("lengths", "grouping", "message"),
     [
-        ([[1, 2, 3]], bw.Buckets(), "Buckets bounds one or two axes, got lengths with 3"),
+        (
+            [[1, 2, 3]],
+            bw.Buckets((2, 3)),
+            r"Buckets\(count=\(2, 3\)\) bounds two axes, got lengths with 3; give one number",
+        ),
         ([[1, 2]], bw.Packed(2), "Packed rows have one length, got lengths with 2 axes; pack their sum"),
         ([[5, 6]], bw.Packed(2), "Packed rows have one length"),  # not: over the capacity
     ],

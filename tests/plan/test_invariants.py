@@ -114,7 +114,9 @@ def test_resuming_at_any_point_on_any_world_size_loses_and_repeats_nothing(case,
 @given(cases(max_examples=40), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), max_size=5), st.booleans())
 def test_an_epoch_that_moves_from_world_to_world_keeps_one_order(case, worlds, begins_earlier):
     state, taken = None, []
-    if begins_earlier:  # as the version before wrote it
+    # As the version before wrote it; that of Buckets is refused.
+    begins_earlier = begins_earlier and not isinstance(case.options["grouping"], bw.Buckets)
+    if begins_earlier:
         state = case.sampler(balance_over=64).state_dict()
         state = {**state, "version": 1}
         case = Case(case.lengths, case.budget, {**case.options, "balance_over": None})

@@ -6,6 +6,10 @@ import shutil
 from functools import cache
 
 import pytest
+from torch.utils.data import DataLoader
+
+import batchwright as bw
+from batchwright.errors import StateMismatchError
 
 from . import frameworks, lab, plan, size, step
 from .cases import DATA, difference, plain, without_words
@@ -46,6 +50,48 @@ def test_an_epoch_begun_by_the_earlier_version_ends_as_it_would_have_there(name)
     case = next(case for case in plan.CASES if case.name == name)
     after, expected = (without_next(value) for value in (plain(case.go_on(record["state"])), record["after"]))
     assert difference(after, expected, case.tolerance) is None
+
+
+@pytest.mark.parametrize("name", read("buckets", EARLIER))
+def test_a_state_of_an_earlier_buckets_is_refused_by_name(name):
+    state = copy.deepcopy(read("buckets", EARLIER)[name])
+    case = next(case for case in plan.CASES if case.name == name.rsplit(", version", 1)[0])
+    words = "the state is of an earlier Buckets, which made other batches.*finish that epoch with the earlier version"
+    with pytest.raises(StateMismatchError, match=words):
+        case.go_on(state)
+
+
+def test_a_loader_regrouped_over_an_earlier_buckets_is_refused_by_name():
+    sampler = bw.BatchSampler(plan.LENGTHS, bw.MaxTokens(240), grouping=bw.Buckets(4))
+    made = bw.regroup(DataLoader(range(plan.NUM), batch_sampler=sampler, collate_fn=list), plan.make_controller())
+    saved = made.state_dict()
+    without_order = {name: value for name, value in saved.items() if name != "sampler"}
+    earlier = [
+        {**without_order, "version": 1},
+        {**saved, "sampler": read("buckets", EARLIER)["sampler: buckets, 1, version 2"]},
+    ]
+    for state in earlier:
+        with pytest.raises(StateMismatchError, match="the state is of an earlier Buckets"):
+            made.load_state_dict(state)
+    assert made.state_dict() == saved
+    made.load_state_dict(saved)
+
+
+def test_a_state_of_buckets_is_no_state_of_another_grouping():
+    states = read("plan")
+    window = next(case for case in plan.CASES if case.name == "sampler: window, 1")
+    buckets = next(case for case in plan.CASES if case.name == "sampler: buckets, 1")
+    with pytest.raises(StateMismatchError, match=r"saved with grouping = 'Buckets\(count=4\)'"):
+        window.go_on(copy.deepcopy(states["sampler: buckets, 1"]["state"]))
+    with pytest.raises(StateMismatchError, match="saved with grouping = 'WindowSort"):
+        buckets.go_on(copy.deepcopy(states["sampler: window, 1"]["state"]))
+
+
+def test_a_state_of_a_later_version_is_refused():
+    for name in ("sampler: buckets, 1", "sampler: window, 1", "stream: buckets", "stream: window"):
+        record, case = read("plan")[name], next(case for case in plan.CASES if case.name == name)
+        with pytest.raises(StateMismatchError, match="version"):
+            case.go_on({**record["state"], "version": 4})
 
 
 def without_next(value):

@@ -16,6 +16,8 @@ from ._order import fitting_run, gather, most_demanding, order_batches, step_cos
 from ._oversize import Admitted
 from ._settings import PlanSettings
 from .budget import Budget
+from .collating import PadTo
+from .grouping._shelves import static_lengths
 from .grouping.base import Groups, Problem
 
 
@@ -31,6 +33,7 @@ class Batches(NamedTuple):
     num_items: IntArray  # (batches,) rows, or examples
     padded: IntArray  # (batches, axes)
     packed: bool
+    pad_to: PadTo
 
     def renumbered(self, kept: IntArray) -> Batches:
         """Return the batches with indices into all examples instead of the kept ones."""
@@ -48,6 +51,7 @@ class Batches(NamedTuple):
             num_items=np.concatenate([self.num_items, ones]),
             padded=np.concatenate([self.padded, padded]),
             packed=self.packed,
+            pad_to=self.pad_to,
         )
 
     def ordered(self, order: IntArray) -> OrderedBatches:
@@ -80,6 +84,7 @@ class PlanArrays:
     budget: Budget
     settings: PlanSettings
     epoch: int
+    pad_to: PadTo
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -111,9 +116,10 @@ def _group(problem: Problem, settings: PlanSettings) -> Batches:
         empty = np.empty(0, dtype=np.int64)
         packed = settings.grouping.row_capacity is not None
         none = np.empty((0, problem.num_axes), dtype=np.int64)
-        return Batches(empty.astype(np.int32), empty, empty, empty, empty, empty, none, packed)
+        pad_to = _make_pad_to(problem, None, settings)
+        return Batches(empty.astype(np.int32), empty, empty, empty, empty, empty, none, packed, pad_to)
     groups = settings.grouping.group(problem)
-    batches = _to_batches(groups)
+    batches = _to_batches(groups, problem, _make_pad_to(problem, groups, settings))
     if settings.drop_last and groups.num_short:
         num = len(batches.num_items) - groups.num_short
         batches = batches._replace(
@@ -125,7 +131,19 @@ def _group(problem: Problem, settings: PlanSettings) -> Batches:
     return batches
 
 
-def _to_batches(groups: Groups) -> Batches:
+def _make_pad_to(problem: Problem, groups: Groups | None, settings: PlanSettings) -> PadTo:
+    """Return the rule of a plan: the static shapes of its grouping, those of packed rows, or none."""
+    capacity, multiple = settings.grouping.row_capacity, settings.pad_multiple_of
+    if capacity is not None:  # the lengths are those of packed rows
+        row = np.array([[capacity]])
+        return PadTo(((capacity,),), tuple(problem.sizes(row).tolist()), multiple)
+    catalogue = None if groups is None else groups.catalogue
+    if catalogue is None:
+        return PadTo(multiple_of=multiple)
+    return PadTo(tuple(map(tuple, catalogue.lengths.tolist())), tuple(catalogue.sizes.tolist()), multiple)
+
+
+def _to_batches(groups: Groups, problem: Problem, pad_to: PadTo) -> Batches:
     counts = np.ones(len(groups.sizes), dtype=np.int64) if groups.rows is None else groups.rows
     return Batches(
         indices=groups.indices,
@@ -134,8 +152,9 @@ def _to_batches(groups: Groups) -> Batches:
         first_unit=np.cumsum(counts) - counts,
         num_units=counts,
         num_items=groups.sizes if groups.rows is None else counts,
-        padded=groups.padded,
+        padded=groups.padded if groups.catalogue is None else static_lengths(groups, problem, pad_to),
         packed=groups.rows is not None,
+        pad_to=pad_to,
     )
 
 

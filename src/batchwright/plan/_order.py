@@ -155,3 +155,9 @@ def _positions(starts: IntArray, sizes: IntArray, offsets: IntArray, begin: int,
     positions = np.repeat(starts[begin:end] - offsets[begin:end], sizes[begin:end])
     positions += np.arange(offsets[begin], offsets[end])
     return positions
+
+
+def longest_of(lengths: npt.NDArray[np.int32], indices: npt.NDArray[np.int32], starts: IntArray) -> IntArray:
+    """Return the longest length per axis of batches that follow each other in ``indices``, ``(batches, axes)``."""
+    # Axis by axis: over short rows a reduction is slow.
+    return np.stack([np.maximum.reduceat(column.take(indices), starts) for column in lengths.T], axis=1)

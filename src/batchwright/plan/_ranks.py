@@ -9,9 +9,10 @@ from typing import NamedTuple, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from .._lengths import pad_up
 from .._types import IntArray
 from ._batches import PlanArrays
+from ._order import longest_of
+from .collating import pad_batches
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanArrays)
 
@@ -90,10 +91,8 @@ def _spread(plan: AnyPlan, tail: int) -> AnyPlan:
     num_items = np.ones(plan.world_size, dtype=np.int64)
     if not parts.pieces_are_rows:
         num_items[: len(pieces)] = pieces
-    # The batch that each piece comes from, for its static shape; repeated pieces take that of what they repeat.
-    sources = np.searchsorted(plan.offsets, cuts[:-1], side="right") - 1
-    sources[len(pieces) :] = np.resize(sources[: len(pieces)], missing)  # every piece is one example then
-    padded = _padded(plan, indices, cuts, sources)
+    longest = _longest(plan, indices, rows, cuts)
+    padded = pad_batches(plan.pad_to, num_items, longest)
     return replace(
         plan,
         indices=indices,
@@ -104,12 +103,16 @@ def _spread(plan: AnyPlan, tail: int) -> AnyPlan:
     )
 
 
-def _padded(plan: PlanArrays, indices: npt.NDArray[np.int32], cuts: IntArray, sources: IntArray) -> IntArray:
-    """Return what each piece pads to: the length of its batch where that is static, else of its own examples."""
-    if plan.settings.grouping.is_static:
-        return plan.shapes[sources, 1:]
-    longest = np.maximum.reduceat(plan.lengths[indices[cuts[0] : cuts[-1]]], cuts[:-1] - cuts[0], axis=0)
-    return pad_up(longest, plan.settings.pad_multiple_of)
+def _longest(
+    plan: PlanArrays, indices: npt.NDArray[np.int32], rows: npt.NDArray[np.int64] | None, cuts: IntArray
+) -> IntArray:
+    """Return the longest example of each piece on each axis, or its longest packed row."""
+    start = int(cuts[0])
+    if rows is None:
+        return longest_of(plan.lengths, indices[start:], cuts[:-1] - start)
+    tail = rows[np.searchsorted(rows, start) :]
+    totals = np.add.reduceat(plan.lengths[indices[start:], 0].astype(np.int64), tail[:-1] - start)
+    return np.maximum.reduceat(totals, np.searchsorted(tail, cuts[:-1]))[:, None]
 
 
 def split_evenly(sizes: list[int], parts: int) -> list[list[int]]:

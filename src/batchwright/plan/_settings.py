@@ -7,20 +7,23 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, final, get_args
 
-from .._checks import as_flag, as_whole, check_choice, shared_options
-from ..errors import ArgumentError
+from .._checks import as_flag, as_whole, check_choice, check_same, read_whole, shared_options
+from ..errors import ArgumentError, StateMismatchError
 from ._cost import Cost, name_of, with_values
 from .grouping.base import Grouping, SizeLadder, SizeRounding, check_grouping
+from .grouping.buckets import Buckets
 from .grouping.sorting import WindowSort
 
 Oversize = Literal["error", "alone", "drop", "truncate"]
 Remainder = Literal["spread", "drop"]
 
-_LEAST = {"seed": 0, "size_multiple_of": 1, "pad_multiple_of": 1, "keep_first": 0, "rules": 1}
+_LEAST = {"seed": 0, "size_multiple_of": 1, "pad_multiple_of": 1, "keep_first": 0}
 
-# Raise it when the same settings begin to give other batches, and keep the earlier rules: a state names those of its
-# epoch, so that an epoch begun under earlier rules ends under them.
-RULES = 2
+# The rules that epochs may follow, by grouping; the last are those of today. Add one when the same settings begin to
+# give other batches, and keep the earlier ones: a state names those of its epoch, so that an epoch begun under earlier
+# rules ends under them. Those before the third of Buckets are gone.
+_RULES = range(1, 3)
+_BUCKETS_RULES = range(3, 4)
 
 
 @final
@@ -41,14 +44,15 @@ class PlanSettings:
     balance_over: int | None = None
     cost: Cost | None = None
     # 1: long runs are shortened where an epoch has few batches, a run of one is drawn from batches sorted by cost, and
-    # few rows are packed in one window.
-    rules: int = RULES
+    # few rows are packed in one window. 3: Buckets counts shapes in all. 0 stands for the newest of the grouping.
+    rules: int = 0
 
     def __post_init__(self) -> None:
         check_grouping(self.grouping)
         SizeRounding(self.size_multiple_of, self.size_ladder)
         for name, least in _LEAST.items():
             object.__setattr__(self, name, as_whole(name, getattr(self, name), least=least))
+        object.__setattr__(self, "rules", as_whole("rules", self.rules, least=0) or self._known_rules[-1])
         if self.balance_over is not None:
             object.__setattr__(self, "balance_over", as_whole("balance_over", self.balance_over, least=1))
         if self.cost is not None and not callable(self.cost):
@@ -72,6 +76,29 @@ class PlanSettings:
     def resolved(self, world_size: int) -> PlanSettings:
         """Return the settings with ``balance_over`` as a number: the world size where it is None."""
         return self if self.balance_over is not None else replace(self, balance_over=world_size)
+
+    def read_rules(self, state: Mapping[str, Any]) -> int:
+        """Return the rules that the epoch of a saved state follows, or refuse those that this grouping no longer has.
+
+        Raises:
+            StateMismatchError: the state is of an earlier or a later version of the grouping.
+        """
+        version, known = read_whole(state, "version"), self._known_rules
+        saved = state.get("settings")
+        if version in known or not isinstance(saved, Mapping) or saved.get("grouping") != repr(self.grouping):
+            return version  # other settings are refused as such
+        name = type(self.grouping).__name__
+        if 1 <= version < known[0]:
+            raise StateMismatchError(
+                f"the state is of an earlier {name}, which made other batches (version {version}, now {known[-1]}); "
+                "finish that epoch with the earlier version of batchwright, or start the next one without the state"
+            )
+        check_same("version", version, known[-1])
+        return version
+
+    @property
+    def _known_rules(self) -> range:
+        return _BUCKETS_RULES if isinstance(self.grouping, Buckets) else _RULES
 
     @property
     def rounding(self) -> SizeRounding:

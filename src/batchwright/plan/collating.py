@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
-from operator import le
 from typing import Any, Generic, Protocol, TypeVar, final
 
+import numpy as np
 import numpy.typing as npt
 
 from .._checks import as_whole
 from .._lengths import as_lengths, pad_up
+from .._types import IntArray
 from ..errors import ArgumentError, LengthsError
 
 
@@ -20,14 +22,15 @@ from ..errors import ArgumentError, LengthsError
 class PadTo:
     """A small function, cheap to send to workers: the lengths of a batch to the lengths it should be padded to.
 
-    Without static shapes a batch is padded to its longest example, rounded up to ``multiple_of``. With them it is
-    padded to the shape the plan gave it: the first shape that holds the batch and whose full size is that of the batch.
-    A batch that is not full, because examples ran out, gets the shape with the fewest tokens that holds it, unless its
-    number is the full size of a larger one.
+    Without static shapes a batch is padded to its longest example, rounded up to ``multiple_of``. With them one rule
+    decides, from the number of items and the longest length per axis alone: among the shapes that hold the batch, one
+    whose full size is exactly its number of items, else any; of several the one with the fewest tokens. A plan follows
+    the same rule, so what it says of a batch is what a collator builds. A batch that no shape holds is padded to its
+    own lengths.
 
     Args:
-        shapes: static lengths, one tuple of lengths per shape, in the order of the plan.
-        sizes: items that fit at each.
+        shapes: static lengths, one tuple of lengths per shape.
+        sizes: items of a full batch of each.
         multiple_of: what padded lengths are a multiple of.
 
     >>> PadTo(multiple_of=8)([3, 9])
@@ -47,6 +50,8 @@ class PadTo:
         sizes = tuple(as_whole("sizes", size, least=1) for size in self.sizes)
         if len(shapes) != len(sizes):
             raise ArgumentError(f"sizes must hold one number per shape, {len(shapes)}, got {len(sizes)}")
+        if len(set(map(len, shapes))) > 1:
+            raise ArgumentError(f"shapes must all have the same number of lengths, got {shapes}")
         object.__setattr__(self, "shapes", shapes)
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "multiple_of", as_whole("multiple_of", self.multiple_of, least=1))
@@ -54,22 +59,51 @@ class PadTo:
     def __call__(self, lengths: npt.ArrayLike) -> tuple[int, ...]:
         """Return the padded length of each axis for a batch of examples of these lengths."""
         array = as_lengths(lengths)
-        longest = array.max(axis=0)
-        if self.shapes and len(self.shapes[0]) != len(longest):
-            raise LengthsError(f"the plan has {len(self.shapes[0])} axes of length, got {len(longest)}")
-        padded: tuple[int, ...] = tuple(pad_up(longest, self.multiple_of).tolist())
-        return self._static(len(array), padded) or padded
+        longest = array.max(axis=0, keepdims=True)
+        padded: tuple[int, ...] = tuple(pad_batches(self, np.array([len(array)]), longest)[0].tolist())
+        return padded
 
-    def _static(self, num_items: int, padded: tuple[int, ...]) -> tuple[int, ...] | None:
-        holding = [
-            (shape, size)
-            for shape, size in zip(self.shapes, self.sizes, strict=True)
-            if size >= num_items and all(map(le, padded, shape))
-        ]
-        full = [shape for shape, size in holding if size == num_items]
-        if padded in full:  # examples that fit no cell of a grid have their own shapes, after all cells
-            return padded
-        return full[0] if full else min((shape for shape, _ in holding), key=sum, default=None)
+    @cached_property
+    def _by_tokens(self) -> tuple[IntArray, IntArray]:
+        """Return the shapes and the sizes, those of the fewest tokens first."""
+        order = sorted(range(len(self.shapes)), key=lambda shape: (sum(self.shapes[shape]), self.shapes[shape]))
+        shapes, sizes = ([values[shape] for shape in order] for values in (self.shapes, self.sizes))
+        return np.array(shapes, dtype=np.int64), np.array(sizes, dtype=np.int64)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PadTo, (self.shapes, self.sizes, self.multiple_of)
+
+
+_MAX_COMPARED = 1 << 21  # batches × shapes that are compared at once
+
+
+def pad_batches(pad_to: PadTo, num_items: IntArray, longest: IntArray) -> IntArray:
+    """Return what batches are padded to, ``(M, axes)``: the one rule of ``PadTo``, for many batches.
+
+    Args:
+        pad_to: the static shapes, if any.
+        num_items: items of each batch, ``(M,)``.
+        longest: the longest length per axis in each, ``(M, axes)``.
+    """
+    padded = pad_up(longest.astype(np.int64), pad_to.multiple_of)
+    if not pad_to.shapes:
+        return padded
+    shapes, sizes = pad_to._by_tokens
+    if shapes.shape[1] != padded.shape[1]:
+        raise LengthsError(f"the plan has {shapes.shape[1]} axes of length, got {padded.shape[1]}")
+    step = max(1, _MAX_COMPARED // len(shapes))
+    for start in range(0, len(padded), step):
+        part = padded[start : start + step]
+        items = num_items[start : start + step, None]
+        holds = sizes >= items
+        for axis in range(shapes.shape[1]):
+            holds &= shapes[:, axis] >= part[:, axis, None]
+        # Exactly full before the others, and the fewest tokens first within both.
+        is_full = holds & (sizes == items)
+        ranked = np.where(is_full.any(axis=1, keepdims=True), is_full, holds)
+        is_held = ranked.any(axis=1)
+        part[is_held] = shapes[ranked.argmax(axis=1)[is_held]]
+    return padded
 
 
 Example = TypeVar("Example")

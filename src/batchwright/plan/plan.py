@@ -38,6 +38,7 @@ class Plan(PlanArrays):
         indices: examples, batch after batch, ``int32``.
         offsets: batch ``i`` is ``indices[offsets[i]:offsets[i + 1]]``.
         shapes: ``(num_items, padded length per axis)`` of each batch.
+        pad_to: the lengths of a batch to the lengths it is padded to; the rule that ``shapes`` follow.
         row_offsets: where each packed row starts, None without packing.
         world_size: batches ``i × world_size`` to ``(i + 1) × world_size`` form step ``i``.
         num_repeated: examples given out twice because fewer than ``world_size`` were left.
@@ -128,8 +129,8 @@ def plan_batches(
         balance_over: batches of near-equal cost form runs of this many, and the runs are shuffled. None takes
             ``world_size``: a run is a step, and one device has a completely random order. A number gives the same order
             for every world size; those that divide it are balanced, but a step resembles the others of its run.
-        cost: work of a batch as ``cost(num_items, padded_lengths)``, for balancing ranks; None takes
-            ``tokens × (1 + L / 1024)``.
+        cost: work of a batch as ``cost(num_items, padded_lengths)``, or a ``TimeModel``: for balancing ranks, where
+            None takes ``tokens × (1 + L / 1024)``, and for choosing the shapes of ``Buckets``, where None takes tokens.
 
     Returns:
         A plan: ``len(plan)``, ``plan[i]``, ``plan.indices``, ``plan.offsets``, ``plan.shapes``, ``plan.report()``.
@@ -164,6 +165,7 @@ def plan_epoch(lengths: npt.NDArray[np.int32], budget: Budget, settings: PlanSet
         budget=budget,
         settings=settings,
         epoch=epoch,
+        pad_to=batches.pad_to,
     )
 
 
@@ -180,4 +182,6 @@ def make_problem(admitted: Admitted, budget: Budget, settings: PlanSettings, epo
         seed=settings.seed,
         epoch=epoch,
         rules=settings.rules,
+        drop_last=settings.drop_last,
+        cost=settings.cost,
     )

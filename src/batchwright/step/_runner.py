@@ -107,7 +107,7 @@ class Runner:
         if self.graphs is not None:
             self.graphs.begin()
             num_replayed = self.graphs.num_replayed
-        versions = logical.versions()
+        versions, replayed_before = logical.versions(), pending.num_replayed
         while True:
             parts = self.cut(logical, seed)
             num_parts = self._agree_on_parts(parts)
@@ -122,6 +122,7 @@ class Runner:
                     "copy, or pass on_oom='raise'"
                 )
             pending.gradients.drop()
+            pending.num_replayed = replayed_before
             if norms is not None:
                 norms.reset(measured)
             snapshot.restore()
@@ -140,8 +141,8 @@ class Runner:
         """Return whether a batch must run again, although it fitted, and settle how."""
         if not self._ranks.can_retry:
             return False
-        if self._has_weights and self._filler.is_unknown and totals.num_filler:
-            return any(map(self._filler.is_counted, logical.take_all(parts)))
+        if self._has_weights and self._counts_filler(totals, logical, parts):
+            return True
         if totals.num_doubtful and not pending.leaves_out and not pending.gradients.are_finite:
             pending.leaves_out = True
             return True
@@ -160,6 +161,11 @@ class Runner:
             )
         pending.divisor = power_of_two(weight)
         return True
+
+    def _counts_filler(self, totals: Totals, logical: LogicalBatch, parts: Parts) -> bool:
+        """Return whether the loss counted filler rows, which is seen when the first of them come."""
+        is_first = self._filler.is_unknown and totals.num_filler > 0
+        return is_first and any(map(self._filler.is_counted, logical.take_all(parts)))
 
     def _needs_exact(self, pending: Pending) -> bool:
         """Return whether gradients have the short range of float16."""

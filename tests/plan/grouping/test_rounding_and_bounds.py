@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import batchwright as bw
 from batchwright.errors import ArgumentError
+from batchwright.plan.grouping._boxes import least_padding_bounds
 from batchwright.plan.grouping.base import SizeRounding
-from batchwright.plan.grouping.buckets import least_padding_bounds
 
 from ..strategies import cases
 

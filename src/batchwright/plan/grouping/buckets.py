@@ -1,54 +1,152 @@
-"""Buckets: a few static lengths with bounds of least padding, for one axis or two."""
+"""Buckets: a few static shapes that cost the least padding, for any number of axes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import sliding_window_view
 
 from ..._checks import as_whole
 from ..._random import Purpose
 from ..._types import MAX_INT32, IntArray
-from ...errors import ArgumentError
+from ...errors import ArgumentError, BudgetError
+from ._boxes import least_padding_bounds
 from ._cutting import cut_rest, fill_cells
+from ._shelves import Flow, Line, Search, Shelves, Space, largest_divisor
 from ._sort_keys import sort_examples
-from .base import Grouping, Groups, Problem, UInt64Array, distinct, stratum_lookup, to_units
+from .base import Catalogue, Grouping, Groups, Problem, UInt64Array, distinct, stratum_lookup, to_units
 
 
-def bucket_bounds(problem: Problem, count: int, batches_per_bucket: float) -> IntArray:
-    """Return bounds in units of padding, fewer than ``count`` where a bucket would hold too few batches."""
-    table = problem.table
-    useful = max(1, int(table.num_batches / batches_per_bucket))
-    return least_padding_bounds(table.values, table.counts, min(count, useful))
+@final
+@dataclass(frozen=True)
+class Buckets(Grouping):
+    """At most ``count`` static shapes in all, rows included, chosen so that they cost the least padding.
 
+    A shape is ``(num_items, padded length per axis)``. Inside a shape examples are drawn at random; what fills no batch
+    moves up to the cheapest shape that holds it, and only what is left in the end makes short batches, whose shapes
+    count too. The shapes are the same in every epoch. They cost the least padded tokens, or the least of ``cost`` where
+    the plan has one (a ``TimeModel`` gives seconds). Few shapes are what ``torch.compile``, CUDA graphs and attention
+    kernels with a plan per shape want.
 
-def group_buckets(problem: Problem, bounds: IntArray) -> Groups:
-    """Batch the examples of one axis bucket by bucket, from the shortest bound up.
+    Where ``count`` leaves no room for a short batch, as ``Buckets(1)`` does, all batches are as large as the largest
+    allowed number that divides the examples; ``drop_last=True`` leaves the short ones out instead. Examples that run
+    alone because they are over the budget, and the pieces of a last step on several ranks, have further shapes.
 
-    Buckets follow each other, so what does not fill a batch in one simply begins the next.
+    A pair ``(a, b)`` counts lengths per axis and not shapes: ``a`` lengths of the first axis, each divided into at most
+    ``b`` of the second.
     """
-    bucket_of = stratum_lookup(bounds, int(bounds[-1]))
 
-    def fields(start: int, stop: int, chance: UInt64Array) -> tuple[UInt64Array, UInt64Array]:
-        units = to_units(problem.lengths[start:stop, 0], problem.pad_multiple_of)
-        return bucket_of(units), np.zeros(stop - start, dtype=np.uint64)
+    count: int | tuple[int, int] = 64
 
-    keys = sort_examples(
-        problem.num_examples,
-        fields,
-        num_groups=len(bounds),
-        max_value=0,
-        stream=problem.stream(Purpose.GROUP),
-    )
-    padded = (bounds * problem.pad_multiple_of)[:, None]
-    batches = fill_cells(np.diff(keys.group_offsets), problem.sizes(padded))
-    return batches.to_groups(problem, keys.indices, padded)
+    def __post_init__(self) -> None:
+        if isinstance(self.count, tuple) and len(self.count) != 2:
+            raise ArgumentError(f"Buckets: count must be one number, or a pair with one per axis, got {self.count!r}")
+        pair = self.count if isinstance(self.count, tuple) else (self.count, self.count)
+        first, second = (as_whole("Buckets: count", count, least=1) for count in pair)
+        object.__setattr__(self, "count", (first, second) if isinstance(self.count, tuple) else first)
+
+    def group(self, problem: Problem) -> Groups:
+        """Find the shapes and fill them."""
+        if isinstance(self.count, tuple) and problem.num_axes == 2:
+            return group_grid(problem, make_grid(problem, self.count))
+        return find_shelves(problem, self._num_shapes).group()
+
+    def check_axes(self, num_axes: int) -> None:
+        """Refuse a pair of counts for more than two axes."""
+        if isinstance(self.count, tuple) and num_axes > 2:
+            raise ArgumentError(
+                f"Buckets(count={self.count}) bounds two axes, got lengths with {num_axes}; give one number, which "
+                "counts shapes on any number of axes"
+            )
+
+    @property
+    def is_static(self) -> bool:
+        """Return True: batches are padded to one of the static shapes."""
+        return True
+
+    def static_shapes(self, problem: Problem) -> IntArray | None:
+        """Return the lengths of the shapes, ``(K, axes)``."""
+        if isinstance(self.count, tuple) and problem.num_axes == 2:
+            return make_grid(problem, self.count).cells() * problem.pad_multiple_of
+        return find_shelves(problem, self._num_shapes).catalogue.lengths
+
+    @property
+    def _num_shapes(self) -> int:
+        return self.count[0] if isinstance(self.count, tuple) else self.count
+
+
+# Below about one batch per shape, leftovers moved up cost more padding than finer shapes save.
+_BATCHES_PER_SHAPE = 1.0
+
+
+def find_shelves(problem: Problem, count: int) -> Shelves:
+    """Return the shapes of a plan that has at most ``count`` in all, the same in every epoch.
+
+    The short batches at the end of the data have shapes of their own, which count. So the fewest shapes that hold
+    everything come first, and others are added as long as all fit into ``count``.
+
+    Raises:
+        BudgetError: more shapes are needed.
+    """
+    search = Line(problem) if problem.num_axes == 1 else Space(problem)
+    num_needed = search.num_needed
+    if num_needed > count:
+        raise BudgetError(
+            f"Buckets(count={count}) is too few shapes: {num_needed} are needed, because examples that are long on "
+            f"different axes fit {problem.budget} alone but not padded to one shape; raise count or the budget, or use "
+            "WindowSort()"
+        )
+    useful = max(1, int(problem.num_batches / _BATCHES_PER_SHAPE))
+    num_more = max(0, min(count - search.num_reserved, useful) - num_needed)
+    while True:
+        filled = _without_empty(search, search.propose(num_more))
+        excess = filled.num_shapes - count
+        if excess <= 0:
+            return filled.shelves
+        if num_more == 0:
+            return _with_equal_batches(filled, count)
+        num_more = max(0, num_more - excess)
+
+
+@final
+class _Filled(NamedTuple):
+    """Shapes, and what they hold."""
+
+    shelves: Shelves
+    flow: Flow
+
+    @property
+    def num_shapes(self) -> int:
+        return self.shelves.num_shapes(self.flow)
+
+
+def _without_empty(search: Search, units: IntArray) -> _Filled:
+    """Return the shapes less those without a full batch, whose examples all move up."""
+    while True:
+        shelves = Shelves.of(search.problem, units)
+        flow = shelves.flow(search.count(shelves))
+        kept = (flow.full > 0) | ((shelves.parents < 0) & (flow.totals > 0))
+        if kept.all():
+            return _Filled(shelves, flow)
+        units = shelves.units[kept]
+
+
+def _with_equal_batches(filled: _Filled, count: int) -> Shelves:
+    """Return the shapes that are needed, with batches of equal size where short ones would be too many shapes."""
+    shelves, flow = filled
+    if len(shelves.units) == 1 and count > 1:
+        return replace(shelves, equal_rests=True)
+    rounding = shelves.problem.rounding
+    sizes = [
+        largest_divisor(total, size, rounding)
+        for total, size in zip(flow.totals.tolist(), shelves.sizes.tolist(), strict=True)
+    ]
+    return replace(shelves, sizes=np.array(sizes))
 
 
 _Part: TypeAlias = tuple[npt.NDArray[np.int32], IntArray, IntArray]  # examples of batches in turn, sizes, shapes
@@ -75,10 +173,14 @@ class Grid(NamedTuple):
         return np.concatenate([*rows, self.misfits])
 
 
-def make_grid(problem: Problem, counts: tuple[int, int], batches_per_bucket: float) -> Grid:
+# Below about one batch per cell, leftovers moved up cost more padding than finer bounds save.
+_BATCHES_PER_CELL = 1.0
+
+
+def make_grid(problem: Problem, counts: tuple[int, int]) -> Grid:
     """Bound the first axis, then the second within each row, by the least padding."""
     first, second = _axes(problem)
-    useful = max(1.0, problem.num_batches / batches_per_bucket)
+    useful = max(1.0, problem.num_batches / _BATCHES_PER_CELL)
     row_bounds = least_padding_bounds(*distinct(first), max(1, min(counts[0], round(math.sqrt(useful)))))
     row_of = stratum_lookup(row_bounds, int(row_bounds[-1]))(first).astype(np.int64)
     cell_bounds, tops = [], []
@@ -141,7 +243,8 @@ def group_grid(problem: Problem, grid: Grid) -> Groups:
         strays.append(_fill_row(layout, grid, row, keys.indices[start:stop], seconds[start:stop]))
     stray = np.concatenate(strays)
     _fill_misfits(layout, stray, _pack(first[stray], second[stray]))
-    return layout.groups()
+    shapes = grid.cells() * problem.pad_multiple_of
+    return replace(layout.groups(), catalogue=Catalogue(shapes, problem.sizes(shapes)))
 
 
 @final
@@ -216,146 +319,3 @@ def _fill_misfits(layout: _Layout, indices: npt.NDArray[np.int32], pairs: IntArr
 def _shapes(problem: Problem, row_bound: int, cell_bounds: IntArray) -> IntArray:
     cells = np.stack([np.full(len(cell_bounds), row_bound), cell_bounds], axis=1)
     return cells.astype(np.int64) * problem.pad_multiple_of
-
-
-@final
-@dataclass(frozen=True)
-class Buckets(Grouping):
-    """At most ``count`` static lengths, with bounds of least padding; rows are padded to the bound.
-
-    Inside a bucket examples are drawn at random; what fills no batch moves up to the next bucket. With two axes each of
-    ``count`` buckets of the first is divided into at most ``count`` of the second, with bounds of its own: up to
-    ``count²`` shapes, or ``a × b`` where ``count`` is a pair. Few shapes are what
-    ``torch.compile``, CUDA graphs and attention kernels with a plan per shape want.
-    """
-
-    count: int | tuple[int, int] = 64
-
-    def __post_init__(self) -> None:
-        if isinstance(self.count, tuple) and len(self.count) != 2:
-            raise ArgumentError(f"Buckets: count must be one number, or a pair with one per axis, got {self.count!r}")
-        first, second = (as_whole("Buckets: count", count, least=1) for count in self._pair())
-        object.__setattr__(self, "count", (first, second) if isinstance(self.count, tuple) else first)
-
-    def group(self, problem: Problem) -> Groups:
-        """Find the bounds and fill the buckets."""
-        if problem.num_axes == 2:
-            return group_grid(problem, make_grid(problem, self._pair(), _BATCHES_PER_BUCKET))
-        return group_buckets(problem, bucket_bounds(problem, self._pair()[0], _BATCHES_PER_BUCKET))
-
-    def check_axes(self, num_axes: int) -> None:
-        """Refuse more than two axes."""
-        if num_axes > 2:
-            raise ArgumentError(
-                f"Buckets bounds one or two axes, got lengths with {num_axes}; use WindowSort() or Sorted()"
-            )
-
-    @property
-    def is_static(self) -> bool:
-        """Return True: batches are padded to the bound of their bucket."""
-        return True
-
-    def static_shapes(self, problem: Problem) -> IntArray | None:
-        """Return the bounds, ``(K, axes)``."""
-        if problem.num_axes == 2:
-            grid = make_grid(problem, self._pair(), _BATCHES_PER_BUCKET)
-            return grid.cells() * problem.pad_multiple_of
-        bounds = bucket_bounds(problem, self._pair()[0], _BATCHES_PER_BUCKET)
-        return bounds[:, None] * problem.pad_multiple_of
-
-    def _pair(self) -> tuple[int, int]:
-        return self.count if isinstance(self.count, tuple) else (self.count, self.count)
-
-
-# Below about one batch per bucket, leftovers moved up cost more padding than finer bounds save.
-_BATCHES_PER_BUCKET = 1.0
-
-
-# Four candidates per bound, and at least 256, bring the padded tokens within two thousandths of what every length would
-# give; the table of the dynamic programme has the square of this many entries.
-_MIN_CANDIDATES = 256
-
-
-_MAX_CANDIDATES = 512
-
-
-def least_padding_bounds(values: IntArray, counts: IntArray, num_bounds: int) -> IntArray:
-    """Return the bucket bounds that leave the fewest padded tokens, by dynamic programming.
-
-    With bounds ``b_1 < … < b_K`` every length is padded to the next bound; the padded tokens are
-    ``sum_k b_k × #(lengths in (b_{k-1}, b_k])``. The best last bound of ``k`` buckets up to length ``i`` is
-    ``min_j cost_{k-1}(j) + b_i × (C_i − C_j)``, with ``C`` the number of examples up to a length.
-
-    Args:
-        values: distinct lengths, ascending.
-        counts: examples of each length.
-        num_bounds: how many bounds at the most.
-
-    Returns:
-        At most ``num_bounds`` bounds, ascending; the last is the longest length.
-
-    >>> least_padding_bounds(np.array([1, 2, 10]), np.array([5, 5, 1]), 2).tolist()
-    [2, 10]
-    """
-    if len(values) <= num_bounds:
-        return values
-    bounds, totals = _candidates(values, counts, min(_MAX_CANDIDATES, max(_MIN_CANDIDATES, 4 * num_bounds)))
-    return _walk_back(bounds, _choices(bounds, totals, min(num_bounds, len(bounds))))
-
-
-def _choices(bounds: IntArray, totals: IntArray, num_bounds: int) -> list[IntArray]:
-    """Return, for 2, 3, … buckets, the best last bound but one below each bound, -1 where fewer buckets are as good.
-
-    The last bucket becomes no wider with more buckets (the padded tokens satisfy the quadrangle inequality), so each
-    round looks only as far back as the widest bucket of the round before.
-    """
-    num = len(bounds)
-    places = np.arange(num)
-    whole = (bounds * totals).astype(np.float64)  # one bucket
-    # Column c of row i stands for the bound i - num + c; those below the first are infinitely dear.
-    ahead = np.zeros(num, dtype=np.int64)
-    saved = sliding_window_view(np.concatenate([ahead, totals]), num)[:num] * bounds[:, None].astype(np.float64)
-    padded_cost = np.concatenate([np.full(num, np.inf), whole])
-    costs, cost = sliding_window_view(padded_cost, num)[:num], padded_cost[num:]
-    is_exact = whole[-1] < 2.0**53  # otherwise rounding errors could hide the best beyond the widest
-    width, choices = num, []
-    for _ in range(num_bounds - 1):
-        table = costs[:, num - width :] - saved[:, num - width :]
-        column = table.argmin(axis=1)
-        best = table.ravel().take(places * width + column) + whole
-        is_better = best < cost
-        back = width - column  # how far below the bound
-        choices.append(np.where(is_better, places - back, -1))
-        np.minimum(best, cost, out=cost)
-        if is_exact:
-            width = max(1, int((back * is_better).max()))
-    return choices
-
-
-def _candidates(values: IntArray, counts: IntArray, most: int) -> tuple[IntArray, IntArray]:
-    """Thin the lengths to those it would cost most to do without, the longest among them; count examples up to each.
-
-    Lengths left out are padded to the next candidate. With candidates a distance h apart among f examples per length
-    that adds about f × h² / 2 tokens each, least in all where their density follows sqrt(f); a length before a gap
-    weighs as much as the gap is wide.
-    """
-    totals = np.cumsum(counts)
-    if len(values) > most:
-        weights = np.sqrt(counts * np.diff(values, append=values[-1] + 1).astype(np.float64))
-        for _ in range(8):  # one length is one candidate, however much it weighs
-            weights = np.minimum(weights, weights.sum() / most)
-        shares = np.cumsum(weights)
-        inner = np.searchsorted(shares, np.linspace(0, shares[-1], most + 1)[1:-1])
-        chosen = np.unique(np.append(inner, len(values) - 1))
-        values, totals = values[chosen], totals[chosen]
-    return values.astype(np.int64), totals.astype(np.int64)
-
-
-def _walk_back(bounds: IntArray, choices: list[IntArray]) -> IntArray:
-    place = len(bounds) - 1
-    taken = [place]
-    for choice in reversed(choices):
-        if choice[place] >= 0:
-            place = int(choice[place])
-            taken.append(place)
-    return bounds[taken[::-1]]

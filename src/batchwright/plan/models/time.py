@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..._checks import as_number
 from ..._lengths import as_lengths, as_shapes
-from ..._types import MAX_INT32, FloatArray
+from ..._types import MAX_INT32, FloatArray, IntArray
 from ...errors import ArgumentError
 from ._terms import Doubles, FittedTerms, Terms, as_positive, as_probes, dump_terms, fit_terms, load_terms
 
@@ -60,6 +60,15 @@ class TimeModel(FittedTerms):
     def predict(self, shapes: npt.ArrayLike) -> Doubles:
         """Return the steady seconds expected for each shape ``(M, 1 + axes)``."""
         return self.terms.predict(shapes)
+
+    def __call__(self, num_items: IntArray, lengths: IntArray) -> Doubles:
+        """Return the steady seconds of ``num_items`` ``(M,)`` at padded lengths ``(M, axes)``: a model is a ``cost``.
+
+        >>> model = TimeModel(Terms(1, (0.08, 0.0, 1e-5, 0.0)))
+        >>> model(np.array([10]), np.array([[100]])).round(6).tolist()
+        [0.09]
+        """
+        return self.predict(np.column_stack([num_items, lengths]))
 
     def predict_plan(self, shapes: npt.ArrayLike) -> float:
         """Return the seconds of running the shapes once: their sum, and a first visit for each distinct one.

@@ -10,18 +10,17 @@ from typing import Any, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import as_state, as_whole, check_ranks, check_same, read_whole
+from ..._checks import as_state, as_whole, check_ranks, read_whole
 from ..._lengths import as_lengths
 from ...errors import LengthsError
 from .._cost import Cost
-from .._oversize import admit
 from .._ranks import shard
-from .._settings import RULES, Oversize, PlanSettings, Remainder
+from .._settings import Oversize, PlanSettings, Remainder
 from ..budget import Budget, check_budget
 from ..collating import PadTo
 from ..grouping.base import Grouping, SizeLadder
 from ..grouping.sorting import WindowSort
-from ..plan import Batch, Plan, make_problem, plan_epoch
+from ..plan import Batch, Plan, plan_epoch
 from ..report import PlanReport
 from ._progress import AbstractEpochs, Cursor, fingerprint, read_place
 
@@ -96,17 +95,8 @@ class BatchSampler(AbstractEpochs):
 
     @cached_property
     def pad_to(self) -> PadTo:
-        """Return the function a collator pads with: ``sampler.pad_to(lengths of a batch)``."""
-        admitted = admit(self._lengths, self.budget, self.settings)
-        problem = make_problem(admitted, self.budget, self.settings, 0)
-        multiple, capacity = self.settings.pad_multiple_of, self.settings.grouping.row_capacity
-        shapes = self.settings.grouping.static_shapes(problem) if problem.num_examples else None
-        if capacity is not None:  # the lengths are those of packed rows
-            shapes = np.array([[capacity]])
-        if shapes is None:
-            return PadTo(multiple_of=multiple)
-        sizes = problem.sizes(shapes).tolist()
-        return PadTo(tuple(map(tuple, shapes.tolist())), tuple(sizes), multiple)
+        """Return the function a collator pads with: ``sampler.pad_to(lengths of a batch)``; the same in every epoch."""
+        return self._base(self._progress.epoch).pad_to
 
     def report(self, *, world_size: int | None = None) -> PlanReport:
         """Measure the plan of the current epoch."""
@@ -191,10 +181,7 @@ class BatchSampler(AbstractEpochs):
 
     def _settings_in(self, state: Mapping[str, Any]) -> PlanSettings:
         """Return our settings with what a state may differ in: the rules of its epoch, and None as a number."""
-        version, saved = read_whole(state, "version"), state.get("settings")
-        if not 1 <= version <= RULES:
-            check_same("version", version, RULES)
-        settings = replace(self.settings, rules=version)
+        settings, saved = replace(self.settings, rules=self.settings.read_rules(state)), state.get("settings")
         if settings.balance_over is None and isinstance(saved, Mapping):
             settings = settings.resolved(max(1, read_whole(saved, "balance_over")))
         return settings.resolved(self.world_size)

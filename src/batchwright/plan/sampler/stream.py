@@ -16,7 +16,7 @@ from ..._lengths import as_lengths
 from ...errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
 from .._cost import as_saved
 from .._oversize import fits
-from .._settings import RULES, Oversize, PlanSettings
+from .._settings import Oversize, PlanSettings
 from ..budget import Budget, check_budget
 from ..grouping.base import Grouping, SizeLadder
 from ..grouping.sorting import WindowSort
@@ -118,7 +118,7 @@ class StreamBatcher(Generic[Example]):
     def state_dict(self) -> dict[str, Any]:
         """Return where the pass under way stands; JSON values, if the state of the source is."""
         return {
-            "version": self._reader.place.rules,
+            "version": self._reader.place.rules or self.settings.rules,
             "budget": self.budget.to_state(),
             "settings": self.settings.to_state(),
             "seed": self.settings.seed,
@@ -133,8 +133,8 @@ class StreamBatcher(Generic[Example]):
             StateMismatchError: the state is of another budget, other settings or another version; nothing changes.
         """
         state = as_state(state, of="StreamBatcher")
-        rules = read_whole(state, "version")  # a pass that began under earlier rules ends under them
-        mine = {**self.state_dict(), "version": rules if 1 <= rules <= RULES else RULES}
+        rules = self.settings.read_rules(state)  # a pass that began under earlier rules ends under them
+        mine = {**self.state_dict(), "version": rules}
         for key in ("version", "budget", "settings", "seed", "buffer_size"):
             check_same(key, state.get(key), as_saved(mine[key], state.get(key)))
         counts = {name: read_whole(state, name) for name in ("epoch", "buffer", "num_read", "num_given")}
@@ -167,7 +167,7 @@ class _Place:
     num_read: int = 0
     num_given: int = 0
     source: Any = None  # the state of the source where the buffer begins
-    rules: int = RULES  # of the plans in this pass
+    rules: int = 0  # of the plans in this pass; 0 stands for the newest
 
     def next_buffer(self, num_examples: int) -> _Place:
         return _Place(self.epoch, self.buffer + 1, self.num_read + num_examples, rules=self.rules)

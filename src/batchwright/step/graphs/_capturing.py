@@ -18,7 +18,7 @@ from ..oom import Snapshot, add_back, is_out_of_memory, set_aside
 from ..report import MicroSums
 from ._draws import CPU, Draws, HostRandom, harmless_draws, is_explained_by
 from ._inputs import Signature, elements_of, resized
-from ._micro import MicroGraph, NotGraphableError, Work
+from ._micro import MicroGraph, NotGraphableError, Work, aliases_of
 from ._watch import Untouched
 from .backend import GraphBackend
 
@@ -61,26 +61,36 @@ class Capturer:
         host = HostRandom(self._ranks.module, self._device)
         sums = eager()
         moved = host.moved()
-        if moved == [CPU]:
-            self.draws = self._look_at_draws(batch)
-        if moved and not self.draws:
-            raise NotGraphableError(_random(moved), sums)
+        draws: Draws | None = []
+        if moved == [CPU] or self._device.type == "cpu":
+            draws = self._look_at_draws(batch)
+            self.draws = draws or []
+        if draws is None or (moved and not draws):
+            raise NotGraphableError(_random(moved or [CPU]), sums)
         if any(one.grad is not None and one.grad.is_sparse for one in self._trained.parameters):
             raise NotGraphableError("sparse gradients have no static buffer", sums)
         return sums
 
-    def _look_at_draws(self, batch: Any) -> Draws:
-        """Return what the forward pass draws on the host in vain, nothing if it matters."""
+    def _look_at_draws(self, batch: Any) -> Draws | None:
+        """Return what the forward pass draws on the host in vain, None if it matters."""
         snapshot = self._snapshot()
+        before, own = Untouched(self._ranks.module), HostRandom(self._ranks.module, self._device)
 
         def forward() -> float:
             with torch.no_grad(), self._settings.precision(self._device):
                 return float(self._settings.loss_fn(self._ranks.module, batch)[0])
 
-        try:
-            return harmless_draws(forward, snapshot.restore) or []
-        finally:
+        def restore() -> None:
+            before.put_back()
+            own.put_back()
             snapshot.restore()
+
+        try:
+            draws = harmless_draws(forward, restore, is_on_host=self._device.type == "cpu")
+            # A replay on the host draws by itself.
+            return [] if draws is not None and self._device.type == "cpu" else draws
+        finally:
+            restore()
 
     def capture(
         self, targets: Sequence[Target], real: Signature, *, eager_elements: int
@@ -129,6 +139,7 @@ class Capturer:
             lambda: self._settings.precision(self._device),
             self._settings.scaler,
             parameters,
+            aliases_of(parameters, self._ranks),
             buffers,
             torch.ones((), dtype=torch.float64, device=self._device),
         )
@@ -137,9 +148,20 @@ class Capturer:
         """Run the largest shape eagerly without a trace, so that caches which grow with the shape have grown."""
         assert self.work is not None
         snapshot, held = self._snapshot(), set_aside(self.work.parameters)
+        before = Untouched(self._ranks.module)
         failure: str | None = None
         try:
             self.predicted_bytes = self._backend.measure(lambda: self._run_once(batch))
+            if before.changed() is not None:
+                # A cache has grown, and what it holds is valid, if a second run changes nothing.
+                after = Untouched(self._ranks.module)
+                self._run_once(batch)
+                changed = after.changed()
+                if changed is not None:
+                    before.put_back()
+                    raise NotGraphableError(f"the forward pass changes {changed}, and a replay would not")
+        except NotGraphableError:
+            raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -216,10 +238,10 @@ def _random(generators: Sequence[str]) -> str:
     return f"the forward pass draws random numbers on the host ({names}), and a replay would repeat them for ever"
 
 
-# How far a replay may be from an eager run: sums in another order, and in half precision.
-NEAR, NEAR_HALF = 1e-3, 3e-2
-# A gradient that is this small beside all of them may differ by as much.
-_SMALL = 0.01
+# How far a replay may be from an eager run: sums in another order, and in half precision or with dropout.
+NEAR, NEAR_ROUGHLY = 1e-3, 3e-2
+# How many times the distance of two replays an eager run may be away.
+_SPREAD = 3.0
 
 
 @final
@@ -239,26 +261,37 @@ def outcome_of(sums: MicroSums, gradients: Sequence[Tensor | None]) -> Outcome:
     return Outcome(sums, touched, norms)
 
 
-def are_alike(replayed: Outcome, eager: Outcome, near: float) -> bool:
-    """Say whether two outcomes differ by rounding only."""
-    return (
-        replayed.touched == eager.touched
-        and _have_same_sums(replayed.sums, eager.sums, near)
-        and _have_same_norms(replayed.norms, eager.norms, near)
-    )
+def are_alike(replays: tuple[Outcome, Outcome], eager: Outcome, *, is_half: bool) -> bool:
+    """Say whether an eager run differs from replays of the same batch by rounding only, or by dropout.
 
-
-def _have_same_sums(replayed: MicroSums, eager: MicroSums, near: float) -> bool:
-    if replayed.metrics.keys() != eager.metrics.keys():
+    The first replay has the random state of the eager run, the second a later one: dropout shows in how far they are
+    apart. Kernels may draw in another order under a capture, so an eager run may be about as far away.
+    """
+    first, second = replays
+    if first.touched != eager.touched or first.sums.metrics.keys() != eager.sums.metrics.keys():
         return False
-    pairs = [(replayed.loss, eager.loss.detach()), (replayed.weight, eager.weight)]
-    pairs += [(replayed.metrics[name], value) for name, value in eager.metrics.items()]
-    numbers = [(float(first), float(second)) for first, second in pairs]
-    return all(math.isclose(a, b, rel_tol=near, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b)) for a, b in numbers)
+    spread = _distance(first.norms, second.norms)
+    near = NEAR_ROUGHLY if is_half or spread > NEAR else NEAR
+    if not _distance(first.norms, eager.norms) <= _SPREAD * spread + near:
+        return False
+    numbers = zip(*map(_numbers_of, (first.sums, second.sums, eager.sums)), strict=True)
+    return all(_is_near(a, b, e, near) for a, b, e in numbers)
 
 
-def _have_same_norms(replayed: Tensor, eager: Tensor, near: float) -> bool:
-    whole = float(eager.norm())
+def _distance(norms: Tensor, wanted: Tensor) -> float:
+    """Return how far norms are from others, as a share of all; 0 where both are no numbers."""
+    whole = float(wanted.norm())
     if not math.isfinite(whole):
-        return not math.isfinite(float(replayed.norm()))
-    return bool(((replayed - eager).abs() <= near * (eager + _SMALL * whole) + 1e-30).all())
+        return math.inf if math.isfinite(float(norms.norm())) else 0.0
+    return float((norms - wanted).norm()) / max(whole, 1e-30)
+
+
+def _numbers_of(sums: MicroSums) -> list[float]:
+    metrics = [float(sums.metrics[name]) for name in sorted(sums.metrics, key=repr)]
+    return [float(sums.loss.detach()), float(sums.weight), *metrics]
+
+
+def _is_near(first: float, second: float, eager: float, near: float) -> bool:
+    if math.isnan(eager) or math.isinf(eager):
+        return math.isnan(first) or first == eager
+    return abs(first - eager) <= _SPREAD * abs(first - second) + near * abs(eager) + 1e-6

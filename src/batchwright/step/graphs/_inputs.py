@@ -85,15 +85,15 @@ class Axes:
     def see(self, sizes: Sequence[tuple[int, ...]], shapes: Iterable[Shape]) -> None:
         """Learn from the sizes of a batch, which is of one of some planned shapes."""
         given = list(shapes)
-        if len(given) != 1:
-            return  # it is not known which one
+        if len(given) != 1 or (self._options is not None and len(sizes) != len(self._options)):
+            return  # it is not known which one, or the batch has other fields
         shape = given[0]
         if self._options is None:
             fixed: set[int | None] = {None}
             self._options = [[fixed | set(range(1, len(shape))) for _ in size[1:]] for size in sizes]
             self._sizes = list(sizes)
         for options, size, before in zip(self._options, sizes, self._sizes, strict=True):
-            for place, width in enumerate(size[1:]):
+            for place, width in enumerate(size[1:] if len(size) == len(before) else ()):
                 stays = {axis for axis in options[place] if axis is not None and shape[axis] == width}
                 is_fixed = None in options[place] and before[place + 1] == width
                 options[place] = stays | ({None} if is_fixed else set())

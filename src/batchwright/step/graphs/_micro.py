@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..._ranks import Ranks
 from ..report import MicroSums, Sum
@@ -28,6 +29,7 @@ class Work:
         precision: the context of the forward pass.
         scaler: scales the loss, or None.
         parameters: that are trained.
+        aliases: stand for the parameters in the forward pass, and share their memory.
         buffers: one static gradient for each.
         divisor: the loss is divided by this number on the device.
     """
@@ -37,8 +39,38 @@ class Work:
     precision: Callable[[], AbstractContextManager[Any]]
     scaler: torch.amp.GradScaler | None
     parameters: Sequence[nn.Parameter]
+    aliases: Sequence[Tensor]
     buffers: Sequence[Tensor]
     divisor: Tensor
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the model compute with the aliases."""
+        by_id = {id(value): alias for value, alias in zip(self.parameters, self.aliases, strict=True)}
+        held: list[tuple[dict[str, Any], str, Any]] = [
+            (part._parameters, name, value)
+            for part in self.ranks.module.modules()
+            for name, value in part._parameters.items()
+            if by_id.get(id(value), value) is not value
+        ]
+        try:
+            for place, name, value in held:
+                place[name] = by_id[id(value)]
+            yield
+        finally:
+            for place, name, value in held:
+                place[name] = value
+
+
+def aliases_of(parameters: Sequence[nn.Parameter], ranks: Ranks) -> Sequence[Tensor]:
+    """Return the parameters themselves, or under DDP others in the same memory.
+
+    DDP keeps the nodes at which gradients of its parameters arrive, on the stream that it was made on; a capture on
+    another stream must not touch them.
+    """
+    if ranks.world_size == 1 and not ranks.has_ddp:
+        return parameters
+    return [parameter.detach().requires_grad_() for parameter in parameters]
 
 
 class NotGraphableError(Exception):
@@ -106,7 +138,7 @@ class MicroGraph:
 
     def _forward(self) -> None:
         work = self._work
-        with work.precision(), _without_autocast_cache():
+        with work.precision(), _without_autocast_cache(), work.in_place(), _ConstantsOnDevice():
             sums = MicroSums(work.loss_fn(work.ranks.module, self._inputs.batch), is_replayed=True)
         if sums.is_empty or sums.is_doubtful:
             raise NotGraphableError("a micro-batch has a weight of 0 on the host, and such are left out")
@@ -127,7 +159,7 @@ class MicroGraph:
         if work.scaler is not None:
             loss = work.scaler.scale(loss)
         # Not loss.backward(): its nodes that accumulate belong to the stream of the first eager step, or to DDP.
-        gradients = torch.autograd.grad(loss, list(work.parameters), allow_unused=True)
+        gradients = torch.autograd.grad(loss, list(work.aliases), allow_unused=True)
         self.touched = [place for place, gradient in enumerate(gradients) if gradient is not None]
         for places in _by_kind(work.buffers, self.touched):
             found = [gradients[place] for place in places]
@@ -188,3 +220,19 @@ class _without_autocast_cache:
     def __exit__(self, *error: object) -> None:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(self._before)
+
+
+class _ConstantsOnDevice(TorchFunctionMode):
+    """Make ``torch.tensor(0.0, device="cuda")`` on the device: a copy from the host cannot be captured."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, or one that gives the same."""
+        options = dict(kwargs or {})
+        is_single = func is torch.tensor and len(args) == 1 and type(args[0]) in (bool, int, float)
+        if not is_single or options.get("device") is None or torch.device(options["device"]).type != "cuda":
+            return func(*args, **options)
+        requires_grad = options.pop("requires_grad", False)
+        options.pop("pin_memory", None)
+        return torch.full((), args[0], **options).requires_grad_(requires_grad)

@@ -16,6 +16,7 @@ _OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffer
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
+_COLLECTING = "transformers.utils.output_capturing"
 _MOST_ENTRIES = 64
 _Getter: TypeAlias = Callable[[dict[str, Any]], Any]
 
@@ -62,7 +63,7 @@ class Watch:
     @property
     def has_changed(self) -> bool:
         """Return whether anything is not as it was."""
-        if any(self._hooks):
+        if any(self._hooks) and any(map(_are_foreign, self._hooks)):
             return True
         for part in self._parts:
             if len(part.values) != part.size or part.get_plain(part.values) != part.plain:
@@ -126,19 +127,22 @@ class Untouched:
         small = [(name, value) for name, _, before in self._held for value in before.values() if _is_small(value)]
         self._containers = [(name, value, value.copy()) for name, value in small]
 
-    def put_back(self) -> str | None:
-        """Return which attribute has changed, after it was put back, or None."""
-        found = None
+    def changed(self) -> str | None:
+        """Return the name of an attribute that is not as it was, None if all are."""
         for name, now, before in (*self._held, *self._tensors):
             for key in now.keys() | before.keys():
                 if key not in now or key not in before or not _is_same(now[key], before[key]):
-                    found = f"{name}.{key}".lstrip(".")
-            if found is not None:
+                    return f"{name}.{key}".lstrip(".")
+        return next((name or "the model" for name, value, before in self._containers if value != before), None)
+
+    def put_back(self) -> str | None:
+        """Return which attribute has changed, after all were put back, or None."""
+        found = self.changed()
+        if found is not None:
+            for _, now, before in (*self._held, *self._tensors):
                 now.clear()
                 now.update(before)
-        for name, container, before in self._containers:
-            if container != before:
-                found = name or "the model"
+            for _, container, before in self._containers:
                 _refill(container, before)
         return found
 
@@ -152,10 +156,15 @@ def _refill(container: Any, before: Any) -> None:
     container.extend(before) if isinstance(container, list) else container.update(before)
 
 
+def _are_foreign(hooks: dict[int, Any]) -> bool:
+    """Say whether hooks do more than collect hidden states while a forward pass runs."""
+    return any(getattr(hook, "__module__", None) != _COLLECTING for hook in hooks.values())
+
+
 def hooks_of(module: nn.Module) -> str | None:
     """Return which part has hooks, which would not run at a replay, or None."""
     for name, part in module.named_modules():
-        if any(getattr(part, hooks, None) for hooks in _HOOKS):
+        if any(_are_foreign(getattr(part, hooks, {})) for hooks in _HOOKS):
             return f"{name or type(part).__name__} has hooks, which do not run at a replay"
     return "hooks on all modules do not run at a replay" if _has_any_global_hook() else None
 

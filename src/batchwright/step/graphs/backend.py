@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, final, runtime_checkable
@@ -56,6 +57,21 @@ class GraphBackend(Protocol):
         """Return the time at which the work launched so far is done."""
 
 
+# cuBLAS keeps a workspace for every stream for good, so streams are used again, by one owner at a time.
+_FREE: dict[torch.device, list[torch.cuda.Stream]] = {}
+_BROKEN: set[int] = set()
+
+
+def _take_stream(device: torch.device) -> torch.cuda.Stream:
+    free = _FREE.setdefault(device, [])
+    return free.pop() if free else torch.cuda.Stream(device)
+
+
+def _give_stream(stream: torch.cuda.Stream) -> None:
+    if stream.stream_id not in _BROKEN:
+        _FREE.setdefault(stream.device, []).append(stream)
+
+
 @final
 class CudaGraphs:
     """Capture with CUDA graphs on one device, in one pool and on one stream."""
@@ -76,7 +92,8 @@ class CudaGraphs:
     def capture(self, function: Callable[[], None], *, writes: Sequence[Tensor] = ()) -> Replay:
         """Capture a function; an error leaves no capture behind."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = _take_stream(self._device)
+            weakref.finalize(self, _give_stream, self._stream)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -119,7 +136,8 @@ class CudaGraphs:
             with suppress(RuntimeError, AttributeError, TypeError):
                 torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
             self._pool = None
-            # A stream whose capture went wrong may never be used again.
+            if self._stream is not None:  # a stream whose capture went wrong may never be used again
+                _BROKEN.add(self._stream.stream_id)
             self._stream = None
         return is_ended
 

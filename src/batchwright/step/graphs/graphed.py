@@ -18,7 +18,7 @@ from .._gradients import Trained
 from .._settings import Settings
 from ..oom import Snapshot
 from ..report import MicroSums
-from ._capturing import NEAR, NEAR_HALF, Capturer, Target, are_alike, outcome_of, text_of
+from ._capturing import Capturer, Target, are_alike, outcome_of, text_of
 from ._draws import draw_again
 from ._inputs import Axes, Signature, elements_of, signature_of
 from ._micro import MicroGraph, NotGraphableError
@@ -94,6 +94,7 @@ class Graphs:
         self._axes = Axes()
         self._is_warm = self._has_catalogue = False
         self._watch: Watch | None = None
+        self._doubt: str | None = None  # why the last capture failed
         self._capturer = Capturer(self._settings, self._ranks, self._trained, self._backend, self._snapshot)
         self._updates = Updates(self._trained.optimizer, self._settings, self._backend)
         self._trained.gradients.static = {}
@@ -160,7 +161,16 @@ class Graphs:
         if not self._is_warm:
             return self._warm_up(signature, batch, eager)
         graph = graph or self._captured(signature, batch)
-        return self._try_out(graph, batch, eager, divisor) if graph is not None and is_first else eager()
+        try:
+            sums = self._try_out(graph, batch, eager, divisor) if graph is not None and is_first else eager()
+        except BaseException:
+            if self._doubt is not None:  # the step itself is wrong: what a capture said of it does not count
+                self._num_changes += 1
+                self._drop()
+            raise
+        if self._doubt is not None:
+            self._give_up(self._doubt)
+        return sums
 
     def _replay(self, graph: MicroGraph, batch: Any, divisor: Divisor) -> MicroSums:
         self._attach(graph.touched)
@@ -215,7 +225,7 @@ class Graphs:
         start = time.perf_counter()
         self._capture(self._targets(signature, batch), signature)
         self._capture_seconds += time.perf_counter() - start
-        return self._graphs.get(signature)
+        return None if self._doubt is not None else self._graphs.get(signature)
 
     def _why_not(self, signature: Signature, shapes: Sequence[Shape]) -> str | None:
         is_new = signature not in self._seen
@@ -258,11 +268,9 @@ class Graphs:
                 else:
                     self._graphs[signature] = graph
                     self._num_captures += 1
-        except NotGraphableError as error:
-            self._give_up(str(error))
-        except Exception as error:  # what follows is eager, and raises again what is wrong with the step itself
-            self._give_up(text_of(error))
-        if self._off is None:
+        except Exception as error:  # the eager run that follows raises what is wrong with the step itself
+            self._doubt = text_of(error)
+        if self._doubt is None:
             self._watch = Watch(self._ranks.module, self._trained.parameters)
             self.held_bytes = self._backend.pool_bytes()
 
@@ -274,19 +282,20 @@ class Graphs:
         value = divisor(graph.host_weight, elements_of(graph.signature))
         snapshot = self._snapshot()
         buffers = [buffer if place in set(graph.touched) else None for place, buffer in enumerate(work.buffers)]
-        for _ in range(2):  # the first replay loads the graph
+        replays = []
+        for _ in range(2):  # the first replay also loads the graph; the second has another random state
             start = self._backend.seconds()
             torch._foreach_zero_([buffer for buffer in buffers if buffer is not None])
             replayed = graph.run(batch, value)
             graph.seconds = self._backend.seconds() - start
-            snapshot.restore()
-        found = outcome_of(replayed, buffers)
+            replays.append(outcome_of(replayed, buffers))
+        snapshot.restore()
         start = self._backend.seconds()
         sums = eager()
         graph.eager_seconds = self._backend.seconds() - start
         is_half = self._is_half or torch.is_autocast_enabled(self._device.type)
         wanted = outcome_of(sums, [parameter.grad for parameter in work.parameters])
-        if not are_alike(found, wanted, NEAR_HALF if is_half else NEAR):
+        if not are_alike((replays[0], replays[1]), wanted, is_half=is_half):
             self._give_up("a replay gave other results than an eager run of the same batch")
         elif self._is_choosy and graph.seconds > WORTH * graph.eager_seconds:
             del self._graphs[graph.signature]
