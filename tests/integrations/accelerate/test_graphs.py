@@ -69,7 +69,7 @@ def check_same(tolerance, **options):
     weights, losses, _ = train(None, **options)
     found, seen, stepper = train(EagerGraphs(), **options)
     assert seen == pytest.approx(losses, rel=tolerance)
-    assert torch.allclose(found, weights, rtol=tolerance, atol=tolerance / 10)
+    assert torch.allclose(found, weights, rtol=tolerance, atol=tolerance)
     return stepper.graph_summary()
 
 
