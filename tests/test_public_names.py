@@ -40,6 +40,10 @@ _BALANCED = {  # where balance_over=64 became balance_over=None
     "plan_batches": "function(lengths, budget, *, grouping=WindowSort(batches_per_window=256), shuffle=True, seed=0, "
     f"epoch=0, world_size=1, {_PLANNING}",
 }
+_PLAN = (
+    "class(indices, offsets, shapes, row_offsets, world_size, num_repeated, num_dropped, num_truncated, lengths, "
+    "budget, settings, epoch{more}), bases: none"
+)
 _REPORT = (
     "class(num_batches, padding, budget_used, largest, num_shapes, straggler_waste, recurrence, order_correlation, "
     "repeated, dropped, truncated, world_size{more}), bases: none"
@@ -57,6 +61,11 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         )
         for name, signature in _BALANCED.items()
     },
+    "batchwright.Plan": (
+        _PLAN.format(more=""),
+        _PLAN.format(more=", pad_to"),
+        "the rule that the shapes of a plan follow is part of it",
+    ),
     "batchwright.PlanReport": (
         _REPORT.format(more=""),
         _REPORT.format(more=", balance_over"),
@@ -136,7 +145,9 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
 ADDED = {
     "batchwright.BatchSampler.read_state",
     "batchwright.BatchSampler.start_of",
+    "batchwright.Plan.pad_to",
     "batchwright.PlanReport.balance_over",
+    "batchwright.TimeModel.__call__",
     "batchwright.errors.RankError",
     "batchwright.integrations.accelerate.AcceleratedStepper.graph_summary",
     "batchwright.integrations.dynabatch.DynaBatchSampler.for_training",

@@ -109,3 +109,12 @@ def test_the_entries_are_what_the_planner_itself_reports(pad_multiple_of):
             lengths, bw.MaxTokens(4000), grouping=eval(f"bw.{name}"), seed=5, pad_multiple_of=pad_multiple_of
         )
         assert compare(lengths, settings)[name].padding == plan.report().padding
+
+
+def test_a_budget_that_needs_more_shapes_than_16_leaves_that_grouping_out():
+    """Pairs that are long on one side each fit alone, but no two of them in one shape."""
+    steps = np.arange(1, 100)
+    lengths = np.stack([steps * 10, 1000 - steps * 10], axis=1)
+    found = compare(lengths, Settings(max_tokens=1000), progress=False)
+    assert found.get("Buckets(count=16)") is None
+    assert found.recommended.name == "WindowSort()"

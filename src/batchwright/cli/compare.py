@@ -13,7 +13,7 @@ import batchwright as bw
 from .._lengths import as_lengths, pad_up
 from .._progress import ProgressBar
 from .._types import IntArray
-from ..errors import ArgumentError
+from ..errors import ArgumentError, BudgetError
 from .lengths import percentile
 
 # With fewer batches per epoch, the last ones, only partly filled, would distort every figure.
@@ -109,6 +109,10 @@ class Comparison:
     def __getitem__(self, name: str) -> Entry:
         return next(entry for entry in self.entries if entry.name == name)
 
+    def get(self, name: str) -> Entry | None:
+        """Return an entry, None for a grouping that these lengths and this budget do not allow."""
+        return next((entry for entry in self.entries if entry.name == name), None)
+
     @property
     def shuffled(self) -> Entry:
         """Return the fixed size in random order: what a plain ``DataLoader`` does."""
@@ -130,8 +134,8 @@ class Comparison:
 
         A global sort never pads more than the window sort, but the same examples share a batch in every epoch.
         """
-        window, buckets = self["WindowSort()"], self["Buckets(count=64)"]
-        return buckets if buckets.padding < window.padding - 0.05 else window
+        window, buckets = self["WindowSort()"], self.get("Buckets(count=64)")
+        return buckets if buckets is not None and buckets.padding < window.padding - 0.05 else window
 
 
 def default_max_tokens(lengths: IntArray, *, pad_multiple_of: int = 1) -> tuple[int, str]:
@@ -181,7 +185,12 @@ def compare(lengths: IntArray, settings: Settings, *, progress: bool = False) ->
     with ProgressBar(label="planning", total=len(plans), enabled=progress) as bar:
         for name, plan in plans.items():
             bar.doing(name)
-            entries.append(entry_of(name, plan(), settings))
+            try:
+                entries.append(entry_of(name, plan(), settings))
+            except BudgetError:
+                # A tight budget may need more shapes than so many; all that no budget allows was refused before.
+                if not name.startswith("Buckets"):
+                    raise
             bar.update()
     # Shuffled, size - 1 of the other examples share the batch of an example, each equally likely.
     chance = (size - 1) / (len(lengths) - 1) if len(lengths) > size else 1.0

@@ -261,12 +261,12 @@ def recommendation(comparison: Comparison, question: Question) -> str:
             f"Planned batches gain less than {percent(WORTH - 1)} here: keep a fixed size of "
             f"{comparison.fixed_size:,} ({cost(shuffled)})."
         )
-    few = comparison["Buckets(count=16)"]
+    few = comparison.get("Buckets(count=16)")
     text = f"Use {best.name}: {cost(best)}. {fixed}"
     frozen = comparison["Sorted()"]
     if frozen.padding < best.padding - 0.02 and best.recurrence < 0.5:
         text += f" {frozen.name} pads less, {percent(frozen.padding)}, but the same examples always share a batch."
-    if few.num_shapes < best.num_shapes / 2:
+    if few is not None and few.num_shapes < best.num_shapes / 2:
         text += (
             f" If each new shape costs time (torch.compile, CUDA graphs), use {few.name}: "
             f"{few.num_shapes:,} shapes at {percent(few.padding)} padding."

@@ -1,6 +1,8 @@
 """Buckets(K): at most K shapes in all, rows included, on any number of axes."""
 
+import gzip
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -272,3 +274,23 @@ def test_on_one_axis_seconds_decide_too():
 
     plan = bw.plan_batches(lengths, bw.MaxItems(10), grouping=bw.Buckets(5), cost=tiles_of_50)
     assert set(plan.shapes[:, 1].tolist()) == {50, 100, 150, 199}
+
+
+CORPORA = Path(os.environ.get("BATCHWRIGHT_CORPORA", "corpora"))  # a folder of real texts, where there is one
+PAIRS = "pythondocs-en-es.tsv.gz"
+
+
+@pytest.mark.skipif(not (CORPORA / PAIRS).exists(), reason=f"needs {PAIRS} in the folder BATCHWRIGHT_CORPORA")
+def test_sixteen_shapes_of_real_pairs_pad_at_most_13_per_cent_and_thirty_two_at_most_9():
+    tokenizers = pytest.importorskip("tokenizers")
+    with gzip.open(CORPORA / PAIRS, "rt", encoding="utf-8", newline="\n") as file:
+        pairs = [line.rstrip("\n").split("\t")[:2] for line in file]
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([text for pair in pairs[:20_000] for text in pair], vocab_size=8_000)
+    columns = [[len(row.ids) for row in tokenizer.encode_batch(list(column))] for column in zip(*pairs, strict=True)]
+    lengths = np.clip(np.array(columns).T, 1, 255)
+    for max_tokens in (4096, 8192):
+        for count, most in ((16, 0.13), (32, 0.09)):
+            report = bw.plan_batches(lengths, bw.MaxTokens(max_tokens), grouping=bw.Buckets(count)).report()
+            assert report.num_shapes <= count
+            assert report.padding <= most

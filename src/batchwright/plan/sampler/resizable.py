@@ -15,13 +15,13 @@ from ..._lengths import as_lengths
 from ..._random import Purpose, bit_stream, permutation
 from ..._types import MAX_INT32
 from ...errors import ArgumentError, BudgetError, LengthsError
-from .._oversize import admit, fits
+from .._oversize import fits
 from .._settings import PlanSettings
 from ..budget import Budget, check_budget
 from ..collating import PadTo
 from ..grouping.base import Grouping, check_grouping
 from ..grouping.sorting import WindowSort
-from ..plan import make_problem, plan_epoch
+from ..plan import plan_epoch
 from ._progress import AbstractEpochs, Cursor, fingerprint, read_place
 
 Item = TypeVar("Item")
@@ -302,11 +302,7 @@ class Ordering:
         """Return what a collator pads with: the static shapes of the grouping and what fits at each, if it has any."""
         if self.lengths is None or self.budget is None:
             return PadTo()
-        problem = make_problem(admit(self.lengths, self.budget, self.settings), self.budget, self.settings, 0)
-        shapes = self.settings.grouping.static_shapes(problem)
-        if shapes is None:
-            return PadTo()
-        return PadTo(tuple(map(tuple, shapes.tolist())), tuple(problem.sizes(shapes).tolist()))
+        return plan_epoch(self.lengths, self.budget, self.settings, 0).pad_to
 
 
 def make_ordering(

@@ -31,9 +31,10 @@ class StreamBatcher(Generic[Example]):
 
     Memory is bounded by ``buffer_size`` examples. A buffer is planned as an epoch of ``plan_batches`` is, so budgets,
     groupings and ``pad_multiple_of`` mean the same; each ends with at most one batch that has too few examples (a few
-    with a size ladder or buckets on two axes). Read with workers by giving a ``DataLoader`` with ``batch_size=None`` as
-    the source. ``DataLoader(stream, batch_size=None)`` hands the batches on, without workers of its own: each of those
-    would read the whole source. Import torch before the batcher is made, for that.
+    with a size ladder or buckets on several axes), and ``Buckets`` counts the shapes of one buffer. Read with workers
+    by giving a ``DataLoader`` with ``batch_size=None`` as the source. ``DataLoader(stream, batch_size=None)`` hands the
+    batches on, without workers of its own: each of those would read the whole source. Import torch before the batcher
+    is made, for that.
 
     One pass is under way at a time, as with a file: after a ``break``, ``iter()`` goes on where the loop was left;
     after the end it begins the next pass.
