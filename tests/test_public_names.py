@@ -127,8 +127,8 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "**kwargs), bases: none",
         "class(*args, budget=None, controller=None, grouping=None, lengths=None, weighting='tokens', on_oom='split', "
         "micro_batch=None, lr_rule='none', base_size=None, measure_noise=False, memory=None, eval_budget='same', "
-        "plan_options=None, **kwargs), bases: none",
-        "an option came",
+        "plan_options=None, graphs=False, **kwargs), bases: none",
+        "two options came",
     ),
     _OBSERVATION: (
         "class(*, topic, sentence, evidence=(), strategies=()), bases: none",
@@ -149,7 +149,10 @@ ADDED = {
     "batchwright.PlanReport.balance_over",
     "batchwright.TimeModel.__call__",
     "batchwright.errors.RankError",
+    "batchwright.integrations.accelerate.AcceleratedStepper.graph_summary",
     "batchwright.integrations.dynabatch.DynaBatchSampler.for_training",
+    "batchwright.integrations.huggingface.AdaptiveTrainerMixin.graph_summary",
+    "batchwright.integrations.lightning.AdaptiveBatching.graph_summary",
     "batchwright.step.CompileCounter",
     "batchwright.step.FitToMemory.accumulating",
     "batchwright.step.MarkShapes",

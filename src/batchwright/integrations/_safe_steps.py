@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
@@ -31,6 +32,8 @@ from ._inputs import Cut, Rows
 
 # step(model, inputs) -> detached loss, forward and backward
 Step: TypeAlias = Callable[[nn.Module, dict[str, Any]], Tensor]
+# replay(eager) -> detached loss
+Replay: TypeAlias = Callable[[Callable[[], Tensor]], Tensor]
 # "split" raises if one example does not fit by itself; "split_retry" leaves that example out, and warns.
 Strategy: TypeAlias = Literal["split", "split_retry", "skip"]
 
@@ -86,6 +89,7 @@ class SafeSteps:
         cut: Cut | None = None,
         optimizer: Any = None,
         has_scaler: bool = False,
+        replay: Replay | None = None,
     ) -> Tensor:
         """Add the gradient of a micro-batch to the gradients; return its loss, 0 if all of it was left out.
 
@@ -97,6 +101,7 @@ class SafeSteps:
             cut: how the micro-batch can be cut; None cuts rows.
             optimizer: may train parameters that the model does not own.
             has_scaler: a ``GradScaler`` follows.
+            replay: adds the gradient from a graph, or calls what it is given, which adds it eagerly; None has no graph.
         """
         ranks = Ranks(model) if self._ranks is None or self._ranks[0] is not model else self._ranks[1]
         self._ranks = model, ranks
@@ -105,7 +110,8 @@ class SafeSteps:
         try:
             check_retries(ranks, parameters)
             cut = Rows(inputs, self._key) if cut is None else cut
-            loss = self._add(ranks, cut, step, parameters, is_last=is_last)
+            add = partial(self._add, ranks, cut, step, parameters)
+            loss = add() if replay is None else replay(add)
         except Exception as error:
             failure = error
         if failure is not None or is_last:
@@ -123,7 +129,7 @@ class SafeSteps:
             fill_for_scaler(parameters)
         return loss
 
-    def _add(self, ranks: Ranks, cut: Cut, step: Step, parameters: list[nn.Parameter], *, is_last: bool) -> Tensor:
+    def _add(self, ranks: Ranks, cut: Cut, step: Step, parameters: list[nn.Parameter]) -> Tensor:
         self._sums.collect(parameters)
         held = set_aside(parameters)
         sums, is_done = WideSums(), False

@@ -11,6 +11,8 @@ import torch.distributed as dist
 import batchwright as bw
 from batchwright import size
 from batchwright.size.noise import estimate_noise
+from batchwright.step import PadCollator
+from batchwright.testing import EagerGraphs
 
 from ...processes import leave_group
 from ..dynabatch.failing import fail_above
@@ -54,6 +56,7 @@ def main(rank, world_size, folder):
         for is_controlled in (False, True):
             check_resume(folder / f"resume{is_controlled}", is_controlled)
         check_evaluation(rank, folder)
+        check_graphed(folder)
     leave_group()
 
 
@@ -63,6 +66,30 @@ def make(name, folder, rank=0, **options):
         fail_above(model, 2, "backward")
     examples = numbered(NUM, causal=MODELS[name][3])
     return make_trainer(name, folder, model=model, examples=examples, ddp_backend="gloo", **options)
+
+
+def check_graphed(folder):
+    """Gradients of replays are averaged over the ranks after the last micro-batch of an update."""
+    results = []
+    for graphs in (False, EagerGraphs()):
+        trainer, _, gradients = make(
+            "llama",
+            folder,
+            graphs=graphs,
+            grouping=bw.Buckets(3),
+            data_collator=PadCollator(),
+            remove_unused_columns=True,
+            num_train_epochs=4,
+            gradient_accumulation_steps=2,
+            learning_rate=0.1,
+        )
+        trainer.train()
+        results.append((torch.stack(gradients.seen), flat_parameters(trainer.model), trainer.graph_summary()))
+    (expected, weights, _), (found, moved, summary) = results
+    assert summary.num_replayed > 0, summary
+    assert relative_error(found, expected) < 1e-10
+    assert relative_error(moved, weights) < 1e-10
+    assert relative_error(*everyone(moved)) == 0
 
 
 def everyone(mine):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from ...errors import ArgumentError
 from ...step import Stepper
 from ...step.losses import LossFunction
+from .._graphs import graph_options
 from .._options import check_options, move_after_collate
 from .._ranked import controller_of, give_rank, sampler_of
 from .training import AcceleratedStepper, Prepared, PreparedLoader
@@ -67,7 +68,7 @@ def prepare(
             a ``ResizableBatchSampler``, or a sampler made for this rank, once.
         controller: observes every update; None takes the sampler's.
         **stepper_options: options of ``Stepper``, such as ``micro_batch``, ``clip_norm`` or ``collate``;
-            ``mixed_precision="fp16"`` needs ``weight_of``.
+            ``mixed_precision="fp16"`` needs ``weight_of``. With ``graphs`` the shapes are those of the sampler.
 
     Returns:
         ``(model, optimizer, loader, stepper)``.
@@ -94,8 +95,10 @@ def prepare(
     is_divided = sampler is not None and _divide(accelerator, loader, sampler)
     model, optimizer = accelerator.prepare(model, optimizer)
     _check_model(model, accelerator.num_processes)
-    stepper = _make_stepper(accelerator, model, optimizer, loss_fn, stepper_options)
-    has_examples = stepper_options.get("collate") is not None
+    collate = stepper_options.get("collate")
+    has_examples = collate is not None
+    options = graph_options(stepper_options, sampler, collate if has_examples else getattr(loader, "collate_fn", None))
+    stepper = _make_stepper(accelerator, model, optimizer, loss_fn, options)
     prepared = _prepare_loader(accelerator, loader, sampler, has_examples=has_examples)
     if scheduler is not None:
         scheduler = accelerator.prepare(scheduler)

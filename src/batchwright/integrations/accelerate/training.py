@@ -13,6 +13,7 @@ from torch import nn
 from ..._checks import as_state, is_same, load_parts
 from ...errors import StateMismatchError
 from ...step import Stepper, StepReport
+from ...step.graphs.summary import GraphSummary
 from .._ranked import is_at_end, num_batches
 
 STATE_VERSION = 1
@@ -101,6 +102,10 @@ class AcceleratedStepper:
         if self.controller is not None:
             self.controller.observe(**self._completed(), **report.observation())
         return report
+
+    def graph_summary(self) -> GraphSummary:
+        """Return what graphs did so far: shapes, how often they were replayed, memory, seconds spent and saved."""
+        return self.stepper.graph_summary()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the sampler, the stepper and the controller, as JSON values."""

@@ -6,7 +6,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ..._checks import as_state, read_size
 from ..._lengths import as_lengths, pad_up
+from ..._types import IntArray
 from ...plan.budget import Budget
 from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
@@ -106,9 +107,13 @@ class BatchSource(ABC):
         """Return what was received since the last call, and for each of its micro-batches whether it is a repeat."""
         items, self._received = self._received, []
         found = [self.lengths[part] for item in items for part in item.parts if not item.is_repeat]
-        padded = sum(len(rows) * int(pad_up(rows.max(axis=0), self._multiple).sum()) for rows in found)
+        padded = sum(len(rows) * sum(self._padded_lengths(rows)) for rows in found)
         repeats = [item.is_repeat for item in items for _ in item.parts]
         return Counted(sum(map(len, found)), int(sum(rows.sum() for rows in found)), padded, len(repeats)), repeats
+
+    def _padded_lengths(self, lengths: IntArray) -> Sequence[int]:
+        """Return what the examples of a micro-batch are padded to, by axis."""
+        return pad_up(lengths.max(axis=0), self._multiple).tolist()
 
     def _is_repeat(self, num_repeated: int) -> bool:
         """Say whether this rank is one of the last ones, which have no example of their own."""
@@ -128,9 +133,17 @@ class BatchSource(ABC):
 
 @final
 class PlannedBatches(BatchSource):
-    """One planned batch per item."""
+    """One planned batch per item.
+
+    Attributes:
+        has_planned_shapes: the collator pads to the lengths of the plan.
+    """
 
     sampler: BatchSampler
+    has_planned_shapes = False
+
+    def _padded_lengths(self, lengths: IntArray) -> Sequence[int]:
+        return self.sampler.pad_to(lengths) if self.has_planned_shapes else super()._padded_lengths(lengths)
 
     def __iter__(self) -> Iterator[Any]:
         plan = self.sampler.plan

@@ -24,6 +24,7 @@ from .._devices import Devices
 from .._failures import raise_together
 from .._ranked import loader_options
 from ._batches import BatchSource, PlannedBatches, ResizableBatches
+from ._graphs import TrainerGraphs
 from ._lengths import LengthCache, pad_multiple_of
 from ._settings import Settings
 
@@ -40,15 +41,17 @@ class TrainingData:
     Args:
         settings: what the user asked for.
         lengths: of the data sets measured so far.
+        graphs: may need batches of planned shapes.
 
     Attributes:
         batches: what the loader draws from, None when no training runs.
     """
 
-    def __init__(self, settings: Settings, lengths: LengthCache) -> None:
+    def __init__(self, settings: Settings, lengths: LengthCache, graphs: TrainerGraphs) -> None:
         self.batches: BatchSource | None = None
         self._settings = settings
         self._lengths = lengths
+        self._graphs = graphs
 
     def loader(
         self, base: DataLoader[Any], dataset: Any, *, collator: Any, model: Any, devices: Devices
@@ -75,7 +78,11 @@ class TrainingData:
         }
         make = self._planned if self._settings.controller is None else self._resizable
         self.batches = make(lengths, args, pad_multiple_of(collator), options)
-        return TrainLoader(base, self.batches, seed=seed)
+        collate = base.collate_fn
+        if isinstance(self.batches, PlannedBatches) and self._graphs.is_wanted:
+            collate = self._graphs.catalogue(self.batches.sampler, collate, collator)
+            self.batches.has_planned_shapes = self._graphs.is_wanted
+        return TrainLoader(base, self.batches, seed=seed, collate=collate)
 
     def _planned(self, lengths: IntArray, args: Any, multiple: int, options: dict[str, Any]) -> BatchSource:
         settings = self._settings
@@ -127,13 +134,16 @@ class TrainLoader(DataLoader[Any]):
         base: the trainer's own loader.
         batches: what is given out instead.
         seed: of the workers.
+        collate: makes a batch of examples; None takes that of the trainer's own loader.
     """
 
-    def __init__(self, base: Any, batches: BatchSource, *, seed: int) -> None:
+    def __init__(
+        self, base: Any, batches: BatchSource, *, seed: int, collate: Callable[[list[Any]], Any] | None = None
+    ) -> None:
         self.batches = batches
         self._seed = seed
         dataset, options = base.dataset, loader_options(base)
-        options["collate_fn"] = TwiceCollated(base.collate_fn)
+        options["collate_fn"] = TwiceCollated(base.collate_fn if collate is None else collate)
         if isinstance(batches, ResizableBatches):
             dataset, options["collate_fn"] = ExampleLists(dataset), CollateParts(options["collate_fn"])
         super().__init__(dataset, batch_sampler=batches, generator=torch.Generator(), **options)

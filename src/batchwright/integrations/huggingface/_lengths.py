@@ -53,7 +53,8 @@ class LengthCache:
 
 def pad_multiple_of(collator: Any) -> int:
     """Return the multiple that a collator pads lengths to, 1 if it has none."""
-    return int(getattr(collator, "pad_to_multiple_of", None) or 1)
+    own = getattr(collator, "pad_to", None)  # of a PadCollator
+    return int(getattr(collator, "pad_to_multiple_of", None) or getattr(own, "multiple_of", None) or 1)
 
 
 def measure_examples(

@@ -18,6 +18,7 @@ from ...size.learning_rate import Rule, get_rule
 from ...step.memory.fit_to_memory import FitToMemory
 from ...step.memory.monitor import MemoryMonitor
 from .._devices import is_divided
+from .._graphs import Choice
 from .._ranked import controller_of
 
 Weighting: TypeAlias = Literal["tokens", "examples"]
@@ -48,6 +49,7 @@ class Settings:
     memory: MemoryMonitor | None
     eval_budget: Budget | Literal["same"] | None
     plan_options: Mapping[str, Any]
+    graphs: Choice = False
 
     def __post_init__(self) -> None:
         for budget in (self.budget, None if self.eval_budget == "same" else self.eval_budget):

@@ -33,6 +33,7 @@ from .._safe_steps import (
 )
 from .._trainer_step import WHOLE, as_logged
 from ._batches import Counted
+from ._graphs import TrainerGraphs
 from ._settings import Settings
 from ._weights import LossWeights, TrainerLoss, UpdateWeight, refuse, row_key
 
@@ -50,6 +51,7 @@ class Updates:
     Args:
         settings: what the user asked for.
         weights: of losses; evaluation uses the same.
+        graphs: replay micro-batches, or do nothing.
 
     Attributes:
         figures: of the updates so far.
@@ -57,12 +59,13 @@ class Updates:
         whole: the weight of the running update, None if the trainer's own rule holds.
     """
 
-    def __init__(self, settings: Settings, weights: LossWeights) -> None:
+    def __init__(self, settings: Settings, weights: LossWeights, graphs: TrainerGraphs) -> None:
         self.figures = TrainingFigures()
         self.noise: GradientNoise | None = None
         self.whole: UpdateWeight | None = None
         self._settings = settings
         self._weights = weights
+        self._graphs = graphs
         self._devices: Devices | None = None
         self._shares: deque[float] = deque()  # the weights of the micro-batches that are left
         self._key = ""
@@ -219,6 +222,7 @@ class Updates:
             cut=self._weights.cut(inputs),
             optimizer=optimizer,
             has_scaler=devices.accelerator.scaler is not None,
+            replay=self._graphs.replay(inputs, share, self.whole),
         )
 
     def _run_plainly(
@@ -259,6 +263,7 @@ class Updates:
 
     def _note_oom(self) -> None:
         self.figures.num_ooms += 1
+        self._graphs.make_room()
         if self.noise is not None:
             self.noise.undo()
 

@@ -57,6 +57,7 @@ class LossWeights:
         self._update: UpdateWeight | None = None
         self._is_weighing = False
         self._is_idle = False
+        self._given: Tensor | None = None
         self._was_asked = False
 
     def learn(self, loss: TrainerLoss, batches: Sequence[Mapping[str, Any]]) -> None:
@@ -120,18 +121,22 @@ class LossWeights:
         return bool(self.refusal) or float(self.count(inputs)) > 0
 
     @contextmanager
-    def weighing(self, update: UpdateWeight | None, *, is_idle: bool = False) -> Iterator[None]:
+    def weighing(
+        self, update: UpdateWeight | None, *, is_idle: bool = False, weight: Tensor | None = None
+    ) -> Iterator[None]:
         """Let ``loss`` return parts of an update inside the context; if that is None, means of batches.
 
         Args:
             update: what they are parts of.
             is_idle: the micro-batch does not count; its gradients are zero, and only exist for other ranks.
+            weight: of the micro-batch, if it was counted before.
         """
         self._is_weighing, self._update, self._is_idle, self._was_asked = True, update, is_idle, False
+        self._given = weight
         try:
             yield
         finally:
-            self._is_weighing, self._update, self._is_idle = False, None, False
+            self._is_weighing, self._update, self._is_idle, self._given = False, None, False, None
         if update is not None and not self._was_asked:
             raise ArgumentError(
                 "the trainer's loss was not weighed: a compute_loss or training_step above the adaptive one does not "
@@ -173,6 +178,8 @@ class LossWeights:
         return weighted(loss, weight, update.total, update.num_replicas), outputs
 
     def _weight_of(self, inputs: Mapping[str, Any], update: UpdateWeight | None, divides: bool) -> Tensor:
+        if self._given is not None:
+            return self._given
         if (update is None and not divides) or self.refusal:
             return torch.ones(())  # nobody divides by it, or the batch counts as one
         return self.count(inputs).clamp(min=update is None)

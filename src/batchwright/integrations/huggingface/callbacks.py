@@ -16,6 +16,7 @@ from ...size.noise import NoiseAverage
 from .._ranked import agree, controller_of
 from ._data import TrainingData
 from ._evaluation import Evaluation
+from ._graphs import TrainerGraphs
 from ._lengths import LengthCache
 from ._settings import Settings
 from ._updates import Updates
@@ -43,8 +44,9 @@ class Batching:
         lengths = LengthCache()
         self.settings = settings
         self.weights = LossWeights(settings.weighting)
-        self.data = TrainingData(settings, lengths)
-        self.updates = Updates(settings, self.weights)
+        self.graphs = TrainerGraphs(settings.graphs)
+        self.data = TrainingData(settings, lengths, self.graphs)
+        self.updates = Updates(settings, self.weights, self.graphs)
         self.evaluation = Evaluation(settings, lengths, self.weights)
         self.callback = UpdateCallback(settings, self.data, self.updates)
 
@@ -52,6 +54,7 @@ class Batching:
         """End a training."""
         self.callback.close()
         self.updates.close()
+        self.graphs.close()
         self.data.batches = None
 
     def take_figures(self) -> dict[str, float]:

@@ -22,17 +22,19 @@ from ...errors import ArgumentError
 from ...plan.budget import Budget
 from ...plan.grouping.base import Grouping
 from ...size.learning_rate import Rule
+from ...step.graphs.summary import GraphSummary
 from ...step.huggingface import unwrapped
 from ...step.losses import needs_whole_batch
 from ...step.memory.fit_to_memory import FitToMemory
 from ...step.memory.monitor import MemoryMonitor
 from .._devices import Devices, on_its_own, one_process, undivided
+from .._graphs import Choice, captured
 from .._ranked import check_no_stream
 from .._trial_loss import takes_own_loss
 from ._data import TrainLoader, fetch_together, micro_batches_of
 from ._evaluation import EvaluationPlan
 from ._settings import OnOom, Settings, Weighting, check_trainer, check_trainer_class
-from ._weights import TrainerLoss
+from ._weights import TrainerLoss, UpdateWeight
 from .callbacks import Batching
 
 # The key of the state in trainer_state.json, under stateful_callbacks.
@@ -84,6 +86,10 @@ class AdaptiveTrainerMixin:
         memory: reads the peak memory of every update, for policies that follow it.
         eval_budget: what a batch of evaluation may cost; ``"same"`` takes ``budget``, None does not plan evaluation.
         plan_options: further options of ``BatchSampler``, e.g. ``{"keep_first": 3}``.
+        graphs: True captures forward and backward of every planned shape in CUDA graphs and replays them; use it with
+            ``grouping=Buckets(32)``. Batches are padded to the planned lengths. Clipping and the optimizer's step stay
+            the trainer's. What cannot be captured runs eagerly, and a warning says why once. ``"auto"`` keeps graphs
+            only where they pay, and warns where True is refused.
         **kwargs: of the trainer.
     """
 
@@ -115,6 +121,7 @@ class AdaptiveTrainerMixin:
         memory: MemoryMonitor | None = None,
         eval_budget: Budget | Literal["same"] | None = "same",
         plan_options: Mapping[str, Any] | None = None,
+        graphs: Choice = False,
         **kwargs: Any,
     ) -> None:
         check_trainer_class(transformers.Trainer, transformers.__version__)
@@ -123,6 +130,7 @@ class AdaptiveTrainerMixin:
         self._batching = Batching(settings)
         super().__init__(*args, **kwargs)
         check_trainer(settings, self)
+        self._batching.graphs.check(self, has_controller=controller is not None, on_oom=on_oom)
         # First, so that other callbacks see the epoch and the size that hold.
         self.callback_handler.callbacks.insert(0, self._batching.callback)
 
@@ -205,7 +213,9 @@ class AdaptiveTrainerMixin:
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward of an item, micro-batch by micro-batch."""
         updates, step = self._batching.updates, super().training_step  # type: ignore[misc]
-        with nullcontext() if updates.whole is None else undivided(self):
+        is_weighed = updates.whole is not None
+        self._batching.graphs.begin(model, self.optimizer, self._captured_loss, Devices.of(self), is_weighed=is_weighed)
+        with undivided(self) if is_weighed else nullcontext():
             return updates.run(
                 lambda module, part: step(module, part, *args, **kwargs),
                 model,
@@ -221,6 +231,19 @@ class AdaptiveTrainerMixin:
         if found is None:
             return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
         return found if return_outputs else found[0]
+
+    def _captured_loss(self, model: Any, batch: dict[str, Any]) -> Tensor:
+        """Return the loss of a micro-batch with its weights, as a graph holds it."""
+        whole = UpdateWeight(batch["total"], Devices.of(self).num_replicas)
+        with captured(self), self._batching.weights.weighing(whole, weight=batch["weight"]):
+            inputs = self._prepare_inputs(dict(batch["inputs"]))  # type: ignore[attr-defined]
+            with self.compute_loss_context_manager():  # type: ignore[attr-defined]
+                loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=batch["total"])
+                return loss
+
+    def graph_summary(self) -> GraphSummary:
+        """Return what graphs did in the newest training: shapes, how often they were replayed, memory and seconds."""
+        return self._batching.graphs.summary()
 
     def _loss_of_one_process(
         self, model: Any, inputs: dict[str, Any], num_items: Any, return_outputs: bool = False

@@ -2,6 +2,7 @@
 
 from . import _package  # noqa: F401  # first: it says what to install
 from .data import PlannedDataModule, planned_loader
-from .updates import AdaptiveBatching, ExactUpdates
+from .modules import ExactUpdates
+from .updates import AdaptiveBatching
 
 __all__ = ["AdaptiveBatching", "ExactUpdates", "PlannedDataModule", "planned_loader"]

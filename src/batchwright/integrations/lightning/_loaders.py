@@ -35,6 +35,11 @@ class TrainLoader:
         return None if self._sizes is None else self._sizes.controller
 
     @property
+    def collate(self) -> Any:
+        """Return what makes a batch of examples, None if the loader does not say."""
+        return getattr(self._loader, "collate_fn", None)
+
+    @property
     def sampler(self) -> TrainLoader:
         """Return itself: Lightning calls ``set_epoch`` on a loader's sampler."""
         return self

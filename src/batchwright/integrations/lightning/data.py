@@ -9,7 +9,7 @@ from ...errors import ArgumentError
 from .._ranked import sampler_of
 from ._loaders import EvaluationLoader, TrainLoader
 from ._package import LightningDataModule
-from .updates import find_callback
+from .modules import find_callback
 
 
 def planned_loader(loader: Any, trainer: Any, *, training: bool = True) -> Any:

@@ -2,93 +2,30 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, final
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..._checks import as_state, load_parts
 from ...errors import ArgumentError, StateMismatchError
 from ...step import Stepper, StepReport
+from ...step.graphs.summary import GraphSummary
 from ...step.losses import LossFunction, Sums, needs_whole_batch, whole_batch
+from .._graphs import ReplayError, replayable
 from .._options import check_options, move_after_collate
 from .._ranked import controller_of
 from ._loaders import TrainLoader
 from ._package import Callback
+from .modules import ExactUpdates, Hooks, options_with_graphs, refuse_methods, without_graphs
 
 # Other precisions of Lightning do not use autocast.
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-# What a module does in these would be missing from its update. The rest of the text says where to do it instead.
-_REFUSED = {
-    "optimizer_step": "on_before_optimizer_step for what comes before the step, a scheduler for a warm-up",
-    "backward": "on_before_backward and on_after_backward",
-    "configure_gradient_clipping": "AdaptiveBatching(clip_norm=…), or on_before_optimizer_step",
-}
-
-
-class ExactUpdates(ABC):
-    """Mixin of a ``LightningModule`` whose updates are exact, whatever the batch and however it is split.
-
-    Lightning's automatic optimisation takes the mean of the means of micro-batches and of ranks. That equals the mean
-    of the batch only if all have the same size, and planned batches do not. So a ``Stepper``, made by
-    ``AdaptiveBatching``, runs the update by hand. Write ``loss_sums`` in place of ``training_step``; ``forward``,
-    ``configure_optimizers`` and ``validation_step`` stay as they are. Schedulers of the learning rate advance as in
-    automatic optimisation, by ``interval`` and ``frequency``; ``ReduceLROnPlateau`` is left to you.
-
-    ``Trainer(gradient_clip_val=…)`` and ``accumulate_grad_batches`` belong to automatic optimisation; use
-    ``AdaptiveBatching(clip_norm=…)`` and larger batches.
-
-    Hooks of the module and of callbacks run once per update: ``on_after_backward`` with the gradient of the whole batch
-    on all ranks, ``on_before_optimizer_step``, and ``on_before_zero_grad`` after the step. ``on_before_backward`` runs
-    per micro-batch, with its summed loss. ``optimizer_zero_grad`` does not run; a module with an ``optimizer_step``,
-    ``backward`` or ``configure_gradient_clipping`` of its own is refused.
-
-    >>> import torch
-    >>> from lightning.pytorch import LightningModule
-    >>> class Regression(ExactUpdates, LightningModule):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.layer = torch.nn.Linear(4, 1)
-    ...
-    ...     def loss_sums(self, batch):
-    ...         x, y = batch
-    ...         return (self.layer(x) - y).square().sum(), len(x)  # the summed loss, and how many it sums over
-    ...
-    ...     def configure_optimizers(self):
-    ...         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-    >>> Regression().automatic_optimization
-    False
-    """
-
-    trainer: Any
-
-    @abstractmethod
-    def loss_sums(self, batch: Any) -> Sums:
-        """Return ``(loss_sum, weight)`` of a micro-batch, or ``(loss_sum, weight, {name: sum})``.
-
-        It runs again if memory runs out, and what it logs or counts is then there twice. Return sums to be logged in
-        the third place: ``AdaptiveBatching.report.metrics`` has each once. ``@whole_batch`` above it refuses a split.
-        """
-
-    @property
-    def automatic_optimization(self) -> bool:
-        """Return False: the update is run by hand."""
-        return False
-
-    @automatic_optimization.setter
-    def automatic_optimization(self, value: bool) -> None:
-        if value:
-            raise ArgumentError("ExactUpdates runs the update by hand; leave automatic_optimization at False")
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, StepReport]:
-        """Run one update."""
-        return {"report": find_callback(self.trainer).run_update(self.trainer, self, batch)}
 
 
 @final
@@ -110,7 +47,8 @@ class AdaptiveBatching(Callback):
         controller: observes every update; None takes the sampler's.
         prefix: goes before the logged names.
         **stepper_options: options of ``Stepper``, such as ``micro_batch``, ``clip_norm`` or ``collate``;
-            ``precision="16-mixed"`` needs ``weight_of``.
+            ``precision="16-mixed"`` needs ``weight_of``. With ``graphs`` the shapes are those of the sampler, and
+            ``loss_sums`` neither logs nor reads the Trainer.
 
     Attributes:
         stepper: made when training starts; None for modules without ``ExactUpdates``.
@@ -148,7 +86,8 @@ class AdaptiveBatching(Callback):
             refuse_methods(pl_module)
             optimizer = _only_optimizer(pl_module).optimizer
             self._hooks = Hooks(trainer, pl_module, optimizer, has_scaler=_scaler_of(trainer) is not None)
-            self.stepper = _make_stepper(trainer, pl_module, _loss_of(pl_module, self._hooks), self._options)
+            options = options_with_graphs(self._options, trainer, pl_module, self.loader)
+            self.stepper = _make_stepper(trainer, pl_module, self._hooks, options)
         elif self.controller is not None or self._options:
             raise ArgumentError(
                 f"{type(pl_module).__name__} runs its own updates; a controller and options of Stepper need exact "
@@ -165,13 +104,31 @@ class AdaptiveBatching(Callback):
         """Run one update and let the controller observe it; ``ExactUpdates.training_step`` calls it."""
         # A Trainer opens autocast around the whole step; Stepper opens it only in forward passes.
         with _counted(trainer, module), torch.autocast(module.device.type, enabled=False):
-            report = self.report = self._step(batch)
+            try:
+                report = self.report = self._step(batch)
+            except ReplayError as error:
+                self._leave_graphs(trainer, module, error)
+                report = self.report = self._step(batch)
         _advance_schedulers(trainer, module)
         self.num_ooms += report.ooms
         if self.controller is not None:
             completed = trainer.current_epoch + trainer.is_last_batch
             self.controller.observe(epoch=completed, **report.observation())
         return report
+
+    def _leave_graphs(self, trainer: Any, module: Any, error: ReplayError) -> None:
+        """Go on eagerly with ``graphs="auto"``, after an update that has changed nothing; otherwise raise."""
+        if self.stepper is None or self._hooks is None or self._options.get("graphs") != "auto":
+            raise error
+        warnings.warn(f"steps run eagerly, without graphs: {error}", stacklevel=4)
+        self.stepper.abandon()
+        state = self.stepper.state_dict()
+        self.stepper = _make_stepper(trainer, module, self._hooks, without_graphs(self._options))
+        self.stepper.load_state_dict(state)
+
+    def graph_summary(self) -> GraphSummary:
+        """Return what graphs did so far: shapes, how often they were replayed, memory, seconds spent and saved."""
+        return GraphSummary() if self.stepper is None else self.stepper.graph_summary()
 
     def _step(self, batch: Any) -> StepReport:
         """Run one update and the hooks in it."""
@@ -233,16 +190,10 @@ class AdaptiveBatching(Callback):
         return {name: part for name, part in parts.items() if part is not None}
 
 
-def find_callback(trainer: Any) -> AdaptiveBatching:
-    """Return the ``AdaptiveBatching`` of a Trainer."""
-    found = [callback for callback in trainer.callbacks if isinstance(callback, AdaptiveBatching)]
-    if len(found) != 1:
-        raise ArgumentError(f"Trainer(callbacks=…) needs one AdaptiveBatching, got {len(found)}")
-    return found[0]
-
-
-def _make_stepper(trainer: Any, module: Any, loss_fn: LossFunction, options: Mapping[str, Any]) -> Stepper:
+def _make_stepper(trainer: Any, module: Any, hooks: Hooks, options: Mapping[str, Any]) -> Stepper:
     _check_strategy(trainer)
+    has_graphs = options.get("graphs", False) is not False
+    loss_fn = _loss_of(module, None if has_graphs else hooks)
     optimizer, scaler = _only_optimizer(module), _scaler_of(trainer)
     return Stepper(
         trainer.strategy.model,
@@ -275,10 +226,18 @@ def _only_optimizer(module: Any) -> Any:
     return optimizers
 
 
-def _loss_of(module: Any, hooks: Hooks) -> LossFunction:
-    """Return ``loss_sums`` as a Stepper calls it; what was said about splitting the batch stays said."""
+def _loss_of(module: Any, hooks: Hooks | None) -> LossFunction:
+    """Return ``loss_sums`` as a Stepper calls it; what was said about splitting the batch stays said.
+
+    Args:
+        module: has ``loss_sums``.
+        hooks: run before the backward pass; None where steps are replayed.
+    """
 
     def loss_fn(model: Any, batch: Any) -> Sums:
+        if hooks is None:
+            with replayable(module):
+                return model.loss_sums(batch)
         sums: Sums = model.loss_sums(batch)
         if isinstance(sums, tuple):  # anything else is refused by the Stepper
             hooks.before_backward(sums[0])
@@ -330,62 +289,3 @@ def _padding_of(plan: Any) -> float:
     padded = int((shapes[:, 0] * shapes[:, 1:].sum(axis=1)).sum())
     real = int(plan.lengths[plan.indices].sum(dtype="int64"))
     return 1 - real / padded
-
-
-def refuse_methods(module: Any) -> None:
-    """Refuse a module with methods of automatic optimisation that an exact update would leave out in silence."""
-    for name, instead in _REFUSED.items():
-        owner = next((cls for cls in type(module).__mro__ if name in vars(cls)), None)
-        if owner is not None and not owner.__module__.startswith(("lightning.", "pytorch_lightning.")):
-            raise ArgumentError(
-                f"{owner.__name__}.{name} belongs to automatic optimisation and would not run; use {instead}"
-            )
-
-
-@final
-class Hooks:
-    """Calls the hooks of one update in Lightning's order: callbacks first, then the module.
-
-    Args:
-        trainer: has the callbacks.
-        module: has hooks of its own.
-        optimizer: torch's own, not Lightning's wrapper.
-        has_scaler: a scaler steps the optimizer past Lightning, which then calls no ``on_before_optimizer_step``.
-    """
-
-    def __init__(self, trainer: Any, module: Any, optimizer: Any, *, has_scaler: bool) -> None:
-        self._trainer = trainer
-        self._module = module
-        self._optimizer = optimizer
-        self._has_scaler = has_scaler
-
-    def before_backward(self, loss: Tensor) -> None:
-        """Call ``on_before_backward`` with the summed loss of a micro-batch."""
-        # The forward pass that has just ended ran under autocast; hooks do not.
-        with torch.autocast(loss.device.type, enabled=False):
-            self._call("on_before_backward", loss)
-
-    def after_backward(self) -> None:
-        """Call ``on_after_backward``: gradients are those of the whole batch on all ranks."""
-        self._call("on_after_backward")
-
-    @contextmanager
-    def around_step(self) -> Iterator[None]:
-        """Call the hooks right before and right after the optimizer's step while this is open."""
-        handles = [self._optimizer.register_step_post_hook(lambda *_: self._of_optimizer("on_before_zero_grad"))]
-        if self._has_scaler:
-            before = self._optimizer.register_step_pre_hook(lambda *_: self._of_optimizer("on_before_optimizer_step"))
-            handles.append(before)
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _of_optimizer(self, name: str) -> None:
-        self._call(name, self._optimizer)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        for callback in self._trainer.callbacks:
-            getattr(callback, name)(self._trainer, self._module, *arguments)
-        getattr(self._module, name)(*arguments)

@@ -3,6 +3,7 @@
 from .backend import CudaGraphs as CudaGraphs
 from .backend import GraphBackend as GraphBackend
 from .graphed import Graphs as Graphs
+from .loops import LoopGraphs as LoopGraphs
 from .summary import GraphSummary as GraphSummary
 
-__all__ = ["CudaGraphs", "GraphBackend", "GraphSummary", "Graphs"]
+__all__ = ["CudaGraphs", "GraphBackend", "GraphSummary", "Graphs", "LoopGraphs"]

@@ -87,7 +87,10 @@ class Capturer:
         moved = host.moved()
         draws: Draws | None = []
         if moved == [CPU] or self._device.type == "cpu":
-            draws = self._look_at_draws(whole)
+            try:
+                draws = self._look_at_draws(whole)
+            except Exception as error:  # the eager run is done, and counts
+                raise NotGraphableError(text_of(error), sums) from error
             self.draws = draws or []
         if draws is None or (moved and not draws):
             raise NotGraphableError(_random(moved or [CPU]), sums)

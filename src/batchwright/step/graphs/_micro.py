@@ -197,7 +197,7 @@ class MicroGraph:
     @property
     def label(self) -> str:
         """Return the sizes of the inputs, for people."""
-        return " ".join("x".join(map(str, size)) for size in dict.fromkeys(self.signature.sizes))
+        return " ".join("x".join(map(str, size)) for size in dict.fromkeys(self.signature.sizes) if size)
 
 
 # Loss, weight and metrics of a micro-batch.

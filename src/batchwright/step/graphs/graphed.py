@@ -52,6 +52,7 @@ class Graphs:
         ranks: have the model.
         trained: the parameters and their gradients.
         snapshot: returns the random state and the buffers now.
+        is_half: the forward pass opens autocast by itself.
 
     Attributes:
         num_replayed: micro-batches that were replayed so far.
@@ -66,7 +67,10 @@ class Graphs:
         ranks: Ranks,
         trained: Trained,
         snapshot: Callable[[], Snapshot],
+        *,
+        is_half: bool = False,
     ) -> None:
+        self._is_half = is_half or settings.autocast is not None
         self._is_choosy = isinstance(choice, str)
         self._planned = None if shapes is None else read_shapes(shapes)
         self._settings, self._ranks, self._trained, self._snapshot = settings, ranks, trained, snapshot
@@ -318,7 +322,7 @@ class Graphs:
         start = self._backend.seconds()
         sums = eager()
         graph.eager_seconds = self._backend.seconds() - start
-        is_half = self._settings.autocast is not None or torch.is_autocast_enabled(self._device.type)
+        is_half = self._is_half or torch.is_autocast_enabled(self._device.type)
         wanted = outcome_of(sums, [parameter.grad for parameter in work.parameters])
         if not are_alike((replays[0], replays[1]), wanted, is_half=is_half):
             self._give_up("a replay gave other results than an eager run of the same batch")
@@ -349,6 +353,11 @@ class Graphs:
         is_captured = self._updates.prepare(work.parameters)
         self._capture_seconds += time.perf_counter() - start if self._updates.is_new else 0.0
         return (True, self._updates.run(factor)) if is_captured else (False, None)
+
+    def stop(self, reason: str) -> None:
+        """Run everything eagerly from now on, and say why once."""
+        if self._off is None:
+            self._give_up(reason)
 
     def make_room(self) -> bool:
         """Drop all graphs after an eager step ran out of memory; return whether there were any."""
