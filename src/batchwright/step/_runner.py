@@ -299,7 +299,7 @@ class Runner:
             micro_batch,
             eager=eager,
             divisor=divisor,
-            is_first=not pending.gradients.has_any,
+            can_compare=True,
         )
         pending.num_replayed += self.graphs.num_replayed - before
         totals.add(sums, *counts)

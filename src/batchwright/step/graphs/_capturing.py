@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._ranks import Ranks
 from ..._tree import map_leaves
@@ -15,7 +15,7 @@ from ...plan import MaxBytes
 from .._gradients import Trained
 from .._optimizers import allocate_state
 from .._settings import Settings
-from ..oom import Snapshot, add_back, is_out_of_memory, set_aside
+from ..oom import Held, Snapshot, add_back, drop_gradients, is_out_of_memory, set_aside
 from ..report import MicroSums
 from ._draws import CPU, Draws, HostRandom, harmless_draws, is_explained_by
 from ._inputs import Signature, elements_of, resized
@@ -222,6 +222,34 @@ class Capturer:
             loss = MicroSums(self.work.loss_fn(self.work.ranks.module, batch), is_replayed=True).loss
         torch.autograd.grad(loss, self.work.parameters, allow_unused=True)
 
+    def try_out(
+        self, graph: MicroGraph, batch: Any, eager: Callable[[], MicroSums], divisor: float, *, is_half: bool
+    ) -> tuple[MicroSums, bool]:
+        """Replay a micro-batch twice, run it eagerly, and return the sums of the eager run and whether all agree.
+
+        Gradients that were gathered before lie aside meanwhile; that of the eager run is added to them.
+        """
+        work, seconds = self.work, self._backend.seconds
+        assert work is not None
+        held, kept = _set_aside(work.parameters, work.buffers), self.keep()
+        touched = set(graph.touched)
+        buffers = [buffer if place in touched else None for place, buffer in enumerate(work.buffers)]
+        replays = []
+        for _ in range(2):  # the first replay also loads the graph; the second has another random state
+            start = seconds()
+            torch._foreach_zero_([buffer for buffer in buffers if buffer is not None])
+            replayed = graph.run(batch, divisor)
+            graph.seconds = seconds() - start
+            replays.append(outcome_of(replayed, buffers))
+            kept.untouched.put_back()
+        kept.restore()
+        start = seconds()
+        sums = eager()
+        graph.eager_seconds = seconds() - start
+        wanted = outcome_of(sums, [parameter.grad for parameter in work.parameters])
+        add_back(held)
+        return sums, are_alike((replays[0], replays[1]), wanted, is_half=is_half)
+
     def _capture(self, signature: Signature, batch: Any, *, is_real: bool) -> MicroGraph:
         assert self.work is not None
         host, kept = HostRandom(self.reach.generators, self._device), self.keep()
@@ -272,6 +300,16 @@ def text_of(error: Exception) -> str:
 def _random(generators: Sequence[str]) -> str:
     names = ", ".join(generators)
     return f"the forward pass draws random numbers on the host ({names}), and a replay would repeat them for ever"
+
+
+def _set_aside(parameters: Sequence[nn.Parameter], buffers: Sequence[Tensor]) -> Held:
+    """Take gradients off their parameters; those that lie in static buffers are copied."""
+    pairs = zip(parameters, buffers, strict=True)
+    held = [
+        (one, one.grad.clone() if one.grad is buffer else one.grad) for one, buffer in pairs if one.grad is not None
+    ]
+    drop_gradients(parameters)
+    return held
 
 
 # How far a replay may be from an eager run: sums in another order, and in half precision or with dropout.

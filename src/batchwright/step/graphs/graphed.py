@@ -18,7 +18,7 @@ from .._gradients import Trained
 from .._settings import Settings
 from ..oom import Snapshot
 from ..report import MicroSums
-from ._capturing import Capturer, Target, are_alike, outcome_of, text_of
+from ._capturing import Capturer, Target, text_of
 from ._draws import draw_again
 from ._inputs import Axes, Signature, elements_of, signature_of
 from ._micro import MicroGraph, NotGraphableError
@@ -156,14 +156,14 @@ class Graphs:
     def _count(self, reason: str) -> None:
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
 
-    def run(self, batch: Any, *, eager: Callable[[], MicroSums], divisor: Divisor, is_first: bool) -> MicroSums:
+    def run(self, batch: Any, *, eager: Callable[[], MicroSums], divisor: Divisor, can_compare: bool) -> MicroSums:
         """Run a micro-batch: replay it, or call ``eager``.
 
         Args:
             batch: the micro-batch.
             eager: runs it forward and backward.
             divisor: of the update.
-            is_first: no gradient was gathered before in this update, so that a replay can be compared.
+            can_compare: gradients that were gathered before may be set aside while a replay is compared.
         """
         if self._is_in_doubt and self._off is None:
             self._drop_if_changed()
@@ -180,7 +180,7 @@ class Graphs:
             return self._warm_up(signature, batch, eager)
         graph = graph or self._captured(signature, batch)
         try:
-            sums = self._try_out(graph, batch, eager, divisor) if graph is not None and is_first else eager()
+            sums = self._try_out(graph, batch, eager, divisor) if graph is not None and can_compare else eager()
         except BaseException:
             if self._doubt is not None:  # the step itself is wrong: what a capture said of it does not count
                 self._num_changes += 1
@@ -304,27 +304,11 @@ class Graphs:
 
     def _try_out(self, graph: MicroGraph, batch: Any, eager: Callable[[], MicroSums], divisor: Divisor) -> MicroSums:
         """Run a micro-batch both ways, keep the eager run, and trust the graph if both agree."""
-        work = self._capturer.work
-        assert work is not None
         started = self._backend.seconds()
         value = divisor(graph.host_weight, elements_of(graph.signature))
-        kept = self._capturer.keep()
-        buffers = [buffer if place in set(graph.touched) else None for place, buffer in enumerate(work.buffers)]
-        replays = []
-        for _ in range(2):  # the first replay also loads the graph; the second has another random state
-            start = self._backend.seconds()
-            torch._foreach_zero_([buffer for buffer in buffers if buffer is not None])
-            replayed = graph.run(batch, value)
-            graph.seconds = self._backend.seconds() - start
-            replays.append(outcome_of(replayed, buffers))
-            kept.untouched.put_back()
-        kept.restore()
-        start = self._backend.seconds()
-        sums = eager()
-        graph.eager_seconds = self._backend.seconds() - start
         is_half = self._is_half or torch.is_autocast_enabled(self._device.type)
-        wanted = outcome_of(sums, [parameter.grad for parameter in work.parameters])
-        if not are_alike((replays[0], replays[1]), wanted, is_half=is_half):
+        sums, is_alike = self._capturer.try_out(graph, batch, eager, value, is_half=is_half)
+        if not is_alike:
             self._give_up("a replay gave other results than an eager run of the same batch")
         elif self._is_choosy and graph.seconds > WORTH * graph.eager_seconds:
             del self._graphs[graph.signature]

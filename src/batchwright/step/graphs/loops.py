@@ -14,7 +14,8 @@ from .._gradients import Trained
 from .._settings import Settings
 from ..oom import Snapshot
 from ..report import MicroSums
-from .graphed import Choice, Graphs
+from .backend import Choice
+from .graphed import Graphs
 from .summary import GraphSummary
 
 
@@ -80,7 +81,7 @@ class LoopGraphs:
             batch,
             eager=lambda: MicroSums.of_replay(eager().detach(), 1.0, {}),
             divisor=lambda weight, num_elements: 1.0,
-            is_first=not any(parameter.grad is not None for parameter in self._trained.parameters),
+            can_compare=not any(parameter.grad is not None for parameter in self._trained.parameters),
         )
         return sums.loss
 
