@@ -228,6 +228,12 @@ class _without_autocast_cache:
 _NUMBERS = frozenset({bool, int, float})
 
 
+def _has_places(index: Any) -> bool:
+    """Say whether an index names places by numbers: a mask is filled on the device anyway."""
+    tensors = [one for one in (index if isinstance(index, tuple) else (index,)) if isinstance(one, Tensor)]
+    return bool(tensors) and all(one.dtype not in (torch.bool, torch.uint8) for one in tensors)
+
+
 class _ConstantsOnDevice(TorchFunctionMode):
     """Make numbers on the device, as in ``torch.tensor(0.0, device="cuda")`` and ``mask[rows, columns] = 1``.
 
@@ -239,7 +245,7 @@ class _ConstantsOnDevice(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch, or one that gives the same."""
         options = dict(kwargs or {})
-        if func is torch.Tensor.__setitem__ and type(args[2]) in _NUMBERS and args[0].is_cuda:
+        if func is torch.Tensor.__setitem__ and args[0].is_cuda and type(args[2]) in _NUMBERS and _has_places(args[1]):
             value = torch.full((), args[2], dtype=args[0].dtype, device=args[0].device)
             return func(args[0], args[1], value)
         is_single = func is torch.tensor and len(args) == 1 and type(args[0]) in _NUMBERS
