@@ -795,3 +795,41 @@ def test_bad_shapes_are_refused(shapes):
     model = models.seeded(Scaled)
     with pytest.raises(ArgumentError, match="shapes"):
         Stepper(model, sgd(model.parameters()), models.table_loss, graphs=EagerGraphs(), shapes=shapes)
+
+
+class Room:
+    """What a device knows and no code can see, hence the slots."""
+
+    __slots__ = ("backend", "num_failed")
+
+    def __init__(self, backend):
+        self.backend, self.num_failed = backend, 0
+
+    def take(self, num_rows):
+        """Fail for 12 rows as soon as two shapes are captured, forward and backward; replays run no Python."""
+        if num_rows == 12 and self.backend.num_captures >= 4:
+            self.num_failed += 1
+            raise MemoryError("no room beside the pool")
+
+
+def test_where_eager_runs_do_not_fit_beside_the_pool_graphs_are_used_after_one_was_compared():
+    backend = TapeGraphs()
+    room = Room(backend)
+
+    def crowded(model, batch):
+        room.take(len(batch["x"]))
+        return models.table_loss(model, batch)
+
+    model, twin = models.make_mlp(), models.make_mlp()
+    stepper = Stepper(model, sgd(list(model.parameters())), crowded, graphs=backend, shapes=[(4, 6), (12, 6)] * 3)
+    eager = Stepper(twin, sgd(list(twin.parameters())), models.table_loss)
+    reports = []
+    for seed in range(8):
+        batch = models.tables(((4, 12)[seed % 2], 6), seed=seed)
+        reports.append(stepper.step(batch))
+        eager.step(batch)
+    assert room.num_failed == 1
+    assert [report.ooms for report in reports] == [0, 1, 0, 0, 0, 0, 0, 0]
+    assert [report.graphed for report in reports] == [False, *[True] * 7]
+    assert all(report.num_micro_batches == 1 for report in reports)
+    assert distance(list(model.parameters()), list(twin.parameters())) <= SAME

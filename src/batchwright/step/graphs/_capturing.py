@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,11 @@ from .._settings import Settings
 from ..oom import Held, Snapshot, add_back, drop_gradients, is_out_of_memory, set_aside
 from ..report import MicroSums
 from ._draws import CPU, Draws, HostRandom, harmless_draws, is_explained_by
-from ._inputs import Signature, elements_of, resized
+from ._inputs import Signature, Target, elements_of, resized
 from ._micro import MicroGraph, NotGraphableError, Work, aliases_of
 from ._reach import Reach
 from ._watch import Untouched
 from .backend import GraphBackend
-
-# A signature with its batch, or with the sizes of one that is made of another.
-Target: TypeAlias = tuple[Signature, Any]
 
 
 @final
@@ -74,6 +71,7 @@ class Capturer:
         self.reach = Reach(ranks.module)
         self.predicted_bytes: int | None = None
         self._max_bytes = _max_bytes(settings.micro_batch)
+        self._most_rehearsed = 0  # elements of the largest inputs that were rehearsed
 
     def run_first(self, batch: Any, eager: Callable[[], MicroSums]) -> MicroSums:
         """Run a first micro-batch eagerly: what is made lazily exists afterwards.
@@ -143,13 +141,14 @@ class Capturer:
         like = dict(targets)[real]
         self._open()
         self.look()
-        kept, is_rehearsed, num_captured = self.keep(), False, 0
+        kept, is_rehearsed, num_captured = self.keep(), elements_of(targets[0][0]) <= self._most_rehearsed, 0
         for signature, given in targets:
             batch = given if signature == real else resized(like, given)
             try:
                 if not is_rehearsed:
                     self._rehearse(batch, kept, is_real=signature == real)
                     is_rehearsed = self._fits(elements_of(signature), eager_elements)
+                    self._most_rehearsed = elements_of(signature) if is_rehearsed else 0
                 is_real = signature == real
                 graph: MicroGraph | None = self._capture(signature, batch, is_real=is_real) if is_rehearsed else None
             except _MadeUpError:
@@ -249,6 +248,26 @@ class Capturer:
         wanted = outcome_of(sums, [parameter.grad for parameter in work.parameters])
         add_back(held)
         return sums, are_alike((replays[0], replays[1]), wanted, is_half=is_half)
+
+    def agrees(self, graph: MicroGraph, *, is_half: bool) -> bool:
+        """Compare a graph with an eager run of the inputs that it holds, without a trace; for where memory is short."""
+        work = self.work
+        assert work is not None
+        kept, touched = self.keep(), set(graph.touched)
+        batch = map_leaves(graph.inputs, torch.clone)
+        buffers = [buffer if place in touched else None for place, buffer in enumerate(work.buffers)]
+        replays = []
+        for _ in range(2):
+            torch._foreach_zero_([buffer for buffer in buffers if buffer is not None])
+            replays.append(outcome_of(graph.run(batch, 1.0), buffers))
+            kept.untouched.put_back()
+        kept.restore()
+        with work.precision():
+            sums = MicroSums(work.loss_fn(work.ranks.module, batch), is_replayed=True)
+        loss = sums.loss if work.scaler is None else work.scaler.scale(sums.loss)
+        wanted = outcome_of(sums, torch.autograd.grad(loss, list(work.parameters), allow_unused=True))
+        kept.restore()
+        return are_alike((replays[0], replays[1]), wanted, is_half=is_half)
 
     def _capture(self, signature: Signature, batch: Any, *, is_real: bool) -> MicroGraph:
         assert self.work is not None

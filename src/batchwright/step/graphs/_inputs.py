@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._containers import fields_of
 from ..._tree import leaves, map_leaves
-from .._catalogue import Shape
+from .._catalogue import Shape, matches
 
 _SINGLE = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
 
@@ -147,6 +147,52 @@ class Axes:
 
 def _are_alike(sizes: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]]) -> bool:
     return [*map(len, sizes)] == [*map(len, others)]
+
+
+# A signature with its batch, or with the sizes of one that is made of another.
+Target: TypeAlias = "tuple[Signature, Any]"
+
+
+@final
+class Catalogue:
+    """The planned shapes, and what their batches look like as far as batches have shown it.
+
+    Args:
+        planned: shapes and how often each is planned, None without a plan.
+    """
+
+    def __init__(self, planned: Mapping[Shape, int] | None) -> None:
+        self._planned = planned or {}
+        self.is_planned = planned is not None
+        self._axes = Axes()
+        self._is_handed_out = False
+
+    def see(self, signature: Signature) -> list[Shape]:
+        """Learn from a batch, and return the planned shapes that it may be of."""
+        shapes = [shape for shape in self._planned if matches(signature.sizes, shape)]
+        self._axes.see(signature.sizes, shapes)
+        return shapes
+
+    def is_rare(self, shapes: Sequence[Shape]) -> bool:
+        """Say whether shapes are planned only once though others come more often: not worth a capture."""
+        return max(self._planned.values(), default=0) > 1 and all(self._planned[shape] == 1 for shape in shapes)
+
+    def targets(self, signature: Signature, batch: Any) -> list[Target]:
+        """Return what to capture now, largest first: the batch, and at the first time whatever else is planned."""
+        targets = {signature: batch}
+        if not self._is_handed_out:
+            for shape in self._planned:
+                # Sizes that are not certain yet are captured when they come.
+                sizes = None if self.is_rare([shape]) else self._axes.sizes_at(shape, signature.sizes)
+                if sizes is not None:
+                    targets.setdefault(signature._replace(sizes=tuple(sizes)), sizes)
+            self._is_handed_out = True
+        return sorted(targets.items(), key=lambda target: elements_of(target[0]), reverse=True)
+
+    def eager_elements(self, like: Signature) -> int:
+        """Return the elements of the largest shape that is planned but not worth a capture."""
+        rare = [self._axes.sizes_at(shape, like.sizes) for shape in self._planned if self.is_rare([shape])]
+        return max((elements_of(like._replace(sizes=tuple(sizes))) for sizes in rare if sizes is not None), default=0)
 
 
 def resized(batch: Any, sizes: Sequence[tuple[int, ...]]) -> Any:

@@ -190,6 +190,11 @@ class MicroGraph:
         return MicroSums.of_replay(loss, weight, metrics)
 
     @property
+    def inputs(self) -> Any:
+        """Return the micro-batch of its static buffers, as it was filled last."""
+        return self._inputs.batch
+
+    @property
     def host_weight(self) -> float | None:
         """Return the weight that every micro-batch of this kind has, None where it depends on the values."""
         return None if self._names is None else self._names.weight

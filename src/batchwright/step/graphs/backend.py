@@ -118,6 +118,8 @@ class CudaGraphs:
                         generator.graphsafe_set_state(state)
                         if self._graphs:  # which draw from the generator as it was
                             raise RuntimeError(f"a capture could not be ended in order: {error}") from None
+                    if not self._graphs:
+                        self._pool = None  # it went with the graph that failed
                     raise
         finally:
             if was_enabled:

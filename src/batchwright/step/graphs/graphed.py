@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ..._ranks import Ranks
 from ...errors import ArgumentError
-from .._catalogue import Shape, matches, read_shapes
+from .._catalogue import Shape, read_shapes
 from .._gradients import Trained
 from .._settings import Settings
-from ..oom import Snapshot
+from ..oom import Snapshot, is_out_of_memory
 from ..report import MicroSums
-from ._capturing import Capturer, Target, text_of
+from ._capturing import Capturer, text_of
 from ._draws import draw_again
-from ._inputs import Axes, Signature, elements_of, signature_of
+from ._inputs import Catalogue, Signature, Target, elements_of, signature_of
 from ._micro import MicroGraph, NotGraphableError
 from ._update import Updates
 from ._watch import Watch, hooks_of, unfit
@@ -83,6 +83,7 @@ class Graphs:
         self._backend = CudaGraphs(self._device) if found is None else found
         self._reasons: dict[str, int] = {}
         self._warned: set[str] = set()
+        self._is_tight = False  # memory ran out beside the pool
         self._num_changes = self._num_captures = self._num_eager = self._num_updates = 0
         self._capture_seconds = self._saved_seconds = 0.0
         self.num_replayed = self.held_bytes = 0
@@ -94,8 +95,8 @@ class Graphs:
         self._failed: set[Signature] = set()
         self._seen: set[Signature] = set()
         self._kinds: set[tuple[Any, ...]] = set()  # structures of signatures that ran
-        self._axes = Axes()
-        self._is_warm = self._has_catalogue = self._is_in_doubt = False
+        self._catalogue = Catalogue(self._planned)
+        self._is_warm = self._is_in_doubt = False
         self._watch: Watch | None = None
         self._doubt: str | None = None  # why the last capture failed
         self._capturer = Capturer(self._settings, self._ranks, self._trained, self._backend, self._snapshot)
@@ -179,6 +180,9 @@ class Graphs:
         if not self._is_warm:
             return self._warm_up(signature, batch, eager)
         graph = graph or self._captured(signature, batch)
+        if graph is not None and graph.is_trusted:
+            self._num_eager -= 1
+            return self._replay(graph, batch, divisor)
         try:
             sums = self._try_out(graph, batch, eager, divisor) if graph is not None and can_compare else eager()
         except BaseException:
@@ -204,7 +208,8 @@ class Graphs:
             draw_again(self._capturer.draws)
         graph.num_replayed += 1
         self.num_replayed += 1
-        self._saved_seconds += graph.eager_seconds - graph.seconds
+        if math.isfinite(graph.eager_seconds):
+            self._saved_seconds += graph.eager_seconds - graph.seconds
         return sums
 
     def _attach(self, places: Sequence[int]) -> None:
@@ -232,22 +237,18 @@ class Graphs:
             return error.sums
         self._is_warm = True
         self._note(signature)
-        self._axes.see(signature.sizes, self._shapes_of(signature))
+        self._catalogue.see(signature)
         return sums
-
-    def _shapes_of(self, signature: Signature) -> list[Shape]:
-        return [shape for shape in self._planned or () if matches(signature.sizes, shape)]
 
     def _captured(self, signature: Signature, batch: Any) -> MicroGraph | None:
         """Return the graph of a micro-batch after a capture of it, and of the whole catalogue at the first time."""
-        shapes = self._shapes_of(signature)
-        self._axes.see(signature.sizes, shapes)
+        shapes = self._catalogue.see(signature)
         reason = self._why_not(signature, shapes)
         if reason is not None:
             self._count(reason)
             return None
         start = time.perf_counter()
-        self._capture(self._targets(signature, batch), signature)
+        self._capture(self._catalogue.targets(signature, batch), signature)
         self._capture_seconds += time.perf_counter() - start
         return None if self._doubt is not None else self._graphs.get(signature)
 
@@ -259,41 +260,23 @@ class Graphs:
             return "fields, types or single values of batches of one shape differ again and again"
         if signature in self._failed:
             return "a shape did not fit into memory, or gained nothing"
-        if self._planned is None:
+        if not self._catalogue.is_planned:
             is_full = len(self._graphs) >= MOST_UNPLANNED
             return "without shapes=, a shape is captured when it comes again" if is_new or is_full else None
         if not shapes:
             return "a shape was not planned"
-        return "a shape is planned only once" if is_new and self._is_rare(shapes) else None
-
-    def _is_rare(self, shapes: Sequence[Shape]) -> bool:
-        planned = self._planned or {}
-        return max(planned.values(), default=0) > 1 and all(planned[shape] == 1 for shape in shapes)
-
-    def _targets(self, signature: Signature, batch: Any) -> list[Target]:
-        """Return what to capture now, largest first: the batch, and at the first time whatever else is planned."""
-        targets = {signature: batch}
-        if not self._has_catalogue:
-            for shape in self._planned or ():
-                # Sizes that are not certain yet are captured when they come.
-                sizes = None if self._is_rare([shape]) else self._axes.sizes_at(shape, signature.sizes)
-                if sizes is not None:
-                    targets.setdefault(signature._replace(sizes=tuple(sizes)), sizes)
-            self._has_catalogue = True
-        return sorted(targets.items(), key=lambda target: elements_of(target[0]), reverse=True)
-
-    def _eager_elements(self, like: Signature) -> int:
-        """Return the elements of the largest shape that is planned but not worth a capture."""
-        rare = [self._axes.sizes_at(shape, like.sizes) for shape in self._planned or () if self._is_rare([shape])]
-        return max((elements_of(like._replace(sizes=tuple(sizes))) for sizes in rare if sizes is not None), default=0)
+        is_left_out = is_new and self._catalogue.is_rare(shapes) and not self._is_tight
+        return "a shape is planned only once" if is_left_out else None
 
     def _capture(self, targets: list[Target], real: Signature) -> None:
+        num_elements = self._catalogue.eager_elements(real)
         try:
-            for signature, graph in self._capturer.capture(targets, real, eager_elements=self._eager_elements(real)):
+            for signature, graph in self._capturer.capture(targets, real, eager_elements=num_elements):
                 if graph is None:
                     self._failed.add(signature)
                     self._count("a shape did not fit into memory beside the others")
                 else:
+                    graph.is_trusted = self._is_tight
                     self._graphs[signature] = graph
                     self._num_captures += 1
         except Exception as error:  # the eager run that follows raises what is wrong with the step itself
@@ -306,8 +289,7 @@ class Graphs:
         """Run a micro-batch both ways, keep the eager run, and trust the graph if both agree."""
         started = self._backend.seconds()
         value = divisor(graph.host_weight, elements_of(graph.signature))
-        is_half = self._is_half or torch.is_autocast_enabled(self._device.type)
-        sums, is_alike = self._capturer.try_out(graph, batch, eager, value, is_half=is_half)
+        sums, is_alike = self._capturer.try_out(graph, batch, eager, value, is_half=self._computes_in_half)
         if not is_alike:
             self._give_up("a replay gave other results than an eager run of the same batch")
         elif self._is_choosy and graph.seconds > WORTH * graph.eager_seconds:
@@ -344,11 +326,36 @@ class Graphs:
             self._give_up(reason)
 
     def make_room(self) -> bool:
-        """Drop all graphs after an eager step ran out of memory; return whether there were any."""
+        """Take less memory after an eager step ran out of it; return whether another attempt may help.
+
+        First, nothing that is planned runs eagerly beside the pool any more: rare shapes are captured too, and graphs
+        are used without an eager run of each, after one of them was compared. If that does not help, all are dropped.
+        """
         if self._off is not None or not self._graphs:
             return False
-        self._give_up("an eager step ran out of memory beside the pool of the graphs")
+        self._backend.prepare()
+        if self._is_tight or not self._is_one_right():
+            self._give_up("an eager step ran out of memory beside the pool of the graphs")
+            return True
+        self._is_tight = True
+        for graph in self._graphs.values():
+            graph.is_trusted = True
         return True
+
+    @property
+    def _computes_in_half(self) -> bool:
+        return self._is_half or torch.is_autocast_enabled(self._device.type)
+
+    def _is_one_right(self) -> bool:
+        graphs = sorted(self._graphs.values(), key=lambda graph: elements_of(graph.signature))
+        if any(graph.is_trusted for graph in graphs):
+            return True
+        try:
+            return self._capturer.agrees(graphs[0], is_half=self._computes_in_half)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
 
     @property
     def lost_peak_bytes(self) -> int:
