@@ -146,6 +146,14 @@ def learned(num_items=4, length=16, seconds=0.5):
     return stored(model)
 
 
+def captured_fakes(*, max_captures=2, bytes_per_capture=8, used_bytes=3):
+    graphs = testing.EagerGraphs(
+        max_captures=max_captures, bytes_per_capture=bytes_per_capture, used_bytes=used_bytes, clock=lambda: 0.0
+    )
+    graphs.capture(lambda: None)
+    return graphs.pool_bytes(), graphs.used_bytes()
+
+
 def run_fake(total_bytes=100_000, used_bytes=10, first=2, second=3):
     memory = testing.FakeMemory(total_bytes, used_bytes=used_bytes)
     memory.run_batch(first, second)
@@ -369,6 +377,10 @@ CALLS = {
     "serve.http.make_app": (
         app, {"max_body_bytes": whole(1, 10**6), "page": flag(),
               "drain_seconds": number(0, 99, or_none=True, refused=[*FINITE_OR_NOT, math.nan])},
+    ),
+    "testing.EagerGraphs": (
+        captured_fakes,
+        {"max_captures": whole(1, 9, or_none=True), "bytes_per_capture": whole(0, 99), "used_bytes": whole(0, 99)},
     ),
     "testing.FakeClock": (advanced, {"now_seconds": SECONDS}),
     "testing.FakeClock.advance": (advanced, {"seconds": SECONDS}),

@@ -99,6 +99,13 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "RuntimeError",
         "it says what is left of the step",
     ),
+    "batchwright.step.StepReport": (
+        "class(batch_size, num_micro_batches, weight, ooms, seconds, peak_bytes, memory_fraction, lr, _loss_sum, "
+        "_metric_sums, _noise=None, _grad_norm=None), bases: none",
+        "class(batch_size, num_micro_batches, weight, ooms, seconds, peak_bytes, memory_fraction, lr, _loss_sum, "
+        "_metric_sums, _noise=None, _grad_norm=None, graphed=False, recompilations=0), bases: none",
+        "two fields came",
+    ),
     "batchwright.step.Stepper": (
         "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
         "weight_of=None, clip_norm=None, autocast=None, scaler=None, on_oom='split', measure_noise=False, "
@@ -106,8 +113,8 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
         "weight_of=None, clip_norm=None, autocast=None, scaler=None, on_oom='split', measure_noise=False, "
         "noise_groups=None, lr_rule=None, base_size=None, memory=None, existing_gradients='clear', "
-        "split=None), bases: none",
-        "two options came",
+        "split=None, graphs=False, shapes=None), bases: none",
+        "four options came",
     ),
     "batchwright.ResizableBatchSampler": (
         "class(num_examples, controller, *, lengths=None, budget=None, curriculum=None, shuffle=True, seed=0, rank=0, "
@@ -155,8 +162,14 @@ ADDED = {
     "batchwright.integrations.lightning.AdaptiveBatching.graph_summary",
     "batchwright.step.CompileCounter",
     "batchwright.step.FitToMemory.accumulating",
+    "batchwright.step.GraphSummary",
     "batchwright.step.MarkShapes",
+    "batchwright.step.StepReport.graphed",
+    "batchwright.step.StepReport.recompilations",
     "batchwright.step.Stepper.abandon",
+    "batchwright.step.Stepper.graph_summary",
+    "batchwright.step.without_filler",
+    "batchwright.testing.EagerGraphs",
     "batchwright.ResizableBatchSampler.num_in_epoch",
     "batchwright.ResizableBatchSampler.pad_to",
     "batchwright.ResizableBatchSampler.shapes",

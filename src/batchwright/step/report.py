@@ -41,12 +41,12 @@ class StepReport:
     peak_bytes: int | None
     memory_fraction: float | None
     lr: float | None
-    graphed: bool
-    recompilations: int
     _loss_sum: Tensor | float
     _metric_sums: Mapping[str, Tensor | float]
     _noise: Callable[[], NoiseReport] | None = None
     _grad_norm: Tensor | None = None
+    graphed: bool = False
+    recompilations: int = 0
 
     @property
     def loss(self) -> float:
