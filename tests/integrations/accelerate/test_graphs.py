@@ -136,6 +136,22 @@ def test_a_sampler_without_planned_shapes_is_refused():
         prepared(EagerGraphs(), loader=loader)
 
 
+@pytest.mark.parametrize("kind", ["sampler", "array", "list"])
+def test_more_than_64_given_shapes_are_refused_and_auto_runs_eagerly(kind):
+    many = bw.BatchSampler(np.random.default_rng(0).integers(2, 200, size=400), bw.MaxTokens(300))
+    shapes = {"sampler": many, "array": many.plan.shapes, "list": many.plan.shapes.tolist()}[kind]
+    with pytest.raises(ArgumentError, match=r"graphs=True cannot be, as the plan has \d+ shapes.*Buckets\(32\)"):
+        prepared(EagerGraphs(), shapes=shapes)
+    with pytest.warns(UserWarning, match=r"steps run eagerly, without graphs: the plan has \d+ shapes"):
+        prepared("auto", shapes=shapes)
+
+
+def test_auto_on_a_cpu_says_so_once():
+    with pytest.warns(UserWarning, match="steps run eagerly, without graphs: graphs need a model on a CUDA") as caught:
+        train("auto", 2)
+    assert len([warning for warning in caught if "without graphs" in str(warning.message)]) == 1
+
+
 def test_graphs_need_cuda():
     with pytest.raises(ArgumentError, match="graphs=True needs a model on a CUDA device"):
         prepared(True)

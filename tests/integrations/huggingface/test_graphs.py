@@ -1,5 +1,10 @@
 """An adaptive trainer with graphs trains as one without: same gradients, losses and weights; or it says why not."""
 
+from collections import defaultdict
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,9 +21,10 @@ import batchwright as bw
 from batchwright.errors import ArgumentError
 from batchwright.integrations.huggingface import AdaptiveTrainerMixin
 from batchwright.integrations.huggingface._graphs import TrainerGraphs
-from batchwright.step import PadCollator
+from batchwright.step import FitToMemory, PadCollator
 from batchwright.testing import EagerGraphs
 
+from ...step.graphs.tape import TapeGraphs
 from ..dynabatch.failing import raise_error
 from ..dynabatch.tokenizers import make_fast
 from .trainers import (
@@ -201,6 +207,90 @@ def test_source_and_target_of_a_seq2seq_collator_are_padded_each_to_its_length(t
     check_same("t5", tmp_path, data_collator=collator)
 
 
+class Masking(DataCollatorForSeq2Seq):
+    """Masks the first source token of half of the rows; their first label does not count."""
+
+    def __call__(self, features, return_tensors=None):
+        batch = super().__call__(features, return_tensors)
+        chosen = torch.rand(len(features)) < 0.5
+        batch["input_ids"][chosen, 0] = 0
+        batch["labels"][chosen, 0] = -100
+        return batch
+
+
+def test_a_collator_that_draws_gives_source_and_target_of_the_same_draw(tmp_path):
+    trainer, _ = make_graphed("t5", tmp_path, EagerGraphs(), data_collator=Masking(make_fast(), make_model("t5")))
+    for batch in trainer.get_train_dataloader():
+        assert (batch["input_ids"][:, 0] == 0).tolist() == (batch["labels"][:, 0] == -100).tolist()
+    found, planned = collated_shapes(trainer)
+    assert found == planned
+
+
+class SquareMask(DataCollatorForSeq2Seq):
+    """Gives a mask over pairs of tokens."""
+
+    def __call__(self, features, return_tensors=None):
+        batch = super().__call__(features, return_tensors)
+        mask = batch["attention_mask"]
+        return {**batch, "attention_mask": mask[:, None, :] * mask[:, :, None]}
+
+
+def test_a_field_that_cannot_be_cut_to_its_own_length_is_refused(tmp_path):
+    collator = SquareMask(make_fast(), make_model("t5"))
+    trainer, _ = make_graphed("t5", tmp_path, EagerGraphs(), data_collator=collator)
+    with pytest.raises(ArgumentError, match=r"the collator gives attention_mask of shape \(\d+, \d+, \d+\), which can"):
+        list(trainer.get_train_dataloader())
+
+
+def test_two_lengths_that_are_padded_on_the_left_are_refused(tmp_path):
+    tokenizer = make_fast()
+    tokenizer.padding_side = "left"
+    collator = DataCollatorForSeq2Seq(tokenizer, make_model("t5"))
+    trainer, _ = make_graphed("t5", tmp_path, EagerGraphs(), data_collator=collator)
+    with pytest.raises(
+        ArgumentError, match=r"DataCollatorForSeq2Seq cannot be told the planned lengths; .*on the right"
+    ):
+        trainer.get_train_dataloader()
+
+
+@dataclass
+class SpeechCollator:
+    """As in the examples of transformers: pads its inputs to a multiple."""
+
+    tokenizer: Any
+    name: str
+    padding: Any = True
+    pad_to_multiple_of: Any = None
+
+    def __call__(self, features):
+        rows = [{"input_ids": feature[self.name]} for feature in features]
+        batch = self.tokenizer.pad(
+            rows, padding=self.padding, pad_to_multiple_of=self.pad_to_multiple_of, return_tensors="pt"
+        )
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        return {**batch, "labels": labels}
+
+
+def with_other_inputs(name):
+    """Return options of a training whose examples have no ``input_ids``."""
+    rows = [example["input_ids"] for example in make_examples(40, causal=True)]
+    collator = SpeechCollator(make_fast(), name)
+    return {"examples": [{name: row} for row in rows], "lengths": [*map(len, rows)], "data_collator": collator}
+
+
+def test_a_collator_of_input_values_is_told_their_lengths(tmp_path):
+    check_same("llama", tmp_path, least_replayed=10, **with_other_inputs("input_values"))
+
+
+def test_a_collator_of_inputs_that_are_not_known_is_refused(tmp_path):
+    trainer, _ = make_graphed("llama", tmp_path, EagerGraphs(), **with_other_inputs("pixels"))
+    message = (
+        r"SpeechCollator can be told the lengths of input_ids or input_values, .*the examples have pixels; use batch"
+    )
+    with pytest.raises(ArgumentError, match=message):
+        trainer.train()
+
+
 def test_columns_that_the_model_does_not_take_are_removed_as_before(tmp_path):
     examples = [{**example, "text": "left out"} for example in make_examples(40, causal=True)]
     check_same("llama", tmp_path, examples=examples, remove_unused_columns=True)
@@ -245,8 +335,9 @@ def test_graphs_are_off_without_being_asked_for(tmp_path):
         ({"on_oom": "raise"}, r"on_oom='raise' leaves the backward pass to the trainer; use 'split' or 'skip'"),
         ({"gradient_checkpointing": True}, "gradient_checkpointing runs the forward pass again inside the backward"),
         ({"torch_compile": True}, "torch_compile captures steps in its own way"),
+        ({"micro_batch": FitToMemory(2)}, r"micro_batch=FitToMemory\(…\) cuts micro-batches as memory allows"),
     ],
-    ids=["controller", "raise", "checkpointing", "compile"],
+    ids=["controller", "raise", "checkpointing", "compile", "limit"],
 )
 def test_what_cannot_be_replayed_is_refused_and_auto_runs_eagerly(options, message, tmp_path):
     with pytest.raises(ArgumentError, match=f"graphs=True cannot be, as {message}.*pass graphs='auto'"):
@@ -348,6 +439,50 @@ class Listing(Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
+class Writing(Trainer):
+    """Leaves the newest loss where a callback finds it."""
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        self.state.newest = loss.detach()
+        return loss
+
+
+class Figures(Trainer):
+    """Counts its calls in a container, in one of the ways that trainers do."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.num = {"calls": 0}
+        self.lists = {"train": []}
+        self.figures = defaultdict(list)
+        self.meter = SimpleNamespace(calls=0, trainer=self)
+
+
+class InDict(Figures):
+    def compute_loss(self, *args, **kwargs):
+        self.num["calls"] += 1
+        return super().compute_loss(*args, **kwargs)
+
+
+class InNestedList(Figures):
+    def compute_loss(self, *args, **kwargs):
+        self.lists["train"].append(1)
+        return super().compute_loss(*args, **kwargs)
+
+
+class InDefaultDict(Figures):
+    def compute_loss(self, *args, **kwargs):
+        self.figures["train"].append(1)
+        return super().compute_loss(*args, **kwargs)
+
+
+class InObject(Figures):
+    def compute_loss(self, *args, **kwargs):
+        self.meter.calls += 1
+        return super().compute_loss(*args, **kwargs)
+
+
 @pytest.mark.parametrize(
     ("trainer_cls", "message"),
     [
@@ -355,8 +490,13 @@ class Listing(Trainer):
         (Logging, "compute_loss calls trainer.log, which a replay would not"),
         (Counting, "compute_loss changes trainer.num_calls, and a replay would not"),
         (Listing, "compute_loss changes trainer.calls, and a replay would not"),
+        (Writing, "compute_loss writes trainer.state.newest, which a replay would not"),
+        (InDict, "compute_loss changes trainer.num, and a replay would not"),
+        (InNestedList, "compute_loss changes trainer.lists, and a replay would not"),
+        (InDefaultDict, "compute_loss changes trainer.figures, and a replay would not"),
+        (InObject, "compute_loss changes trainer.meter, and a replay would not"),
     ],
-    ids=["state", "log", "count", "list"],
+    ids=["state", "log", "count", "list", "writing", "dict", "nested", "default", "object"],
 )
 def test_a_loss_that_does_more_than_a_replay_runs_eagerly_with_one_message(trainer_cls, message, tmp_path):
     weights, gradients, _ = train("llama", tmp_path, False, trainer_cls=trainer_cls)
@@ -366,6 +506,35 @@ def test_a_loss_that_does_more_than_a_replay_runs_eagerly_with_one_message(train
     assert graphed.graph_summary().num_replayed == 0
     assert relative_error(seen, gradients) < 1e-12
     assert relative_error(found, weights) < 1e-12
+
+
+def test_containers_that_a_loss_leaves_alone_are_no_reason(tmp_path):
+    check_same("llama", tmp_path, trainer_cls=Figures, least_replayed=10)
+
+
+class Newest(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen.append(float(state.newest))
+
+
+@pytest.mark.filterwarnings("ignore:steps run eagerly")
+def test_what_a_loss_writes_to_the_state_is_seen_by_callbacks(tmp_path):
+    eager, graphed = Newest(), Newest()
+    train("llama", tmp_path, False, trainer_cls=Writing, callbacks=[eager])
+    train("llama", tmp_path, TapeGraphs(), trainer_cls=Writing, callbacks=[graphed])
+    assert graphed.seen == pytest.approx(eager.seen, rel=1e-5)
+
+
+def test_a_log_method_given_to_the_trainer_itself_is_still_there_after_training(tmp_path):
+    trainer, _ = make_graphed("llama", tmp_path, EagerGraphs(), logging_strategy="steps", logging_steps=1)
+    seen = []
+    trainer.log = lambda logs, *args, **kwargs: seen.append(logs)
+    trainer.train()
+    assert "log" in vars(trainer)
+    assert len(seen) >= trainer.state.global_step
 
 
 def test_parameters_that_nobody_updates_are_noticed(tmp_path):

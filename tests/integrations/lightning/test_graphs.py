@@ -115,6 +115,13 @@ class Logging(Words):
         return loss, weight
 
 
+class Telling(Words):
+    def loss_sums(self, batch):
+        loss, weight = super().loss_sums(batch)
+        self.trainer.newest = loss.detach()
+        return loss, weight
+
+
 class Annealed(Words):
     def loss_sums(self, batch):
         loss, weight = super().loss_sums(batch)
@@ -126,10 +133,11 @@ class Annealed(Words):
     [
         (Logging, "loss_sums logs, which a replay would not; leave graphs out, or return sums in the third place"),
         (Annealed, "loss_sums reads global_step of the Trainer, which a replay would not see change"),
+        (Telling, "loss_sums writes newest of the Trainer, which a replay would not; leave graphs out"),
     ],
-    ids=["logs", "reads"],
+    ids=["logs", "reads", "writes"],
 )
-def test_a_loss_that_logs_or_reads_the_trainer_is_refused(kind, message):
+def test_a_loss_that_logs_or_uses_the_trainer_is_refused(kind, message):
     with pytest.raises(ArgumentError, match=message):
         fit(kind(), graphs=EagerGraphs())
 
@@ -142,6 +150,7 @@ def test_the_trainer_of_a_module_is_there_again_after_a_refusal():
     assert model.log.__func__ is pl.LightningModule.log
 
 
+@pytest.mark.filterwarnings("ignore:.*CUDA device")
 def test_auto_goes_on_eagerly_after_a_loss_that_logs():
     weights, losses, _ = fit(Logging())
     with pytest.warns(UserWarning, match="steps run eagerly, without graphs: loss_sums logs"):
@@ -156,6 +165,20 @@ def test_a_plan_of_many_shapes_is_refused():
     loader = DataLoader(DATA * 5, batch_sampler=bw.BatchSampler(lengths, bw.MaxTokens(300)), collate_fn=PadCollator())
     with pytest.raises(ArgumentError, match=r"the plan has \d+ shapes, and each would be a graph; group by Buckets\("):
         fit(data=PlannedDataModule(loader, val=DataLoader(DATA[:4], collate_fn=PadCollator())), graphs=EagerGraphs())
+
+
+def test_more_than_64_given_shapes_are_refused():
+    lengths = np.random.default_rng(0).integers(2, 200, size=400)
+    many = bw.BatchSampler(lengths, bw.MaxTokens(300))
+    assert len(np.unique(many.plan.shapes, axis=0)) > 64
+    with pytest.raises(ArgumentError, match=r"the plan has \d+ shapes, and each would be a graph"):
+        fit(graphs=EagerGraphs(), shapes=many)
+
+
+def test_auto_on_a_cpu_says_so_once():
+    with pytest.warns(UserWarning, match="steps run eagerly, without graphs: graphs need a model on a CUDA") as caught:
+        fit(graphs="auto")
+    assert len([warning for warning in caught if "without graphs" in str(warning.message)]) == 1
 
 
 def test_graphs_need_cuda():

@@ -97,7 +97,8 @@ def prepare(
     _check_model(model, accelerator.num_processes)
     collate = stepper_options.get("collate")
     has_examples = collate is not None
-    options = graph_options(stepper_options, sampler, collate if has_examples else getattr(loader, "collate_fn", None))
+    padded_by = collate if has_examples else getattr(loader, "collate_fn", None)
+    options = graph_options(stepper_options, sampler, padded_by, accelerator.device)
     stepper = _make_stepper(accelerator, model, optimizer, loss_fn, options)
     prepared = _prepare_loader(accelerator, loader, sampler, has_examples=has_examples)
     if scheduler is not None:

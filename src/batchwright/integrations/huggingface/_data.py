@@ -80,7 +80,7 @@ class TrainingData:
         self.batches = make(lengths, args, pad_multiple_of(collator), options)
         collate = base.collate_fn
         if isinstance(self.batches, PlannedBatches) and self._graphs.is_wanted:
-            collate = self._graphs.catalogue(self.batches.sampler, collate, collator)
+            collate = self._graphs.catalogue(self.batches.sampler, collate, collator, base.dataset)
             self.batches.has_planned_shapes = self._graphs.is_wanted
         return TrainLoader(base, self.batches, seed=seed, collate=collate)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._types import IntArray
+from ...errors import ArgumentError
 from ...plan.collating import PadTo
 from ...plan.sampler.planned import BatchSampler
 from ...size.learning_rate import innermost
@@ -27,7 +28,8 @@ from ._weights import UpdateWeight
 
 # Optimizers that update inside the backward pass, which a replay would not run.
 _STEP_IN_BACKWARD = ("lomo", "adalomo")
-_SOURCE, _TARGET = "input_ids", "labels"
+# Columns whose lengths a collator pads to; the first that the examples have.
+_SOURCES, _TARGET = ("input_ids", "input_values"), "labels"
 _MULTIPLE = "pad_to_multiple_of"
 
 
@@ -52,29 +54,37 @@ class TrainerGraphs:
         """Return whether graphs were asked for, and nothing speaks against them so far."""
         return self._choice is not False and self._reason is None
 
-    def check(self, trainer: Any, *, has_controller: bool, on_oom: str) -> None:
+    def check(self, trainer: Any, *, has_controller: bool, on_oom: str, has_limit: bool = False) -> None:
         """Refuse a trainer whose steps cannot be replayed.
 
         Args:
             trainer: with its arguments, model and methods.
             has_controller: sizes are not planned.
             on_oom: the trainer's option.
+            has_limit: micro-batches are cut by ``micro_batch``.
         """
         if self.is_wanted:
-            self._refuse(_why_not(trainer, self._choice, has_controller=has_controller, on_oom=on_oom))
+            reason = _why_not(trainer, self._choice, has_controller=has_controller, on_oom=on_oom)
+            if reason is None and has_limit:
+                reason = (
+                    "micro_batch=FitToMemory(…) cuts micro-batches as memory allows, and a graph holds a whole one; "
+                    "give a smaller budget instead"
+                )
+            self._refuse(reason)
 
     def _refuse(self, reason: str | None) -> None:
         if reason is not None:
             refuse_graphs(self._choice, reason)
             self._reason = reason
 
-    def catalogue(self, sampler: BatchSampler, collate: Any, collator: Any) -> Callable[[list[Any]], Any]:
+    def catalogue(self, sampler: BatchSampler, collate: Any, collator: Any, dataset: Any) -> Callable[[list[Any]], Any]:
         """Take the shapes of a plan, and return what collates to them; without graphs, what was given.
 
         Args:
             sampler: has the plan.
             collate: what the loader calls.
             collator: of the trainer, inside of it.
+            dataset: of the loader.
         """
         if not self.is_wanted:
             return collate
@@ -83,8 +93,11 @@ class TrainerGraphs:
         if planned is None and self._reason is None and not are_equally_long(sampler.plan.shapes):
             self._refuse(
                 f"{_name_of(collator)} cannot be told the planned lengths; use batchwright.step.PadCollator, or a "
-                "collator of transformers with pad_to_multiple_of that pads to the longest example"
+                "collator of transformers with pad_to_multiple_of that pads to the longest example, with two lengths "
+                "on the right"
             )
+        if isinstance(planned, PlannedCollator) and self._reason is None:
+            self._refuse(_why_not_columns(planned, dataset))
         if self._reason is not None:
             return collate
         self._shapes = sampler.plan.shapes
@@ -193,6 +206,19 @@ def _why_not(trainer: Any, choice: Choice, *, has_controller: bool, on_oom: str)
     return found or _why_not_methods(trainer)
 
 
+def _why_not_columns(planned: PlannedCollator, dataset: Any) -> str | None:
+    """Return why the lengths of a batch cannot be seen in its examples, None if they can."""
+    columns = getattr(dataset, "column_names", None)
+    columns = dataset[0] if columns is None else columns
+    if isinstance(columns, Collection) and padded_columns(columns, planned.pad_to):
+        return None
+    found = ", ".join(sorted(columns)) if isinstance(columns, Collection) else type(columns).__name__
+    return (
+        f"{_name_of(planned.collator)} can be told the lengths of {' or '.join(_SOURCES)}, and of {_TARGET} that have "
+        f"lengths of their own, but the examples have {found}; use batchwright.step.PadCollator with axis_fields"
+    )
+
+
 def _checkpoints(trainer: Any) -> bool:
     return bool(trainer.args.gradient_checkpointing or getattr(trainer.model, "is_gradient_checkpointing", False))
 
@@ -224,11 +250,12 @@ class PlannedCollator:
     """Lets a collator pad to the lengths of the plan.
 
     A collator that pads to a multiple pads to length W if W is that multiple and no example is longer. With two axes
-    it runs once for each: labels and what belongs to the decoder come from the second.
+    W is the larger of the two lengths, and what is longer than its own is cut back: labels and what belongs to the
+    decoder to the second, all else to the first. So a collator that draws runs once.
 
     Args:
         collate: what the loader calls: the collator, or one of the trainer's around it.
-        collator: pads to ``pad_to_multiple_of``.
+        collator: pads to ``pad_to_multiple_of``, on the right where there are two axes.
         pad_to: turns the lengths of a batch into planned lengths.
     """
 
@@ -238,16 +265,40 @@ class PlannedCollator:
 
     def __call__(self, examples: list[Mapping[str, Any]]) -> Any:
         """Return the batch of some examples."""
-        names = (_SOURCE, _TARGET)[: len(self.pad_to.shapes[0]) if self.pad_to.shapes else 1]
-        lengths = np.array([[max(1, len(example[name])) for name in names] for example in examples])
-        widths = self.pad_to(lengths)
-        if len(widths) == 1:
-            return self._padded(examples, widths[0])
-        source, target = (self._padded(examples, width) for width in widths)
-        return {name: (target if _is_of_decoder(name) else source)[name] for name in source}
+        names = padded_columns(examples[0], self.pad_to)
+        widths = self.pad_to(np.array([[max(1, len(example[name])) for name in names] for example in examples]))
+        width = max(widths)
+        batch = with_collator(self.collate, self.collator, _at_multiple(self.collator, width))(examples)
+        if min(widths) == width:
+            return batch
+        return {name: _cut(name, value, width, widths[_is_of_decoder(name)]) for name, value in batch.items()}
 
-    def _padded(self, examples: list[Any], width: int) -> Any:
-        return with_collator(self.collate, self.collator, _at_multiple(self.collator, width))(examples)
+
+def padded_columns(columns: Collection[str], pad_to: PadTo) -> tuple[str, ...]:
+    """Return the columns whose lengths are planned; none if the examples have others."""
+    wanted = (next((name for name in _SOURCES if name in columns), ""), _TARGET)
+    names = wanted[: _num_axes(pad_to)]
+    return names if all(name in columns for name in names) else ()
+
+
+def _num_axes(pad_to: PadTo) -> int:
+    return len(pad_to.shapes[0]) if pad_to.shapes else 1
+
+
+def _cut(name: str, value: Any, longest: int, width: int) -> Any:
+    """Return a field of a batch without the padding that only the other axis needs."""
+    sizes = tuple(getattr(value, "shape", ()))[1:]
+    if width == longest or longest not in sizes:
+        return value
+    rest = value[:, width:]
+    # Inputs of the decoder are the labels moved by one, so their first place after the cut is not padding.
+    is_padding = name.startswith("decoder_") or bool((rest == rest.flatten()[0]).all())
+    if sizes[0] != longest or longest in sizes[1:] or not is_padding:
+        raise ArgumentError(
+            f"the collator gives {name} of shape {tuple(value.shape)}, which cannot be padded to the planned "
+            f"{width} of another axis; use batchwright.step.PadCollator, or leave graphs out"
+        )
+    return value[:, :width].contiguous() if isinstance(value, Tensor) else value[:, :width].copy()
 
 
 def _is_of_decoder(name: str) -> bool:
@@ -277,10 +328,11 @@ def planned_collator(collate: Any, collator: Any, pad_to: PadTo) -> Callable[[li
         is_plain = isinstance(collator.pad_to, PadTo)
         return with_collator(collate, collator, replace(collator, pad_to=pad_to)) if is_plain else collate
     pads_to_longest = getattr(collator, "padding", True) in (True, "longest")
-    num_axes = len(pad_to.shapes[0]) if pad_to.shapes else 1
+    num_axes = _num_axes(pad_to)
     if not hasattr(collator, _MULTIPLE) or not pads_to_longest or num_axes > 2:
         return None
-    if num_axes == 2 and not hasattr(collator, "label_pad_token_id"):
+    pads_left = getattr(getattr(collator, "tokenizer", None), "padding_side", "right") == "left"
+    if num_axes == 2 and (pads_left or not hasattr(collator, "label_pad_token_id")):
         return None
     return PlannedCollator(collate, collator, pad_to)
 

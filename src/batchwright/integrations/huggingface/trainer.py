@@ -130,7 +130,8 @@ class AdaptiveTrainerMixin:
         self._batching = Batching(settings)
         super().__init__(*args, **kwargs)
         check_trainer(settings, self)
-        self._batching.graphs.check(self, has_controller=controller is not None, on_oom=on_oom)
+        has_controller, has_limit = controller is not None, micro_batch is not None
+        self._batching.graphs.check(self, has_controller=has_controller, on_oom=on_oom, has_limit=has_limit)
         # First, so that other callbacks see the epoch and the size that hold.
         self.callback_handler.callbacks.insert(0, self._batching.callback)
 

@@ -166,7 +166,7 @@ def options_with_graphs(options: Mapping[str, Any], trainer: Any, module: Any, l
         refuse_graphs(choice, f"{type(listener).__name__}.{_UNREPLAYED} would not run at a replay")
         return without_graphs(options)
     collate = options.get("collate") or (None if loader is None else loader.collate)
-    return graph_options(options, None if loader is None else loader.source, collate)
+    return graph_options(options, None if loader is None else loader.source, collate, module.device)
 
 
 def without_graphs(options: Mapping[str, Any]) -> dict[str, Any]:
