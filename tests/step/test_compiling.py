@@ -88,9 +88,35 @@ def test_few_shapes_are_static_in_every_size():
 
 
 def test_few_lengths_with_many_rests_keep_static_lengths():
-    # Two lengths, each with 1 to 10 rows: 20 shapes.
-    mark = MarkShapes([[rows, length] for rows in range(1, 11) for length in (16, 32)])
+    # Two lengths, each with 2 to 11 rows: 20 shapes.
+    mark = MarkShapes([[rows, length] for rows in range(2, 12) for length in (16, 32)])
     assert (mark.are_rows_static, mark.are_lengths_static, mark.num_expected) == (False, True, 2)
+
+
+def test_a_single_row_costs_a_compilation_for_each_static_length():
+    mark = MarkShapes([[rows, length] for rows in range(1, 11) for length in (16, 32)])
+    assert (mark.are_rows_static, mark.are_lengths_static, mark.num_expected) == (False, True, 4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_rows", [3, 12])
+def test_a_plan_with_batches_of_one_row_does_not_run_into_the_limit_of_torch(num_rows):
+    # Six lengths would take 12 compilations, as torch compiles a single row apart.
+    shapes = [(rows, length) for rows in (3, 1, *range(5, num_rows + 3)) for length in (8, 16, 24, 32, 40, 48)]
+    mark, counter, layer = MarkShapes(shapes), CompileCounter(), nn.Linear(7, 5)
+    table, seen = nn.Embedding(10, 7), []
+
+    def forward(ids):
+        if not torch.compiler.is_compiling():
+            seen.append(tuple(ids.shape))  # ran eagerly
+        return layer(table(ids)).sum()
+
+    compiled = torch.compile(forward, backend="eager")
+    for shape in shapes:
+        compiled(mark(torch.ones(shape, dtype=torch.long)))
+    assert seen == []
+    assert not mark.are_lengths_static
+    assert counter.num <= mark.num_expected + 1
 
 
 def test_a_fixed_number_of_rows_stays_static_beside_many_lengths():
@@ -101,8 +127,9 @@ def test_a_fixed_number_of_rows_stays_static_beside_many_lengths():
 
 
 def test_many_shapes_are_dynamic_in_every_size():
-    mark = MarkShapes([[rows, 100 - rows] for rows in range(1, LIMIT + 2)])
+    mark = MarkShapes([[rows, 100 - rows] for rows in range(2, LIMIT + 3)])
     assert (mark.are_rows_static, mark.are_lengths_static, mark.num_expected) == (False, False, 1)
+    assert MarkShapes([[rows, 100 - rows] for rows in range(1, LIMIT + 3)]).num_expected == 2
 
 
 def test_the_limit_of_torch_is_the_default_and_the_most():
@@ -127,10 +154,16 @@ def test_the_limit_of_torch_is_the_default_and_the_most():
 )
 def test_static_sizes_never_ask_for_more_than_the_limit(shapes, most):
     mark = MarkShapes(shapes, max_compilations=most)
+    ones = [[size == 1 for size in row] for row in shapes]
     kept = {
-        (row[0] if mark.are_rows_static else 0, tuple(row[1:]) if mark.are_lengths_static else ()) for row in shapes
+        (
+            row[0] if mark.are_rows_static else one[0],
+            tuple(row[1:]) if mark.are_lengths_static else tuple(one[1:]),
+        )
+        for row, one in zip(shapes, ones, strict=True)
     }
-    assert len(kept) == mark.num_expected <= most
+    assert len(kept) == mark.num_expected
+    assert len(kept) <= most or not (mark.are_rows_static or mark.are_lengths_static)
 
 
 # Where shapes come from

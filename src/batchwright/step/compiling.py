@@ -31,8 +31,8 @@ class MarkShapes:
 
     A size is the number of rows (axis 0), or a padded length (any later axis). Sizes are marked static if the plan then
     needs at most ``max_compilations`` compilations of a function: all sizes if possible, else the lengths or the rows
-    only. All others are marked dynamic, so one compilation serves them. So no plan runs into torch's limit, after which
-    torch.compile gives up and runs a function eagerly.
+    only. All others are marked dynamic, so one compilation serves them, and one more those of size 1, which torch takes
+    apart. So no plan runs into torch's limit, after which torch.compile gives up and runs a function eagerly.
 
     Marks belong to a tensor and not to its values: ``.to(device)``, ``pin_memory`` and the workers of a ``DataLoader``
     make other tensors, without marks. Call it last, on the tensors that the model receives; with a ``Stepper`` that is
@@ -50,8 +50,8 @@ class MarkShapes:
     Attributes:
         are_rows_static: whether the number of rows is marked static.
         are_lengths_static: whether padded lengths are marked static.
-        num_expected: the compilations of one function that the plan asks for; torch needs one more for a dynamic
-            size of 1, and for sizes that happen to be equal in the first batch.
+        num_expected: the compilations of one function that the plan asks for; torch needs one more for sizes that
+            happen to be equal in the first batch.
 
     >>> import torch
     >>> mark = MarkShapes([[8, 64], [16, 32]])
@@ -116,10 +116,16 @@ def _limit(max_compilations: int | None) -> int:
 
 def _choose(shapes: Collection[tuple[int, ...]], limit: int) -> tuple[bool, bool, int]:
     """Return whether rows and whether lengths are static, and the compilations that this takes."""
-    num_lengths, num_rows = len({shape[1:] for shape in shapes}), len({shape[0] for shape in shapes})
     # Lengths before rows: attention and softmax run over lengths.
-    choices = [(True, True, len(shapes)), (False, True, num_lengths), (True, False, num_rows)]
-    return next((choice for choice in choices if choice[-1] <= limit), (False, False, 1))
+    choices = [(True, True), (False, True), (True, False), (False, False)]
+    costs = [(rows, lengths, _num_compilations(shapes, rows, lengths)) for rows, lengths in choices]
+    return next((choice for choice in costs if choice[-1] <= limit), costs[-1])
+
+
+def _num_compilations(shapes: Collection[tuple[int, ...]], are_rows_static: bool, are_lengths_static: bool) -> int:
+    """Count what torch tells apart: every static size, and whether a dynamic one is 1, which it never takes as such."""
+    flags = (are_rows_static, are_lengths_static)
+    return len({tuple(size if flags[axis > 0] else size == 1 for axis, size in enumerate(shape)) for shape in shapes})
 
 
 @final
