@@ -291,3 +291,12 @@ def test_every_sentence_ends():
         for advice in advise(replace(GRAPHED_H200, machine=machine)):
             assert advice.text.endswith((".", ":"))
             assert "  " not in advice.text
+
+
+def test_a_size_that_could_not_be_captured_was_tried():
+    paying = tuple(row for row in GRAPHS.rows if row.gain >= 1.1)
+    problem = f"a step of {2 * paying[-1].tokens:,} tokens could not be captured: out of memory"
+    graphs = replace(GRAPHS, rows=paying, rounds=(), problem=problem)
+    text = next(advice.text for advice in advise(replace(GRAPHED_H200, graphs=graphs)) if advice.topic == "graphs")
+    assert f"pay up to about {paying[-1].tokens:,} tokens a step, the most that could be captured: there" in text
+    assert "and more" not in text

@@ -243,7 +243,8 @@ def _about_graphs(graphs: Graphs, machine: Machine, load: Load) -> Advice | None
         return Advice("graphs", text)
     most = f"{_either(paying)} tokens a step on this machine"
     if paying[0] == largest.tokens:
-        most = f"{largest.tokens:,} tokens a step and more, the most that was tried"
+        end = ", the most that could be captured" if graphs.problem else " and more, the most that was tried"
+        most = f"{largest.tokens:,} tokens a step{end}"
     text = (
         f"As a CUDA graph, forward and backward of {first.tokens:,} tokens take {milliseconds(first.replay_seconds)} "
         f"instead of {milliseconds(first.eager_seconds)} ({first.gain:.1f} times as fast) with {graphs.model}. Graphs "
