@@ -100,9 +100,14 @@ class Device:
         self.free()
         return False
 
-    def peak(self) -> Row:
-        """Return the peak since it was reset, and its share of the cap."""
-        peak = self.monitor.peak_bytes
+    def peak(self, stepper_bytes: int = 0) -> Row:
+        """Return the peak since it was reset, and its share of the cap.
+
+        Args:
+            stepper_bytes: the peak that a stepper reports. A replay takes memory from the pool of its graphs without
+                a word to the allocator; the stepper's peak has the pool in it.
+        """
+        peak = max(self.monitor.peak_bytes, stepper_bytes)
         reserved = {} if self.is_cpu else {"reserved_gib": torch.cuda.max_memory_reserved() / GIB}
         return {"peak_gib": peak / GIB, "peak_of_cap": peak / self.cap_bytes, **reserved}
 
@@ -132,7 +137,10 @@ def write(path: Path | None, report: Row) -> None:
     """Write a report where one is wanted; after each row, so that what was measured is kept."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        # A command that is killed here leaves the file as it was.
+        unfinished = path.with_name(path.name + ".unfinished")
+        unfinished.write_text(json.dumps(report, indent=1) + "\n")
+        os.replace(unfinished, path)
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[tuple[str, str, str]]) -> str:

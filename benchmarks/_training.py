@@ -128,14 +128,14 @@ class Through:
     def __init__(self, loop: Loop, shapes: IntArray | None = None) -> None:
         self._loop, self._shapes = loop, shapes
         self._stepper: Stepper | None = None
-        self._peak_bytes = 0
+        self.peak_bytes = 0
 
     def __call__(self, batch: Batch) -> Outcome:
         """Run one update."""
         if self._stepper is None:
             self._stepper = self._make()
         report = self._stepper.step(batch)
-        self._peak_bytes = max(self._peak_bytes, report.peak_bytes or 0)
+        self.peak_bytes = max(self.peak_bytes, report.peak_bytes or 0)
         return Outcome(report.batch_size, report.ooms)
 
     def _make(self) -> Stepper:
@@ -154,8 +154,7 @@ class Through:
         print(summary, flush=True)
         names = ("hit_rate", "pool_bytes", "predicted_pool_bytes", "capture_seconds", "saved_seconds")
         found = {name: getattr(summary, name) for name in names}
-        # A replay takes memory from the pool without a word to the allocator; the stepper's peak has the pool in it.
-        return {**found, "reasons": dict(summary.reasons), "stepper_peak_gib": self._peak_bytes / GIB}
+        return {**found, "reasons": dict(summary.reasons), "stepper_peak_gib": self.peak_bytes / GIB}
 
 
 @final
@@ -227,7 +226,7 @@ def run_arm(loop: Loop, arm: Arm) -> Row:
         "ooms": first.ooms + steady.ooms,
         "lost": 2 * int(sum(len(arm.batches[i]) for i in order[: first.num_batches])) - first.trained - steady.trained,
         "retries": loop.device.num_retries - retries,
-        **loop.device.peak(),
+        **loop.device.peak(arm.train.peak_bytes if isinstance(arm.train, Through) else 0),
         **(arm.train.close() if isinstance(arm.train, Through) else {}),
     }
     print(json.dumps(row), flush=True)

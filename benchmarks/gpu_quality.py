@@ -7,12 +7,14 @@
 
 Tasks: ``translation`` (Python documentation, English to Spanish; M2M100, 6 + 6 layers, width 512) and ``decoder``
 (instructions; Llama, 110 million parameters), both from scratch, bf16 autocast, fused AdamW, gradients clipped at 1,
-SDPA without cuDNN. The learning rate rises over 5 % of the time and falls to 0, linear in time; every arm has the same
-grid of rates, and counts at its best one. Capture and compilation are inside the clock. Batches are made and pinned
-before the clock starts, for every arm alike, as workers would make them; copies to the device count. The clock stands
-still while the validation loss is taken. Arms have names such as ``graphs-16-8192``; ``quality/arms.py`` lists them.
+SDPA without cuDNN. The learning rate rises over 5 % of the time and falls to 0, linear in time; every arm gets the same
+grid of rates, and counts at its best one. Where results lack some of these runs, table and plot say so. Capture and
+compilation are inside the clock. Batches are made and pinned before the clock starts, for every arm alike, as workers
+would make them; copies to the device count. The clock stands still while the validation loss is taken. Arms have names
+such as ``graphs-16-8192``; ``quality/arms.py`` lists them.
 
-A run is one arm, learning rate and seed. Finished runs are kept in ``--output`` after each of them and not run again.
+A run is one arm, learning rate and seed. Finished runs are kept in ``--output`` after each of them and not run again;
+results of other seconds or data are refused. A run that diverged never counts as the best.
 A command stops before a run that would not end within ``--budget-seconds``. Each command runs the control first, so
 that two commands can be compared. Arms in ``--leading`` have all seeds, at their best learning rate.
 """
@@ -23,12 +25,14 @@ import argparse
 import contextlib
 import cProfile
 import datetime
+import hashlib
 import os
 import pstats
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 # Compilation that a cache shortens would say nothing about its cost.
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
@@ -38,9 +42,20 @@ from _gpu import GIB, Device, Row, make_parser, write
 from quality.arms import Arm
 from quality.chart import draw
 from quality.corpus import END, Corpus, Texts
-from quality.results import Unit, best_rate, chart_series, read_rows, render
+from quality.results import (
+    Unit,
+    best_rate,
+    chart_series,
+    check_alike,
+    has_diverged,
+    rates_note,
+    read_rows,
+    render,
+    summarize,
+)
 from quality.training import Clock, Pace, Run, Settings, warm_device
 
+Number = TypeVar("Number", int, float)
 MARKS = (2, 3, 4, 5, 6, 8, 10, 12, 15, 18, 21, 24, 28)
 ARMS = {
     "translation": (
@@ -83,11 +98,31 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="an SVG file of loss against seconds")
     parser.add_argument("--profile", metavar="ARM", help="profile the host in one arm's steps, stop")
     options = parser.parse_args()
+    if not options.seconds > 0:
+        raise SystemExit(f"--seconds must be above 0, got {options.seconds:g}")
     if options.smoke:
         options.seconds, options.task = min(options.seconds, 0.1), options.task or "translation"
         options.lrs, options.seeds, options.arms = "1e-3", "0", options.arms or SMOKE_ARMS
         options.control = "none"
+    numbers("--lrs", options.lrs, float)
+    numbers("--seeds", options.seeds, int)
     return options
+
+
+def numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
+    """Return the numbers of an option."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise SystemExit(f"{option} must be numbers with commas between them, got {text!r}") from None
+
+
+def arms_of(options: argparse.Namespace, task: str) -> list[str]:
+    """Return the names of the arms; a wrong name is better found before the first run."""
+    arms = (options.arms or ARMS[task]).split(",")
+    for arm in arms if options.control == "none" else [*arms, options.control]:
+        Arm.parse(arm)
+    return arms
 
 
 def drawn_corpus(task: str, *, with_peers: bool = True) -> Corpus:
@@ -106,29 +141,31 @@ def drawn_corpus(task: str, *, with_peers: bool = True) -> Corpus:
 
 def units(options: argparse.Namespace, task: str, rows: list[Row]) -> Iterator[tuple[Unit, bool]]:
     """Yield the runs in the order of their importance, and whether a run is the control of this command."""
-    arms = (options.arms or ARMS[task]).split(",")
-    rates, seeds = [float(rate) for rate in options.lrs.split(",")], [int(seed) for seed in options.seeds.split(",")]
-    for arm in arms:
-        Arm.parse(arm)  # a wrong name is better found now
+    arms = arms_of(options, task)
+    rates, seeds = numbers("--lrs", options.lrs, float), numbers("--seeds", options.seeds, int)
     if options.control != "none":
         yield Unit(task, options.control, rates[0], seeds[0]), True
-    eager = [arm for arm in arms if not Arm.parse(arm).is_compiled]
-    yield from ((Unit(task, arm, rate, seeds[0]), False) for rate in rates for arm in eager)
     leading = (options.leading or LEADING[task]).split(",")
-    for seed in seeds[1:]:
-        for arm in eager:
-            rate = best_rate(rows, task, arm)
-            if arm in leading and rate is not None:
-                yield Unit(task, arm, rate, seed), False
-    yield from ((Unit(task, arm, rates[0], seeds[0]), False) for arm in arms if arm not in eager)
+    # Compilation takes minutes, so these come last.
+    for is_compiled in (False, True):
+        some = [arm for arm in arms if Arm.parse(arm).is_compiled == is_compiled]
+        yield from ((Unit(task, arm, rate, seeds[0]), False) for rate in rates for arm in some)
+        for seed in seeds[1:]:
+            for arm in some:
+                rate = best_rate(rows, task, arm)
+                if arm in leading and rate is not None:
+                    yield Unit(task, arm, rate, seed), False
 
 
 def run_all(device: Device, corpus: Corpus, options: argparse.Namespace, started: float) -> list[Row]:
     """Run what is not in the results yet, as long as the command's time suffices, and return all rows."""
-    known = [path for path in (*options.resume, options.output) if path is not None and path.exists()]
-    commands, rows = read_rows(known)
+    arms_of(options, corpus.task)
+    has_results = options.output is not None and options.output.exists()
+    commands, rows = read_rows([*options.resume, *([options.output] if has_results else [])])
+    made_with = {"seconds_a_run": options.seconds, "data": data_digest(options.data), "smoke": options.smoke}
+    check_alike(commands, rows, corpus.task, made_with)
     command = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    commands.append({"id": command, "seconds_a_run": options.seconds, **device.describe()})
+    commands.append({"id": command, **made_with, **device.describe()})
     settings = make_settings(options)
     warm(device, corpus, settings)
     overhead = 8.0
@@ -153,6 +190,11 @@ def run_all(device: Device, corpus: Corpus, options: argparse.Namespace, started
         write(options.output, {"commands": commands, "rows": rows})
         print(_line(row), flush=True)
     return rows
+
+
+def data_digest(path: Path | None) -> str:
+    """Return what tells a file of data from another."""
+    return "drawn" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def make_settings(options: argparse.Namespace) -> Settings:
@@ -227,13 +269,18 @@ def report(rows: list[Row], tasks: list[str], plot: Path | None) -> None:
     """Print a table for each task, and draw that of the first."""
     for task in tasks:
         print(render(rows, task))
-    if plot is not None:
-        seconds = max(row["seconds"] for row in rows if row["task"] == tasks[0] and "error" not in row)
-        note = (
-            f"{seconds:.0f} seconds a run; best learning rate of the same grid for each arm; capture inside the clock"
-        )
-        series = chart_series(rows, tasks[0])
-        draw(plot, series, title=f"Validation loss against seconds of training: {tasks[0]}", note=note)
+    if plot is None:
+        return
+    series = chart_series(rows, tasks[0])
+    if not series:
+        print(f"{plot} is not drawn, as no run of {tasks[0]} has ended with a loss")
+        return
+    seconds = max(row["seconds"] for row in rows if row["task"] == tasks[0] and "error" not in row)
+    note = f"{seconds:.0f} seconds a run; {rates_note(rows, tasks[0])}; capture inside the clock"
+    diverged = [row["arm"] for row in summarize(rows, tasks[0]) if has_diverged(row)]
+    if diverged:
+        note += f"; not drawn, as diverged: {', '.join(diverged)}"
+    draw(plot, series, title=f"Validation loss against seconds of training: {tasks[0]}", note=note)
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -256,11 +303,18 @@ def main() -> None:
         prepare(options)
         return
     if options.report is not None:
-        rows = read_rows(options.report)[1]
-        report(rows, [options.task] if options.task else list(dict.fromkeys(row["task"] for row in rows)), options.plot)
+        commands, rows = read_rows(options.report)
+        tasks = [task for task in dict.fromkeys(row["task"] for row in rows) if options.task in (None, task)]
+        if not tasks:
+            raise SystemExit(f"{', '.join(map(str, options.report))} has no run of {options.task or 'any task'}")
+        for task in tasks:
+            check_alike(commands, rows, task)
+        report(rows, tasks, options.plot)
         return
     if options.data is None and not options.smoke:
         raise SystemExit("--data must name the file that --prepare wrote; --smoke runs a tiny corpus on the CPU")
+    if options.data is not None and not options.data.exists():
+        raise SystemExit(f"{options.data} does not exist; name the file that --prepare wrote")
     if options.data is None:
         arms = [Arm.parse(name) for name in options.arms.split(",")]
         corpus = drawn_corpus(options.task, with_peers=any(arm.is_of_others for arm in arms))

@@ -160,7 +160,7 @@ def add_ratios(rows: list[Row]) -> None:
         "to_calibrated": speeds.get(WIDE),
         "to_halves": speeds.get(HALVES),
     }
-    limit = next((row["tokens_per_second"] for row in rows if row["arm"].startswith("limit")), None)
+    limit = next((row.get("tokens_per_second") for row in rows if row["arm"].startswith("limit")), None)
     for row in rows:
         chosen = against | (static if row["arm"].endswith("graphed") else {})
         row.update({key: row["steady_per_second"] / speed for key, speed in chosen.items() if speed})

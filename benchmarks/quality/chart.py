@@ -26,15 +26,16 @@ def draw(path: Path, series: Sequence[tuple[str, Curve, str]], *, title: str, no
 
     Args:
         path: the file.
-        series: name, points (seconds, loss) and kind of each line, the best first.
+        series: name, points (seconds, loss) and kind of each line, the best first; at least one, and each has a loss
+            after the start.
         title: what it shows.
         note: how it was made, in small letters.
     """
     # The untrained model's loss says nothing and would take half the height.
-    curves = [[point for point in curve if point[0] > 0] for _, curve, _ in series]
+    curves = [[point for point in curve if point[0] > 0 and math.isfinite(point[1])] for _, curve, _ in series]
     most_x = max(x for curve in curves for x, _ in curve)
     low = math.floor(min(y for curve in curves for _, y in curve) * 2) / 2
-    high = math.ceil(max(y for curve in curves for _, y in curve) * 2) / 2
+    high = max(low + 0.5, math.ceil(max(y for curve in curves for _, y in curve) * 2) / 2)
 
     def at(x: float, y: float) -> tuple[float, float]:
         across, up = x / most_x, (y - low) / (high - low)
@@ -60,8 +61,7 @@ def draw(path: Path, series: Sequence[tuple[str, Curve, str]], *, title: str, no
 
 def _axes(at: object, most_x: float, low: float, high: float) -> list[str]:
     parts = []
-    step_x = next(step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60) if most_x / step <= 9)
-    step_y = next(step for step in (0.1, 0.25, 0.5, 1, 2, 5) if (high - low) / step <= 9)
+    step_x, step_y = _step(most_x, (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)), _step(high - low, (0.1, 0.25, 0.5, 1, 2, 5))
     for number in range(int(most_x / step_x + 1e-9) + 1):
         x, y = at(number * step_x, low)  # type: ignore[operator]
         parts.append(f'<path d="M{x:.1f} {TOP} V{y:.1f}" class="grid"/>')
@@ -75,6 +75,16 @@ def _axes(at: object, most_x: float, low: float, high: float) -> list[str]:
     upright = f'text-anchor="middle" transform="rotate(-90 18 {HEIGHT / 2:.0f})"'
     parts.append(_text(18, HEIGHT / 2, "validation loss per token", "axis", f" {upright}"))
     return parts
+
+
+def _step(span: float, steps: Sequence[float]) -> float:
+    """Return the least step that divides an axis into at most nine parts; after the last one its multiples.
+
+    >>> _step(28, (1, 5, 10)), _step(600, (10, 60))
+    (5, 120)
+    """
+    last = steps[-1]
+    return next((step for step in steps if span / step <= 9), last * math.ceil(span / (9 * last)))
 
 
 def _spread(wanted: Sequence[float], *, least: float) -> list[float]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
-from _gpu import Device, Row
+from _gpu import GIB, Device, Row
 from torch import nn
 
 from batchwright.step import Stepper
@@ -106,7 +106,7 @@ class Through:
 
     def __init__(self, stepper: Stepper, device: Device, *, is_graphed: bool) -> None:
         self.stepper = stepper
-        self.num_graphed = self.num_updates = 0
+        self.num_graphed = self.num_updates = self.peak_bytes = 0
         self._device, self._is_graphed = device, is_graphed
 
     def __call__(self, update: Sequence[Made]) -> None:
@@ -118,6 +118,7 @@ class Through:
         report = self.stepper.step(batch)
         self.num_updates += 1
         self.num_graphed += bool(getattr(report, "graphed", False))
+        self.peak_bytes = max(self.peak_bytes, report.peak_bytes or 0)
 
     def describe(self) -> Row:
         """Return what the stepper says about its graphs."""
@@ -126,7 +127,8 @@ class Through:
         summary = self.stepper.graph_summary()
         names = ("hit_rate", "pool_bytes", "capture_seconds", "saved_seconds")
         found = {name: getattr(summary, name, None) for name in names}
-        return {**found, "graphed_updates": self.num_graphed, "graph_summary": str(summary)}
+        peak = {"stepper_peak_gib": self.peak_bytes / GIB}
+        return {**found, **peak, "graphed_updates": self.num_graphed, "graph_summary": str(summary)}
 
 
 @final
@@ -219,7 +221,7 @@ class Run:
                 done += 1
             clock.pause()
             curve.append((clock.seconds, self._validate()))
-        return {**self._describe(curve, done), **self.device.peak(), **self.extra}
+        return {**self._describe(curve, done), **self.device.peak(getattr(self.train, "peak_bytes", 0)), **self.extra}
 
     def step(self, number: int, clock: Clock) -> None:
         """Run one update at the rate of its time; where more updates run than were made, from the first on again."""

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import sys
 import time
 import xml.etree.ElementTree as ET
@@ -16,6 +17,7 @@ import torch
 import batchwright as bw
 from batchwright.step import PadCollator
 
+NAN = float("nan")
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -281,7 +283,15 @@ def test_an_update_of_several_parts_has_the_gradient_of_the_whole(script, make_r
 
 def row(arm, lr, seed, curve, task="translation", **more):
     found = {"task": task, "arm": arm, "lr": lr, "seed": seed, "curve": curve, "loss": curve[-1][1], "command": "c"}
-    return {**found, "tokens_per_second": 10.0, "updates": 3, "padding": 0.1, "shapes": 2, **more}
+    return {
+        **found,
+        "tokens_per_second": 10.0,
+        "updates": 3,
+        "padding": 0.1,
+        "shapes": 2,
+        "seconds": curve[-1][0],
+        **more,
+    }
 
 
 ROWS = [
@@ -323,6 +333,102 @@ def test_a_table_names_controls_and_failures(script):
     assert "failed: graphs-4-64 lr 0.001 seed 0: ValueError: no" in table
 
 
+def test_a_learning_rate_at_which_an_arm_diverged_is_not_its_best(script):
+    results = script("quality.results")
+    rows = [row("fixed-16", 1e-3, 0, [(0.0, 9.0), (28.0, NAN)]), row("fixed-16", 5e-4, 0, [(0.0, 9.0), (28.0, 3.0)])]
+    assert results.best_rate(rows, "translation", "fixed-16") == 5e-4
+    (found,) = results.summarize(rows, "translation")
+    assert (found["loss"], found["by_lr"]) == (3.0, "0.0005: 3.00, 0.001: diverged")
+
+
+@pytest.mark.parametrize("loss", [NAN, math.inf])
+def test_a_diverged_arm_is_last_and_the_plot_names_it_without_a_line(script, tmp_path, loss):
+    rows = [row("fixed-16", 1e-3, 0, [(0.0, 9.0), (28.0, loss)]), row("grouped-8", 1e-3, 0, [(0.0, 9.0), (28.0, 3.0)])]
+    found = script("quality.results").summarize(rows, "translation")
+    assert [one["arm"] for one in found] == ["grouped-8", "fixed-16"]
+    assert [one["to_peer"] for one in found] == [28.0, None]
+    script("gpu_quality").report(rows, ["translation"], tmp_path / "q.svg")
+    text = (tmp_path / "q.svg").read_text()
+    assert text.count("<polyline") == 1
+    assert "not drawn, as diverged: fixed-16<" in text
+
+
+def test_a_seed_that_diverged_lets_its_arm_be_last(script):
+    rows = [
+        row("fixed-16", 1e-3, 0, [(0, 9.0), (20, 2.0)]),
+        row("fixed-16", 1e-3, 1, [(0, 9.0), (20, NAN)]),
+        row("grouped-8", 1e-3, 0, [(0, 9.0), (20, 3.0)]),
+    ]
+    assert [one["arm"] for one in script("quality.results").summarize(rows, "translation")] == ["grouped-8", "fixed-16"]
+
+
+def test_seeds_whose_capture_passed_other_marks_have_the_mean_of_equal_times(script):
+    # Capture takes longer than the first marks, in one seed longer than in the other, so one curve lacks a point.
+    rows = [
+        row("graphs-16-8192", 1e-3, 0, [(0.0, 9.0), (2.1, 8.0), (3.0, 6.0), (28.0, 2.0)]),
+        row("graphs-16-8192", 1e-3, 1, [(0.0, 9.0), (3.4, 6.0), (28.0, 2.0)]),
+        row("fixed-16", 1e-3, 0, [(0.0, 9.0), (28.0, 5.0)]),
+    ]
+    best, _ = script("quality.results").summarize(rows, "translation")
+    assert best["curve"][-1] == (28.0, 2.0)
+    assert 9.25 <= best["to_peer"] <= 9.55  # one passes 5.0 at 9.25 s, the other at about 9.55 s
+
+
+def test_the_time_of_the_best_peer_is_that_of_its_whole_run(script):
+    rows = [
+        row("dynabatch-16", 1e-3, 0, [(0.0, 9.0), (4.0, 8.0), (28.0, 5.0)]),
+        row("dynabatch-16", 1e-3, 1, [(0.0, 9.0), (28.0, 5.0)]),
+        row("graphs-16-8192", 1e-3, 0, [(0.0, 9.0), (7.0, 5.0), (28.0, 2.0)]),
+    ]
+    best, _ = script("quality.results").summarize(rows, "translation")
+    assert best["times_peer"] == pytest.approx(28 / 7)
+
+
+def test_a_mean_curve_ends_with_the_mean_of_the_last_losses(script):
+    found = script("quality.results").mean_curve([[(0, 9.0), (20.1, 4.0)], [(0, 9.0), (20.3, 2.0)]])
+    assert found[-1] == (20.3, 3.0)
+
+
+def test_the_note_of_a_plot_says_which_rates_arms_had(script, tmp_path):
+    results, gpu_quality = script("quality.results"), script("gpu_quality")
+    same = [row(arm, lr, 0, [(0, 9.0), (20, 5.0)]) for arm in ("fixed-16", "grouped-8") for lr in (1e-3, 5e-4)]
+    for rows, note in ((same, "best learning rate of the same grid"), (same[1:], "learning rates as listed in the ta")):
+        gpu_quality.report(rows, ["translation"], tmp_path / "q.svg")
+        assert note in (tmp_path / "q.svg").read_text()
+    assert "arms have different learning rates" not in results.render(same, "translation")
+    assert "arms have different learning rates: see loss by lr" in results.render(same[1:], "translation")
+
+
+def test_the_peak_of_a_graphed_arm_has_its_pool_or_is_left_out(script):
+    summarize = script("quality.results").summarize
+    curve = [(0, 9.0), (20, 5.0)]
+    (old,) = summarize([row("graphs-16-8192", 1e-3, 0, curve, peak_gib=1.0)], "translation")
+    (new,) = summarize([row("graphs-16-8192", 1e-3, 0, curve, peak_gib=3.0, stepper_peak_gib=3.0)], "translation")
+    (eager,) = summarize([row("fixed-16", 1e-3, 0, curve, peak_gib=1.0)], "translation")
+    assert (old.get("peak_gib"), new["peak_gib"], eager["peak_gib"]) == (None, 3.0, 1.0)
+
+
+def test_the_peak_of_a_device_is_that_of_the_stepper_where_it_is_higher(device):
+    assert device.peak(2**30)["peak_gib"] == 1.0
+    assert device.peak(2**29)["peak_of_cap"] == 2**29 / 10**9
+
+
+def test_ratios_are_added_where_no_dense_shape_fits(script):
+    limit = {"arm": "limit: no padding, best dense shape", "padding": 0.0, "steady_per_second": 0.0}
+    arm = {"arm": "fixed 10, shuffled", "steady_per_second": 2.0, "tokens_per_second": 5.0}
+    script("gpu_training").add_ratios([arm, limit])
+    assert arm["to_fixed"] == 1.0
+    assert "tokens_to_limit" not in arm
+
+
+@pytest.mark.parametrize(
+    "curve", [[(0.0, 9.0), (300.0, 3.0), (60_000.0, 2.4)], [(0.0, 9.0), (1.0, 2.0), (2.0, 2.0)]], ids=["long", "even"]
+)
+def test_a_chart_of_long_runs_or_of_one_loss_is_drawn(script, tmp_path, curve):
+    script("quality.chart").draw(tmp_path / "c.svg", [("fixed-16", curve, "peer")], title="t", note="n")
+    assert ET.parse(tmp_path / "c.svg").getroot().tag.endswith("svg")
+
+
 def test_names_in_a_chart_do_not_lie_on_each_other(script):
     spread = script("quality.chart")._spread
     assert spread([10, 12, 40], least=10) == [6.0, 16.0, 40.0]
@@ -361,6 +467,7 @@ def test_runs_come_in_the_order_of_their_importance(script):
         ("fixed-16", 5e-4, 0, False),
         ("graphs-16-8192", 1e-3, 1, False),  # a leading arm, at its best rate
         ("compile-16-8192", 1e-3, 0, False),
+        ("compile-16-8192", 5e-4, 0, False),
     ]
 
 
@@ -372,6 +479,13 @@ def run_script(script, monkeypatch, tmp_path, capsys):
         return json.loads((tmp_path / "q.json").read_text()), capsys.readouterr().out
 
     return run
+
+
+def test_every_arm_has_the_same_grid_of_rates(script):
+    names = "graphs-16-8192,compile_dynamic-16-8192"
+    units = [unit for unit, _ in script("gpu_quality").units(options(arms=names, control="none"), "translation", [])]
+    rates = {arm: {unit.lr for unit in units if unit.arm == arm} for arm in names.split(",")}
+    assert rates["compile_dynamic-16-8192"] == rates["graphs-16-8192"] == {1e-3, 5e-4}
 
 
 def test_every_arm_runs_on_the_cpu(run_script, tmp_path):
@@ -399,6 +513,97 @@ def test_finished_runs_are_not_run_again(run_script):
     assert second["rows"][0] == first["rows"][0]
     assert [row["arm"] for row in second["rows"]] == ["fixed-4", "grouped-8"]
     assert [command["id"] for command in second["commands"]][:1] == [row["command"] for row in first["rows"]]
+
+
+def test_runs_of_other_seconds_are_refused(run_script):
+    run_script("--arms", "fixed-4", "--seconds", "0.02")
+    with pytest.raises(
+        SystemExit, match=r"runs of translation differ in seconds \(0.02, 0.1\), .*name another --output"
+    ):
+        run_script("--arms", "fixed-4,grouped-8", "--seconds", "0.1")
+
+
+def test_runs_of_other_data_or_of_a_trial_are_refused(script, run_script, tmp_path):
+    report, _ = run_script("--arms", "fixed-4")
+    check, mine = script("quality.results").check_alike, {"seconds_a_run": 0.1, "data": "drawn", "smoke": True}
+    check(report["commands"], report["rows"], "translation", mine)
+    check(report["commands"], report["rows"], "decoder", {**mine, "data": "ab"})  # it has no run of that task
+    with pytest.raises(SystemExit, match=r"differ in data \(ab, drawn\)"):
+        check(report["commands"], report["rows"], "translation", {**mine, "data": "ab"})
+    with pytest.raises(SystemExit, match=r"differ in --smoke \(False, True\)"):
+        check(report["commands"], report["rows"], "translation", {**mine, "smoke": False})
+
+
+def test_older_results_say_less_but_can_be_reported(script):
+    commands = [{"id": "c", "seconds_a_run": 28.0}, {"id": "d", "seconds_a_run": 28.0, "data": "ab"}]
+    rows = [row("fixed-16", 1e-3, 0, [(0, 9.0), (28, 5.0)], command=name) for name in "cd"]
+    check = script("quality.results").check_alike
+    check(commands, rows, "translation")
+    with pytest.raises(SystemExit, match=r"differ in data \(ab, unknown\)"):
+        check(commands, rows, "translation", {"seconds_a_run": 28.0, "data": "ab", "smoke": None})
+
+
+def test_a_file_of_data_is_told_from_another(script, tmp_path):
+    (tmp_path / "a").write_bytes(b"one")
+    (tmp_path / "b").write_bytes(b"two")
+    digest = script("gpu_quality").data_digest
+    assert len({digest(tmp_path / "a"), digest(tmp_path / "b"), digest(None)}) == 3
+
+
+def test_a_command_that_is_killed_while_it_writes_loses_no_finished_run(script, monkeypatch, tmp_path):
+    gpu, path = script("_gpu"), tmp_path / "q.json"
+    gpu.write(path, {"commands": [], "rows": [{"arm": "fixed-4"}]})
+    write_text = Path.write_text
+
+    def killed(self, text, *args, **kwargs):
+        write_text(self, text[: len(text) // 2], *args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.write(path, {"commands": [], "rows": [{"arm": "fixed-4"}, {"arm": "grouped-8"}]})
+    assert json.loads(path.read_text())["rows"] == [{"arm": "fixed-4"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--arms", "fixed-4", "--smoke", "--resume", "typo.json"],
+            r"typo\.json cannot be read: .*name a file that --",
+        ),
+        (["--report", "typo.json"], r"typo\.json cannot be read"),
+        (["--report", "cut.json"], r"cut\.json cannot be read"),
+        (["--report", "list.json"], r"list\.json holds no commands and rows"),
+        (["--report", "empty.json"], r"empty\.json has no run of any task"),
+        (["--report", "empty.json", "--task", "decoder"], r"empty\.json has no run of decoder"),
+        (["--data", "typo.npz"], r"typo\.npz does not exist; name the file that --prepare wrote"),
+        (["--data", "typo.npz", "--lrs", "fast"], "--lrs must be numbers with commas between them, got 'fast'"),
+        (["--data", "typo.npz", "--seeds", "0,x"], "--seeds must be numbers with commas between them, got '0,x'"),
+        (["--data", "typo.npz", "--seconds", "0"], "--seconds must be above 0, got 0"),
+    ],
+    ids=["resume", "report", "cut", "list", "empty", "task", "data", "lrs", "seeds", "seconds"],
+)
+def test_wrong_arguments_end_in_one_sentence(script, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("cut.json").write_text('{"commands": [')
+    Path("list.json").write_text("[]")
+    Path("empty.json").write_text('{"commands": [], "rows": []}')
+    monkeypatch.setattr(sys, "argv", ["gpu_quality", *arguments])
+    with pytest.raises(SystemExit, match=message):
+        script("gpu_quality").main()
+
+
+def test_a_wrong_control_is_found_before_the_first_run(script):
+    with pytest.raises(SystemExit, match="'nothing' is no arm"):
+        script("gpu_quality").arms_of(options(control="nothing"), "translation")
+
+
+def test_a_plot_without_any_run_is_left_out_in_a_sentence(script, monkeypatch, tmp_path, capsys):
+    arguments = ["--smoke", "--arms", "fixed-4", "--budget-seconds", "1", "--plot", str(tmp_path / "q.svg")]
+    monkeypatch.setattr(sys, "argv", ["gpu_quality", *arguments])
+    script("gpu_quality").main()
+    assert "q.svg is not drawn, as no run of translation has ended with a loss" in capsys.readouterr().out
 
 
 def test_a_command_stops_before_a_run_that_would_not_end(run_script):
