@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 import batchwright as bw
 from batchwright.errors import BudgetError
 from batchwright.plan.grouping._boxes import Merging, Moving, make_cells
-from batchwright.plan.grouping._shelves import Shelves, cover, largest_divisor
+from batchwright.plan.grouping._covering import cover
+from batchwright.plan.grouping._shelves import Shelves, largest_divisor
 from batchwright.plan.grouping.base import Problem, SizeRounding
 
 # 400 random arrays in `make test`, 10,000 in `make check`.
@@ -217,7 +219,7 @@ def fewest_boxes(points, limit):
 )
 def test_on_two_axes_the_fewest_boxes_are_found(pairs, spare):
     limit = max(map(sum, pairs)) + spare
-    boxes = cover(make_problem(pairs, bw.MaxTokens(limit)), np.array(pairs))
+    boxes = cover(make_problem(pairs, bw.MaxTokens(limit)), np.array(pairs), 6)
     assert len(boxes) == fewest_boxes(list(map(np.array, pairs)), limit)
     assert (boxes.sum(axis=1) <= limit).all()
     assert all((np.array(pair) <= boxes).all(axis=1).any() for pair in pairs)
@@ -227,11 +229,57 @@ def test_on_two_axes_the_fewest_boxes_are_found(pairs, spare):
 @given(st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=1, max_size=40), st.integers(0, 6))
 def test_on_three_axes_the_boxes_that_are_needed_hold_every_example(triples, spare):
     limit = max(map(sum, triples)) + spare
-    boxes = cover(make_problem(triples, bw.MaxTokens(limit)), np.array(triples))
+    boxes = cover(make_problem(triples, bw.MaxTokens(limit)), np.array(triples), 40)
     assert (boxes.sum(axis=1) <= limit).all()
     assert all((np.array(triple) <= boxes).all(axis=1).any() for triple in triples)
     plan = bw.plan_batches(triples, bw.MaxTokens(limit), grouping=bw.Buckets(len(boxes)))
     assert plan.report().num_shapes <= len(boxes)
+
+
+def test_on_three_axes_it_is_said_that_the_count_does_not_do():
+    lengths = 1 + 8 * np.eye(3, dtype=int)
+    words = r"Buckets\(count=2\) is too few shapes: the search needs more than 2, because examples that are long on "
+    with pytest.raises(BudgetError, match=words):
+        bw.plan_batches(lengths, bw.MaxTokens(11), grouping=bw.Buckets(2))
+    assert len(bw.plan_batches(lengths, bw.MaxTokens(11), grouping=bw.Buckets(3))) == 3
+
+
+def peak_of(function):
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_pairs_that_share_a_context_are_planned_in_little_memory():
+    # Prompt and completion fill a context together, so no pair holds another one, and the common box does not fit.
+    prompt = np.arange(1, 6001)
+    lengths = np.stack([prompt, 6001 - prompt], axis=1)
+    assert peak_of(lambda: bw.plan_batches(lengths, bw.MaxTokens(7200), grouping=bw.Buckets(16))) < 8 * 2**20
+
+
+def test_very_many_pairs_that_share_a_context_are_refused_with_the_number():
+    # Two pairs together have at least one token more than the context, so each needs a shape of its own. Comparing all
+    # with all would take minutes.
+    prompt = np.arange(1, 65_536)
+    lengths = np.stack([prompt, 65_536 - prompt], axis=1)
+    with pytest.raises(BudgetError, match=r"is too few shapes: 65535 are needed, because"):
+        bw.plan_batches(lengths, bw.MaxTokens(65_536), grouping=bw.Buckets(16))
+
+
+@pytest.mark.parametrize("limit", [1300, 1600])
+def test_very_many_triples_that_share_a_context_are_covered_in_little_memory(limit):
+    first, second = (axis.ravel() for axis in np.mgrid[1:999:9, 1:999:9])
+    triples = np.stack([first, second, 1000 - first - second], axis=1)
+    triples = triples[triples[:, 2] > 0]  # 6,000 and none holds another
+    found = []
+    assert peak_of(lambda: found.append(cover(make_problem(triples, bw.MaxTokens(limit)), triples, 200))) < 8 * 2**20
+    boxes = found[0]
+    assert len(boxes) <= 200
+    assert (boxes.sum(axis=1) <= limit).all()
+    assert all((triple <= boxes).all(axis=1).any() for triple in triples)
 
 
 def test_examples_whose_common_box_does_not_fit_are_not_padded_to_one():

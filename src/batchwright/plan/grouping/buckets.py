@@ -91,13 +91,14 @@ def find_shelves(problem: Problem, count: int) -> Shelves:
     everything come first, and others are added as long as all fit into ``count``.
 
     Raises:
-        BudgetError: more shapes are needed.
+        BudgetError: more shapes are needed; on two axes it says how many, on more the search ends after ``count``.
     """
-    search = Line(problem) if problem.num_axes == 1 else Space(problem)
+    search = Line(problem) if problem.num_axes == 1 else Space(problem, count)
     num_needed = search.num_needed
     if num_needed > count:
+        found = f"{num_needed} are needed" if problem.num_axes == 2 else f"the search needs more than {count}"
         raise BudgetError(
-            f"Buckets(count={count}) is too few shapes: {num_needed} are needed, because examples that are long on "
+            f"Buckets(count={count}) is too few shapes: {found}, because examples that are long on "
             f"different axes fit {problem.budget} alone but not padded to one shape; raise count or the budget, or use "
             "WindowSort()"
         )
