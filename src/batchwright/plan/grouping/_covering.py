@@ -85,7 +85,7 @@ def _maximal(units: IntArray, most: int) -> tuple[IntArray, IntArray]:
     found: list[IntArray] = []
     left = _descending(units)
     while len(left) and len(found) < most:
-        # A block of the largest by itself, then the others without those that it holds: one copy per block, not per box.
+        # The largest among themselves, then the others without those that they hold: one copy per block, not per box.
         head, left = left[:_BLOCK], left[_BLOCK:]
         block: list[IntArray] = []
         while len(head):
