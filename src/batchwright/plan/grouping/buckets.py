@@ -29,7 +29,8 @@ class Buckets(Grouping):
 
     A shape is ``(num_items, padded length per axis)``. Inside a shape examples are drawn at random; what fills no batch
     moves up to the cheapest shape that holds it, and only what is left in the end makes short batches, whose shapes
-    count too. The shapes are the same in every epoch. They cost the least padded tokens, or the least of ``cost`` where
+    count too. The catalogue of shapes is the same in every epoch; which of them an epoch has, and what its short
+    batches are padded to, may differ on several axes. They cost the least padded tokens, or the least of ``cost`` where
     the plan has one (a ``TimeModel`` gives seconds). Few shapes are what ``torch.compile``, CUDA graphs and attention
     kernels with a plan per shape want.
 
@@ -85,7 +86,7 @@ _BATCHES_PER_SHAPE = 1.0
 
 
 def find_shelves(problem: Problem, count: int) -> Shelves:
-    """Return the shapes of a plan that has at most ``count`` in all, the same in every epoch.
+    """Return the catalogue of a plan that has at most ``count`` shapes in all, the same in every epoch.
 
     The short batches at the end of the data have shapes of their own, which count. So the fewest shapes that hold
     everything come first, and others are added as long as all fit into ``count``.
