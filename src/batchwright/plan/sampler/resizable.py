@@ -105,6 +105,8 @@ class ResizableBatchSampler(AbstractEpochs):
         self._lengths_hash = None if self._ordering.lengths is None else fingerprint(self._ordering.lengths)
         super().__init__()
         self._order: EpochOrder | None = None
+        if self._settings.grouping.is_static:
+            _ = self.pad_to  # planned now, so that shapes that cannot be are refused here and not in the first epoch
 
     @property
     def num_repeated(self) -> int:
@@ -121,7 +123,7 @@ class ResizableBatchSampler(AbstractEpochs):
         """Return the static shapes of micro-batches, ``(K, 1 + axes)``: full size and lengths; None if there are none.
 
         >>> from batchwright import Buckets, MaxTokens
-        >>> grouped = {"lengths": [3, 4, 4, 4, 7, 8], "budget": MaxTokens(16), "grouping": Buckets(2)}
+        >>> grouped = {"lengths": [4, 4, 4, 4, 7, 8], "budget": MaxTokens(16), "grouping": Buckets(2)}
         >>> ResizableBatchSampler(6, 3, **grouped).shapes.tolist()
         [[4, 4], [2, 8]]
         """
