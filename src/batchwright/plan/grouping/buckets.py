@@ -1,4 +1,4 @@
-"""Buckets: a few static shapes that cost the least padding, for any number of axes."""
+"""Buckets: a few static shapes that cost the least padding, for one axis or several."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from ._shelves import Flow, Line, Search, Shelves, Space, largest_divisor
 from ._sort_keys import sort_examples
 from .base import Catalogue, Grouping, Groups, Problem, UInt64Array, distinct, stratum_lookup, to_units
 
+_MAX_AXES = 8  # the search has two candidate lengths per axis at the least, so the places double with each
+
 
 @final
 @dataclass(frozen=True)
@@ -35,8 +37,9 @@ class Buckets(Grouping):
     kernels with a plan per shape want.
 
     Where ``count`` leaves no room for a short batch, as ``Buckets(1)`` does, all batches are as large as the largest
-    allowed number that divides the examples; ``drop_last=True`` leaves the short ones out instead. Examples that run
-    alone because they are over the budget, and the pieces of a last step on several ranks, have further shapes.
+    allowed number that divides the examples; where that is no multiple of ``size_multiple_of``, the plan is refused.
+    ``drop_last=True`` leaves the short ones out instead. Examples that run alone because they are over the budget, and
+    the pieces of a last step on several ranks, have further shapes. There may be one to eight axes.
 
     A pair ``(a, b)`` counts lengths per axis and not shapes: ``a`` lengths of the first axis, each divided into at most
     ``b`` of the second.
@@ -58,11 +61,16 @@ class Buckets(Grouping):
         return find_shelves(problem, self._num_shapes).group()
 
     def check_axes(self, num_axes: int) -> None:
-        """Refuse a pair of counts for more than two axes."""
+        """Refuse a pair of counts for more than two axes, and more axes than shapes can be searched on."""
         if isinstance(self.count, tuple) and num_axes > 2:
             raise ArgumentError(
                 f"Buckets(count={self.count}) bounds two axes, got lengths with {num_axes}; give one number, which "
-                "counts shapes on any number of axes"
+                f"counts shapes on up to {_MAX_AXES} axes"
+            )
+        if num_axes > _MAX_AXES:
+            raise ArgumentError(
+                f"Buckets takes lengths with up to {_MAX_AXES} axes, got {num_axes}; join axes that are padded alike, "
+                "or use WindowSort()"
             )
 
     @property
@@ -143,11 +151,15 @@ def _with_equal_batches(filled: _Filled, count: int) -> Shelves:
     shelves, flow = filled
     if len(shelves.units) == 1 and count > 1:
         return replace(shelves, equal_rests=True)
-    rounding = shelves.problem.rounding
-    sizes = [
-        largest_divisor(total, size, rounding)
-        for total, size in zip(flow.totals.tolist(), shelves.sizes.tolist(), strict=True)
-    ]
+    rounding, sizes = shelves.problem.rounding, []
+    for total, size in zip(flow.totals.tolist(), shelves.sizes.tolist(), strict=True):
+        sizes.append(largest_divisor(total, size, rounding))
+        if size % rounding.multiple_of == 0 and sizes[-1] % rounding.multiple_of:
+            raise ArgumentError(
+                f"Buckets(count={count}) leaves no room for a short batch, and {total} examples do not divide into "
+                f"equal batches of up to {size} that are multiples of size_multiple_of={rounding.multiple_of}; raise "
+                "count, or give drop_last=True"
+            )
     return replace(shelves, sizes=np.array(sizes))
 
 
