@@ -175,6 +175,18 @@ def test_shapes_of_different_numbers_of_axes_are_refused():
         bw.PadTo(shapes=((8,), (8, 4)), sizes=(1, 1))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"shapes": (10, 20), "sizes": (8, 4)}, {"shapes": ((10,),), "sizes": 4}, {"shapes": 10, "sizes": (4,)}],
+    ids=["plain lengths", "a plain size", "one length"],
+)
+def test_shapes_that_are_no_tuples_are_refused_with_an_example(given):
+    with pytest.raises(
+        ArgumentError, match=r"PadTo takes a tuple of lengths per shape .* as in PadTo\(\(\(10,\), \(20,"
+    ):
+        bw.PadTo(**given)
+
+
 def test_many_batches_are_padded_by_the_rule_of_one():
     random = np.random.default_rng(0)
     shapes = random.integers(1, 60, size=(64, 2))

@@ -210,8 +210,6 @@ def test_labels_of_filler_are_ignored_and_regression_targets_stay_copies():
     assert batch["score"].tolist() == [0.5] * 4
     assert batch["kind"].tolist() == [4] * 4
     assert FILLING([{"input_ids": [5], "labels": 0.25}])["labels"].tolist() == [0.25] * 4
-    assert FILLING([{"input_ids": [5], "label": True}])["label"].tolist() == [True] * 4
-    assert FILLING([{"input_ids": [5], "label": np.uint8(7)}])["label"].tolist() == [7] * 4  # holds no -100
 
 
 def test_the_ignored_value_is_that_of_pad_values_and_the_label_fields_can_be_named():
@@ -220,9 +218,76 @@ def test_the_ignored_value_is_that_of_pad_values_and_the_label_fields_can_be_nam
     batch = PadCollator(pad_to=CATALOGUE, fill_rows=True, **options)([example])
     assert batch["labels"].tolist() == [[1, 2, 0, 0, 0, 0], *[[0] * 6] * 3]
     assert batch["kind"].tolist() == [4, -1, -1, -1]
-    assert batch["target"].tolist() == [[3, 3, 0, 0, 0, 0], *[[0] * 6] * 3]
+    assert batch["target"].tolist() == [[3, 3, 0, 0, 0, 0], *[[-100] * 6] * 3]
     batch = PadCollator(pad_to=CATALOGUE, fill_rows=True, label_fields=())([example])
     assert batch["labels"].tolist() == [[1, 2, *[-100] * 4]] * 4
+
+
+@pytest.mark.parametrize("label", [np.uint8(7), np.uint16(7), np.bool_(True), True], ids=repr)
+def test_a_label_whose_type_has_no_ignored_value_becomes_a_wider_number_in_every_batch(label):
+    short, full = (FILLING([{"input_ids": [5], "label": label}] * num)["label"] for num in (1, 4))
+    assert short.tolist() == [int(label), -100, -100, -100]
+    assert full.tolist() == [int(label)] * 4
+    assert short.dtype == full.dtype == torch.int64
+    plain = PadCollator(pad_to=CATALOGUE)([{"input_ids": [5], "label": label}])["label"]
+    assert plain.dtype == torch.as_tensor(label).dtype  # nothing is ignored
+
+
+def test_a_small_label_keeps_its_type_where_that_has_the_padding():
+    collate = PadCollator(pad_to=CATALOGUE, fill_rows=True, pad_values={"label": 255})
+    batch = collate([{"input_ids": [5], "label": np.uint8(3)}])
+    assert batch["label"].tolist() == [3, 255, 255, 255]
+    assert batch["label"].dtype == torch.uint8
+    assert FILLING([{"input_ids": [5], "label": np.int8(3)}])["label"].dtype == torch.int8
+
+
+@pytest.mark.parametrize("fill_rows", [False, True])
+@pytest.mark.parametrize("labels", [np.array([3, 4], dtype=np.uint8), np.array([True, False])], ids=["uint8", "bool"])
+def test_labels_whose_type_has_no_ignored_value_are_not_padded_with_a_class(labels, fill_rows):
+    batch = PadCollator(pad_to=CATALOGUE, fill_rows=fill_rows)([{"input_ids": [1, 2], "labels": labels}])
+    assert batch["labels"][0].tolist() == [*labels.astype(int), *[-100] * 4]
+    assert (batch["labels"][1:] == -100).all()
+    assert len(batch["labels"]) == (4 if fill_rows else 1)
+
+
+@pytest.mark.parametrize("name", ["shift_labels", "label"])
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.float32])
+def test_label_sequences_are_ignored_in_filler(name, dtype):
+    batch = FILLING([{"input_ids": [1, 2], name: np.array([3, 4], dtype=dtype)}])
+    assert batch[name].tolist() == [[3, 4, 0, 0, 0, 0], *[[-100] * 6] * 3]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "padding", "words"),
+    [
+        ("label", np.int8(3), 200, "torch.int8, which cannot hold its padding 200"),
+        ("labels", np.array([1], dtype=np.uint8), -1, "torch.uint8, which cannot hold its padding -1"),
+        ("kinds", np.array([True]), 2, "torch.bool, which cannot hold its padding 2"),
+        ("kinds", [1], 0.5, "torch.int64, which cannot hold its padding 0.5"),
+        ("kinds", np.array([1], dtype=np.float16), 1e6, "torch.float16, which cannot hold its padding 1000000.0"),
+    ],
+    ids=["int8", "uint8", "bool", "half", "float16"],
+)
+def test_a_padding_that_a_type_cannot_hold_is_refused(field, value, padding, words):
+    collate = PadCollator(pad_to=CATALOGUE, fill_rows=True, pad_values={field: padding})
+    with pytest.raises(ArgumentError, match=f"field '{field}' is of {words}; give another one in pad_values"):
+        collate([{"input_ids": [1, 2], field: value}])
+
+
+@pytest.mark.parametrize("padding", [float("-inf"), float("nan"), -1e4])
+def test_a_float_is_padded_with_any_value_that_it_holds(padding):
+    collate = PadCollator(pad_values={"scores": padding}, pad_to=CATALOGUE)
+    scores = collate([{"input_ids": [1, 2], "scores": np.array([1], dtype=np.float16)}])["scores"]
+    assert scores[0, 1:].tolist() == pytest.approx([padding] * 5, nan_ok=True)
+
+
+@pytest.mark.parametrize("names", [None, 3, (3,)], ids=repr)
+@pytest.mark.parametrize("option", ["label_fields", "axis_fields"])
+def test_fields_that_are_no_names_are_refused_when_the_collator_is_made(option, names):
+    with pytest.raises(
+        ArgumentError, match=rf"{option} must be a tuple of names of fields, got .*; write \(\) for none"
+    ):
+        PadCollator(**{option: names})
 
 
 def test_features_with_more_dimensions_are_filled_too():
@@ -250,15 +315,6 @@ def test_every_batch_of_a_plan_is_filled_up_to_a_full_size_and_its_real_rows_are
             assert real.keys() == expected.keys()
             assert all(torch.equal(real[name], column) for name, column in expected.items())
     assert num_filled > 0
-
-
-def test_rows_that_are_no_filler_are_found_wherever_they_stand():
-    batch = {"x": torch.tensor([1, 2, 3, 4]), "row_weight": torch.tensor([0.0, 1.0, 0.0, 1.0])}
-    assert without_filler(batch)["x"].tolist() == [2, 4]
-    full = {"x": torch.tensor([1]), "row_weight": torch.tensor([1.0])}
-    assert without_filler(full) is full
-    plain = {"x": torch.tensor([1])}
-    assert without_filler(plain) is plain
 
 
 def by_tens(lengths):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from .._lengths import pad_up
 from .._random import Purpose, bit_stream, permutation
 from .._types import FloatArray, IntArray
-from ._cost import evaluate
+from ._cost import evaluate_finite
 from ._order import fitting_run, gather, most_demanding, order_batches, step_cost, sum_work
 from ._oversize import Admitted
 from ._settings import PlanSettings
@@ -197,7 +197,7 @@ def _demand(batches: Batches, budget: Budget) -> FloatArray:
 def batch_cost(batches: Batches, lengths: IntArray, settings: PlanSettings) -> FloatArray:
     """Return the work of each batch, by which ranks are balanced."""
     if settings.cost is not None:
-        return evaluate(settings.cost, batches.num_items, batches.padded)
+        return evaluate_finite(settings.cost, batches.num_items, batches.padded)
     if not batches.packed:
         return step_cost(batches.num_items, batches.padded)
     # Packed rows are all as long as the capacity; attention works on the examples inside.

@@ -43,6 +43,23 @@ def evaluate(cost: Cost, num_items: IntArray, lengths: IntArray) -> FloatArray:
     return costs
 
 
+def evaluate_finite(cost: Cost, num_items: IntArray, lengths: IntArray) -> FloatArray:
+    """Call a cost for batches that are planned, where infinity would hide all other costs."""
+    costs = evaluate(cost, num_items, lengths)
+    refuse_infinite(np.isinf(costs), num_items, lengths)
+    return costs
+
+
+def refuse_infinite(is_infinite: npt.NDArray[np.bool_], num_items: IntArray, lengths: IntArray) -> None:
+    """Say which batch has an infinite cost, if any has."""
+    if is_infinite.any():
+        row = int(is_infinite.argmax())
+        raise BudgetError(
+            f"cost is infinite for {num_items[row]} items of length {lengths[row].tolist()}; give a finite cost, and "
+            "keep out what must not be planned by the budget, as in budget & MaxCost(cost, limit)"
+        )
+
+
 def _as_numbers(costs: Any) -> FloatArray:
     if hasattr(costs, "detach"):  # a tensor, perhaps on a device, of half precision or part of a gradient
         costs = costs.detach().cpu().double().numpy()

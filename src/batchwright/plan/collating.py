@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -46,6 +46,11 @@ class PadTo:
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sizes, Collection) or not _are_rows(self.shapes):
+            raise ArgumentError(
+                f"PadTo takes a tuple of lengths per shape and one size for each, as in PadTo(((10,), (20,)), (8, 4)), "
+                f"got shapes={self.shapes!r} and sizes={self.sizes!r}"
+            )
         shapes = tuple(tuple(as_whole("shapes", length, least=1) for length in shape) for shape in self.shapes)
         sizes = tuple(as_whole("sizes", size, least=1) for size in self.sizes)
         if len(shapes) != len(sizes):
@@ -72,6 +77,10 @@ class PadTo:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PadTo, (self.shapes, self.sizes, self.multiple_of)
+
+
+def _are_rows(shapes: Any) -> bool:
+    return isinstance(shapes, Collection) and all(isinstance(shape, Iterable) for shape in shapes)
 
 
 _MAX_COMPARED = 1 << 21  # batches × shapes that are compared at once

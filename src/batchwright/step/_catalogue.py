@@ -8,14 +8,25 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..errors import ArgumentError
-from ..plan import PadTo, ResizableBatchSampler
+from ..plan import BatchSampler, PadTo, ResizableBatchSampler
 
 # (number of items, padded length per axis): a row of plan.shapes
 Shape: TypeAlias = tuple[int, ...]
 
 
 def read_shapes(shapes: Any) -> dict[Shape, int]:
-    """Return the planned shapes and how often each is planned, from ``plan.shapes``, a plan, a sampler or a list."""
+    """Return the planned shapes and how often each is planned, from ``plan.shapes``, a plan, a sampler or a list.
+
+    The full shapes of a sampler's catalogue are added. They are the same in every epoch, while the current one may lack
+    some of them, or have them once; so each counts twice at the least.
+    """
+    found = _counted(shapes)
+    if isinstance(shapes, BatchSampler):
+        found |= {shape: max(2, found.get(shape, 0)) for shape in _rows_of(shapes.pad_to)}
+    return found
+
+
+def _counted(shapes: Any) -> dict[Shape, int]:
     rows = _planned(shapes)
     plan = getattr(rows, "plan", rows)
     try:
@@ -47,10 +58,14 @@ def _planned(shapes: Any) -> Any:
     """Return the rows ``(size, lengths)`` of a catalogue, and everything else as it is."""
     pad_to = getattr(shapes, "pad_to", None) if isinstance(shapes, ResizableBatchSampler) else shapes
     if isinstance(pad_to, PadTo) and pad_to.shapes:
-        return [(size, *lengths) for size, lengths in zip(pad_to.sizes, pad_to.shapes, strict=True)]
+        return _rows_of(pad_to)
     if isinstance(shapes, PadTo | ResizableBatchSampler):
         raise ArgumentError(
             f"a {type(shapes).__name__} without static shapes says nothing of later batches; give plan.shapes, or "
             "plan with grouping=bw.Buckets"
         )
     return shapes
+
+
+def _rows_of(pad_to: PadTo) -> list[Shape]:
+    return [(size, *lengths) for size, lengths in zip(pad_to.sizes, pad_to.shapes, strict=True)]

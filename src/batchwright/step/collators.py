@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Literal, TypeAlias, final, get_args
@@ -21,7 +22,6 @@ Layout: TypeAlias = Literal["positions", "flat", "block"]
 Example: TypeAlias = "Mapping[str, Any]"
 
 _IGNORED = -100  # the class that cross-entropy leaves out
-_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @final
@@ -40,14 +40,16 @@ class PadCollator:
     not ignored, or multiplies the loss and the weight of each row with ``row_weight``. Layers that mix the rows of a
     batch, such as batch normalisation in training, do see filler. A batch that no static shape holds gets none.
 
-    In filler, the label fields are ignored: a sequence is all padding, and a whole number is -100 or its value in
-    ``pad_values``. Other numbers, such as the targets of a regression, stay copies.
+    In filler, the label fields are ignored: a sequence, and a single whole number or flag, is -100 or its value in
+    ``pad_values``. Other single numbers, such as the targets of a regression, stay copies. Labels of a type that has no
+    -100, such as ``uint8`` or ``bool``, become ``int64`` in every batch.
 
     Args:
         pad_to: turns the lengths of a batch into padded lengths; ``sampler.pad_to`` of a ``BatchSampler``.
         axis_fields: the field that carries the length of each axis; the first is the source.
         same_axis: the axis that further fields are padded along; fields not named follow the first axis.
-        pad_values: the padding of a field; by default -100 for ``labels`` and 0 for all others.
+        pad_values: the padding of a field, a value that its type holds; by default -100 for ``labels`` and 0 for all
+            others.
         mask_field: the name of a mask of real tokens along the first axis, added if examples have none; None adds none.
         fill_rows: fill short batches up with rows of weight 0; ``pad_to`` must have static shapes.
         label_fields: the fields that are ignored in filler; ``()`` leaves all of them copies, for a loss that divides
@@ -71,9 +73,7 @@ class PadCollator:
 
     def __post_init__(self) -> None:
         for name in ("axis_fields", "label_fields"):
-            given = getattr(self, name)
-            if isinstance(given, str):
-                raise ArgumentError(f"{name} must be a tuple, got {given!r}; write ({given!r},)")
+            _check_names(name, getattr(self, name))
         object.__setattr__(self, "fill_rows", as_flag("fill_rows", self.fill_rows))
         if self.fill_rows and not (isinstance(self.pad_to, PadTo) and self.pad_to.shapes):
             raise ArgumentError(
@@ -119,7 +119,10 @@ class PadCollator:
     def _column(self, name: str, values: list[Any], widths: tuple[int, ...]) -> Tensor:
         rows = [_as_tensor(name, value) for value in values]
         if rows[0].ndim == 0:
-            return torch.stack(rows)
+            column = torch.stack(rows)
+            if not self._is_ignored(name, column):
+                return column
+            return column.to(self._dtype(name, column.dtype, [self._ignored(name)]))
         width = widths[self._axis(name)]
         longest = max(len(row) for row in rows)
         if longest > width:
@@ -130,7 +133,9 @@ class PadCollator:
         # An empty row does not show its type; torch reads [] as floats.
         dtypes = [row.dtype for row in rows if len(row)] or [rows[0].dtype]
         shape = (len(rows), width, *rows[0].shape[1:])
-        padded = torch.full(shape, self._padding(name), dtype=reduce(torch.promote_types, dtypes))
+        needed = [self._padding(name), *([self._ignored(name)] if self.fill_rows and name in self.label_fields else [])]
+        dtype = self._dtype(name, reduce(torch.promote_types, dtypes), needed)
+        padded = torch.full(shape, self._padding(name), dtype=dtype)
         for place, row in enumerate(rows):
             padded[place, : len(row)] = row
         return padded
@@ -142,6 +147,25 @@ class PadCollator:
 
     def _padding(self, name: str) -> int | float:
         return self.pad_values.get(name, _IGNORED if name == "labels" else 0)
+
+    def _ignored(self, name: str) -> int | float:
+        return self.pad_values.get(name, _IGNORED)
+
+    def _is_ignored(self, name: str, column: Tensor) -> bool:
+        """Return whether filler gets the ignored value, and no copy: not what is measured, such as a single float."""
+        is_measured = column.ndim == 1 and (column.is_floating_point() or column.is_complex())
+        return self.fill_rows and name in self.label_fields and not is_measured
+
+    def _dtype(self, name: str, dtype: torch.dtype, needed: Sequence[int | float]) -> torch.dtype:
+        """Return the type of a field that holds some values, the same in every batch: whole numbers, for -100."""
+        if all(_holds(dtype, value) for value in needed):
+            return dtype
+        if name not in self.pad_values:
+            return torch.int64
+        raise ArgumentError(
+            f"field {name!r} is of {dtype}, which cannot hold its padding {self.pad_values[name]!r}; give another one "
+            f"in pad_values, or another type"
+        )
 
     def _filled(self, batch: dict[str, Tensor], num_real: int, widths: tuple[int, ...]) -> dict[str, Tensor]:
         missing = self._full_size(num_real, widths) - num_real
@@ -157,12 +181,28 @@ class PadCollator:
 
     def _filler(self, name: str, column: Tensor, num: int) -> Tensor:
         shape = (num, *column.shape[1:])
-        if name in self.label_fields and column.ndim > 1:
-            return column.new_full(shape, self._padding(name))
-        ignored = self.pad_values.get(name, _IGNORED)
-        if name in self.label_fields and column.dtype in _SIGNED and ignored >= torch.iinfo(column.dtype).min:
-            return column.new_full(shape, ignored)
-        return column[:1].expand(shape)
+        return (
+            column.new_full(shape, self._ignored(name)) if self._is_ignored(name, column) else column[:1].expand(shape)
+        )
+
+
+def _check_names(option: str, names: Any) -> None:
+    if isinstance(names, str):
+        raise ArgumentError(f"{option} must be a tuple, got {names!r}; write ({names!r},)")
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise ArgumentError(f"{option} must be a tuple of names of fields, got {names!r}; write () for none")
+
+
+def _holds(dtype: torch.dtype, value: float) -> bool:
+    """Say whether a type has a value: whole numbers their range, floats whatever does not overflow."""
+    if dtype.is_complex:
+        return True
+    if dtype.is_floating_point:
+        return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
+    if not math.isfinite(value) or value != int(value):
+        return False
+    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return least <= value <= most
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._tree import Rows, take
+from ..errors import ArgumentError
 from .report import Copied, MicroSums
 
 # The field of a batch that is 1 for each of its rows and 0 for filler.
@@ -28,11 +29,23 @@ def without_filler(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     >>> batch = {"x": torch.tensor([5, 6, 5]), "row_weight": torch.tensor([1.0, 1.0, 0.0])}
     >>> without_filler(batch)["x"].tolist()
     [5, 6]
+
+    Raises:
+        ArgumentError: all rows are filler, or the weights are no tensor of one number per row.
     """
     weights = batch.get(ROW_WEIGHT)
-    if weights is None or bool((weights != 0).all()):
+    if weights is None:
         return batch
-    return take(dict(batch), torch.nonzero(weights)[:, 0].tolist())
+    if not isinstance(weights, Tensor) or weights.ndim != 1:
+        found = f"{weights.ndim} axes" if isinstance(weights, Tensor) else type(weights).__name__
+        raise ArgumentError(f"batch[{ROW_WEIGHT!r}] must be a tensor with one weight per row, got {found}")
+    real = torch.nonzero(weights)[:, 0].tolist()
+    if not real:
+        raise ArgumentError(
+            f"all {len(weights)} rows of the batch are filler, and a batch without rows has no loss; leave it out, or "
+            "take the filler off before the batch is cut into pieces"
+        )
+    return batch if len(real) == len(weights) else take(dict(batch), real)
 
 
 def weights_of(batch: Any) -> Tensor | None:

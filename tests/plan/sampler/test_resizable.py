@@ -531,6 +531,11 @@ def test_groupings_that_cannot_fill_batches_are_refused(options, complaint):
         make(**options)
 
 
+def test_shapes_that_cannot_be_are_refused_when_the_sampler_is_made():
+    with pytest.raises(BudgetError, match=r"Buckets\(count=1\) is too few shapes: 2 are needed"):
+        ResizableBatchSampler(2, 2, lengths=[[9, 1], [1, 9]], budget=bw.MaxTokens(10), grouping=bw.Buckets(1))
+
+
 # Epochs.
 
 

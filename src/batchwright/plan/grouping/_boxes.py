@@ -72,7 +72,8 @@ def make_cells(problem: Problem, units: IntArray) -> Cells:
 
 def _scale(prices: FloatArray, num_examples: int, *, is_whole: bool) -> float:
     """Return a power of two in which costs are counted: sums over all examples are then exact, on every machine."""
-    finest = np.frexp(prices.max())[1] + np.frexp(num_examples)[1] - 53
+    finite = prices[np.isfinite(prices)]  # the others do not fit with one item
+    finest = np.frexp(finite.max() if len(finite) else 1.0)[1] + np.frexp(num_examples)[1] - 53
     return float(2.0 ** (max(finest, 0) if is_whole else max(finest, -1022)))
 
 

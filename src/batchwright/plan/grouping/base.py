@@ -16,7 +16,7 @@ from ..._lengths import pad_up
 from ..._random import Purpose, bit_stream
 from ..._types import FloatArray, IntArray
 from ...errors import ArgumentError
-from .._cost import Cost, evaluate
+from .._cost import Cost, evaluate, refuse_infinite
 from .._order import order_batches, step_cost
 from ..budget import Budget
 
@@ -82,11 +82,19 @@ class Problem:
         return self.budget.fraction(np.ones(len(padded), dtype=np.int64), padded) <= 1
 
     def cost_per_item(self, padded: IntArray) -> FloatArray:
-        """Return what an item of a full batch costs at padded lengths ``(M, axes)``: work, or padded tokens."""
+        """Return what an item of a full batch costs at padded lengths ``(M, axes)``: work, or padded tokens.
+
+        Raises:
+            BudgetError: the cost is infinite for a batch that the budget allows.
+        """
         if self.cost is None:
             return padded.sum(axis=1).astype(np.float64)
         sizes = self.sizes(padded)
-        return evaluate(self.cost, sizes, padded) / sizes
+        costs = evaluate(self.cost, sizes, padded)
+        is_infinite = np.isinf(costs)
+        if is_infinite.any():
+            refuse_infinite(is_infinite & self.fits(padded), sizes, padded)
+        return costs / sizes
 
     def padded(self, lengths: IntArray) -> IntArray:
         """Return lengths as a batch pads them."""

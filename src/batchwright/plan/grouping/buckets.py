@@ -1,4 +1,4 @@
-"""Buckets: a few static shapes that cost the least padding, for any number of axes."""
+"""Buckets: a few static shapes that cost the least padding, for one axis or several."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from ._shelves import Flow, Line, Search, Shelves, Space, largest_divisor
 from ._sort_keys import sort_examples
 from .base import Catalogue, Grouping, Groups, Problem, UInt64Array, distinct, stratum_lookup, to_units
 
+_MAX_AXES = 8  # the search has two candidate lengths per axis at the least, so the places double with each
+
 
 @final
 @dataclass(frozen=True)
@@ -29,13 +31,15 @@ class Buckets(Grouping):
 
     A shape is ``(num_items, padded length per axis)``. Inside a shape examples are drawn at random; what fills no batch
     moves up to the cheapest shape that holds it, and only what is left in the end makes short batches, whose shapes
-    count too. The shapes are the same in every epoch. They cost the least padded tokens, or the least of ``cost`` where
+    count too. The catalogue of shapes is the same in every epoch; which of them an epoch has, and what its short
+    batches are padded to, may differ on several axes. They cost the least padded tokens, or the least of ``cost`` where
     the plan has one (a ``TimeModel`` gives seconds). Few shapes are what ``torch.compile``, CUDA graphs and attention
     kernels with a plan per shape want.
 
     Where ``count`` leaves no room for a short batch, as ``Buckets(1)`` does, all batches are as large as the largest
-    allowed number that divides the examples; ``drop_last=True`` leaves the short ones out instead. Examples that run
-    alone because they are over the budget, and the pieces of a last step on several ranks, have further shapes.
+    allowed number that divides the examples; where that is no multiple of ``size_multiple_of``, the plan is refused.
+    ``drop_last=True`` leaves the short ones out instead. Examples that run alone because they are over the budget, and
+    the pieces of a last step on several ranks, have further shapes. There may be one to eight axes.
 
     A pair ``(a, b)`` counts lengths per axis and not shapes: ``a`` lengths of the first axis, each divided into at most
     ``b`` of the second.
@@ -57,11 +61,16 @@ class Buckets(Grouping):
         return find_shelves(problem, self._num_shapes).group()
 
     def check_axes(self, num_axes: int) -> None:
-        """Refuse a pair of counts for more than two axes."""
+        """Refuse a pair of counts for more than two axes, and more axes than shapes can be searched on."""
         if isinstance(self.count, tuple) and num_axes > 2:
             raise ArgumentError(
                 f"Buckets(count={self.count}) bounds two axes, got lengths with {num_axes}; give one number, which "
-                "counts shapes on any number of axes"
+                f"counts shapes on up to {_MAX_AXES} axes"
+            )
+        if num_axes > _MAX_AXES:
+            raise ArgumentError(
+                f"Buckets takes lengths with up to {_MAX_AXES} axes, got {num_axes}; join axes that are padded alike, "
+                "or use WindowSort()"
             )
 
     @property
@@ -85,19 +94,20 @@ _BATCHES_PER_SHAPE = 1.0
 
 
 def find_shelves(problem: Problem, count: int) -> Shelves:
-    """Return the shapes of a plan that has at most ``count`` in all, the same in every epoch.
+    """Return the catalogue of a plan that has at most ``count`` shapes in all, the same in every epoch.
 
     The short batches at the end of the data have shapes of their own, which count. So the fewest shapes that hold
     everything come first, and others are added as long as all fit into ``count``.
 
     Raises:
-        BudgetError: more shapes are needed.
+        BudgetError: more shapes are needed; on two axes it says how many, on more the search ends after ``count``.
     """
-    search = Line(problem) if problem.num_axes == 1 else Space(problem)
+    search = Line(problem) if problem.num_axes == 1 else Space(problem, count)
     num_needed = search.num_needed
     if num_needed > count:
+        found = f"{num_needed} are needed" if problem.num_axes == 2 else f"the search needs more than {count}"
         raise BudgetError(
-            f"Buckets(count={count}) is too few shapes: {num_needed} are needed, because examples that are long on "
+            f"Buckets(count={count}) is too few shapes: {found}, because examples that are long on "
             f"different axes fit {problem.budget} alone but not padded to one shape; raise count or the budget, or use "
             "WindowSort()"
         )
@@ -141,11 +151,15 @@ def _with_equal_batches(filled: _Filled, count: int) -> Shelves:
     shelves, flow = filled
     if len(shelves.units) == 1 and count > 1:
         return replace(shelves, equal_rests=True)
-    rounding = shelves.problem.rounding
-    sizes = [
-        largest_divisor(total, size, rounding)
-        for total, size in zip(flow.totals.tolist(), shelves.sizes.tolist(), strict=True)
-    ]
+    rounding, sizes = shelves.problem.rounding, []
+    for total, size in zip(flow.totals.tolist(), shelves.sizes.tolist(), strict=True):
+        sizes.append(largest_divisor(total, size, rounding))
+        if size % rounding.multiple_of == 0 and sizes[-1] % rounding.multiple_of:
+            raise ArgumentError(
+                f"Buckets(count={count}) leaves no room for a short batch, and {total} examples do not divide into "
+                f"equal batches of up to {size} that are multiples of size_multiple_of={rounding.multiple_of}; raise "
+                "count, or give drop_last=True"
+            )
     return replace(shelves, sizes=np.array(sizes))
 
 

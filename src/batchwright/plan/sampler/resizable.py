@@ -47,8 +47,8 @@ class ResizableBatchSampler(AbstractEpochs):
     ``collate``: it cuts a share into pieces of similar lengths again, so that little is padded. A budget that admits
     many more examples than a batch has makes neighbouring batches alike; bound it, ``budget & MaxItems(n)``.
 
-    With ``grouping=Buckets(count)`` the micro-batches have few static shapes, the same in every epoch: ``shapes`` lists
-    them, and a collator pads with ``pad_to``. ``split_by_shapes`` cuts a batch into these shapes again.
+    With ``grouping=Buckets(count)`` the micro-batches have few static shapes, one catalogue for all epochs: ``shapes``
+    lists it, and a collator pads with ``pad_to``. ``split_by_shapes`` cuts a batch into these shapes again.
 
     Workers form batches ahead: with ``num_workers > 0`` a new size takes effect after the batches already prefetched.
     Where it must apply at once, use ``regroup``.
@@ -105,6 +105,8 @@ class ResizableBatchSampler(AbstractEpochs):
         self._lengths_hash = None if self._ordering.lengths is None else fingerprint(self._ordering.lengths)
         super().__init__()
         self._order: EpochOrder | None = None
+        if self._settings.grouping.is_static:
+            _ = self.pad_to  # planned now, so that shapes that cannot be are refused here and not in the first epoch
 
     @property
     def num_repeated(self) -> int:
@@ -121,7 +123,7 @@ class ResizableBatchSampler(AbstractEpochs):
         """Return the static shapes of micro-batches, ``(K, 1 + axes)``: full size and lengths; None if there are none.
 
         >>> from batchwright import Buckets, MaxTokens
-        >>> grouped = {"lengths": [3, 4, 4, 8, 7, 8], "budget": MaxTokens(16), "grouping": Buckets(2)}
+        >>> grouped = {"lengths": [4, 4, 4, 4, 7, 8], "budget": MaxTokens(16), "grouping": Buckets(2)}
         >>> ResizableBatchSampler(6, 3, **grouped).shapes.tolist()
         [[4, 4], [2, 8]]
         """
