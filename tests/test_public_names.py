@@ -154,7 +154,7 @@ ADDED = {
     "batchwright.BatchSampler.start_of",
     "batchwright.Plan.pad_to",
     "batchwright.PlanReport.balance_over",
-    "batchwright.TimeModel.__call__",
+    "batchwright.TimeModel.cost",
     "batchwright.errors.RankError",
     "batchwright.integrations.accelerate.AcceleratedStepper.graph_summary",
     "batchwright.integrations.dynabatch.DynaBatchSampler.for_training",

@@ -61,11 +61,11 @@ class TimeModel(FittedTerms):
         """Return the steady seconds expected for each shape ``(M, 1 + axes)``."""
         return self.terms.predict(shapes)
 
-    def __call__(self, num_items: IntArray, lengths: IntArray) -> Doubles:
-        """Return the steady seconds of ``num_items`` ``(M,)`` at padded lengths ``(M, axes)``: a model is a ``cost``.
+    def cost(self, num_items: IntArray, lengths: IntArray) -> Doubles:
+        """Return the steady seconds of ``num_items`` ``(M,)`` at padded lengths ``(M, axes)``, for ``cost=`` of a plan.
 
         >>> model = TimeModel(Terms(1, (0.08, 0.0, 1e-5, 0.0)))
-        >>> model(np.array([10]), np.array([[100]])).round(6).tolist()
+        >>> model.cost(np.array([10]), np.array([[100]])).round(6).tolist()
         [0.09]
         """
         return self.predict(np.column_stack([num_items, lengths]))
