@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..._types import IntArray
+from ...errors import BudgetError
 from .base import Problem
 
 _MAX_COMPARED = 1024  # boxes that are compared with all others, on three axes and more
@@ -25,6 +26,17 @@ def cover(problem: Problem, units: IntArray, most: int) -> IntArray:
         return longest
     units = units.astype(np.int64)
     return _cover_stairs(problem, _stairs(units)) if problem.num_axes == 2 else _cover_any(problem, units, most)
+
+
+def check_enough(problem: Problem, count: int, num_needed: int) -> None:
+    """Refuse a number of shapes that do not hold every example; only on two axes is it known how many would."""
+    if num_needed <= count:
+        return
+    found = f"{num_needed} are needed" if problem.num_axes == 2 else f"the search needs more than {count}"
+    raise BudgetError(
+        f"Buckets(count={count}) is too few shapes: {found}, because examples that are long on different axes fit "
+        f"{problem.budget} alone but not padded to one shape; raise count or the budget, or use WindowSort()"
+    )
 
 
 def _fits(problem: Problem, boxes: IntArray) -> npt.NDArray[np.bool_]:

@@ -14,8 +14,9 @@ import numpy.typing as npt
 from ..._checks import as_whole
 from ..._random import Purpose
 from ..._types import MAX_INT32, IntArray
-from ...errors import ArgumentError, BudgetError
+from ...errors import ArgumentError
 from ._boxes import least_padding_bounds
+from ._covering import check_enough
 from ._cutting import cut_rest, fill_cells
 from ._shelves import Flow, Line, Search, Shelves, Space, largest_divisor
 from ._sort_keys import sort_examples
@@ -104,13 +105,7 @@ def find_shelves(problem: Problem, count: int) -> Shelves:
     """
     search = Line(problem) if problem.num_axes == 1 else Space(problem, count)
     num_needed = search.num_needed
-    if num_needed > count:
-        found = f"{num_needed} are needed" if problem.num_axes == 2 else f"the search needs more than {count}"
-        raise BudgetError(
-            f"Buckets(count={count}) is too few shapes: {found}, because examples that are long on "
-            f"different axes fit {problem.budget} alone but not padded to one shape; raise count or the budget, or use "
-            "WindowSort()"
-        )
+    check_enough(problem, count, num_needed)
     useful = max(1, int(problem.num_batches / _BATCHES_PER_SHAPE))
     num_more = max(0, min(count - search.num_reserved, useful) - num_needed)
     while True:
