@@ -141,7 +141,7 @@ class MicroGraph:
         work = self._work
         # Containers of its own, since a loss may take fields out of them.
         batch = map_leaves(self._inputs.batch, lambda tensor: tensor)
-        with work.precision(), _without_autocast_cache(), work.in_place(), _ConstantsOnDevice():
+        with work.precision(), without_autocast_cache(), work.in_place(), _ConstantsOnDevice():
             sums = MicroSums(work.loss_fn(work.ranks.module, batch), is_replayed=True)
         if sums.is_empty or sums.is_doubtful:
             raise NotGraphableError("a micro-batch has a weight of 0 on the host, and such are left out")
@@ -217,7 +217,7 @@ def _by_kind(buffers: Sequence[Tensor], places: Sequence[int]) -> list[list[int]
     return list(kinds.values())
 
 
-class _without_autocast_cache:
+class without_autocast_cache:
     """Cast every parameter inside the graph: what autocast keeps would be as old as the capture."""
 
     def __enter__(self) -> None:
