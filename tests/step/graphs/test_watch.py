@@ -32,6 +32,7 @@ class Model(nn.Module):
         self.chance = random.Random(3)
 
     def forward(self, x):
+        assert (self.name, self.size, self.nothing) is not getattr(self, "another", None)
         hidden = self.norm(self.drop(self.first(x))) * self.scale * self.config.scale
         return self.second(hidden) * self.table["a"][0] * self.plain.sum()
 
@@ -73,6 +74,11 @@ _CHANGES = {
     "parameter": lambda model: setattr(model.first, "bias", nn.Parameter(torch.zeros(4))),
     "no-parameter": lambda model: setattr(model.first, "bias", None),
     "data": replace_data,
+    "turned": lambda model: setattr(model.second.weight, "data", model.second.weight.data.t()),
+    "shape-of-buffer": lambda model: setattr(model.norm.running_var, "data", model.norm.running_var.data.view(2, 2)),
+    "renamed": lambda model: (delattr(model, "name"), setattr(model, "another", 1)),
+    "hook-of-several": lambda model: torch.autograd.graph.register_multi_grad_hook([*model.parameters()], print),
+    "hook-of-any": lambda model: torch.autograd.graph.register_multi_grad_hook([model.first.bias], print, mode="any"),
     "frozen": lambda model: model.first.requires_grad_(False),
     "buffer": lambda model: setattr(model.norm, "running_mean", torch.zeros(4)),
     "data-of-buffer": lambda model: setattr(model.norm.running_mean, "data", torch.zeros(4)),
@@ -110,6 +116,7 @@ _HARMLESS = {
     "there-and-back": lambda model: model.eval() and model.train(),
     "copied": copy.deepcopy,
     "unread": lambda model: setattr(model.config, "unread", 1),
+    "unread-attribute": lambda model: setattr(model, "num_updates", getattr(model, "num_updates", 0) + 1),
 }
 
 

@@ -82,6 +82,8 @@ class Capturer:
         host = HostRandom(self.look().generators, self._device)
         whole = map_leaves(batch, lambda tensor: tensor)  # a loss may take fields out of its batch
         sums = eager()
+        if self.reach.obstacle is not None:
+            raise NotGraphableError(self.reach.obstacle, sums)
         moved = host.moved()
         draws: Draws | None = []
         if moved == [CPU] or self._device.type == "cpu":
@@ -146,7 +148,8 @@ class Capturer:
         like = dict(targets)[real]
         batches = [given if signature == real else resized(like, given) for signature, given in targets]
         self._open()
-        self.look()
+        if self.look().obstacle is not None:
+            raise NotGraphableError(str(self.reach.obstacle))
         kept, is_rehearsed, num_captured = self.keep(), elements_of(targets[0][0]) <= self._most_rehearsed, 0
         if is_rehearsed:
             self._run_ahead(batches, kept)

@@ -111,7 +111,7 @@ class Graphs:
         if self._off is not None:
             return
         if self._capturer.work is None:
-            reason = hooks_of(self._ranks.module) or unfit(self._trained.parameters)
+            reason = hooks_of(self._ranks.module, self._trained.parameters) or unfit(self._trained.parameters)
             if reason is not None:
                 self._give_up(reason)
 
