@@ -52,7 +52,8 @@ class Runner:
         self.graphs: Graphs | None = None
         self.pad_to: PadTo | None = None
         self._has_weights = False  # of rows, some of which may be filler
-        self._filler = Filler(self._forward, ranks.module, lambda: self.snapshot().restore)
+        is_half = settings.autocast is not None
+        self._filler = Filler(self._forward, ranks.module, lambda: self.snapshot().restore, is_half=is_half)
         self.look_at_model()
 
     def look_at_model(self) -> None:
