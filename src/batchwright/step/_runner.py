@@ -244,6 +244,8 @@ class Runner:
         del micro_batch  # so that the inputs are freed before the backward pass
         self._finish_part(sums, part, logical, pending, totals, norms)
         totals.add(sums, *counts)
+        if self.graphs is not None:
+            self.graphs.note_eager("gradient noise is measured eagerly")
 
     def _counted(self, micro_batch: Any, num: int, *, is_cut: bool) -> tuple[Any, tuple[int | Copied, int]]:
         """Return a micro-batch, perhaps without its filler rows, and how many examples and rows it has."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..._ranks import Ranks
-from ..._tree import map_leaves
+from ..._tree import leaves, map_leaves
 from ..report import MicroSums, Sum
 from ._inputs import Signature, StaticInputs
 from .backend import GraphBackend, Replay
@@ -200,9 +200,9 @@ class MicroGraph:
         return None if self._names is None else self._names.weight
 
     @property
-    def label(self) -> str:
-        """Return the sizes of the inputs, for people."""
-        return " ".join("x".join(map(str, size)) for size in dict.fromkeys(self.signature.sizes) if size)
+    def types(self) -> str:
+        """Return the types of the inputs, for people."""
+        return " ".join(str(tensor.dtype).removeprefix("torch.") for tensor in leaves(self._inputs.batch))
 
 
 # Loss, weight and metrics of a micro-batch.

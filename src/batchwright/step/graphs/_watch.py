@@ -211,7 +211,9 @@ def _are_foreign(hooks: dict[int, Any]) -> bool:
 
 def _shared_hooks(parameters: Sequence[Tensor]) -> bool:
     """Say whether a parameter has a hook that waits for others: those of one parameter run after a replay."""
-    return any(is_of_several(hook) for hooks in filter(None, map(_BACKWARD_HOOKS, parameters)) for hook in hooks.values())
+    return any(
+        is_of_several(hook) for hooks in filter(None, map(_BACKWARD_HOOKS, parameters)) for hook in hooks.values()
+    )
 
 
 def hooks_of(module: nn.Module, trained: Sequence[nn.Parameter] = ()) -> str | None:
