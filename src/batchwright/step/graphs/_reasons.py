@@ -17,6 +17,7 @@ _MOST_STRANGE = 16
 _MOST_KINDS = 4
 NEW_KIND = "a kind of batch, by its fields, types and single values, runs eagerly at first"
 MANY_KINDS = "batches hold single values, such as a list of names, that differ from batch to batch"
+UNREADABLE = "a batch holds more than tensors and single values"
 UNPLANNED = "a shape was not planned"
 
 
@@ -68,6 +69,12 @@ class Reasons:
             return NEW_KIND
         self.warn(f"steps run eagerly: {MANY_KINDS}; leave them out of the batch, or out of what loss_fn is given")
         return MANY_KINDS
+
+    def of_unreadable(self, *, is_any_captured: bool) -> str:
+        """Return why a batch with more than tensors runs eagerly; if no other kind comes, it is warned of."""
+        if self.counts.get(UNREADABLE, 0) + 1 == _MOST_STRANGE and not is_any_captured:
+            self.warn(f"{_MOST_STRANGE} micro-batches ran eagerly: {UNREADABLE}")
+        return UNREADABLE
 
 
 def text_of_sizes(sizes: Iterable[tuple[int, ...]]) -> str:

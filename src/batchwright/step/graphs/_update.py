@@ -173,7 +173,7 @@ class Updates:
         self._optimizer, self._settings, self._backend = optimizer, settings, backend
         self._graphs: dict[tuple[bool, ...], UpdateGraph] = {}  # by which parameters have a gradient
         self._graph: UpdateGraph | None = None
-        self._num_changes = self._num_replaced = 0
+        self._num_changes = self._num_replaced = self._num_short = 0
         self.num_replayed = 0
         self.is_new = False
         self.reason: str | None = None
@@ -217,7 +217,8 @@ class Updates:
             self._graphs[key] = self._graph
         except Exception as error:
             if is_out_of_memory(error):
-                self.reason = "its capture ran out of memory"
+                self._num_short += 1
+                self.reason = "its capture ran out of memory" if self._num_short == _MOST_CAPTURES else None
             else:
                 self.reason = f"its capture failed with {type(error).__name__}: {str(error)[:200]}"
         if self._graph is None and settings.scaler is not None:

@@ -171,7 +171,7 @@ class Graphs:
         self._num_eager += 1
         self._is_in_doubt = True  # an eager run may change the model, whose graphs then are void
         if signature is None:
-            self._reasons.count(self._off or "a batch holds more than tensors and single values")
+            self._reasons.count(self._off or self._reasons.of_unreadable(is_any_captured=bool(self._graphs)))
             return eager()
         if not self._is_warm:
             return self._warm_up(signature, batch, eager)
