@@ -20,7 +20,7 @@ def penalised(model, batch):
 def test_a_small_penalty_on_filler_rows_is_found_out():
     torch.manual_seed(0)
     twins = Twins("tape", nn.Linear(6, 3), penalised, [(4, 6)] * 4)
-    with pytest.warns(UserWarning, match="the loss counts them: two examples of loss"):
+    with pytest.warns(UserWarning, match="the loss counts them: two examples of loss"):  # noqa: PT031
         for seed in range(4):
             batch = filled(seed=seed)
             batch["y"] = batch["y"] + 3
@@ -43,7 +43,7 @@ def with_auxiliary(model, batch):
 
 def test_a_loss_that_counts_filler_only_in_training_mode_is_found_out():
     twins = Twins("tape", BalancedInTraining(6, 3), with_auxiliary, [(4, 6)] * 4)
-    with pytest.warns(UserWarning, match="the loss counts them: two examples of loss"):
+    with pytest.warns(UserWarning, match="the loss counts them: two examples of loss"):  # noqa: PT031
         for seed in range(4):
             batch = filled(seed=seed)
             twins.step(batch, eager_batch={name: value[:3] for name, value in batch.items()})
@@ -66,7 +66,7 @@ def of_rows(model, batch):
 
 def test_a_model_that_takes_a_mean_over_all_rows_gets_no_filler():
     twins = Twins("tape", Centred(), of_rows, [(4, 6)] * 4)
-    with pytest.warns(UserWarning, match="the loss counts them: two examples of loss"):
+    with pytest.warns(UserWarning, match="the loss counts them: two examples of loss"):  # noqa: PT031
         for seed in range(5):
             batch = filled(seed=seed)
             twins.step(batch, eager_batch={name: value[:3] for name, value in batch.items()})

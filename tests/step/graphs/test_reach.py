@@ -375,7 +375,7 @@ class CountsInAnArray(nn.Module):
 def test_a_count_in_an_array_goes_on():
     model = CountsInAnArray()
     stepper = Stepper(model, sgd(model.parameters()), squares, graphs=TapeGraphs(), shapes=[(4, 6)] * 4)
-    with pytest.warns(UserWarning, match="the forward pass changes calls"):
+    with pytest.warns(UserWarning, match="the forward pass changes calls"):  # noqa: PT031
         for seed in range(8):
             stepper.step(batch_of(seed=seed))
     assert model.calls[0] == 8
@@ -393,7 +393,7 @@ class PenaltyAtTimes(nn.Module):
 
 def test_a_model_that_counts_its_passes_with_an_iterator_runs_as_eagerly():
     twins = Twins("tape", PenaltyAtTimes(), squares, [(4, 6)] * 4)
-    with pytest.warns(UserWarning, match="calls is an iterator, which a replay does not advance"):
+    with pytest.warns(UserWarning, match="calls is an iterator, which a replay does not advance"):  # noqa: PT031
         for seed in range(21):
             twins.step(batch_of(seed=seed))
     twins.check()
@@ -407,7 +407,7 @@ def test_a_loss_with_a_generator_of_the_system_trains_eagerly():
         return loss * (1.0 if chance.random() < 0.5 else 2.0), weight
 
     stepper = Stepper(model, sgd(model.parameters()), loss_fn, graphs=TapeGraphs(), shapes=[(4, 6)] * 4)
-    with pytest.warns(UserWarning, match="chance of loss_fn draws random numbers of the system"):
+    with pytest.warns(UserWarning, match="chance of loss_fn draws random numbers of the system"):  # noqa: PT031
         for seed in range(4):
             report = stepper.step(batch_of(seed=seed))
     assert not report.graphed

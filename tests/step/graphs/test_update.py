@@ -382,7 +382,7 @@ def test_an_update_that_runs_out_of_memory_in_its_capture_runs_eagerly_with_a_sc
 def test_an_update_that_finds_no_memory_is_not_blamed_on_the_optimizers_options():
     model = nn.Linear(6, 3)
     stepper = Stepper(model, sgd(model.parameters()), squares, graphs=NoRoomForUpdates(), shapes=[(4, 6)] * 4)
-    with pytest.warns(UserWarning, match="its capture ran out of memory"):
+    with pytest.warns(UserWarning, match="its capture ran out of memory"):  # noqa: PT031
         for seed in range(14):
             stepper.step(batch_of(seed=seed))
     assert "its capture ran out of memory" in stepper.graph_summary().reasons

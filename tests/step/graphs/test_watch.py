@@ -373,7 +373,7 @@ def test_hooks_on_several_parameters_run_at_every_backward_pass():
     for seed in range(4):
         stepper.step(batch_of(seed=seed))
     torch.autograd.graph.register_multi_grad_hook(tuple(model.parameters()), seen.append)
-    with pytest.warns(UserWarning, match="hooks of register_multi_grad_hook do not run at a replay"):
+    with pytest.warns(UserWarning, match="hooks of register_multi_grad_hook do not run at a replay"):  # noqa: PT031
         for seed in range(6):
             stepper.step(batch_of(seed=seed))
     assert len(seen) == 6

@@ -14,7 +14,7 @@ from ._micro import MicroGraph
 # After so many micro-batches, none of which was of a planned shape, the plan and the batches do not go together.
 _MOST_STRANGE = 16
 # So many kinds of batches, and none that came again.
-_MOST_KINDS = 4
+_MOST_KINDS = 16
 NEW_KIND = "a kind of batch, by its fields, types and single values, runs eagerly at first"
 MANY_KINDS = "batches hold single values, such as a list of names, that differ from batch to batch"
 UNREADABLE = "a batch holds more than tensors and single values"

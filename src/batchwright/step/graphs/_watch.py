@@ -103,8 +103,8 @@ class Watch:
         for held, before in (*self._children, *self._tensors):
             if len(held) != len(before) or not all(map(is_, held.values(), before)):
                 return "a part, a parameter or a buffer of the model"
-        for place, values in self._reached:
-            found = place.change_from(values)
+        for place, known in self._reached:
+            found = place.change_from(known)
             if found is not None:
                 return found
         if self._places_now() != self._places:
