@@ -83,8 +83,8 @@ def test_shapes_that_were_not_planned_are_warned_of_once():
         for seed in range(40):
             stepper.step(batch_of(seed=seed))
     assert [str(one.message) for one in caught] == [
-        "16 micro-batches ran eagerly, as none had a planned shape: the last has tensors of 4x6 4x3, and shapes= begins "
-        "with 5x6 (rows, then padded lengths)"
+        "16 micro-batches ran eagerly, as none had a planned shape: the last has tensors of 4x6 4x3, and shapes= "
+        "begins with 5x6 (rows, then padded lengths)"
     ]
     assert stepper.graph_summary().reasons["a shape was not planned"] == 39
 
