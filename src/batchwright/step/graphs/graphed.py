@@ -21,11 +21,10 @@ from ._capturing import Capturer, text_of
 from ._draws import draw_again
 from ._inputs import Catalogue, Signature, Target, elements_of, signature_of
 from ._micro import MicroGraph, NotGraphableError
-from ._reasons import UNPLANNED, Reasons, replays_by_label
 from ._update import Updates
 from ._watch import Watch, hooks_of, unfit
 from .backend import Choice, CudaGraphs, make_backend
-from .summary import GraphSummary
+from .summary import UNPLANNED, GraphSummary, Reasons, replays_by_label
 
 # divisor(weight on the host or None, elements of the micro-batch): what losses of the update are divided by
 Divisor: TypeAlias = Callable[[float | None, int], float]
