@@ -170,7 +170,7 @@ class Gatherer:
         if prepared.asked is not None:
             pending.asked_weight = (asked_before or 0.0) + prepared.asked
         measured = None if self.meter is None else self.meter.norms.total
-        return _Opened(pending, taken, asked_before, pending.divisor, measured)
+        return _Opened(pending, taken, asked_before, pending.divisor, pending.num_replayed, measured)
 
     def _undo(self, opened: _Opened, *, is_run: bool) -> None:
         """Drop what a batch has added, and put back what was there before it, unless ``put_back`` failed and did so."""
@@ -184,6 +184,7 @@ class Gatherer:
         if opened.taken is not None:
             pending.gradients.watch()
         pending.asked_weight, pending.divisor = opened.asked_before, opened.divisor_before
+        pending.num_replayed = opened.replayed_before
         if self.meter is not None:
             self.meter.norms.reset(opened.measured_before)
 
@@ -283,4 +284,5 @@ class _Opened(NamedTuple):
     taken: list[Tensor | None] | None  # gradients of earlier batches, None for the first of an update
     asked_before: float | None
     divisor_before: float | None
+    replayed_before: int
     measured_before: Tensor | None

@@ -391,4 +391,9 @@ def _wait(gradient: Tensor) -> None:
 
 def _only_looks(hook: Any) -> bool:
     """Return whether a hook does not change the gradient: ours, and those of ``register_multi_grad_hook``."""
-    return hasattr(hook, "is_batchwright") or getattr(hook, "__module__", None) == "torch.autograd.graph"
+    return hasattr(hook, "is_batchwright") or is_of_several(hook)
+
+
+def is_of_several(hook: Any) -> bool:
+    """Return whether ``register_multi_grad_hook`` made a hook; with ``mode="any"`` it has the name of the user's."""
+    return getattr(hook, "__globals__", {}).get("__name__") == "torch.autograd.graph"

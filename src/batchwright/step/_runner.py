@@ -52,7 +52,8 @@ class Runner:
         self.graphs: Graphs | None = None
         self.pad_to: PadTo | None = None
         self._has_weights = False  # of rows, some of which may be filler
-        self._filler = Filler(self._forward, ranks.module, lambda: self.snapshot().restore)
+        is_half = settings.autocast is not None
+        self._filler = Filler(self._forward, ranks.module, lambda: self.snapshot().restore, is_half=is_half)
         self.look_at_model()
 
     def look_at_model(self) -> None:
@@ -239,10 +240,14 @@ class Runner:
     ) -> None:
         """Run a micro-batch eagerly."""
         micro_batch, counts = self._counted(micro_batch, len(part), is_cut=norms is not None)
+        if micro_batch is None:
+            return  # a piece of nothing but filler
         sums = self._forward(micro_batch)
         del micro_batch  # so that the inputs are freed before the backward pass
         self._finish_part(sums, part, logical, pending, totals, norms)
         totals.add(sums, *counts)
+        if self.graphs is not None:
+            self.graphs.note_eager("gradient noise is measured eagerly")
 
     def _counted(self, micro_batch: Any, num: int, *, is_cut: bool) -> tuple[Any, tuple[int | Copied, int]]:
         """Return a micro-batch, perhaps without its filler rows, and how many examples and rows it has."""
@@ -252,7 +257,7 @@ class Runner:
         # After memory ran out, filler would make small pieces as large as those that failed.
         must_be_cut = is_cut or math.isfinite(self.limit.ceiling) or not self._ranks.can_retry
         kept = self._filler.cut_off(micro_batch, always=must_be_cut)
-        return kept, count_rows(kept, num)
+        return kept, (0, 0) if kept is None else count_rows(kept, num)
 
     def _finish_part(
         self,
@@ -283,6 +288,8 @@ class Runner:
         assert self.graphs is not None
         before = self.graphs.num_replayed
         micro_batch, counts = self._counted(micro_batch, len(part), is_cut=False)
+        if micro_batch is None:
+            return
 
         def divisor(weight: float | None, num_elements: int) -> float:
             if weight is None and pending.divisor is None and pending.total_weight is pending.asked_weight is None:

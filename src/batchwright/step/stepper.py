@@ -68,8 +68,8 @@ class Stepper:
             ``split(batch, None)`` returns the number of examples, ``split(batch, indices)`` the micro-batch of some.
         graphs: True captures forward and backward of every planned shape, and the update, in CUDA graphs and replays
             them: a step that launches many small kernels then costs only its arithmetic. ``"auto"`` keeps graphs only
-            where they pay, and runs eagerly without CUDA. What was not planned or cannot be captured runs eagerly, and
-            a warning says why once.
+            where they pay, and runs eagerly without CUDA. What was not planned or cannot be captured runs eagerly:
+            ``graph_summary()`` says why, and a warning does once if that holds for every step.
         shapes: the catalogue of ``graphs``: ``plan.shapes``, or the sampler; None captures shapes that come again.
             With a sampler of static shapes, lists of examples are cut into micro-batches of these shapes.
 

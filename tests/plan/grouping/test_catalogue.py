@@ -316,7 +316,7 @@ def test_shapes_are_chosen_by_seconds_where_the_plan_has_a_time_model():
     shapes = [[n, a, b] for n in (1, 4, 16) for a in (10, 100, 200) for b in (10, 100, 200)]
     model = bw.TimeModel.fit(shapes, [1e-3 + 1e-5 * n * a + 1e-7 * n * b for n, a, b in shapes])
     tokens, seconds = (
-        bw.plan_batches(lengths, bw.MaxTokens(4000), grouping=bw.Buckets(8), cost=cost) for cost in (None, model)
+        bw.plan_batches(lengths, bw.MaxTokens(4000), grouping=bw.Buckets(8), cost=cost) for cost in (None, model.cost)
     )
     assert model.predict_plan(seconds.shapes) < 0.9 * model.predict_plan(tokens.shapes)
     assert seconds.report().padding > tokens.report().padding

@@ -1,80 +1,23 @@
-"""Capturing: from the largest shape down, what is refused and put back, and how a replay is compared."""
+"""Capturing: from the largest shape down, what is refused and put back."""
+
+import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 
 from batchwright.step import Stepper
-from batchwright.step.graphs._capturing import are_alike, outcome_of, text_of
+from batchwright.step.graphs._capturing import text_of
 from batchwright.step.graphs._micro import NotGraphableError
-from batchwright.step.report import MicroSums
 from batchwright.testing import EagerGraphs
 
 from . import models
-from .tape import TapeGraphs
+from .plain import batch_of, squares
+from .tape import Tape, TapeGraphs
 from .twins import SAME, Twins, distance, sgd
 
 torch.set_num_threads(1)
-
-
-def outcome(loss=2.0, weight=4.0, gradients=((3.0, 4.0), None, (1.0,)), **metrics):
-    sums = MicroSums.of_replay(torch.tensor(loss), torch.tensor(weight), metrics)
-    return outcome_of(sums, [None if one is None else torch.tensor(one) for one in gradients])
-
-
-def test_an_outcome_has_the_norms_of_the_gradients_that_are_there():
-    found = outcome()
-    assert found.touched == [0, 2]
-    assert found.norms.tolist() == [5, 1]
-    assert outcome_of(found.sums, [None]).norms.tolist() == []
-
-
-@pytest.mark.parametrize(
-    ("other", "is_alike"),
-    [
-        (outcome(), True),
-        (outcome(loss=2.0001, weight=4.0001), True),
-        (outcome(gradients=((3.0001, 4.0), None, (1.0005,))), True),
-        (outcome(loss=2.1), False),
-        (outcome(weight=5.0), False),
-        (outcome(gradients=((3.1, 4.0), None, (1.0,))), False),
-        (outcome(gradients=((3.0, 4.0), None, (1.1,))), False),
-        (outcome(gradients=((3.0, 4.0), (0.0,), (1.0,))), False),
-        (outcome(gradients=((3.0, 4.0), None, None)), False),
-        (outcome(hits=1.0), False),
-        (outcome(loss=float("nan")), False),
-        (outcome(gradients=((3.0, float("inf")), None, (1.0,))), False),
-    ],
-    ids=[
-        "same", "rounded", "rounded-gradients", "loss", "weight", "gradient", "small-gradient", "more-gradients",
-        "fewer-gradients", "metric", "no-number", "infinite",
-    ],
-)  # fmt: skip
-def test_outcomes_without_dropout_are_alike_exactly_when_they_differ_by_rounding(other, is_alike):
-    assert are_alike((other, other), outcome(), is_half=False) is is_alike
-    assert are_alike((outcome(), outcome()), other, is_half=False) is is_alike
-
-
-def test_with_dropout_an_eager_run_may_be_about_as_far_away_as_two_replays_are():
-    replays = outcome(loss=2.0), outcome(loss=2.2)
-    assert are_alike(replays, outcome(loss=2.5), is_half=False)
-    assert not are_alike(replays, outcome(loss=3.0), is_half=False)
-
-
-def test_half_precision_may_differ_by_more():
-    assert are_alike((outcome(), outcome()), outcome(loss=2.05), is_half=True)
-    assert not are_alike((outcome(), outcome()), outcome(loss=2.05), is_half=False)
-
-
-def test_metrics_are_compared_by_name_in_any_order():
-    found = outcome(hits=1.0, misses=2.0)
-    assert are_alike((found, found), outcome(misses=2.0, hits=1.0), is_half=False)
-    assert not are_alike((found, found), outcome(hits=2.0, misses=1.0), is_half=False)
-
-
-def test_results_that_are_no_numbers_on_both_sides_are_alike():
-    spoiled = outcome(loss=float("nan"), gradients=((float("nan"),),))
-    assert are_alike((spoiled, spoiled), spoiled, is_half=False)
 
 
 @pytest.mark.parametrize(
@@ -180,3 +123,97 @@ def test_the_gradients_of_an_update_that_goes_on_survive_a_capture():
         assert distance(twins.graphed.gradients, twins.eager.gradients) <= 1e-5
         twins.each(lambda side: side.stepper.update())
     assert distance(twins.graphed.values, twins.eager.values) <= SAME
+
+
+class Unlaunched(TapeGraphs):
+    """As on CUDA, a capture launches nothing: what it has made holds no values before the first replay."""
+
+    def capture(self, function, *, writes=()):
+        self.num_captures += 1
+        tape = Tape()
+        try:
+            tape.record(function)
+        finally:
+            tape.undo()
+        for _, _, _, results in tape._calls:
+            for place, _ in results:
+                if place.is_floating_point():
+                    place.data.fill_(float("nan"))
+
+        def replay():
+            self.num_replays += 1
+            tape.replay()
+
+        return replay
+
+
+@functools.lru_cache
+def slopes(width):
+    return torch.linspace(1.0, 2.0, width)[:, None]
+
+
+class Sloped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 3)
+
+    def forward(self, x):
+        return (self.layer(x[..., None]) * slopes(x.shape[1])).mean(1)
+
+
+def test_a_table_kept_by_lru_cache_is_not_filled_by_a_capture():
+    slopes.cache_clear()
+    model = Sloped()
+    graphed, eager = copy.deepcopy(model), copy.deepcopy(model)
+    shapes = [(4, 7), (4, 6), (4, 5)] * 2
+    one = Stepper(graphed, sgd(graphed.parameters()), squares, graphs=Unlaunched(), shapes=shapes)
+    two = Stepper(eager, sgd(eager.parameters()), squares)
+    batches = [batch_of(4, 6, 0), batch_of(4, 7, 1), batch_of(4, 6, 2), batch_of(3, 5, 3), batch_of(4, 5, 4)]
+    for batch in batches:
+        one.step(batch)
+    slopes.cache_clear()
+    for batch in batches:
+        two.step(batch)
+    assert distance(list(graphed.parameters()), list(eager.parameters())) < 1e-6
+
+
+class KeepsMasks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 3)
+        self.masks = {}
+
+    def forward(self, x):
+        width = x.shape[1]
+        if width not in self.masks:
+            self.masks[width] = torch.linspace(1.0, 2.0, width)
+        return self.layer((x * self.masks[width]).mean(1, keepdim=True))
+
+
+def test_a_table_with_an_entry_per_length_costs_no_graph():
+    model = KeepsMasks()
+    stepper = Stepper(model, sgd(model.parameters()), squares, graphs=TapeGraphs(), shapes=[(4, 5), (4, 6), (4, 7)] * 2)
+    for seed in range(24):
+        report = stepper.step(batch_of(4, 5 + seed % 3, seed))
+    assert report.graphed
+
+
+def test_recurrent_layers_under_ddp_run_eagerly_with_the_reason(tmp_path):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.LSTM(1, 5, batch_first=True), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.head(self.layer(x[..., None])[0][:, -1])
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = Recurrent()
+        ddp = nn.parallel.DistributedDataParallel(model)
+        stepper = Stepper(ddp, sgd(model.parameters()), squares, graphs=TapeGraphs(), shapes=[(4, 6)] * 4)
+        with pytest.warns(UserWarning, match="the forward pass changes layer._flat_weight"):
+            reports = [stepper.step(batch_of(seed=seed)) for seed in range(6)]
+        assert not any(report.graphed for report in reports)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,8 +1,11 @@
 """Reach: what a model and a loss read from Python, found by their code, and put back as it was."""
 
 import functools
+import itertools
 import random
-from collections import deque
+import types
+from collections import UserDict, deque
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from batchwright.step import Stepper
 from batchwright.step.graphs._reach import MOST_ENTRIES, Reach
+
+from .plain import batch_of, squares
+from .tape import TapeGraphs
+from .twins import Twins, sgd
 
 SCALE = 1.0
 
@@ -218,3 +226,198 @@ def test_every_place_can_be_put_back():
         place.refill(copied)
     assert all(place.change_from(values) is None for place, values, _ in before)
     assert (number, config.scale, held) == (1.0, 1.0, [[1.0], {"a": 1.0}, {1.0}, deque([1.0])])
+
+
+class Held(nn.Module):
+    def __init__(self, held):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.held = held
+
+    def forward(self, x):
+        return self.layer(x) * self.read()
+
+
+@dataclass(slots=True)
+class Slotted:
+    alpha: float = 1.0
+
+
+class ReadsSlots(Held):
+    def read(self):
+        return self.held.alpha
+
+
+class ReadsByName(Held):
+    def read(self):
+        return getattr(self.held, "alpha", 1.0)
+
+
+class ReadsAnArray(Held):
+    def read(self):
+        return float(self.held[0])
+
+
+class ReadsALongList(Held):
+    def read(self):
+        return self.held[0]
+
+
+def set_alpha(held):
+    held.alpha = 3.0
+
+
+def set_first(held):
+    held[0] = 3.0
+
+
+CHANGES = {
+    "slots": (ReadsSlots, Slotted, set_alpha),
+    "getattr": (ReadsByName, lambda: types.SimpleNamespace(alpha=1.0), set_alpha),
+    "array": (ReadsAnArray, lambda: np.ones(1), set_first),
+    "long list": (ReadsALongList, lambda: [1.0] * 300, set_first),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_setting_of_the_model_that_changes_counts_from_the_next_step(case):
+    make, held, act = CHANGES[case]
+    twins = Twins("tape", make(held()), squares, [(4, 6)] * 4)
+    for seed in range(4):
+        twins.step(batch_of(seed=seed))
+    assert twins.graphed.report.graphed
+    twins.each(lambda side: act(side.model.held))
+    for seed in range(4, 7):
+        twins.step(batch_of(seed=seed))
+    twins.check()
+
+
+class Lazy:
+    """As the configs of OmegaConf and ml_collections: attributes are looked up in a table."""
+
+    def __init__(self, **values):
+        self.__dict__["_content"] = dict(values)
+
+    def __getattr__(self, name):
+        try:
+            return self.__dict__["_content"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name, value):
+        self._content[name] = value
+
+
+class ReadsByKey(Held):
+    def read(self):
+        return self.held["alpha"]
+
+
+def set_key(held):
+    held["alpha"] = 3.0
+
+
+LOOKED_UP = {
+    "UserDict": (ReadsByKey, lambda: UserDict(alpha=1.0), set_key),
+    "__getattr__": (ReadsSlots, lambda: Lazy(alpha=1.0), set_alpha),
+}
+
+
+@pytest.mark.parametrize("case", LOOKED_UP)
+def test_a_setting_that_is_looked_up_in_a_table_counts_from_the_next_step(case):
+    make, held, act = LOOKED_UP[case]
+    twins = Twins("tape", make(held()), squares, [(4, 6)] * 4)
+    for seed in range(4):
+        twins.step(batch_of(seed=seed))
+    twins.each(lambda side: act(side.model.held))
+    for seed in range(4, 7):
+        twins.step(batch_of(seed=seed))
+    twins.check()
+
+
+@dataclass(slots=True)
+class Statistics:
+    mean: torch.Tensor
+
+
+class KeepsAMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.statistics = Statistics(torch.zeros(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.statistics.mean.lerp_(x.mean(), 0.5)
+        return self.layer(x) * (1 + self.statistics.mean)
+
+
+def test_a_tensor_in_an_object_with_slots_is_written_once_per_step():
+    twins = Twins("tape", KeepsAMean(), squares, [(4, 6)] * 4)
+    for seed in range(6):
+        twins.step(batch_of(seed=seed))
+    eager, graphed = twins.each(lambda side: float(side.model.statistics.mean))
+    assert graphed == pytest.approx(eager, rel=1e-5)
+    twins.check()
+
+
+class CountsInAnArray(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.calls = np.zeros(1, dtype=int)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x)
+
+
+def test_a_count_in_an_array_goes_on():
+    model = CountsInAnArray()
+    stepper = Stepper(model, sgd(model.parameters()), squares, graphs=TapeGraphs(), shapes=[(4, 6)] * 4)
+    with pytest.warns(UserWarning, match="the forward pass changes calls"):  # noqa: PT031
+        for seed in range(8):
+            stepper.step(batch_of(seed=seed))
+    assert model.calls[0] == 8
+
+
+class PenaltyAtTimes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.calls = itertools.count()
+
+    def forward(self, x):
+        return self.layer(x) * (2.0 if next(self.calls) % 20 == 19 else 1.0)
+
+
+def test_a_model_that_counts_its_passes_with_an_iterator_runs_as_eagerly():
+    twins = Twins("tape", PenaltyAtTimes(), squares, [(4, 6)] * 4)
+    with pytest.warns(UserWarning, match="calls is an iterator, which a replay does not advance"):  # noqa: PT031
+        for seed in range(21):
+            twins.step(batch_of(seed=seed))
+    twins.check()
+
+
+def test_a_loss_with_a_generator_of_the_system_trains_eagerly():
+    chance, model = random.SystemRandom(), nn.Linear(6, 3)
+
+    def loss_fn(model, batch):
+        loss, weight = squares(model, batch)
+        return loss * (1.0 if chance.random() < 0.5 else 2.0), weight
+
+    stepper = Stepper(model, sgd(model.parameters()), loss_fn, graphs=TapeGraphs(), shapes=[(4, 6)] * 4)
+    with pytest.warns(UserWarning, match="chance of loss_fn draws random numbers of the system"):  # noqa: PT031
+        for seed in range(4):
+            report = stepper.step(batch_of(seed=seed))
+    assert not report.graphed
+
+
+def test_a_counter_on_a_module_that_no_code_reads_costs_no_graph():
+    model = nn.Sequential(nn.Linear(6, 3))
+    model.num_updates = 0
+    stepper = Stepper(model, sgd(model.parameters()), squares, graphs=TapeGraphs(), shapes=[(4, 6)] * 4)
+    for seed in range(24):
+        report = stepper.step(batch_of(seed=seed))
+        model.num_updates += 1
+    assert report.graphed

@@ -3,16 +3,19 @@
 import copy
 import re
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from batchwright.step import Stepper
 from batchwright.step.graphs._update import UpdateGraph, has_state, why_not
 from batchwright.testing import EagerGraphs
 
 from . import models
+from .plain import batch_of, squares
 from .tape import TapeGraphs
 from .twins import SAME, Twins, adamw, distance, own, sgd
 
@@ -349,3 +352,63 @@ def test_an_update_whose_capture_fails_runs_eagerly():
         train(twins, num=6)
     check(twins)
     assert num_replayed(twins) == 0
+
+
+class NoRoomForUpdates(TapeGraphs):
+    def capture(self, function, *, writes=()):
+        if "UpdateGraph" in function.__qualname__:
+            self.num_captures += 1
+            with mock.patch.object(torch.optim.SGD, "step", side_effect=torch.OutOfMemoryError("CUDA out of memory")):
+                function()
+        return super().capture(function, writes=writes)
+
+
+def test_an_update_that_runs_out_of_memory_in_its_capture_runs_eagerly_with_a_scaler():
+    model = nn.Linear(6, 3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    stepper = Stepper(
+        model,
+        sgd(model.parameters()),
+        squares,
+        graphs=NoRoomForUpdates(),
+        shapes=[(4, 6)] * 4,
+        scaler=scaler,
+        weight_of=lambda batch: len(batch["x"]),
+    )
+    for seed in range(5):
+        stepper.step(batch_of(seed=seed))
+
+
+def test_an_update_that_finds_no_memory_is_not_blamed_on_the_optimizers_options():
+    model = nn.Linear(6, 3)
+    stepper = Stepper(model, sgd(model.parameters()), squares, graphs=NoRoomForUpdates(), shapes=[(4, 6)] * 4)
+    with pytest.warns(UserWarning, match="its capture ran out of memory"):  # noqa: PT031
+        for seed in range(14):
+            stepper.step(batch_of(seed=seed))
+    assert "its capture ran out of memory" in stepper.graph_summary().reasons
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(6, 8)
+        self.heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+
+    def forward(self, x, task):
+        return self.heads[task](self.body(x))
+
+
+def of_task(model, batch):
+    return (model(batch["x"], batch["task"]) - batch["y"]).square().sum(), len(batch["x"])
+
+
+def test_two_tasks_that_take_turns_keep_their_updates_replayed():
+    twins = Twins("tape", TwoHeads(), of_task, [(4, 6)] * 4, make_optimizer=adamw)
+    for seed in range(24):
+        batch = {**batch_of(seed=seed), "task": seed % 2}
+        for side in twins.sides:
+            side.report = side.stepper.step(batch)
+    twins.check()
+    summary = twins.graphed.stepper.graph_summary()
+    assert summary.num_updates_replayed >= 16
+    assert not any("again and again" in reason for reason in summary.reasons)

@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from batchwright.step import Stepper
 from batchwright.step.graphs._reach import Reach
 from batchwright.step.graphs._watch import Untouched, Watch, hooks_of, unfit
+
+from .plain import batch_of, squares
+from .tape import TapeGraphs
+from .twins import Twins, sgd
 
 
 class Model(nn.Module):
@@ -32,6 +37,7 @@ class Model(nn.Module):
         self.chance = random.Random(3)
 
     def forward(self, x):
+        assert (self.name, self.size, self.nothing) is not getattr(self, "another", None)
         hidden = self.norm(self.drop(self.first(x))) * self.scale * self.config.scale
         return self.second(hidden) * self.table["a"][0] * self.plain.sum()
 
@@ -73,6 +79,11 @@ _CHANGES = {
     "parameter": lambda model: setattr(model.first, "bias", nn.Parameter(torch.zeros(4))),
     "no-parameter": lambda model: setattr(model.first, "bias", None),
     "data": replace_data,
+    "turned": lambda model: setattr(model.second.weight, "data", model.second.weight.data.t()),
+    "shape-of-buffer": lambda model: setattr(model.norm.running_var, "data", model.norm.running_var.data.view(2, 2)),
+    "renamed": lambda model: (delattr(model, "name"), setattr(model, "another", 1)),
+    "hook-of-several": lambda model: torch.autograd.graph.register_multi_grad_hook([*model.parameters()], print),
+    "hook-of-any": lambda model: torch.autograd.graph.register_multi_grad_hook([model.first.bias], print, mode="any"),
     "frozen": lambda model: model.first.requires_grad_(False),
     "buffer": lambda model: setattr(model.norm, "running_mean", torch.zeros(4)),
     "data-of-buffer": lambda model: setattr(model.norm.running_mean, "data", torch.zeros(4)),
@@ -110,6 +121,7 @@ _HARMLESS = {
     "there-and-back": lambda model: model.eval() and model.train(),
     "copied": copy.deepcopy,
     "unread": lambda model: setattr(model.config, "unread", 1),
+    "unread-attribute": lambda model: setattr(model, "num_updates", getattr(model, "num_updates", 0) + 1),
 }
 
 
@@ -325,3 +337,48 @@ def test_parameters_in_half_precision_and_on_several_devices_are_unfit():
     assert "torch.float16 are summed in float32" in unfit(list(nn.Linear(2, 1).half().parameters()))
     both = [torch.ones(1), torch.ones(1, device="meta")]
     assert unfit(both) == "the model lies on several devices, cpu and meta"
+
+
+def test_an_attribute_replaced_by_one_of_another_name_is_a_change_and_no_error():
+    twins = Twins("tape", nn.Sequential(nn.Linear(6, 3)), squares, [(4, 6)] * 4)
+    twins.each(lambda side: setattr(side.model, "note", 1))
+    for seed in range(4):
+        twins.step(batch_of(seed=seed))
+
+    def rename(side):
+        del side.model.note
+        side.model.remark = 1
+
+    twins.each(rename)
+    twins.step(batch_of(seed=9))
+    twins.check()
+
+
+@pytest.mark.filterwarnings("ignore:forward and backward are replayed, the update runs eagerly")
+def test_a_weight_that_is_transposed_in_its_memory_is_a_change():
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 3))
+    plain = {"make_optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+    twins = Twins("tape", model, squares, [(4, 6)] * 4, **plain)
+    for seed in range(4):
+        twins.step(batch_of(seed=seed))
+    twins.each(lambda side: setattr(side.model[0].weight, "data", side.model[0].weight.data.t()))
+    for seed in range(4, 7):
+        twins.step(batch_of(seed=seed))
+    twins.check()
+
+
+def test_hooks_on_several_parameters_run_at_every_backward_pass():
+    model, seen = nn.Linear(6, 3), []
+    stepper = Stepper(model, sgd(model.parameters()), squares, graphs=TapeGraphs(), shapes=[(4, 6)] * 4)
+    for seed in range(4):
+        stepper.step(batch_of(seed=seed))
+    torch.autograd.graph.register_multi_grad_hook(tuple(model.parameters()), seen.append)
+    with pytest.warns(UserWarning, match="hooks of register_multi_grad_hook do not run at a replay"):  # noqa: PT031
+        for seed in range(6):
+            stepper.step(batch_of(seed=seed))
+    assert len(seen) == 6
+
+
+def test_the_reason_of_complex_parameters_is_true():
+    reason = unfit([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+    assert reason == "gradients of complex parameters (torch.complex64) are not gathered in static buffers"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
@@ -17,9 +16,10 @@ from .._optimizers import allocate_state
 from .._settings import Settings
 from ..oom import Held, Snapshot, add_back, drop_gradients, is_out_of_memory, set_aside
 from ..report import MicroSums
+from ._comparing import are_alike, outcome_of
 from ._draws import CPU, Draws, HostRandom, harmless_draws, is_explained_by
 from ._inputs import Signature, Target, elements_of, resized
-from ._micro import MicroGraph, NotGraphableError, Work, aliases_of
+from ._micro import MicroGraph, NotGraphableError, Work, aliases_of, without_autocast_cache
 from ._reach import Reach
 from ._watch import Untouched
 from .backend import GraphBackend
@@ -82,6 +82,8 @@ class Capturer:
         host = HostRandom(self.look().generators, self._device)
         whole = map_leaves(batch, lambda tensor: tensor)  # a loss may take fields out of its batch
         sums = eager()
+        if self.reach.obstacle is not None:
+            raise NotGraphableError(self.reach.obstacle, sums)
         moved = host.moved()
         draws: Draws | None = []
         if moved == [CPU] or self._device.type == "cpu":
@@ -106,8 +108,8 @@ class Capturer:
         kept, is_on_host = self.keep(), self._device.type == "cpu"
 
         def forward() -> float:
-            with torch.no_grad(), self._settings.precision(self._device):
-                return float(self._settings.loss_fn(self._ranks.module, map_leaves(batch, torch.clone))[0])
+            with torch.no_grad():
+                return float(self._forward(batch)[0])
 
         def restore() -> None:
             kept.restore()
@@ -120,6 +122,11 @@ class Capturer:
             return [] if is_on_host else None
         finally:
             restore()
+
+    def _forward(self, batch: Any) -> Any:
+        """Run a copy of a batch forward, since a loss may change its batch, which the step itself runs on later."""
+        with self._settings.precision(self._device), without_autocast_cache():
+            return self._settings.loss_fn(self._ranks.module, map_leaves(batch, torch.clone))
 
     def keep(self) -> Kept:
         """Return what puts everything back after a run that must leave no trace."""
@@ -139,16 +146,21 @@ class Capturer:
             NotGraphableError: a replay would not repeat what the step does.
         """
         like = dict(targets)[real]
+        batches = [given if signature == real else resized(like, given) for signature, given in targets]
         self._open()
-        self.look()
+        if self.look().obstacle is not None:
+            raise NotGraphableError(str(self.reach.obstacle))
         kept, is_rehearsed, num_captured = self.keep(), elements_of(targets[0][0]) <= self._most_rehearsed, 0
-        for signature, given in targets:
-            batch = given if signature == real else resized(like, given)
+        if is_rehearsed:
+            self._run_ahead(batches, kept)
+        for place, (signature, batch) in enumerate(zip(dict(targets), batches, strict=True)):
             try:
                 if not is_rehearsed:
                     self._rehearse(batch, kept, is_real=signature == real)
                     is_rehearsed = self._fits(elements_of(signature), eager_elements)
                     self._most_rehearsed = elements_of(signature) if is_rehearsed else 0
+                    if is_rehearsed:
+                        self._run_ahead(batches[place + 1 :], kept)
                 is_real = signature == real
                 graph: MicroGraph | None = self._capture(signature, batch, is_real=is_real) if is_rehearsed else None
             except _MadeUpError:
@@ -205,6 +217,24 @@ class Capturer:
         if failure is not None:
             kept.untouched.put_back()
             raise NotGraphableError(failure) if is_real else _MadeUpError
+        self.look()
+        self._backend.prepare()
+
+    def _run_ahead(self, batches: Sequence[Any], kept: Kept) -> None:
+        """Run batches forward eagerly: a table that a cache keeps per shape must not be made by a capture.
+
+        What a capture makes holds no values before a replay, and not those of its shape after that of another one.
+        """
+        for batch in batches:
+            for needs_gradient in (False, True):  # a loss may take gradients itself
+                try:
+                    with torch.set_grad_enabled(needs_gradient):
+                        self._forward(batch)
+                    break
+                except Exception:
+                    continue
+                finally:
+                    kept.restore_values()
         self.look()
         self._backend.prepare()
 
@@ -329,62 +359,3 @@ def _set_aside(parameters: Sequence[nn.Parameter], buffers: Sequence[Tensor]) ->
     ]
     drop_gradients(parameters)
     return held
-
-
-# How far a replay may be from an eager run: sums in another order, and in half precision or with dropout.
-NEAR, NEAR_ROUGHLY = 1e-3, 3e-2
-# How many times the distance of two replays an eager run may be away.
-_SPREAD = 3.0
-
-
-@final
-class Outcome(NamedTuple):
-    """What a micro-batch gave: its sums, and the norms of the gradients by the places of their parameters."""
-
-    sums: MicroSums
-    touched: list[int]
-    norms: Tensor
-
-
-def outcome_of(sums: MicroSums, gradients: Sequence[Tensor | None]) -> Outcome:
-    """Return the outcome with one gradient per parameter, None for those that got none."""
-    found = [gradient for gradient in gradients if gradient is not None]
-    touched = [place for place, gradient in enumerate(gradients) if gradient is not None]
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(found)]) if found else torch.zeros(0)
-    return Outcome(sums, touched, norms)
-
-
-def are_alike(replays: tuple[Outcome, Outcome], eager: Outcome, *, is_half: bool) -> bool:
-    """Say whether an eager run differs from replays of the same batch by rounding only, or by dropout.
-
-    The first replay has the random state of the eager run, the second a later one: dropout shows in how far they are
-    apart. Kernels may draw in another order under a capture, so an eager run may be about as far away.
-    """
-    first, second = replays
-    if first.touched != eager.touched or first.sums.metrics.keys() != eager.sums.metrics.keys():
-        return False
-    spread = _distance(first.norms, second.norms)
-    near = NEAR_ROUGHLY if is_half or spread > NEAR else NEAR
-    if not _distance(first.norms, eager.norms) <= _SPREAD * spread + near:
-        return False
-    numbers = zip(*map(_numbers_of, (first.sums, second.sums, eager.sums)), strict=True)
-    return all(_is_near(a, b, e, near) for a, b, e in numbers)
-
-
-def _distance(norms: Tensor, wanted: Tensor) -> float:
-    """Return how far norms are from others, as a share of all; 0 where both are no numbers."""
-    whole = float(wanted.norm())
-    if not math.isfinite(whole):
-        return math.inf if math.isfinite(float(norms.norm())) else 0.0
-    return float((norms - wanted).norm()) / max(whole, 1e-30)
-
-
-def _numbers_of(sums: MicroSums) -> list[float]:
-    metrics = [float(sums.metrics[name]) for name in sorted(sums.metrics, key=repr)]
-    return [float(sums.loss.detach()), float(sums.weight), *metrics]
-
-
-def _is_near(first: float, second: float, eager: float, near: float) -> bool:
-    if math.isnan(eager) or math.isinf(eager):
-        return math.isnan(first) or first == eager
-    return abs(first - eager) <= _SPREAD * abs(first - second) + near * abs(eager) + 1e-6

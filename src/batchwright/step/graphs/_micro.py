@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..._ranks import Ranks
-from ..._tree import map_leaves
+from ..._tree import leaves, map_leaves
 from ..report import MicroSums, Sum
 from ._inputs import Signature, StaticInputs
 from .backend import GraphBackend, Replay
@@ -141,7 +141,7 @@ class MicroGraph:
         work = self._work
         # Containers of its own, since a loss may take fields out of them.
         batch = map_leaves(self._inputs.batch, lambda tensor: tensor)
-        with work.precision(), _without_autocast_cache(), work.in_place(), _ConstantsOnDevice():
+        with work.precision(), without_autocast_cache(), work.in_place(), _ConstantsOnDevice():
             sums = MicroSums(work.loss_fn(work.ranks.module, batch), is_replayed=True)
         if sums.is_empty or sums.is_doubtful:
             raise NotGraphableError("a micro-batch has a weight of 0 on the host, and such are left out")
@@ -200,9 +200,9 @@ class MicroGraph:
         return None if self._names is None else self._names.weight
 
     @property
-    def label(self) -> str:
-        """Return the sizes of the inputs, for people."""
-        return " ".join("x".join(map(str, size)) for size in dict.fromkeys(self.signature.sizes) if size)
+    def types(self) -> str:
+        """Return the types of the inputs, for people."""
+        return " ".join(str(tensor.dtype).removeprefix("torch.") for tensor in leaves(self._inputs.batch))
 
 
 # Loss, weight and metrics of a micro-batch.
@@ -217,7 +217,7 @@ def _by_kind(buffers: Sequence[Tensor], places: Sequence[int]) -> list[list[int]
     return list(kinds.values())
 
 
-class _without_autocast_cache:
+class without_autocast_cache:
     """Cast every parameter inside the graph: what autocast keeps would be as old as the capture."""
 
     def __enter__(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...size.learning_rate import innermost
-from .._optimizers import clip
+from .._optimizers import clip, forget_unscaling
 from .._settings import Settings
 from ..oom import is_out_of_memory
 from .backend import GraphBackend, Replay
@@ -171,8 +171,9 @@ class Updates:
 
     def __init__(self, optimizer: Any, settings: Settings, backend: GraphBackend) -> None:
         self._optimizer, self._settings, self._backend = optimizer, settings, backend
+        self._graphs: dict[tuple[bool, ...], UpdateGraph] = {}  # by which parameters have a gradient
         self._graph: UpdateGraph | None = None
-        self._num_captures = 0
+        self._num_changes = self._num_replaced = self._num_short = 0
         self.num_replayed = 0
         self.is_new = False
         self.reason: str | None = None
@@ -185,27 +186,43 @@ class Updates:
             self.reason = "a wrapped optimizer is not captured"
         else:
             self.reason = why_not(self._optimizer, self._settings.scaler, self._backend)
-        return self.reason is None and (self._graph is not None or has_state(self._optimizer))
+        return self.reason is None and (bool(self._graphs) or has_state(self._optimizer))
 
     def prepare(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Capture the update if it is not what was captured before; return whether it can be replayed."""
+        key = tuple(parameter.grad is not None for parameter in parameters)
+        self._graph = self._graphs.get(key)
         self.is_new = self._graph is None or not self._graph.fits()
         if not self.is_new:
             return True
+        self._num_changes += self._graphs.pop(key, None) is not None
         self._graph = None
         if not has_state(self._optimizer):
             return False
-        self._num_captures += 1
-        if self._num_captures > _MOST_CAPTURES:
+        if len(self._graphs) >= _MOST_SETS:
+            del self._graphs[next(iter(self._graphs))]
+            self._num_replaced += 1
+        if self._num_changes >= _MOST_CAPTURES:
             self.reason = "options of the optimizer change again and again"
-            return False
+        elif self._num_replaced >= _MOST_CAPTURES:
+            self.reason = "other parameters get gradients again and again"
+        else:
+            self._capture(key, parameters)
+        return self._graph is not None
+
+    def _capture(self, key: tuple[bool, ...], parameters: Sequence[nn.Parameter]) -> None:
         settings = self._settings
         try:
             self._graph = UpdateGraph(self._optimizer, parameters, settings.clip_norm, settings.scaler, self._backend)
+            self._graphs[key] = self._graph
         except Exception as error:
-            if not is_out_of_memory(error):
+            if is_out_of_memory(error):
+                self._num_short += 1
+                self.reason = "its capture ran out of memory" if self._num_short == _MOST_CAPTURES else None
+            else:
                 self.reason = f"its capture failed with {type(error).__name__}: {str(error)[:200]}"
-        return self._graph is not None
+        if self._graph is None and settings.scaler is not None:
+            forget_unscaling(settings.scaler, self._optimizer)  # the eager update unscales by itself
 
     def run(self, factor: float) -> Tensor | None:
         """Replay the update with the rates of the groups, times a factor; return the norm before clipping."""
@@ -216,6 +233,8 @@ class Updates:
 
 # Options that change at every update, such as a cycle of momenta, are not worth a capture each.
 _MOST_CAPTURES = 8
+# Sets of parameters that get gradients, such as heads that take turns, are captured each, up to so many.
+_MOST_SETS = 4
 # Schedulers keep their first rate in the group.
 _NOT_FIXED = frozenset({"params", "lr", "initial_lr", "capturable"})
 

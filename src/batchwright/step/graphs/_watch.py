@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..._ranks import is_expanded
+from .._gradients import is_of_several
 from ._draws import generator_state, set_generator_state
-from ._reach import MODULE_OWN, PLAIN, Reach, is_same
+from ._reach import MODULE_OWN, PLAIN, Reach, is_same, names_in_installed
 
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
 _COLLECTING = "transformers.utils.output_capturing"
+_SHAPE, _REQUIRES_GRAD = attrgetter("shape"), attrgetter("requires_grad")
+_BACKWARD_HOOKS = attrgetter("_backward_hooks")
 _Getter: TypeAlias = Callable[[dict[str, Any]], Any]
 
 
@@ -27,7 +30,7 @@ class _Part(NamedTuple):
 
     module: nn.Module
     values: dict[str, Any]
-    size: int
+    keys: list[str]
     get_plain: _Getter
     plain: Any
     get_other: _Getter
@@ -45,7 +48,8 @@ class Watch:
 
     def __init__(self, reach: Reach, trained: Sequence[nn.Parameter]) -> None:
         modules = reach.modules
-        self._parts = [_read_part(part) for part in modules]
+        self._names = frozenset({"training", "forward", *reach.names})
+        self._parts = [_read_part(part, self._names) for part in modules]
         self._children = [(part._modules, tuple(part._modules.values())) for part in modules if part._modules]
         tensors: list[dict[str, Any]] = [part._parameters for part in modules if part._parameters]
         tensors += [part._buffers for part in modules if part._buffers]
@@ -55,7 +59,9 @@ class Watch:
         self._empty: list[Any] = [held for held in kinds if not held]
         self._hooks = [getattr(part, name) for part in modules for name in _HOOKS if hasattr(part, name)]
         self._reached = [(place, place.values()) for place in reach.places]
-        self._trained = trained
+        own = {id(value): value for _, values in self._tensors for value in values if value is not None}
+        own.update((id(value), value) for value in trained)
+        self._own, self._trained = list(own.values()), trained
         self._around = [tensor for _, tensor in reach.tensors]
         # The value of a tensor on the host becomes an argument of kernels on a device, and part of the graph.
         self._on_host = [one for one in self._around if one.device.type == "cpu" and trained[0].device.type != "cpu"]
@@ -63,12 +69,12 @@ class Watch:
         self._mode = _mode()
 
     def _places_now(self) -> list[Any]:
-        own = [value for _, values in self._tensors for value in values if value is not None]
-        places: list[Any] = [value.data_ptr() for value in own]
-        places += [value.requires_grad for value in (*own, *self._around)]
-        places += [_place_of(value) for value in self._around]
+        # Shapes and strides too: a parameter may be turned in its memory. With map, it takes half the time.
+        places: list[Any] = [*map(Tensor.data_ptr, self._own), *map(Tensor.stride, self._own)]
+        places += [*map(_SHAPE, self._own), *map(_REQUIRES_GRAD, self._own), *map(_REQUIRES_GRAD, self._around)]
+        places += map(_place_of, self._around)
         places += [value._version for value in self._on_host if not value.is_inference()]
-        return places + [value.data_ptr() for value in self._trained]
+        return places
 
     @property
     def has_changed(self) -> bool:
@@ -80,23 +86,39 @@ class Watch:
         """Return what is not as it was, for people, or None."""
         if (any(self._hooks) and any(map(_are_foreign, self._hooks))) or _has_any_global_hook():
             return "hooks"
+        if _shared_hooks(self._trained):
+            return "hooks"
         for part in self._parts:
-            if len(part.values) != part.size or part.get_plain(part.values) != part.plain:
+            values = part.values
+            try:
+                is_same_plain = part.get_plain(values) == part.plain
+                if not is_same_plain or not all(map(is_, part.get_other(values), part.other)):
+                    return f"an attribute of {type(part.module).__name__}"
+            except KeyError:  # another one has its place
                 return f"an attribute of {type(part.module).__name__}"
-            if not all(map(is_, part.get_other(part.values), part.other)):
+            if [*values] != part.keys and self._has_other_names(part):
                 return f"an attribute of {type(part.module).__name__}"
         if any(self._empty):
             return "a part, a parameter or a buffer of the model"
         for held, before in (*self._children, *self._tensors):
             if len(held) != len(before) or not all(map(is_, held.values(), before)):
                 return "a part, a parameter or a buffer of the model"
-        for place, values in self._reached:
-            found = place.change_from(values)
+        for place, known in self._reached:
+            found = place.change_from(known)
             if found is not None:
                 return found
         if self._places_now() != self._places:
             return "the memory of a parameter or of another tensor"
         return None if _mode() == self._mode else "a setting of torch"
+
+    def _has_other_names(self, part: _Part) -> bool:
+        strange = part.values.keys() ^ part.keys
+        return any(_counts(name, type(part.module), self._names) for name in strange)
+
+
+def _counts(name: str, kind: type, names: frozenset[str]) -> bool:
+    """Say whether a single value of a module matters: its name stands in code that is reached, or installed."""
+    return name in names or name in names_in_installed(kind)
 
 
 def _place_of(tensor: Tensor) -> Any:
@@ -120,12 +142,12 @@ def _mode() -> tuple[Any, ...]:
     )
 
 
-def _read_part(part: nn.Module) -> _Part:
-    values = vars(part)
-    plain = [name for name, value in values.items() if type(value) in PLAIN]
+def _read_part(part: nn.Module, names: frozenset[str]) -> _Part:
+    values, kind = vars(part), type(part)
+    plain = [name for name, value in values.items() if type(value) in PLAIN and _counts(name, kind, names)]
     other = [name for name, value in values.items() if type(value) not in PLAIN and name not in MODULE_OWN]
     get_plain, get_other = _getter(plain), _getter(other)
-    return _Part(part, values, len(values), get_plain, get_plain(values), get_other, get_other(values))
+    return _Part(part, values, [*values], get_plain, get_plain(values), get_other, get_other(values))
 
 
 def _getter(names: list[str]) -> _Getter:
@@ -187,8 +209,17 @@ def _are_foreign(hooks: dict[int, Any]) -> bool:
     return any(getattr(hook, "__module__", None) != _COLLECTING for hook in hooks.values())
 
 
-def hooks_of(module: nn.Module) -> str | None:
-    """Return which part has hooks, which would not run at a replay, or None."""
+def _shared_hooks(parameters: Sequence[Tensor]) -> bool:
+    """Say whether a parameter has a hook that waits for others: those of one parameter run after a replay."""
+    return any(
+        is_of_several(hook) for hooks in filter(None, map(_BACKWARD_HOOKS, parameters)) for hook in hooks.values()
+    )
+
+
+def hooks_of(module: nn.Module, trained: Sequence[nn.Parameter] = ()) -> str | None:
+    """Return which part or parameter has hooks, which would not run at a replay, or None."""
+    if _shared_hooks(trained):
+        return "hooks of register_multi_grad_hook do not run at a replay"
     for name, part in module.named_modules():
         if any(_are_foreign(getattr(part, hooks, {})) for hooks in _HOOKS):
             return f"{name or type(part).__name__} has hooks, which do not run at a replay"
@@ -198,6 +229,8 @@ def hooks_of(module: nn.Module) -> str | None:
 def unfit(parameters: Sequence[Tensor]) -> str | None:
     """Return why gradients of these parameters cannot be gathered in static buffers, or None."""
     for parameter in parameters:
+        if parameter.is_complex():
+            return f"gradients of complex parameters ({parameter.dtype}) are not gathered in static buffers"
         if parameter.dtype not in (torch.float32, torch.float64):
             return f"parameters of {parameter.dtype} are summed in float32, piece by piece"
         if parameter.device != parameters[0].device:

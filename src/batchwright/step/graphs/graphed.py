@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
@@ -25,7 +24,7 @@ from ._micro import MicroGraph, NotGraphableError
 from ._update import Updates
 from ._watch import Watch, hooks_of, unfit
 from .backend import Choice, CudaGraphs, make_backend
-from .summary import GraphSummary
+from .summary import UNPLANNED, GraphSummary, Reasons, replays_by_label
 
 # divisor(weight on the host or None, elements of the micro-batch): what losses of the update are divided by
 Divisor: TypeAlias = Callable[[float | None, int], float]
@@ -81,8 +80,7 @@ class Graphs:
         found = make_backend(choice, self._device)
         self._off = self._off or ("graphs need a model on a CUDA device" if found is None else None)
         self._backend = CudaGraphs(self._device) if found is None else found
-        self._reasons: dict[str, int] = {}
-        self._warned: set[str] = set()
+        self._reasons = Reasons()
         self._is_tight = False  # memory ran out beside the pool
         self._num_changes = self._num_captures = self._num_eager = self._num_updates = 0
         self._capture_seconds = self._saved_seconds = 0.0
@@ -111,7 +109,7 @@ class Graphs:
         if self._off is not None:
             return
         if self._capturer.work is None:
-            reason = hooks_of(self._ranks.module) or unfit(self._trained.parameters)
+            reason = hooks_of(self._ranks.module, self._trained.parameters) or unfit(self._trained.parameters)
             if reason is not None:
                 self._give_up(reason)
 
@@ -147,15 +145,12 @@ class Graphs:
         """Run everything eagerly from now on, and say why once."""
         self._drop()
         self._off = reason
-        self._warn(f"steps run eagerly, without graphs: {reason}")
+        self._reasons.warn(f"steps run eagerly, without graphs: {reason}")
 
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(text, stacklevel=9)
-
-    def _count(self, reason: str) -> None:
-        self._reasons[reason] = self._reasons.get(reason, 0) + 1
+    def note_eager(self, reason: str) -> None:
+        """Count a micro-batch that ran eagerly without being asked for here."""
+        self._num_eager += 1
+        self._reasons.count(reason)
 
     def run(self, batch: Any, *, eager: Callable[[], MicroSums], divisor: Divisor, can_compare: bool) -> MicroSums:
         """Run a micro-batch: replay it, or call ``eager``.
@@ -175,7 +170,7 @@ class Graphs:
         self._num_eager += 1
         self._is_in_doubt = True  # an eager run may change the model, whose graphs then are void
         if signature is None:
-            self._count(self._off or "a batch holds more than tensors and single values")
+            self._reasons.count(self._off or self._reasons.of_unreadable(is_any_captured=bool(self._graphs)))
             return eager()
         if not self._is_warm:
             return self._warm_up(signature, batch, eager)
@@ -237,15 +232,21 @@ class Graphs:
             return error.sums
         self._is_warm = True
         self._note(signature)
-        self._catalogue.see(signature)
+        self._see(signature)
         return sums
+
+    def _see(self, signature: Signature) -> list[Shape]:
+        shapes = self._catalogue.see(signature)
+        if self._planned is not None:
+            self._reasons.see(signature, shapes, self._planned)
+        return shapes
 
     def _captured(self, signature: Signature, batch: Any) -> MicroGraph | None:
         """Return the graph of a micro-batch after a capture of it, and of the whole catalogue at the first time."""
-        shapes = self._catalogue.see(signature)
+        shapes = self._see(signature)
         reason = self._why_not(signature, shapes)
         if reason is not None:
-            self._count(reason)
+            self._reasons.count(reason)
             return None
         start = time.perf_counter()
         self._capture(self._catalogue.targets(signature, batch), signature)
@@ -255,7 +256,7 @@ class Graphs:
     def _why_not(self, signature: Signature, shapes: Sequence[Shape]) -> str | None:
         is_new = signature not in self._seen
         if signature.structure not in self._kinds:
-            return "a kind of batch, by its fields, types and single values, runs eagerly at first"
+            return self._reasons.of_new_kind(len(self._kinds), is_any_captured=bool(self._graphs))
         if sum(one.sizes == signature.sizes for one in self._graphs) >= _MOST_ALIKE:
             return "fields, types or single values of batches of one shape differ again and again"
         if signature in self._failed:
@@ -264,7 +265,7 @@ class Graphs:
             is_full = len(self._graphs) >= MOST_UNPLANNED
             return "without shapes=, a shape is captured when it comes again" if is_new or is_full else None
         if not shapes:
-            return "a shape was not planned"
+            return UNPLANNED
         is_left_out = is_new and self._catalogue.is_rare(shapes) and not self._is_tight
         return "a shape is planned only once" if is_left_out else None
 
@@ -274,7 +275,7 @@ class Graphs:
             for signature, graph in self._capturer.capture(targets, real, eager_elements=num_elements):
                 if graph is None:
                     self._failed.add(signature)
-                    self._count("a shape did not fit into memory beside the others")
+                    self._reasons.count("a shape did not fit into memory beside the others")
                 else:
                     graph.is_trusted = self._is_tight
                     self._graphs[signature] = graph
@@ -312,7 +313,9 @@ class Graphs:
         work = self._capturer.work
         if self._off is not None or work is None or not self._graphs or not self._updates.is_ready(work.parameters):
             if self._off is None and self._updates.reason is not None:
-                self._warn(f"forward and backward are replayed, the update runs eagerly: {self._updates.reason}")
+                self._reasons.warn(
+                    f"forward and backward are replayed, the update runs eagerly: {self._updates.reason}"
+                )
             return False, None
         self._attach([place for place, parameter in enumerate(work.parameters) if parameter.grad is not None])
         start = time.perf_counter()
@@ -364,13 +367,13 @@ class Graphs:
 
     def summary(self) -> GraphSummary:
         """Return the figures so far."""
-        reasons = dict(self._reasons)
+        reasons = dict(self._reasons.counts)
         for reason in (self._off, self._updates.reason):
             if reason is not None:
                 reasons.setdefault(reason, 0)
         saved = self._saved_seconds
         return GraphSummary(
-            shapes={graph.label: graph.num_replayed for graph in self._graphs.values()},
+            shapes=replays_by_label(self._graphs.values()),
             num_replayed=self.num_replayed,
             num_eager=self._num_eager,
             num_updates_replayed=self._num_updates + self._updates.num_replayed,
