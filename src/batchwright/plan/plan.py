@@ -129,7 +129,7 @@ def plan_batches(
         balance_over: batches of near-equal cost form runs of this many, and the runs are shuffled. None takes
             ``world_size``: a run is a step, and one device has a completely random order. A number gives the same order
             for every world size; those that divide it are balanced, but a step resembles the others of its run.
-        cost: work of a batch as ``cost(num_items, padded_lengths)``, such as ``TimeModel.cost``: for balancing ranks, where
+        cost: work of a batch as ``cost(num_items, padded_lengths)``, such as ``TimeModel.cost``: for ranks, where
             None takes ``tokens × (1 + L / 1024)``, and for choosing the shapes of ``Buckets``, where None takes tokens.
 
     Returns:
