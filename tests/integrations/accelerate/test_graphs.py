@@ -80,6 +80,7 @@ def test_training_with_graphs_is_training_without(precision, tolerance):
     assert summary.num_updates_replayed > 10
 
 
+@pytest.mark.filterwarnings("ignore:16 micro-batches ran eagerly, as none had a planned shape")
 def test_micro_batches_that_are_not_planned_run_eagerly():
     summary = check_same(1e-5, micro_batch=3)
     assert summary.reasons["a shape was not planned"] > 10

@@ -38,8 +38,8 @@ class Buckets(Grouping):
     kernels with a plan per shape want.
 
     Where ``count`` leaves no room for a short batch, as ``Buckets(1)`` does, all batches are as large as the largest
-    allowed number that divides the examples; where that is no multiple of ``size_multiple_of``, the plan is refused.
-    ``drop_last=True`` leaves the short ones out instead. Examples that run alone because they are over the budget, and
+    allowed number that divides the examples, which may be too small for ``size_multiple_of``. ``drop_last=True``
+    leaves the short ones out instead. Examples that run alone because they are over the budget, and
     the pieces of a last step on several ranks, have further shapes. There may be one to eight axes.
 
     A pair ``(a, b)`` counts lengths per axis and not shapes: ``a`` lengths of the first axis, each divided into at most
@@ -146,15 +146,8 @@ def _with_equal_batches(filled: _Filled, count: int) -> Shelves:
     shelves, flow = filled
     if len(shelves.units) == 1 and count > 1:
         return replace(shelves, equal_rests=True)
-    rounding, sizes = shelves.problem.rounding, []
-    for total, size in zip(flow.totals.tolist(), shelves.sizes.tolist(), strict=True):
-        sizes.append(largest_divisor(total, size, rounding))
-        if size % rounding.multiple_of == 0 and sizes[-1] % rounding.multiple_of:
-            raise ArgumentError(
-                f"Buckets(count={count}) leaves no room for a short batch, and {total} examples do not divide into "
-                f"equal batches of up to {size} that are multiples of size_multiple_of={rounding.multiple_of}; raise "
-                "count, or give drop_last=True"
-            )
+    pairs = zip(flow.totals.tolist(), shelves.sizes.tolist(), strict=True)
+    sizes = [largest_divisor(total, size, shelves.problem.rounding) for total, size in pairs]
     return replace(shelves, sizes=np.array(sizes))
 
 
