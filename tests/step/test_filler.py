@@ -120,3 +120,27 @@ def test_a_piece_of_nothing_but_filler_is_left_out_of_an_update():
     assert report.batch_size == 1
     assert report.weight == 1
     assert torch.allclose(model.weight, twin.weight, rtol=1e-6)
+
+
+def test_pieces_of_filler_do_not_count_in_gradient_noise():
+    torch.manual_seed(0)
+    x = torch.randn(6, 2)
+    weights = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0])
+    measured = []
+    for batch in ({"x": x, "row_weight": weights}, {"x": x[:4], "row_weight": weights[:4]}):
+        model = nn.Linear(2, 1)
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+            model.bias.fill_(0.0)
+
+        def loss(model, batch):
+            rows = (model(batch["x"]) - 1).square().sum(1) * batch["row_weight"]
+            return rows.sum(), batch["row_weight"].sum()
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        # One row per micro-batch: those of filler are left out, so both updates measure the same four gradients.
+        stepper = Stepper(model, optimizer, loss, micro_batch=1, measure_noise=True)
+        measured.append(stepper.step(batch).noise)
+    assert measured[0].num_parts == measured[1].num_parts == 4
+    assert measured[0].s == pytest.approx(measured[1].s, rel=1e-5)
+    assert measured[0].g2 == pytest.approx(measured[1].g2, rel=1e-5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -27,6 +27,16 @@ from .splitting import LogicalBatch, Part, cost_of, split
 
 Parts: TypeAlias = Sequence[Part]
 _Failure: TypeAlias = tuple[float, Part]  # cost and examples of the micro-batch that did not fit
+
+
+class _Turn(NamedTuple):
+    """A micro-batch and what it belongs to."""
+
+    part: Part
+    logical: LogicalBatch
+    pending: Pending
+    totals: Totals
+    norms: GradientNorms | None
 
 
 @final
@@ -213,7 +223,7 @@ class Runner:
                 for part in parts:
                     # Unnamed where it runs eagerly, so that the inputs are freed after the forward pass.
                     run = self._run_part if self.graphs is None or norms is not None else self._replay_part
-                    run(next(micro_batches), part, logical, pending, totals, norms)
+                    run(next(micro_batches), _Turn(part, logical, pending, totals, norms))
                     if in_pieces and self._ranks.is_sharded:
                         gradients.widen_shards()
                 # Under FSDP2 a rank that is done keeps the others company: divided by infinity, its part is zero.
@@ -229,23 +239,19 @@ class Runner:
         # Outside the except block the traceback is gone, and with it the activations that it held.
         return cost_of(logical, part, self._settings.cost_budget), part
 
-    def _run_part(
-        self,
-        micro_batch: Any,
-        part: Part,
-        logical: LogicalBatch,
-        pending: Pending,
-        totals: Totals,
-        norms: GradientNorms | None,
-    ) -> None:
+    def _run_part(self, micro_batch: Any, turn: _Turn) -> None:
         """Run a micro-batch eagerly."""
-        micro_batch, counts = self._counted(micro_batch, len(part), is_cut=norms is not None)
-        if micro_batch is None:
-            return  # a piece of nothing but filler
-        sums = self._forward(micro_batch)
-        del micro_batch  # so that the inputs are freed before the backward pass
-        self._finish_part(sums, part, logical, pending, totals, norms)
-        totals.add(sums, *counts)
+        kept, counts = self._counted(micro_batch, len(turn.part), is_cut=turn.norms is not None)
+        if kept is None:  # a piece of nothing but filler
+            if self._ranks.meet_in_forward:  # the others wait inside: divided by infinity, its part is zero
+                self._backward(self._forward(micro_batch), math.inf, None)
+            return
+        del micro_batch
+        sums = self._forward(kept)
+        del kept  # so that the inputs are freed before the backward pass
+        num_measured = 0 if turn.norms is None else round(float(counts[0]))  # filler is no example
+        self._finish_part(sums, turn, num_measured=num_measured)
+        turn.totals.add(sums, *counts)
         if self.graphs is not None:
             self.graphs.note_eager("gradient noise is measured eagerly")
 
@@ -259,33 +265,20 @@ class Runner:
         kept = self._filler.cut_off(micro_batch, always=must_be_cut)
         return kept, (0, 0) if kept is None else count_rows(kept, num)
 
-    def _finish_part(
-        self,
-        sums: MicroSums,
-        part: Part,
-        logical: LogicalBatch,
-        pending: Pending,
-        totals: Totals,
-        norms: GradientNorms | None,
-    ) -> None:
+    def _finish_part(self, sums: MicroSums, turn: _Turn, *, num_measured: int = 0) -> None:
+        """Run the backward pass of a micro-batch, unless it is left out."""
+        part, logical, pending, totals, norms = turn
         if totals.num_micro_batches == 0 and pending.gradients.has_any:
             raise ArgumentError("loss_fn ran a backward pass of its own; return the loss, and Stepper does")
         is_left_out = sums.is_empty or (sums.is_doubtful and pending.leaves_out)
         if not is_left_out or self._ranks.is_sharded:
             divisor = self._divisor(pending, sums.weight, len(part), logical.num_examples)
-            self._backward(sums, divisor, norms, num_measured=len(part))
+            self._backward(sums, divisor, norms, num_measured=num_measured)
 
-    def _replay_part(
-        self,
-        micro_batch: Any,
-        part: Part,
-        logical: LogicalBatch,
-        pending: Pending,
-        totals: Totals,
-        norms: GradientNorms | None,
-    ) -> None:
+    def _replay_part(self, micro_batch: Any, turn: _Turn) -> None:
         """Replay a micro-batch from its graph, or run it eagerly."""
         assert self.graphs is not None
+        part, logical, pending, totals, _ = turn
         before = self.graphs.num_replayed
         micro_batch, counts = self._counted(micro_batch, len(part), is_cut=False)
         if micro_batch is None:
@@ -299,15 +292,10 @@ class Runner:
 
         def eager() -> MicroSums:
             sums = self._forward(micro_batch)
-            self._finish_part(sums, part, logical, pending, totals, norms)
+            self._finish_part(sums, turn)
             return sums
 
-        sums = self.graphs.run(
-            micro_batch,
-            eager=eager,
-            divisor=divisor,
-            can_compare=True,
-        )
+        sums = self.graphs.run(micro_batch, eager=eager, divisor=divisor, can_compare=True)
         pending.num_replayed += self.graphs.num_replayed - before
         totals.add(sums, *counts)
 
