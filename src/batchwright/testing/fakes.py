@@ -108,6 +108,7 @@ class EagerGraphs:
         max_captures: captures beyond this number run out of memory; None allows any number.
         bytes_per_capture: what ``pool_bytes`` counts for each, and what a rehearsal is said to take.
         used_bytes: what is in use besides.
+        total_bytes: of the device; where an eager step does not fit beside the captures, none runs. None is no limit.
         clock: tells the time; None takes the host's.
 
     Attributes:
@@ -122,11 +123,13 @@ class EagerGraphs:
         max_captures: int | None = None,
         bytes_per_capture: int = 0,
         used_bytes: int = 0,
+        total_bytes: int | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._max_captures = None if max_captures is None else as_whole("max_captures", max_captures, least=0)
         self._bytes_per_capture = as_whole("bytes_per_capture", bytes_per_capture, least=0)
         self._used_bytes = as_whole("used_bytes", used_bytes, least=0)
+        self._total_bytes = None if total_bytes is None else as_whole("total_bytes", total_bytes, least=0)
         self._clock = time.perf_counter if clock is None else clock
         self._num_held = 0
         self.num_captured = self.num_replayed = self.num_released = 0
@@ -164,6 +167,10 @@ class EagerGraphs:
     def used_bytes(self) -> int:
         """Return what is in use besides the captures."""
         return self._used_bytes
+
+    def free_bytes(self) -> int | None:
+        """Return what is left of ``total_bytes``."""
+        return None if self._total_bytes is None else self._total_bytes - self._used_bytes - self.pool_bytes()
 
     def measure(self, function: Callable[[], None]) -> int:
         """Run a function, and return what a capture counts."""

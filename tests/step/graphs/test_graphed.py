@@ -834,3 +834,97 @@ def test_where_eager_runs_do_not_fit_beside_the_pool_graphs_are_used_after_one_w
     assert [report.graphed for report in reports] == [False, *[True] * 7]
     assert all(report.num_micro_batches == 1 for report in reports)
     assert distance(list(model.parameters()), list(twin.parameters())) <= SAME
+
+
+class Crowded(TapeGraphs):
+    """A device on which no eager step fits beside the pool; a wrong one gives other gradients than it was asked for."""
+
+    def __init__(self, *, free_bytes=1099, is_wrong=False):
+        super().__init__()
+        self._free_bytes, self._is_wrong = free_bytes, is_wrong
+
+    def free_bytes(self):
+        return self._free_bytes
+
+    def capture(self, function, *, writes=()):
+        replay = super().capture(function, writes=writes)
+
+        def run():
+            replay()
+            for tensor in writes if self._is_wrong else ():
+                tensor.mul_(2)
+
+        return run
+
+
+def run_crowded(backend, *, loss_fn=models.table_loss, between=None):
+    """Return the reports of eight steps of two shapes, and the distance from eager ones."""
+    model, twin = models.make_mlp(), models.make_mlp()
+    stepper = Stepper(model, sgd(list(model.parameters())), loss_fn, graphs=backend, shapes=[(4, 6), (12, 6)] * 3)
+    eager = Stepper(twin, sgd(list(twin.parameters())), loss_fn)
+    reports = []
+    for seed in range(8):
+        batch = models.tables(((4, 12)[seed % 2], 6), seed=seed)
+        reports.append(stepper.step(batch))
+        eager.step(batch)
+        if between is not None:
+            between(seed, model, twin)
+    return reports, distance(list(model.parameters()), list(twin.parameters()))
+
+
+def test_where_no_eager_step_would_fit_beside_the_pool_two_rows_are_compared_and_nothing_runs_out_of_memory():
+    seen = types.ModuleType("seen")  # whose variables are not looked at, as a list would be
+    seen.rows = []
+
+    def noted(model, batch):
+        seen.rows.append(len(batch["x"]))
+        return models.table_loss(model, batch)
+
+    reports, far = run_crowded(Crowded(), loss_fn=noted)
+    assert [report.graphed for report in reports] == [False, *[True] * 7]
+    assert [report.ooms for report in reports] == [0] * 8
+    assert seen.rows.count(2) == 3  # before the capture, in it, and beside it
+    assert far <= SAME
+
+
+def test_where_an_eager_step_fits_beside_the_pool_each_shape_is_compared():
+    reports, far = run_crowded(Crowded(free_bytes=1100))
+    assert [report.graphed for report in reports] == [*[False] * 3, *[True] * 5]
+    assert far <= SAME
+
+
+def test_two_rows_that_differ_from_an_eager_run_end_all_graphs():
+    with pytest.warns(UserWarning, match="steps run eagerly, without graphs"):
+        reports, far = run_crowded(Crowded(is_wrong=True))
+    assert not any(report.graphed for report in reports)
+    assert far == 0
+
+
+def test_a_loss_that_wants_all_rows_is_compared_with_all_of_them():
+    def picky(model, batch):
+        if len(batch["x"]) < 4:
+            raise ValueError("too few rows")
+        return models.table_loss(model, batch)
+
+    reports, far = run_crowded(Crowded(), loss_fn=picky)
+    assert [report.graphed for report in reports] == [False, *[True] * 7]
+    assert far <= SAME
+
+
+def test_a_model_that_changes_is_compared_again_where_memory_is_short():
+    def freeze(seed, *both):
+        if seed == 3:
+            for model in both:
+                next(model.parameters()).requires_grad_(requires_grad=False)
+
+    backend = Crowded()
+    reports, far = run_crowded(backend, between=freeze)
+    assert [report.graphed for report in reports] == [False, True, True, True, False, True, True, True]
+    assert far <= SAME
+
+
+def test_the_stand_in_has_room_for_eager_steps_or_none():
+    for total_bytes, first in ((100 + 4 * 10 + 10, 2), (None, 4)):
+        backend = EagerGraphs(bytes_per_capture=10, used_bytes=100, total_bytes=total_bytes)
+        _, graphed = run_shapes([(4, 6), (8, 6)] * 4, [(4, 6), (8, 6)] * 4, graphs=backend)
+        assert graphed == [step >= first - 1 for step in range(8)]

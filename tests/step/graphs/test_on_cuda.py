@@ -136,6 +136,35 @@ def test_too_little_memory_for_graphs_loses_nothing(room):
         assert reports[-1].graphed
 
 
+def test_where_no_eager_step_fits_beside_the_pool_all_that_is_planned_is_replayed_without_running_out_of_memory():
+    free()
+    model, twin = make_deep().cuda(), make_deep().cuda()
+    eager = Stepper(model, sgd(model.parameters(), lr=0.01), models.table_loss)
+    batches = [models.tables((8192 - 8 * (seed % 3), 512), seed=seed) for seed in range(9)]
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for batch in batches:
+        eager.step(on_device(batch))
+    taken = torch.cuda.max_memory_allocated() - base
+    free()
+    stepper = graphed_stepper(
+        twin,
+        models.table_loss,
+        [(8192, 512), (8184, 512), (8176, 512)] * 3,
+        make_optimizer=lambda values: sgd(values, lr=0.01),
+    )
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1.8 * taken) / total)
+    try:
+        reports = [stepper.step(on_device(batch)) for batch in batches]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        free()
+    assert [report.ooms for report in reports] == [0] * 9
+    assert [report.graphed for report in reports] == [False, *[True] * 8]
+    assert distance(list(twin.parameters()), list(model.parameters())) < 1e-5
+
+
 def private_bytes():
     """Return the bytes of all pools but the common one, counted from the allocator's own list."""
     return sum(

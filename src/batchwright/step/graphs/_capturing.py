@@ -16,13 +16,16 @@ from .._optimizers import allocate_state
 from .._settings import Settings
 from ..oom import Held, Snapshot, add_back, drop_gradients, is_out_of_memory, set_aside
 from ..report import MicroSums
-from ._comparing import are_alike, outcome_of
+from ._comparing import Outcome, are_alike, outcome_of
 from ._draws import CPU, Draws, HostRandom, harmless_draws, is_explained_by
-from ._inputs import Signature, Target, elements_of, resized
+from ._inputs import Signature, Target, elements_of, few_rows, resized
 from ._micro import MicroGraph, NotGraphableError, Work, aliases_of, without_autocast_cache
 from ._reach import Reach
 from ._watch import Untouched
 from .backend import GraphBackend
+
+# How many times the memory of the largest eager step must be free beside the pool: other shapes leave gaps.
+_SLACK = 1.1
 
 
 @final
@@ -261,7 +264,18 @@ class Capturer:
         work, seconds = self.work, self._backend.seconds
         assert work is not None
         held, kept = _set_aside(work.parameters, work.buffers), self.keep()
-        touched = set(graph.touched)
+        replays = self._replay_twice(graph, batch, divisor, kept)
+        start = seconds()
+        sums = eager()
+        graph.eager_seconds = seconds() - start
+        wanted = outcome_of(sums, [parameter.grad for parameter in work.parameters])
+        add_back(held)
+        return sums, are_alike(replays, wanted, is_half=is_half)
+
+    def _replay_twice(self, graph: MicroGraph, batch: Any, divisor: float, kept: Kept) -> tuple[Outcome, Outcome]:
+        """Replay a micro-batch into empty buffers; everything else is put back."""
+        work, seconds, touched = self.work, self._backend.seconds, set(graph.touched)
+        assert work is not None
         buffers = [buffer if place in touched else None for place, buffer in enumerate(work.buffers)]
         replays = []
         for _ in range(2):  # the first replay also loads the graph; the second has another random state
@@ -272,32 +286,46 @@ class Capturer:
             replays.append(outcome_of(replayed, buffers))
             kept.untouched.put_back()
         kept.restore()
-        start = seconds()
-        sums = eager()
-        graph.eager_seconds = seconds() - start
-        wanted = outcome_of(sums, [parameter.grad for parameter in work.parameters])
-        add_back(held)
-        return sums, are_alike((replays[0], replays[1]), wanted, is_half=is_half)
+        return replays[0], replays[1]
+
+    @property
+    def lacks_room(self) -> bool:
+        """Say whether an eager step of the largest shape may find no memory beside the pool."""
+        free = self._backend.free_bytes()
+        return free is not None and self.predicted_bytes is not None and free < _SLACK * self.predicted_bytes
 
     def agrees(self, graph: MicroGraph, *, is_half: bool) -> bool:
-        """Compare a graph with an eager run of the inputs that it holds, without a trace; for where memory is short."""
+        """Capture two rows of a graph's inputs and compare them with an eager run, without a trace.
+
+        For where memory is short: a whole micro-batch may not fit beside the pool.
+        """
         work = self.work
         assert work is not None
-        kept, touched = self.keep(), set(graph.touched)
-        batch = map_leaves(graph.inputs, torch.clone)
-        buffers = [buffer if place in touched else None for place, buffer in enumerate(work.buffers)]
-        replays = []
-        for _ in range(2):
-            torch._foreach_zero_([buffer for buffer in buffers if buffer is not None])
-            replays.append(outcome_of(graph.run(batch, 1.0), buffers))
-            kept.untouched.put_back()
-        kept.restore()
-        with work.precision():
-            sums = MicroSums(work.loss_fn(work.ranks.module, batch), is_replayed=True)
-        loss = sums.loss if work.scaler is None else work.scaler.scale(sums.loss)
-        wanted = outcome_of(sums, torch.autograd.grad(loss, list(work.parameters), allow_unused=True))
-        kept.restore()
-        return are_alike((replays[0], replays[1]), wanted, is_half=is_half)
+        held = _set_aside(work.parameters, work.buffers)
+        try:
+            part = self._part_of(graph)
+            batch, kept = map_leaves(part.inputs, torch.clone), self.keep()
+            replays = self._replay_twice(part, batch, 1.0, kept)
+            with work.precision():
+                sums = MicroSums(work.loss_fn(work.ranks.module, batch), is_replayed=True)
+            loss = sums.loss if work.scaler is None else work.scaler.scale(sums.loss)
+            wanted = outcome_of(sums, torch.autograd.grad(loss, list(work.parameters), allow_unused=True))
+            kept.restore()
+        finally:
+            add_back(held)
+        return are_alike(replays, wanted, is_half=is_half)
+
+    def _part_of(self, graph: MicroGraph) -> MicroGraph:
+        """Return a graph of two rows, or the same one where the loss wants all of them."""
+        sizes = few_rows(graph.signature.sizes)
+        if sizes == graph.signature.sizes:
+            return graph
+        batch = resized(graph.inputs, sizes)
+        try:
+            self._run_ahead([batch], self.keep())
+            return self._capture(graph.signature._replace(sizes=sizes), batch, is_real=False)
+        except _MadeUpError:
+            return graph
 
     def _capture(self, signature: Signature, batch: Any, *, is_real: bool) -> MicroGraph:
         assert self.work is not None

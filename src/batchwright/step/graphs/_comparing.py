@@ -30,8 +30,16 @@ def outcome_of(sums: MicroSums, gradients: Sequence[Tensor | None]) -> Outcome:
     """Return the outcome with one gradient per parameter, None for those that got none."""
     found = [gradient for gradient in gradients if gradient is not None]
     touched = [place for place, gradient in enumerate(gradients) if gradient is not None]
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(found)]) if found else torch.zeros(0)
-    return Outcome(sums, touched, norms)
+    return Outcome(sums, touched, _norms_of(found))
+
+
+def _norms_of(gradients: Sequence[Tensor]) -> Tensor:
+    if not gradients:
+        return torch.zeros(0)
+    norms = torch._foreach_norm(list(gradients))
+    if len({norm.dtype for norm in norms}) == 1:  # one kernel instead of one for each parameter
+        return torch.stack(norms).double()
+    return torch.stack([norm.double() for norm in norms])
 
 
 def are_alike(replays: tuple[Outcome, Outcome], eager: Outcome, *, is_half: bool) -> bool:

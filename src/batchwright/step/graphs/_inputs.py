@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -211,3 +211,16 @@ def resized(batch: Any, sizes: Sequence[tuple[int, ...]]) -> Any:
         return tensor
 
     return map_leaves(batch, repeat)
+
+
+def few_rows(sizes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Return the sizes of two rows of a batch; most of its tensors have as many rows as the batch.
+
+    >>> few_rows([(8, 5), (8,), (3, 3), ()])
+    ((2, 5), (2,), (3, 3), ())
+    """
+    rows = Counter(size[0] for size in sizes if size)
+    if not rows:
+        return tuple(sizes)
+    num = rows.most_common(1)[0][0]
+    return tuple((min(num, 2), *size[1:]) if size and size[0] == num else size for size in sizes)

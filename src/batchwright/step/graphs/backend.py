@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
+from ..memory.sources import CudaMemory
 
 Replay = Callable[[], None]
 Choice: TypeAlias = "bool | Literal['auto'] | GraphBackend"
@@ -45,6 +46,9 @@ class GraphBackend(Protocol):
 
     def used_bytes(self) -> int:
         """Return the memory in use on the device, besides the pool."""
+
+    def free_bytes(self) -> int | None:
+        """Return the memory that is left beside the pool, None if that is not known."""
 
     def measure(self, function: Callable[[], None]) -> int:
         """Run a function, and return the memory that it took at its peak beyond what was in use before."""
@@ -165,6 +169,10 @@ class CudaGraphs:
     def used_bytes(self) -> int:
         """Return the bytes of tensors; those in the pool are free outside of a replay."""
         return torch.cuda.memory_allocated(self._device)
+
+    def free_bytes(self) -> int:
+        """Return what the driver and the process's own cap leave."""
+        return CudaMemory(self._device).total_bytes - self.pool_bytes() - self.used_bytes()
 
     def measure(self, function: Callable[[], None]) -> int:
         """Run a function, and return its peak; the allocator's own peak begins anew."""

@@ -38,6 +38,7 @@ _MOST_ALIKE = 4
 _MOST_SEEN = 4096
 # A model that changes more often than this between steps would be captured again and again.
 _MOST_CHANGES = 8
+_NO_ROOM = "an eager step finds no memory beside the pool of the graphs"
 
 
 @final
@@ -81,7 +82,6 @@ class Graphs:
         self._off = self._off or ("graphs need a model on a CUDA device" if found is None else None)
         self._backend = CudaGraphs(self._device) if found is None else found
         self._reasons = Reasons()
-        self._is_tight = False  # memory ran out beside the pool
         self._num_changes = self._num_captures = self._num_eager = self._num_updates = 0
         self._capture_seconds = self._saved_seconds = 0.0
         self.num_replayed = self.held_bytes = 0
@@ -95,6 +95,7 @@ class Graphs:
         self._kinds: set[tuple[Any, ...]] = set()  # structures of signatures that ran
         self._catalogue = Catalogue(self._planned)
         self._is_warm = self._is_in_doubt = False
+        self._is_tight = False  # no eager step fits beside the pool
         self._watch: Watch | None = None
         self._doubt: str | None = None  # why the last capture failed
         self._capturer = Capturer(self._settings, self._ranks, self._trained, self._backend, self._snapshot)
@@ -285,6 +286,8 @@ class Graphs:
         if self._doubt is None:
             self._watch = Watch(self._capturer.look(), self._trained.parameters)
             self.held_bytes = self._backend.pool_bytes()
+            if self._graphs and not self._is_tight and self._capturer.lacks_room:
+                self._do_without_eager_steps()
 
     def _try_out(self, graph: MicroGraph, batch: Any, eager: Callable[[], MicroSums], divisor: Divisor) -> MicroSums:
         """Run a micro-batch both ways, keep the eager run, and trust the graph if both agree."""
@@ -329,36 +332,36 @@ class Graphs:
             self._give_up(reason)
 
     def make_room(self) -> bool:
-        """Take less memory after an eager step ran out of it; return whether another attempt may help.
-
-        First, nothing that is planned runs eagerly beside the pool any more: rare shapes are captured too, and graphs
-        are used without an eager run of each, after one of them was compared. If that does not help, all are dropped.
-        """
+        """Take less memory after an eager step ran out of it; return whether another attempt may help."""
         if self._off is not None or not self._graphs:
             return False
         self._backend.prepare()
-        if self._is_tight or not self._is_one_right():
-            self._give_up("an eager step ran out of memory beside the pool of the graphs")
-            return True
-        self._is_tight = True
+        if self._is_tight:
+            self._give_up(_NO_ROOM)
+        else:
+            self._do_without_eager_steps()
+        return True
+
+    def _do_without_eager_steps(self) -> None:
+        """Let nothing that is planned run eagerly beside the pool any more, or drop all graphs.
+
+        Rare shapes are captured too, and graphs are used without an eager run of each, after one was compared.
+        """
+        graphs, reason = list(self._graphs.values()), _NO_ROOM
+        smallest = min(graphs, key=lambda graph: elements_of(graph.signature))
+        try:
+            is_right = any(graph.is_trusted for graph in graphs)
+            self._is_tight = is_right or self._capturer.agrees(smallest, is_half=self._computes_in_half)
+        except Exception as error:
+            reason = _NO_ROOM if is_out_of_memory(error) else text_of(error)
+        if not self._is_tight:
+            self._give_up(reason)
         for graph in self._graphs.values():
             graph.is_trusted = True
-        return True
 
     @property
     def _computes_in_half(self) -> bool:
         return self._is_half or torch.is_autocast_enabled(self._device.type)
-
-    def _is_one_right(self) -> bool:
-        graphs = sorted(self._graphs.values(), key=lambda graph: elements_of(graph.signature))
-        if any(graph.is_trusted for graph in graphs):
-            return True
-        try:
-            return self._capturer.agrees(graphs[0], is_half=self._computes_in_half)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
 
     @property
     def lost_peak_bytes(self) -> int:
