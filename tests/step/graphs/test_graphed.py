@@ -928,3 +928,44 @@ def test_the_stand_in_has_room_for_eager_steps_or_none():
         backend = EagerGraphs(bytes_per_capture=10, used_bytes=100, total_bytes=total_bytes)
         _, graphed = run_shapes([(4, 6), (8, 6)] * 4, [(4, 6), (8, 6)] * 4, graphs=backend)
         assert graphed == [step >= first - 1 for step in range(8)]
+
+
+SIX = [(num, 6) for num in (4, 6, 8, 10, 12, 14)]
+
+
+class OneWrong(TapeGraphs):
+    """The forward pass of one capture gives other numbers, and only that."""
+
+    def __init__(self, number):
+        super().__init__()
+        self._number = number
+
+    def capture(self, function, *, writes=()):
+        replay, is_wrong = super().capture(function, writes=writes), self.num_captures == self._number
+
+        def run():
+            replay()
+            if is_wrong:
+                writes[0].add_(1)
+
+        return run
+
+
+def test_after_four_whole_comparisons_the_numbers_of_the_forward_pass_suffice():
+    _, graphed = run_shapes(SIX * 2, SIX * 2, graphs=TapeGraphs())
+    assert graphed == [*[False] * 5, *[True] * 7]
+
+
+@pytest.mark.parametrize("number", [1, 5, 11])
+def test_a_graph_with_other_numbers_than_an_eager_forward_pass_is_compared_whole_and_refused(number):
+    with pytest.warns(UserWarning, match="a replay gave other results"):
+        summary, graphed = run_shapes(SIX * 2, SIX * 2, graphs=OneWrong(number))
+    assert summary.num_captures == 6
+    assert not graphed[-1]
+
+
+def test_choosing_compares_every_graph(monkeypatch):
+    monkeypatch.setattr("batchwright.step.graphs.graphed.make_backend", lambda choice, device: TapeGraphs())
+    monkeypatch.setattr("batchwright.step.graphs.graphed.WORTH", 1e9)
+    _, graphed = run_shapes(SIX * 2, SIX * 2, graphs="auto")
+    assert graphed == [*[False] * 7, *[True] * 5]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor, nn
 
 from ..._ranks import Ranks
 from ..._tree import map_leaves
@@ -14,37 +13,18 @@ from ...plan import MaxBytes
 from .._gradients import Trained
 from .._optimizers import allocate_state
 from .._settings import Settings
-from ..oom import Held, Snapshot, add_back, drop_gradients, is_out_of_memory, set_aside
+from ..oom import Snapshot, add_back, is_out_of_memory, set_aside
 from ..report import MicroSums
-from ._comparing import Outcome, are_alike, outcome_of
+from ._comparing import Comparer, numbers_of
 from ._draws import CPU, Draws, HostRandom, harmless_draws, is_explained_by
 from ._inputs import Signature, Target, elements_of, few_rows, resized
 from ._micro import MicroGraph, NotGraphableError, Work, aliases_of, without_autocast_cache
 from ._reach import Reach
-from ._watch import Untouched
+from ._watch import Kept, Untouched
 from .backend import GraphBackend
 
 # How many times the memory of the largest eager step must be free beside the pool: other shapes leave gaps.
 _SLACK = 1.1
-
-
-@final
-class Kept(NamedTuple):
-    """Everything that a run which does not count may change: random states, buffers, and what Python holds."""
-
-    snapshot: Snapshot
-    untouched: Untouched
-
-    def restore(self) -> str | None:
-        """Put everything back, and return which value Python held otherwise, or None."""
-        changed = self.untouched.put_back()
-        self.snapshot.restore()
-        return changed
-
-    def restore_values(self) -> None:
-        """Put back tensors and random states only."""
-        self.untouched.put_values_back()
-        self.snapshot.restore()
 
 
 @final
@@ -136,7 +116,7 @@ class Capturer:
         return Kept(self._snapshot(), Untouched(self.reach))
 
     def capture(
-        self, targets: Sequence[Target], real: Signature, *, eager_elements: int
+        self, targets: Sequence[Target], real: Signature, *, eager_elements: int, is_half: bool
     ) -> Iterator[tuple[Signature, MicroGraph | None]]:
         """Yield every target with its graph, None where memory ran out or the budget would be exceeded.
 
@@ -144,28 +124,29 @@ class Capturer:
             targets: largest first; what is not the real one is made of its rows and columns.
             real: the signature of a batch that came.
             eager_elements: of the largest batch that will run eagerly, beside the pool.
+            is_half: the forward pass computes in half precision.
 
         Raises:
             NotGraphableError: a replay would not repeat what the step does.
         """
         like = dict(targets)[real]
-        batches = [given if signature == real else resized(like, given) for signature, given in targets]
+        rest = [_Candidate(one, given if one == real else resized(like, given), one == real) for one, given in targets]
         self._open()
         if self.look().obstacle is not None:
             raise NotGraphableError(str(self.reach.obstacle))
-        kept, is_rehearsed, num_captured = self.keep(), elements_of(targets[0][0]) <= self._most_rehearsed, 0
-        if is_rehearsed:
-            self._run_ahead(batches, kept)
-        for place, (signature, batch) in enumerate(zip(dict(targets), batches, strict=True)):
+        kept, num_captured = self.keep(), 0
+        is_larger = elements_of(rest[0].signature) > self._most_rehearsed
+        dropped = self._rehearse_first(rest, kept, eager_elements) if is_larger else []
+        first = rest[0].signature if rest else None
+        rest = self._run_ahead(rest, kept)
+        if is_larger and rest and rest[0].signature != first:  # more elements are not always more memory
+            dropped += self._rehearse_first(rest, kept, eager_elements)
+        yield from ((signature, None) for signature in dropped)
+        self.look()
+        self._backend.prepare()
+        for one in rest:
             try:
-                if not is_rehearsed:
-                    self._rehearse(batch, kept, is_real=signature == real)
-                    is_rehearsed = self._fits(elements_of(signature), eager_elements)
-                    self._most_rehearsed = elements_of(signature) if is_rehearsed else 0
-                    if is_rehearsed:
-                        self._run_ahead(batches[place + 1 :], kept)
-                is_real = signature == real
-                graph: MicroGraph | None = self._capture(signature, batch, is_real=is_real) if is_rehearsed else None
+                graph: MicroGraph | None = self._capture(one, kept, is_half=is_half)
             except _MadeUpError:
                 continue  # what was made up does not go together: such shapes are captured when they come
             except Exception as error:
@@ -176,7 +157,7 @@ class Capturer:
             if graph is None:
                 self._backend.prepare()  # outside the except block, where the traceback holds activations
             num_captured += graph is not None
-            yield signature, graph
+            yield one.signature, graph
         if not num_captured:  # otherwise graphs read what the rehearsal has made
             kept.untouched.put_back()
 
@@ -199,7 +180,37 @@ class Capturer:
             torch.ones((), dtype=torch.float64, device=self._device),
         )
 
-    def _rehearse(self, batch: Any, kept: Kept, *, is_real: bool) -> None:
+    def _rehearse_first(self, rest: list[_Candidate], kept: Kept, eager_elements: int) -> list[Signature]:
+        """Rehearse the first of some shapes; drop it, as long as it does not fit, and return what was dropped."""
+        dropped = []
+        while rest:
+            fits = self._rehearse_if_it_fits(rest[0], kept, eager_elements)
+            if fits:
+                break
+            one = rest.pop(0)
+            if fits is not None:
+                dropped.append(one.signature)
+        return dropped
+
+    def _rehearse_if_it_fits(self, one: _Candidate, kept: Kept, eager_elements: int) -> bool | None:
+        """Rehearse a shape; return whether it fits, None where it was made up and does not go together."""
+        num_elements = elements_of(one.signature)
+        try:
+            self._rehearse(one, kept)
+        except _MadeUpError:
+            return None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                kept.untouched.put_back()
+                raise
+        else:
+            if self._fits(num_elements, eager_elements):
+                self._most_rehearsed = max(self._most_rehearsed, num_elements)
+                return True
+        self._backend.prepare()  # outside the except block, where the traceback holds activations
+        return False
+
+    def _rehearse(self, one: _Candidate, kept: Kept) -> None:
         """Run the largest shape eagerly, so that caches which grow with the shape have grown; tensors are put back.
 
         A capture that follows refuses whatever still changes then, such as a counter.
@@ -209,7 +220,9 @@ class Capturer:
         failure: str | None = None
         try:
             # A copy, since a loss may change its batch, which the step itself runs on later.
-            self.predicted_bytes = self._backend.measure(lambda: self._run_once(map_leaves(batch, torch.clone)))
+            batch = map_leaves(one.batch, torch.clone)
+            taken = self._backend.measure(lambda: self._run_once(batch))
+            self.predicted_bytes = max(self.predicted_bytes or 0, taken)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -219,27 +232,31 @@ class Capturer:
             add_back(held)
         if failure is not None:
             kept.untouched.put_back()
-            raise NotGraphableError(failure) if is_real else _MadeUpError
-        self.look()
-        self._backend.prepare()
+            raise NotGraphableError(failure) if one.is_real else _MadeUpError
 
-    def _run_ahead(self, batches: Sequence[Any], kept: Kept) -> None:
-        """Run batches forward eagerly: a table that a cache keeps per shape must not be made by a capture.
+    def _run_ahead(self, found: Sequence[_Candidate], kept: Kept) -> list[_Candidate]:
+        """Run batches forward eagerly, and return those that take the most memory first.
 
-        What a capture makes holds no values before a replay, and not those of its shape after that of another one.
+        A table that a cache keeps per shape must not be made by a capture: what that makes holds no values before a
+        replay, and not those of its shape after that of another one. In the order of their memory, all shapes find room
+        in what the first one has taken.
         """
-        for batch in batches:
-            for needs_gradient in (False, True):  # a loss may take gradients itself
-                try:
-                    with torch.set_grad_enabled(needs_gradient):
-                        self._forward(batch)
-                    break
-                except Exception:
-                    continue
-                finally:
-                    kept.restore_values()
-        self.look()
-        self._backend.prepare()
+        ahead = [self._run_one_ahead(one, kept) for one in found]
+        return sorted(ahead, key=lambda one: -one.num_bytes)
+
+    def _run_one_ahead(self, one: _Candidate, kept: Kept) -> _Candidate:
+        found: list[MicroSums] = []
+        num_bytes, numbers = 0, None
+        try:
+            num_bytes = self._backend.measure(
+                lambda: found.append(MicroSums(self._forward(one.batch), is_replayed=True))
+            )
+            numbers = numbers_of(found.pop())
+        except Exception:  # the capture, or the eager run in its place, says why
+            found.clear()
+        finally:
+            kept.restore_values()
+        return one._replace(num_bytes=num_bytes, numbers=numbers)
 
     def _fits(self, num_elements: int, eager_elements: int) -> bool:
         """Say whether the pool and what runs beside it stay inside a budget in bytes; activations grow with inputs."""
@@ -257,36 +274,8 @@ class Capturer:
     def try_out(
         self, graph: MicroGraph, batch: Any, eager: Callable[[], MicroSums], divisor: float, *, is_half: bool
     ) -> tuple[MicroSums, bool]:
-        """Replay a micro-batch twice, run it eagerly, and return the sums of the eager run and whether all agree.
-
-        Gradients that were gathered before lie aside meanwhile; that of the eager run is added to them.
-        """
-        work, seconds = self.work, self._backend.seconds
-        assert work is not None
-        held, kept = _set_aside(work.parameters, work.buffers), self.keep()
-        replays = self._replay_twice(graph, batch, divisor, kept)
-        start = seconds()
-        sums = eager()
-        graph.eager_seconds = seconds() - start
-        wanted = outcome_of(sums, [parameter.grad for parameter in work.parameters])
-        add_back(held)
-        return sums, are_alike(replays, wanted, is_half=is_half)
-
-    def _replay_twice(self, graph: MicroGraph, batch: Any, divisor: float, kept: Kept) -> tuple[Outcome, Outcome]:
-        """Replay a micro-batch into empty buffers; everything else is put back."""
-        work, seconds, touched = self.work, self._backend.seconds, set(graph.touched)
-        assert work is not None
-        buffers = [buffer if place in touched else None for place, buffer in enumerate(work.buffers)]
-        replays = []
-        for _ in range(2):  # the first replay also loads the graph; the second has another random state
-            start = seconds()
-            torch._foreach_zero_([buffer for buffer in buffers if buffer is not None])
-            replayed = graph.run(batch, divisor)
-            graph.seconds = seconds() - start
-            replays.append(outcome_of(replayed, buffers))
-            kept.untouched.put_back()
-        kept.restore()
-        return replays[0], replays[1]
+        """Run a micro-batch both ways, and return the sums of the eager run and whether both agree."""
+        return self._comparer.try_out(graph, batch, eager, divisor, is_half=is_half)
 
     @property
     def lacks_room(self) -> bool:
@@ -295,44 +284,35 @@ class Capturer:
         return free is not None and self.predicted_bytes is not None and free < _SLACK * self.predicted_bytes
 
     def agrees(self, graph: MicroGraph, *, is_half: bool) -> bool:
-        """Capture two rows of a graph's inputs and compare them with an eager run, without a trace.
-
-        For where memory is short: a whole micro-batch may not fit beside the pool.
-        """
-        work = self.work
-        assert work is not None
-        held = _set_aside(work.parameters, work.buffers)
-        try:
-            part = self._part_of(graph)
-            batch, kept = map_leaves(part.inputs, torch.clone), self.keep()
-            replays = self._replay_twice(part, batch, 1.0, kept)
-            with work.precision():
-                sums = MicroSums(work.loss_fn(work.ranks.module, batch), is_replayed=True)
-            loss = sums.loss if work.scaler is None else work.scaler.scale(sums.loss)
-            wanted = outcome_of(sums, torch.autograd.grad(loss, list(work.parameters), allow_unused=True))
-            kept.restore()
-        finally:
-            add_back(held)
-        return are_alike(replays, wanted, is_half=is_half)
+        """Compare two rows of a graph's inputs: a whole micro-batch may not fit beside the pool."""
+        return self._comparer.agrees(self._part_of(graph), is_half=is_half)
 
     def _part_of(self, graph: MicroGraph) -> MicroGraph:
         """Return a graph of two rows, or the same one where the loss wants all of them."""
         sizes = few_rows(graph.signature.sizes)
         if sizes == graph.signature.sizes:
             return graph
-        batch = resized(graph.inputs, sizes)
+        part = _Candidate(graph.signature._replace(sizes=sizes), resized(graph.inputs, sizes), is_real=False)
+        kept = self.keep()
         try:
-            self._run_ahead([batch], self.keep())
-            return self._capture(graph.signature._replace(sizes=sizes), batch, is_real=False)
+            return self._capture(self._run_one_ahead(part, kept), kept, is_half=False)
         except _MadeUpError:
             return graph
 
-    def _capture(self, signature: Signature, batch: Any, *, is_real: bool) -> MicroGraph:
+    def _capture(self, one: _Candidate, kept: Kept, *, is_half: bool) -> MicroGraph:
+        """Return the graph of a micro-batch, and see whether its replay gives the numbers of the eager run."""
+        graph = self._capture_only(one)
+        if one.numbers is not None:
+            graph.is_checked = self._comparer.has_numbers(graph, one.numbers, is_half=is_half)
+            kept.restore_values()
+        return graph
+
+    def _capture_only(self, one: _Candidate) -> MicroGraph:
         assert self.work is not None
         host, kept = HostRandom(self.reach.generators, self._device), self.keep()
         start = torch.get_rng_state()
         try:
-            graph = MicroGraph(signature, batch, self.work, self._backend)
+            graph = MicroGraph(one.signature, one.batch, self.work, self._backend)
             moved = host.moved()
             if moved == [CPU] and self.draws and is_explained_by(self.draws, start):
                 moved = []
@@ -343,7 +323,7 @@ class Capturer:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            if not is_real and "captur" not in str(error):  # the loss refuses what was made up
+            if not one.is_real and "captur" not in str(error):  # the loss refuses what was made up
                 raise _MadeUpError from error
             raise NotGraphableError(text_of(error)) from error
         finally:
@@ -351,6 +331,22 @@ class Capturer:
         if changed is not None:
             raise NotGraphableError(f"the forward pass changes {changed}, and a replay would not")
         return graph
+
+    @property
+    def _comparer(self) -> Comparer:
+        assert self.work is not None
+        return Comparer(self.work, self._backend, self.keep)
+
+
+@final
+class _Candidate(NamedTuple):
+    """A micro-batch to capture, with what an eager forward pass of it gave."""
+
+    signature: Signature
+    batch: Any
+    is_real: bool
+    num_bytes: int = 0
+    numbers: list[float] | None = None
 
 
 def _max_bytes(micro_batch: Any) -> float | None:
@@ -379,11 +375,10 @@ def _random(generators: Sequence[str]) -> str:
     return f"the forward pass draws random numbers on the host ({names}), and a replay would repeat them for ever"
 
 
-def _set_aside(parameters: Sequence[nn.Parameter], buffers: Sequence[Tensor]) -> Held:
-    """Take gradients off their parameters; those that lie in static buffers are copied."""
-    pairs = zip(parameters, buffers, strict=True)
-    held = [
-        (one, one.grad.clone() if one.grad is buffer else one.grad) for one, buffer in pairs if one.grad is not None
-    ]
-    drop_gradients(parameters)
-    return held
+def obstacle_of(settings: Settings, ranks: Ranks) -> str | None:
+    """Return what stands against graphs whatever the batch, None if nothing does."""
+    if ranks.meet_in_forward:
+        return "ranks meet inside the forward pass, with FSDP2 or SyncBatchNorm"
+    if settings.autocast is torch.float16 and settings.weight_of is None:
+        return "float16 needs the weight of a batch before it runs, weight_of="
+    return None

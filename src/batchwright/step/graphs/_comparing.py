@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, final
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from ..._tree import map_leaves
+from ..oom import Held, add_back, drop_gradients
 from ..report import MicroSums
+from ._micro import MicroGraph, Work
+from ._watch import Kept
+from .backend import GraphBackend
 
 # How far a replay may be from an eager run: sums in another order, and in half precision or with dropout.
 NEAR, NEAR_ROUGHLY = 1e-3, 3e-2
@@ -55,8 +60,13 @@ def are_alike(replays: tuple[Outcome, Outcome], eager: Outcome, *, is_half: bool
     near = NEAR_ROUGHLY if is_half or spread > NEAR else NEAR
     if not _distance(first.norms, eager.norms) <= _SPREAD * spread + near:
         return False
-    numbers = zip(*map(_numbers_of, (first.sums, second.sums, eager.sums)), strict=True)
-    return all(_is_near(a, b, e, near) for a, b, e in numbers)
+    return _are_near(numbers_of(first.sums), numbers_of(second.sums), numbers_of(eager.sums), near)
+
+
+def _are_near(first: Sequence[float], second: Sequence[float], eager: Sequence[float], near: float) -> bool:
+    if not len(first) == len(second) == len(eager):
+        return False
+    return all(_is_near(a, b, e, near) for a, b, e in zip(first, second, eager, strict=True))
 
 
 def _distance(norms: Tensor, wanted: Tensor) -> float:
@@ -67,7 +77,8 @@ def _distance(norms: Tensor, wanted: Tensor) -> float:
     return float((norms - wanted).norm()) / max(whole, 1e-30)
 
 
-def _numbers_of(sums: MicroSums) -> list[float]:
+def numbers_of(sums: MicroSums) -> list[float]:
+    """Return the loss, the weight, and metrics in the order of their names."""
     metrics = [float(sums.metrics[name]) for name in sorted(sums.metrics, key=repr)]
     return [float(sums.loss.detach()), float(sums.weight), *metrics]
 
@@ -76,3 +87,77 @@ def _is_near(first: float, second: float, eager: float, near: float) -> bool:
     if math.isnan(eager) or math.isinf(eager):
         return math.isnan(first) or first == eager
     return abs(first - eager) <= _SPREAD * abs(first - second) + near * abs(eager) + 1e-6
+
+
+@final
+class Comparer:
+    """Compares replays with eager runs; nothing of that is left behind.
+
+    Args:
+        work: what micro-batches are put through.
+        backend: tells the time.
+        keep: returns what puts everything back.
+    """
+
+    def __init__(self, work: Work, backend: GraphBackend, keep: Callable[[], Kept]) -> None:
+        self._work, self._seconds, self._keep = work, backend.seconds, keep
+
+    def try_out(
+        self, graph: MicroGraph, batch: Any, eager: Callable[[], MicroSums], divisor: float, *, is_half: bool
+    ) -> tuple[MicroSums, bool]:
+        """Replay a micro-batch twice, run it eagerly, and return the sums of the eager run and whether all agree.
+
+        Gradients that were gathered before lie aside meanwhile; that of the eager run is added to them.
+        """
+        held = self._set_aside()
+        replays = self._replay_twice(graph, batch, divisor, self._keep())
+        start = self._seconds()
+        sums = eager()
+        graph.eager_seconds = self._seconds() - start
+        wanted = outcome_of(sums, [parameter.grad for parameter in self._work.parameters])
+        add_back(held)
+        return sums, are_alike(replays, wanted, is_half=is_half)
+
+    def agrees(self, graph: MicroGraph, *, is_half: bool) -> bool:
+        """Compare a graph with an eager run of the inputs that it holds."""
+        work, held = self._work, self._set_aside()
+        try:
+            batch, kept = map_leaves(graph.inputs, torch.clone), self._keep()
+            replays = self._replay_twice(graph, batch, 1.0, kept)
+            with work.precision():
+                sums = MicroSums(work.loss_fn(work.ranks.module, batch), is_replayed=True)
+            loss = sums.loss if work.scaler is None else work.scaler.scale(sums.loss)
+            wanted = outcome_of(sums, torch.autograd.grad(loss, list(work.parameters), allow_unused=True))
+            kept.restore()
+        finally:
+            add_back(held)
+        return are_alike(replays, wanted, is_half=is_half)
+
+    def has_numbers(self, graph: MicroGraph, wanted: Sequence[float], *, is_half: bool) -> bool:
+        """Say whether forward replays of the inputs that a graph holds give the numbers of an eager run."""
+        first, second = numbers_of(graph.run_forward()), numbers_of(graph.run_forward())
+        return _are_near(first, second, wanted, NEAR_ROUGHLY if is_half else NEAR)
+
+    def _replay_twice(self, graph: MicroGraph, batch: Any, divisor: float, kept: Kept) -> tuple[Outcome, Outcome]:
+        """Replay a micro-batch into empty buffers; everything else is put back."""
+        touched = set(graph.touched)
+        buffers = [buffer if place in touched else None for place, buffer in enumerate(self._work.buffers)]
+        replays = []
+        for _ in range(2):  # the first replay also loads the graph; the second has another random state
+            start = self._seconds()
+            torch._foreach_zero_([buffer for buffer in buffers if buffer is not None])
+            replayed = graph.run(batch, divisor)
+            graph.seconds = self._seconds() - start
+            replays.append(outcome_of(replayed, buffers))
+            kept.untouched.put_back()
+        kept.restore()
+        return replays[0], replays[1]
+
+    def _set_aside(self) -> Held:
+        """Take gradients off their parameters; those that lie in static buffers are copied."""
+        pairs = zip(self._work.parameters, self._work.buffers, strict=True)
+        held = [
+            (one, one.grad.clone() if one.grad is buffer else one.grad) for one, buffer in pairs if one.grad is not None
+        ]
+        drop_gradients(self._work.parameters)
+        return held

@@ -109,7 +109,8 @@ class MicroGraph:
     Attributes:
         signature: of the micro-batches that it can run.
         touched: the places of the parameters that get a gradient.
-        is_trusted: a replay was compared with an eager run.
+        is_trusted: a replay was compared with an eager run, or need not be.
+        is_checked: the forward pass gave the numbers of an eager one.
         eager_seconds: of that eager run.
         seconds: of that replay.
         num_replayed: micro-batches of training.
@@ -118,7 +119,7 @@ class MicroGraph:
     def __init__(self, signature: Signature, like: Any, work: Work, backend: GraphBackend) -> None:
         self.signature = signature
         self.touched: list[int] = []
-        self.is_trusted = False
+        self.is_trusted = self.is_checked = False
         self.eager_seconds = self.seconds = math.nan
         self.num_replayed = 0
         self._work = work
@@ -179,6 +180,11 @@ class MicroGraph:
         sums = self._sums()
         self._backward_replay()
         return sums
+
+    def run_forward(self) -> MicroSums:
+        """Replay the forward pass of the inputs that it holds."""
+        self._forward_replay()
+        return self._sums()
 
     def _sums(self) -> MicroSums:
         assert self._names is not None

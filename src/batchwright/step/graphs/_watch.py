@@ -12,6 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ..._ranks import is_expanded
 from .._gradients import is_of_several
+from ..oom import Snapshot
 from ._draws import generator_state, set_generator_state
 from ._reach import MODULE_OWN, PLAIN, Reach, is_same, names_in_installed
 
@@ -236,3 +237,22 @@ def unfit(parameters: Sequence[Tensor]) -> str | None:
         if parameter.device != parameters[0].device:
             return f"the model lies on several devices, {parameters[0].device} and {parameter.device}"
     return None
+
+
+@final
+class Kept(NamedTuple):
+    """Everything that a run which does not count may change: random states, buffers, and what Python holds."""
+
+    snapshot: Snapshot
+    untouched: Untouched
+
+    def restore(self) -> str | None:
+        """Put everything back, and return which value Python held otherwise, or None."""
+        changed = self.untouched.put_back()
+        self.snapshot.restore()
+        return changed
+
+    def restore_values(self) -> None:
+        """Put back tensors and random states only."""
+        self.untouched.put_values_back()
+        self.snapshot.restore()

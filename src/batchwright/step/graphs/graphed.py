@@ -17,7 +17,7 @@ from .._gradients import Trained
 from .._settings import Settings
 from ..oom import Snapshot, is_out_of_memory
 from ..report import MicroSums
-from ._capturing import Capturer, text_of
+from ._capturing import Capturer, obstacle_of, text_of
 from ._draws import draw_again
 from ._inputs import Catalogue, Signature, Target, elements_of, signature_of
 from ._micro import MicroGraph, NotGraphableError
@@ -38,6 +38,8 @@ _MOST_ALIKE = 4
 _MOST_SEEN = 4096
 # A model that changes more often than this between steps would be captured again and again.
 _MOST_CHANGES = 8
+# So many graphs are compared with whole eager steps; after them the numbers of the forward pass suffice.
+_MOST_COMPARED = 4
 _NO_ROOM = "an eager step finds no memory beside the pool of the graphs"
 
 
@@ -75,7 +77,7 @@ class Graphs:
         self._planned = None if shapes is None else read_shapes(shapes)
         self._settings, self._ranks, self._trained, self._snapshot = settings, ranks, trained, snapshot
         self._device = trained.parameters[0].device
-        self._off = _obstacle(settings, ranks)
+        self._off = obstacle_of(settings, ranks)
         if self._off is not None and not self._is_choosy:
             raise ArgumentError(f"graphs=True cannot be, as {self._off}; leave it out, or pass graphs='auto'")
         found = make_backend(choice, self._device)
@@ -96,6 +98,7 @@ class Graphs:
         self._catalogue = Catalogue(self._planned)
         self._is_warm = self._is_in_doubt = False
         self._is_tight = False  # no eager step fits beside the pool
+        self._num_compared = 0  # graphs, with eager steps
         self._watch: Watch | None = None
         self._doubt: str | None = None  # why the last capture failed
         self._capturer = Capturer(self._settings, self._ranks, self._trained, self._backend, self._snapshot)
@@ -104,12 +107,9 @@ class Graphs:
 
     def begin(self) -> None:
         """Look at the model before a batch runs: after a change, what was captured is void."""
-        if self._off is not None:
-            return
-        self._drop_if_changed()
-        if self._off is not None:
-            return
-        if self._capturer.work is None:
+        if self._off is None:
+            self._drop_if_changed()
+        if self._off is None and self._capturer.work is None:
             reason = hooks_of(self._ranks.module, self._trained.parameters) or unfit(self._trained.parameters)
             if reason is not None:
                 self._give_up(reason)
@@ -176,7 +176,7 @@ class Graphs:
         if not self._is_warm:
             return self._warm_up(signature, batch, eager)
         graph = graph or self._captured(signature, batch)
-        if graph is not None and graph.is_trusted:
+        if graph is not None and self._need_not_compare(graph):
             self._num_eager -= 1
             return self._replay(graph, batch, divisor)
         try:
@@ -190,6 +190,12 @@ class Graphs:
             self._give_up(self._doubt)
         self._note(signature)
         return sums
+
+    def _need_not_compare(self, graph: MicroGraph) -> bool:
+        """Trust a graph whose forward pass was compared, after some others were compared with whole eager steps."""
+        if graph.is_checked and not self._is_choosy and self._num_compared >= _MOST_COMPARED:
+            graph.is_trusted = True
+        return graph.is_trusted
 
     def _note(self, signature: Signature) -> None:
         """Remember a micro-batch that ran: one that the loss refuses is not worth a capture."""
@@ -271,9 +277,11 @@ class Graphs:
         return "a shape is planned only once" if is_left_out else None
 
     def _capture(self, targets: list[Target], real: Signature) -> None:
-        num_elements = self._catalogue.eager_elements(real)
+        captures = self._capturer.capture(
+            targets, real, eager_elements=self._catalogue.eager_elements(real), is_half=self._computes_in_half
+        )
         try:
-            for signature, graph in self._capturer.capture(targets, real, eager_elements=num_elements):
+            for signature, graph in captures:
                 if graph is None:
                     self._failed.add(signature)
                     self._reasons.count("a shape did not fit into memory beside the others")
@@ -286,6 +294,7 @@ class Graphs:
         if self._doubt is None:
             self._watch = Watch(self._capturer.look(), self._trained.parameters)
             self.held_bytes = self._backend.pool_bytes()
+            self._backend.measure(lambda: None)  # the peak of captures has the pool already
             if self._graphs and not self._is_tight and self._capturer.lacks_room:
                 self._do_without_eager_steps()
 
@@ -301,6 +310,7 @@ class Graphs:
             self._failed.add(graph.signature)
         else:
             graph.is_trusted = True
+        self._num_compared += 1
         self._capture_seconds += self._backend.seconds() - started - graph.eager_seconds
         return sums
 
@@ -374,7 +384,6 @@ class Graphs:
         for reason in (self._off, self._updates.reason):
             if reason is not None:
                 reasons.setdefault(reason, 0)
-        saved = self._saved_seconds
         return GraphSummary(
             shapes=replays_by_label(self._graphs.values()),
             num_replayed=self.num_replayed,
@@ -384,15 +393,6 @@ class Graphs:
             pool_bytes=0 if self._off is not None else self._backend.pool_bytes(),
             predicted_pool_bytes=self._capturer.predicted_bytes,
             capture_seconds=self._capture_seconds,
-            saved_seconds=saved if math.isfinite(saved) else 0.0,
+            saved_seconds=self._saved_seconds if math.isfinite(self._saved_seconds) else 0.0,
             reasons=reasons,
         )
-
-
-def _obstacle(settings: Settings, ranks: Ranks) -> str | None:
-    """Return what stands against graphs whatever the batch, None if nothing does."""
-    if ranks.meet_in_forward:
-        return "ranks meet inside the forward pass, with FSDP2 or SyncBatchNorm"
-    if settings.autocast is torch.float16 and settings.weight_of is None:
-        return "float16 needs the weight of a batch before it runs, weight_of="
-    return None
