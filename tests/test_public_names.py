@@ -113,8 +113,8 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
         "weight_of=None, clip_norm=None, autocast=None, scaler=None, on_oom='split', measure_noise=False, "
         "noise_groups=None, lr_rule=None, base_size=None, memory=None, existing_gradients='clear', "
-        "split=None, graphs=False, shapes=None), bases: none",
-        "four options came",
+        "split=None, graphs=False, shapes=None, noise_parts=None), bases: none",
+        "five options came",
     ),
     "batchwright.ResizableBatchSampler": (
         "class(num_examples, controller, *, lengths=None, budget=None, curriculum=None, shuffle=True, seed=0, rank=0, "

@@ -16,6 +16,8 @@ from ._base import Period, make_period
 _MOST = 101
 # A batch that differs from the size in force by more was formed before the size changed, or is the last of an epoch.
 _SAME_SIZE = math.log(4 / 3)
+# A change counts if it is this many of its own standard errors; fewer is the noise of the clock.
+SURE = 3.0
 
 
 class Reading(NamedTuple):
@@ -126,3 +128,12 @@ def _summarize(values: list[float]) -> Reading:
     # spread of few readings comes out too small as often as not.
     error = 1.2533 * spread / math.sqrt(len(values)) * (1 + 4 / len(values))
     return Reading(middle, error / middle)
+
+
+def seconds_of(observation: Observation, gathered: State, *, by: str) -> float | None:
+    """Return the seconds of an update, None for an observation that only ends an epoch in which others had them."""
+    is_bare = observation.batch_size is None and observation.seconds is None
+    if observation.ends_epoch or (is_bare and gathered["num_seen"] > 0):
+        return None
+    observation.need("batch_size", by=by)
+    return float(observation.need("seconds", by=by))
