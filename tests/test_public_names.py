@@ -122,11 +122,13 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "an option came",
     ),
     "batchwright.size.Observation": (
-        "class(*, epoch=None, step=None, examples=None, tokens=None, batch_size=None, loss=None, lr=None, entropy=None, "
-        "noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, memory_fraction=None, "
+        "class(*, epoch=None, step=None, examples=None, tokens=None, batch_size=None, loss=None, lr=None, "
+        "entropy=None, noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, "
+        "memory_fraction=None, "
         "size=None), bases: none",
-        "class(*, epoch=None, step=None, examples=None, tokens=None, batch_size=None, loss=None, lr=None, entropy=None, "
-        "noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, memory_fraction=None, "
+        "class(*, epoch=None, step=None, examples=None, tokens=None, batch_size=None, loss=None, lr=None, "
+        "entropy=None, noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, "
+        "memory_fraction=None, "
         "size=None, exact_size=None, ends_epoch=False), bases: none",
         "two fields came",
     ),

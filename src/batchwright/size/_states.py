@@ -17,7 +17,7 @@ def check_none(name: str, saved: Any) -> None:
         raise ArgumentError(f"{name} must be None, got {saved!r}")
 
 
-def check_number(name: str, saved: Any, **bounds: float) -> None:
+def check_number(name: str, saved: Any, **bounds: Any) -> None:
     """Refuse what is not a finite number within bounds."""
     as_number(name, saved, **bounds)
 
@@ -52,7 +52,7 @@ def check_record(name: str, saved: Any, checks: Mapping[str, Check], *, may_lack
         checks[key](f"{name}[{key!r}]", value)
 
 
-def check_numbers(name: str, saved: Any, *, most: int, **bounds: float) -> None:
+def check_numbers(name: str, saved: Any, *, most: int, **bounds: Any) -> None:
     """Check a list of at most so many finite numbers."""
     if not isinstance(saved, list) or len(saved) > most:
         raise ArgumentError(f"{name} must be a list of at most {most} numbers, got {saved!r}")

@@ -91,7 +91,8 @@ class Runner:
             order = np.random.default_rng([noise_seed]).permutation(logical.num_examples)
         factor = 1.0 if self._feedback is None else self._feedback.factor
         limit, budget = min(self._settings.asked * factor, self.limit.ceiling), self._settings.cost_budget
-        least, parts = self._least_parts(noise_seed), None
+        least = self._least_parts(noise_seed)
+        parts: Parts | None = None
         if order is not None and self._settings.noise_parts is not None and logical.refusal is None:
             exact = near_equal(order, logical.num_examples, min(least, logical.num_examples))
             parts = exact if max(cost_of(logical, part, budget) for part in exact) <= limit else None
