@@ -7,8 +7,8 @@ from .loss_level import loss_below as loss_below
 from .loss_level import loss_settled as loss_settled
 from .memory import memory_driven as memory_driven
 from .noise_scale import noise_driven as noise_driven
+from .pace import step_time as step_time
 from .speed import speed_driven as speed_driven
-from .step_time import step_time as step_time
 from .throughput import goodput as goodput
 
 __all__ = [
