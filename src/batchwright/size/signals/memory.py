@@ -53,7 +53,7 @@ class MemoryDriven(ReasoningPolicy):
         """Keep the largest share of the period, and compare it at the end."""
         ends, count = period.count(state["count"], observation, by=self.name)
         # An observation that only ends an epoch need not have the figure, if others of the epoch had it.
-        only_ends = observation.ends_epoch or (ends and period.per == "epoch" and state["num_readings"] > 0)
+        only_ends = period.ignores(observation) or (ends and period.per == "epoch" and state["num_readings"] > 0)
         is_needed = not only_ends or observation.memory_fraction is not None
         fraction = float(observation.need("memory_fraction", by=self.name)) if is_needed else math.nan
         refusal = self._refuse(observation, fraction) if is_needed else None

@@ -44,7 +44,7 @@ class StepTimeTarget(ReasoningPolicy):
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Gather seconds, and at the end of a period scale the size if they are off the target."""
-        value = seconds_of(observation, state["readings"], by=self.name)
+        value = seconds_of(observation, self.readings, state["readings"], by=self.name)
         gathered = state["readings"]
         found, readings, done = self.readings.gather(gathered, observation, value, by=self.name, rolls=True)
         state = {**state, "readings": readings}

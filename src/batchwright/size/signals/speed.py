@@ -50,7 +50,7 @@ class SpeedDriven(ReasoningPolicy):
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Gather speeds, and at the end of a period compare with the one before."""
-        value = seconds_of(observation, state["readings"], by=self.name)
+        value = seconds_of(observation, self.readings, state["readings"], by=self.name)
         if value is not None and math.isfinite(value) and value > 0:
             value = observation.need("batch_size") / value
         gathered, rolls = state["readings"], self._has_given_up(state)
