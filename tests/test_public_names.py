@@ -113,8 +113,36 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
         "weight_of=None, clip_norm=None, autocast=None, scaler=None, on_oom='split', measure_noise=False, "
         "noise_groups=None, lr_rule=None, base_size=None, memory=None, existing_gradients='clear', "
-        "split=None, graphs=False, shapes=None), bases: none",
-        "four options came",
+        "split=None, graphs=False, shapes=None, noise_parts=None), bases: none",
+        "five options came",
+    ),
+    "batchwright.BatchSizeController": (
+        "class(policy, *, min_size, max_size, initial=None), bases: none",
+        "class(policy, *, min_size, max_size, initial=None, max_history=1000), bases: none",
+        "an option came",
+    ),
+    "batchwright.size.Observation": (
+        "class(*, epoch=None, step=None, examples=None, tokens=None, batch_size=None, loss=None, lr=None, "
+        "entropy=None, noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, "
+        "memory_fraction=None, "
+        "size=None), bases: none",
+        "class(*, epoch=None, step=None, examples=None, tokens=None, batch_size=None, loss=None, lr=None, "
+        "entropy=None, noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, "
+        "memory_fraction=None, "
+        "size=None, exact_size=None, ends_epoch=False), bases: none",
+        "two fields came",
+    ),
+    "batchwright.size.memory_driven": (
+        "function(high=0.8, low=0.48, factor=2, *, remember=True, patience=10)",
+        "function(high=0.8, low=0.48, factor=2, *, remember=True, patience=10, per='step', every=None)",
+        "two options came",
+    ),
+    "batchwright.size.noise_driven": (
+        "function(target=1.0, *, estimator='unbiased', horizon=None, num_examples=None, high=None, low=None, up=None, "
+        "down=None, per=None, every=None)",
+        "function(target=1.0, *, estimator='unbiased', horizon=None, num_examples=None, high=None, low=None, up=None, "
+        "down=None, num_parts=None, per=None, every=None)",
+        "an option came",
     ),
     "batchwright.ResizableBatchSampler": (
         "class(num_examples, controller, *, lengths=None, budget=None, curriculum=None, shuffle=True, seed=0, rank=0, "
@@ -194,6 +222,15 @@ ADDED = {
     *(f"batchwright.{name}.to_state" for name in _BUDGETS),
     "batchwright.StreamBatcher.__len__",
     "batchwright.size.noise.NoiseAverage.from_state",
+    *(f"batchwright.BatchSizeController.{name}" for name in ("max_history", "num_changes")),
+    *(f"batchwright.size.Observation.{name}" for name in ("ends_epoch", "exact", "exact_size")),
+    *(f"batchwright.size.{name}.check_state" for name in ("Policy", "Transform")),
+    *(f"batchwright.size.{room}minimum" for room in ("", "combine.")),
+    *(
+        f"batchwright.size.{room}{name}"
+        for room in ("", "signals.")
+        for name in ("loss_below", "loss_settled", "speed_driven", "step_time")
+    ),
 }
 
 

@@ -201,7 +201,8 @@ def test_what_is_no_policy_is_named():
 
 
 def test_a_controller_that_lets_the_bounds_go_is_caught(monkeypatch):
-    monkeypatch.setattr(BatchSizeController, "_fit", lambda self, wanted, size: round(wanted))
+    monkeypatch.setattr(BatchSizeController, "_fit", lambda self, wanted, exact: wanted)
+    monkeypatch.setattr(BatchSizeController, "_whole", lambda self, exact: round(exact))
     with pytest.raises(AssertionError, match=r"the size stays within 1 to 32: got \[64"):
         check_policy(constant(64), max_size=32)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from batchwright.size import signals
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.curriculum import Curriculum
-from batchwright.size.observation import Observation
+from batchwright.size.observation import FILLED_IN, Observation
 from batchwright.size.policy import Policy
 from batchwright.testing import check_policy
 
@@ -27,6 +27,21 @@ POLICIES = {
     "ema": signals.loss_driven("ema", mode="linear", gain=50),
     "variance": signals.loss_driven("variance", window=3, per="step"),
     "detrended": signals.loss_driven("variance", window=3, detrend=True, per="examples", every=100),
+    "variance with gain": signals.loss_driven("variance", window=3, gain=5, fluctuating=2, per="step"),
+    "variance with gain, linear": signals.loss_driven("variance", window=3, gain=50, mode="linear", fluctuating=2),
+    "loss below": signals.loss_below(1.0),
+    "loss below per step": signals.loss_below(0.3, mode="linear", per="step"),
+    "loss settled": signals.loss_settled(tolerance=0.5),
+    "loss settled per step": signals.loss_settled(tolerance=0.5, window=2, relative=False, per="step"),
+    "entropy per step": signals.entropy_driven(10, smallest=16, largest=512, per="step"),
+    "noise per epoch": signals.noise_driven(per="epoch"),
+    "noise ratio of four": signals.noise_driven(estimator="ratio", num_parts=4, per="step"),
+    "memory per epoch": signals.memory_driven(per="epoch"),
+    "memory per examples": signals.memory_driven(0.99, 0.98, per="examples", every=100),
+    "speed": signals.speed_driven(),
+    "speed per step": signals.speed_driven(per="step", every=3),
+    "step time": signals.step_time(200, every=3),
+    "step time per epoch": signals.step_time(40, per="epoch"),
     "entropy": signals.entropy_driven(10, smallest=16, largest=512),
     "entropy limits": signals.entropy_driven(10, mode="threshold", per="step", every=2),
     "noise": signals.noise_driven(num_examples=10_000),
@@ -54,6 +69,7 @@ def course(seed, num=40):
             noise_s=float(rng.normal(90, 10)),
             noise_g2=float(rng.normal(0.5, 0.3)),
             noise_parts=4,
+            seconds=float(rng.uniform(0.09, 0.11)),
             memory_fraction=float(rng.uniform(0, 1)),
         )
         for step in range(num)
@@ -97,7 +113,9 @@ def test_updating_and_explaining_leave_the_state_that_came_in(policy):
 def test_something_happens_in_a_course_of_training(policy):
     controller = BatchSizeController(policy, min_size=1, max_size=4096, initial=64)
     for observation in course(1, num=80):
-        seen = {item.name: getattr(observation, item.name) for item in fields(observation) if item.name != "size"}
+        seen = {
+            item.name: getattr(observation, item.name) for item in fields(observation) if item.name not in FILLED_IN
+        }
         assert 1 <= controller.observe(**seen) <= 4096
     assert controller.history
     assert json.loads(json.dumps(controller.state_dict(), allow_nan=False)) == controller.state_dict()
