@@ -89,9 +89,10 @@ def assemble(
         train, validation = split_texts(features, labels, task=task, limit=limit)
     else:
         train, validation = split_rows(labels, task=task, limit=limit)
-    targets = labels[train].astype(np.int64), labels[validation].astype(np.int64)
     if task == "regression":
         targets = standardise(labels[train], labels[validation])
+    else:
+        targets = labels[train].astype(np.int64), labels[validation].astype(np.int64)
     inputs: Sequence[Array | list[Ids]]
     if isinstance(features, list):
         inputs = [[features[row] for row in rows] for rows in (train, validation)]
@@ -128,7 +129,7 @@ def split_texts(texts: Sequence[Ids], labels: Array, *, task: Task, limit: int |
         rows_of.setdefault(ids.tobytes(), []).append(row)
     if len(rows_of) < MIN_EXAMPLES:
         raise ArgumentError(
-            f"only {len(rows_of)} different texts in {len(texts)} rows; validation needs texts that training does not "
+            f"different texts in {len(texts)} rows: {len(rows_of)}; validation needs texts that training does not "
             f"hold, and the lab at least {MIN_EXAMPLES} of them in all: give other texts, or a larger max_length if "
             "they begin alike"
         )
