@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from batchwright.errors import ArgumentError, MissingDependencyError
 from batchwright.lab.datasets import load, names
 from batchwright.lab.datasets._assemble import SPLIT_SEED, VOCABULARY_SIZE, hash_ids, split_rows, standardise
-from batchwright.lab.datasets._fashion import DEBIAN_FOLDER
-from batchwright.lab.datasets._formulas import friedman, waveform
-from batchwright.lab.datasets._language import load_windows, word_ids
-from batchwright.lab.datasets._texts import GROUPS, docstrings_in, load_texts, paragraphs_in
+from batchwright.lab.datasets.built_in.fashion import DEBIAN_FOLDER
+from batchwright.lab.datasets.built_in.formulas import friedman, waveform
+from batchwright.lab.datasets.built_in.language import load_windows, word_ids
+from batchwright.lab.datasets.built_in.texts import GROUPS, docstrings_in, load_texts, paragraphs_in
 
 TEXTS = ("python_docstrings", "python_functions", "python_paragraphs")
 WINDOWS = ("python_chars", "python_words")

@@ -8,18 +8,19 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..._checks import as_whole
 from ..._optional import require
 from ...errors import ArgumentError
 from ._assemble import MIN_EXAMPLES, assemble
-from ._fashion import BLOCKS, load_fashion
-from ._formulas import NAMES as FORMULAS
-from ._formulas import load_formula
-from ._language import WINDOWS, load_windows
+from ._columns import FileTask
 from ._own_file import load_file
-from ._texts import CORPORA, load_texts
+from .built_in import load_fashion, load_formula, load_texts, load_windows
+from .built_in.fashion import BLOCKS
+from .built_in.formulas import NAMES as FORMULAS
+from .built_in.language import WINDOWS
+from .built_in.texts import CORPORA
 from .dataset import Dataset, Task
 
 # Task, number of classes, and options of the loader.
@@ -47,7 +48,7 @@ def load(
     path: str | os.PathLike[str] | None = None,
     target: str | None = None,
     columns: Sequence[str] | None = None,
-    task: Literal["classification", "regression"] | None = None,
+    task: FileTask | None = None,
     limit: int | None = None,
     max_length: int = 256,
 ) -> Dataset:

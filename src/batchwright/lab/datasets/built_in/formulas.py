@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from ..._random import words
-from ._assemble import assemble
-from .dataset import Dataset, Ids
+from ...._random import words
+from .._assemble import assemble
+from ..dataset import Dataset, Ids
 
 Floats = npt.NDArray[np.float64]
 

@@ -16,10 +16,10 @@ from typing import TypeAlias, final
 
 import numpy as np
 
-from ..._stdlib_source import functions_in, python_files, stdlib_folder
-from ...errors import ArgumentError
-from ._assemble import SPLIT_SEED, VALIDATION_EVERY, VOCABULARY_SIZE, hash_ids, shares
-from .dataset import PADDING, Dataset, Ids, Split
+from ...._stdlib_source import functions_in, python_files, stdlib_folder
+from ....errors import ArgumentError
+from .._assemble import SPLIT_SEED, VALIDATION_EVERY, VOCABULARY_SIZE, hash_ids, shares
+from ..dataset import PADDING, Dataset, Ids, Split
 
 # Modules that Python 3.10 and later have, also where a distribution leaves out tkinter, idlelib or distutils.
 GROUPS = {

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ..._stdlib_source import tokenize
-from ...errors import ArgumentError
-from ._assemble import SPLIT_SEED, VALIDATION_EVERY, shares
-from ._texts import OTHER_CHAR, char_ids, files_by_group
-from .dataset import Dataset, Ids, Split
+from ...._stdlib_source import tokenize
+from ....errors import ArgumentError
+from .._assemble import SPLIT_SEED, VALIDATION_EVERY, shares
+from ..dataset import Dataset, Ids, Split
+from .texts import OTHER_CHAR, char_ids, files_by_group
 
 NUM_WINDOWS = 10_000
 # Characters, or words, of a window.
@@ -87,7 +87,7 @@ def _take(name: str, ids: Sequence[Sequence[Ids]], wanted: int) -> list[Split]:
 def _windows(texts: Sequence[Ids], count: int, width: int, seen: set[bytes]) -> Ids:
     """Return at most ``count`` windows, each with the id after it; none that was seen before, in the other part too."""
     rng = np.random.default_rng(SPLIT_SEED)
-    found = []
+    found: list[Ids] = []
     for window in _in_turn([_shuffled(ids, width, rng) for ids in texts]):
         if len(found) == count:
             break

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ...errors import ArgumentError
-from ._assemble import SPLIT_SEED, shares, standardise
-from .dataset import Array, Dataset, Split
+from ....errors import ArgumentError
+from .._assemble import SPLIT_SEED, shares, standardise
+from ..dataset import Array, Dataset, Split
 
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 # 10,000 + 2,500 of the 70,000 images: an epoch takes a perceptron half a second, the convolutional networks four.
