@@ -402,7 +402,7 @@ def test_a_data_set_states_kind_size_dimension_and_source(name, kind, task, size
     assert dataset.num_examples == sum(sizes)
     properties = dataset.properties()
     assert (properties["type"], properties["num_train"], properties["dimension"]) == (kind, sizes[0], dimension)
-    assert properties["source"] == dataset.source != ""
+    assert dataset.source
     text = dataset.describe()
     assert text.startswith(f"{name}: {kind}, {task}, {sizes[0]:,} + {sizes[1]:,} examples, dimension {dimension:,}")
     assert text.endswith(f"; from {dataset.source}")

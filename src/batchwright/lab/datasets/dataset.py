@@ -120,7 +120,7 @@ class Dataset:
     def properties(self) -> dict[str, str | int | float | None]:
         """Return the figures that reports compare data sets by, as a JSON object; None where a figure has no meaning.
 
-        ``type``, ``source``, ``task``, ``num_train``, ``num_validation``; ``dimension``: numbers per example, or the
+        ``type``, ``task``, ``num_train``, ``num_validation``; ``dimension``: numbers per example, or the
         size of the vocabulary; ``num_classes``; ``length_median`` and ``length_p99`` in tokens; ``imbalance``: the
         largest class over the smallest; ``label_noise``: the share of rows whose nearest other row has another label,
         on at most 2,000 rows and only on columns that count, where those are known. With many rows it lies between the
@@ -130,7 +130,6 @@ class Dataset:
         median, p99 = length_spread(self.lengths)
         return {
             "type": self.kind,
-            "source": self.source,
             "task": self.task,
             "num_train": len(self.train),
             "num_validation": len(self.validation),
