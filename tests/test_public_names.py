@@ -165,6 +165,12 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "plan_options=None, graphs=False, **kwargs), bases: none",
         "two options came",
     ),
+    "batchwright.lab.datasets.Dataset": (
+        "class(*, name, task, train, validation, num_classes, vocabulary_size=None), bases: none",
+        "class(*, name, task, train, validation, num_classes, vocabulary_size=None, source='', "
+        "num_signal_columns=None), bases: none",
+        "two options came",
+    ),
     _OBSERVATION: (
         "class(*, topic, sentence, evidence=(), strategies=()), bases: none",
         "is batchwright.lab.observations.Finding",
@@ -203,6 +209,10 @@ ADDED = {
     "batchwright.ResizableBatchSampler.shapes",
     "batchwright.errors.UpdateMemoryError.can_retry",
     "batchwright.errors.UpdateMemoryError.num_changed",
+    *(
+        f"batchwright.lab.datasets.Dataset.{name}"
+        for name in ("describe", "dimension", "num_examples", "num_signal_columns", "source")
+    ),
     "batchwright.lab.observations.Finding",
     "batchwright.lab.presets.Cell",
     "batchwright.lab.presets.LabPlan",

@@ -86,9 +86,17 @@ DATASETS = {
     "breast_cancer": "569 tumours, 30 columns, 2 classes",
     "diabetes": "442 patients, 10 columns; predict the progress of the disease after one year, a number",
     "digits": "1,797 handwritten digits of 8 by 8 pixels, 10 classes",
-    "fashion_mnist": "70,000 pictures of clothes, 10 classes; needs the Debian package dataset-fashion-mnist",
+    "fashion_mnist": "12,500 of 70,000 pictures of clothes, 10 classes; needs the Debian package dataset-fashion-mnist",
+    "fashion_mnist_7x7": "the same pictures in 7 by 7 pixels",
+    "friedman": "10,000 rows of a formula, 10 columns of which 5 count; predict a number",
+    "friedman_wide": "the same rows and numbers with 490 more columns of noise",
     "python_chars": "the source of Python's standard library; predict the next character",
+    "python_docstrings": "docstrings of Python's standard library; predict which of 8 groups of modules one is from",
     "python_functions": "functions of Python's standard library; predict which of 8 groups of modules one is from",
+    "python_paragraphs": "paragraphs of Python's standard library as characters; predict which of 8 groups",
+    "python_words": "the source of Python's standard library; predict the next name, number or symbol",
+    "waveform": "10,000 rows of a formula, 21 columns, 3 classes that overlap",
+    "waveform_wide": "the same rows and classes with 479 more columns of noise",
     "wine": "178 wines, 13 columns, 3 classes",
 }
 
@@ -97,9 +105,11 @@ MODELS = {
     "logistic": "logistic regression; for texts, on the mean of their tokens",
     "mlp": "a network of dense layers, for tables and images",
     "cnn": "a small convolutional network, for images",
+    "cnn_batchnorm": "the same with BatchNorm, so that examples of a batch depend on each other",
     "gru": "a recurrent network, for texts",
     "transformer": "a small transformer, for texts",
-    "char_lm": "a small transformer that predicts the next character",
+    "char_lm": "a small transformer that predicts the next character or word",
+    "gru_lm": "a recurrent network that predicts the next character or word",
 }
 
 _CHOOSING = """\
