@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import ArgumentError
-from ...step.huggingface import IGNORED, Novelty, counts_tokens
+from ...step.huggingface import IGNORED, Novelty, counts_tokens, usual_reading
 from .._inputs import Cut, is_packed, num_rows
 from .._trainer_step import UNSURE, WHAT_TO_DO, WHOLE, Weighing, check_rows, find_weighing, weighted, zero_of
 from .._trial_loss import Compute
@@ -194,6 +194,12 @@ class LossWeights:
     def _shifts(self) -> bool:
         assert self._weighing is not None
         return self._weighing.reading is not None and self._weighing.reading.shifts
+
+    def shifts(self, model: nn.Module, labels: Any) -> bool:
+        """Say whether a model predicts the next label: as its loss has shown, or as is usual for its kind."""
+        if self._weighing is not None and self._weighing.reading is not None:
+            return self._weighing.reading.shifts
+        return isinstance(labels, Tensor) and usual_reading(model, labels).shifts
 
     def _labels_of_rows(self, inputs: Mapping[str, Any]) -> Tensor | None:
         """Return the labels of tokens if examples are weighed by them; None if there is one label per example."""
