@@ -12,6 +12,7 @@ import torch
 
 from .._checks import read_size
 from ..errors import ArgumentError, MissingSignalError
+from ..size.controller import Decision
 from ..size.policy import Policy, Transform
 from ..size.signals.entropy import EntropyDriven
 from ..size.signals.memory import MemoryDriven
@@ -80,19 +81,16 @@ def monitor_for(controller: Any, device: torch.device | str) -> MemoryMonitor | 
 
 
 class Change(NamedTuple):
-    """A change of the size, in words and as figures."""
+    """A change of the size: the line that tells it, and the decision."""
 
     line: str
-    old: int
-    new: int
-    step: int | None = None
-    examples: int | None = None
-    reason: str = ""
+    decision: Decision
 
     def figures(self) -> dict[str, float]:
         """Return what a logger of numbers can take."""
-        known = {} if self.examples is None else {"examples": float(self.examples)}
-        return {"batch_size_old": float(self.old), "batch_size_new": float(self.new), **known}
+        old, new, examples = self.decision.old, self.decision.new, self.decision.examples
+        known = {} if examples is None else {"examples": float(examples)}
+        return {"batch_size_old": float(old), "batch_size_new": float(new), **known}
 
 
 def observe(controller: Any, *, hints: Mapping[str, str] | None = None, **figures: Any) -> Change | None:
@@ -111,11 +109,20 @@ def observe(controller: Any, *, hints: Mapping[str, str] | None = None, **figure
         raise MissingSignalError(f"{error}; here, {found[0]}") if found else error from None
     if size == before:
         return None
-    newest = (getattr(controller, "history", None) or [None])[-1]
-    line = f"Batch size: {newest or f'{before} -> {size}'}"
-    logger.info(line)
-    known = {name: getattr(newest, name) for name in ("step", "examples", "reason") if hasattr(newest, name)}
-    return Change(line, before, size, **known)
+    decision = _newest(controller, before, size, figures)
+    logger.info("Batch size: %s", decision)
+    return Change(f"Batch size: {decision}", decision)
+
+
+def _newest(controller: Any, old: int, new: int, figures: Mapping[str, Any]) -> Decision:
+    """Return the decision as the controller recorded it, or made from what is known where it records none."""
+    history = getattr(controller, "history", ())
+    if history and isinstance(history[-1], Decision):
+        return history[-1]
+    counts = {name: figures.get(name) for name in ("epoch", "step", "examples")}
+    explain = getattr(controller, "explain", None)
+    reason = str(explain()) if callable(explain) else f"{type(controller).__name__} says no reason"
+    return Decision(**counts, old=old, new=new, wanted=float(new), reason=reason)
 
 
 @final
@@ -127,9 +134,10 @@ class LiveHistory:
 
     >>> lines = []
     >>> history = LiveHistory(lines.append)
-    >>> history.show(Change("Batch size: 8 -> 16", 8, 16), print)
+    >>> decision = Decision(epoch=None, step=12, examples=96, old=8, new=16, wanted=16.0, reason="the loss fell")
+    >>> history.show(Change(f"Batch size: {decision}", decision), print)
     >>> lines
-    ['Batch size: 8 -> 16']
+    ['Batch size: step 12, examples 96: 8 -> 16 (the loss fell)']
     """
 
     def __init__(self, choice: History) -> None:

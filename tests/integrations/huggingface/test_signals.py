@@ -2,7 +2,6 @@
 
 import logging
 import math
-from functools import cache
 
 import numpy as np
 import pytest
@@ -21,41 +20,18 @@ from batchwright.testing import FakeMemory
 from ..dynabatch.failing import fail_above
 from ..dynabatch.trainer.training import make_args
 from .test_data import run
-from .trainers import MODELS, collate, flat, flat_parameters, make_controller, make_model, make_trainer, numbered
-
-
-@cache
-def entropies(name):
-    """Return the summed entropy of every example by itself, by the definition, and its number of labels."""
-    model, rows = make_model(name).train(), []
-    for example in numbered(25, causal=MODELS[name][3]):
-        logits = model(**collate([example])).logits.detach()[0]
-        logits = logits[:-1] if MODELS[name][3] else logits
-        p = torch.exp(logits) / torch.exp(logits).sum(dim=-1, keepdim=True)
-        rows.append((float(-(p * torch.log(p)).sum()), len(logits)))
-    return np.array(rows)
-
-
-def mean_entropy(name, numbers):
-    total, num = entropies(name)[list(numbers)].sum(axis=0)
-    return total / num
-
-
-def watching(observed, sizes, needs=("entropy",)):
-    """Return a controller that notes what it observes, and goes through sizes."""
-
-    def choose(observation):
-        observed.append(observation)
-        return sizes[min(observation.step, len(sizes) - 1)]
-
-    policy = size.track(choose, needs=needs)
-    return bw.BatchSizeController(policy, min_size=1, max_size=24, initial=sizes[0])
-
-
-def by_update(observed):
-    """Return one observation per update: a policy is asked again for its reason."""
-    return list({o.step: o for o in observed}.values())
-
+from .trainers import (
+    by_update,
+    collate,
+    flat,
+    flat_parameters,
+    make_controller,
+    make_model,
+    make_trainer,
+    mean_entropy,
+    numbered,
+    watching,
+)
 
 # Entropy.
 

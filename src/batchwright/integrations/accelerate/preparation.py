@@ -122,7 +122,7 @@ def _announce(accelerator: Any, history: LiveHistory, change: Change) -> None:
     """Show a change of the size on the first rank, and hand its figures to the trackers."""
     if accelerator.is_main_process:
         history.show(change, print)
-    accelerator.log(change.figures(), step=change.step)
+    accelerator.log(change.figures(), step=change.decision.step)
 
 
 def _find_sampler(accelerator: Any, loader: Any) -> Any:

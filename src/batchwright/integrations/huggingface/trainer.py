@@ -160,7 +160,7 @@ class AdaptiveTrainerMixin:
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
         for change in self._batching.callback.take_changes():
-            self.log({**change.figures(), "batch_size_reason": change.reason})  # type: ignore[dict-item]
+            self.log({**change.figures(), "batch_size_reason": change.decision.reason})  # type: ignore[dict-item]
         return super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
     # The training data
