@@ -34,10 +34,9 @@ from .._safe_steps import (
 )
 from .._trainer_step import WHOLE, as_logged
 from ._batches import Counted
-from ._entropy import EntropyMeter
 from ._graphs import TrainerGraphs
 from ._settings import Settings
-from ._weights import LossWeights, TrainerLoss, UpdateWeight, refuse, row_key
+from ._weights import EntropyMeter, LossWeights, TrainerLoss, UpdateWeight, refuse, row_key
 
 # A retry begins with half of what did not fit; no smaller bound is set.
 _NO_BOUND = 1 << 31
