@@ -156,13 +156,14 @@ def output_entropy(outputs: Any, batch: Mapping[str, Any], *, shifts: bool) -> t
     >>> round(float(entropy), 4), int(num)  # log 4
     (1.3863, 1)
     """
-    logits, labels = _logits_of(outputs), batch.get("labels")
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor) and labels.is_floating_point():
+        raise ArgumentError("entropy needs labels that are classes, got floats; leave it out for regression")
+    logits = _logits_of(outputs)
     if isinstance(batch.get("shift_labels"), Tensor):
         labels = batch["shift_labels"]
     elif isinstance(labels, Tensor) and shifts:
         labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-    if isinstance(labels, Tensor) and labels.is_floating_point():
-        raise ArgumentError("entropy needs labels that are classes, got floats; leave it out for regression")
     if not isinstance(labels, Tensor):
         if logits.ndim != 2:
             raise ArgumentError(
