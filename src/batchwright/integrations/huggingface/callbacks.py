@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from importlib import import_module
 from typing import Any, final
 
-from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ..._checks import as_state, as_whole, is_same, read_size, read_whole
@@ -33,6 +33,11 @@ _HINTS = {
     "noise": "pass measure_noise=True to the trainer",
     "memory_fraction": "pass memory=MemoryMonitor() to the trainer, from batchwright.step",
 }
+
+
+def _write(line: str) -> None:
+    """Print a line above the progress bars of a trainer."""
+    import_module("tqdm").tqdm.write(line)  # transformers needs it
 
 
 @final
@@ -176,7 +181,7 @@ class UpdateCallback(TrainerCallback):
         if change is not None and self._history.is_wanted:
             self._changes.append(change)
             if state.is_world_process_zero:
-                self._history.show(change, tqdm.write)
+                self._history.show(change, _write)
         if args.max_steps <= 0:
             assert isinstance(batches, ResizableBatches)
             left = batches.num_examples_left(args.num_train_epochs)
@@ -277,7 +282,7 @@ class BatchSizeCallback(TrainerCallback):
             lr=logs.get("learning_rate"),
         )
         if change is not None and state.is_world_process_zero:
-            self._history.show(change, tqdm.write)
+            self._history.show(change, _write)
         logs["batch_size_wanted"] = state.log_history[-1]["batch_size_wanted"] = read_size(self.controller)
         self._save(state)
 
