@@ -162,8 +162,30 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "**kwargs), bases: none",
         "class(*args, budget=None, controller=None, grouping=None, lengths=None, weighting='tokens', on_oom='split', "
         "micro_batch=None, lr_rule='none', base_size=None, measure_noise=False, memory=None, eval_budget='same', "
-        "plan_options=None, graphs=False, **kwargs), bases: none",
-        "two options came",
+        "plan_options=None, graphs=False, curriculum=None, measure_entropy=None, history=False, **kwargs), bases: none",
+        "five options came",
+    ),
+    "batchwright.integrations.huggingface.BatchSizeCallback": (
+        "class(controller, *, batch_size=None), bases: TrainerCallback",
+        "class(controller, *, batch_size=None, history=False), bases: TrainerCallback",
+        "an option came",
+    ),
+    "batchwright.integrations.accelerate.prepare": (
+        "function(accelerator, model, optimizer, loader, *, loss_fn, scheduler=None, controller=None, "
+        "**stepper_options)",
+        "function(accelerator, model, optimizer, loader, *, loss_fn, scheduler=None, controller=None, history=False, "
+        "**stepper_options)",
+        "an option came",
+    ),
+    "batchwright.integrations.accelerate.AcceleratedStepper": (
+        "class(stepper, optimizer, loader, scheduler, controller), bases: none",
+        "class(stepper, optimizer, loader, scheduler, controller, *, announce=None), bases: none",
+        "an option came",
+    ),
+    "batchwright.integrations.lightning.AdaptiveBatching": (
+        "class(*, controller=None, prefix='batchwright/', **stepper_options), bases: Callback",
+        "class(*, controller=None, prefix='batchwright/', history=False, **stepper_options), bases: Callback",
+        "an option came",
     ),
     "batchwright.lab.datasets.Dataset": (
         "class(*, name, task, train, validation, num_classes, vocabulary_size=None), bases: none",

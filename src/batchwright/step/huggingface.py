@@ -26,7 +26,7 @@ from ._loss_probe import try_out as try_out
 from ._loss_probe import unwrapped as unwrapped
 from ._loss_probe import usual_reading as usual_reading
 from ._loss_samples import IGNORED as IGNORED
-from ._loss_samples import LABELS
+from ._loss_samples import LABELS as LABELS
 from ._loss_samples import Novelty as Novelty
 from ._loss_samples import Views as Views
 from ._loss_samples import choose_rows as choose_rows
@@ -92,11 +92,7 @@ class _HuggingFaceLoss:
         loss_sum = loss if reading.sums else torch.where(weight > 0, loss * weight, 0)
         if not self._with_entropy:
             return loss_sum, weight
-        if isinstance(batch.get("shift_labels"), Tensor):
-            labels = batch["shift_labels"]
-        elif reading.shifts:
-            labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-        return loss_sum, weight, {"entropy": _entropy(outputs, labels)}
+        return loss_sum, weight, {"entropy": output_entropy(outputs, batch, shifts=reading.shifts)[0]}
 
     def _read(self, model: nn.Module, batch: Mapping[str, Any]) -> LossReading:
         _check_labels(batch)
@@ -147,11 +143,56 @@ def _without_weights(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return inputs
 
 
-def _entropy(outputs: Any, labels: Tensor) -> Tensor:
-    if labels.is_floating_point():
-        raise ArgumentError("with_entropy needs labels that are classes, got floats; leave it out for regression")
-    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[1]
-    return entropy_sum(logits, labels.to(logits.device))
+def output_entropy(outputs: Any, batch: Mapping[str, Any], *, shifts: bool) -> tuple[Tensor, Tensor]:
+    """Return the entropy of a model's logits, summed over the labels that count, and the number of these labels.
+
+    Args:
+        outputs: of the model, a mapping with ``logits`` or a tuple.
+        batch: has ``labels`` or ``shift_labels``; without either, rows of logits ``(B, classes)`` count.
+        shifts: the model predicts the next label.
+
+    >>> batch = {"labels": torch.tensor([1, -100])}
+    >>> entropy, num = output_entropy({"logits": torch.zeros(2, 4)}, batch, shifts=False)
+    >>> round(float(entropy), 4), int(num)  # log 4
+    (1.3863, 1)
+    """
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor) and labels.is_floating_point():
+        raise ArgumentError("entropy needs labels that are classes, got floats; leave it out for regression")
+    logits = _logits_of(outputs)
+    if isinstance(batch.get("shift_labels"), Tensor):
+        labels = batch["shift_labels"]
+    elif isinstance(labels, Tensor) and shifts:
+        labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    if not isinstance(labels, Tensor):
+        if logits.ndim != 2:
+            raise ArgumentError(
+                f"entropy needs labels, which tell the positions that count in logits {tuple(logits.shape)}, but the "
+                "batch has none; name them 'labels', -100 where none counts"
+            )
+        labels = torch.zeros(len(logits), dtype=torch.long)
+    if labels.shape != logits.shape[:-1]:
+        raise ArgumentError(
+            f"entropy needs the logits of every label, but labels are {tuple(labels.shape)} and logits "
+            f"{tuple(logits.shape)}; return all of them, or choose a policy that reads something else"
+        )
+    labels = labels.to(logits.device)
+    return entropy_sum(logits, labels), (labels != IGNORED).sum()
+
+
+def _logits_of(outputs: Any) -> Tensor:
+    """Return the logits of a model's outputs; in a tuple they are the first tensor that is no single number."""
+    is_named = isinstance(outputs, Mapping)
+    tensors = [value for value in ([] if is_named else outputs) if isinstance(value, Tensor) and value.ndim > 1]
+    logits = outputs.get("logits") if is_named else next(iter(tensors), None)
+    if not isinstance(logits, Tensor) or logits.ndim < 2 or logits.shape[-1] < 2:
+        found = f"only {', '.join(map(str, outputs))}" if is_named else "a tuple without them"
+        found = f"logits of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else found
+        raise ArgumentError(
+            f"entropy needs the logits of the classes, but the model returns {found}; let it return 'logits' of two or "
+            "more classes, or choose a policy that reads something else"
+        )
+    return logits
 
 
 def _check_rows(model: nn.Module, batch: Mapping[str, Any], reading: LossReading, new: set[Any]) -> None:

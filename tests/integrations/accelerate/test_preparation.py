@@ -58,11 +58,11 @@ def make_sampler():
     return bw.BatchSampler(LENGTHS, BUDGET)
 
 
-def make_run(loader=None, *, accelerator=None, **options):
+def make_run(loader=None, *, accelerator=None, model=None, lr=0.01, **options):
     """Return the accelerator and what prepare made of a new model; its dropout begins at one seed."""
     accelerator = accelerator or Accelerator(cpu=True)
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model = model or make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01 if lr else 0.0)
     loader = loader if loader is not None else DataLoader(DATA, batch_sampler=make_sampler())
     options = {"loss_fn": loss_fn, **options}
     if callable(options.get("scheduler")):

@@ -19,14 +19,17 @@ from ..dynabatch.failing import fail_above
 from ..dynabatch.trainer.ranks import agree_on_port
 from .trainers import (
     MODELS,
+    by_update,
     exact,
     flat,
     flat_parameters,
     make_model,
     make_trainer,
+    mean_entropy,
     numbered,
     quick,
     relative_error,
+    watching,
 )
 
 NUM = 25
@@ -53,6 +56,7 @@ def main(rank, world_size, folder):
         check_controlled("llama", rank, folder, (3, 7, 10, 5), weighting="examples")
         check_controlled("llama", rank, folder, (12, 12, 1), on_oom="raise")
         check_noise(rank, folder)
+        check_entropy(rank, folder)
         for is_controlled in (False, True):
             check_resume(folder / f"resume{is_controlled}", is_controlled)
         check_evaluation(rank, folder)
@@ -90,6 +94,25 @@ def check_graphed(folder):
     assert relative_error(found, expected) < 1e-10
     assert relative_error(moved, weights) < 1e-10
     assert relative_error(*everyone(moved)) == 0
+
+
+def check_entropy(rank, folder):
+    """Entropy is the mean over both ranks; the last example, which both of them run, counts once."""
+    observed = []
+    trainer, seen, _ = make("llama", folder, rank, controller=watching(observed, [12]), budget=bw.MaxItems(3))
+    trainer.train()
+    shares, taken, expected = everyone(seen), [0, 0], []
+    for total in (12, 12, 1):
+        numbers = set()
+        for place, share in enumerate(shares):
+            mine = flat(share)[taken[place] : taken[place] + max(1, total // 2)]
+            taken[place] += len(mine)
+            numbers |= set(mine)
+        assert len(numbers) == total
+        expected.append(mean_entropy("llama", sorted(numbers)))
+    found = [o.entropy for o in by_update(observed)]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert everyone(found) == [found, found]
 
 
 def everyone(mine):

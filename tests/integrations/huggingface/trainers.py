@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -118,3 +119,36 @@ def check(name, trainer, gradients, updates, weighting="tokens"):
         losses.append(loss)
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert logged == pytest.approx(losses, rel=1e-5)
+
+
+@cache
+def entropies(name):
+    """Return the summed entropy of every example by itself, by the definition, and its number of labels."""
+    model, rows = make_model(name).train(), []
+    for example in numbered(MOST_EXAMPLES, causal=MODELS[name][3]):
+        logits = model(**collate([example])).logits.detach()[0]
+        logits = logits[:-1] if MODELS[name][3] else logits
+        p = torch.exp(logits) / torch.exp(logits).sum(dim=-1, keepdim=True)
+        rows.append((float(-(p * torch.log(p)).sum()), len(logits)))
+    return np.array(rows)
+
+
+def mean_entropy(name, numbers):
+    total, num = entropies(name)[list(numbers)].sum(axis=0)
+    return total / num
+
+
+def watching(observed, sizes, needs=("entropy",)):
+    """Return a controller that notes what it observes, and goes through sizes."""
+
+    def choose(observation):
+        observed.append(observation)
+        return sizes[min(observation.step, len(sizes) - 1)]
+
+    policy = size.track(choose, needs=needs)
+    return bw.BatchSizeController(policy, min_size=1, max_size=24, initial=sizes[0])
+
+
+def by_update(observed):
+    """Return one observation per update: a policy is asked again for its reason."""
+    return list({o.step: o for o in observed}.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from ...errors import ArgumentError
 from ...step import Stepper
 from ...step.losses import LossFunction
 from .._graphs import graph_options
+from .._observing import Change, History, LiveHistory, with_memory
 from .._options import check_options, move_after_collate
 from .._ranked import controller_of, give_rank, sampler_of
 from .training import AcceleratedStepper, Prepared, PreparedLoader
@@ -38,6 +40,7 @@ def prepare(
     loss_fn: LossFunction,
     scheduler: Any = None,
     controller: Any = None,
+    history: History = False,
     **stepper_options: Any,
 ) -> Prepared:
     """Prepare for training with an Accelerator; after that, ``stepper.step(batch)`` is a whole, exact update.
@@ -66,7 +69,11 @@ def prepare(
         scheduler: the schedule of the learning rate, advanced after every update. It counts the batches of the loader
             as given: if ``prepare`` divides them over W ranks, it advances W times per update, as in Accelerate; with
             a ``ResizableBatchSampler``, or a sampler made for this rank, once.
-        controller: observes every update; None takes the sampler's.
+        controller: observes every update; None takes the sampler's. Its policy may read memory: the device's own is
+            found without ``memory=``, on a CPU that of the process. Entropy is what ``loss_fn`` returns under that
+            name, as ``huggingface_loss(with_entropy=True)`` does.
+        history: True prints a line per change of the size, with its reason, and logs figures with ``accelerator.log``;
+            a function gets the line instead.
         **stepper_options: options of ``Stepper``, such as ``micro_batch``, ``clip_norm`` or ``collate``;
             ``mixed_precision="fp16"`` needs ``weight_of``. With ``graphs`` the shapes are those of the sampler.
 
@@ -89,7 +96,7 @@ def prepare(
     _check_accelerator(accelerator)
     check_options(stepper_options, "Accelerator(mixed_precision=…)")
     sampler = _find_sampler(accelerator, loader)
-    observer = controller_of(sampler, controller)
+    observer, live = controller_of(sampler, controller), LiveHistory(history)
     _check_scheduler(scheduler)
 
     is_divided = sampler is not None and _divide(accelerator, loader, sampler)
@@ -99,14 +106,23 @@ def prepare(
     has_examples = collate is not None
     padded_by = collate if has_examples else getattr(loader, "collate_fn", None)
     options = graph_options(stepper_options, sampler, padded_by, accelerator.device)
+    options = with_memory(options, observer, accelerator.device)
     stepper = _make_stepper(accelerator, model, optimizer, loss_fn, options)
     prepared = _prepare_loader(accelerator, loader, sampler, has_examples=has_examples)
     if scheduler is not None:
         scheduler = accelerator.prepare(scheduler)
         scheduler.split_batches |= sampler is not None and not is_divided  # then it advances once per update
-    accelerated = AcceleratedStepper(stepper, optimizer, prepared, scheduler, observer)
+    announce = functools.partial(_announce, accelerator, live) if live.is_wanted else None
+    accelerated = AcceleratedStepper(stepper, optimizer, prepared, scheduler, observer, announce=announce)
     accelerator.register_for_checkpointing(accelerated)
     return Prepared(model, optimizer, prepared, accelerated)
+
+
+def _announce(accelerator: Any, history: LiveHistory, change: Change) -> None:
+    """Show a change of the size on the first rank, and hand its figures to the trackers."""
+    if accelerator.is_main_process:
+        history.show(change, print)
+    accelerator.log(change.figures(), step=change.decision.step)
 
 
 def _find_sampler(accelerator: Any, loader: Any) -> Any:

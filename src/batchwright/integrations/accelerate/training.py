@@ -14,9 +14,14 @@ from ..._checks import as_state, is_same, load_parts
 from ...errors import StateMismatchError
 from ...step import Stepper, StepReport
 from ...step.graphs.summary import GraphSummary
+from .._observing import Change, observe
 from .._ranked import is_at_end, num_batches
 
 STATE_VERSION = 1
+_HINTS = {
+    "entropy": "huggingface_loss(with_entropy=True) returns it too",
+    "noise": "pass measure_noise=True to prepare",
+}
 
 
 @final
@@ -77,12 +82,22 @@ class AcceleratedStepper:
         controller: what observes every update, or None.
     """
 
-    def __init__(self, stepper: Stepper, optimizer: Any, loader: Any, scheduler: Any, controller: Any) -> None:
+    def __init__(
+        self,
+        stepper: Stepper,
+        optimizer: Any,
+        loader: Any,
+        scheduler: Any,
+        controller: Any,
+        *,
+        announce: Callable[[Change], None] | None = None,
+    ) -> None:
         self.stepper = stepper
         self.scheduler = scheduler
         self.controller = controller
         self._optimizer = optimizer
         self._loader = loader if isinstance(loader, PreparedLoader) else None
+        self._announce = announce
         self._num_applied = 0
         if optimizer.scaler is not None:  # only a scaler skips updates
             optimizer.optimizer.register_step_post_hook(self._count)
@@ -100,7 +115,9 @@ class AcceleratedStepper:
         if self.scheduler is not None:
             self.scheduler.step()
         if self.controller is not None:
-            self.controller.observe(**self._completed(), **report.observation())
+            change = observe(self.controller, hints=_HINTS, **self._completed(), **report.observation())
+            if change is not None and self._announce is not None:
+                self._announce(change)
         return report
 
     def graph_summary(self) -> GraphSummary:

@@ -181,6 +181,7 @@ class ResizableBatches(BatchSource):
         pad_multiple_of: of the collator.
         budget: of a micro-batch.
         is_random: micro-batches are random parts, at least two over all ranks, for gradient noise.
+        curriculum: of the sampler, which chooses the examples of an epoch; None takes all of them.
     """
 
     sampler: ResizableBatchSampler
@@ -193,11 +194,14 @@ class ResizableBatches(BatchSource):
         *,
         budget: Budget,
         is_random: bool,
+        curriculum: Any = None,
     ) -> None:
         super().__init__(sampler, lengths, pad_multiple_of)
         self._padded = pad_up(self.lengths, pad_multiple_of)
         self._budget = budget
         self._is_random = is_random
+        self._curriculum = curriculum
+        self._nums: dict[int, int] = {}  # examples by epoch
         self._controller = sampler.controller
         self._sizes = SizeLog(self._controller)
         self.sampler.controller = self._sizes
@@ -223,13 +227,26 @@ class ResizableBatches(BatchSource):
     def begin_epoch(self, epoch: int) -> int:
         """Go to an epoch, and return how many items are left in it if the size falls to its minimum."""
         self.set_epoch(epoch)
-        self._num_in_epoch = len(self.lengths)
+        self._num_in_epoch = self._num_in(self.epoch)
         least = max(getattr(self._controller, "min_size", 1), self.sampler.world_size)
         return -(-self.num_left // least) + len(self._replay)
 
     def num_updates(self, num_epochs: float, accumulation: int = 1) -> int:
         """Return the number of updates in that many epochs if the size stays as it is."""
-        return math.ceil(num_epochs * -(-len(self.lengths) // read_size(self._controller)))
+        size, shares = read_size(self._controller), _shares_of(0, num_epochs)
+        return sum(math.ceil(share * -(-self._num_in(epoch) // size)) for epoch, share in shares)
+
+    def num_examples_left(self, num_epochs: float) -> int:
+        """Return how many examples are left until that many epochs are done."""
+        return round(sum(share * self._num_in(epoch) for epoch, share in _shares_of(self.epochs_done, num_epochs)))
+
+    def _num_in(self, epoch: int) -> int:
+        """Return how many examples an epoch covers."""
+        if self._curriculum is None:
+            return len(self.lengths)
+        if epoch not in self._nums:
+            self._nums[epoch] = len(self._curriculum.prefix(epoch))
+        return self._nums[epoch]
 
     def track(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Iterate over a loader of this source; the first batches get the sizes of a saved run."""
@@ -248,3 +265,13 @@ class ResizableBatches(BatchSource):
         sizes = read_sizes(as_state(state, of="the batches of a trainer"))
         super().load_state_dict(state)
         self._replay = sizes
+
+
+def _shares_of(start: float, end: float) -> list[tuple[int, float]]:
+    """Return the epochs from one place to another, and which share of each lies between the two.
+
+    >>> _shares_of(0.75, 2.5)
+    [(0, 0.25), (1, 1.0), (2, 0.5)]
+    """
+    epochs = range(math.floor(start), math.ceil(end))
+    return [(epoch, min(1.0, end - epoch) - max(0.0, start - epoch)) for epoch in epochs]

@@ -96,9 +96,15 @@ class TrainingData:
         budget = MaxItems(args.per_device_train_batch_size) if settings.budget is None else settings.budget
         group = MaxItems(max(_LEAST_GROUP, getattr(settings.controller, "min_size", 1)))
         sampler = ResizableBatchSampler(
-            len(lengths), settings.controller, lengths=pad_up(lengths, multiple), budget=budget & group, **options
+            len(lengths),
+            settings.controller,
+            lengths=pad_up(lengths, multiple),
+            budget=budget & group,
+            curriculum=settings.curriculum,
+            **options,
         )
-        return ResizableBatches(sampler, lengths, multiple, budget=budget, is_random=settings.measure_noise)
+        is_random, curriculum = settings.measure_noise, settings.curriculum
+        return ResizableBatches(sampler, lengths, multiple, budget=budget, is_random=is_random, curriculum=curriculum)
 
     def training_values(self, values: tuple[Any, ...], args: Any) -> tuple[Any, ...]:
         """Return the trainer's numbers of epochs, steps and examples, with the right number of updates."""

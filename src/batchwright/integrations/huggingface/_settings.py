@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, final, get_args
 
 import numpy.typing as npt
 
-from ..._checks import as_whole, check_choice
+from ..._checks import as_flag, as_whole, check_choice
 from ...errors import ArgumentError, MissingDependencyError
 from ...plan.budget import Budget, check_budget
 from ...plan.grouping.base import Grouping, check_grouping
@@ -19,6 +19,7 @@ from ...step.memory.fit_to_memory import FitToMemory
 from ...step.memory.monitor import MemoryMonitor
 from .._devices import is_divided
 from .._graphs import Choice
+from .._observing import History, LiveHistory, reads
 from .._ranked import controller_of
 
 Weighting: TypeAlias = Literal["tokens", "examples"]
@@ -50,6 +51,9 @@ class Settings:
     eval_budget: Budget | Literal["same"] | None
     plan_options: Mapping[str, Any]
     graphs: Choice = False
+    curriculum: Any = None
+    measure_entropy: bool | None = None
+    history: History = False
 
     def __post_init__(self) -> None:
         for budget in (self.budget, None if self.eval_budget == "same" else self.eval_budget):
@@ -62,12 +66,18 @@ class Settings:
         check_choice("on_oom", self.on_oom, get_args(OnOom))
         self._check_micro_batch()
         self._check_plan()
+        self._check_course()
         self._check_rate_and_noise()
 
     @property
     def rule(self) -> Rule | Literal["adascale"] | None:
         """Return how the learning rate follows the batch size, None if it does not."""
         return None if self.lr_rule == "none" else get_rule(self.lr_rule)
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Return whether the entropy of the model's output is measured."""
+        return reads(self.controller, "entropy") if self.measure_entropy is None else self.measure_entropy
 
     @property
     def evaluation_budget(self) -> Budget | None:
@@ -103,6 +113,19 @@ class Settings:
         if self.controller is not None and (self.grouping is not None or self.plan_options):
             name = "grouping" if self.grouping is not None else "plan_options"
             raise ArgumentError(f"{name} belongs to planned batches; leave it out, or train without a controller")
+
+    def _check_course(self) -> None:
+        """Check what needs a controller: examples in play, entropy, and lines about its decisions."""
+        LiveHistory(self.history)
+        if self.measure_entropy is not None:
+            object.__setattr__(self, "measure_entropy", as_flag("measure_entropy", self.measure_entropy))
+        given = {"curriculum": self.curriculum is not None, "measure_entropy": self.measure_entropy}
+        given["history"] = self.history is not False
+        for name in [name for name, is_given in given.items() if is_given] if self.controller is None else []:
+            raise ArgumentError(
+                f"{name} needs a controller; BatchSizeController(size.constant(n), min_size=n, max_size=n) keeps the "
+                "size at n"
+            )
 
     def _check_rate_and_noise(self) -> None:
         if self.base_size is not None:

@@ -22,6 +22,7 @@ from ...step.oom import drop_gradients, warn_of_split
 from .._devices import Devices
 from .._failures import raise_gathered
 from .._inputs import num_rows
+from .._observing import monitor_for
 from .._safe_steps import (
     SafeSteps,
     Step,
@@ -35,7 +36,7 @@ from .._trainer_step import WHOLE, as_logged
 from ._batches import Counted
 from ._graphs import TrainerGraphs
 from ._settings import Settings
-from ._weights import LossWeights, TrainerLoss, UpdateWeight, refuse, row_key
+from ._weights import EntropyMeter, LossWeights, TrainerLoss, UpdateWeight, refuse, row_key
 
 # A retry begins with half of what did not fit; no smaller bound is set.
 _NO_BOUND = 1 << 31
@@ -56,12 +57,16 @@ class Updates:
     Attributes:
         figures: of the updates so far.
         noise: of their gradients, None if it is not measured.
+        entropy: of the model's output.
+        memory: of the device, None if nobody reads it.
         whole: the weight of the running update, None if the trainer's own rule holds.
     """
 
     def __init__(self, settings: Settings, weights: LossWeights, graphs: TrainerGraphs) -> None:
         self.figures = TrainingFigures()
         self.noise: GradientNoise | None = None
+        self.entropy = EntropyMeter(is_wanted=settings.wants_entropy)
+        self.memory: MemoryMonitor | None = settings.memory
         self.whole: UpdateWeight | None = None
         self._settings = settings
         self._weights = weights
@@ -75,6 +80,7 @@ class Updates:
     def start(self, model: nn.Module) -> None:
         """Begin a training: all counts at zero."""
         self.figures = TrainingFigures()
+        self.entropy = EntropyMeter(is_wanted=self._settings.wants_entropy)
         if self.noise is not None:
             self.noise.meter.norms.close()
         self.noise = GradientNoise(trained_parameters(model)) if self._settings.measure_noise else None
@@ -124,6 +130,9 @@ class Updates:
             self._safe_steps = SafeSteps(
                 self._settings.on_oom, _NO_BOUND, self._key, self._note_oom, fit=self._fit(devices.args.device)
             )
+        if self.memory is None:
+            self.memory = monitor_for(self._settings.controller, devices.args.device)
+        self.entropy.begin()
         drop_gradients(foreign_parameters(loss.model, optimizer))
         shares, failure = [], None
         try:
@@ -145,8 +154,8 @@ class Updates:
             raise_gathered(failure)
         self.figures.begin(sums)
         self._shares = deque(shares)
-        if self._settings.memory is not None:
-            self._settings.memory.reset_peak()
+        if self.memory is not None:
+            self.memory.reset_peak()
         self.whole = None if devices.is_divided else self._weight_of_update(sums, sum(shares), devices)
 
     def _weigh(self, batches: list[Any], repeats: list[bool], loss: TrainerLoss) -> list[float]:
@@ -212,6 +221,7 @@ class Updates:
         """Add the gradient of a micro-batch, in pieces if memory runs out."""
         assert self._safe_steps is not None
         share, inputs = self._next_share(), dict(part)
+        self.entropy.keep()
         if self.noise is not None:
             self.noise.keep()
         return self._safe_steps.run(
@@ -249,6 +259,10 @@ class Updates:
     def _weighted_step(
         self, step: Step, model: nn.Module, inputs: Any, *, has_share: bool, runs_idle: bool = False
     ) -> Tensor:
+        with self.entropy.part(counts=has_share):
+            return self._noted_step(step, model, inputs, has_share=has_share, runs_idle=runs_idle)
+
+    def _noted_step(self, step: Step, model: nn.Module, inputs: Any, *, has_share: bool, runs_idle: bool) -> Tensor:
         whole = self.whole
         if whole is None:
             return step(model, inputs)
@@ -263,9 +277,15 @@ class Updates:
 
     def _note_oom(self) -> None:
         self.figures.num_ooms += 1
+        self.entropy.undo()
         self._graphs.make_room()
         if self.noise is not None:
             self.noise.undo()
+
+    def mean_entropy(self) -> float | None:
+        """Return the entropy of the update over all ranks, None if it is not measured."""
+        assert self._devices is not None
+        return self.entropy.end(self._devices)
 
     def mean_loss(self) -> float:
         """Return the loss of the update, over all ranks."""

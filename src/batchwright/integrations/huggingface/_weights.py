@@ -1,4 +1,4 @@
-"""The weight of a micro-batch in the mean of an update: its labels, or its examples."""
+"""The weight of a micro-batch in the mean of an update, its labels or its examples; the mean entropy over labels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import ArgumentError
-from ...step.huggingface import IGNORED, Novelty, counts_tokens
+from ...step.huggingface import IGNORED, LABELS, Novelty, counts_tokens, output_entropy, usual_reading
+from .._devices import Devices
 from .._inputs import Cut, is_packed, num_rows
 from .._trainer_step import UNSURE, WHAT_TO_DO, WHOLE, Weighing, check_rows, find_weighing, weighted, zero_of
 from .._trial_loss import Compute
@@ -195,6 +196,12 @@ class LossWeights:
         assert self._weighing is not None
         return self._weighing.reading is not None and self._weighing.reading.shifts
 
+    def shifts(self, model: nn.Module, labels: Any) -> bool:
+        """Say whether a model predicts the next label: as its loss has shown, or as is usual for its kind."""
+        if self._weighing is not None and self._weighing.reading is not None:
+            return self._weighing.reading.shifts
+        return isinstance(labels, Tensor) and usual_reading(model, labels).shifts
+
     def _labels_of_rows(self, inputs: Mapping[str, Any]) -> Tensor | None:
         """Return the labels of tokens if examples are weighed by them; None if there is one label per example."""
         labels = inputs.get("labels")
@@ -218,6 +225,62 @@ class LossWeights:
                 f"weighting='examples' takes the cross entropy of the logits, {ours:.6g}, but the loss is "
                 f"{theirs:.6g}; {_OTHER}"
             )
+
+
+@final
+class EntropyMeter:
+    """Adds up the entropy over the labels of an update, whatever its micro-batches.
+
+    Attributes:
+        is_wanted: anybody reads it.
+    """
+
+    def __init__(self, *, is_wanted: bool) -> None:
+        self.is_wanted = is_wanted
+        self.newest: float | None = None
+        self._sums: list[Tensor] = []  # (entropy, labels) of every piece
+        self._num_kept = 0
+        self._is_open = False
+
+    def begin(self) -> None:
+        """Begin an update."""
+        self._sums, self._num_kept = [], 0
+
+    def keep(self) -> None:
+        """Keep what was measured so far, whatever happens to the next micro-batch."""
+        self._num_kept = len(self._sums)
+
+    def undo(self) -> None:
+        """Forget the pieces of a micro-batch that ran out of memory."""
+        del self._sums[self._num_kept :]
+
+    @contextmanager
+    def part(self, *, counts: bool) -> Iterator[None]:
+        """Measure what runs inside, if it counts; a repeat of another rank's example does not."""
+        self._is_open = self.is_wanted and counts
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def labels(self, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the labels of a piece before its loss takes them out; None if it is not measured."""
+        return {name: inputs[name] for name in LABELS if name in inputs} if self._is_open else None
+
+    def note(self, outputs: Any, labels: Mapping[str, Any], *, shifts: bool) -> None:
+        """Add the entropy of a piece."""
+        entropy, num = output_entropy(outputs, labels, shifts=shifts)
+        wide = torch.float32 if entropy.device.type == "mps" else torch.float64
+        self._sums.append(torch.stack([entropy.to(wide), num.to(wide)]))
+
+    def end(self, devices: Devices) -> float | None:
+        """Return the mean over all labels of the update on all ranks, NaN if no label counts; None if not wanted."""
+        if not self.is_wanted:
+            return None
+        mine = torch.stack(self._sums).sum(dim=0).cpu() if self._sums else torch.zeros(2)
+        entropy, num = devices.add_up(mine.to(torch.float64)).tolist()
+        self.newest = entropy / num if num else math.nan
+        return self.newest
 
 
 def _are_tokens(inputs: Mapping[str, Any]) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from importlib import import_module
 from typing import Any, final
 
 from transformers import TrainerCallback
@@ -13,7 +13,9 @@ from ..._checks import as_state, as_whole, is_same, read_size, read_whole
 from ...errors import StateMismatchError
 from ...size.learning_rate import adascale, current_lr, scaled_lr
 from ...size.noise import NoiseAverage
+from .._observing import Change, History, LiveHistory, observe
 from .._ranked import agree, controller_of
+from ._batches import ResizableBatches
 from ._data import TrainingData
 from ._evaluation import Evaluation
 from ._graphs import TrainerGraphs
@@ -22,11 +24,20 @@ from ._settings import Settings
 from ._updates import Updates
 from ._weights import LossWeights
 
-logger = logging.getLogger(__name__)
-
 _CONTROLLER_NAME = "batchwright_controller"
 # Raise it when an older state can no longer be read.
 STATE_VERSION = 1
+# Where figures come from in a trainer, for the error of a policy that does without one.
+_HINTS = {
+    "entropy": "pass measure_entropy=True to the trainer",
+    "noise": "pass measure_noise=True to the trainer",
+    "memory_fraction": "pass memory=MemoryMonitor() to the trainer, from batchwright.step",
+}
+
+
+def _write(line: str) -> None:
+    """Print a line above the progress bars of a trainer."""
+    import_module("tqdm").tqdm.write(line)  # transformers needs it
 
 
 @final
@@ -67,7 +78,8 @@ class Batching:
         if self.settings.controller is not None:
             figures["batch_size_wanted"] = read_size(self.settings.controller)
         scale = None if self.updates.noise is None else self.updates.noise.meter.average.scale
-        return figures if scale is None else {**figures, "noise_scale": scale}
+        more = {"noise_scale": scale, "entropy": self.updates.entropy.newest}
+        return figures | {name: value for name, value in more.items() if value is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data and everything that was learned, as JSON values."""
@@ -135,10 +147,13 @@ class UpdateCallback(TrainerCallback):
         self._updates = updates
         self._scaled = ExitStack()
         self._rate: float | None = None
+        self._history = LiveHistory(settings.history)
+        self._changes: list[Change] = []
 
     def close(self) -> None:
         """Restore the learning rate if an error ended the optimizer's step."""
         self._scaled.close()
+        self._changes = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Scale the learning rate."""
@@ -161,10 +176,21 @@ class UpdateCallback(TrainerCallback):
         if controller is None:
             return
         epoch = batches.epoch + (batches.num_left == 0)  # completed ones
-        observe(controller, epoch=epoch, step=state.global_step, **self._observation(args.device))
+        figures = self._observation(args.device)
+        change = observe(controller, hints=_HINTS, epoch=epoch, step=state.global_step, **figures)
+        if change is not None and self._history.is_wanted:
+            self._changes.append(change)
+            if state.is_world_process_zero:
+                self._history.show(change, _write)
         if args.max_steps <= 0:
-            left = args.num_train_epochs * len(batches.lengths) - state.epoch * len(batches.lengths)
-            state.max_steps = state.global_step + max(0, -(-round(left) // read_size(controller)))
+            assert isinstance(batches, ResizableBatches)
+            left = batches.num_examples_left(args.num_train_epochs)
+            state.max_steps = state.global_step + -(-left // read_size(controller))
+
+    def take_changes(self) -> list[Change]:
+        """Return the changes of the size that were not logged yet."""
+        changes, self._changes = self._changes, []
+        return changes
 
     def lr_factor(self) -> float:
         """Return the factor of the learning rate in this update."""
@@ -179,12 +205,13 @@ class UpdateCallback(TrainerCallback):
         return adascale(batch_size, base_size, s=average.s, g2=average.g2) if average.is_reliable else 1.0
 
     def _observation(self, device: Any) -> dict[str, Any]:
-        updates, memory = self._updates, self._settings.memory
+        updates, memory = self._updates, self._updates.memory
         noise = None if updates.noise is None else updates.noise.report
         figures = {
             "batch_size": updates.figures.batch_size,
             "loss": updates.mean_loss(),
             "lr": self._rate,
+            "entropy": updates.mean_entropy(),
             "noise_s": None if noise is None else noise.s,
             "noise_g2": None if noise is None else noise.g2,
             "noise_reliable": None if noise is None else noise.reliable,
@@ -193,16 +220,6 @@ class UpdateCallback(TrainerCallback):
             "memory_fraction": None if memory is None else memory.peak_fraction,
         }
         return {**updates.figures.counts(), **agree(figures, device)}
-
-
-def observe(controller: Any, **figures: Any) -> int:
-    """Let a controller observe, and log a change of the size with its reason."""
-    before = read_size(controller)
-    size = int(controller.observe(**figures))
-    if size != before:
-        history = getattr(controller, "history", ())
-        logger.info("Batch size: %s", history[-1] if history else f"{before} -> {size}")
-    return size
 
 
 @final
@@ -217,6 +234,7 @@ class BatchSizeCallback(TrainerCallback):
     Args:
         controller: a ``BatchSizeController``.
         batch_size: examples per update over all ranks; None takes the controller's size.
+        history: True prints every change of the size with its reason; a function gets the line.
 
     >>> import batchwright as bw
     >>> from batchwright import size
@@ -224,8 +242,9 @@ class BatchSizeCallback(TrainerCallback):
     >>> callback = BatchSizeCallback(controller)  # Trainer(..., callbacks=[callback])
     """
 
-    def __init__(self, controller: Any, *, batch_size: int | None = None) -> None:
+    def __init__(self, controller: Any, *, batch_size: int | None = None, history: History = False) -> None:
         self.controller = controller_of(None, controller)
+        self._history = LiveHistory(history)
         self._batch_size = None if batch_size is None else as_whole("batch_size", batch_size, least=1)
         self._newest = 0
         self._examples = 0
@@ -253,7 +272,7 @@ class BatchSizeCallback(TrainerCallback):
         """Observe what is logged of training; logs of evaluation are left out."""
         if not logs or "loss" not in logs:
             return
-        size = observe(
+        change = observe(
             self.controller,
             epoch=int(state.epoch),
             step=state.global_step,
@@ -262,7 +281,9 @@ class BatchSizeCallback(TrainerCallback):
             loss=logs["loss"],
             lr=logs.get("learning_rate"),
         )
-        logs["batch_size_wanted"] = state.log_history[-1]["batch_size_wanted"] = size
+        if change is not None and state.is_world_process_zero:
+            self._history.show(change, _write)
+        logs["batch_size_wanted"] = state.log_history[-1]["batch_size_wanted"] = read_size(self.controller)
         self._save(state)
 
     def _save(self, state: Any) -> None:

@@ -29,6 +29,7 @@ from ...step.memory.fit_to_memory import FitToMemory
 from ...step.memory.monitor import MemoryMonitor
 from .._devices import Devices, on_its_own, one_process, undivided
 from .._graphs import Choice, captured
+from .._observing import History
 from .._ranked import check_no_stream
 from .._trial_loss import takes_own_loss
 from ._data import TrainLoader, fetch_together, micro_batches_of
@@ -59,7 +60,7 @@ class AdaptiveTrainerMixin:
     order of the data, and the loss is the exact mean.
 
     The trainer logs with the loss: ``batch_size`` (per update, over all ranks), ``num_micro_batches``, ``padding``,
-    ``ooms``, and if they are in use ``batch_size_wanted``, ``noise_scale`` and ``lr_factor``.
+    ``ooms``, and if they are in use ``batch_size_wanted``, ``noise_scale``, ``entropy`` and ``lr_factor``.
 
     Args:
         *args: of the trainer.
@@ -83,13 +84,19 @@ class AdaptiveTrainerMixin:
             applies only inside the optimizer's step.
         base_size: the batch size over all ranks that ``learning_rate`` was chosen for; needed with ``lr_rule``.
         measure_noise: estimate gradient noise; micro-batches are then random parts, which pad more. Needs a controller.
-        memory: reads the peak memory of every update, for policies that follow it.
+        memory: reads the peak memory of every update, for policies that follow it; None finds the device's own if the
+            policy is a ``memory_driven``. On a CPU that is the memory of the process.
         eval_budget: what a batch of evaluation may cost; ``"same"`` takes ``budget``, None does not plan evaluation.
         plan_options: further options of ``BatchSampler``, e.g. ``{"keep_first": 3}``.
         graphs: True captures forward and backward of every planned shape in CUDA graphs and replays them; use it with
             ``grouping=Buckets(32)``. Batches are padded to the planned lengths. Clipping and the optimizer's step stay
             the trainer's. What cannot be captured runs eagerly, and a warning says why once. ``"auto"`` keeps graphs
             only where they pay, and warns where True is refused.
+        curriculum: a ``size.Curriculum``, which chooses the examples of every epoch; needs a controller.
+        measure_entropy: measure the entropy of the model's output from the logits of the loss, over the labels that
+            count. None measures it if the policy is an ``entropy_driven``, or says that it ``needs`` it.
+        history: True prints a line per change of the size, with its reason, and logs it with the trainer's own ``log``;
+            a function gets the line instead.
         **kwargs: of the trainer.
     """
 
@@ -122,6 +129,9 @@ class AdaptiveTrainerMixin:
         eval_budget: Budget | Literal["same"] | None = "same",
         plan_options: Mapping[str, Any] | None = None,
         graphs: Choice = False,
+        curriculum: Any = None,
+        measure_entropy: bool | None = None,
+        history: History = False,
         **kwargs: Any,
     ) -> None:
         check_trainer_class(transformers.Trainer, transformers.__version__)
@@ -147,6 +157,11 @@ class AdaptiveTrainerMixin:
         if "loss" in logs:
             logs.update(self._batching.take_figures())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        for change in self._batching.callback.take_changes():
+            self.log({**change.figures(), "batch_size_reason": change.decision.reason})  # type: ignore[dict-item]
+        return super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
     # The training data
 
@@ -228,9 +243,15 @@ class AdaptiveTrainerMixin:
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Return the loss: in training its part of the update's mean, in evaluation the mean of the batch."""
         compute = functools.partial(self._loss_of_one_process, model, inputs)
-        found = self._batching.weights.loss(compute, inputs, with_outputs=return_outputs)
+        weights, entropy = self._batching.weights, self._batching.updates.entropy
+        labels = entropy.labels(inputs)
+        with_outputs = return_outputs or labels is not None
+        found = weights.loss(compute, inputs, with_outputs=with_outputs)
         if found is None:
-            return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
+            found = super().compute_loss(model, inputs, return_outputs=with_outputs, **kwargs)  # type: ignore[misc]
+            found = found if with_outputs else (found, None)
+        if labels is not None:
+            entropy.note(found[1], labels, shifts=weights.shifts(unwrapped(self.model), labels.get("labels")))
         return found if return_outputs else found[0]
 
     def _captured_loss(self, model: Any, batch: dict[str, Any]) -> Tensor:

@@ -18,6 +18,7 @@ from ...step import Stepper, StepReport
 from ...step.graphs.summary import GraphSummary
 from ...step.losses import LossFunction, Sums, needs_whole_batch, whole_batch
 from .._graphs import ReplayError, replayable
+from .._observing import Change, History, LiveHistory, observe, with_memory
 from .._options import check_options, move_after_collate
 from .._ranked import controller_of
 from ._loaders import TrainLoader
@@ -26,6 +27,10 @@ from .modules import ExactUpdates, Hooks, options_with_graphs, refuse_methods, w
 
 # Other precisions of Lightning do not use autocast.
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+_HINTS = {
+    "entropy": "loss_fn is your loss_sums",
+    "noise": "pass measure_noise=True to AdaptiveBatching",
+}
 
 
 @final
@@ -40,12 +45,16 @@ class AdaptiveBatching(Callback):
     new size takes effect one update later.
 
     Logged every ``log_every_n_steps``: ``loss``, ``batch_size``, ``num_micro_batches``, ``ooms`` (over all ranks, since
-    the start), and ``noise_scale`` and ``memory_fraction`` if they are measured; ``padding`` once per epoch, if
-    batches are planned.
+    the start), and ``noise_scale``, ``entropy`` and ``memory_fraction`` if they are measured; ``padding`` once per
+    epoch, if batches are planned.
 
     Args:
-        controller: observes every update; None takes the sampler's.
+        controller: observes every update; None takes the sampler's. Its policy may read memory: the device's own is
+            found without ``memory=``, on a CPU that of the process. Entropy is what ``loss_sums`` returns in its third
+            place: ``{"entropy": entropy_sum(logits, targets)}``.
         prefix: goes before the logged names.
+        history: True prints a line per change of the size, with its reason, and hands its figures to the Trainer's
+            loggers; a function gets the line instead.
         **stepper_options: options of ``Stepper``, such as ``micro_batch``, ``clip_norm`` or ``collate``;
             ``precision="16-mixed"`` needs ``weight_of``. With ``graphs`` the shapes are those of the sampler, and
             ``loss_sums`` neither logs nor reads the Trainer.
@@ -58,8 +67,11 @@ class AdaptiveBatching(Callback):
         num_ooms: how often the ranks ran out of memory since the start, all together.
     """
 
-    def __init__(self, *, controller: Any = None, prefix: str = "batchwright/", **stepper_options: Any) -> None:
+    def __init__(
+        self, *, controller: Any = None, prefix: str = "batchwright/", history: History = False, **stepper_options: Any
+    ) -> None:
         super().__init__()
+        self._history = LiveHistory(history)
         check_options(stepper_options, "Trainer(precision=…)")
         self.stepper: Stepper | None = None
         self.controller: Any = None
@@ -87,7 +99,7 @@ class AdaptiveBatching(Callback):
             optimizer = _only_optimizer(pl_module).optimizer
             self._hooks = Hooks(trainer, pl_module, optimizer, has_scaler=_scaler_of(trainer) is not None)
             options = options_with_graphs(self._options, trainer, pl_module, self.loader)
-            self.stepper = _make_stepper(trainer, pl_module, self._hooks, options)
+            self.stepper = self._make_stepper(trainer, pl_module, self._hooks, options)
         elif self.controller is not None or self._options:
             raise ArgumentError(
                 f"{type(pl_module).__name__} runs its own updates; a controller and options of Stepper need exact "
@@ -113,8 +125,20 @@ class AdaptiveBatching(Callback):
         self.num_ooms += report.ooms
         if self.controller is not None:
             completed = trainer.current_epoch + trainer.is_last_batch
-            self.controller.observe(epoch=completed, **report.observation())
+            change = observe(self.controller, hints=_HINTS, epoch=completed, **report.observation())
+            if change is not None and self._history.is_wanted:
+                self._announce(trainer, change)
         return report
+
+    def _announce(self, trainer: Any, change: Change) -> None:
+        if trainer.is_global_zero:
+            self._history.show(change, trainer.print)
+        figures = {self._prefix + name: value for name, value in change.figures().items()}
+        for logger in trainer.loggers:  # its methods do nothing on other ranks
+            logger.log_metrics(figures, step=trainer.global_step)
+
+    def _make_stepper(self, trainer: Any, module: Any, hooks: Hooks, options: Mapping[str, Any]) -> Stepper:
+        return _make_stepper(trainer, module, hooks, with_memory(options, self.controller, module.device))
 
     def _leave_graphs(self, trainer: Any, module: Any, error: ReplayError) -> None:
         """Go on eagerly with ``graphs="auto"``, after an update that has changed nothing; otherwise raise."""
@@ -123,7 +147,7 @@ class AdaptiveBatching(Callback):
         warnings.warn(f"steps run eagerly, without graphs: {error}", stacklevel=4)
         self.stepper.abandon()
         state = self.stepper.state_dict()
-        self.stepper = _make_stepper(trainer, module, self._hooks, without_graphs(self._options))
+        self.stepper = self._make_stepper(trainer, module, self._hooks, without_graphs(self._options))
         self.stepper.load_state_dict(state)
 
     def graph_summary(self) -> GraphSummary:
@@ -278,6 +302,7 @@ def _figures_of(report: StepReport) -> dict[str, float | None]:
         "loss": report.loss,
         "batch_size": float(report.batch_size),
         "num_micro_batches": float(report.num_micro_batches),
+        "entropy": report.entropy,
         "noise_scale": None if report.noise is None else report.noise.scale,
         "memory_fraction": report.memory_fraction,
     }
