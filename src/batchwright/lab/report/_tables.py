@@ -10,7 +10,8 @@ from typing import Any, final
 
 from ..._charts.page import render_table
 from .._records import CellKey, RunRecord, cell_of, diverged, number
-from ..observations._effects import LOSS, MEASURES, Measure, counted, effects, p_text
+from ..observations._effects import LOSS, Measure, counted, effects, p_text
+from ..observations._equal import MEASURES
 from ..observations._ranking import cell_tests, rank
 from ..observations._slices import cells_of, groups_of, kind_of, overall, properties_of
 from ..observations.evidence import Compared, Evidence, Finding
