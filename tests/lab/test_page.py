@@ -36,6 +36,11 @@ def visible(page, selector):
     return page.value(f"{found}.filter((it) => it.checkVisibility()).map((it) => it.textContent)")
 
 
+def press(page, name, value):
+    """Press a button of a switch, as a click does."""
+    page.value(f"document.querySelector('input[data-state={name}][value={value}]').click()")
+
+
 def test_every_chart_is_drawn_without_a_word_on_the_console_or_a_request(page, tmp_path):
     assert count(page, "#curves-grid svg") == count(page, "#pareto-grid svg") == NUM_CELLS
     # A line for each strategy in each chart, and its batch size underneath; a mark for each in the others.
@@ -120,7 +125,7 @@ def test_pointing_at_a_mark_shows_cost_and_quality(page):
 def test_the_axis_changes_the_curves(page):
     path = "document.querySelector('#curves-grid path[data-strategy=exponential]').getAttribute('d')"
     before = page.value(path)
-    page.choose("x", "updates")
+    press(page, "x", "updates")
     assert page.value(path) != before
     assert "updates" in visible(page, "#curves-grid text.name")
     page.choose("y", "metric")

@@ -30,7 +30,7 @@ __all__ = [
 _ROUNDING = 1e-12
 # A cell with more of the variance than this gives the degrees of freedom alone: Welch's would be too many.
 _DOMINANT = 2 / 3
-_LEAST_P = 1e-16
+_LEAST_P = 1e-15
 
 
 @final
@@ -98,9 +98,9 @@ def pooled_difference(
     The mean of the cells' means counts each cell once. Its error comes from the spread within cells only: that cells
     differ is no noise. With ``v_c = s_c²/n_c``: ``error² = Σ v_c / C²``, with Welch's degrees of freedom
     ``(Σ v_c)² / Σ v_c²/(n_c − 1)``, or those of one cell that has more than two thirds of the variance. The p-value is
-    the larger of two: of this test, and of the cells' own t tests combined (Fisher's ``−2 Σ ln p_c``, chi-squared with
-    ``2C`` degrees of freedom). Without a change in any cell the second is exact, however much the spreads differ. With
-    one cell this is the paired test.
+    the larger of two: of this test, and of the cells' own t tests combined (Stouffer's ``Σ z_c/√C`` or Fisher's
+    ``−2 Σ ln p_c``). Without a change in any cell the second holds however much the spreads differ. With one cell this
+    is the paired test.
 
     The answer is about new seeds on exactly these cells, and all changes must be in one unit, e.g. per cent.
 
@@ -129,7 +129,7 @@ def pooled_difference(
     found = _tested(num_pairs, mean, error, _welch(spreads), confidence)
     if len(spreads) == 1:
         return found
-    return replace(found, p_value=max(cast(float, found.p_value), _fisher(spreads)))
+    return replace(found, p_value=max(cast(float, found.p_value), _combined(spreads)))
 
 
 class _Spread(NamedTuple):
@@ -151,12 +151,20 @@ def _welch(parts: Sequence[_Spread]) -> float:
     return total**2 / sum(float(one) ** 2 / part.freedom for one, part in zip(variances, parts, strict=True))
 
 
-def _fisher(parts: Sequence[_Spread]) -> float:
-    """Return the p-value of the cells' own two-sided tests combined: is there any change in any cell?"""
-    p_values = [2 * t_cdf(-abs(_ratio(part.mean, part.error)), part.freedom) for part in parts]
-    # A cell without spread is certain, and its logarithm would be infinite.
-    logs = np.log(np.maximum(p_values, _LEAST_P))
-    return float(_special().chdtrc(2 * len(parts), -2 * float(logs.sum())))
+def _combined(parts: Sequence[_Spread]) -> float:
+    """Return a p-value that no cell has a change, from the cells' own tests: exact however much their spreads differ.
+
+    Stouffer's test is the stronger one if all cells change alike, Fisher's if they do not; the smaller p-value counts,
+    twice.
+    """
+    below = np.array([t_cdf(_ratio(part.mean, part.error), part.freedom) for part in parts])
+    # A cell without spread is certain by itself; its logarithm would be infinite, and it must not decide for all.
+    below = np.clip(below, _LEAST_P, 1 - _LEAST_P)
+    z = float(_special().ndtri(below).sum()) / math.sqrt(len(parts))
+    logs = np.log(2 * np.minimum(below, 1 - below))
+    stouffer = 2 * float(_special().ndtr(-abs(z)))
+    fisher = float(_special().chdtrc(2 * len(parts), -2 * float(logs.sum())))
+    return min(1.0, 2 * min(stouffer, fisher))
 
 
 def smallest_detectable(error: float, freedom: float, *, level: float = 0.05, power: float = 0.8) -> float:

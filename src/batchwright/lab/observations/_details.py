@@ -171,6 +171,12 @@ def count_finding(tests: Mapping[CellKey, Verdicts], adaptive: frozenset[str], *
         sentence=f"Of {counted(num_all, 'comparison')} of one adaptive strategy with {BASELINE} on one data set and "
         f"model by the {measure.title}, {num_better} came out better, {num_worse} worse and {undecided} "
         f"undecided, all {len_all} tests corrected together.",
+        evidence=tuple(
+            one.evidence(measure, str(cell))
+            for cell, test in tests.items()
+            for one in (*test.better(), *test.worse())
+            if one.strategy in adaptive
+        ),
     )
 
 

@@ -41,6 +41,9 @@ class Basis:
     measure: Measure
 
 
+_UNITS = {"updates": "updates", "simulated_seconds": "simulated seconds", "seconds": "measured seconds"}
+
+
 def loss_at(record: RunRecord, axis: str, at: float) -> float | None:
     """Return the validation loss of a run at a place of an axis; None where its curve cannot say.
 
@@ -84,7 +87,7 @@ def why_unequal(run: RunRecord, base: RunRecord, axis: str) -> str:
     """Return why two runs have no common place on an axis, in words; empty if they have one."""
     ends = [end_of(one, axis) for one in (run, base)]
     if None in ends:
-        return "their records do not hold it"
+        return f"their records hold no {_UNITS[axis]}"
     if axis == "seconds" and any(run.get(key) != base.get(key) for key in ("hardware", "versions")):
         return "they ran on different machines or versions"
     at = min(end for end in ends if end is not None)
@@ -137,14 +140,17 @@ def missing_text(records: Iterable[RunRecord], basis: Basis) -> str:
         return ""
     runs = list(finished(records))
     baselines = {partner_of(run): run for run in runs if run["strategy"] == BASELINE}
+    pairs = [(run, base) for run in runs if (base := baselines.get(partner_of(run))) is not None and run is not base]
     found: dict[str, Counter[str]] = {}
-    for run in runs:
-        base = baselines.get(partner_of(run))
-        reason = "" if base is None or run is base else why_unequal(run, base, basis.axis)
+    for run, base in pairs:
+        reason = why_unequal(run, base, basis.axis)
         if reason:
             found.setdefault(reason, Counter())[run["strategy"]] += 1
-    parts = []
-    for reason, names in sorted(found.items()):
-        some = [f"{counted(count, 'pair')} of {name}" for name, count in sorted(names.items())]
-        parts.append(f"{listed(some, most=4)} ({reason})")
+    parts = [f"{_left_out(names, len(pairs))} ({reason})" for reason, names in sorted(found.items())]
     return f"Left out: {'; '.join(parts)}." if parts else ""
+
+
+def _left_out(names: Counter[str], num_pairs: int) -> str:
+    if names.total() == num_pairs > 1:
+        return f"all {num_pairs:,} pairs of runs"
+    return listed([f"{counted(count, 'pair')} of {name}" for name, count in sorted(names.items())], most=4)

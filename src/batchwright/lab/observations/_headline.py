@@ -10,11 +10,11 @@ from typing import final
 
 from .._records import CellKey, RunRecord, finished, number
 from ..strategies.strategy import BASELINE
-from ._effects import LOSS, UPDATES, Effects, counted, effects, listed, p_text, percent_change
+from ._effects import LOSS, UPDATES, Effects, counted, effects, hundredths, listed, p_text
 from ._equal import BASES, EQUAL_EXAMPLES, EQUAL_SIMULATED, Basis, missing_text
 from ._ranking import Verdicts, testable
-from ._reasons import time_model_of, time_text, why
-from ._slices import Slice
+from ._reasons import time_model_of, time_text, why, why_kept
+from ._slices import Slice, fixed_of
 from ._tuning import edge_note, edge_rates
 from .evidence import Compared, Finding, compare_all, compare_family
 
@@ -23,6 +23,7 @@ TOPIC = "headline"
 MARGIN = 0.05
 # A lab that would miss a gain of this size has decided nothing.
 DECIDED = 0.25
+_HOPELESS = 0.9
 _MOST_NAMED = 3
 _NUMBERS = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten")
 
@@ -73,6 +74,9 @@ def _basis_finding(runs: Sequence[RunRecord], basis: Basis, family: Family) -> F
     sentence = _verdict_text(verdicts, base, basis, _notes(rates, verdicts))
     if not better:
         sentence += detectable_text(verdicts)
+    fixed = [one.strategy for one in better if one.strategy in fixed_of(runs)]
+    if fixed:
+        sentence += f" The batch size of {listed(fixed)} never changes, so this does not come from adapting it."
     sentence += _time_text(runs, basis) + _after(missing_text(runs, basis))
     named = [(one.strategy, True) for one in better] + [(one.strategy, False) for one in reversed(worse)]
     reasons = [why(runs, name, basis, is_better=is_better) for name, is_better in named[:_MOST_NAMED]]
@@ -103,8 +107,9 @@ def _verdict_text(verdicts: Verdicts, base: str, basis: Basis, notes: Mapping[st
         text += named(better)
     else:
         first = verdicts.first
-        best = "the best mean" if measure.gain(first.mean) > 0 else "even the best mean is not lower"
-        text = f"No strategy ended with a lower validation loss than {base} {basis.words}: {best}, {named([first])}"
+        is_gain = measure.gain(first.mean) > 0
+        best = f"the best mean, {named([first])}, could be chance" if is_gain else f"the nearest is {named([first])}"
+        text = f"No strategy ended with a lower validation loss than {base} {basis.words}: {best}"
     if worse:
         text += f". {_count(len(worse), 'strategy')} ended higher: {named(list(reversed(worse)))}"
     return text + "."
@@ -115,14 +120,13 @@ def detectable_text(verdicts: Verdicts) -> str:
     sizes = [one.detectable for one in verdicts.compared if one.error > 0]
     if not sizes:
         return ""
-    size = median(sizes)
-    text = percent_change(-size)
-    if -math.expm1(-size) > DECIDED:
-        return (
-            f" This lab cannot decide it: only a change of {text} or more would have been seen in four of five labs "
-            "like this one. Run more seeds."
-        )
-    return f" A change of {text} or more would have been seen in four of five labs like this one."
+    share = -math.expm1(-median(sizes))
+    if share > _HOPELESS:
+        return " This lab cannot decide it: with so few seeds hardly any gain would have been seen. Run more seeds."
+    text = f"a loss lower by {hundredths(share).removeprefix('+')} % or more would have been seen in four of five labs"
+    if share > DECIDED:
+        return f" This lab cannot decide it: only {text} like this one. Run more seeds."
+    return f" {text[0].upper()}{text[1:]} like this one."
 
 
 def _time_text(runs: Sequence[RunRecord], basis: Basis) -> str:
@@ -178,6 +182,7 @@ def updates_finding(runs: Sequence[RunRecord], whole: Slice) -> Finding | None:
         sentence=sentence,
         evidence=tuple(tests[name].evidence(UPDATES, "over all") for name in saving),
         strategies=tuple(name for name in saving if name in kept),
+        why=" ".join(why_kept(runs, name) for name in [name for name in saving if name in kept][:_MOST_NAMED]),
     )
 
 

@@ -10,10 +10,10 @@ from typing import Any, final
 
 from .._records import RunRecord, finished, number
 from ..strategies.strategy import BASELINE
-from ._effects import SIMULATED, UPDATES, Measure, digits, effects, end_of, percent_change
+from ._effects import SECONDS, SIMULATED, UPDATES, Measure, digits, effects, end_of, percent_change
 from ._equal import EQUAL_EXAMPLES, EQUAL_SIMULATED, EQUAL_UPDATES, Basis, loss_at
 
-UNKNOWN = "The records do not show why."
+UNKNOWN = "the records do not show why."
 # Changes below these are no reason for anything.
 _MANY, _FALLING, _CALM, _ROSE = math.log(1.25), math.log(1.02), math.log(2), math.log(1.05)
 
@@ -26,6 +26,7 @@ class Facts:
     Args:
         updates: its updates against those of the baseline.
         simulated: its simulated seconds against those of the baseline; None without them.
+        seconds: its measured seconds against those of the baseline.
         size: its mean batch size.
         base_size: the mean batch size of the baseline.
         noise: learning rate per example of a batch, at the end against the start; None if not recorded.
@@ -37,6 +38,7 @@ class Facts:
 
     updates: float | None
     simulated: float | None
+    seconds: float | None
     size: float | None
     base_size: float | None
     noise: float | None
@@ -56,6 +58,7 @@ def facts_of(records: Iterable[RunRecord], strategy: str) -> Facts:
     return Facts(
         updates=_change([*mine, *base], UPDATES),
         simulated=_change([*mine, *base], SIMULATED),
+        seconds=_change([*mine, *base], SECONDS),
         size=_mean(mine, _size),
         base_size=_mean(base, _size),
         noise=_mean(mine, _calming),
@@ -81,10 +84,23 @@ def why(records: Sequence[RunRecord], strategy: str, basis: Basis, *, is_better:
     elif basis is EQUAL_UPDATES:
         parts = _by_size(facts, is_better=is_better)
     elif basis is EQUAL_SIMULATED:
-        parts = _by_time(facts, time_model_of(records), is_better=is_better)
+        model = time_model_of(records)
+        text = "simulated time at " + time_text(model) if model else "simulated time"
+        parts = _by_time(facts.simulated, text, is_better=is_better)
     else:
-        parts = _by_size(facts, is_better=is_better)
-    return f"{strategy}: likely because {' and because '.join(parts)}." if parts else f"{strategy}: {_lower(UNKNOWN)}"
+        parts = _by_time(facts.seconds, "measured time", is_better=is_better)
+    return f"{strategy}: likely because {' and because '.join(parts)}." if parts else f"{strategy}: {UNKNOWN}"
+
+
+def why_kept(records: Sequence[RunRecord], strategy: str) -> str:
+    """Return a likely reason why a strategy keeps the loss of the baseline with fewer updates."""
+    facts, parts = facts_of(records, strategy), []
+    if facts.rate is not None and facts.rate >= _MANY:
+        parts.append(f"its learning rate was {_times(facts.rate)} that of {BASELINE}")
+    if facts.falling is not None and facts.falling < _FALLING:
+        fall = percent_change(-facts.falling)
+        parts.append(f"the loss of {BASELINE} hardly fell any more ({fall} over the last quarter of the examples)")
+    return f"{strategy}: likely because {' and because '.join(parts)}." if parts else f"{strategy}: {UNKNOWN}"
 
 
 def _better(facts: Facts) -> list[str]:
@@ -121,12 +137,10 @@ def _by_size(facts: Facts, *, is_better: bool) -> list[str]:
     return [f"each of its updates used {'more' if is_better else 'fewer'} examples ({sizes})"]
 
 
-def _by_time(facts: Facts, model: Mapping[str, Any] | None, *, is_better: bool) -> list[str]:
-    if facts.simulated is None or abs(facts.simulated) < _MANY or (facts.simulated < 0) != is_better:
+def _by_time(change: float | None, what: str, *, is_better: bool) -> list[str]:
+    if change is None or abs(change) < _MANY or (change < 0) != is_better:
         return []
-    less = "less" if is_better else "more"
-    text = f"the same examples cost it {less} simulated time ({percent_change(facts.simulated)})"
-    return [text + (f" at {time_text(model)}" if model else "")]
+    return [f"the same examples cost it {'less' if is_better else 'more'} {what} ({percent_change(change)})"]
 
 
 def time_model_of(records: Iterable[RunRecord]) -> Mapping[str, Any] | None:
@@ -204,7 +218,3 @@ def _still_falling(run: RunRecord) -> float | None:
 def _risen(run: RunRecord) -> float | None:
     losses = [loss for point in run.get("curve") or () if (loss := number(point.get("validation_loss")))]
     return math.log(losses[-1] / min(losses)) if losses and min(losses) > 0 else None
-
-
-def _lower(sentence: str) -> str:
-    return sentence[0].lower() + sentence[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import combinations
 
 from .._records import RunRecord, diverged, finished, newest_records
 from ..strategies.strategy import BASELINE
@@ -12,12 +13,18 @@ from ._effects import CONVERGENCE, LOSS, METRIC, Effects, counted, effects, list
 from ._equal import EQUAL_EXAMPLES
 from ._headline import Family, family_of, headline
 from ._ranking import best_finding, cell_tests, rank, testable
-from ._slices import Slice, adaptive_of, by_halves, by_kind, by_model, fixed_of, overall
+from ._slices import Halves, Slice, adaptive_of, by_halves, by_kind, by_model, fixed_of, overall
 from ._tuning import tuning_findings
 from .evidence import Compared, Finding, compare_family
 
 # With fewer seeds, intervals are so wide that only the largest effects show.
 FEW_SEEDS = 5
+# Two properties that agree on more than this share of the data sets cannot be told apart.
+_ALIKE = 0.75
+_READ = (
+    "After equal updates or seconds the longer run is read where the shorter one ended, along straight lines between "
+    "its validations (logarithms of both): a run that is read before its end has not had the rest of its schedule."
+)
 _TESTS = (
     "Each interval has a confidence of 95 % by itself; changes are pooled within pairs of data set and model. p-values "
     "are corrected by Holm in families: all strategies on all bases of the headline; the way there; all parts of the "
@@ -163,7 +170,7 @@ def nothing_to_conclude(runs: Sequence[RunRecord], losses: Effects) -> Finding:
 
 def limits(runs: Sequence[RunRecord]) -> list[Finding]:
     """Say what the numbers cannot: failed runs, few seeds, properties that vary together, many tests."""
-    parts = [_seeds(runs), _together(runs), _TESTS]
+    parts = [_seeds(runs), _together(runs), _READ, _TESTS]
     return [*failures(runs), *(Finding(topic="limits", sentence=sentence) for sentence in parts if sentence)]
 
 
@@ -188,11 +195,25 @@ def _seeds(runs: Sequence[RunRecord]) -> str:
 
 
 def _together(runs: Sequence[RunRecord]) -> str:
-    if not by_kind(runs) and not by_halves(runs):
+    """Name the properties that split the data sets almost alike, so that their effects cannot be told apart."""
+    halves = by_halves(runs)
+    if not by_kind(runs) and not halves:
         return ""
-    num = len({run["dataset"] for run in runs})
-    return (
-        f"Type, dimensionality, size and noise vary together over {counted(num, 'data set')}: which of them explains a "
-        "difference cannot be told. Averages are over exactly these data sets; intervals are about new seeds, not new "
-        "data."
-    )
+    alike = [
+        f"{one.topic} and {other.topic}" for one, other in combinations(halves, 2) if _agreement(one, other) > _ALIKE
+    ]
+    about = "Averages are over exactly these data sets; intervals are about new seeds, not new data."
+    if not alike:
+        return f"No two of dimensionality, size and noise split the data sets alike. {about}"
+    num = counted(len({run["dataset"] for run in runs}), "data set")
+    return f"Over {num}, these vary together: {listed(alike)}; which of them explains a difference is unknown. {about}"
+
+
+def _agreement(one: Halves, other: Halves) -> float:
+    """Return the share of data sets in both splits that are on the same side of both, or on opposite sides."""
+    highs, all_of = [set(half.high.datasets) for half in (one, other)], set(one.high.datasets + one.low.datasets)
+    common = all_of & set(other.high.datasets + other.low.datasets)
+    if not common:
+        return 0.0
+    same = sum((name in highs[0]) == (name in highs[1]) for name in common) / len(common)
+    return max(same, 1 - same)

@@ -1,5 +1,5 @@
 // Loss or quality as training goes on, with the batch size underneath.
-const AXES = { examples: "examples", updates: "updates", seconds: "seconds of training" };
+const AXES = { examples: "examples", updates: "updates", simulated: "simulated seconds", seconds: "measured seconds" };
 const VALUES = { loss: "validation loss", metric: "quality", train: "training loss" };
 
 function valueName(cell) {
