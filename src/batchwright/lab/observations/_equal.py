@@ -55,16 +55,17 @@ def loss_at(record: RunRecord, axis: str, at: float) -> float | None:
     >>> round(loss_at({"curve": points}, "updates", 20), 4), loss_at({"curve": points}, "updates", 5)
     (1.4142, None)
     """
-    before: tuple[float, float] | None = None
-    for point in record.get("curve") or ():
+    after: tuple[float, float] | None = None
+    # From the end, since most places are near it.
+    for point in reversed(record.get("curve") or ()):
         place, loss = number(point.get(axis)), number(point.get("validation_loss"))
         if place is None or loss is None or place <= 0 or loss <= 0:
             continue
         if math.isclose(place, at, rel_tol=1e-9):
             return loss
-        if place > at:
-            return None if before is None else _between(before, (place, loss), at)
-        before = (place, loss)
+        if place < at:
+            return None if after is None else _between((place, loss), after, at)
+        after = (place, loss)
     return None
 
 
@@ -75,25 +76,27 @@ def _between(before: tuple[float, float], after: tuple[float, float], at: float)
 
 def losses_at_equal(run: RunRecord, base: RunRecord, axis: str) -> tuple[float, float] | None:
     """Return the losses of two runs where the shorter of them ended; None if ``why_unequal`` gives a reason."""
-    if why_unequal(run, base, axis):
-        return None
-    ends = [end_of(one, axis) for one in (run, base)]
-    at = min(end for end in ends if end is not None)
-    there, here = (loss_at(one, axis, at) for one in (run, base))
-    return None if there is None or here is None else (there, here)
+    found = _read_both(run, base, axis)
+    return None if isinstance(found, str) else found
 
 
 def why_unequal(run: RunRecord, base: RunRecord, axis: str) -> str:
     """Return why two runs have no common place on an axis, in words; empty if they have one."""
-    ends = [end_of(one, axis) for one in (run, base)]
-    if None in ends:
+    found = _read_both(run, base, axis)
+    return found if isinstance(found, str) else ""
+
+
+def _read_both(run: RunRecord, base: RunRecord, axis: str) -> tuple[float, float] | str:
+    """Return both losses, or why they cannot be read."""
+    ends = end_of(run, axis), end_of(base, axis)
+    if ends[0] is None or ends[1] is None:
         return f"their records hold no {_UNITS[axis]}"
     if axis == "seconds" and any(run.get(key) != base.get(key) for key in ("hardware", "versions")):
         return "they ran on different machines or versions"
-    at = min(end for end in ends if end is not None)
-    if any(loss_at(one, axis, at) is None for one in (run, base)):
+    there, here = (loss_at(one, axis, min(ends[0], ends[1])) for one in (run, base))
+    if there is None or here is None:
         return "the shorter run ends before the first validation of the longer one"
-    return ""
+    return there, here
 
 
 def _at_equal(axis: str, name: str, words: str) -> Measure:

@@ -214,7 +214,7 @@ def prose(sentence: str) -> str:
     >>> prose("p < 0.001 & 5 %").replace("\N{NO-BREAK SPACE}", "~")
     'p~&lt;~0.001 &amp; 5~%'
     """
-    for text in (" %", "p = ", "p < "):
+    for text in (" %", "p = ", "p < ", "n = "):
         sentence = sentence.replace(text, text.replace(" ", "\N{NO-BREAK SPACE}"))
     return html.escape(sentence)
 
