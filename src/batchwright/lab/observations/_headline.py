@@ -10,9 +10,9 @@ from typing import final
 
 from .._records import CellKey, RunRecord, finished, number
 from ..strategies.strategy import BASELINE
-from ._effects import LOSS, UPDATES, Effects, counted, effects, hundredths, listed, p_text
+from ._effects import LOSS, SECONDS, UPDATES, Effects, Measure, counted, effects, hundredths, listed, p_text
 from ._equal import BASES, EQUAL_EXAMPLES, EQUAL_SIMULATED, Basis, missing_text
-from ._ranking import Verdicts, testable
+from ._ranking import Verdicts, fixed_clause, testable
 from ._reasons import time_model_of, time_text, why, why_kept
 from ._slices import Slice, fixed_of
 from ._tuning import edge_note, edge_rates
@@ -56,6 +56,12 @@ def family_of(runs: Sequence[RunRecord], whole: Slice) -> Family:
         for strategy, cells in testable(changes, whole.cells).items()
     }
     return Family(found=found, compared=compare_family(values))
+
+
+def headlines(findings: Sequence[Finding]) -> list[str]:
+    """Return the sentences for the top of a report: the headline, or why nothing can be concluded."""
+    found = [one.sentence for one in findings if one.topic == TOPIC]
+    return found or [next((one.sentence for one in findings if one.topic == "overall"), "")]
 
 
 def headline(runs: Sequence[RunRecord], whole: Slice, family: Family) -> list[Finding]:
@@ -184,6 +190,52 @@ def updates_finding(runs: Sequence[RunRecord], whole: Slice) -> Finding | None:
         strategies=tuple(name for name in saving if name in kept),
         why=" ".join(why_kept(runs, name) for name in [name for name in saving if name in kept][:_MOST_NAMED]),
     )
+
+
+def cost_finding(records: Sequence[RunRecord], part: Slice) -> Finding | None:
+    """Name the strategies that need fewer updates and are shown to end within 5 % of the baseline's loss.
+
+    "Shown" is a test of its own, that the loss is less than 5 % higher: a difference that was not found does not prove
+    that there is none. None if no two seeds can be compared.
+    """
+    losses, updates, seconds = (testable(effects(records, one), part.cells) for one in (LOSS, UPDATES, SECONDS))
+    if not losses:
+        return None
+    margin = f"{100 * MARGIN:.0f} %"
+    # Tested against a loss that is higher by the margin.
+    as_good, fewer = shown_below(losses, math.log1p(MARGIN)), shown_below(updates, 0.0)
+    saving = sorted(as_good.keys() & fewer.keys(), key=lambda name: (fewer[name].mean, name))
+    if not saving:
+        return Finding(
+            topic="cost",
+            sentence=f"Of {counted(len(losses), 'strategy')} none is shown to need fewer updates than {BASELINE} and "
+            f"to end at most {margin} above its validation loss, on {part}.",
+        )
+    best = saving[0]
+    loss, time = (next((one for one in compare_all(x) if one.strategy == best), None) for x in (losses, seconds))
+    tests = ((UPDATES, fewer[best]), (LOSS, loss), (SECONDS, time))
+    rest = f" The same holds for {listed(saving[1:])}." if saving[1:] else ""
+    return Finding(
+        topic="cost",
+        sentence=f"On {part}, {best} is shown to end less than {margin} above the validation loss of {BASELINE} "
+        f"({p_text(as_good[best].p_corrected)}). Its updates change by {_brief(UPDATES, fewer[best])}"
+        f"{_seconds_clause(time)}.{fixed_clause(best, fixed_of(records))}{rest}",
+        evidence=tuple(one.evidence(measure, str(part)) for measure, one in tests if one is not None),
+        strategies=tuple(saving),
+    )
+
+
+def _seconds_clause(test: Compared | None) -> str:
+    if test is None:
+        return ""
+    if test.is_shown:
+        return f" and its seconds by {_brief(SECONDS, test)}"
+    return f"; its seconds are not shown to differ ({', '.join(SECONDS.texts(test.mean, test.low, test.high))})"
+
+
+def _brief(measure: Measure, one: Compared) -> str:
+    mean, interval = measure.texts(one.mean, one.low, one.high)
+    return mean if math.isclose(one.low, one.high) else f"{mean} ({interval})"
 
 
 def shown_below(values: Mapping[str, Sequence[Mapping[int, float]]], limit: float) -> dict[str, Compared]:

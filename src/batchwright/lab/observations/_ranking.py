@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -195,4 +195,57 @@ def _best_evidence(ranking: Ranking) -> tuple[Evidence, ...]:
     if closest is not None and has_won:
         what = f"{first.strategy} against {closest.strategy}, {where}"
         found.append(Evidence(what=what, measure=verdicts.measure, compared=closest))
+    return tuple(found)
+
+
+def count_finding(tests: Mapping[CellKey, Verdicts], adaptive: frozenset[str], *, topic: str) -> Finding:
+    """Count how often an adaptive strategy was better, worse, or neither, over all data sets and models."""
+    num_all, num_better, num_worse = (
+        sum(one.strategy in adaptive for test in tests.values() for one in kind(test))
+        for kind in (lambda test: test.compared, Verdicts.better, Verdicts.worse)
+    )
+    undecided = num_all - num_better - num_worse
+    measure = next(iter(tests.values())).measure
+    len_all = sum(len(test.compared) for test in tests.values())
+    return Finding(
+        topic=topic,
+        sentence=f"Of {counted(num_all, 'comparison')} of one adaptive strategy with {BASELINE} on one data set and "
+        f"model by the {measure.title}, {num_better} came out better, {num_worse} worse and {undecided} "
+        f"undecided, all {len_all} tests corrected together.",
+        evidence=tuple(
+            one.evidence(measure, str(cell))
+            for cell, test in tests.items()
+            for one in (*test.better(), *test.worse())
+            if one.strategy in adaptive
+        ),
+    )
+
+
+def no_better_finding(tests: Mapping[CellKey, Verdicts], adaptive: frozenset[str]) -> Finding:
+    """Name the data sets and models on which no adaptive strategy is shown to be better than the baseline."""
+    without = {cell: test for cell, test in tests.items() if not any(one.strategy in adaptive for one in test.better())}
+    if not without:
+        sentence = f"On every data set and model at least one adaptive strategy is shown to be better than {BASELINE}."
+        return Finding(topic="no better", sentence=sentence, evidence=_firsts(tests, adaptive))
+    sentence = (
+        f"Adapting the batch size is not shown to lower the validation loss on {len(without)} of "
+        f"{counted(len(tests), 'pair')} of data set and model: {listed(list(without))}."
+    )
+    hurt = [cell for cell, test in without.items() if _all_worse(test, adaptive)]
+    if hurt:
+        sentence += f" Every adaptive strategy is shown to be worse on {listed(hurt)}."
+    return Finding(topic="no better", sentence=sentence, evidence=_firsts(without, adaptive))
+
+
+def _all_worse(test: Verdicts, adaptive: frozenset[str]) -> bool:
+    ran = adaptive.intersection(one.strategy for one in test.compared)
+    return bool(ran) and ran.issubset(one.strategy for one in test.worse())
+
+
+def _firsts(tests: Mapping[CellKey, Verdicts], adaptive: frozenset[str]) -> tuple[Evidence, ...]:
+    """Return the test of the best adaptive strategy of each cell."""
+    found = []
+    for cell, test in tests.items():
+        ran = [one for one in test.compared if one.strategy in adaptive]
+        found += [one.evidence(test.measure, f"the best adaptive strategy on {cell}") for one in ran[:1]]
     return tuple(found)

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
+from statistics import fmean
+from typing import TypeAlias
 
 from .._records import RunRecord, diverged, finished, newest_records
 from ..strategies.strategy import BASELINE
-from ._details import contrast_findings, cost_finding, count_finding, no_better_finding, replay_finding
-from ._effects import CONVERGENCE, LOSS, METRIC, Effects, counted, effects, listed
+from ._effects import (
+    CONVERGENCE,
+    LOSS,
+    METRIC,
+    Effects,
+    counted,
+    effects,
+    listed,
+    of_strategies,
+    p_text,
+    paired,
+    seed_means,
+)
 from ._equal import EQUAL_EXAMPLES
-from ._headline import Family, family_of, headline
-from ._ranking import best_finding, cell_tests, rank, testable
-from ._slices import Halves, Slice, adaptive_of, by_halves, by_kind, by_model, fixed_of, overall
+from ._headline import Family, cost_finding, family_of, headline
+from ._ranking import best_finding, cell_tests, count_finding, no_better_finding, rank, testable
+from ._slices import REPLAY, Halves, Slice, adaptive_of, by_halves, by_kind, by_model, fixed_of, groups_of, overall
 from ._tuning import tuning_findings
-from .evidence import Compared, Finding, compare_family
+from .evidence import Compared, Evidence, Finding, compare_all, compare_family
+
+SeedMeans: TypeAlias = Mapping[str, Mapping[int, float]]
+_PREFIX = "replay_"
 
 # With fewer seeds, intervals are so wide that only the largest effects show.
 FEW_SEEDS = 5
@@ -128,6 +144,85 @@ def _single(runs: Sequence[RunRecord], losses: Effects) -> list[Finding]:
         return []
     found = [no_better_finding(tests, adaptive), count_finding(tests, adaptive, topic="no better")]
     return [*found, *([count_finding(metrics, adaptive, topic="quality")] if metrics else [])]
+
+
+def contrast_findings(found: Effects, every: Sequence[Halves]) -> dict[str, Finding]:
+    """Say for each property whether the effect of any strategy differs between two halves of the data sets.
+
+    Tested is the change on the upper half minus the change on the lower half, seed by seed, for every strategy; all
+    strategies and properties are corrected together. A property is left out if no two seeds have both its halves.
+    """
+    sides = {half.topic: [seed_means(found, part.cells) for part in (half.low, half.high)] for half in every}
+    values = {
+        (topic, name): [paired(changes, low.get(name, {}))]
+        for topic, (low, high) in sides.items()
+        for name, changes in high.items()
+    }
+    tests = compare_family(values)
+    by_topic = {half.topic: [one for (topic, _), one in tests.items() if topic == half.topic] for half in every}
+    return {
+        half.topic: _contrast(half, by_topic[half.topic], *sides[half.topic]) for half in every if by_topic[half.topic]
+    }
+
+
+def _contrast(halves: Halves, tests: Sequence[Compared], low: SeedMeans, high: SeedMeans) -> Finding:
+    compared = sorted(tests, key=lambda one: (one.p_corrected, -abs(one.mean), one.strategy))
+    first, low_label, high_label = compared[0], halves.low.label, halves.high.label
+    name = first.strategy
+    if first.is_shown:
+        both = low[name].keys() & high[name].keys()
+        low_text, high_text = (LOSS.text(fmean(side[name][seed] for seed in both)) for side in (low, high))
+        num_shown = sum(one.is_shown for one in compared)
+        sentence = (
+            f"The effect of {name} on the validation loss depends on the {halves.topic} of the data: "
+            f"{low_text} on {halves.low}, {high_text} on {halves.high}; the difference is {first.figures(LOSS)}. "
+            f"Such a difference is shown for {num_shown} of {counted(len(compared), 'strategy')}."
+        )
+    else:
+        sentence = (
+            f"No strategy's effect is shown to depend on the {halves.topic} of the data: among "
+            f"{counted(len(compared), 'strategy')} the clearest difference between {low_label} and {high_label}, "
+            f"for {name}, could be chance: {first.figures(LOSS)}."
+        )
+    what = f"{name}: its change on {high_label} minus its change on {low_label}"
+    evidence = Evidence(what=what, measure=LOSS, compared=first)
+    return Finding(topic=halves.topic, sentence=sentence, evidence=(evidence,))
+
+
+def replay_finding(records: Sequence[RunRecord], found: Effects, part: Slice) -> Finding | None:
+    """Compare each strategy with a replay of its sizes from another seed; None if no two seeds have both.
+
+    The replay grows as the strategy did and does not react: what remains between the two is the reaction.
+    """
+    changes = of_strategies(found, part.cells)
+    replays = [name for name, group in groups_of(records).items() if group == REPLAY and name in changes]
+    sources = {name.removeprefix(_PREFIX): changes[name] for name in replays}
+    differences = {
+        source: list(map(paired, changes[source], replayed))
+        for source, replayed in sources.items()
+        if source in changes
+    }
+    compared = sorted(compare_all(differences), key=lambda one: (one.mean, one.strategy))
+    if not compared:
+        return None
+    parts = []
+    for where, sign in (("lower", 1), ("higher", -1)):
+        some = [_with_figures(one) for one in compared if one.is_shown and sign * one.mean < 0]
+        if some:
+            ends = "ends" if len(some) == 1 else "end"
+            parts.append(f"{listed(some)} {ends} {where} than a replay of the same sizes")
+    undecided = [one.strategy for one in compared if not one.is_shown]
+    if undecided:
+        parts.append(f"{listed(undecided)} cannot be told apart from a replay of the same sizes")
+    return Finding(
+        topic="reacting",
+        sentence=f"Reacting to training, or only growing? On {part}, {'; '.join(parts)}.",
+        evidence=tuple(one.evidence(LOSS, str(part), against=_PREFIX + one.strategy) for one in compared),
+    )
+
+
+def _with_figures(one: Compared) -> str:
+    return f"{one.strategy} ({', '.join(LOSS.texts(one.mean, one.low, one.high))}, {p_text(one.p_corrected)})"
 
 
 def _same(part: Slice, twin: Slice) -> Finding:

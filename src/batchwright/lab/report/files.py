@@ -17,7 +17,7 @@ from ...errors import ArgumentError
 from .._records import RunRecord, cell_of, diverged
 from ..observations._effects import METRIC, Measure, effects, end_of, mean_loss
 from ..observations._equal import BASES, EQUAL_EXAMPLES, EQUAL_SIMULATED, EQUAL_UPDATES
-from ..observations._headline import Family, family_of
+from ..observations._headline import Family, family_of, headlines
 from ..observations._slices import overall
 from ..observations._tuning import tuning_of
 from ..observations.evidence import Finding
@@ -25,7 +25,7 @@ from ..observations.observing import observe
 from ..strategies.strategy import BASELINE
 from ._tables import NAMES, SIGNS, TOPICS, Effect, failed_runs, footer_text, matrix_rows, row_order
 from .folder import LabFolder, read_lab
-from .page import headlines, render_html
+from .page import render_html
 
 _TABLES = (EQUAL_EXAMPLES, EQUAL_UPDATES, EQUAL_SIMULATED)
 _FINAL = ("metric", "validation_loss", "train_loss", "updates", "seconds", "examples")
