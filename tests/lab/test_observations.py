@@ -83,6 +83,15 @@ def test_updates_saved_are_told_apart_from_the_loss():
     assert {one.measure.name for one in updates.evidence} == {"updates"}
 
 
+def test_headline_and_cost_agree_on_who_keeps_the_loss():
+    for noise in (0.02, 0.04, 0.06):
+        observations = observe(fabricate(noise=noise, seeds=3))
+        (updates,) = [one for one in about(observations, "headline") if "at most half" in one.sentence]
+        (cost,) = about(observations, "cost")
+        # Every strategy but the baseline makes less than half of its updates here.
+        assert set(updates.strategies) == set(cost.strategies)
+
+
 def test_equal_updates_and_seconds_are_read_off_the_curves():
     # Twice the batch and the same loss: after equal updates the baseline is half way, at a point of its curve.
     records = fabricate(strategies=("constant", "linear"), sizes={"linear": 64}, num_examples=12_288, noise=0.0)
@@ -172,6 +181,19 @@ def test_unequal_budgets_are_told():
     )
 
 
+def test_a_replay_needs_no_budget_of_its_own():
+    given = {"grid": [0.1], "losses": {}, "chosen": 0.1, "is_at_edge": False, "num_runs": 0}
+    replays = [one | {"group": "replay", "tuning": given} for one in fabricate(strategies=("replay_entropy",), seeds=2)]
+    observations = observe(fabricate(seeds=2) + replays)
+    assert "the same budget to choose its learning rate as all others" in text(observations, "tuning")
+
+
+def test_rates_that_were_given_are_told():
+    given = {"grid": [0.1], "losses": {}, "chosen": 0.1, "is_at_edge": False, "num_runs": 0}
+    records = [one | {"tuning": given} for one in fabricate(seeds=2, datasets={"wine": DATASETS["wine"]})]
+    assert "On wine · mlp the learning rate was given and not tuned" in text(observe(records), "tuning")
+
+
 def test_a_small_noisy_lab_says_that_it_cannot_decide():
     found = on_examples(fabricate(noise=0.2, seeds=3, sizes=dict.fromkeys(STRATEGIES, 32))).sentence
     assert "This lab cannot decide it: only a loss lower by" in found
@@ -249,7 +271,7 @@ def test_reasons_follow_from_the_records():
 def test_the_reason_for_equal_seconds_is_the_time_model():
     records = fabricate(strategies=("constant", "linear"), sizes={"linear": 64}, num_examples=12_288)
     (found,) = [one for one in headline(records) if "simulated seconds" in one.sentence]
-    assert "The time model: 2 ms per update and 0.02 ms per example." in found.sentence
+    assert "The time model: 2 ms per update and 0.02 ms per example (a made-up accelerator)." in found.sentence
     # 0.6298 against 1.0138 seconds.
     assert found.why == (
         "linear: likely because the same examples cost it less simulated time at 2 ms per update and 0.02 ms per "

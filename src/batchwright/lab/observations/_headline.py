@@ -139,7 +139,10 @@ def _time_text(runs: Sequence[RunRecord], basis: Basis) -> str:
     if basis is not EQUAL_SIMULATED:
         return ""
     model = time_model_of(runs)
-    return "" if model is None else f" The time model: {time_text(model)}."
+    if model is None:
+        return ""
+    about = f" ({model['about']})" if model.get("about") else ""
+    return f" The time model: {time_text(model)}{about}."
 
 
 def _not_compared(runs: Sequence[RunRecord], basis: Basis) -> Finding | None:
@@ -159,7 +162,7 @@ def updates_finding(runs: Sequence[RunRecord], whole: Slice) -> Finding | None:
     updates, losses = (testable(effects(runs, one), whole.cells) for one in (UPDATES, LOSS))
     tests = {one.strategy: one for one in compare_all(updates)}
     below = shown_below(updates, -math.log(2))
-    kept = shown_below({name: losses[name] for name in below if name in losses}, math.log1p(MARGIN))
+    kept = shown_below(losses, math.log1p(MARGIN))
     if not tests:
         return None
     base, margin = baseline_text(runs), f"{100 * MARGIN:.0f} %"

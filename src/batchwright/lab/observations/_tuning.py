@@ -7,6 +7,7 @@ from typing import Any
 
 from .._records import CellKey, RunRecord, cell_of, number
 from ._effects import counted, listed
+from ._slices import REPLAY
 from .evidence import Finding
 
 TOPIC = "tuning"
@@ -15,7 +16,7 @@ TOPIC = "tuning"
 def tuning_of(record: RunRecord) -> Mapping[str, Any] | None:
     """Return what a record says about its learning rate, None for records that do not."""
     found = record.get("tuning")
-    return found if isinstance(found, Mapping) and found.get("grid") else None
+    return found if isinstance(found, Mapping) and "chosen" in found else None
 
 
 def edge_rates(records: Iterable[RunRecord]) -> dict[tuple[CellKey, str], float]:
@@ -77,7 +78,8 @@ def _missing(runs: Sequence[RunRecord], told: Sequence[RunRecord]) -> str:
 def _budget(told: Sequence[RunRecord]) -> str:
     budgets: dict[CellKey, dict[str, Any]] = {}
     for run in told:
-        budgets.setdefault(cell_of(run), {})[run["strategy"]] = (tuning_of(run) or {}).get("num_runs")
+        if run.get("group") != REPLAY:  # a replay has the rate of the strategy that it repeats
+            budgets.setdefault(cell_of(run), {})[run["strategy"]] = (tuning_of(run) or {}).get("num_runs")
     unequal = sorted(cell for cell, found in budgets.items() if len(set(found.values())) > 1)
     if unequal:
         return (
@@ -87,6 +89,12 @@ def _budget(told: Sequence[RunRecord]) -> str:
     numbers = sorted({value for found in budgets.values() for value in found.values() if value is not None})
     if not numbers:
         return "The records do not say how many runs chose each learning rate."
+    if numbers[0] == 0:
+        given = sorted(cell for cell, found in budgets.items() if 0 in found.values())
+        return (
+            f"On {listed(given)} the learning rate was given and not tuned, so a strategy may be better or worse there "
+            "only by its rate."
+        )
     span = counted(numbers[0], "run") if len(numbers) == 1 else f"{numbers[0]} to {counted(numbers[-1], 'run')}"
     return (
         "Every strategy had the same budget to choose its learning rate as all others on the same data set and model: "
@@ -115,6 +123,4 @@ def _failures(told: Sequence[RunRecord]) -> str:
     found = [f"{name} on {cell}" for cell, name in sorted(untuned(told))]
     if not found:
         return ""
-    return (
-        f"Tuning failed, so there is no result: {listed(found, most=8)}. No rate of the grid ended with a finite loss."
-    )
+    return f"Tuning failed, so there is no result: {listed(found, most=8)}. No rate of the grid worked."
