@@ -233,6 +233,11 @@ def paired(**options):
     return found, dataclasses.asdict(found)
 
 
+def pooled(**options):
+    found = lab("statistics").pooled_difference([[1.0, 2.0, 3.0], [2.0, 4.0]], **options)
+    return found, dataclasses.asdict(found)
+
+
 def conditions(examples=0, batch=16, **options):
     given = {"settings": run_settings()[0], "num_train": 100, "num_classes": 3, "schedule": {0: 8, examples: batch}}
     made = lab("strategies").Conditions(**{**given, **options})
@@ -408,6 +413,11 @@ CALLS = {
     "lab.datasets.load": (loaded, {"limit": whole(50, 99, or_none=True), "max_length": whole(1, 99)}),
     "lab.models.make_model": (modelled, {"seed": whole(0, 99)}),
     "lab.statistics.paired_difference": (paired, {"confidence": number(0.5, 0.75), "resolution": SECONDS}),
+    "lab.statistics.pooled_difference": (pooled, {"confidence": number(0.5, 0.75), "resolution": SECONDS}),
+    "lab.statistics.smallest_detectable": (
+        lambda error=1, freedom=3, **o: (None, lab("statistics").smallest_detectable(error, freedom, **o)),
+        {"error": SECONDS, "freedom": FREEDOM, "level": number(0.125, 0.875), "power": number(0.5, 0.875)},
+    ),
     "lab.statistics.equivalence": (
         lambda margin=1, **o: (None, lab("statistics").equivalence([1.0, 3.0], [1.0, 2.0], margin=margin, **o)),
         {"margin": SECONDS, "resolution": SECONDS},

@@ -53,6 +53,11 @@ _PAD_COLLATOR = (
     "mask_field='attention_mask'"
 )
 CHANGED: dict[str, tuple[str, str | None, str]] = {
+    "batchwright.lab.statistics.PairedDifference": (
+        "class(*, num_pairs, mean, low, high, p_value), bases: none",
+        "class(*, num_pairs, mean, low, high, p_value, error=None, freedom=None), bases: none",
+        "the size of effect that a test could have seen follows from them",
+    ),
     **{
         f"batchwright.{name}": (
             signature.format(over=64),
@@ -241,6 +246,10 @@ ADDED = {
     "batchwright.lab.report.HOST",
     "batchwright.lab.report.LabFolder",
     "batchwright.lab.report.make_server",
+    "batchwright.lab.statistics.PairedDifference.error",
+    "batchwright.lab.statistics.PairedDifference.freedom",
+    "batchwright.lab.statistics.pooled_difference",
+    "batchwright.lab.statistics.smallest_detectable",
     "batchwright.lab.strategies.BASELINE",
     "batchwright.lab.strategies.RunSettings",
     "batchwright.size.learning_rate.current_lr",

@@ -13,7 +13,8 @@ import numpy as np
 from ..._charts.page import read_asset, render_page
 from ..._types import FloatArray
 from .._records import CellKey, RunRecord, cell_of, finished, number, ordered
-from ..observations._effects import counted
+from ..observations._effects import counted, end_of
+from ..observations._headline import headlines
 from ..observations._slices import cells_of, groups_of
 from ..observations.evidence import Finding
 from ..observations.observing import observe
@@ -46,7 +47,7 @@ _CONTENTS = (
 _NO_SCRIPT = "<noscript><p>The charts need JavaScript; the tables and observations do not.</p></noscript>"
 # How many strategies are coloured when the page opens.
 _NUM_LEADERS = 5
-_AXES = {"examples": "examples", "updates": "updates", "seconds": "seconds"}
+_AXES = {"examples": "examples", "updates": "updates", "simulated": "simulated seconds", "seconds": "measured seconds"}
 _VALUES = {"loss": "validation loss", "metric": "quality", "train": "training loss"}
 
 
@@ -94,14 +95,21 @@ def _header(lab: LabFolder, observations: Sequence[Finding]) -> str:
     counts = [counted(len(lab.records), "run")]
     counts += [counted(len({run[key] for run in lab.records}), what) for key, what in kinds]
     figures = "".join("<li><b>{}</b>{}</li>".format(*count.split(" ", 1)) for count in counts)
-    lead = next((one.sentence for one in observations if one.topic == "overall"), "")
+    lead, *others = headlines(observations)
+    rest = "".join(f'<p class="verdict">{prose(sentence)}</p>' for sentence in others)
     return (
         '<a class="skip" href="#matrix">To the results</a><header>'
         f'<p class="eyebrow">batchwright lab · {html.escape(lab.name)}</p>'
         "<h1>Which batch size strategy, on which data?</h1>"
-        f'<p class="lead">{prose(lead)}</p><ul class="figures">{figures}</ul>'
+        f'<p class="lead">{prose(lead)}</p>{rest}<ul class="figures">{figures}</ul>'
         '<p id="live" role="status" hidden></p></header>'
     )
+
+
+def axes_of(records: Sequence[RunRecord]) -> dict[str, str]:
+    """Return what the curves can be drawn along; older records have no simulated seconds."""
+    has_simulated = any(end_of(run, "simulated_seconds") is not None for run in records)
+    return {name: title for name, title in _AXES.items() if name != "simulated" or has_simulated}
 
 
 def _filters(records: Sequence[RunRecord]) -> str:
@@ -124,14 +132,15 @@ def _filters(records: Sequence[RunRecord]) -> str:
 
 
 def _sections(lab: LabFolder, observations: Sequence[Finding]) -> list[str]:
-    records = lab.records
+    records, axes = lab.records, axes_of(lab.records)
     return [
         _section(
             "matrix",
             f"Against {BASELINE}",
             "What each strategy changed in pairs of runs with the same data set, model and seed. "
-            '<span class="better">▲ better</span>, <span class="worse">▼ worse</span>, corrected for all strategies of '
-            "a column; ○ no difference shown; ? only one seed, no test. Strategies are ordered by their mean over all.",
+            '<span class="better">▲ better</span>, <span class="worse">▼ worse</span>, corrected for the whole '
+            "table, and over all for the headline; ○ no difference shown; ? only one seed, no test. Strategies are "
+            "ordered by their mean over all. Losses after equal updates or seconds are read off the curves.",
             _controls(_select("measure", "Compare by", NAMES.items())) + render_matrix(records),
         ),
         _section(
@@ -145,7 +154,7 @@ def _sections(lab: LabFolder, observations: Sequence[Finding]) -> list[str]:
             "Curves",
             "Means over seeds; the shade reaches from the lowest to the highest seed. Below is the batch size. "
             "Grey lines are the other strategies: choose a name to colour its line, point at a chart to see values.",
-            _controls(_select("x", "Along", _AXES.items()) + _select("y", "Show", _VALUES.items()))
+            _controls(_switch("x", "Along", axes) + _select("y", "Show", _VALUES.items()))
             + f'<div id="chips" role="group" aria-label="Strategies in colour"></div>{_NO_SCRIPT}'
             '<div class="charts many" id="curves-grid"></div>',
         ),
@@ -154,7 +163,7 @@ def _sections(lab: LabFolder, observations: Sequence[Finding]) -> list[str]:
             "Cost and quality",
             "Up is better, left is cheaper. Whiskers reach from the lowest to the highest seed. The line joins the "
             "strategies that no other beats in both.",
-            _controls(_select("cost", "Cost", (("updates", "updates"), ("seconds", "seconds"))))
+            _controls(_switch("cost", "Cost", {name: title for name, title in axes.items() if name != "examples"}))
             + '<div class="charts many" id="pareto-grid"></div>',
         ),
         _section(
@@ -168,7 +177,7 @@ def _sections(lab: LabFolder, observations: Sequence[Finding]) -> list[str]:
             "about",
             "Data and settings",
             "",
-            render_datasets(records) + render_settings(records) + render_rates(lab.plan) + _notes(lab),
+            render_datasets(records) + render_settings(records) + render_rates(records, lab.plan) + _notes(lab),
         ),
     ]
 
@@ -193,6 +202,16 @@ def _controls(content: str) -> str:
     return f'<div class="controls">{content}</div>'
 
 
+def _switch(name: str, title: str, options: Mapping[str, str]) -> str:
+    """Return buttons of which one is pressed; Tab reaches them, and the arrow keys go from one to the next."""
+    buttons = "".join(
+        f'<label><input type="radio" name="{name}" value="{html.escape(value)}" data-state="{name}">'
+        f"<span>{html.escape(text)}</span></label>"
+        for value, text in options.items()
+    )
+    return f'<fieldset class="switch"><legend>{title}</legend>{buttons}</fieldset>'
+
+
 def _select(name: str, title: str, options: Iterable[tuple[str, str]]) -> str:
     items = "".join(f'<option value="{html.escape(value)}">{html.escape(text)}</option>' for value, text in options)
     return f'<label>{title} <select data-state="{name}" autocomplete="off">{items}</select></label>'
@@ -202,6 +221,7 @@ def _select(name: str, title: str, options: Iterable[tuple[str, str]]) -> str:
 _COLUMNS = {
     "updates": "updates",
     "seconds": "seconds",
+    "simulated_seconds": "simulated",
     "batch_size": "size",
     "validation_loss": "loss",
     "train_loss": "train",
@@ -273,7 +293,7 @@ def _by_place(records: Sequence[RunRecord]) -> dict[tuple[CellKey, str], list[Ru
 def _curves(
     runs: Mapping[tuple[CellKey, str], Sequence[RunRecord]], cells: Sequence[CellKey], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    most = max(8, min(MAX_POINTS, MAX_VALUES // (11 * max(1, len(runs)))))
+    most = max(8, min(MAX_POINTS, MAX_VALUES // (12 * max(1, len(runs)))))
     found = []
     for (cell, name), some in runs.items():
         curve = mean_curve(some, max_points=most)
@@ -291,15 +311,20 @@ def _ends(
         for key, short in (
             ("updates", "updates"),
             ("seconds", "seconds"),
+            ("simulated_seconds", "simulated"),
             ("metric", "metric"),
             ("validation_loss", "loss"),
         ):
-            values = [value for run in some if (value := number(run["final"].get(key))) is not None]
+            values = [value for run in some if (value := _end(run, key)) is not None]
             if values:
                 ends |= {short: _short(sum(values) / len(values))}
                 ends |= {f"{short}Low": _short(min(values)), f"{short}High": _short(max(values))}
         found.append(ends)
     return found
+
+
+def _end(run: RunRecord, key: str) -> float | None:
+    return end_of(run, key) if key == "simulated_seconds" else number(run["final"].get(key))
 
 
 def _decisions(records: Sequence[RunRecord], cells: Sequence[CellKey], names: Sequence[str]) -> dict[str, Any]:
