@@ -3,7 +3,7 @@
 from .catalogue import HANDFUL as HANDFUL
 from .catalogue import get as get
 from .catalogue import names as names
-from .catalogue import schedule_of as schedule_of
+from .schedules import schedule_of as schedule_of
 from .strategy import BASELINE as BASELINE
 from .strategy import GROUPS as GROUPS
 from .strategy import Conditions as Conditions

@@ -1,22 +1,30 @@
-"""The ready strategies by name, in the order of their groups, which is the order in which a lab runs them."""
+"""The ready strategies by name, and those that look at training or at the machine.
+
+Schedules, which know their sizes before training, are in their own file. Here are the loss, the entropy of the output,
+the noise of the gradient, a curriculum, memory and time. Every signal can be read per epoch or per batch; a single
+batch says little, so what is read per batch is averaged more where the rule has a setting for it. Memory and seconds
+are simulated, so that the same seed gives the same sizes on every machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 from ... import size
 from ...errors import ArgumentError
-from . import _resources, _schedules, _signals
+from . import schedules
+from ._ready import Ready, add_to
+from .schedules import schedule_of as schedule_of
 from .strategy import GROUPS, Conditions, Setup, Strategy
 
-_READY: dict[str, Strategy] = {
-    strategy.name: strategy
-    for group in GROUPS
-    for room in (_schedules, _signals, _resources)
-    for strategy in room.READY.values()
-    if strategy.group == group
-}
+Measure: TypeAlias = Literal["difference", "ema", "variance"]
+Mode: TypeAlias = Literal["linear", "exponential"]
+Per: TypeAlias = Literal["epoch", "step"]
+
+_HERE: Ready = {}
+_ready = partial(add_to, _HERE)
 _REPLAY = "replay_"
 # Adaptive strategies whose sizes are repeated by default, to tell adapting from growing.
 _REPLAYED = ("loss_difference_exponential", "entropy", "noise")
@@ -25,6 +33,146 @@ HANDFUL = (
     *("constant", "constant_large", "exponential", "cyclic_linear", "loss_difference_exponential"),
     *("entropy", "noise", "lr_coupled_linear", "curriculum"),
 )
+# How names and sentences tell the unit in which a signal is read.
+_PER: dict[Per, tuple[str, str]] = {"epoch": ("", "epoch"), "step": ("_per_batch", "batch")}
+# Smaller relative changes of an epoch's loss count as no change. Averages over batches change less at a time.
+_TOLERANCE: dict[Per, float] = {"epoch": 0.005, "step": 0.0}
+# The weight of the newest loss in the moving average: about three epochs, or twenty batches, count.
+_ALPHA: dict[Per, float] = {"epoch": 0.3, "step": 0.05}
+# Losses in the window of the variance; a run has about 16 epochs.
+_WINDOW: dict[Per, int] = {"epoch": 3, "step": 16}
+_NOISE_PARTS = 4
+# Epochs over which the averages of noise forget, and the pause between two changes.
+_NOISE_HORIZON = 4
+_NOISE_PAUSE = 0.25
+_START_FRACTION = 0.25
+
+
+def _loss(conditions: Conditions, measure: Measure, mode: Mode, per: Per) -> Setup:
+    up, down, gain = _linear_response(conditions) if mode == "linear" else (2.0, 0.5, 1.0)
+    steps: dict[str, Any] = {"mode": mode, "up": up, "down": down, "per": per}
+    if measure == "variance":  # it has no sign, so the response has no gain
+        return Setup(policy=size.loss_driven("variance", window=_WINDOW[per], **steps))
+    policy = size.loss_driven(measure, alpha=_ALPHA[per], gain=gain, tolerance=_TOLERANCE[per], **steps)
+    return Setup(policy=policy)
+
+
+def _linear_response(conditions: Conditions) -> tuple[float, float, float]:
+    """Return the limits of a step and the gain with which both responses cross the range on the same fall of the loss.
+
+    The exponential response with a gain of 1 makes the batch about proportional to ``1 / loss``, so it crosses the
+    range while the loss falls by the factor ``max_size / base_size``; the relative falls then add up to about its
+    logarithm.
+    """
+    settings = conditions.settings
+    gain = (settings.max_size - settings.base_size) / math.log(max(2.0, conditions.growth))
+    return 2.0 * settings.base_size, 2.0 * settings.base_size, max(1.0, gain)
+
+
+_MEASURES: dict[Measure, str] = {
+    "difference": "Grows while the loss falls from {unit} to {unit}",
+    "ema": "Grows while the moving average of the losses falls from {unit} to {unit}",
+    "variance": "Grows while the loss is steady over {window} {unit}s, shrinks while it fluctuates",
+}
+_MODES: tuple[Mode, ...] = ("linear", "exponential")
+for _unit, (_suffix, _word) in _PER.items():
+    for _measure, _what in _MEASURES.items():
+        for _mode in _MODES:
+            _about = f"{_what.format(unit=_word, window=_WINDOW[_unit])}; the response is {_mode}."
+            _ready("loss", f"loss_{_measure}_{_mode}{_suffix}", _about)(
+                partial(_loss, measure=_measure, mode=_mode, per=_unit)
+            )
+
+
+def _entropy(conditions: Conditions, per: Per) -> Setup:
+    smallest, largest = conditions.settings.base_size, conditions.settings.max_size
+    if smallest == largest:  # nothing to choose from
+        return Setup()
+    return Setup(policy=size.entropy_driven(_num_classes(conditions), smallest=smallest, largest=largest, per=per))
+
+
+def _entropy_threshold(conditions: Conditions, per: Per) -> Setup:
+    return Setup(policy=size.entropy_driven(_num_classes(conditions), mode="threshold", per=per))
+
+
+def _num_classes(conditions: Conditions) -> int:
+    if conditions.num_classes is None:
+        raise ArgumentError("entropy needs a choice between classes; regression has none")
+    return conditions.num_classes
+
+
+for _unit, (_suffix, _word) in _PER.items():
+    _about = f"The mean entropy per {_word} sets the size: the base size at log C, the largest at 0."
+    _ready("entropy", f"entropy{_suffix}", _about)(partial(_entropy, per=_unit))
+    _about = f"Doubles after each {_word} below 30 % of the largest entropy, halves above 70 %."
+    _ready("entropy", f"entropy_threshold{_suffix}", _about)(partial(_entropy_threshold, per=_unit))
+
+
+@_ready("noise", "noise", "Follows the unbiased noise scale tr(Σ)/|G|², in examples.")
+def _noise(conditions: Conditions) -> Setup:
+    # The average needs several updates of the largest size before it is reliable.
+    horizon = max(_NOISE_HORIZON * conditions.num_train, 16 * conditions.settings.max_size)
+    pause = max(1, round(_NOISE_PAUSE * conditions.num_train))
+    follow = size.noise_driven(horizon=horizon, num_examples=conditions.num_train)
+    policy = size.chain(follow, size.rate_limit(2), size.hysteresis(0.25), size.cooldown(examples=pause))
+    return Setup(policy=policy, noise_parts=_NOISE_PARTS)
+
+
+def _noise_ratio(conditions: Conditions, per: Per) -> Setup:
+    return Setup(policy=size.noise_driven(estimator="ratio", per=per), noise_parts=_NOISE_PARTS)
+
+
+for _unit, (_suffix, _word) in _PER.items():
+    _about = (
+        f"Doubles after each {_word} whose gradient variance over {_NOISE_PARTS} parts is high for its squared norm, "
+        "halves where low."
+    )
+    _ready("noise", f"noise_ratio{_suffix}", _about)(partial(_noise_ratio, per=_unit))
+
+
+@_ready("curriculum", "curriculum", "Easy examples first; the batch grows with the share of examples in use.")
+def _curriculum(conditions: Conditions) -> Setup:
+    curriculum = _easy_first(conditions)
+    return Setup(policy=curriculum.policy(conditions.settings.base_size), curriculum=curriculum)
+
+
+@_ready("curriculum", "curriculum_constant", "Easy examples first, at the base size.")
+def _curriculum_constant(conditions: Conditions) -> Setup:
+    return Setup(curriculum=_easy_first(conditions))
+
+
+def _easy_first(conditions: Conditions) -> size.Curriculum:
+    if conditions.difficulty is None:
+        raise ArgumentError("a curriculum needs a score for every example; give Conditions a difficulty")
+    # Early epochs are short, so that all examples are in use after about a third of the run.
+    full_at = conditions.num_epochs / 2
+    return size.Curriculum(conditions.difficulty(), start_fraction=_START_FRACTION, full_at=full_at)
+
+
+def _room(conditions: Conditions) -> int:
+    return max(2, conditions.settings.max_size // 2)
+
+
+@_ready("memory", "memory_batch", "The batch doubles while a simulated memory is under 48 % full, halves above 80 %.")
+def _memory_batch(conditions: Conditions) -> Setup:
+    return Setup(policy=size.memory_driven(), room=_room(conditions))
+
+
+@_ready(
+    "memory",
+    "memory_micro",
+    "The base size, run in micro-batches that fit a simulated memory: the same updates as the baseline.",
+)
+def _memory_micro(conditions: Conditions) -> Setup:
+    return Setup(room=conditions.settings.base_size, fit_micro_batch=True)
+
+
+_READY: Ready = {
+    strategy.name: strategy
+    for group in GROUPS
+    for strategy in (*schedules.READY.values(), *_HERE.values())
+    if strategy.group == group
+}
 
 
 def names() -> tuple[str, ...]:
@@ -50,25 +198,9 @@ def get(name: str) -> Strategy:
     return Strategy(
         name=name,
         group="replay",
-        make=_replay,
+        make=schedules.replay,
         about=f"The batch sizes of a run of {source.name} with another seed, as a fixed schedule.",
         needs_classes=source.needs_classes,
         replays=source.name,
         min_epochs=source.min_epochs,
     )
-
-
-def schedule_of(record: Mapping[str, Any]) -> dict[int, int]:
-    """Return the batch sizes of a recorded run: the size from each number of examples on.
-
-    >>> schedule_of({"curve": [{"batch_size": 16}], "decisions": [{"examples": 90, "old": 16, "new": 32}]})
-    {0: 16, 90: 32}
-    """
-    sizes = {int(decision["examples"]): int(decision["new"]) for decision in record["decisions"]}
-    return {0: int(record["curve"][0]["batch_size"]), **sizes}
-
-
-def _replay(conditions: Conditions) -> Setup:
-    if conditions.schedule is None:
-        raise ArgumentError("a replay needs the record of the run it repeats; give run_one replay_of=record")
-    return Setup(policy=size.milestones(conditions.schedule, per="examples"))

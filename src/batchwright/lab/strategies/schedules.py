@@ -1,6 +1,6 @@
-"""Strategies that know their sizes before training: constants, growth, cycles, and those that share a decay.
+"""Strategies that know their sizes before training: constants, growth, cycles, a shared decay, sizes of a record.
 
-The last ones share a decay between the learning rate and the batch size; the noise of the updates falls alike in all of
+Some share a decay between the learning rate and the batch size; the noise of the updates falls alike in all of
 them. They follow one schedule, which divides the rate at milestones. Once the batch has reached its largest size, the
 rate takes the rest of the decay, so that none of them anneals less than the others.
 """
@@ -8,9 +8,9 @@ rate takes the rest of the decay, so that none of them anneals less than the oth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ... import size
 from ...errors import ArgumentError
@@ -165,3 +165,20 @@ def _seesaw(conditions: Conditions) -> Setup:
     settings, most = conditions.settings, conditions.growth
     policy, lr_factor = size.seesaw(settings.decay, start=settings.base_size, per="examples", max_factor=most)
     return Setup(policy=policy, lr_factor=lr_factor)
+
+
+def schedule_of(record: Mapping[str, Any]) -> dict[int, int]:
+    """Return the batch sizes of a recorded run: the size from each number of examples on.
+
+    >>> schedule_of({"curve": [{"batch_size": 16}], "decisions": [{"examples": 90, "old": 16, "new": 32}]})
+    {0: 16, 90: 32}
+    """
+    sizes = {int(decision["examples"]): int(decision["new"]) for decision in record["decisions"]}
+    return {0: int(record["curve"][0]["batch_size"]), **sizes}
+
+
+def replay(conditions: Conditions) -> Setup:
+    """Return the setup that repeats the batch sizes of a recorded run."""
+    if conditions.schedule is None:
+        raise ArgumentError("a replay needs the record of the run it repeats; give run_one replay_of=record")
+    return Setup(policy=size.milestones(conditions.schedule, per="examples"))
