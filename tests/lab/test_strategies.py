@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright.errors import ArgumentError
+from batchwright.errors import ArgumentError, StateMismatchError
 from batchwright.lab.datasets import load
 from batchwright.lab.datasets.dataset import difficulty_of, distance_to_mean, rarity
 from batchwright.lab.runner._training import run_one
@@ -177,11 +177,95 @@ def test_the_moving_average_answers_more_slowly():
     assert sizes("loss_ema_exponential", losses) == [8, 8, 9]
 
 
-def test_a_loss_that_fluctuates_shrinks_the_batch_and_a_steady_one_grows_it():
-    swing = [{"epoch": epoch, "loss": loss} for epoch, loss in enumerate((1.0, 2.0, 1.0), start=1)]
+def test_the_size_follows_the_variance_of_the_loss_linearly_and_exponentially():
+    # 1, 0.9, 0.81: the variance is 0.006022, as a share of the squared mean 0.00738, and 15 times that 0.1107.
+    fall = [{"epoch": epoch, "loss": 0.9 ** (epoch - 1)} for epoch in (1, 2, 3)]
+    variance = sum((0.9**k - 2.71 / 3) ** 2 for k in range(3)) / 3 / (2.71 / 3) ** 2
+    assert 15 * variance == pytest.approx(0.1107, abs=1e-4)
+    assert sizes("loss_variance_exponential", fall) == [8, 8, 8, 9]  # 8·e^0.1107 = 8.94
+    assert sizes("loss_variance_linear", fall) == [8, 8, 8, 13]  # 8 + 43.28·0.1107 = 12.79
+    rise = [{"epoch": epoch, "loss": 0.9 ** (3 - epoch)} for epoch in (1, 2, 3)]
+    assert sizes("loss_variance_exponential", rise)[-1] == 7  # 8·e^−0.1107 = 7.16
     still = [{"epoch": epoch, "loss": 1.0} for epoch in (1, 2, 3)]
+    assert sizes("loss_variance_linear", still)[-1] == 8
+
+
+def test_a_loss_that_fluctuates_shrinks_the_batch():
+    # 1, 2, 1 has a variance of 0.125 of the squared mean: at most half of the batch, or 16 examples, goes.
+    swing = [{"epoch": epoch, "loss": loss} for epoch, loss in enumerate((1.0, 2.0, 1.0), start=1)]
     assert sizes("loss_variance_exponential", swing)[-1] == 4
-    assert sizes("loss_variance_linear", still)[-1] == 24  # 8 + 2·8
+    assert sizes("loss_variance_linear", swing)[-1] == 1
+
+
+def test_the_batch_grows_once_the_loss_is_below_half_of_that_of_a_model_that_knows_nothing():
+    # log 10 / 2 = 1.151 for ten classes, 1 / 2 for a standardised target.
+    losses = [{"epoch": epoch, "loss": loss} for epoch, loss in enumerate((1.2, 1.1, 0.9), start=1)]
+    assert sizes("loss_below", losses) == [8, 8, 16, 32]
+    assert sizes("loss_below", losses, num_classes=None) == [8, 8, 8, 8]
+    batches = [{"epoch": 0, "batch_size": 8, "loss": loss} for loss in (1.2, 1.1, 0.9)]
+    assert sizes("loss_below_per_batch", batches) == [8, 8, 16, 32]
+    assert sizes("loss_below", batches) == [8, 8, 8, 8]
+
+
+def test_the_batch_grows_once_the_loss_has_converged():
+    # 0.52 to 0.5 is 3.9 % of their mean, 0.51; 0.6 to 0.5 is 18 %.
+    losses = [{"epoch": epoch, "loss": loss} for epoch, loss in enumerate((0.6, 0.52, 0.51, 0.5), start=1)]
+    assert sizes("loss_settled", losses) == [8, 8, 8, 8, 16]
+
+
+def updates(count, epoch, batch_size, memory_fraction):
+    """The observations of an epoch; only its last update completes it."""
+    figures = {"batch_size": batch_size, "memory_fraction": memory_fraction, "seconds": 9.0}
+    return [{"epoch": epoch + (place == count - 1), **figures} for place in range(count)]
+
+
+def test_memory_and_speed_grow_the_batch_only_together():
+    # Seconds are simulated: 5.8 ms and 0.1 ms per example, whatever was measured.
+    low = [*updates(3, 0, 8, 0.3), *updates(3, 1, 8, 0.3)]
+    assert sizes("memory_and_speed", low) == [8] * 6 + [16]  # the first epoch has nothing to compare with
+    # At 16 the speed is 16 / 7.4 after 8 / 6.6, 78 % more: it still rises, and the batch waits an epoch.
+    more = [*low, *updates(3, 2, 16, 0.3), *updates(3, 3, 16, 0.3)]
+    assert sizes("memory_and_speed", more)[-4:] == [16, 16, 16, 32]
+    full = [*updates(3, 0, 8, 0.6), *updates(3, 1, 8, 0.6)]
+    assert sizes("memory_and_speed", full) == [8] * 7  # a plateau, but no room
+    over = [*low, *updates(3, 2, 16, 0.9)]
+    assert sizes("memory_and_speed", over)[-1] == 8  # memory alone shrinks it
+
+
+def test_memory_per_epoch_decides_by_the_highest_reading_of_the_epoch():
+    epoch = [
+        {**update, "memory_fraction": share} for update, share in zip(updates(2, 0, 8, 0), (0.3, 0.4), strict=True)
+    ]
+    assert sizes("memory_batch_per_epoch", epoch) == [8, 8, 16]
+    assert sizes("memory_batch", epoch) == [8, 16, 16]  # 8 of 16 say little about the size in force
+
+
+def test_the_time_of_an_update_is_held_at_its_target():
+    # The target is the time of 32: 5.8 + 3.2 = 9 ms. 8 take 6.6 ms: 8 × 9 / 6.6 = 10.9, and so on until 10 % are left.
+    controller = BatchSizeController(get("step_time").make(conditions()).policy, min_size=1, max_size=10**6, initial=8)
+    course = [controller.observe(batch_size=controller.size, seconds=1.0) for _ in range(200)]
+    assert controller.history[0].new == 11
+    assert 0.9 * 9 <= 5.8 + 0.1 * course[-1] <= 1.1 * 9
+    assert course == sorted(course)
+    assert "simulated" in controller.history[0].reason
+
+
+def test_simulated_seconds_come_from_the_conditions_of_the_run():
+    slow = get("step_time").make(conditions(seconds=lambda num_examples: 0.5 * num_examples)).policy
+    controller = BatchSizeController(slow, min_size=1, max_size=10**6, initial=8)
+    for _ in range(100):
+        controller.observe(batch_size=controller.size, seconds=1.0)
+    # 32 take 16 s and 8 take 4: four times as many, at most twice as many at once.
+    assert [decision.new for decision in controller.history] == [16, 32]
+
+
+def test_a_damaged_state_of_simulated_seconds_is_refused_as_that_of_the_policy_is():
+    policy = get("step_time").make(conditions()).policy
+    controller = BatchSizeController(policy, min_size=1, max_size=64, initial=8)
+    state = controller.state_dict()
+    state["policy_state"]["too_slow"] = "late"
+    with pytest.raises(StateMismatchError, match="too_slow"):
+        controller.load_state_dict(state)
 
 
 def test_entropy_maps_certainty_to_size():
@@ -226,6 +310,19 @@ def test_strategies_per_batch_change_within_an_epoch_of_a_real_run(name):
     record = run_one(wine, "logistic", name, 0, RunSettings.fit(142, num_epochs=2, num_evaluations=2, lr=0.01))
     assert record["status"] == "ok"
     assert any(change["examples"] % 142 for change in record["decisions"])
+
+
+MACHINE = ("memory_and_speed", "memory_batch_per_epoch", "step_time", "loss_below", "loss_settled")
+
+
+@pytest.mark.parametrize("name", MACHINE)
+def test_strategies_of_the_machine_and_of_the_level_of_the_loss_move_in_a_real_run_and_repeat(name):
+    data = load("breast_cancer")
+    settings = RunSettings.fit(len(data.train), num_epochs=12, num_evaluations=2, lr=0.01)
+    first, again = (run_one(data, "logistic", name, 0, settings) for _ in range(2))
+    assert first["status"] == "ok"
+    assert first["decisions"] == again["decisions"]
+    assert any(change["new"] > change["old"] for change in first["decisions"])
 
 
 def test_the_rate_follows_the_batch_where_they_are_coupled():
