@@ -47,12 +47,13 @@ class Readings:
 
     def init(self) -> State:
         """Return a state without readings."""
-        return {"size": None, "count": 0, "values": []}
+        return {"size": None, "num_seen": 0, "count": 0, "values": []}
 
     def check_state(self, state: State, name: str) -> None:
         """Refuse a state that ``gather`` cannot have returned."""
         checks = {
             "size": optional(check_size),
+            "num_seen": check_whole,
             "count": check_whole,
             "values": lambda at, saved: check_numbers(at, saved, most=_MOST, above=0),
         }
@@ -80,7 +81,8 @@ class Readings:
         found = _summarize(values) if ends and values else None
         # A size is known as soon as a batch of it ran, not when it was decided: the first reading is still to come.
         seen = size if not is_new or _ran(observation) else state["size"]
-        after = {"size": seen, "count": count, "values": [] if ends else values}
+        num_seen = 0 if ends else state["num_seen"] + (value is not None)
+        after = {"size": seen, "num_seen": num_seen, "count": count, "values": [] if ends else values}
         return found, after, refusal or f"gathering the seconds of {self.period.span()}"
 
     def written(self, usual: Unit) -> list[str]:

@@ -28,14 +28,15 @@ class MemoryDriven(ReasoningPolicy):
 
     def init(self) -> State:
         """Return a state in which no size was too large."""
-        gathered = {} if self.period is None else {"peak": None, "count": 0}
+        gathered = {} if self.period is None else {"peak": None, "num_readings": 0, "count": 0}
         return {"too_large": None, "num_fitting": 0, **gathered}
 
     def check_state(self, state: State, name: str = "policy_state") -> None:
         """Check the size that was too large, the count of readings and the peak of the period."""
         checks = {"too_large": optional(check_size), "num_fitting": check_whole}
         if self.period is not None:
-            checks |= {"peak": optional(lambda at, saved: check_number(at, saved, least=0)), "count": check_whole}
+            checks |= {"peak": optional(lambda at, saved: check_number(at, saved, least=0))}
+            checks |= {"num_readings": check_whole, "count": check_whole}
         check_record(name, state, checks)
 
     def decide(self, state: State, observation: Observation) -> Answer:
@@ -49,14 +50,16 @@ class MemoryDriven(ReasoningPolicy):
     def _gather(self, period: Period, state: State, observation: Observation) -> Answer:
         """Keep the largest share of the period, and compare it at the end."""
         ends, count = period.count(state["count"], observation, by=self.name)
-        # An observation that only ends an epoch need not have the figure.
-        is_needed = not (ends and period.per == "epoch") or observation.memory_fraction is not None
+        # An observation that only ends an epoch need not have the figure, if others of the epoch had it.
+        only_ends = ends and period.per == "epoch" and state["num_readings"] > 0
+        is_needed = not only_ends or observation.memory_fraction is not None
         fraction = float(observation.need("memory_fraction", by=self.name)) if is_needed else math.nan
         refusal = self._refuse(observation, fraction) if is_needed else None
         peak = state["peak"]
         if is_needed and refusal is None:
             peak = fraction if peak is None else max(peak, fraction)
-        gathered = {"peak": None if ends else peak, "count": count}
+        num = 0 if ends else state["num_readings"] + 1
+        gathered = {"peak": None if ends else peak, "num_readings": num, "count": count}
         if not ends or peak is None:
             said = refusal or f"gathering the memory use of {period.span()}"
             return hold(observation, {**state, **gathered}, said)

@@ -19,6 +19,7 @@ Estimator: TypeAlias = Literal["unbiased", "ratio"]
 
 # Examples over which averages of noise forget.
 HORIZON = 100_000.0
+_NOT_MEASURED = "no noise was measured since the last observation"
 
 
 class ScalePolicy(ReasoningPolicy):
@@ -56,8 +57,9 @@ class ScalePolicy(ReasoningPolicy):
         if self.period is None:
             return self._decide(state, observation)
         ends, count = self.period.count(state["count"], observation, by=self.name)
-        if ends and observation.batch_size is None and observation.noise_s is None:  # it only ends an epoch
-            answer = self._answer(NoiseAverage(**state["average"]), observation)
+        average = NoiseAverage(**state["average"])
+        if ends and observation.noise_s is None and average.weight > 0:
+            answer = self._answer(average, observation)
         else:
             answer = self._decide(state["average"], observation)
         state = {"average": answer.state, "count": count}
@@ -68,6 +70,8 @@ class ScalePolicy(ReasoningPolicy):
     def _decide(self, state: State, observation: Observation) -> Answer:
         if lacks_noise(observation):
             return need_two(observation, state)
+        if observation.noise_s is None and state["weight"] > 0:
+            return hold(observation, state, _NOT_MEASURED)
         average = add_noise(state, observation, by=self.name, num_examples=self.num_examples)
         return self._answer(average, observation)
 
@@ -114,29 +118,44 @@ class NoiseRatio(ReasoningPolicy):
     low: float | None = None
     response: Response
     period: Period
+    num_parts: int | None = field(default=None, metadata={"is_later": True})
 
     def init(self) -> State:
-        """Return a period without ratios."""
+        """Return a period without ratios; later on, ``num_parts`` of the last update that was measured is there too."""
         return self.period.init()
 
     def check_state(self, state: State, name: str = "policy_state") -> None:
-        """Check the period."""
-        self.period.check_state(state, name)
+        """Check the period and the number of parts."""
+        is_known = isinstance(state, dict) and "num_parts" in state
+        self.period.check_state(_without_parts(state) if is_known else state, name)
+        if is_known:
+            as_whole(f"{name}['num_parts']", state["num_parts"], least=2)
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Gather ratios, and at the end of a period compare their mean with the limits."""
         if lacks_noise(observation):
             return need_two(observation, state)
-        s, g2 = (float(observation.need(name, by=self.name)) for name in ("noise_s", "noise_g2"))
-        num_parts, num_examples = (int(observation.need(name, by=self.name)) for name in ("noise_parts", "batch_size"))
-        ratio = noise_ratio(s, g2, num_examples=num_examples, num_parts=num_parts)
-        mean, state = self.period.gather(state, observation, ratio, by=self.name)
+        ratio, num_parts, done = math.nan, state.get("num_parts"), _NOT_MEASURED
+        if observation.noise_s is not None or num_parts is None:
+            ratio, num_parts, done = self._read(observation)
+        mean, after = self.period.gather(_without_parts(state), observation, ratio, by=self.name)
+        state = {**after, "num_parts": num_parts}
         if mean is None:
-            return hold(observation, state, f"gathering the noise of {self.period.span()}")
+            return hold(observation, state, done)
+        num_parts = self.num_parts or num_parts
         low, high = self._limits(num_parts)
         size, words = self.response.apply(observation.exact, (mean > high) - (mean < low))
         found = f"noise ratio {show(mean)} over {self.period.span()} of {num_parts} parts"
         return Answer(size, state, f"{found} (low {show(low)}, high {show(high)}): {words}")
+
+    def _read(self, observation: Observation) -> tuple[float, int, str]:
+        """Return the ratio of an update, the number of its parts, and what is done with it."""
+        s, g2 = (float(observation.need(name, by=self.name)) for name in ("noise_s", "noise_g2"))
+        num_parts, num_examples = (int(observation.need(name, by=self.name)) for name in ("noise_parts", "batch_size"))
+        if self.num_parts not in (None, num_parts):  # a ratio of another number of parts cannot be compared
+            return math.nan, num_parts, f"noise of {num_parts} parts, not of {self.num_parts}, is left out"
+        ratio = noise_ratio(s, g2, num_examples=num_examples, num_parts=num_parts)
+        return ratio, num_parts, f"gathering the noise of {self.period.span()}"
 
     def _limits(self, num_parts: int) -> tuple[float, float]:
         """Return the given limits, or limits half a step either side of the target."""
@@ -158,6 +177,7 @@ def noise_driven(
     low: float | None = None,
     up: float | None = None,
     down: float | None = None,
+    num_parts: SupportsIndex | None = None,
     per: Unit | None = None,
     every: SupportsIndex | None = None,
 ) -> Policy:
@@ -194,6 +214,8 @@ def noise_driven(
         low: ratio: shrink below this; with only ``high`` it never shrinks.
         up: ratio: factor to grow by, 2 by default.
         down: ratio: factor to shrink by, 0.5 by default.
+        num_parts: ratio: ``k``, at least 2; noise of another number of micro-batches is left out. Give the same number
+            to ``Stepper(measure_noise=True, noise_parts=k)``. None takes whatever comes.
         per: a period, after which it decides: ``"epoch"`` (the default of the ratio), ``"step"`` (of the unbiased
             estimator) or ``"examples"``.
         every: units per period; needed for examples.
@@ -214,7 +236,7 @@ def noise_driven(
     target = as_number("target", target, above=0)
     period = make_period(per or ("step" if estimator == "unbiased" else "epoch"), every, by="noise_driven")
     if estimator == "unbiased":
-        ratio_only = {"high": high, "low": low, "up": up, "down": down}
+        ratio_only = {"high": high, "low": low, "up": up, "down": down, "num_parts": num_parts}
         refuse_given(ratio_only, belong_to="estimator='ratio'")
         set_size = None if num_examples is None else as_whole("num_examples", num_examples, least=1)
         usual = None if period == Period("step", 1) else period  # the form of the states that it always left
@@ -224,7 +246,9 @@ def noise_driven(
     low = None if low is None else as_number("low", low, least=0)
     if high is not None and low is not None:
         check_order("low", low, "high", high)
-    return NoiseRatio(target=target, high=high, low=low, response=make_response(up, down), period=period)
+    parts = None if num_parts is None else as_whole("num_parts", num_parts, least=2)
+    response = make_response(up, down)
+    return NoiseRatio(target=target, high=high, low=low, response=response, period=period, num_parts=parts)
 
 
 def as_horizon(horizon: float) -> float:
@@ -241,6 +265,10 @@ def check_average(name: str, state: State, *, horizon: float) -> None:
     )
     same: dict[str, Check] = {"horizon": lambda at, saved: check_number(at, saved, least=horizon, most=horizon)}
     check_record(name, state, {**same, **numbers, **squares, **shares})
+
+
+def _without_parts(state: State) -> State:
+    return {name: value for name, value in state.items() if name != "num_parts"}
 
 
 def lacks_noise(observation: Observation) -> bool:

@@ -47,9 +47,9 @@ class SpeedDriven(ReasoningPolicy):
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Gather speeds, and at the end of a period compare with the one before."""
-        value = _seconds(observation, self.readings, by=self.name)
+        value = _seconds(observation, state["readings"], by=self.name)
         if value is not None and math.isfinite(value) and value > 0:
-            value = observation.need("batch_size", by=self.name) / value
+            value = observation.need("batch_size") / value
         found, readings, done = self.readings.gather(state["readings"], observation, value, by=self.name)
         state = {**state, "readings": readings}
         return hold(observation, state, done) if found is None else self._compare(state, observation, found)
@@ -158,7 +158,7 @@ class StepTimeTarget(ReasoningPolicy):
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Gather seconds, and at the end of a period scale the size if they are off the target."""
-        value = _seconds(observation, self.readings, by=self.name)
+        value = _seconds(observation, state["readings"], by=self.name)
         found, readings, done = self.readings.gather(state["readings"], observation, value, by=self.name)
         state = {**state, "readings": readings}
         return hold(observation, state, done) if found is None else self._compare(state, observation, found)
@@ -247,7 +247,10 @@ def step_time(
     )
 
 
-def _seconds(observation: Observation, readings: Readings, *, by: str) -> float | None:
-    """Return the seconds of an update, None for an observation that only ends an epoch."""
-    is_end_only = readings.period.per == "epoch" and observation.batch_size is None
-    return None if is_end_only and observation.seconds is None else float(observation.need("seconds", by=by))
+def _seconds(observation: Observation, gathered: State, *, by: str) -> float | None:
+    """Return the seconds of an update, None for an observation that only ends an epoch in which others had them."""
+    only_ends = observation.batch_size is None and observation.seconds is None and gathered["num_seen"] > 0
+    if only_ends:
+        return None
+    observation.need("batch_size", by=by)
+    return float(observation.need("seconds", by=by))
