@@ -1,14 +1,28 @@
 """Every strategy by name: the sizes that the course's formulas give, by hand."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchwright.errors import ArgumentError
 from batchwright.lab.datasets import load
 from batchwright.lab.datasets.dataset import difficulty_of, distance_to_mean, rarity
-from batchwright.lab.strategies import GROUPS, Conditions, RunSettings, Setup, Strategy, get, names, schedule_of
+from batchwright.lab.runner._training import run_one
+from batchwright.lab.strategies import (
+    GROUPS,
+    HANDFUL,
+    Conditions,
+    RunSettings,
+    Setup,
+    Strategy,
+    get,
+    names,
+    schedule_of,
+)
 from batchwright.size import BatchSizeController, Observation
 from batchwright.testing import check_policy
 
@@ -17,14 +31,14 @@ SETTINGS = RunSettings.fit(1000, num_epochs=16)
 
 
 def conditions(**changes):
-    given = {
+    usual = {
         "settings": SETTINGS,
         "num_train": 1000,
         "num_classes": 10,
         "difficulty": lambda: np.arange(1000.0),
         "schedule": {0: 8, 500: 32},
     }
-    return Conditions(**{**given, **changes})
+    return Conditions(**{**usual, **changes})
 
 
 def sizes(name, observations, **changes):
@@ -38,9 +52,32 @@ def test_all_groups_of_the_document_and_the_others_are_there():
     assert {get(name).group for name in names()} == set(GROUPS)
     assert names()[0] == "constant"
     assert len(set(names())) == len(names())
-    assert {
-        f"loss_{measure}_{mode}" for measure in ("difference", "ema", "variance") for mode in ("linear", "exponential")
-    } <= set(names())
+
+
+def test_every_loss_rule_is_there_linear_and_exponential_per_epoch_and_per_batch():
+    rules = {
+        f"loss_{measure}_{mode}{per}"
+        for measure in ("difference", "ema", "variance")
+        for mode in ("linear", "exponential")
+        for per in ("", "_per_batch")
+    }
+    assert len(rules) == 12
+    assert rules <= set(names())
+
+
+def test_names_are_ordered_by_group_and_the_handful_follows_that_order():
+    groups = [GROUPS.index(get(name).group) for name in names()]
+    assert groups == sorted(groups)
+    places = [names().index(name) for name in HANDFUL]
+    assert places == sorted(places)
+    assert HANDFUL[0] == "constant"
+    assert len(HANDFUL) < 10
+
+
+def test_the_handful_has_one_strategy_per_idea():
+    ideas = [get(name).group for name in HANDFUL[1:]]
+    assert len(set(ideas)) == len(ideas)
+    assert {"constant", "exponential", "cyclical", "loss", "entropy", "noise", "lr-coupled", "curriculum"} == set(ideas)
 
 
 @pytest.mark.parametrize("name", names())
@@ -52,7 +89,7 @@ def test_every_policy_keeps_the_contract(name):
 
 @pytest.mark.parametrize("name", names())
 def test_every_strategy_stands_sizes_that_cannot_change(name):
-    fixed = RunSettings(num_examples=4000, base_size=8, min_size=8, max_size=8)
+    fixed = RunSettings(num_examples=8000, base_size=8, min_size=8, max_size=8)
     assert isinstance(get(name).make(conditions(settings=fixed)), Setup)
 
 
@@ -61,7 +98,23 @@ def test_sizes_are_fitted_to_the_data():
     assert (SETTINGS.min_size, SETTINGS.base_size, SETTINGS.max_size, SETTINGS.num_examples) == (4, 8, 128, 16_000)
     # A quarter of 142 is 35: the power of two below it.
     assert RunSettings.fit(142, num_epochs=1).max_size == 32
-    assert RunSettings.fit(50_000, num_epochs=1).base_size == 32
+    big = RunSettings.fit(50_000, num_epochs=1)
+    assert (big.min_size, big.base_size, big.max_size) == (16, 32, 1024)
+    # A quarter of 4,000 is 1,000: 512 is the power of two below it.
+    assert RunSettings.fit(4_000, num_epochs=1).max_size == 512
+
+
+def test_small_medium_and_large_constants_stand_side_by_side():
+    constants = ("constant_small", "constant", "constant_medium", "constant_large")
+    # In the middle: the root of 8 × 128 is 32.
+    assert [sizes(name, [{"epoch": 5}]) for name in constants] == [[4, 4], [8, 8], [32, 32], [128, 128]]
+
+
+def test_with_examples_enough_the_constants_are_small_medium_and_large_as_usually_said():
+    # Small up to 32, medium from 64 to 512, large from 1,024.
+    big = {"settings": RunSettings.fit(50_000, num_epochs=16), "num_train": 50_000}
+    found = [sizes(f"constant_{name}", [], **big)[0] for name in ("small", "medium", "large")]
+    assert found == [16, 128, 1024]
 
 
 def test_linear_adds_the_same_every_epoch_up_to_the_largest():
@@ -74,11 +127,41 @@ def test_exponential_multiplies_by_the_same_every_epoch():
     assert sizes("exponential", [{"epoch": epoch} for epoch in (5, 15)]) == [8, 20, 128]
 
 
-def test_cycles_begin_again_four_times():
+def test_cycles_begin_again_four_times_in_sixteen_epochs():
     # A period of 4 epochs: 40 more each, or times 16^(1/3).
     epochs = [{"epoch": epoch} for epoch in (1, 2, 3, 4, 7, 8)]
     assert sizes("cyclic_linear", epochs) == [8, 48, 88, 128, 8, 128, 8]
     assert sizes("cyclic_exponential", epochs) == [8, 20, 51, 128, 8, 128, 8]
+
+
+def test_a_cycle_grows_for_several_epochs_in_a_short_run_too():
+    # 6 epochs are 2 cycles of 3, in which the size rises twice; it must not jump to and fro every epoch.
+    short = {"settings": RunSettings.fit(1000, num_epochs=6)}
+    epochs = [{"epoch": epoch} for epoch in range(1, 6)]
+    assert sizes("cyclic_linear", epochs, **short) == [8, 68, 128, 8, 68, 128]
+    assert sizes("cyclic_exponential", epochs, **short) == [8, 32, 128, 8, 32, 128]
+
+
+@given(num_epochs=st.integers(6, 200))
+def test_cycles_last_three_epochs_or_more_and_come_at_least_twice(num_epochs):
+    course = {"settings": RunSettings.fit(1000, num_epochs=num_epochs)}
+    found = sizes("cyclic_linear", [{"epoch": epoch} for epoch in range(1, num_epochs)], **course)
+    starts = [epoch for epoch, size in enumerate(found) if size == 8]
+    lengths = [after - before for before, after in pairwise([*starts, num_epochs])]
+    assert 2 <= len(starts) <= 4
+    assert min(lengths[:-1]) >= 3
+    assert lengths[-1] >= lengths[0] - 1 > 1
+
+
+@pytest.mark.parametrize("name", ["cyclic_linear", "cyclic_exponential"])
+def test_a_run_too_short_for_cycles_is_refused(name):
+    message = r"at least 6 epochs, 2 cycles of 3; got 5\. Make the run longer or leave the cyclic strategies out"
+    with pytest.raises(ArgumentError, match=message):
+        get(name).make(conditions(settings=RunSettings.fit(1000, num_epochs=5)))
+    assert not get(name).fits(10, num_epochs=5)
+    assert not get(f"replay_{name}").fits(10, num_epochs=5)
+    assert get(name).fits(10, num_epochs=6)
+    assert get("linear").fits(10, num_epochs=1)
 
 
 def test_a_falling_loss_grows_the_batch_and_a_rising_one_shrinks_it():
@@ -106,6 +189,43 @@ def test_entropy_maps_certainty_to_size():
     # Halfway between 8 and 128 in factors: 8·16^0.5 = 32.
     assert sizes("entropy", half) == [8, 32]
     assert sizes("entropy_threshold", [{"epoch": 1, "entropy": 0.1}]) == [8, 16]
+
+
+PER_BATCH = [name for name in names() if name.endswith("_per_batch")]
+
+
+def test_entropy_per_batch_decides_after_every_batch_and_per_epoch_after_every_epoch():
+    # Halfway is 32, certain 128; the mean of both entropies, a quarter of the largest, is 8·16^0.75 = 64.
+    batches = [
+        {"epoch": 0, "batch_size": 8, "entropy": math.log(10) / 2},
+        {"epoch": 1, "batch_size": 8, "entropy": 0.0},
+    ]
+    assert sizes("entropy_per_batch", batches) == [8, 32, 128]
+    assert sizes("entropy", batches) == [8, 8, 64]
+
+
+def test_the_loss_per_batch_is_compared_after_every_batch():
+    batches = [{"epoch": 0, "batch_size": 8, "loss": loss} for loss in (2.0, 1.0)]
+    assert sizes("loss_difference_exponential_per_batch", batches) == [8, 8, 13]  # 8·e^0.5
+    assert sizes("loss_difference_linear_per_batch", batches) == [8, 8, 24]  # 16 more at most
+    # The average falls from 2 to 0.05·1 + 0.95·2 = 1.95, by 2.5 %: gain 120 / ln 16 = 43.3, so 1.08 more.
+    assert sizes("loss_ema_linear_per_batch", batches) == [8, 8, 9]
+    assert sizes("loss_difference_exponential", batches) == [8, 8, 8]  # the epoch goes on
+
+
+def test_noise_per_batch_is_compared_after_every_batch():
+    # 4 parts of 2: S = 100, G2 = 0.5 give 3·(100/8) / (0.5 + 100/8) = 2.9 of at most 3.
+    batch = {"epoch": 0, "batch_size": 8, "noise_s": 100.0, "noise_g2": 0.5, "noise_parts": 4}
+    assert sizes("noise_ratio_per_batch", [batch]) == [8, 16]
+    assert sizes("noise_ratio", [batch]) == [8, 8]
+
+
+@pytest.mark.parametrize("name", PER_BATCH)
+def test_strategies_per_batch_change_within_an_epoch_of_a_real_run(name):
+    wine = load("wine")
+    record = run_one(wine, "logistic", name, 0, RunSettings.fit(142, num_epochs=2, num_evaluations=2, lr=0.01))
+    assert record["status"] == "ok"
+    assert any(change["examples"] % 142 for change in record["decisions"])
 
 
 def test_the_rate_follows_the_batch_where_they_are_coupled():
