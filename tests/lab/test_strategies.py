@@ -1,6 +1,7 @@
 """Every strategy by name: the sizes that the course's formulas give, by hand."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -23,7 +24,7 @@ from batchwright.lab.strategies import (
     names,
     schedule_of,
 )
-from batchwright.size import BatchSizeController, Observation
+from batchwright.size import BatchSizeController, Observation, Policy
 from batchwright.testing import check_policy
 
 # 16 epochs of 1,000 examples, sizes 8 to 128: the batch may grow 16-fold.
@@ -37,6 +38,7 @@ def conditions(**changes):
         "num_classes": 10,
         "difficulty": lambda: np.arange(1000.0),
         "schedule": {0: 8, 500: 32},
+        "seconds": lambda num_examples: (5.8 + 0.1 * num_examples) / 1000,
     }
     return Conditions(**{**usual, **changes})
 
@@ -241,13 +243,19 @@ def test_memory_per_epoch_decides_by_the_highest_reading_of_the_epoch():
 
 
 def test_the_time_of_an_update_is_held_at_its_target():
-    # The target is the time of 32: 5.8 + 3.2 = 9 ms. 8 take 6.6 ms: 8 × 9 / 6.6 = 10.9, and so on until 10 % are left.
+    # The target is the time of 32: 5.8 + 3.2 = 9 ms. 8 take 6.6 ms: 8 × 9 / 6.6 = 10.9, and so on to 32.
     controller = BatchSizeController(get("step_time").make(conditions()).policy, min_size=1, max_size=10**6, initial=8)
     course = [controller.observe(batch_size=controller.size, seconds=1.0) for _ in range(200)]
     assert controller.history[0].new == 11
-    assert 0.9 * 9 <= 5.8 + 0.1 * course[-1] <= 1.1 * 9
+    assert course[-1] in (31, 32)
     assert course == sorted(course)
     assert "simulated" in controller.history[0].reason
+
+
+@pytest.mark.parametrize("name", ["step_time", "memory_and_speed"])
+def test_a_strategy_that_follows_time_needs_the_seconds_of_an_update(name):
+    with pytest.raises(ArgumentError, match="needs the seconds of an update; give Conditions seconds"):
+        get(name).make(conditions(seconds=None))
 
 
 def test_simulated_seconds_come_from_the_conditions_of_the_run():
@@ -295,6 +303,32 @@ def test_the_loss_per_batch_is_compared_after_every_batch():
     # The average falls from 2 to 0.05·1 + 0.95·2 = 1.95, by 2.5 %: gain 120 / ln 16 = 43.3, so 1.08 more.
     assert sizes("loss_ema_linear_per_batch", batches) == [8, 8, 9]
     assert sizes("loss_difference_exponential", batches) == [8, 8, 8]  # the epoch goes on
+
+
+@pytest.mark.parametrize("name", ["noise", "noise_ratio", "noise_ratio_per_batch"])
+def test_noise_is_measured_on_exactly_four_parts_whatever_the_size(name):
+    # 21 batches of 6 and a rest of 16, then every size that the strategy asks for: four parts each.
+    wine, seen = load("wine"), set()
+    made = get(name).make
+    settings = RunSettings(num_examples=284, base_size=6, min_size=5, max_size=30, lr=0.01)
+
+    def watched(conditions):
+        setup = made(conditions)
+        follow = setup.policy
+
+        class Watched(Policy):
+            def init(self):
+                return follow.init()
+
+            def update(self, state, observation):
+                seen.add((observation.batch_size, observation.noise_parts))
+                return follow.update(state, observation)
+
+        return replace(setup, policy=Watched())
+
+    run_one(wine, "logistic", Strategy(name="watched", group="noise", make=watched), 0, settings)
+    assert {parts for size, parts in seen if size >= 4} == {4}
+    assert 6 in {size for size, _ in seen}
 
 
 def test_noise_per_batch_is_compared_after_every_batch():

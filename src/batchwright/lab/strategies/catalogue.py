@@ -56,6 +56,9 @@ _NOISE_PARTS = 4
 _NOISE_HORIZON = 4
 _NOISE_PAUSE = 0.25
 _START_FRACTION = 0.25
+# How near the time of an update must be to its target, as a share, and over how many updates it is measured.
+_NEAR = 0.001
+_NUM_TIMED = 4
 
 
 def _loss(conditions: Conditions, measure: Measure, mode: Mode, per: Per) -> Setup:
@@ -205,13 +208,22 @@ def _memory_micro(conditions: Conditions) -> Setup:
 )
 def _memory_and_speed(conditions: Conditions) -> Setup:
     policy = size.minimum(size.memory_driven(per="epoch"), size.speed_driven())
-    return Setup(policy=SimulatedSeconds(policy, conditions.update_seconds), room=_room(conditions))
+    return Setup(policy=SimulatedSeconds(policy, _seconds(conditions)), room=_room(conditions))
 
 
 @_ready("time", "step_time", "Holds the simulated time of an update at that of the size halfway to the largest.")
 def _step_time(conditions: Conditions) -> Setup:
-    target_ms = 1000 * conditions.update_seconds(schedules.medium_size(conditions))
-    return Setup(policy=SimulatedSeconds(size.step_time(target_ms), conditions.update_seconds))
+    seconds = _seconds(conditions)
+    # Simulated seconds are exact, so few are enough, and a small difference counts: where an update has a large
+    # fixed part, its time hardly follows the batch.
+    policy = size.step_time(1000 * seconds(schedules.medium_size(conditions)), tolerance=_NEAR, every=_NUM_TIMED)
+    return Setup(policy=SimulatedSeconds(policy, seconds))
+
+
+def _seconds(conditions: Conditions) -> Seconds:
+    if conditions.seconds is None:
+        raise ArgumentError("a strategy that follows time needs the seconds of an update; give Conditions seconds")
+    return conditions.seconds
 
 
 @final
