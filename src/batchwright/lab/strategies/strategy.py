@@ -249,7 +249,7 @@ class Strategy:
         >>> get("cyclic_linear").fits(10), get("cyclic_linear").fits(10, num_epochs=4)
         (True, False)
         """
-        is_long_enough = num_epochs is None or num_epochs >= self.min_epochs
+        is_long_enough = num_epochs is None or as_whole("num_epochs", num_epochs, least=1) >= self.min_epochs
         return is_long_enough and (num_classes is not None or not self.needs_classes)
 
 
