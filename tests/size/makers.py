@@ -65,5 +65,6 @@ def figures(step):
         "noise_s": 100 + 10 * wave,
         "noise_g2": 0.5 + 0.1 * wave,
         "noise_parts": 4,
+        "seconds": 0.1 + 0.01 * wave,
         "memory_fraction": 0.6 + 0.35 * wave,
     }

@@ -14,6 +14,7 @@ from batchwright.size.combine import (
     cooldown,
     hysteresis,
     maximum,
+    minimum,
     monotone,
     multiple_of,
     rate_limit,
@@ -78,6 +79,7 @@ def combine(inner):
         st.builds(lambda policy, parts: chain(policy, *parts), inner, st.lists(transforms, max_size=4)),
         st.builds(lambda first, second, at, unit: switch({0: first, at: second}, **unit), inner, inner, counts, units),
         st.builds(lambda policies: maximum(*policies), st.lists(inner, min_size=1, max_size=3)),
+        st.builds(lambda policies: minimum(*policies), st.lists(inner, min_size=1, max_size=3)),
         st.builds(lambda policy, period: cyclic(chain(policy), period), inner, counts),
     )
 
@@ -149,6 +151,7 @@ def test_every_policy_can_be_written_and_has_a_fixed_fingerprint(policy):
         seesaw(falling, max_factor=8)[0],
         switch({0: linear(32, 8), 2: constant(256)}),
         maximum(constant(64), linear(32, 8)),
+        minimum(constant(64), linear(32, 8)),
         chain(exponential(32, 3), smooth(0.9), rate_limit(2), cooldown(steps=3), hysteresis(0.25), monotone()),
         chain(exponential(32, 3), multiple_of(8), clamp(32, 4096)),
     ],

@@ -84,8 +84,21 @@ CALLS = {
             "alpha": shares, "window": st.integers(3, 9), "tolerance": shares, "steady": shares,
             "fluctuating": factors, "direction": st.sampled_from([1, -1]), **STEPS, **UNIT, **gain,
         })
-        for measure, gain in [("difference", {"gain": factors}), ("ema", {}), ("variance", {})]
+        for measure, gain in [("difference", {"gain": factors}), ("ema", {}), ("variance", {}), ("variance", {"gain": factors})]
     ] + [(size.loss_driven, {"mode": "linear"}, {"up": factors, "down": factors, "gain": factors})],
+    "loss_below": [
+        (size.loss_below, {"mode": mode}, {"threshold": numbers(-4, 4), "up": factors, **UNIT})
+        for mode in ("linear", "exponential")
+    ],
+    "loss_settled": [
+        (size.loss_settled, {}, {"tolerance": shares, "window": st.integers(2, 9), "up": factors, **UNIT})
+    ],
+    "speed_driven": [
+        (size.speed_driven, {}, {"plateau": shares, "factor": factors, "patience": counts, **UNIT})
+    ],
+    "step_time": [
+        (size.step_time, {}, {"target_ms": numbers(1, 500), "tolerance": shares, "max_factor": factors, **UNIT})
+    ],
     "entropy_driven": [
         (size.entropy_driven, {}, {
             "num_classes": st.integers(2, 100), "smallest": numbers(1, 16), "largest": numbers(17, 512),
@@ -97,14 +110,14 @@ CALLS = {
         }),
     ],
     "noise_driven": [
-        (size.noise_driven, {}, {"target": factors, "horizon": numbers(64, 65536), "num_examples": counts}),
+        (size.noise_driven, {}, {"target": factors, "horizon": numbers(64, 65536), "num_examples": counts, **UNIT}),
         (size.noise_driven, {"estimator": "ratio"}, {
-            "target": factors, "low": shares, "high": factors, **STEPS, **UNIT,
+            "target": factors, "low": shares, "high": factors, "num_parts": st.integers(2, 9), **STEPS, **UNIT,
         }),
     ],
     "memory_driven": [
         (size.memory_driven, {}, {
-            "high": numbers(0.5, 1), "low": numbers(0.125, 0.25), "factor": factors, "patience": counts,
+            "high": numbers(0.5, 1), "low": numbers(0.125, 0.25), "factor": factors, "patience": counts, **UNIT,
         })
     ],
     "goodput": [
@@ -121,7 +134,17 @@ CALLS = {
         })
     ],
 }  # fmt: skip
-WITHOUT_NUMBERS = {"Decision", "Observation", "Policy", "Transform", "chain", "learning_rate", "maximum", "monotone"}
+WITHOUT_NUMBERS = {
+    "Decision",
+    "Observation",
+    "Policy",
+    "Transform",
+    "chain",
+    "learning_rate",
+    "maximum",
+    "minimum",
+    "monotone",
+}
 
 
 def numpy_kinds(value):

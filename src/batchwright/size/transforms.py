@@ -367,7 +367,7 @@ class Monotone(HoldingTransform):
 
     def check_state(self, state: State, name: str = "transform_state") -> None:
         """Refuse what is not a size."""
-        optional(check_number)(name, state)
+        optional(lambda at, saved: check_number(at, saved, least=0))(name, state)
 
 
 def monotone() -> Transform:

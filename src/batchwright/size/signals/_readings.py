@@ -14,8 +14,6 @@ from ._base import Period, make_period
 
 # Readings that a period keeps, the newest ones: more would make states long and the median hardly better.
 _MOST = 101
-# Readings of a period per step, if the user does not say: a single one is noise.
-NUM_READINGS = 16
 # A batch that differs from the size in force by more was formed before the size changed, or is the last of an epoch.
 _SAME_SIZE = math.log(4 / 3)
 
@@ -33,9 +31,14 @@ class Readings:
     """Gathers readings at one size and gives their median once per period.
 
     Left out are readings that are not above 0, readings of batches of another size, and the first one after a change
-    of the size, which pays for new shapes. A change of the size begins a new period.
+    of the size, which pays for new shapes. A change of the size drops the readings before it. Periods count all
+    updates: two policies that count alike decide together.
 
-    >>> readings = Readings(Period("step", 3))
+    Attributes:
+        period: after which a median is given.
+        num_usual: steps of a period that is not asked for.
+
+    >>> readings = Readings(Period("step", 4), 16)
     >>> state = readings.init()
     >>> for seconds in (9.0, 1.0, 1.2, 8.0):  # the first is left out
     ...     found, state, words = readings.gather(state, Observation(batch_size=8), seconds, by="an example")
@@ -44,6 +47,7 @@ class Readings:
     """
 
     period: Period
+    num_usual: int
 
     def init(self) -> State:
         """Return a state without readings."""
@@ -60,7 +64,7 @@ class Readings:
         check_record(name, state, checks)
 
     def gather(
-        self, state: State, observation: Observation, value: float | None, *, by: str
+        self, state: State, observation: Observation, value: float | None, *, by: str, rolls: bool = False
     ) -> tuple[Reading | None, State, str]:
         """Return the median of the period that has just ended, None within one, the next state and what was done.
 
@@ -69,12 +73,12 @@ class Readings:
             observation: of which the value is a reading.
             value: None if the observation has no reading.
             by: who asks, for the message.
+            rolls: whether readings of earlier periods at the same size count too.
         """
         size, is_new = observation.current, state["size"] != observation.current
         values, refusal = ([] if is_new else list(state["values"])), _refuse(observation, value, is_new=is_new)
-        count = 0 if is_new and self.period.per != "epoch" else state["count"]
-        ends = False
-        if refusal is None or self.period.per == "epoch":
+        ends, count = False, state["count"]
+        if value is not None or self.period.per == "epoch":
             ends, count = self.period.count(count, observation, by=by)
         if refusal is None and value is not None:
             values = [*values, value][-_MOST:]
@@ -82,7 +86,7 @@ class Readings:
         # A size is known as soon as a batch of it ran, not when it was decided: the first reading is still to come.
         seen = size if not is_new or _ran(observation) else state["size"]
         num_seen = 0 if ends else state["num_seen"] + (value is not None)
-        after = {"size": seen, "num_seen": num_seen, "count": count, "values": [] if ends else values}
+        after = {"size": seen, "num_seen": num_seen, "count": count, "values": [] if ends and not rolls else values}
         return found, after, refusal or f"gathering the seconds of {self.period.span()}"
 
     def written(self, usual: Unit) -> list[str]:
@@ -90,12 +94,12 @@ class Readings:
         per, every = self.period.per, self.period.every
         if per == "examples":
             return ["per='examples'", f"every={every}"]
-        return options(per=(per, usual), every=(every, NUM_READINGS if per == "step" else 1))
+        return options(per=(per, usual), every=(every, self.num_usual if per == "step" else 1))
 
 
-def make_readings(per: Unit, every: SupportsIndex | None, *, by: str) -> Readings:
-    """Check the settings of a period and return its readings; ``NUM_READINGS`` steps if ``every`` is None."""
-    return Readings(make_period(per, NUM_READINGS if every is None and per == "step" else every, by=by))
+def make_readings(per: Unit, every: SupportsIndex | None, *, by: str, num_usual: int) -> Readings:
+    """Check the settings of a period and return its readings; ``num_usual`` steps if ``every`` is None."""
+    return Readings(make_period(per, num_usual if every is None and per == "step" else every, by=by), num_usual)
 
 
 def _ran(observation: Observation) -> bool:
@@ -118,5 +122,7 @@ def _refuse(observation: Observation, value: float | None, *, is_new: bool) -> s
 def _summarize(values: list[float]) -> Reading:
     middle = median(values)
     spread = 1.4826 * median(abs(value - middle) for value in values)
-    # The standard error of a median is 1.25 times that of a mean; both factors are those of a normal distribution.
-    return Reading(middle, 1.2533 * spread / math.sqrt(len(values)) / middle)
+    # The standard error of a median is 1.25 times that of a mean; both factors are those of a normal distribution. A
+    # spread of few readings comes out too small as often as not.
+    error = 1.2533 * spread / math.sqrt(len(values)) * (1 + 4 / len(values))
+    return Reading(middle, error / middle)

@@ -9,11 +9,14 @@ from typing import SupportsIndex, final
 from ..._checks import as_number, as_whole
 from .._states import check_number, check_record, check_size, check_whole, optional
 from ..observation import Observation, Unit
-from ..policy import TIMES, Answer, Policy, ReasoningPolicy, State, hold, options, show
+from ..policy import TIMES, Answer, Policy, ReasoningPolicy, State, hold, options, show, word
 from ._readings import Reading, Readings, make_readings
 
-# A change counts if it is this many of its own standard errors; fewer is the noise of the clock.
-_SURE = 3.0
+# A change counts if it is this many of its own standard errors; fewer is the noise of the clock. A larger batch that
+# seems faster is worth trying out, a device that seems to have changed is not.
+_FASTER, _CHANGED = 2.0, 3.0
+# Steps of a period, if the user does not say. Speeds of two periods are compared, seconds with a target only.
+_SPEED_STEPS, _TIME_STEPS = 32, 16
 
 
 @final
@@ -50,26 +53,32 @@ class SpeedDriven(ReasoningPolicy):
         value = _seconds(observation, state["readings"], by=self.name)
         if value is not None and math.isfinite(value) and value > 0:
             value = observation.need("batch_size") / value
-        found, readings, done = self.readings.gather(state["readings"], observation, value, by=self.name)
+        gathered, rolls = state["readings"], self._has_given_up(state)
+        found, readings, done = self.readings.gather(gathered, observation, value, by=self.name, rolls=rolls)
         state = {**state, "readings": readings}
         return hold(observation, state, done) if found is None else self._compare(state, observation, found)
 
+    def _has_given_up(self, state: State) -> bool:
+        return self.patience is not None and state["num_in_vain"] >= self.patience
+
     def _compare(self, state: State, observation: Observation, found: Reading) -> Answer:
-        before, size = state["before"], observation.current
-        state = {**state, "before": {"size": size, "speed": found.value, "error": found.error}}
+        before, size, given_up = state["before"], observation.current, self._has_given_up(state)
+        now = {**state, "before": {"size": size, "speed": found.value, "error": found.error}}
         speed = f"{show(found.value)} examples per second"
         if before is None or before["size"] > size:
-            return hold(observation, state, f"{speed} at {size}, nothing to compare with")
-        rise = found.value / before["speed"] - 1
-        sure = max(self.plateau, _SURE * math.hypot(found.error, before["error"]))
+            return hold(observation, now, f"{speed} at {size}, nothing to compare with")
+        rise, is_larger = found.value / before["speed"] - 1, before["size"] < size
+        errors = (_FASTER if is_larger else _CHANGED) * math.hypot(found.error, before["error"])
+        sure = max(self.plateau, errors)
         words = f"{speed}, {show(100 * rise)} % more than before at {before['size']} (plateau {show(100 * sure)} %)"
         if rise > sure:
-            return hold(observation, {**state, "num_in_vain": 0}, f"{words}, still rising")
-        if rise < -sure and before["size"] == size:
-            return hold(observation, {**state, "num_in_vain": 0}, f"{words}, slower than before")
-        num = state["num_in_vain"] + (before["size"] < size)
-        state = {**state, "num_in_vain": num}
-        if self.patience is not None and num >= self.patience:
+            return hold(observation, {**now, "num_in_vain": 0}, f"{words}, still rising")
+        if rise < -sure and not is_larger:
+            return hold(observation, {**now, "num_in_vain": 0}, f"{words}, slower than before")
+        num = state["num_in_vain"] + is_larger
+        # Once it has given up, all later speeds are compared with one and the same: each comparison may err.
+        state = {**(state if given_up and not is_larger else now), "num_in_vain": num}
+        if self._has_given_up(state):
             return hold(observation, state, f"{words}, and {num} larger batches in a row were no faster")
         wanted = observation.exact * self.factor
         return Answer(wanted, state, f"{words}: {show(observation.exact)} {TIMES} {show(self.factor)} = {show(wanted)}")
@@ -96,7 +105,7 @@ def speed_driven(
         plateau   B × factor
         rising    B holds, until the speed has settled
 
-    A rise counts only if it is above three of its standard errors too, so a noisy clock is not followed. If
+    A rise counts only if it is above two of its standard errors too, so a noisy clock is not followed. If
     ``patience`` larger batches in a row were no faster, the device is busy and the size holds, until the speed changes.
 
     This is one half of the rule *if memory is free and speed is at a plateau, grow; if memory is full, shrink*:
@@ -107,7 +116,7 @@ def speed_driven(
         factor: by how much to grow, above 1.
         patience: larger batches in a row that bring nothing before the size holds; None goes on to the maximum.
         per: a period: ``"epoch"``, ``"step"`` or ``"examples"``.
-        every: units per period; 1 epoch or 16 steps by default, needed for examples.
+        every: units per period; 1 epoch or 32 steps by default, needed for examples.
 
     Returns:
         A policy that needs ``seconds`` and ``batch_size`` of every update, and ``epoch`` for periods of epochs.
@@ -126,7 +135,7 @@ def speed_driven(
         plateau=as_number("plateau", plateau, least=0),
         factor=as_number("factor", factor, above=1),
         patience=None if patience is None else as_whole("patience", patience, least=1),
-        readings=make_readings(per, every, by="speed_driven"),
+        readings=make_readings(per, every, by="speed_driven", num_usual=_SPEED_STEPS),
     )
 
 
@@ -159,12 +168,13 @@ class StepTimeTarget(ReasoningPolicy):
     def decide(self, state: State, observation: Observation) -> Answer:
         """Gather seconds, and at the end of a period scale the size if they are off the target."""
         value = _seconds(observation, state["readings"], by=self.name)
-        found, readings, done = self.readings.gather(state["readings"], observation, value, by=self.name)
+        gathered = state["readings"]
+        found, readings, done = self.readings.gather(gathered, observation, value, by=self.name, rolls=True)
         state = {**state, "readings": readings}
         return hold(observation, state, done) if found is None else self._compare(state, observation, found)
 
     def _compare(self, state: State, observation: Observation, found: Reading) -> Answer:
-        sure, size = max(self.tolerance, _SURE * found.error), observation.current
+        sure, size = max(self.tolerance, _CHANGED * found.error), observation.current
         share = found.value * 1000 / self.target_ms
         words = f"{show(1000 * found.value)} ms per update, target {show(self.target_ms)} ms ± {show(100 * sure)} %"
         if share > 1 + sure:
@@ -198,7 +208,7 @@ class StepTimeTarget(ReasoningPolicy):
     def arguments(self) -> list[str]:
         """Return the arguments of the call."""
         settings = options(tolerance=(self.tolerance, 0.1), max_factor=(self.max_factor, 2))
-        return [show(self.target_ms), *settings, *self.readings.written("step")]
+        return [word(self.target_ms), *settings, *self.readings.written("step")]
 
 
 def step_time(
@@ -216,7 +226,8 @@ def step_time(
         B ← B · target / t,   at most max_factor up or down per period
 
     An update has costs that do not depend on its size, so this comes nearer from one side and does not pass the target.
-    The band around the target is at least three standard errors of the median wide, so a noisy clock is not followed. A
+    The band around the target is at least three standard errors of the median wide, so a noisy clock is not followed;
+    while the size stays, the median is that of up to 101 updates, and the band becomes narrower. A
     size that was too slow is remembered: the batch then only grows halfway towards it, until updates of the same size
     become faster.
 
@@ -243,7 +254,7 @@ def step_time(
         as_number("target_ms", target_ms, above=0),
         tolerance=as_number("tolerance", tolerance, above=0, below=1),
         max_factor=as_number("max_factor", max_factor, above=1),
-        readings=make_readings(per, every, by="step_time"),
+        readings=make_readings(per, every, by="step_time", num_usual=_TIME_STEPS),
     )
 
 
