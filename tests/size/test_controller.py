@@ -127,7 +127,7 @@ def test_figures_become_plain_numbers():
     torch = pytest.importorskip("torch")
     echo = Echo()
     control(echo).observe(loss=torch.tensor(0.5), lr=np.float64(0.25), epoch=np.int64(3), noise_reliable=np.True_)
-    assert echo.seen == [Observation(loss=0.5, lr=0.25, epoch=3, noise_reliable=True, size=1)]
+    assert echo.seen == [Observation(loss=0.5, lr=0.25, epoch=3, noise_reliable=True, size=1, exact_size=1.0)]
     assert [type(value) for value in (echo.seen[0].loss, echo.seen[0].epoch)] == [float, int]
 
 
@@ -368,7 +368,12 @@ def test_bounds_may_change_around_the_saved_size():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("version", 2),
+        ("version", 3),
+        ("exact_size", None),
+        ("exact_size", math.nan),
+        ("exact_size", 64.6),
+        ("num_changes", 0),
+        ("num_changes", None),
         ("size", "64"),
         ("size", True),
         ("size", 0),
@@ -388,7 +393,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(key, value):
     assert controller.state_dict() == kept
 
 
-@pytest.mark.parametrize("key", ["version", "policy", "size", "policy_state", "counts", "history"])
+@pytest.mark.parametrize("key", ["version", "policy", "size", "exact_size", "policy_state", "counts", "num_changes", "history"])
 def test_a_state_that_lacks_a_part_is_refused(key):
     controller = control(constant(64))
     state = controller.state_dict()

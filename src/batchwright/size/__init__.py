@@ -3,6 +3,7 @@
 from . import learning_rate as learning_rate
 from . import noise as noise
 from .combine import maximum as maximum
+from .combine import minimum as minimum
 from .combine import switch as switch
 from .controller import BatchSizeController as BatchSizeController
 from .controller import Decision as Decision
@@ -20,9 +21,13 @@ from .schedules import milestones as milestones
 from .schedules import warm_up as warm_up
 from .signals import entropy_driven as entropy_driven
 from .signals import goodput as goodput
+from .signals import loss_below as loss_below
 from .signals import loss_driven as loss_driven
+from .signals import loss_settled as loss_settled
 from .signals import memory_driven as memory_driven
 from .signals import noise_driven as noise_driven
+from .signals import speed_driven as speed_driven
+from .signals import step_time as step_time
 from .signals import track as track
 from .transforms import chain as chain
 from .transforms import clamp as clamp
@@ -52,10 +57,13 @@ __all__ = [
     "hysteresis",
     "learning_rate",
     "linear",
+    "loss_below",
     "loss_driven",
+    "loss_settled",
     "maximum",
     "memory_driven",
     "milestones",
+    "minimum",
     "monotone",
     "multiple_of",
     "noise",
@@ -63,6 +71,8 @@ __all__ = [
     "rate_limit",
     "seesaw",
     "smooth",
+    "speed_driven",
+    "step_time",
     "switch",
     "track",
     "warm_up",

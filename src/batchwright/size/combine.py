@@ -1,13 +1,14 @@
-"""Policies made of parts: one policy after another, the largest of several, and everything for a chain."""
+"""Policies made of parts: one after another, the largest or smallest of several, and everything for a chain."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import SupportsIndex, final
+from typing import ClassVar, SupportsIndex, final
 
 from ..errors import ArgumentError
+from ._states import Check, check_parts
 from .observation import Observation, Unit, check_counting
 from .policy import Named, Policy, State, as_size, check_policies, show, word
 from .schedules import Counting, as_pairs, find_last
@@ -19,6 +20,7 @@ __all__ = [
     "cooldown",
     "hysteresis",
     "maximum",
+    "minimum",
     "monotone",
     "multiple_of",
     "rate_limit",
@@ -54,6 +56,10 @@ class Switch(Counting, Policy):
         at, policy = self.policies[active]
         return f"switch: the policy from {at} on; {policy.explain(state[active], observation)}"
 
+    def check_state(self, state: State, name: str = "policy_state") -> None:
+        """Check the state of each policy."""
+        check_parts(name, state, [_checker(policy) for _, policy in self.policies])
+
     def _active(self, observation: Observation) -> int:
         return find_last(self.policies, self.index(observation))
 
@@ -80,11 +86,19 @@ def switch(policies: Mapping[int, Policy], *, per: Unit = "epoch", every: Suppor
     return Switch(tuple(pairs), per=per, every=blocks)
 
 
-@final
-@dataclass(frozen=True, repr=False)
-class Maximum(Named, Policy):
-    """The largest of several answers; the state holds the state of each policy."""
+def _checker(policy: Policy) -> Check:
+    return lambda at, saved: policy.check_state(saved, at)
 
+
+@dataclass(frozen=True, repr=False)
+class Extreme(Named, Policy):
+    """One of several answers, chosen by size; the state holds the state of each policy; abstract.
+
+    Attributes:
+        choose: returns the answer that wins.
+    """
+
+    choose: ClassVar[Callable[[Iterable[float]], float]]
     policies: tuple[Policy, ...]
 
     def init(self) -> State:
@@ -92,29 +106,50 @@ class Maximum(Named, Policy):
         return [policy.init() for policy in self.policies]
 
     def update(self, state: State, observation: Observation) -> tuple[float, State]:
-        """Return the largest answer; NaN, which holds the size, loses against every number."""
+        """Return the answer that wins; NaN, which holds the size, loses against every number."""
         answers = [policy.update(memory, observation) for policy, memory in zip(self.policies, state, strict=True)]
-        return _largest([as_size(size) for size, _ in answers]), [after for _, after in answers]
+        return self._winner([as_size(size) for size, _ in answers]), [after for _, after in answers]
 
     def start(self) -> float | None:
-        """Return the largest start, None if no policy has one."""
-        return max((start for policy in self.policies if (start := policy.start()) is not None), default=None)
+        """Return the start that wins, None if no policy has one."""
+        starts = [start for policy in self.policies if (start := policy.start()) is not None]
+        return type(self).choose(starts) if starts else None
 
     def explain(self, state: State, observation: Observation) -> str:
         """Return all answers, and the words of the policy that wins."""
         pairs = list(zip(self.policies, state, strict=True))
         sizes = [as_size(policy.update(memory, observation)[0]) for policy, memory in pairs]
-        largest = _largest(sizes)
-        winner, memory = pairs[0 if math.isnan(largest) else sizes.index(largest)]
-        return f"maximum of {', '.join(map(show, sizes))}; {winner.explain(memory, observation)}"
+        chosen = self._winner(sizes)
+        winner, memory = pairs[0 if math.isnan(chosen) else sizes.index(chosen)]
+        return f"{self.name} of {', '.join(map(show, sizes))}; {winner.explain(memory, observation)}"
+
+    def check_state(self, state: State, name: str = "policy_state") -> None:
+        """Check the state of each policy."""
+        check_parts(name, state, [_checker(policy) for policy in self.policies])
 
     def arguments(self) -> list[str]:
         """Return the policies."""
         return [word(policy) for policy in self.policies]
 
+    def _winner(self, sizes: list[float]) -> float:
+        numbers = [size for size in sizes if not math.isnan(size)]
+        return type(self).choose(numbers) if numbers else math.nan
 
-def _largest(sizes: list[float]) -> float:
-    return max((size for size in sizes if not math.isnan(size)), default=math.nan)
+
+@final
+@dataclass(frozen=True, repr=False)
+class Maximum(Extreme):
+    """The largest of several answers."""
+
+    choose: ClassVar[Callable[[Iterable[float]], float]] = max
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Minimum(Extreme):
+    """The smallest of several answers."""
+
+    choose: ClassVar[Callable[[Iterable[float]], float]] = min
 
 
 def maximum(*policies: Policy) -> Policy:
@@ -125,7 +160,26 @@ def maximum(*policies: Policy) -> Policy:
     >>> [policy.update(policy.init(), Observation(epoch=epoch))[0] for epoch in (0, 4, 5)]
     [64.0, 64.0, 72.0]
     """
-    if not policies:
-        raise ArgumentError("maximum needs at least one policy, got none")
-    check_policies("maximum", policies)
+    _check_some("maximum", policies)
     return Maximum(policies)
+
+
+def minimum(*policies: Policy) -> Policy:
+    """Return a policy that asks for the least that any of several policies asks for; all of them are updated.
+
+    It grows only where all of them grow: ``minimum(memory_driven(), speed_driven())`` grows the batch if memory is free
+    *and* training no longer becomes faster, and shrinks it if memory runs full.
+
+    >>> from .schedules import constant, linear
+    >>> policy = minimum(constant(64), linear(32, 8))
+    >>> [policy.update(policy.init(), Observation(epoch=epoch))[0] for epoch in (0, 4, 5)]
+    [32.0, 64.0, 64.0]
+    """
+    _check_some("minimum", policies)
+    return Minimum(policies)
+
+
+def _check_some(name: str, policies: tuple[Policy, ...]) -> None:
+    if not policies:
+        raise ArgumentError(f"{name} needs at least one policy, got none")
+    check_policies(name, policies)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, SupportsIndex, final, get_args
 
 import numpy as np
 
-from .._checks import as_number, as_state, as_whole, check_same, is_number, is_same
+from .._checks import as_number, as_state, as_whole, check_same, is_same
 from ..errors import ArgumentError, StateMismatchError
 from .observation import COUNTS, Counts, Observation, Unit, count_on, read_fields
 from .policy import Part, Policy, State, as_size, has_text
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+# Changes that are kept unless the user says otherwise: about 250 kB of JSON.
+_MAX_HISTORY = 1000
 
 
 @final
@@ -53,7 +56,8 @@ class BatchSizeController:
     """The batch size of a training run: the size that a policy asks for, as a whole number between two bounds.
 
     ``size = min(max(round(wanted), min_size), max_size)``. A policy that answers NaN, or something that is not a
-    number, holds the size. On several ranks, give every controller the same figures, as ``StepReport`` does; then all
+    number, holds the size. The size before rounding is kept too (``Observation.exact``), so that many small steps add
+    up. On several ranks, give every controller the same figures, as ``StepReport`` does; then all
     of them agree.
 
     Args:
@@ -61,6 +65,7 @@ class BatchSizeController:
         min_size: the smallest size, 1 or more.
         max_size: the largest size.
         initial: the size before anything is observed; None takes the policy's start, or ``min_size`` if it has none.
+        max_history: the newest changes that ``history`` and saved states hold, 0 for none; None keeps all of them.
 
     >>> from .schedules import linear
     >>> controller = BatchSizeController(linear(32, 8), min_size=16, max_size=64)
@@ -77,6 +82,7 @@ class BatchSizeController:
         min_size: SupportsIndex,
         max_size: SupportsIndex,
         initial: SupportsIndex | None = None,
+        max_history: SupportsIndex | None = _MAX_HISTORY,
     ) -> None:
         if not isinstance(policy, Policy):
             raise ArgumentError(f"policy must be a size.Policy, got {policy!r}; a fixed size is size.constant(64)")
@@ -85,21 +91,28 @@ class BatchSizeController:
         self.max_size = as_whole("max_size", max_size, least=1)
         if self.min_size > self.max_size:
             raise ArgumentError(f"min_size must be at most max_size, got {self.min_size} and {self.max_size}")
-        self._size = self._begin(initial)
+        self.max_history = None if max_history is None else as_whole("max_history", max_history, least=0)
+        self._exact = self._begin(initial)
         self._state: State = policy.init()
         self._counts: Counts = dict.fromkeys(COUNTS)
-        self._history: list[Decision] = []
+        self._history: deque[Decision] = deque(maxlen=self.max_history)
+        self._num_changes = 0
         self._last: tuple[State, Observation, Any] | None = None
 
     @property
     def size(self) -> int:
         """Return the size of the next batch."""
-        return self._size
+        return self._whole(self._exact)
 
     @property
     def history(self) -> tuple[Decision, ...]:
-        """Return every change so far."""
+        """Return the changes so far, the newest ``max_history`` of them."""
         return tuple(self._history)
+
+    @property
+    def num_changes(self) -> int:
+        """Return how often the size has changed, also where ``history`` no longer says so."""
+        return self._num_changes
 
     def observe(self, **figures: Any) -> int:
         """Take in what training did and return the size of the next batch.
@@ -112,83 +125,99 @@ class BatchSizeController:
         """
         observed = read_fields(figures)
         counts = count_on(self._counts, observed)
-        observation = Observation(**{**observed, **counts, "size": self._size})
+        observation = Observation(**{**observed, **counts, "size": self.size, "exact_size": self._exact})
         answer, after = self.policy.update(self._state, observation)
         last = (self._state, observation, answer)
-        size = self._fit(as_size(answer), self._size)
+        exact = self._fit(as_size(answer), self._exact)
         # Nothing is kept before the policy has answered and explained: an error leaves the controller as it was.
-        if size != self._size:
-            self._history.append(self._decide(size, *last))
-        self._size, self._counts, self._state, self._last = size, counts, after, last
-        return size
+        if self._whole(exact) != self.size:
+            self._history.append(self._decide(self._whole(exact), *last))
+            self._num_changes += 1
+        self._exact, self._counts, self._state, self._last = exact, counts, after, last
+        return self.size
 
     def explain(self) -> str:
         """Say in words why the last observation changed the size or kept it."""
         if self._last is None:
-            return f"nothing was observed since the controller was made or loaded; the size is {self._size}"
+            return f"nothing was observed since the controller was made or loaded; the size is {self.size}"
         return self._reason(*self._last)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the size, the policy's state, the counts and the history, as JSON values."""
+        """Return the size, whole and unrounded, the policy's state, the counts and the history, as JSON values."""
         return {
             "version": STATE_VERSION,
             "policy": describe(self.policy),
-            "size": self._size,
+            "size": self.size,
+            "exact_size": self._exact,
             "policy_state": copy.deepcopy(self._state),
             "counts": dict(self._counts),
+            "num_changes": self._num_changes,
             "history": [asdict(decision) for decision in self._history],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state.
 
-        The bounds may have changed, as long as the saved size is between them.
+        The bounds may have changed, as long as the saved size is between them. A state of version 1 has no unrounded
+        size: the run goes on from the whole one.
 
         Raises:
             StateMismatchError: the state is from another version or policy, its size is outside the bounds, or a part
-                is missing; the controller stays as it was.
+                is missing or damaged; the controller stays as it was.
         """
         state = as_state(state, of="BatchSizeController")
-        check_same("version", state.get("version"), STATE_VERSION)
+        if not is_same(state.get("version"), 1):
+            check_same("version", state.get("version"), STATE_VERSION)
         saved, mine = state.get("policy"), describe(self.policy)
         if not is_same(_with_plain_numbers(saved), _with_plain_numbers(mine)):
             check_same("policy", saved, mine)
         try:
             size, counts = as_whole("size", state["size"], least=1), _read_counts(state["counts"])
+            exact = _read_exact(state, size)
             history = [_read_decision(decision) for decision in state["history"]]
             policy_state = copy.deepcopy(state["policy_state"])
-            _check_form("policy_state", policy_state, self.policy.init())
+            num_changes = _read_num_changes(state, len(history))
+            self.policy.check_state(policy_state)
         except (LookupError, TypeError, AttributeError, ArgumentError) as error:
-            raise StateMismatchError(f"the state is not one that state_dict() returned: {error!r}") from error
+            said = str(error) if isinstance(error, ArgumentError) else repr(error)
+            raise StateMismatchError(
+                f"the state is not one that state_dict() returned: {said}; load an undamaged state, or start without it"
+            ) from error
         if not self.min_size <= size <= self.max_size:
             raise StateMismatchError(
                 f"the saved size {size} is outside {self.min_size} to {self.max_size}; "
                 "widen min_size and max_size, or start without the state"
             )
-        self._size, self._counts, self._history, self._state = size, counts, history, policy_state
+        self._exact, self._counts = self._fit(exact, exact), counts
+        self._state, self._num_changes = policy_state, num_changes
+        self._history = deque(history, maxlen=self.max_history)
         self._last = None
 
-    def _begin(self, initial: SupportsIndex | None) -> int:
-        """Return the first size."""
+    def _begin(self, initial: SupportsIndex | None) -> float:
+        """Return the first size, unrounded."""
         if initial is None:
             start = self.policy.start()
-            return self.min_size if start is None else self._fit(as_size(start), self.min_size)
+            return self._fit(math.nan if start is None else as_size(start), float(self.min_size))
         first = as_whole("initial", initial, least=1)
         if not self.min_size <= first <= self.max_size:
             raise ArgumentError(
                 f"initial must be from min_size {self.min_size} to max_size {self.max_size}, got {first}"
             )
-        return first
+        return float(first)
 
-    def _fit(self, wanted: float, size: int) -> int:
-        """Return the wanted size as a whole number within the bounds, ``size`` if it is NaN."""
-        return size if math.isnan(wanted) else min(max(round(wanted), self.min_size), self.max_size)
+    def _fit(self, wanted: float, exact: float) -> float:
+        """Return the wanted size within the bounds, ``exact`` if it is NaN."""
+        return exact if math.isnan(wanted) else float(min(max(wanted, self.min_size), self.max_size))
+
+    def _whole(self, exact: float) -> int:
+        # Bounded again: a bound of more digits than a float has is not met exactly by one.
+        return min(max(round(exact), self.min_size), self.max_size)
 
     def _decide(self, size: int, state: State, observation: Observation, answer: Any) -> Decision:
         """Return the record of a change."""
         counts = {unit: getattr(observation, unit) for unit in get_args(Unit)}
         reason = self._reason(state, observation, answer)
-        return Decision(**counts, old=self._size, new=size, wanted=as_size(answer), reason=reason)
+        return Decision(**counts, old=self.size, new=size, wanted=as_size(answer), reason=reason)
 
     def _reason(self, state: State, observation: Observation, answer: Any) -> str:
         """Return the policy's words, and the bound that held its answer."""
@@ -202,7 +231,7 @@ class BatchSizeController:
 
     def __repr__(self) -> str:
         bounds = f"min_size={self.min_size}, max_size={self.max_size}"
-        return f"BatchSizeController({self.policy!r}, {bounds}, size={self._size})"
+        return f"BatchSizeController({self.policy!r}, {bounds}, size={self.size})"
 
 
 def describe(settings: Any) -> str:
@@ -217,6 +246,9 @@ def describe(settings: Any) -> str:
     if is_dataclass(settings) and not isinstance(settings, type):
         items = settings.settings() if isinstance(settings, Part) else fields(settings)
         parts = [(item.name, getattr(settings, item.name)) for item in items if item.compare]
+        usual = {item.name: item.default for item in items if item.metadata.get("is_later")}
+        # Left out at its usual value, a setting that was added later leaves the text of earlier states as it was.
+        parts = [(name, value) for name, value in parts if name not in usual or value != usual[name]]
         inside = ", ".join(f"{name}={describe(value)}" for name, value in parts if not callable(value))
         return f"{type(settings).__name__}({inside})"
     if isinstance(settings, Mapping):
@@ -268,24 +300,17 @@ def _read_decision(values: Mapping[str, Any]) -> Decision:
     return decision
 
 
-def _check_form(name: str, saved: Any, first: Any) -> None:
-    """Refuse a state that has not the form of the policy's first one; what begins as None may become any JSON value."""
-    if isinstance(first, Mapping):
-        if not isinstance(saved, Mapping) or not first.keys() <= saved.keys():
-            raise ArgumentError(f"{name} must be a dict with {', '.join(map(repr, first))}, got {saved!r}")
-        for key, value in saved.items():
-            _check_form(f"{name}[{key!r}]", value, first.get(key))
-    elif isinstance(first, list):
-        if not isinstance(saved, list) or (first and len(saved) != len(first)):
-            raise ArgumentError(f"{name} must be a list{f' of {len(first)}' if first else ''}, got {saved!r}")
-        for index, item in enumerate(saved):
-            _check_form(f"{name}[{index}]", item, first[index] if first else None)
-    elif is_number(first):
-        as_number(name, saved, infinite=True)
-    elif isinstance(saved, dict | list):
-        _check_form(name, saved, type(saved)())
-    elif not (saved is None or isinstance(saved, str | bool)):
-        as_number(name, saved, infinite=True)
+def _read_exact(state: Mapping[str, Any], size: int) -> float:
+    if state["version"] == 1:
+        return float(size)
+    exact = as_number("exact_size", state["exact_size"])
+    if not math.isclose(exact, size, rel_tol=1e-15, abs_tol=0.5):
+        raise ArgumentError(f"exact_size must be a number that rounds to size {size}, got {exact!r}")
+    return exact
+
+
+def _read_num_changes(state: Mapping[str, Any], num_kept: int) -> int:
+    return num_kept if state["version"] == 1 else as_whole("num_changes", state["num_changes"], least=num_kept)
 
 
 def _read_counts(counts: Mapping[str, Any]) -> Counts:

@@ -9,6 +9,7 @@ from typing import Any, SupportsIndex, TypeAlias, final
 
 from .._checks import as_number, as_whole
 from ..errors import ArgumentError
+from ._states import check_none, check_size, optional
 from .observation import Observation, Unit, check_counting, index_of, when
 from .policy import LARGEST, TIMES, Answer, Policy, ReasoningPolicy, State, as_size, grow, show
 
@@ -47,6 +48,10 @@ class FromLr(ReasoningPolicy):
         size = as_size(start * self._factor(decay))
         formula = f"{show(start)} {TIMES} {show(decay)}^-{show(self.power)} = {show(size)}"
         return Answer(size, state, f"{self.name}: {formula} {when(observation, self.per)}")
+
+    def check_state(self, state: State, name: str = "policy_state") -> None:
+        """Refuse what is not a size to start from."""
+        (check_none if self.start_size is not None else optional(check_size))(name, state)
 
     def _factor(self, decay: float) -> float:
         if not math.isfinite(decay):

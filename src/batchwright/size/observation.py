@@ -56,6 +56,7 @@ class Observation:
         seconds: duration of the update.
         memory_fraction: share of memory in use at the peak.
         size: the batch size in force; the controller fills it in.
+        exact_size: the same before it was rounded; the controller fills it in.
 
     >>> Observation(epoch=3, loss=0.5).need("loss")
     0.5
@@ -76,6 +77,7 @@ class Observation:
     seconds: float | None = None
     memory_fraction: float | None = None
     size: int | None = None
+    exact_size: float | None = None
 
     def need(self, name: str, *, by: str = "this policy") -> Any:
         """Return a figure, or raise an error that says where it comes from.
@@ -95,10 +97,15 @@ class Observation:
         value: int = self.size if self.size is not None else self.need("batch_size")
         return value
 
+    @property
+    def exact(self) -> float:
+        """Return the size in force before it was rounded: steps too small for a whole example add up in it."""
+        return float(self.current) if self.exact_size is None else self.exact_size
+
 
 _LEAST = {**dict.fromkeys(COUNTS, 0), "batch_size": 1, "noise_parts": 1}
 # The controller itself fills in the size in force.
-_KNOWN = tuple(item.name for item in fields(Observation) if item.name != "size")
+_KNOWN = tuple(item.name for item in fields(Observation) if item.name not in ("size", "exact_size"))
 
 
 def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from .._checks import is_number
 from ..errors import ArgumentError
+from ._states import check_form, check_none
 from .observation import Observation
 
 State: TypeAlias = Any  # a plain JSON value: None, a number, a list or a dict of them
@@ -57,6 +58,15 @@ class Policy(ABC):
         size, _ = self.update(state, observation)
         return f"{type(self).__name__} asks for {size:g}"
 
+    def check_state(self, state: State, name: str = "policy_state") -> None:
+        """Refuse a state that ``update`` cannot have returned; here, one that has not the form of the first state.
+
+        Args:
+            state: a saved state.
+            name: where it stands, for the error.
+        """
+        check_form(name, state, self.init())
+
 
 class Transform(ABC):
     """Changes the size that a policy asks for; ``chain`` puts it after one.
@@ -83,6 +93,10 @@ class Transform(ABC):
         """Say in words why ``update`` changes the size; empty if it does not."""
         changed, _ = self.update(state, observation, size)
         return "" if changed == size else f"{type(self).__name__} makes it {changed:g}"
+
+    def check_state(self, state: State, name: str = "transform_state") -> None:
+        """Refuse a state that ``update`` cannot have returned; here, one that has not the form of the first state."""
+        check_form(name, state, self.init())
 
 
 def check_policies(name: str, policies: tuple[Any, ...]) -> None:
@@ -192,6 +206,13 @@ class ReasoningPolicy(Named, Policy):
         """Return None: many policies have nothing to remember."""
         return None
 
+    def check_state(self, state: State, name: str = "policy_state") -> None:
+        """Refuse a state where there is nothing to remember; policies that remember something check more."""
+        if self.init() is None:
+            check_none(name, state)
+        else:
+            check_form(name, state, self.init())
+
     def update(self, state: State, observation: Observation) -> tuple[float, State]:
         """Return the wanted size and the next state."""
         size, state, _ = self.decide(state, observation)
@@ -204,7 +225,7 @@ class ReasoningPolicy(Named, Policy):
 
 def hold(observation: Observation, state: State, reason: str) -> Answer:
     """Return the answer that keeps the size in force."""
-    return Answer(float(observation.current), state, f"{reason}: holds {observation.current}")
+    return Answer(observation.exact, state, f"{reason}: holds {observation.current}")
 
 
 def ask(observation: Observation, state: State, size: float, reason: str) -> Answer:

@@ -278,6 +278,10 @@ class Cyclic(Counting, Policy):
         """Return the inner policy's start."""
         return self.inner.start()
 
+    def check_state(self, state: State, name: str = "policy_state") -> None:
+        """Check the inner policy's state."""
+        self.inner.check_state(state, name)
+
     def explain(self, state: State, observation: Observation) -> str:
         """Say which cycle it is, and give the inner policy's words."""
         cycle = self.index(observation) // self.period

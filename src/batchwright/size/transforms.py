@@ -7,11 +7,12 @@ hold it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, SupportsIndex, final
 
 from .._checks import as_number, as_whole
 from ..errors import ArgumentError, MissingSignalError
+from ._states import Check, check_none, check_number, check_parts, check_record, check_size, check_whole, optional
 from .observation import Observation, Unit
 from .policy import Named, Policy, State, Transform, as_size, check_policies, show, word
 
@@ -21,7 +22,11 @@ _BEGINNING = Observation(epoch=0, step=0, examples=0, tokens=0)
 @final
 @dataclass(frozen=True, repr=False)
 class Chain(Named, Policy):
-    """A policy whose answer goes through transforms."""
+    """A policy whose answer goes through transforms.
+
+    What the last answer was before a rounding is in the state too, beside the answer itself: while that answer is in
+    force, the policy goes on from the number before the rounding.
+    """
 
     policy: Policy
     transforms: tuple[Transform, ...]
@@ -32,14 +37,20 @@ class Chain(Named, Policy):
 
     def update(self, state: State, observation: Observation) -> tuple[float, State]:
         """Return the transformed size; NaN, which holds the size, skips the transforms after it."""
-        wanted, inner = self.policy.update(state["policy"], observation)
+        wanted, inner = self.policy.update(state["policy"], _before_rounding(state, observation))
         size, after = as_size(wanted), list(state["transforms"])
+        exact = size
         for index, transform in enumerate(self.transforms):
             if math.isnan(size):
                 break
-            changed, after[index] = transform.update(after[index], observation, size)
-            size = as_size(changed)
-        return size, {"policy": inner, "transforms": after}
+            answer, after[index] = transform.update(after[index], observation, size)
+            changed = as_size(answer)
+            exact = exact if changed == size or isinstance(transform, MultipleOf | Hysteresis) else changed
+            size = changed
+        found: dict[str, Any] = {"policy": inner, "transforms": after}
+        if math.isnan(size):
+            return size, {**state, **found}
+        return size, (found if exact == size else {**found, "rounded": {"from": exact, "to": size}})
 
     def start(self) -> float | None:
         """Return the policy's start, transformed with fresh states."""
@@ -53,8 +64,9 @@ class Chain(Named, Policy):
 
     def explain(self, state: State, observation: Observation) -> str:
         """Join the words of all parts that change something."""
-        words = [self.policy.explain(state["policy"], observation)]
-        size = as_size(self.policy.update(state["policy"], observation)[0])
+        inside = _before_rounding(state, observation)
+        words = [self.policy.explain(state["policy"], inside)]
+        size = as_size(self.policy.update(state["policy"], inside)[0])
         for transform, memory in zip(self.transforms, state["transforms"], strict=True):
             if math.isnan(size):
                 break
@@ -62,9 +74,31 @@ class Chain(Named, Policy):
             size = as_size(transform.update(memory, observation, size)[0])
         return "; ".join(said for said in words if said)
 
+    def check_state(self, state: State, name: str = "policy_state") -> None:
+        """Check the states of all parts."""
+        sizes = {"from": check_number, "to": check_number}
+        checks = {
+            "policy": lambda at, saved: self.policy.check_state(saved, at),
+            "transforms": lambda at, saved: check_parts(at, saved, [_checker(part) for part in self.transforms]),
+            "rounded": lambda at, saved: check_record(at, saved, sizes),
+        }
+        check_record(name, state, checks, may_lack=["rounded"])
+
     def arguments(self) -> list[str]:
         """Return the policy and its transforms."""
         return [word(part) for part in (self.policy, *self.transforms)]
+
+
+def _before_rounding(state: State, observation: Observation) -> Observation:
+    """Return the observation with the size before the chain rounded it, if what it was rounded to is in force."""
+    rounded = state.get("rounded")
+    if rounded is None or observation.exact_size != rounded["to"]:
+        return observation
+    return replace(observation, exact_size=rounded["from"])
+
+
+def _checker(transform: Transform) -> Check:
+    return lambda at, saved: transform.check_state(saved, at)
 
 
 def chain(policy: Policy, *transforms: Transform) -> Policy:
@@ -101,6 +135,10 @@ class NamedTransform(Named, Transform):
     def init(self) -> State:
         """Return None: most transforms have nothing to remember."""
         return None
+
+    def check_state(self, state: State, name: str = "transform_state") -> None:
+        """Refuse a state where there is nothing to remember."""
+        check_none(name, state)
 
     def explain(self, state: State, observation: Observation, size: float) -> str:
         """Say what the size becomes; empty if it stays."""
@@ -181,6 +219,10 @@ class Smooth(NamedTransform):
         average = self.keep * state + (1 - self.keep) * wanted
         return math.exp(average), average
 
+    def check_state(self, state: State, name: str = "transform_state") -> None:
+        """Refuse what is not the logarithm of a size."""
+        optional(lambda at, saved: check_number(at, saved, least=0, most=700))(name, state)
+
 
 def smooth(keep: float) -> Transform:
     """Return a transform that averages the size in time, in logarithms: ``log B ← keep × log B + (1 − keep) × log b``.
@@ -238,6 +280,11 @@ class Cooldown(HoldingTransform):
     def init(self) -> State:
         """Return a state that has seen nothing."""
         return {"size": None, "count": None, "changed": None}
+
+    def check_state(self, state: State, name: str = "transform_state") -> None:
+        """Check the size and the counts."""
+        counts = dict.fromkeys(("count", "changed"), optional(check_whole))
+        check_record(name, state, {"size": optional(check_size), **counts})
 
     def update(self, state: State, observation: Observation, size: float) -> tuple[float, State]:
         """Return the size in force during the pause, else the size."""
@@ -317,6 +364,10 @@ class Monotone(HoldingTransform):
         # Where no size is in force, the answers themselves are remembered.
         floor = max(state or 0.0, float(_in_force(observation) or size))
         return max(size, floor), floor
+
+    def check_state(self, state: State, name: str = "transform_state") -> None:
+        """Refuse what is not a size."""
+        optional(check_number)(name, state)
 
 
 def monotone() -> Transform:

@@ -23,7 +23,7 @@ from .memory.fit_to_memory import MicroLimit
 from .noise import GradientNorms
 from .oom import Buffers, Snapshot, devices_of, free_memory, is_out_of_memory, split_doubts
 from .report import Copied, MicroSums, Pending, Totals, is_on_host, power_of_two
-from .splitting import LogicalBatch, Part, cost_of, split
+from .splitting import LogicalBatch, Part, cost_of, near_equal, split
 
 Parts: TypeAlias = Sequence[Part]
 _Failure: TypeAlias = tuple[float, Part]  # cost and examples of the micro-batch that did not fit
@@ -90,14 +90,13 @@ class Runner:
             # Parts sorted by length are not random samples: their gradients differ by more than noise.
             order = np.random.default_rng([noise_seed]).permutation(logical.num_examples)
         factor = 1.0 if self._feedback is None else self._feedback.factor
-        parts = split(
-            logical,
-            budget=self._settings.cost_budget,
-            limit=min(self._settings.asked * factor, self.limit.ceiling),
-            order=order,
-            least_parts=self._least_parts(noise_seed),
-            pad_to=self.pad_to,
-        )
+        limit, budget = min(self._settings.asked * factor, self.limit.ceiling), self._settings.cost_budget
+        least, parts = self._least_parts(noise_seed), None
+        if order is not None and self._settings.noise_parts is not None and logical.refusal is None:
+            exact = near_equal(order, logical.num_examples, min(least, logical.num_examples))
+            parts = exact if max(cost_of(logical, part, budget) for part in exact) <= limit else None
+        if parts is None:
+            parts = split(logical, budget=budget, limit=limit, order=order, least_parts=least, pad_to=self.pad_to)
         self._check(parts)
         return parts
 
@@ -349,7 +348,10 @@ class Runner:
         return total if pending.asked_weight is not None and total > 0 else power_of_two(total)
 
     def _least_parts(self, noise_seed: int | None) -> int:
-        return 1 if noise_seed is None or self._ranks.world_size > 1 else 2
+        num_parts, world_size = self._settings.noise_parts, self._ranks.world_size
+        if noise_seed is not None and num_parts is not None:
+            return num_parts // world_size
+        return 1 if noise_seed is None or world_size > 1 else 2
 
     def _learn(self, logical: LogicalBatch, parts: Parts, *, is_cut: bool, is_replayed: bool) -> None:
         if math.isfinite(self.limit.ceiling):

@@ -43,6 +43,7 @@ class Settings:
     base_size: int | None
     existing_gradients: Existing
     split: Callable[[Any, Any], Any] | None
+    noise_parts: int | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
@@ -58,6 +59,10 @@ class Settings:
         check_choice("on_oom", self.on_oom, ("split", "raise"))
         check_choice("existing_gradients", self.existing_gradients, ("clear", "add"))
         self._keep("measure_noise", _as_interval(self.measure_noise))
+        if self.noise_parts is not None:
+            self._keep("noise_parts", as_whole("noise_parts", self.noise_parts, least=2))
+            if not self.measure_noise:
+                raise ArgumentError("noise_parts needs measure_noise=True")
         self._check_rate()
 
     def _check_rate(self) -> None:

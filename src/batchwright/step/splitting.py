@@ -112,7 +112,7 @@ def _parts_of(
     most = _most_items(batch.num_examples, least_parts)
     if batch.lengths is None:
         most = min(most, batch.num_examples if math.isinf(limit) else max(1, math.floor(limit)))
-        return _near_equal(order, batch.num_examples, -(-batch.num_examples // most))
+        return near_equal(order, batch.num_examples, -(-batch.num_examples // most))
     return _cut(batch.lengths, np.arange(batch.num_examples) if order is None else order, budget, limit, most)
 
 
@@ -158,7 +158,7 @@ def _longest_first(lengths: Lengths) -> npt.NDArray[np.int64]:
     return np.argsort(-lengths.sum(axis=1), kind="stable")
 
 
-def _near_equal(order: npt.NDArray[np.int64] | None, num: int, num_parts: int) -> list[Part]:
+def near_equal(order: npt.NDArray[np.int64] | None, num: int, num_parts: int) -> list[Part]:
     """Return parts that differ by at most one example, larger ones first, in an order or in that of the batch."""
     places: Part = range(num) if order is None else order.tolist()
     size, rest = divmod(num, num_parts)

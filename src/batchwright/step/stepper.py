@@ -55,6 +55,9 @@ class Stepper:
         on_oom: ``"split"`` runs the batch again in smaller pieces, ``"raise"`` raises the error.
         measure_noise: estimate gradient noise; micro-batches are then random subsets, at least two. A number ``n``
             measures only every n-th update, at an n-th of the cost.
+        noise_parts: measure noise on exactly this many micro-batches of a batch, over all ranks, equal up to one
+            example; more where they do not fit in memory or ``micro_batch``, fewer for a batch of fewer examples.
+            ``report.noise.num_parts`` says how many there were. None measures on as many as the batch is run in.
         noise_groups: returns the group of a parameter's name, ``lambda name: name.split(".")[0]``; noise is then
             reported per group too.
         lr_rule: ``"linear"``, ``"sqrt"``, ``"adascale"`` or a function of ``(batch_size, base_size)``; it scales the
@@ -107,15 +110,21 @@ class Stepper:
         split: Callable[[Any, Any], Any] | None = None,
         graphs: bool | Literal["auto"] | GraphBackend = False,
         shapes: Any = None,
+        noise_parts: int | None = None,
     ) -> None:
         self._ranks = Ranks(model)
         self._settings = Settings(
             loss_fn, micro_batch, lengths, collate, trim, weight_of, clip_norm, autocast, scaler, on_oom,
-            measure_noise, lr_rule, base_size, existing_gradients, split,
+            measure_noise, lr_rule, base_size, existing_gradients, split, noise_parts,
         )  # fmt: skip
         if measure_noise and self._ranks.is_sharded:
             raise ArgumentError(
                 "measure_noise needs whole gradients, which FSDP2 does not show; use DDP or leave it out"
+            )
+        if noise_parts is not None and noise_parts % self._ranks.world_size:
+            raise ArgumentError(
+                f"noise_parts are shared by the ranks, so {noise_parts} must be a multiple of their number, "
+                f"{self._ranks.world_size}"
             )
         if noise_groups is not None and not measure_noise:
             raise ArgumentError("noise_groups needs measure_noise=True")

@@ -95,7 +95,7 @@ def _made_up(step: int) -> Figures:
 
 def _figures(observation: Observation | Mapping[str, Any]) -> Figures:
     given = asdict(observation) if isinstance(observation, Observation) else dict(observation)
-    return {name: value for name, value in given.items() if name != "size"}
+    return {name: value for name, value in given.items() if name not in ("size", "exact_size")}
 
 
 def _copy(policy: Policy) -> Policy:

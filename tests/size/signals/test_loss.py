@@ -288,7 +288,7 @@ def test_what_is_missing_is_named():
         ({"mode": "linear", "up": 0, "down": 0}, "never change the size"),
         ({"up": INF}, "up must be a number, got inf"),
         ({"gain": 0}, "gain must be a number above 0, got 0"),
-        ({"measure": "variance", "gain": 1.0}, "gain=1.0 belongs to measure='difference' and 'ema'"),
+        ({"measure": "variance", "gain": 0}, "gain must be a number above 0, got 0"),
         ({"direction": 0}, "direction must be 1 or -1, got 0"),
         ({"relative": "yes"}, "relative must be True or False, got 'yes'"),
     ],

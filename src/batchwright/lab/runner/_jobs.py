@@ -62,13 +62,15 @@ class Job:
 def arms_of(plan: LabPlan, datasets: Sequence[Dataset]) -> list[Arm]:
     """Return the arms of a plan, strategy by strategy; those that cannot run in a cell are left out.
 
-    Entropy needs classes, and a replay needs two seeds: its own sizes would give the very same run.
+    Entropy needs classes, cycles need several epochs, and a replay needs two seeds: its own sizes would give the very
+    same run.
     """
     return [
         Arm(place, name)
         for name in plan.strategies
-        for place, dataset in enumerate(datasets)
-        if get_strategy(name).fits(dataset.num_classes) and (len(plan.seeds) > 1 or get_strategy(name).replays is None)
+        for place, (cell, dataset) in enumerate(zip(plan.cells, datasets, strict=True))
+        if get_strategy(name).fits(dataset.num_classes, num_epochs=cell.num_epochs)
+        and (len(plan.seeds) > 1 or get_strategy(name).replays is None)
     ]
 
 

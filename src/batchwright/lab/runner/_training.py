@@ -7,7 +7,6 @@ import math
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, final
 
@@ -125,7 +124,7 @@ def run_one(
     strategy = get(strategy) if isinstance(strategy, str) else strategy
     seed = as_whole("seed", seed, least=0)
     settings.check_size_of(len(dataset.train))
-    setup = strategy.make(_conditions(dataset, strategy, settings, replay_of))
+    setup = strategy.make(_conditions(dataset, strategy, settings, replay_of, update_time))
     with one_thread(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         loop = Loop(dataset, model_name, setup, seed, settings, update_time)
@@ -150,7 +149,11 @@ def run_one(
 
 
 def _conditions(
-    dataset: Dataset, strategy: Strategy, settings: RunSettings, replay_of: Mapping[str, Any] | None
+    dataset: Dataset,
+    strategy: Strategy,
+    settings: RunSettings,
+    replay_of: Mapping[str, Any] | None,
+    update_time: UpdateTime,
 ) -> Conditions:
     if replay_of is not None and strategy.replays != replay_of["strategy"]:
         raise ArgumentError(f"{strategy.name} repeats runs of {strategy.replays}, got one of {replay_of['strategy']}")
@@ -160,6 +163,7 @@ def _conditions(
         num_classes=dataset.num_classes,
         difficulty=partial(difficulty_of, dataset),
         schedule=None if replay_of is None else schedule_of(replay_of),
+        seconds=lambda num_examples: update_time.seconds(passes=1, examples=num_examples),
     )
 
 
@@ -191,7 +195,6 @@ class Loop:
         self._controller = _make_controller(setup, settings)
         num_train = len(dataset.train)
         self._sampler = ResizableBatchSampler(num_train, self._controller, curriculum=setup.curriculum, seed=seed)
-        self._parts = _Parts()
         self._fit = (
             FitToMemory(settings.base_size, initial=max(1, settings.base_size // 4)) if setup.fit_micro_batch else None
         )
@@ -266,7 +269,6 @@ class Loop:
     def _step(self, batch: list[int]) -> StepReport:
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.lr * self._lr_factor()
-        self._parts.size = -(-len(batch) // (self._setup.noise_parts or 1))
         report = self._stepper.step(batch)
         self._examples += len(batch)
         self._updates += 1
@@ -319,7 +321,7 @@ class Loop:
             options["memory"] = MemoryMonitor(source=source)
             options["micro_batch"] = "auto" if self._fit is None else self._fit
         elif self._setup.noise_parts is not None:
-            options |= {"measure_noise": True, "micro_batch": self._parts}
+            options |= {"measure_noise": True, "noise_parts": self._setup.noise_parts}
         elif lengths is not None:
             options |= {"micro_batch": MaxTokens(_MICRO_TOKENS), "lengths": lengths.item}
         return Stepper(self.model, self._optimizer, loss_fn, collate=collate_for(self._dataset), **options)
@@ -351,11 +353,3 @@ def _make_optimizer(model: nn.Module, settings: RunSettings) -> Optimizer:
     if settings.optimizer == "adam":
         return torch.optim.Adam(model.parameters(), lr=settings.lr, fused=True)
     return torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum, fused=True)
-
-
-@final
-@dataclass
-class _Parts:
-    """The size of the micro-batches for measuring noise, set before every update so that their number stays."""
-
-    size: int = 1

@@ -9,15 +9,16 @@ are simulated, so that the same seed gives the same sizes on every machine.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, final
 
 from ... import size
 from ...errors import ArgumentError
 from . import schedules
 from ._ready import Ready, add_to
 from .schedules import schedule_of as schedule_of
-from .strategy import GROUPS, Conditions, Setup, Strategy
+from .strategy import GROUPS, Conditions, Seconds, Setup, Strategy
 
 Measure: TypeAlias = Literal["difference", "ema", "variance"]
 Mode: TypeAlias = Literal["linear", "exponential"]
@@ -41,18 +42,31 @@ _TOLERANCE: dict[Per, float] = {"epoch": 0.005, "step": 0.0}
 _ALPHA: dict[Per, float] = {"epoch": 0.3, "step": 0.05}
 # Losses in the window of the variance; a run has about 16 epochs.
 _WINDOW: dict[Per, int] = {"epoch": 3, "step": 16}
+# Times the gain of a difference: a loss that falls by 10 % per epoch has a variance of 0.0067 over three, and
+# 15 × 0.0067 is 0.1. Batches fluctuate by about a third, which would take the whole step every time.
+_VARIANCE_GAIN: dict[Per, float] = {"epoch": 15.0, "step": 1.0}
+# A standard deviation of about a third of the loss counts as fluctuating; a fall of 30 % per epoch does not yet.
+_FLUCTUATING = 0.1
+# The share of the loss of a model that knows nothing below which the batch grows.
+_LOW_LOSS = 0.5
+# The largest difference of three epochs' losses, as a share, at which the loss has settled.
+_SETTLED = 0.05
 _NOISE_PARTS = 4
 # Epochs over which the averages of noise forget, and the pause between two changes.
 _NOISE_HORIZON = 4
 _NOISE_PAUSE = 0.25
 _START_FRACTION = 0.25
+# How near the time of an update must be to its target, as a share, and over how many updates it is measured.
+_NEAR = 0.001
+_NUM_TIMED = 4
 
 
 def _loss(conditions: Conditions, measure: Measure, mode: Mode, per: Per) -> Setup:
     up, down, gain = _linear_response(conditions) if mode == "linear" else (2.0, 0.5, 1.0)
     steps: dict[str, Any] = {"mode": mode, "up": up, "down": down, "per": per}
-    if measure == "variance":  # it has no sign, so the response has no gain
-        return Setup(policy=size.loss_driven("variance", window=_WINDOW[per], **steps))
+    if measure == "variance":
+        window, gain = _WINDOW[per], gain * _VARIANCE_GAIN[per]
+        return Setup(policy=size.loss_driven("variance", window=window, gain=gain, fluctuating=_FLUCTUATING, **steps))
     policy = size.loss_driven(measure, alpha=_ALPHA[per], gain=gain, tolerance=_TOLERANCE[per], **steps)
     return Setup(policy=policy)
 
@@ -72,7 +86,7 @@ def _linear_response(conditions: Conditions) -> tuple[float, float, float]:
 _MEASURES: dict[Measure, str] = {
     "difference": "Grows while the loss falls from {unit} to {unit}",
     "ema": "Grows while the moving average of the losses falls from {unit} to {unit}",
-    "variance": "Grows while the loss is steady over {window} {unit}s, shrinks while it fluctuates",
+    "variance": "Changes with the variance of the loss over {window} {unit}s: up while it falls, else down",
 }
 _MODES: tuple[Mode, ...] = ("linear", "exponential")
 for _unit, (_suffix, _word) in _PER.items():
@@ -82,6 +96,22 @@ for _unit, (_suffix, _word) in _PER.items():
             _ready("loss", f"loss_{_measure}_{_mode}{_suffix}", _about)(
                 partial(_loss, measure=_measure, mode=_mode, per=_unit)
             )
+
+
+def _loss_below(conditions: Conditions, per: Per) -> Setup:
+    # A model that knows nothing has a loss of log C; of a standardised target, one that predicts the mean has 1.
+    at_first = 1.0 if conditions.num_classes is None else math.log(max(2, conditions.num_classes))
+    return Setup(policy=size.loss_below(_LOW_LOSS * at_first, per=per))
+
+
+for _unit, (_suffix, _word) in _PER.items():
+    _about = f"Doubles after each {_word} whose loss is below half of what a model that knows nothing has."
+    _ready("loss", f"loss_below{_suffix}", _about)(partial(_loss_below, per=_unit))
+
+
+@_ready("loss", "loss_settled", "Doubles when the loss has converged: three epochs within 5 %.")
+def _loss_settled(conditions: Conditions) -> Setup:
+    return Setup(policy=size.loss_settled(tolerance=_SETTLED))
 
 
 def _entropy(conditions: Conditions, per: Per) -> Setup:
@@ -153,9 +183,13 @@ def _room(conditions: Conditions) -> int:
     return max(2, conditions.settings.max_size // 2)
 
 
-@_ready("memory", "memory_batch", "The batch doubles while a simulated memory is under 48 % full, halves above 80 %.")
-def _memory_batch(conditions: Conditions) -> Setup:
-    return Setup(policy=size.memory_driven(), room=_room(conditions))
+def _memory_batch(conditions: Conditions, per: Per) -> Setup:
+    return Setup(policy=size.memory_driven(per=per), room=_room(conditions))
+
+
+for _name, _unit, _when in (("memory_batch", "step", "batch"), ("memory_batch_per_epoch", "epoch", "epoch")):
+    _about = f"Doubles after each {_when} that leaves a simulated memory under 48 % full, halves above 80 %."
+    _ready("memory", _name, _about)(partial(_memory_batch, per=_unit))
 
 
 @_ready(
@@ -165,6 +199,68 @@ def _memory_batch(conditions: Conditions) -> Setup:
 )
 def _memory_micro(conditions: Conditions) -> Setup:
     return Setup(room=conditions.settings.base_size, fit_micro_batch=True)
+
+
+@_ready(
+    "memory",
+    "memory_and_speed",
+    "Doubles after an epoch in which memory is low and speed has stopped rising, halves where memory is high.",
+)
+def _memory_and_speed(conditions: Conditions) -> Setup:
+    policy = size.minimum(size.memory_driven(per="epoch"), size.speed_driven())
+    return Setup(policy=SimulatedSeconds(policy, _seconds(conditions)), room=_room(conditions))
+
+
+@_ready("time", "step_time", "Holds the simulated time of an update at that of the size halfway to the largest.")
+def _step_time(conditions: Conditions) -> Setup:
+    seconds = _seconds(conditions)
+    # Simulated seconds are exact, so few are enough, and a small difference counts: where an update has a large
+    # fixed part, its time hardly follows the batch.
+    policy = size.step_time(1000 * seconds(schedules.medium_size(conditions)), tolerance=_NEAR, every=_NUM_TIMED)
+    return Setup(policy=SimulatedSeconds(policy, seconds))
+
+
+def _seconds(conditions: Conditions) -> Seconds:
+    if conditions.seconds is None:
+        raise ArgumentError("a strategy that follows time needs the seconds of an update; give Conditions seconds")
+    return conditions.seconds
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class SimulatedSeconds(size.Policy):
+    """A policy that is shown simulated seconds, the same on every machine, instead of those that were measured."""
+
+    policy: size.Policy
+    seconds: Seconds
+
+    def init(self) -> Any:
+        """Return the state of the policy."""
+        return self.policy.init()
+
+    def check_state(self, state: Any, name: str = "policy_state") -> None:
+        """Check the state of the policy."""
+        self.policy.check_state(state, name)
+
+    def start(self) -> float | None:
+        """Return the first size of the policy."""
+        return self.policy.start()
+
+    def update(self, state: Any, observation: size.Observation) -> tuple[float, Any]:
+        """Return what the policy answers to simulated seconds."""
+        return self.policy.update(state, self._simulate(observation))
+
+    def explain(self, state: Any, observation: size.Observation) -> str:
+        """Return the words of the policy."""
+        return f"simulated: {self.policy.explain(state, self._simulate(observation))}"
+
+    def __repr__(self) -> str:
+        return f"SimulatedSeconds({self.policy!r})"
+
+    def _simulate(self, observation: size.Observation) -> size.Observation:
+        if observation.batch_size is None:
+            return observation
+        return replace(observation, seconds=self.seconds(observation.batch_size))
 
 
 _READY: Ready = {

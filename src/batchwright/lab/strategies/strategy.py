@@ -142,8 +142,7 @@ class Conditions:
         num_classes: the classes of the output; None for regression.
         difficulty: computes a score for every training example, larger for harder ones.
         schedule: for a replay, the batch size from each number of examples on; None otherwise.
-        seconds: the simulated seconds of an update of some examples, for strategies that follow time; None takes
-            a fixed part of 5 ms and 0.05 ms per example.
+        seconds: returns the simulated seconds of an update of some examples, for strategies that follow time.
     """
 
     settings: RunSettings
@@ -182,7 +181,7 @@ class Setup:
         curriculum: decides which examples an epoch covers.
         lr_factor: what the learning rate is multiplied by, a function of the examples completed.
         stepper: further options of the ``Stepper``.
-        noise_parts: how many micro-batches to measure gradient noise from; None does not measure it.
+        noise_parts: how many micro-batches, at least 2, to measure gradient noise from; None does not measure it.
         room: how many examples fit into a simulated memory, whose peak use the policy observes; None simulates none.
         fit_micro_batch: whether the micro-batch, instead of the batch, follows that memory.
     """
@@ -198,7 +197,7 @@ class Setup:
     def __post_init__(self) -> None:
         set_fields(
             self,
-            noise_parts=None if self.noise_parts is None else as_whole("noise_parts", self.noise_parts, least=1),
+            noise_parts=None if self.noise_parts is None else as_whole("noise_parts", self.noise_parts, least=2),
             room=None if self.room is None else as_whole("room", self.room, least=1),
             fit_micro_batch=as_flag("fit_micro_batch", self.fit_micro_batch),
         )

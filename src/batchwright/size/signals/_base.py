@@ -9,6 +9,7 @@ from typing import Literal, SupportsIndex, TypeAlias, final, get_args
 
 from ..._checks import as_number, check_choice
 from ...errors import ArgumentError
+from .._states import check_number, check_record, check_whole
 from ..observation import Observation, Unit, blocks_of_one, check_counting
 from ..policy import TIMES, Part, State, as_size, options, show
 
@@ -50,6 +51,12 @@ class Period(Part):
         """Return the arguments of a call."""
         return [*super().arguments(), *blocks_of_one(self.per, self.every)]
 
+    def written(self) -> list[str]:
+        """Return the arguments of a call whose usual period is a step."""
+        if self.per == "examples":
+            return ["per='examples'", f"every={self.every}"]
+        return options(per=(self.per, "step"), every=(self.every, 1))
+
     def span(self, num_periods: int = 1) -> str:
         """Return a number of periods in words."""
         number, unit = self.every * num_periods, self.per.removesuffix("s")
@@ -58,6 +65,10 @@ class Period(Part):
     def init(self) -> State:
         """Return the state before anything is gathered."""
         return {"mean": 0.0, "weight": 0, "count": 0}
+
+    def check_state(self, state: State, name: str) -> None:
+        """Refuse a state that ``gather`` cannot have returned."""
+        check_record(name, state, {"mean": check_number, "weight": check_whole, "count": check_whole})
 
     def follow(self, state: State, observation: Observation, name: str, *, by: str) -> tuple[float | None, State, str]:
         """Gather a figure of the observation; return its mean and the state as ``gather`` does, and what was done."""
@@ -74,12 +85,13 @@ class Period(Part):
         A value that is not finite is left out; a period that has only such values has no mean.
         """
         mean, weight = _add(state["mean"], state["weight"], value, observation.batch_size)
-        ends, count = self._count(state["count"], observation, by)
+        ends, count = self.count(state["count"], observation, by=by)
         if not ends:
             return None, {"mean": mean, "weight": weight, "count": count}
         return (mean if weight else None), {**self.init(), "count": count}
 
-    def _count(self, count: int, observation: Observation, by: str) -> tuple[bool, int]:
+    def count(self, count: int, observation: Observation, *, by: str) -> tuple[bool, int]:
+        """Return whether the observation ends a period, and the count after it."""
         if self.per == "epoch":
             epoch = int(observation.need("epoch", by=by))
             ends = epoch >= count + self.every
@@ -131,23 +143,23 @@ class Response(Part):
     down: float
     gain: float | None = None
 
-    def apply(self, size: int, variation: float) -> tuple[float, str]:
+    def apply(self, size: float, variation: float) -> tuple[float, str]:
         """Return the size after a variation, above 0 to grow and below 0 to shrink, and the calculation in words."""
         if variation == 0:
-            return float(size), f"holds {size}"
+            return float(size), f"holds {show(size)}"
         return self._multiply(size, variation) if self.mode == "exponential" else self._add(size, variation)
 
-    def _multiply(self, size: int, variation: float) -> tuple[float, str]:
+    def _multiply(self, size: float, variation: float) -> tuple[float, str]:
         factor = self.up if variation > 0 else self.down
         if self.gain is not None:
             factor = math.exp(min(max(self.gain * variation, math.log(self.down)), math.log(self.up)))
-        return _at_least_one(size * factor, f"{size} {TIMES} {show(factor)}")
+        return _at_least_one(size * factor, f"{show(size)} {TIMES} {show(factor)}")
 
-    def _add(self, size: int, variation: float) -> tuple[float, str]:
+    def _add(self, size: float, variation: float) -> tuple[float, str]:
         step = self.up if variation > 0 else -self.down
         if self.gain is not None:
             step = min(max(self.gain * variation, -self.down), self.up)
-        return _at_least_one(size + step, f"{size} {'+' if step >= 0 else '-'} {show(abs(step))}")
+        return _at_least_one(size + step, f"{show(size)} {'+' if step >= 0 else '-'} {show(abs(step))}")
 
     def arguments(self) -> list[str]:
         """Return the arguments of a call; what is usual depends on the mode."""

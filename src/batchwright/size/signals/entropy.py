@@ -27,7 +27,7 @@ class EntropyRange(Part):
     smallest: float
     largest: float
 
-    def answer(self, current: int, h: float) -> tuple[float, str]:
+    def answer(self, current: float, h: float) -> tuple[float, str]:
         """Return ``smallest × (largest / smallest)^(1 − h)``, and the formula in words."""
         size = self.smallest * (self.largest / self.smallest) ** (1 - h)
         words = f"{show(self.smallest)} {TIMES} {show(self.largest / self.smallest)}^{show(1 - h)} = {show(size)}"
@@ -44,7 +44,7 @@ class EntropyLimits(Part):
     high: float = 0.7
     response: Response = field(kw_only=True)
 
-    def answer(self, current: int, h: float) -> tuple[float, str]:
+    def answer(self, current: float, h: float) -> tuple[float, str]:
         """Return the size after one step, and the step in words."""
         size, words = self.response.apply(current, (h < self.low) - (h > self.high))
         return size, f"low {show(self.low)}, high {show(self.high)}: {words}"
@@ -64,6 +64,10 @@ class EntropyDriven(ReasoningPolicy):
         """Return a period without entropies."""
         return self.period.init()
 
+    def check_state(self, state: State, name: str = "policy_state") -> None:
+        """Check the period."""
+        self.period.check_state(state, name)
+
     def start(self) -> float | None:
         """Return the size for an uncertain model, as every model is at first."""
         return self.rule.smallest if isinstance(self.rule, EntropyRange) else None
@@ -74,7 +78,7 @@ class EntropyDriven(ReasoningPolicy):
         if mean is None:
             return hold(observation, state, done)
         h = min(max(mean / self.most, 0.0), 1.0)
-        size, words = self.rule.answer(observation.current, h)
+        size, words = self.rule.answer(observation.exact, h)
         return Answer(size, state, f"entropy {show(mean)} of at most {show(self.most)}, h = {show(h)}; {words}")
 
     def arguments(self) -> list[str]:

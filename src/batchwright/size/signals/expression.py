@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias, final
 
 from ...errors import ArgumentError, BatchwrightError, MissingSignalError
+from .._states import check_none
 from ..noise import NoiseAverage
 from ..observation import SOURCES, Observation
 from ..policy import Answer, Policy, ReasoningPolicy, State, ask, hold
-from .noise_scale import HORIZON, add_noise, as_horizon, need_two
+from .noise_scale import HORIZON, add_noise, as_horizon, check_average, need_two
 
 Expression: TypeAlias = Callable[[Observation], float]
 
@@ -53,6 +54,13 @@ class Track(ReasoningPolicy):
     def init(self) -> State:
         """Return empty averages, or None if nothing is averaged."""
         return None if self.horizon is None else NoiseAverage(self.horizon).to_state()
+
+    def check_state(self, state: State, name: str = "policy_state") -> None:
+        """Check the averages."""
+        if self.horizon is None:
+            check_none(name, state)
+        else:
+            check_average(name, state, horizon=self.horizon)
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Evaluate the expression on averaged noise; hold while it is not reliable."""

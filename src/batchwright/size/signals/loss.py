@@ -6,14 +6,15 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, SupportsIndex, TypeAlias, final, get_args
 
 from ..._checks import as_flag, as_number, as_whole, check_choice, check_order, is_number
 from ...errors import ArgumentError
+from .._states import check_numbers, check_record
 from ..observation import Observation, Unit
 from ..policy import Answer, Part, Policy, ReasoningPolicy, State, hold, options, show
-from ._base import Mode, Period, Response, make_period, make_response, refuse_given
+from ._base import Mode, Period, Response, make_period, make_response
 
 MeasureName: TypeAlias = Literal["difference", "ema", "variance"]
 Span: TypeAlias = Callable[[int], str]
@@ -33,6 +34,11 @@ class Verdict(NamedTuple):
 
 class Measure(Part, ABC):
     """Turns losses, one after the other, into verdicts; it remembers a list of numbers."""
+
+    @property
+    @abstractmethod
+    def num_kept(self) -> int:
+        """Return the most numbers that it remembers."""
 
     @abstractmethod
     def take(self, past: list[float], loss: float, span: Span) -> tuple[Verdict | None, list[float]]:
@@ -60,6 +66,11 @@ class Difference(Measure):
     tolerance: float = 0.0
     relative: bool = True
     alpha: float | None = None
+
+    @property
+    def num_kept(self) -> int:
+        """Return 1: the loss or the average before."""
+        return 1
 
     def take(self, past: list[float], loss: float, span: Span) -> tuple[Verdict | None, list[float]]:
         """Compare a loss, or the average with it, with the one before."""
@@ -89,7 +100,8 @@ class Variance(Measure):
     """``var = 1/K · sum_k (loss_k − mean)²`` of the last ``K = window`` values.
 
     ``divide=False`` leaves out ``1/K``; ``relative`` divides by the squared mean; ``detrend`` measures around the line
-    of least squares, and then a fall or rise of that line decides if the loss does not fluctuate.
+    of least squares, and then a fall or rise of that line decides if the loss does not fluctuate. ``proportional``
+    gives the variance itself as the variation, with the sign of what the loss does.
     """
 
     fixed: ClassVar[tuple[str, ...]] = ("'variance'",)
@@ -100,6 +112,12 @@ class Variance(Measure):
     relative: bool = True
     divide: bool = True
     detrend: bool = False
+    proportional: bool = field(default=False, metadata={"is_later": True})
+
+    @property
+    def num_kept(self) -> int:
+        """Return the length of the window."""
+        return self.window
 
     def take(self, past: list[float], loss: float, span: Span) -> tuple[Verdict | None, list[float]]:
         """Judge the variance of the last values."""
@@ -112,13 +130,24 @@ class Variance(Measure):
         if not math.isfinite(variance):
             return Verdict(0.0, words)
         if variance > self.fluctuating:
-            return Verdict(-1.0, f"{words}, above {show(self.fluctuating)}")
+            return Verdict(-variance if self.proportional else -1.0, f"{words}, above {show(self.fluctuating)}")
+        if self.proportional:
+            return self._weigh(variance, slope, words)
         if self.detrend:
             # The slope of the line takes the place of the difference of two losses.
             return Difference(self.tolerance, self.relative).judge(slope, f"{words} around a line that {{}} per period")
         if variance < self.steady:
             return Verdict(1.0, f"{words}, below {show(self.steady)}")
         return Verdict(0.0, f"{words}, between {show(self.steady)} and {show(self.fluctuating)}")
+
+    def _weigh(self, variance: float, slope: float, words: str) -> Verdict:
+        """Return the variance with the sign of a fall or rise over the window."""
+        trend = Difference(self.tolerance, self.relative).judge(slope, f"{words} while it {{}} per period")
+        return Verdict(math.copysign(variance, trend.variation) if trend.variation else 0.0, trend.words)
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of the call; ``gain`` stands for ``proportional``."""
+        return [text for text in super().arguments() if text != "proportional=True"]
 
     def _measure(self, values: list[float]) -> tuple[float, float]:
         """Return the variance and the slope per value, both relative if asked for."""
@@ -181,6 +210,17 @@ class LossDriven(ReasoningPolicy):
         """Return a period without losses, and nothing to compare with."""
         return {"period": self.period.init(), "past": []}
 
+    def check_state(self, state: State, name: str = "policy_state") -> None:
+        """Check the period and the numbers that the measure remembers."""
+        check_record(
+            name,
+            state,
+            {
+                "period": lambda at, saved: self.period.check_state(saved, at),
+                "past": lambda at, saved: check_numbers(at, saved, most=self.measure.num_kept),
+            },
+        )
+
     def decide(self, state: State, observation: Observation) -> Answer:
         """Take a loss, and compare at the end of a period."""
         mean, period, done = self.period.follow(state["period"], observation, "loss", by=self.name)
@@ -190,7 +230,7 @@ class LossDriven(ReasoningPolicy):
         state = {"period": period, "past": past}
         if verdict is None:
             return hold(observation, state, f"too few losses to compare, {len(past)}")
-        size, words = self.response.apply(observation.current, self.direction * verdict.variation)
+        size, words = self.response.apply(observation.exact, self.direction * verdict.variation)
         return Answer(size, state, f"{verdict.words}: {words}")
 
 
@@ -232,6 +272,13 @@ def loss_driven(
     small early and grows late. ``detrend=True`` measures around the line of least squares instead; then a loss that
     falls along that line by more than ``tolerance`` per period grows the batch, and one that rises shrinks it.
 
+    ``gain`` makes the step proportional to the variation, and ``up`` and ``down`` its limits. The variation is ``−Δ``
+    for the first two measures. For the variance it is ``−var`` above ``fluctuating``; else ``var`` if the line of least
+    squares falls by more than ``tolerance`` per period, ``−var`` if it rises by more (``steady`` is not used)::
+
+        linear       B + gain·variation
+        exponential  B · exp(gain·variation)
+
     The rule as usually written leaves some choices open. This is how they are made here, and how to get the other one:
 
     - Epochs or batches? Means over epochs, since a single batch is noise that itself depends on the batch size. For
@@ -250,8 +297,7 @@ def loss_driven(
         up: the step upwards: a factor (default 2), or with ``mode="linear"`` a number of examples (default 8).
         down: the step downwards: a factor (default 0.5), or with ``mode="linear"`` a number of examples (default 8).
         mode: ``"exponential"`` multiplies by ``up`` or ``down``; ``"linear"`` adds ``up`` or subtracts ``down``.
-        gain: makes the step proportional to the variation, and ``up`` and ``down`` its limits: ``size × exp(−gain·Δ)``
-            or ``size − gain·Δ``. None takes whole steps. Not for ``"variance"``, which has no sign.
+        gain: makes the step proportional to the variation, above 0; None takes whole steps.
         tolerance: variation that does not count, 0 or more.
         relative: whether variations are shares of the loss; False for losses around 0.
         steady: variance below which the batch grows.
@@ -291,8 +337,7 @@ def loss_driven(
     if measure != "variance":
         difference = Difference(tolerance, relative, alpha if measure == "ema" else None)
         return LossDriven(difference, response, period, int(direction))
-    refuse_given({"gain": gain}, belong_to="measure='difference' and 'ema', whose variation has a sign")
-    if tolerance and not detrend:
+    if tolerance and not detrend and gain is None:
         raise ArgumentError("a variance has no sign: set steady and fluctuating, or use tolerance with detrend=True")
-    variance = Variance(window, steady, fluctuating, tolerance, relative, divide, detrend)
+    variance = Variance(window, steady, fluctuating, tolerance, relative, divide, detrend, gain is not None)
     return LossDriven(variance, response, period, int(direction))

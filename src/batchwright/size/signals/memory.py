@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import SupportsIndex, final
 
 from ..._ceiling import Ceiling
 from ..._checks import as_flag, as_number, as_whole, check_order
-from ..observation import Observation
+from .._states import check_number, check_record, check_size, check_whole, optional
+from ..observation import Observation, Unit
 from ..policy import Answer, Policy, ReasoningPolicy, State, hold, options
-from ._base import Response, make_response
+from ._base import Period, Response, make_period, make_response
 
 
 @final
@@ -23,27 +24,67 @@ class MemoryDriven(ReasoningPolicy):
     response: Response
     remember: bool
     patience: int
+    period: Period | None = field(default=None, metadata={"is_later": True})
 
     def init(self) -> State:
         """Return a state in which no size was too large."""
-        return {"too_large": None, "num_fitting": 0}
+        gathered = {} if self.period is None else {"peak": None, "num_readings": 0, "count": 0}
+        return {"too_large": None, "num_fitting": 0, **gathered}
+
+    def check_state(self, state: State, name: str = "policy_state") -> None:
+        """Check the size that was too large, the count of readings and the peak of the period."""
+        checks = {"too_large": optional(check_size), "num_fitting": check_whole}
+        if self.period is not None:
+            checks |= {"peak": optional(lambda at, saved: check_number(at, saved, least=0))}
+            checks |= {"num_readings": check_whole, "count": check_whole}
+        check_record(name, state, checks)
 
     def decide(self, state: State, observation: Observation) -> Answer:
-        """Compare the share with the limits."""
+        """Compare the share with the limits, now or at the end of a period."""
+        if self.period is not None:
+            return self._gather(self.period, state, observation)
         fraction = float(observation.need("memory_fraction", by=self.name))
-        current, ran = observation.current, observation.batch_size
+        refusal = self._refuse(observation, fraction)
+        return self._compare(state, observation, fraction) if refusal is None else hold(observation, state, refusal)
+
+    def _gather(self, period: Period, state: State, observation: Observation) -> Answer:
+        """Keep the largest share of the period, and compare it at the end."""
+        ends, count = period.count(state["count"], observation, by=self.name)
+        # An observation that only ends an epoch need not have the figure, if others of the epoch had it.
+        only_ends = ends and period.per == "epoch" and state["num_readings"] > 0
+        is_needed = not only_ends or observation.memory_fraction is not None
+        fraction = float(observation.need("memory_fraction", by=self.name)) if is_needed else math.nan
+        refusal = self._refuse(observation, fraction) if is_needed else None
+        peak = state["peak"]
+        if is_needed and refusal is None:
+            peak = fraction if peak is None else max(peak, fraction)
+        num = 0 if ends else state["num_readings"] + 1
+        gathered = {"peak": None if ends else peak, "num_readings": num, "count": count}
+        if not ends or peak is None:
+            said = refusal or f"gathering the memory use of {period.span()}"
+            return hold(observation, {**state, **gathered}, said)
+        answer = self._compare(state, observation, peak)
+        return answer._replace(state={**answer.state, **gathered})
+
+    def _refuse(self, observation: Observation, fraction: float) -> str | None:
+        """Say why a reading does not count; a light one of a small batch says nothing, a heavy one does."""
+        ran = observation.batch_size
         if not (math.isfinite(fraction) and fraction >= 0):
-            return hold(observation, state, f"memory use of {fraction} is not a share")
+            return f"memory use of {fraction} is not a share"
+        if fraction <= self.high and ran is not None and ran < observation.current:
+            return f"a batch of {ran} says little about the size in force"
+        return None
+
+    def _compare(self, state: State, observation: Observation, fraction: float) -> Answer:
+        current = observation.current
         if fraction > self.high:
             return self._change(observation, {"too_large": current, "num_fitting": 0}, fraction, -1)
-        if ran is not None and ran < current:
-            return hold(observation, state, f"a batch of {ran} says little about the size in force")
         learned = self._weigh(state, current, fraction)
         too_large = None if math.isinf(learned.failed_at) else learned.failed_at
         state = {"too_large": too_large, "num_fitting": learned.num_clean}
         if fraction >= self.low:
             return hold(observation, state, f"{self._words(fraction)}, between the limits")
-        if self.remember and learned.blocks(current * self.response.up):
+        if self.remember and learned.blocks(observation.exact * self.response.up):
             return hold(observation, state, f"{self._words(fraction)}, but {too_large} was too large")
         return self._change(observation, state, fraction, 1)
 
@@ -57,7 +98,7 @@ class MemoryDriven(ReasoningPolicy):
         return learned.count(forget_after=self.patience, clean=fits)
 
     def _change(self, observation: Observation, state: State, fraction: float, way: int) -> Answer:
-        size, words = self.response.apply(observation.current, way)
+        size, words = self.response.apply(observation.exact, way)
         return Answer(size, state, f"{self._words(fraction)}: {words}")
 
     def _words(self, fraction: float) -> str:
@@ -65,17 +106,25 @@ class MemoryDriven(ReasoningPolicy):
 
     def arguments(self) -> list[str]:
         """Return the arguments of the call; the response has one factor for both directions."""
-        return options(
+        written = options(
             high=(self.high, 0.8),
             low=(self.low, 0.48),
             factor=(self.response.up, 2),
             remember=(self.remember, True),
             patience=(self.patience, 10),
         )
+        return written if self.period is None else [*written, *self.period.written()]
 
 
 def memory_driven(
-    high: float = 0.8, low: float = 0.48, factor: float = 2, *, remember: bool = True, patience: SupportsIndex = 10
+    high: float = 0.8,
+    low: float = 0.48,
+    factor: float = 2,
+    *,
+    remember: bool = True,
+    patience: SupportsIndex = 10,
+    per: Unit = "step",
+    every: SupportsIndex | None = None,
 ) -> Policy:
     """Shrink the batch when memory runs full, grow it when there is room.
 
@@ -95,7 +144,10 @@ def memory_driven(
         low: grow below this share, above 0.
         factor: by how much, above 1.
         remember: False forgets sizes that were too large, and may swing.
-        patience: readings in a row before a size that was too large is tried again.
+        patience: readings in a row, or periods, before a size that was too large is tried again.
+        per: a period: ``"step"`` decides after every reading, ``"epoch"`` once per epoch, by the highest reading of the
+            epoch; ``"examples"`` too.
+        every: units per period; needed for examples.
 
     Returns:
         A policy that needs ``memory_fraction``, the share in use at the peak of the update.
@@ -114,4 +166,6 @@ def memory_driven(
     factor = as_number("factor", factor, above=1)
     response = make_response(factor, 1 / factor)
     remember, patience = as_flag("remember", remember), as_whole("patience", patience, least=1)
-    return MemoryDriven(high, low, response, remember, patience)
+    period = make_period(per, every, by="memory_driven")
+    is_each = period == Period("step", 1)  # what this policy always did, and the form of the states it left
+    return MemoryDriven(high, low, response, remember, patience, None if is_each else period)

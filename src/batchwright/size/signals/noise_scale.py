@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, Literal, SupportsIndex, TypeAlias, final, get_args
 
 from ..._checks import as_number, as_whole, check_choice, check_order
+from .._states import Check, check_number, check_record, check_whole
 from ..noise import NoiseAverage, noise_ratio
 from ..observation import Observation, Unit
-from ..policy import Answer, Policy, ReasoningPolicy, State, ask, hold, show
+from ..policy import Answer, Policy, ReasoningPolicy, State, ask, hold, options, show
 from ._base import Period, Response, make_period, make_response, refuse_given
 
 Estimator: TypeAlias = Literal["unbiased", "ratio"]
 
 # Examples over which averages of noise forget.
 HORIZON = 100_000.0
+_NOT_MEASURED = "no noise was measured since the last observation"
 
 
 class ScalePolicy(ReasoningPolicy):
@@ -25,10 +28,12 @@ class ScalePolicy(ReasoningPolicy):
     Attributes:
         horizon: examples over which the averages forget.
         num_examples: size of the training set; None for an endless source.
+        period: after which it decides; None decides after every update.
     """
 
     horizon: float
     num_examples: int | None = None
+    period: Period | None = None
 
     @abstractmethod
     def follow(self, scale: float, words: str, state: State, observation: Observation) -> Answer:
@@ -36,13 +41,41 @@ class ScalePolicy(ReasoningPolicy):
 
     def init(self) -> State:
         """Return empty averages."""
-        return NoiseAverage(self.horizon).to_state()
+        average = NoiseAverage(self.horizon).to_state()
+        return average if self.period is None else {"average": average, "count": 0}
+
+    def check_state(self, state: State, name: str = "policy_state") -> None:
+        """Check the averages."""
+        check = partial(check_average, horizon=self.horizon)
+        if self.period is None:
+            check(name, state)
+        else:
+            check_record(name, state, {"average": check, "count": check_whole})
 
     def decide(self, state: State, observation: Observation) -> Answer:
-        """Average the noise, and follow it."""
+        """Average the noise, and follow it, now or at the end of a period."""
+        if self.period is None:
+            return self._decide(state, observation)
+        ends, count = self.period.count(state["count"], observation, by=self.name)
+        average = NoiseAverage(**state["average"])
+        if ends and observation.noise_s is None and average.weight > 0:
+            answer = self._answer(average, observation)
+        else:
+            answer = self._decide(state["average"], observation)
+        state = {"average": answer.state, "count": count}
+        if ends or (lacks_noise(observation) and observation.current == 1):
+            return answer._replace(state=state)
+        return hold(observation, state, f"gathering the noise of {self.period.span()}")
+
+    def _decide(self, state: State, observation: Observation) -> Answer:
         if lacks_noise(observation):
             return need_two(observation, state)
+        if observation.noise_s is None and state["weight"] > 0:
+            return hold(observation, state, _NOT_MEASURED)
         average = add_noise(state, observation, by=self.name, num_examples=self.num_examples)
+        return self._answer(average, observation)
+
+    def _answer(self, average: NoiseAverage, observation: Observation) -> Answer:
         state, updates = average.to_state(), f"{average.num_updates:.0f} updates"
         scale = average.scale if average.is_reliable else None
         if scale is None or not math.isfinite(scale):
@@ -59,10 +92,18 @@ class NoiseScale(ScalePolicy):
     target: float = 1.0
     horizon: float = HORIZON
     num_examples: int | None = None
+    period: Period | None = field(default=None, metadata={"is_later": True})
 
     def follow(self, scale: float, words: str, state: State, observation: Observation) -> Answer:
         """Ask for ``target × scale``."""
         return ask(observation, state, self.target * scale, f"{words}, target {show(self.target)}")
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of the call."""
+        shared = options(
+            target=(self.target, 1), horizon=(self.horizon, HORIZON), num_examples=(self.num_examples, None)
+        )
+        return shared if self.period is None else [*shared, *self.period.written()]
 
 
 @final
@@ -77,25 +118,44 @@ class NoiseRatio(ReasoningPolicy):
     low: float | None = None
     response: Response
     period: Period
+    num_parts: int | None = field(default=None, metadata={"is_later": True})
 
     def init(self) -> State:
-        """Return a period without ratios."""
+        """Return a period without ratios; later on, ``num_parts`` of the last update that was measured is there too."""
         return self.period.init()
+
+    def check_state(self, state: State, name: str = "policy_state") -> None:
+        """Check the period and the number of parts."""
+        is_known = isinstance(state, dict) and "num_parts" in state
+        self.period.check_state(_without_parts(state) if is_known else state, name)
+        if is_known:
+            as_whole(f"{name}['num_parts']", state["num_parts"], least=2)
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Gather ratios, and at the end of a period compare their mean with the limits."""
         if lacks_noise(observation):
             return need_two(observation, state)
-        s, g2 = (float(observation.need(name, by=self.name)) for name in ("noise_s", "noise_g2"))
-        num_parts, num_examples = (int(observation.need(name, by=self.name)) for name in ("noise_parts", "batch_size"))
-        ratio = noise_ratio(s, g2, num_examples=num_examples, num_parts=num_parts)
-        mean, state = self.period.gather(state, observation, ratio, by=self.name)
+        ratio, num_parts, done = math.nan, state.get("num_parts"), _NOT_MEASURED
+        if observation.noise_s is not None or num_parts is None:
+            ratio, num_parts, done = self._read(observation)
+        mean, after = self.period.gather(_without_parts(state), observation, ratio, by=self.name)
+        state = {**after, "num_parts": num_parts}
         if mean is None:
-            return hold(observation, state, f"gathering the noise of {self.period.span()}")
+            return hold(observation, state, done)
+        num_parts = self.num_parts or num_parts
         low, high = self._limits(num_parts)
-        size, words = self.response.apply(observation.current, (mean > high) - (mean < low))
+        size, words = self.response.apply(observation.exact, (mean > high) - (mean < low))
         found = f"noise ratio {show(mean)} over {self.period.span()} of {num_parts} parts"
         return Answer(size, state, f"{found} (low {show(low)}, high {show(high)}): {words}")
+
+    def _read(self, observation: Observation) -> tuple[float, int, str]:
+        """Return the ratio of an update, the number of its parts, and what is done with it."""
+        s, g2 = (float(observation.need(name, by=self.name)) for name in ("noise_s", "noise_g2"))
+        num_parts, num_examples = (int(observation.need(name, by=self.name)) for name in ("noise_parts", "batch_size"))
+        if self.num_parts not in (None, num_parts):  # a ratio of another number of parts cannot be compared
+            return math.nan, num_parts, f"noise of {num_parts} parts, not of {self.num_parts}, is left out"
+        ratio = noise_ratio(s, g2, num_examples=num_examples, num_parts=num_parts)
+        return ratio, num_parts, f"gathering the noise of {self.period.span()}"
 
     def _limits(self, num_parts: int) -> tuple[float, float]:
         """Return the given limits, or limits half a step either side of the target."""
@@ -117,6 +177,7 @@ def noise_driven(
     low: float | None = None,
     up: float | None = None,
     down: float | None = None,
+    num_parts: SupportsIndex | None = None,
     per: Unit | None = None,
     every: SupportsIndex | None = None,
 ) -> Policy:
@@ -153,8 +214,11 @@ def noise_driven(
         low: ratio: shrink below this; with only ``high`` it never shrinks.
         up: ratio: factor to grow by, 2 by default.
         down: ratio: factor to shrink by, 0.5 by default.
-        per: ratio: a period: ``"epoch"`` (default), ``"step"`` or ``"examples"``.
-        every: ratio: units per period; needed for examples.
+        num_parts: ratio: ``k``, at least 2; noise of another number of micro-batches is left out. Give the same number
+            to ``Stepper(measure_noise=True, noise_parts=k)``. None takes whatever comes.
+        per: a period, after which it decides: ``"epoch"`` (the default of the ratio), ``"step"`` (of the unbiased
+            estimator) or ``"examples"``.
+        every: units per period; needed for examples.
 
     Returns:
         A policy that needs ``noise_s``, ``noise_g2``, ``batch_size``, and for the ratio ``noise_parts``.
@@ -170,23 +234,41 @@ def noise_driven(
     """
     check_choice("estimator", estimator, get_args(Estimator))
     target = as_number("target", target, above=0)
+    period = make_period(per or ("step" if estimator == "unbiased" else "epoch"), every, by="noise_driven")
     if estimator == "unbiased":
-        ratio_only = {"high": high, "low": low, "up": up, "down": down, "per": per, "every": every}
+        ratio_only = {"high": high, "low": low, "up": up, "down": down, "num_parts": num_parts}
         refuse_given(ratio_only, belong_to="estimator='ratio'")
         set_size = None if num_examples is None else as_whole("num_examples", num_examples, least=1)
-        return NoiseScale(target, HORIZON if horizon is None else as_horizon(horizon), set_size)
+        usual = None if period == Period("step", 1) else period  # the form of the states that it always left
+        return NoiseScale(target, HORIZON if horizon is None else as_horizon(horizon), set_size, usual)
     refuse_given({"horizon": horizon, "num_examples": num_examples}, belong_to="estimator='unbiased'")
     high = None if high is None else as_number("high", high, least=0)
     low = None if low is None else as_number("low", low, least=0)
     if high is not None and low is not None:
         check_order("low", low, "high", high)
-    period = make_period(per or "epoch", every, by="noise_driven")
-    return NoiseRatio(target=target, high=high, low=low, response=make_response(up, down), period=period)
+    parts = None if num_parts is None else as_whole("num_parts", num_parts, least=2)
+    response = make_response(up, down)
+    return NoiseRatio(target=target, high=high, low=low, response=response, period=period, num_parts=parts)
 
 
 def as_horizon(horizon: float) -> float:
     """Return a number of examples, or refuse one so large that a single example does not count in it."""
     return as_number("horizon", horizon, above=0, most=1e12)
+
+
+def check_average(name: str, state: State, *, horizon: float) -> None:
+    """Refuse what is not an average of noise over this horizon."""
+    numbers = dict.fromkeys(("s", "g2"), check_number)
+    squares: dict[str, Check] = {"g2_square": lambda at, saved: check_number(at, saved, least=0)}
+    shares: dict[str, Check] = dict.fromkeys(
+        ("weight", "weight_square"), lambda at, saved: check_number(at, saved, least=0, most=1 + 1e-9)
+    )
+    same: dict[str, Check] = {"horizon": lambda at, saved: check_number(at, saved, least=horizon, most=horizon)}
+    check_record(name, state, {**same, **numbers, **squares, **shares})
+
+
+def _without_parts(state: State) -> State:
+    return {name: value for name, value in state.items() if name != "num_parts"}
 
 
 def lacks_noise(observation: Observation) -> bool:

@@ -1,0 +1,122 @@
+"""Readings of a noisy clock: the median of a period, and how far it may be off."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple, SupportsIndex, final
+
+from .._states import check_numbers, check_record, check_size, check_whole, optional
+from ..observation import Observation, Unit
+from ..policy import State, options
+from ._base import Period, make_period
+
+# Readings that a period keeps, the newest ones: more would make states long and the median hardly better.
+_MOST = 101
+# Readings of a period per step, if the user does not say: a single one is noise.
+NUM_READINGS = 16
+# A batch that differs from the size in force by more was formed before the size changed, or is the last of an epoch.
+_SAME_SIZE = math.log(4 / 3)
+
+
+class Reading(NamedTuple):
+    """The median of a period, and its standard error as a share of it."""
+
+    value: float
+    error: float
+
+
+@final
+@dataclass(frozen=True)
+class Readings:
+    """Gathers readings at one size and gives their median once per period.
+
+    Left out are readings that are not above 0, readings of batches of another size, and the first one after a change
+    of the size, which pays for new shapes. A change of the size begins a new period.
+
+    >>> readings = Readings(Period("step", 3))
+    >>> state = readings.init()
+    >>> for seconds in (9.0, 1.0, 1.2, 8.0):  # the first is left out
+    ...     found, state, words = readings.gather(state, Observation(batch_size=8), seconds, by="an example")
+    >>> found.value
+    1.2
+    """
+
+    period: Period
+
+    def init(self) -> State:
+        """Return a state without readings."""
+        return {"size": None, "num_seen": 0, "count": 0, "values": []}
+
+    def check_state(self, state: State, name: str) -> None:
+        """Refuse a state that ``gather`` cannot have returned."""
+        checks = {
+            "size": optional(check_size),
+            "num_seen": check_whole,
+            "count": check_whole,
+            "values": lambda at, saved: check_numbers(at, saved, most=_MOST, above=0),
+        }
+        check_record(name, state, checks)
+
+    def gather(
+        self, state: State, observation: Observation, value: float | None, *, by: str
+    ) -> tuple[Reading | None, State, str]:
+        """Return the median of the period that has just ended, None within one, the next state and what was done.
+
+        Args:
+            state: what was gathered.
+            observation: of which the value is a reading.
+            value: None if the observation has no reading.
+            by: who asks, for the message.
+        """
+        size, is_new = observation.current, state["size"] != observation.current
+        values, refusal = ([] if is_new else list(state["values"])), _refuse(observation, value, is_new=is_new)
+        count = 0 if is_new and self.period.per != "epoch" else state["count"]
+        ends = False
+        if refusal is None or self.period.per == "epoch":
+            ends, count = self.period.count(count, observation, by=by)
+        if refusal is None and value is not None:
+            values = [*values, value][-_MOST:]
+        found = _summarize(values) if ends and values else None
+        # A size is known as soon as a batch of it ran, not when it was decided: the first reading is still to come.
+        seen = size if not is_new or _ran(observation) else state["size"]
+        num_seen = 0 if ends else state["num_seen"] + (value is not None)
+        after = {"size": seen, "num_seen": num_seen, "count": count, "values": [] if ends else values}
+        return found, after, refusal or f"gathering the seconds of {self.period.span()}"
+
+    def written(self, usual: Unit) -> list[str]:
+        """Return the arguments of a call whose usual period is per ``usual``."""
+        per, every = self.period.per, self.period.every
+        if per == "examples":
+            return ["per='examples'", f"every={every}"]
+        return options(per=(per, usual), every=(every, NUM_READINGS if per == "step" else 1))
+
+
+def make_readings(per: Unit, every: SupportsIndex | None, *, by: str) -> Readings:
+    """Check the settings of a period and return its readings; ``NUM_READINGS`` steps if ``every`` is None."""
+    return Readings(make_period(per, NUM_READINGS if every is None and per == "step" else every, by=by))
+
+
+def _ran(observation: Observation) -> bool:
+    """Return whether a batch of about the size in force ran."""
+    ran = observation.batch_size
+    return ran is not None and abs(math.log(ran / observation.current)) <= _SAME_SIZE
+
+
+def _refuse(observation: Observation, value: float | None, *, is_new: bool) -> str | None:
+    """Say why a reading is left out."""
+    if value is None:
+        return "no batch ran"
+    if not (math.isfinite(value) and value > 0):
+        return f"{value} is no duration and left out"
+    if not _ran(observation):
+        return f"a batch of {observation.batch_size} says little about the size in force"
+    return "the first batch of a size is left out" if is_new else None
+
+
+def _summarize(values: list[float]) -> Reading:
+    middle = median(values)
+    spread = 1.4826 * median(abs(value - middle) for value in values)
+    # The standard error of a median is 1.25 times that of a mean; both factors are those of a normal distribution.
+    return Reading(middle, 1.2533 * spread / math.sqrt(len(values)) / middle)
