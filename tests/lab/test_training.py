@@ -12,6 +12,7 @@ from batchwright.lab.datasets import load
 from batchwright.lab.models import collate_for, loss_fn_for, make_model
 from batchwright.lab.runner._training import Loop, evaluation_points, run_one
 from batchwright.lab.strategies import Conditions, RunSettings, Setup, Strategy, get, names
+from batchwright.lab.update_time import UpdateTime
 from batchwright.size import constant, track
 
 WINE = load("wine")
@@ -41,17 +42,30 @@ def test_a_record_has_the_fields_of_the_schema_and_is_json():
     record = run("noise")
     assert list(record) == [
         *("version", "id", "dataset", "model", "strategy", "group", "seed", "status", "error", "settings"),
-        *("properties", "num_parameters", "metric_name", "curve", "decisions", "final", "versions", "hardware"),
+        *(
+            "properties",
+            "num_parameters",
+            "metric_name",
+            "tuning",
+            "time_model",
+            "curve",
+            "decisions",
+            "final",
+            "versions",
+        ),
+        "hardware",
     ]
     assert json.loads(json.dumps(record, allow_nan=False)) == record
-    assert (record["version"], record["status"], record["error"], record["group"]) == (1, "ok", None, "noise")
+    assert (record["version"], record["status"], record["error"], record["group"]) == (2, "ok", None, "noise")
     assert record["properties"]["kind"] == "tabular"
     assert (record["metric_name"], record["num_parameters"]) == ("accuracy", 13 * 3 + 3)
     assert set(record["curve"][0]) == {
         *("examples", "updates", "seconds", "epoch", "train_loss", "validation_loss", "metric", "batch_size", "lr"),
-        "noise_scale",
+        *("noise_scale", "simulated_seconds"),
     }
-    assert set(record["final"]) == {"train_loss", "validation_loss", "metric", "updates", "seconds", "examples"}
+    assert set(record["final"]) == {
+        *("train_loss", "validation_loss", "metric", "updates", "seconds", "simulated_seconds", "examples")
+    }
     assert record["settings"]["num_examples"] == 4 * 142
 
 
@@ -104,6 +118,26 @@ def test_the_baseline_counts_updates_by_hand():
     assert record["final"]["updates"] == 4 * 18
     assert record["decisions"] == []
     assert {point["lr"] for point in record["curve"]} == {0.01}
+
+
+def test_simulated_seconds_are_those_of_the_stated_model():
+    time = UpdateTime(fixed_ms=100, per_example_ms=1)
+    record = run(update_time=time)
+    # Each epoch has 18 updates of 142 examples: 1.8 s and 0.142 s.
+    assert [point["simulated_seconds"] for point in record["curve"]] == pytest.approx([0, 1.942, 3.884, 5.826, 7.768])
+    assert record["final"]["simulated_seconds"] == record["curve"][-1]["simulated_seconds"]
+    assert record["time_model"] == {"fixed_ms": 100, "per_example_ms": 1, "about": "given by the user"}
+    large = run(own(Setup(policy=constant(32))), update_time=time)
+    # 5 updates per epoch at 32.
+    assert large["final"]["simulated_seconds"] == pytest.approx(4 * (0.5 + 0.142))
+
+
+def test_an_update_that_a_strategy_cuts_pays_for_every_part():
+    time = UpdateTime(fixed_ms=100, per_example_ms=0)
+    record = run(own(Setup(noise_parts=4)), update_time=time)
+    # Of the 18 updates of an epoch, 17 have 4 parts and the last one, of 6 examples, 3 parts of 2.
+    assert record["final"]["updates"] == 4 * 18
+    assert record["final"]["simulated_seconds"] == pytest.approx(4 * (17 * 4 + 3) * 0.1)
 
 
 def test_the_baseline_is_plain_sgd():

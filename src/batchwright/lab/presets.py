@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
@@ -10,6 +10,7 @@ from .._checks import as_plain, as_whole
 from ..errors import ArgumentError
 from ._records import finite
 from .datasets.dataset import Dataset
+from .strategies.catalogue import HANDFUL
 from .strategies.catalogue import get as get_strategy
 from .strategies.catalogue import names as strategy_names
 from .strategies.strategy import (
@@ -25,11 +26,14 @@ from .update_time import EAGER, UpdateTime
 
 __all__ = ["Cell", "LabPlan", "get", "names"]
 
-# Learning rates that every strategy tries first; the rounds after them go beyond an end, or between two.
+# Learning rates that every strategy tries first; the rounds after them go beyond an end, or between two. They reach
+# beyond what the baseline needs: the best rates of the smallest and the largest batch lie more than a decade apart.
 GRIDS: dict[str, tuple[float, ...]] = {
-    "sgd": (0.001, 0.01, 0.1),
-    "adam": (0.0001, 0.001, 0.01),
+    "sgd": (0.001, 0.01, 0.1, 1.0),
+    "adam": (0.0001, 0.001, 0.01, 0.1),
 }
+# Seeds from here on choose learning rates; those that are compared count from 0.
+FIRST_TUNING_SEED = 1000
 
 
 @final
@@ -44,7 +48,7 @@ class Cell:
         optimizer: ``"sgd"`` or ``"adam"``.
         data: further options of ``load``, e.g. ``{"limit": 600}``.
         options: further settings of a run, e.g. ``{"base_size": 8}``.
-        lr: the learning rate; None chooses it from the grid of the optimizer.
+        lr: the learning rate of every strategy; None chooses one for each.
     """
 
     dataset: str
@@ -101,7 +105,7 @@ class LabPlan:
     cells: tuple[Cell, ...]
     strategies: tuple[str, ...]
     seeds: tuple[int, ...]
-    tuning_seeds: tuple[int, ...] = (1000, 1001)
+    tuning_seeds: tuple[int, ...] = (FIRST_TUNING_SEED, FIRST_TUNING_SEED + 1)
     grids: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: dict(GRIDS))
     tuning_rounds: int = 2
     update_time: UpdateTime = EAGER
@@ -167,28 +171,35 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> LabPlan:
-    """Return a plan with every strategy.
+    """Return a plan by its name.
 
-    - ``quick``, a first look: 3 cells of 3 small data sets, 2 seeds;
-    - ``course``: 7 cells of 6 data sets and 5 models, 3 seeds;
-    - ``full``: 12 cells of 7 data sets and all models, 5 seeds; needs Fashion-MNIST.
+    - ``quick``, a first look in about a minute: 3 cells of 3 small data sets, 6 strategies, 6 seeds;
+    - ``course``, about 40 minutes on two processors: 7 cells of 6 data sets and 5 models, a strategy per idea, 5 seeds;
+    - ``full``, for a night: 12 cells of 7 data sets and all models, every strategy, 5 seeds; needs Fashion-MNIST.
 
     >>> plan = get("course")
     >>> len({cell.dataset for cell in plan.cells}), len({cell.model for cell in plan.cells}), plan.seeds
-    (6, 5, (0, 1, 2))
+    (6, 5, (0, 1, 2, 3, 4))
     """
     if name not in _PRESETS:
         raise ArgumentError(f"no preset {name!r}; there are {', '.join(names())}")
-    cells, num_seeds = _PRESETS[name]
-    # The first look spends less on the learning rate.
-    tuning_seeds = (1000,) if name == "quick" else (1000, 1001)
+    cells, strategies, num_seeds, num_tuning_seeds = _PRESETS[name]
     return LabPlan(
         name=name,
         cells=cells,
-        strategies=strategy_names(),
+        strategies=strategies(),
         seeds=tuple(range(num_seeds)),
-        tuning_seeds=tuning_seeds,
+        tuning_seeds=tuple(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + num_tuning_seeds)),
     )
+
+
+def one_per_idea() -> tuple[str, ...]:
+    """Return the strategies of the course: one for each idea, in the usual order.
+
+    >>> one_per_idea()[:3]
+    ('constant', 'constant_small', 'constant_large')
+    """
+    return tuple(name for name in strategy_names() if name in {*HANDFUL, *_MORE_IDEAS})
 
 
 def _with_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,4 +244,12 @@ _FULL = (
     ),
     Cell(dataset="python_chars", model="char_lm", num_epochs=16, optimizer="adam"),
 )
-_PRESETS = {"quick": (_QUICK, 2), "course": (_COURSE, 3), "full": (_FULL, 5)}
+_FIRST_LOOK = ("constant", "constant_large", "exponential", "loss_difference_exponential", "noise", "curriculum")
+# Beside the handful: sizes below the base size, steady losses, memory, and a decay in the rate or in the batch.
+_MORE_IDEAS = ("constant_small", "loss_variance_exponential", "memory_batch", "lr_decay", "batch_ramp")
+# Cells, strategies, the number of seeds, and of those that choose learning rates.
+_PRESETS: dict[str, tuple[tuple[Cell, ...], Callable[[], tuple[str, ...]], int, int]] = {
+    "quick": (_QUICK, lambda: _FIRST_LOOK, 6, 1),
+    "course": (_COURSE, one_per_idea, 5, 2),
+    "full": (_FULL, strategy_names, 5, 2),
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias, final
 
 # The mean final validation loss of a rate; None where a run failed or diverged.
@@ -40,6 +41,16 @@ class Choice:
         return len(self.losses) > 1 and self.lr in (min(self.losses), max(self.losses))
 
     @property
+    def spacing(self) -> float | None:
+        """Return the factor to the farther of its two neighbours: a search that had to go far is coarser at its end."""
+        rates = sorted(self.losses)
+        if self.lr is None or len(rates) < 2:
+            return None
+        place = rates.index(self.lr)
+        near = rates[max(0, place - 1) : place + 2]
+        return max(high / low for low, high in pairwise(near))
+
+    @property
     def num_runs(self) -> int:
         """Return how many runs chose the rate, 0 if it was given."""
         return len(self.losses) * len(self.seeds)
@@ -65,6 +76,7 @@ class Choice:
             "losses": {str(rate): self.losses[rate] for rate in sorted(self.losses)},
             "chosen": self.lr,
             "is_at_edge": self.is_at_edge,
+            "spacing": self.spacing,
             "num_runs": self.num_runs,
             "num_diverged": self.num_diverged,
             "num_failed": self.num_failed,
