@@ -210,7 +210,7 @@ def test_the_batch_grows_once_the_loss_is_below_half_of_that_of_a_model_that_kno
 
 
 def test_the_batch_grows_once_the_loss_has_converged():
-    # 0.52 to 0.5 is 3.9 % of their mean, 0.51; 0.6 to 0.5 is 18 %.
+    # 0.52 to 0.5 is 3.9 % of their mean, 0.51; 0.6 to 0.51 is 17 %.
     losses = [{"epoch": epoch, "loss": loss} for epoch, loss in enumerate((0.6, 0.52, 0.51, 0.5), start=1)]
     assert sizes("loss_settled", losses) == [8, 8, 8, 8, 16]
 

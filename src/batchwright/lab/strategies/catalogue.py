@@ -42,15 +42,15 @@ _TOLERANCE: dict[Per, float] = {"epoch": 0.005, "step": 0.0}
 _ALPHA: dict[Per, float] = {"epoch": 0.3, "step": 0.05}
 # Losses in the window of the variance; a run has about 16 epochs.
 _WINDOW: dict[Per, int] = {"epoch": 3, "step": 16}
-# Times the gain of a difference: a loss that falls by 10 % per epoch has a variance of 0.0067 over three, and
-# 15 × 0.0067 is 0.1. Batches fluctuate by about a third, which would take the whole step every time.
+# Times the gain of a difference: a loss that falls by 10 % per epoch has a variance of 0.0074 over three, and
+# 15 × 0.0074 is 0.11. Batches fluctuate by about a third, which would take the whole step every time.
 _VARIANCE_GAIN: dict[Per, float] = {"epoch": 15.0, "step": 1.0}
 # A standard deviation of about a third of the loss counts as fluctuating; a fall of 30 % per epoch does not yet.
 _FLUCTUATING = 0.1
 # The share of the loss of a model that knows nothing below which the batch grows.
 _LOW_LOSS = 0.5
 # The largest difference of three epochs' losses, as a share, at which the loss has settled.
-_SETTLED = 0.05
+_SETTLED = 0.1
 _NOISE_PARTS = 4
 # Epochs over which the averages of noise forget, and the pause between two changes.
 _NOISE_HORIZON = 4
@@ -109,7 +109,7 @@ for _unit, (_suffix, _word) in _PER.items():
     _ready("loss", f"loss_below{_suffix}", _about)(partial(_loss_below, per=_unit))
 
 
-@_ready("loss", "loss_settled", "Doubles when the loss has converged: three epochs within 5 %.")
+@_ready("loss", "loss_settled", "Doubles when the loss has converged: three epochs within 10 %.")
 def _loss_settled(conditions: Conditions) -> Setup:
     return Setup(policy=size.loss_settled(tolerance=_SETTLED))
 
