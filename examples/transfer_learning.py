@@ -209,9 +209,9 @@ def main() -> tuple[list[Result], float, str]:
         print(f"{result.name:<33}  {result.difference:>20.1e}  {result.accuracy:>8.1%}  {len(result.warnings):>8}")
     scratch = accuracy(transfer(make_model(), few, learning, whole_loss_fn, "auto")[0], test)
     print(f"{'without the first training':<33}  {'':>20}  {scratch:>8.1%}")
-    said = refusal(pretrained, few)
-    print(f"\nPieces: {results[-1].warnings[0]}.\n\nA whole batch that does not fit: {said}")
-    return results, scratch, said
+    refused = refusal(pretrained, few)
+    print(f"\nPieces: {results[-1].warnings[0]}.\n\nA whole batch that does not fit: {refused}")
+    return results, scratch, refused
 
 
 if __name__ == "__main__":
