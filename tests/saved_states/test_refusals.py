@@ -231,7 +231,7 @@ def test_a_broken_generator_is_refused_when_the_state_is_loaded(generator):
 @pytest.mark.parametrize(
     ("way", "value", "words"),
     [
-        (("policy_state", "policy", "period", "weight"), "3", "weight.*must be a number, got '3'"),
+        (("policy_state", "policy", "period", "weight"), "3", "weight.*must be a whole number of 0 or more, got '3'"),
         (("policy_state", "policy", "period", "mean"), math.nan, "mean.*must be a number, got nan"),
         (("policy_state", "transforms"), [], "transforms.*must be a list of 2, got"),
         (("policy_state", "policy"), {}, "must be a dict with 'period', 'past', got"),

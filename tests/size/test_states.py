@@ -84,7 +84,7 @@ def test_damage_anywhere_is_refused_by_name_and_changes_nothing(name, damage):
     for way in leaves(state["policy_state"]):
         if damage == -1e9 and is_signed(way):
             continue
-        with pytest.raises(StateMismatchError, match="policy_state.* must be .*; load an undamaged state, or start"):
+        with pytest.raises(StateMismatchError, match=r"policy_state.* must be .*; load an undamaged state, or start"):
             controller.load_state_dict(changed(state, way, damage))
         assert controller.state_dict() == kept
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -51,7 +52,7 @@ def test_small_steps_leave_a_dead_band_in_time():
     sizes = fall(control(size.chain(size.loss_driven(gain=1), size.hysteresis(0.25))))
     # Each time the wish is 1.25 times the size in force, it is taken; at the end at most that much is still to come.
     assert 94 / 1.25 <= sizes[-1] <= 94
-    assert all(new == old or new > 1.2 * old for old, new in zip(sizes, sizes[1:], strict=False))
+    assert all(new == old or new > 1.2 * old for old, new in pairwise(sizes))
 
 
 def test_a_bound_is_not_passed_in_secret():

@@ -174,3 +174,98 @@ def test_more_groups_than_gradients_may_wait_are_kept_apart():
         parameter.grad = torch.tensor([float(value)])
     norms = GradientNorms(parameters, range(300))
     assert norms.of_gradients().tolist() == [value**2 for value in range(300)]
+
+
+def textbook(model, batch, num_parts):
+    """Return 1/k · sum |g_i − g_m|² / |g_m|² of k equal parts, from flat vectors, as it is written in textbooks."""
+    flat = []
+    for part in zip(*(field.chunk(num_parts) for field in batch), strict=True):
+        model.zero_grad()
+        loss, num = loss_fn(model, part)
+        (loss / num).backward()
+        flat.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    model.zero_grad()
+    mean = sum(flat) / num_parts
+    variance = sum((gradient - mean).square() for gradient in flat) / num_parts
+    return float(variance.sum() / mean.square().sum())
+
+
+def in_order(monkeypatch):
+    """Let the parts be cut in the order of the batch, so that a test knows them."""
+    monkeypatch.setattr("batchwright.step._runner.np.random.default_rng", lambda seed: InOrder())
+
+
+class InOrder:
+    def permutation(self, num):
+        return torch.arange(num).numpy()
+
+
+@pytest.mark.parametrize("num_parts", [2, 4, 8])
+def test_noise_of_exactly_k_parts_is_the_formula_of_the_textbook(num_parts, monkeypatch):
+    model, *batch = make_problem(by_length=False)
+    batch = [field[:48] for field in batch]
+    expected = textbook(model, batch, num_parts)
+    in_order(monkeypatch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    noise = Stepper(model, optimizer, loss_fn, measure_noise=True, noise_parts=num_parts).step(tuple(batch)).noise
+    assert noise.num_parts == num_parts
+    assert noise_ratio(noise.s, noise.g2, num_examples=48, num_parts=num_parts) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_formula_of_the_textbook_by_hand(monkeypatch):
+    # One weight 0 and the loss (w·x − y)²: the gradient is −2·x·y. Parts (1, 3), (5, 7), with x = 1: means −4 and −12,
+    # g_m = −8, var = (16 + 16) / 2 = 16, gns = 16 / 64 = 0.25.
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    batch = (torch.ones(4, 1).double(), torch.tensor([1.0, 3.0, 5.0, 7.0]).double(), torch.ones(4).double())
+    assert textbook(model, batch, 2) == 0.25
+    in_order(monkeypatch)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, measure_noise=True, noise_parts=2)
+    noise = stepper.step(batch).noise
+    assert noise_ratio(noise.s, noise.g2, num_examples=4, num_parts=2) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("num", "found"), [(2, 2), (3, 3), (4, 4), (5, 4), (9, 4), (10, 4), (64, 4)])
+def test_there_are_exactly_as_many_parts_as_asked_for_unless_examples_are_fewer(num, found):
+    model, *batch = make_problem(by_length=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepper = Stepper(model, optimizer, loss_fn, measure_noise=True, noise_parts=4)
+    assert stepper.step(tuple(field[:num] for field in batch)).noise.num_parts == found
+
+
+def test_parts_that_do_not_fit_are_cut_and_the_report_says_so():
+    model, *batch = make_problem(by_length=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepper = Stepper(model, optimizer, loss_fn, micro_batch=8, measure_noise=True, noise_parts=4)
+    assert stepper.step(tuple(field[:32] for field in batch)).noise.num_parts == 4
+    assert stepper.step(tuple(field[:64] for field in batch)).noise.num_parts == 8
+
+
+def test_updates_that_are_not_measured_run_whole():
+    model, *batch = make_problem(by_length=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepper = Stepper(model, optimizer, loss_fn, measure_noise=2, noise_parts=4)
+    assert [stepper.step(tuple(batch)).num_micro_batches for _ in range(4)] == [4, 1, 4, 1]
+
+
+def test_the_update_is_the_same_however_noise_is_measured():
+    weights = []
+    for options in ({}, {"measure_noise": True, "noise_parts": 5}):
+        model, *batch = make_problem(by_length=True)
+        Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, **options).step(tuple(batch))
+        weights.append(model.weight.detach().clone())
+    assert torch.allclose(*weights, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"noise_parts": 4}, "noise_parts needs measure_noise=True"),
+        ({"noise_parts": 1, "measure_noise": True}, "noise_parts must be a whole number of 2 or more, got 1"),
+        ({"noise_parts": 2.0, "measure_noise": True}, "noise_parts must be a whole number of 2 or more, got 2.0"),
+    ],
+)
+def test_parts_of_nonsense_are_refused(options, message):
+    model = nn.Linear(3, 1)
+    with pytest.raises(ArgumentError, match=message):
+        Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, **options)

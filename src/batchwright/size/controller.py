@@ -125,7 +125,9 @@ class BatchSizeController:
         """
         observed = read_fields(figures)
         counts = count_on(self._counts, observed)
-        observation = Observation(**{**observed, **counts, "size": self.size, "exact_size": self._exact})
+        ends_epoch = list(observed) == ["epoch"] and self._counts["step"] is not None
+        filled_in = {"size": self.size, "exact_size": self._exact, "ends_epoch": ends_epoch}
+        observation = Observation(**{**observed, **counts, **filled_in})
         answer, after = self.policy.update(self._state, observation)
         last = (self._state, observation, answer)
         exact = self._fit(as_size(answer), self._exact)

@@ -57,6 +57,8 @@ class Observation:
         memory_fraction: share of memory in use at the peak.
         size: the batch size in force; the controller fills it in.
         exact_size: the same before it was rounded; the controller fills it in.
+        ends_epoch: whether it only says that an epoch is over, after updates that were observed; the controller fills
+            it in. Figures of updates are not to be expected then, and their policies hold the size.
 
     >>> Observation(epoch=3, loss=0.5).need("loss")
     0.5
@@ -78,6 +80,7 @@ class Observation:
     memory_fraction: float | None = None
     size: int | None = None
     exact_size: float | None = None
+    ends_epoch: bool = False
 
     def need(self, name: str, *, by: str = "this policy") -> Any:
         """Return a figure, or raise an error that says where it comes from.
@@ -104,8 +107,9 @@ class Observation:
 
 
 _LEAST = {**dict.fromkeys(COUNTS, 0), "batch_size": 1, "noise_parts": 1}
-# The controller itself fills in the size in force.
-_KNOWN = tuple(item.name for item in fields(Observation) if item.name not in ("size", "exact_size"))
+# What the controller itself fills in.
+FILLED_IN = ("size", "exact_size", "ends_epoch")
+_KNOWN = tuple(item.name for item in fields(Observation) if item.name not in FILLED_IN)
 
 
 def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:

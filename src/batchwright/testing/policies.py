@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, final
 
 from ..size.controller import BatchSizeController
-from ..size.observation import Observation
+from ..size.observation import FILLED_IN, Observation
 from ..size.policy import Policy, State
 
 Figures = dict[str, Any]
@@ -95,7 +95,7 @@ def _made_up(step: int) -> Figures:
 
 def _figures(observation: Observation | Mapping[str, Any]) -> Figures:
     given = asdict(observation) if isinstance(observation, Observation) else dict(observation)
-    return {name: value for name, value in given.items() if name not in ("size", "exact_size")}
+    return {name: value for name, value in given.items() if name not in FILLED_IN}
 
 
 def _copy(policy: Policy) -> Policy:

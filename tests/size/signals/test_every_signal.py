@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from batchwright.size import signals
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.curriculum import Curriculum
-from batchwright.size.observation import Observation
+from batchwright.size.observation import FILLED_IN, Observation
 from batchwright.size.policy import Policy
 from batchwright.testing import check_policy
 
@@ -52,7 +52,6 @@ POLICIES = {
     "goodput": signals.goodput(Seconds(), length=64, base_size=32),
     "curriculum": Curriculum(range(100), start_fraction=0.2, full_at=3).policy(16),
 }
-OWN = ("size", "exact_size")  # what only the controller fills in
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 
 
@@ -114,7 +113,9 @@ def test_updating_and_explaining_leave_the_state_that_came_in(policy):
 def test_something_happens_in_a_course_of_training(policy):
     controller = BatchSizeController(policy, min_size=1, max_size=4096, initial=64)
     for observation in course(1, num=80):
-        seen = {item.name: getattr(observation, item.name) for item in fields(observation) if item.name not in OWN}
+        seen = {
+            item.name: getattr(observation, item.name) for item in fields(observation) if item.name not in FILLED_IN
+        }
         assert 1 <= controller.observe(**seen) <= 4096
     assert controller.history
     assert json.loads(json.dumps(controller.state_dict(), allow_nan=False)) == controller.state_dict()

@@ -296,3 +296,56 @@ def test_what_is_missing_is_named():
 def test_nonsense_is_refused_when_the_policy_is_made(arguments, message):
     with pytest.raises(ArgumentError, match=message):
         loss_driven(**arguments)
+
+
+def follow_losses(policy, losses):
+    controller = BatchSizeController(policy, min_size=1, max_size=4096, initial=64)
+    return [controller.observe(epoch=epoch, loss=loss) for epoch, loss in enumerate(losses, start=1)], controller
+
+
+# Losses 1.2, 1.0, 0.8 have the mean 1 and the variance (0.04 + 0 + 0.04) / 3 = 0.02667.
+FALLING, RISING = [1.2, 1.0, 0.8], [0.8, 1.0, 1.2]
+
+
+@pytest.mark.parametrize(
+    ("losses", "options", "size"),
+    [
+        (FALLING, {"gain": 300, "mode": "linear"}, 72),  # 64 + 300 · 0.02667
+        (FALLING, {"gain": 150, "mode": "linear"}, 68),
+        (RISING, {"gain": 300, "mode": "linear"}, 56),
+        (FALLING, {"gain": 10}, 84),  # 64 · exp(0.2667) = 83.56
+        (RISING, {"gain": 10}, 49),  # 64 · exp(−0.2667) = 49.02
+        (FALLING, {"gain": 10, "divide": False}, 128),  # 64 · exp(0.8) = 142, at most twice
+        (FALLING, {"gain": 5, "divide": False}, 95),  # 64 · exp(0.4) = 95.48
+        ([2.4, 2.0, 1.6], {"gain": 10}, 84),  # relative: the same shares
+        ([2.4, 2.0, 1.6], {"gain": 10, "relative": False}, 128),  # 0.10667: 64 · exp(1.0667), at most twice
+        (FALLING, {"gain": 10, "fluctuating": 0.02}, 49),  # it fluctuates: down, although it falls
+        (FALLING, {"gain": 10, "direction": -1}, 49),
+        (FALLING, {"gain": 10, "tolerance": 0.3}, 64),  # a fall of 0.2 per epoch does not count
+        ([1.0, 1.0, 1.0], {"gain": 10}, 64),
+    ],
+)
+def test_a_variance_with_gain_by_hand(losses, options, size):
+    policy = loss_driven("variance", window=3, **{"fluctuating": 1.0, **options})
+    assert follow_losses(policy, losses)[0] == [64, 64, size]
+
+
+def test_a_variance_with_gain_grows_with_the_variance():
+    found = []
+    for spread in (0.05, 0.1, 0.2):
+        policy = loss_driven("variance", window=2, gain=1, fluctuating=1.0)
+        state = policy.update(policy.init(), Observation(epoch=1, loss=1 + spread, size=1000))[1]
+        wanted, _ = policy.update(state, Observation(epoch=2, loss=1 - spread, size=1000))
+        found.append(math.log(wanted / 1000))
+    # The variance is the square of the spread.
+    assert found == pytest.approx([0.0025, 0.01, 0.04])
+
+
+def test_a_variance_with_gain_explains_itself():
+    _, controller = follow_losses(loss_driven("variance", window=3, gain=10, fluctuating=1.0), FALLING)
+    assert controller.history[-1].reason == (
+        "variance of the loss over 3 epochs is 0.02667 while it fell 20 % per period (tolerance 0 %): "
+        f"64 {TIMES} 1.306 = 83.56"
+    )
+    _, controller = follow_losses(loss_driven("variance", window=3, gain=10), FALLING)
+    assert controller.history[-1].reason.startswith("variance of the loss over 3 epochs is 0.02667, above 0.01: 64")

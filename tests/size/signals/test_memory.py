@@ -110,3 +110,54 @@ def test_what_is_missing_is_named():
 def test_nonsense_is_refused_when_the_policy_is_made(arguments, message):
     with pytest.raises(ArgumentError, match=message):
         memory_driven(**arguments)
+
+
+def per_epoch(readings, policy=None, **options):
+    """Return the sizes after each reading and after each epoch, a list of readings."""
+    controller = BatchSizeController(policy or memory_driven(per="epoch"), min_size=1, max_size=4096, initial=64)
+    sizes = []
+    for epoch, fractions in enumerate(readings):
+        for fraction in fractions:
+            sizes.append(controller.observe(epoch=epoch, batch_size=controller.size, memory_fraction=fraction))
+        sizes.append(controller.observe(epoch=epoch + 1))
+    return sizes, controller
+
+
+def test_per_epoch_the_highest_reading_decides_at_the_end():
+    sizes, controller = per_epoch([[0.1, 0.45, 0.2], [0.1, 0.9, 0.1], [0.5, 0.1, 0.1]])
+    assert sizes == [64, 64, 64, 128, 128, 128, 128, 64, 64, 64, 64, 64]
+    assert controller.history[0].reason == f"memory 45.0 % full (low 48 %, high 80 %): 64 {TIMES} 2 = 128"
+    assert controller.explain().startswith("memory 50.0 % full")
+
+
+def test_per_epoch_a_size_that_was_too_large_is_not_tried_again():
+    sizes, _ = per_epoch([[0.45], [0.9], [0.45], [0.45], [0.45]])
+    assert sizes[1::2] == [128, 64, 64, 64, 64]
+
+
+def test_one_observation_per_epoch_is_an_epoch():
+    controller = BatchSizeController(memory_driven(per="epoch"), min_size=1, max_size=4096, initial=64)
+    assert [controller.observe(epoch=epoch, memory_fraction=0.1) for epoch in (1, 2, 2, 3)] == [128, 256, 256, 512]
+
+
+def test_readings_that_are_no_shares_or_of_small_batches_leave_the_epoch_as_it_is():
+    controller = BatchSizeController(memory_driven(per="epoch"), min_size=1, max_size=4096, initial=64)
+    for ran, fraction in [(64, math.nan), (20, 0.1), (64, math.inf)]:
+        controller.observe(epoch=0, batch_size=ran, memory_fraction=fraction)
+    assert controller.observe(epoch=1) == 64
+    assert controller.explain() == "gathering the memory use of the epoch: holds 64"
+
+
+def test_an_epoch_in_which_nothing_was_read_is_refused():
+    controller = BatchSizeController(memory_driven(per="epoch"), min_size=1, max_size=4096)
+    with pytest.raises(MissingSignalError, match="memory_driven needs memory_fraction"):
+        controller.observe(epoch=1)
+
+
+def test_periods_of_steps_and_examples():
+    steps = memory_driven(per="step", every=2)
+    controller = BatchSizeController(steps, min_size=1, max_size=4096, initial=64)
+    assert [controller.observe(memory_fraction=0.1) for _ in range(4)] == [64, 128, 128, 256]
+    examples = BatchSizeController(memory_driven(per="examples", every=100), min_size=1, max_size=4096, initial=64)
+    assert [examples.observe(batch_size=64, memory_fraction=0.1) for _ in range(2)] == [64, 128]
+    assert memory_driven(per="step") == memory_driven()

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.errors import ArgumentError, MissingSignalError
+from batchwright.size.controller import BatchSizeController
 from batchwright.size.noise import estimate_noise
 from batchwright.size.observation import Observation
 from batchwright.size.policy import TIMES
@@ -213,3 +214,63 @@ def test_it_explains_itself():
 def test_nonsense_is_refused_when_the_policy_is_made(arguments, message):
     with pytest.raises(ArgumentError, match=message):
         noise_driven(**arguments)
+
+
+def noisy(controller, num, epoch=0, **figures):
+    """Observe updates of noise scale 90 / 0.5 = 180; return the sizes."""
+    usual = {"batch_size": 64, "noise_s": 90.0, "noise_g2": 0.5, "noise_parts": 4}
+    return [controller.observe(epoch=epoch, **{**usual, **figures}) for _ in range(num)]
+
+
+def control(policy):
+    return BatchSizeController(policy, min_size=1, max_size=4096, initial=64)
+
+
+def test_the_noise_scale_per_epoch_decides_at_the_end_of_an_epoch():
+    controller = control(noise_driven(per="epoch"))
+    assert set(noisy(controller, 20)) == {64}
+    assert controller.explain() == "gathering the noise of the epoch: holds 64"
+    assert controller.observe(epoch=1) == 180
+    assert set(noisy(controller, 20, epoch=1, noise_s=900.0)) == {180}
+
+
+def test_the_noise_scale_every_few_steps():
+    controller = control(noise_driven(per="step", every=10))
+    assert noisy(controller, 20) == [64] * 9 + [180] * 11
+    assert noise_driven(per="step") == noise_driven()
+
+
+@pytest.mark.parametrize(
+    "policy", [noise_driven(), noise_driven(per="epoch"), noise_driven(estimator="ratio")], ids=repr
+)
+def test_updates_between_two_measurements_hold_the_size(policy):
+    controller = control(policy)
+    with pytest.raises(MissingSignalError, match="noise_driven needs noise_s"):
+        controller.observe(epoch=0, batch_size=64)
+    noisy(controller, 1)
+    assert controller.observe(epoch=0, batch_size=64) == 64
+    assert "no" in controller.explain()
+    controller.observe(epoch=1)
+
+
+def test_a_ratio_is_of_so_many_parts_as_were_asked_for():
+    # S = 90, B = 64, |g_m|² = 0.5 + 90 / 64 = 1.906; 4 parts: 3 · 1.406 / 1.906 = 2.213; 8 parts: 7 · … = 5.164
+    for num_parts, figures, size in [(None, 8, 128), (4, 8, 64), (4, 4, 64), (8, 8, 128)]:
+        controller = control(noise_driven(estimator="ratio", high=3, num_parts=num_parts, per="step"))
+        assert noisy(controller, 1, noise_parts=figures) == [size]
+    controller = control(noise_driven(estimator="ratio", high=3, num_parts=4, per="step"))
+    noisy(controller, 1, noise_parts=8)
+    assert controller.explain() == "noise of 8 parts, not of 4, is left out: holds 64"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_parts": 4}, "num_parts=4 belongs to estimator='ratio'"),
+        ({"num_parts": 1, "estimator": "ratio"}, "num_parts must be a whole number of 2 or more, got 1"),
+        ({"per": "examples"}, "noise_driven per examples needs every"),
+    ],
+)
+def test_parts_and_periods_of_nonsense_are_refused(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        noise_driven(**options)

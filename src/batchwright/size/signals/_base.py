@@ -74,7 +74,7 @@ class Period(Part):
         """Gather a figure of the observation; return its mean and the state as ``gather`` does, and what was done."""
         ends = self.per == "epoch" and bool(state["weight"]) and (observation.epoch or 0) > state["count"]
         # An observation that only ends an epoch need not have the figure.
-        is_needed = not ends or getattr(observation, name) is not None
+        is_needed = not (ends or observation.ends_epoch) or getattr(observation, name) is not None
         value = float(observation.need(name, by=by)) if is_needed else math.nan
         done = f"gathering the {name}" if math.isfinite(value) else f"{name} is {value} and left out"
         return *self.gather(state, observation, value, by=by), f"{done} of {self.span()}"
@@ -92,6 +92,8 @@ class Period(Part):
 
     def count(self, count: int, observation: Observation, *, by: str) -> tuple[bool, int]:
         """Return whether the observation ends a period, and the count after it."""
+        if observation.ends_epoch and self.per != "epoch":
+            return False, count  # it is no update
         if self.per == "epoch":
             epoch = int(observation.need("epoch", by=by))
             ends = epoch >= count + self.every

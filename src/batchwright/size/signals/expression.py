@@ -64,6 +64,14 @@ class Track(ReasoningPolicy):
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Evaluate the expression on averaged noise; hold while it is not reliable."""
+        try:
+            return self._decide(state, observation)
+        except MissingSignalError:
+            if observation.ends_epoch:
+                return hold(observation, state, "no update ran since the last observation")
+            raise
+
+    def _decide(self, state: State, observation: Observation) -> Answer:
         for name in self.needs:
             observation.need(name, by=self.name)
         observed, state = self._average(state, observation)

@@ -43,6 +43,8 @@ class MemoryDriven(ReasoningPolicy):
         """Compare the share with the limits, now or at the end of a period."""
         if self.period is not None:
             return self._gather(self.period, state, observation)
+        if observation.ends_epoch:
+            return hold(observation, state, "no update ran since the last observation")
         fraction = float(observation.need("memory_fraction", by=self.name))
         refusal = self._refuse(observation, fraction)
         return self._compare(state, observation, fraction) if refusal is None else hold(observation, state, refusal)
@@ -51,14 +53,14 @@ class MemoryDriven(ReasoningPolicy):
         """Keep the largest share of the period, and compare it at the end."""
         ends, count = period.count(state["count"], observation, by=self.name)
         # An observation that only ends an epoch need not have the figure, if others of the epoch had it.
-        only_ends = ends and period.per == "epoch" and state["num_readings"] > 0
+        only_ends = observation.ends_epoch or (ends and period.per == "epoch" and state["num_readings"] > 0)
         is_needed = not only_ends or observation.memory_fraction is not None
         fraction = float(observation.need("memory_fraction", by=self.name)) if is_needed else math.nan
         refusal = self._refuse(observation, fraction) if is_needed else None
         peak = state["peak"]
         if is_needed and refusal is None:
             peak = fraction if peak is None else max(peak, fraction)
-        num = 0 if ends else state["num_readings"] + 1
+        num = 0 if ends else state["num_readings"] + is_needed
         gathered = {"peak": None if ends else peak, "num_readings": num, "count": count}
         if not ends or peak is None:
             said = refusal or f"gathering the memory use of {period.span()}"

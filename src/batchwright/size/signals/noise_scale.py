@@ -70,7 +70,7 @@ class ScalePolicy(ReasoningPolicy):
     def _decide(self, state: State, observation: Observation) -> Answer:
         if lacks_noise(observation):
             return need_two(observation, state)
-        if observation.noise_s is None and state["weight"] > 0:
+        if observation.noise_s is None and (state["weight"] > 0 or observation.ends_epoch):
             return hold(observation, state, _NOT_MEASURED)
         average = add_noise(state, observation, by=self.name, num_examples=self.num_examples)
         return self._answer(average, observation)
@@ -136,11 +136,11 @@ class NoiseRatio(ReasoningPolicy):
         if lacks_noise(observation):
             return need_two(observation, state)
         ratio, num_parts, done = math.nan, state.get("num_parts"), _NOT_MEASURED
-        if observation.noise_s is not None or num_parts is None:
+        if observation.noise_s is not None or (num_parts is None and not observation.ends_epoch):
             ratio, num_parts, done = self._read(observation)
         mean, after = self.period.gather(_without_parts(state), observation, ratio, by=self.name)
-        state = {**after, "num_parts": num_parts}
-        if mean is None:
+        state = after if num_parts is None else {**after, "num_parts": num_parts}
+        if mean is None or num_parts is None:
             return hold(observation, state, done)
         num_parts = self.num_parts or num_parts
         low, high = self._limits(num_parts)

@@ -260,8 +260,8 @@ def step_time(
 
 def _seconds(observation: Observation, gathered: State, *, by: str) -> float | None:
     """Return the seconds of an update, None for an observation that only ends an epoch in which others had them."""
-    only_ends = observation.batch_size is None and observation.seconds is None and gathered["num_seen"] > 0
-    if only_ends:
+    is_bare = observation.batch_size is None and observation.seconds is None
+    if observation.ends_epoch or (is_bare and gathered["num_seen"] > 0):
         return None
     observation.need("batch_size", by=by)
     return float(observation.need("seconds", by=by))
