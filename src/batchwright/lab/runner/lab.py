@@ -236,6 +236,7 @@ def _note(plan: LabPlan, arm: Arm, choice: Choice) -> dict[str, Any]:
         "strategy": arm.strategy,
         "optimizer": cell.optimizer,
         "lr": choice.lr,
+        "best_tried": choice.best_tried,
         "is_at_edge": choice.is_at_edge,
         "num_runs": choice.num_runs,
         "seeds": list(choice.seeds),
