@@ -393,7 +393,9 @@ def test_a_damaged_state_is_refused_and_changes_nothing(key, value):
     assert controller.state_dict() == kept
 
 
-@pytest.mark.parametrize("key", ["version", "policy", "size", "exact_size", "policy_state", "counts", "num_changes", "history"])
+@pytest.mark.parametrize(
+    "key", ["version", "policy", "size", "exact_size", "policy_state", "counts", "num_changes", "history"]
+)
 def test_a_state_that_lacks_a_part_is_refused(key):
     controller = control(constant(64))
     state = controller.state_dict()
