@@ -24,17 +24,29 @@ DATASETS = {
     "python_functions": {"kind": "text", "dimension": 4096, "num_train": 1600, "label_noise": None},
 }
 NUM_POINTS = 13
+GRID = (0.01, 0.03, 0.1, 0.3)
+TIME_MODEL = {"fixed_ms": 2.0, "per_example_ms": 0.02, "about": "a made-up accelerator"}
 
 
 def fabricate(
-    *, effects=None, seeds=5, datasets=DATASETS, models=("mlp",), strategies=STRATEGIES, noise=0.01, num_examples=12_000
+    *,
+    effects=None,
+    seeds=5,
+    datasets=DATASETS,
+    models=("mlp",),
+    strategies=STRATEGIES,
+    noise=0.01,
+    num_examples=12_000,
+    sizes=None,
+    lab=0,
 ):
     """Return records: the final loss of a strategy is that of the baseline, times 1 + its effect, times some noise.
 
-    An effect may be a number, or a function of the data set's name and properties.
+    An effect may be a number, or a function of the data set's name and properties. ``sizes`` gives strategies a batch
+    size that never changes; another ``lab`` has other noise.
     """
     return [
-        record(dataset, properties, model, strategy, seed, effects or {}, noise, num_examples)
+        record(dataset, properties, model, strategy, seed, effects or {}, noise, num_examples, sizes or {}, lab)
         for dataset, properties in datasets.items()
         for model in models
         for strategy in strategies
@@ -42,12 +54,14 @@ def fabricate(
     ]
 
 
-def record(dataset, properties, model, strategy, seed, effects, noise, num_examples):
-    rng = np.random.default_rng([seed, *(zlib.crc32(name.encode()) for name in (dataset, model, strategy))])
+def record(dataset, properties, model, strategy, seed, effects, noise, num_examples, sizes, lab):
+    rng = np.random.default_rng(
+        [*[lab] * (lab > 0), seed, *(zlib.crc32(name.encode()) for name in (dataset, model, strategy))]
+    )
     effect = effects.get(strategy, 0.0)
     effect = effect(dataset, properties) if callable(effect) else effect
     loss = 0.3 * (1 + effect) * math.exp(noise * rng.standard_normal())
-    curve = make_curve(loss, strategy, num_examples)
+    curve = make_curve(loss, strategy, num_examples, sizes.get(strategy))
     final = {
         key: curve[-1][key] for key in ("train_loss", "validation_loss", "metric", "updates", "seconds", "examples")
     }
@@ -68,17 +82,33 @@ def record(dataset, properties, model, strategy, seed, effects, noise, num_examp
         "curve": curve,
         "decisions": make_decisions(curve),
         "final": final,
+        "tuning": make_tuning(0.1),
+        "time_model": TIME_MODEL,
         "versions": {"batchwright": "0.1", "torch": "2.13", "python": "3.11"},
         "hardware": {"machine": "x86_64", "num_cpus": 2, "processor": "a processor"},
     }
 
 
-def make_curve(loss, strategy, num_examples):
-    """Fall from 2.3 to ``loss``; the batch size follows the strategy's name."""
+def make_tuning(chosen, grid=GRID):
+    """Return how a rate was chosen from a grid; None if every rate of it failed."""
+    losses = {str(rate): None if chosen is None else 0.3 + abs(math.log(rate / chosen)) for rate in grid}
+    edge = chosen in (grid[0], grid[-1])
+    return {"grid": [*grid], "losses": losses, "chosen": chosen, "is_at_edge": edge, "num_runs": 2 * len(grid)}
+
+
+def older(record):
+    """Return a record as it was before rates were tuned by strategy and seconds simulated."""
+    curve = [{key: value for key, value in point.items() if key != "simulated_seconds"} for point in record["curve"]]
+    kept = {key: value for key, value in record.items() if key not in ("tuning", "time_model")}
+    return kept | {"curve": curve}
+
+
+def make_curve(loss, strategy, num_examples, fixed_size=None):
+    """Fall from 2.3 to ``loss``; the batch size follows the strategy's name, unless it is fixed."""
     points, updates, seconds = [], 0.0, 0.0
     for place in range(NUM_POINTS):
         share = place / (NUM_POINTS - 1)
-        size = batch_size(strategy, place)
+        size = fixed_size or batch_size(strategy, place)
         if place:
             updates += num_examples / (NUM_POINTS - 1) / size
             seconds = 0.002 * updates + 0.00002 * share * num_examples
@@ -87,7 +117,8 @@ def make_curve(loss, strategy, num_examples):
             {
                 "examples": round(share * num_examples),
                 "updates": round(updates),
-                "seconds": round(seconds, 4),
+                "seconds": round(1.5 * seconds, 4),
+                "simulated_seconds": round(seconds, 4),
                 "epoch": place,
                 "train_loss": None if place == 0 else 0.9 * value,
                 "validation_loss": value,

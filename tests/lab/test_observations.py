@@ -1,5 +1,7 @@
 import math
 import random
+import re
+from statistics import median
 
 import numpy as np
 import pytest
@@ -9,10 +11,12 @@ from hypothesis import strategies as st
 from batchwright.lab._records import CellKey
 from batchwright.lab.observations import observe
 from batchwright.lab.observations._effects import CONVERGENCE, LOSS, effects
+from batchwright.lab.observations._equal import loss_at
+from batchwright.lab.observations._headline import family_of
 from batchwright.lab.observations._ranking import rank
-from batchwright.lab.observations._slices import Slice, by_halves, by_kind
+from batchwright.lab.observations._slices import Slice, by_halves, by_kind, overall
 
-from .fabricated import DATASETS, STRATEGIES, fabricate, fail
+from .fabricated import DATASETS, STRATEGIES, fabricate, fail, make_tuning, older
 
 RANKED = ("overall", "convergence", "type", "dimensionality", "size", "label noise", "model")
 
@@ -50,6 +54,226 @@ def test_a_planted_winner_is_named_everywhere():
     assert set(named) == {("exponential",)}
 
 
+def headline(records):
+    return about(observe(records), "headline")
+
+
+def on_examples(records):
+    return headline(records)[0]
+
+
+def test_the_headline_says_in_plain_words_that_no_strategy_won():
+    same = dict.fromkeys(STRATEGIES, 32)
+    found = on_examples(fabricate(sizes=same))
+    assert found.sentence.startswith(
+        "No strategy ended with a lower validation loss than a constant batch of 32 after the same examples: "
+    )
+    assert re.search(r"the best mean, \w+, −[\d.]+ % \(−[\d.]+ to \+[\d.]+ %, n = 15, p = 1\)", found.sentence)  # noqa: RUF001
+    assert found.strategies == ()
+
+
+def test_updates_saved_are_told_apart_from_the_loss():
+    records = fabricate(strategies=("constant", "linear", "entropy"), effects={"entropy": 0.3})
+    loss, updates = headline(records)[:2]
+    assert "entropy, +30 %" in loss.sentence
+    # 12,000 examples in batches of 32, or in batches that grow from 48 to 224.
+    assert updates.sentence.startswith("Two strategies made at most half of the updates of a constant batch of 32")
+    assert "Of these, linear (p < 0.001) is shown to end less than 5 % above its loss." in updates.sentence
+    assert updates.strategies == ("linear",)
+    assert {one.measure.name for one in updates.evidence} == {"updates"}
+
+
+def test_equal_updates_and_seconds_are_read_off_the_curves():
+    # Twice the batch and the same loss: after equal updates the baseline is half way, at a point of its curve.
+    records = fabricate(strategies=("constant", "linear"), sizes={"linear": 64}, num_examples=12_288, noise=0.0)
+    half = records[0]["curve"][6]["validation_loss"]
+    tests = {found.evidence[0].measure.name: found.evidence[0].compared for found in headline(records)}
+    assert tests["loss"].mean == 0
+    assert tests["loss_updates"].mean == pytest.approx(math.log(0.3 / half), abs=1e-5)
+    # 192 updates and 12,288 examples take 0.6298 simulated seconds; the baseline takes 1.0138, so it is read at 62 %.
+    points = [(point["simulated_seconds"], point["validation_loss"]) for point in records[0]["curve"]]
+    (left, above), (right, under) = points[7], points[8]
+    share = math.log(0.6298 / left) / math.log(right / left)
+    expected = math.log(0.3) - (1 - share) * math.log(above) - share * math.log(under)
+    assert left < 0.6298 < right
+    assert tests["loss_simulated"].mean == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_reading_between_two_validations_is_near_the_truth():
+    # Curves that are known everywhere: a power of the updates, and an exponential.
+    for loss in (lambda n: 3 * n**-0.4, lambda n: 0.3 + 2 * math.exp(-n / 100)):
+        curve = [{"updates": n, "validation_loss": loss(n)} for n in range(50, 601, 50)]
+        run = {"curve": curve}
+        for at in (75, 130, 333, 590):
+            assert loss_at(run, "updates", at) == pytest.approx(loss(at), rel=0.05)
+        assert loss_at(run, "updates", 20) is None
+        assert loss_at(run, "updates", 601) is None
+
+
+def test_a_run_too_short_to_read_the_other_is_left_out_and_named():
+    # 32 times the batch: 12 updates, and the first validation of the baseline is after 31.
+    records = fabricate(strategies=("constant", "linear"), sizes={"linear": 1024}, seeds=2)
+    (found,) = [one for one in headline(records) if "number of updates" in one.sentence]
+    assert found.sentence == (
+        "Losses after the same number of updates cannot be compared. Left out: all 6 pairs of runs "
+        "(the shorter run ends before the first validation of the longer one)."
+    )
+
+
+def test_measured_seconds_of_different_machines_are_not_compared():
+    records = fabricate(strategies=("constant", "linear"), seeds=2)
+    moved = [run | {"hardware": {"machine": "other"}} if run["strategy"] == "linear" else run for run in records]
+    assert "in the same measured seconds: linear" in headline(records)[-1].sentence
+    assert "(they ran on different machines or versions)" in headline(moved)[-1].sentence
+
+
+def test_older_records_say_what_is_missing():
+    observations = observe([older(run) for run in fabricate(seeds=3)])
+    assert "their records hold no simulated seconds" in text(observations, "headline")
+    assert "do not say how the learning rate of each strategy was chosen" in text(observations, "tuning")
+    assert "after the same number of updates: " in text(observations, "headline")
+
+
+def test_the_headline_is_one_family():
+    records = fabricate(strategies=("constant", "linear", "entropy"))
+    tests = [one.compared.num_tests for found in headline(records) for one in found.evidence]
+    # Two strategies on four bases; the test of updates is a family of its own.
+    assert sorted(set(tests)) == [2, 8]
+
+
+def tuned(records, rates):
+    return [run | {"tuning": make_tuning(rates.get(run["strategy"], 0.1))} for run in records]
+
+
+def test_an_edge_of_the_grid_is_told_next_to_its_strategy():
+    records = tuned(fabricate(effects={"linear": -0.2}, datasets={"wine": DATASETS["wine"]}), {"linear": 0.3})
+    found = on_examples(records).sentence
+    assert re.search(
+        r"linear, −20 % \([^()]*\); its best rate lay at the edge of the grid: 0.3 on wine · mlp",  # noqa: RUF001
+        found,
+    )
+    observations = observe(records)
+    assert "At the edge of the grid lay 1 of 9 chosen learning rates" in text(observations, "tuning")
+    assert "the same budget to choose its learning rate" in text(observations, "tuning")
+
+
+def test_a_strategy_whose_tuning_failed_is_named():
+    records = tuned(fabricate(seeds=3), {"entropy": None})
+    records = [fail(run) if run["strategy"] == "entropy" else run for run in records]
+    assert "Tuning failed, so there is no result: entropy on digits · mlp" in text(observe(records), "tuning")
+
+
+def test_unequal_budgets_are_told():
+    records = fabricate(seeds=2)
+    records[0] = records[0] | {"tuning": make_tuning(0.1) | {"num_runs": 99}}
+    records = [run | {"tuning": records[0]["tuning"]} if run["strategy"] == "constant" else run for run in records]
+    assert "Tuning was not equal on digits · mlp, python_functions · mlp and wine · mlp" in text(
+        observe(records), "tuning"
+    )
+
+
+def test_a_small_noisy_lab_says_that_it_cannot_decide():
+    found = on_examples(fabricate(noise=0.2, seeds=3, sizes=dict.fromkeys(STRATEGIES, 32))).sentence
+    assert "This lab cannot decide it: only a loss lower by" in found
+    hopeless = on_examples(fabricate(noise=0.5, seeds=2, sizes=dict.fromkeys(STRATEGIES, 32))).sentence
+    assert "hardly any gain would have been seen. Run more seeds." in hopeless
+
+
+def test_a_lab_that_decides_says_which_gain_it_would_have_seen():
+    found = on_examples(fabricate(sizes=dict.fromkeys(STRATEGIES, 32)))
+    size = median(one.compared.detectable for one in found.evidence)
+    assert f"A loss lower by {100 * -math.expm1(-size):.1f} % or more would have been seen in four of" in found.sentence
+    assert size < 0.05
+
+
+def test_the_gain_that_would_have_been_seen_is_seen():
+    # Planted is what a lab without an effect states; four of five labs must find it.
+    same = dict.fromkeys(STRATEGIES, 32)
+    options = {"strategies": ("constant", "linear", "entropy"), "sizes": same}
+    size = median(one.compared.detectable for one in on_examples(fabricate(**options)).evidence)
+    labs = [family(fabricate(**options, effects={"linear": math.expm1(-size)}, lab=lab)) for lab in range(1, 101)]
+    assert 70 <= sum(found["loss", "linear"].is_shown for found in labs) <= 95
+
+
+def test_a_planted_gain_is_found_with_its_sign_and_covered_by_its_interval():
+    options = {"strategies": ("constant", "linear", "entropy"), "sizes": dict.fromkeys(STRATEGIES, 32)}
+    num_found = num_covered = 0
+    for lab in range(1, 201):
+        records = fabricate(**options, effects={"linear": -0.1}, noise=0.03, lab=lab)
+        found = family(records)["loss", "linear"]
+        num_found += found.is_shown and found.mean < 0
+        num_covered += found.low <= math.log(0.9) <= found.high
+    assert num_found >= 195
+    # 95 % of 200 is 190, give or take 3 (one standard deviation).
+    assert 181 <= num_covered <= 199
+
+
+def test_without_an_effect_at_most_one_lab_in_twenty_names_a_winner():
+    options = {"strategies": ("constant", "linear", "entropy", "cyclical"), "sizes": dict.fromkeys(STRATEGIES, 32)}
+    named = [
+        {name for (_, name), one in family(fabricate(**options, lab=lab)).items() if one.is_shown and one.mean < 0}
+        for lab in range(1, 201)
+    ]
+    assert sum(map(bool, named)) <= 10
+
+
+def test_without_an_effect_parts_of_the_data_rarely_name_a_winner():
+    options = {"strategies": ("constant", "linear", "entropy", "cyclical"), "sizes": dict.fromkeys(STRATEGIES, 32)}
+    parts = ("type", "dimensionality", "size", "label noise", "model")
+    named = [
+        any(
+            one.strategies
+            for one in observe(fabricate(**options, models=("mlp", "cnn"), lab=lab))
+            if one.topic in parts
+        )
+        for lab in range(1, 61)
+    ]
+    assert sum(named) <= 6
+
+
+def family(records):
+    return family_of(records, overall(records)).compared
+
+
+def test_reasons_follow_from_the_records():
+    # linear: fewer updates, and a batch that grows from 32 to 224 at one rate, while the baseline still learns.
+    found = on_examples(fabricate(effects={"linear": 0.2, "exponential": -0.2}))
+    assert "exponential: likely because the noise of its updates" in found.why
+    assert "linear: likely because it made fewer updates (−71 %) while the loss of constant still fell" in found.why  # noqa: RUF001
+    # The same sizes: nothing in the records differs.
+    same = on_examples(fabricate(effects={"linear": -0.2}, sizes=dict.fromkeys(STRATEGIES, 32)))
+    assert same.why == "linear: the records do not show why."
+    assert on_examples(fabricate(sizes=dict.fromkeys(STRATEGIES, 32))).why == ""
+
+
+def test_the_reason_for_equal_seconds_is_the_time_model():
+    records = fabricate(strategies=("constant", "linear"), sizes={"linear": 64}, num_examples=12_288)
+    (found,) = [one for one in headline(records) if "simulated seconds" in one.sentence]
+    assert "The time model: 2 ms per update and 0.02 ms per example." in found.sentence
+    # 0.6298 against 1.0138 seconds.
+    assert found.why == (
+        "linear: likely because the same examples cost it less simulated time at 2 ms per update and 0.02 ms per "
+        "example (−38 %)."  # noqa: RUF001
+    )
+
+
+def test_every_sentence_about_a_strategy_rests_on_an_interval():
+    observations = observe(fabricate(effects={"linear": 0.2, "exponential": -0.2}, models=("mlp", "logistic")))
+    free = ("scope", "limits", "tuning")
+    without = [one.sentence for one in observations if one.topic not in free and not one.evidence]
+    assert all(sentence.endswith("see there.") for sentence in without)
+
+
+def test_properties_that_vary_together_are_named():
+    assert "these vary together: dimensionality and size;" in text(observe(fabricate()), "limits")
+    sizes = {"a": (10, 100), "b": (10, 900), "c": (90, 100), "d": (90, 900)}
+    crossed = {
+        name: {"kind": "tabular", "dimension": dimension, "num_train": num_train}
+        for name, (dimension, num_train) in sizes.items()
+    }
+    assert "No two of dimensionality, size and noise split" in text(observe(fabricate(datasets=crossed)), "limits")
+
+
 def test_the_name_follows_the_data():
     for winner in ("linear", "noise_scale"):
         assert about(observe(fabricate(effects={winner: -0.2})), "overall")[0].strategies == (winner,)
@@ -67,7 +291,7 @@ def test_without_an_effect_no_strategy_is_called_better():
 
 def test_with_one_seed_nothing_is_concluded():
     observations = observe(fabricate(effects={"linear": -0.5}, seeds=1))
-    assert [one.topic for one in observations] == ["scope", "overall"]
+    assert {one.topic for one in observations} == {"scope", "overall", "tuning"}
     assert observations[1].sentence.startswith("Nothing can be concluded: every comparison has only one seed")
     assert not any(one.evidence or one.strategies for one in observations)
     assert not any("linear" in one.sentence for one in observations)
@@ -90,7 +314,7 @@ def test_the_test_behind_a_sentence_is_that_of_the_pairs():
     assert (found.mean, found.low, found.high) == pytest.approx((-0.2, -0.44841, 0.04841), abs=1e-5)
     assert found.p_corrected == pytest.approx(0.07418, abs=1e-5)
     # exp(-0.2) - 1 = -18 %, exp(-0.448) - 1 = -36 %, exp(0.0484) - 1 = 5.0 %.
-    assert "−18 % (−36 to +5 %, p = 0.074) for linear, could be chance" in overall.sentence  # noqa: RUF001
+    assert "−18 % (−36 to +5 %, n = 3, p = 0.074) for linear, could be chance" in overall.sentence  # noqa: RUF001
 
 
 def test_p_values_are_corrected_for_all_strategies_of_a_question():

@@ -36,6 +36,11 @@ def visible(page, selector):
     return page.value(f"{found}.filter((it) => it.checkVisibility()).map((it) => it.textContent)")
 
 
+def press(page, name, value):
+    """Press a button of a switch, as a click does."""
+    page.value(f"document.querySelector('input[data-state={name}][value={value}]').click()")
+
+
 def test_every_chart_is_drawn_without_a_word_on_the_console_or_a_request(page, tmp_path):
     assert count(page, "#curves-grid svg") == count(page, "#pareto-grid svg") == NUM_CELLS
     # A line for each strategy in each chart, and its batch size underneath; a mark for each in the others.
@@ -120,11 +125,71 @@ def test_pointing_at_a_mark_shows_cost_and_quality(page):
 def test_the_axis_changes_the_curves(page):
     path = "document.querySelector('#curves-grid path[data-strategy=exponential]').getAttribute('d')"
     before = page.value(path)
-    page.choose("x", "updates")
+    press(page, "x", "updates")
     assert page.value(path) != before
     assert "updates" in visible(page, "#curves-grid text.name")
     page.choose("y", "metric")
     assert "accuracy" in visible(page, "#curves-grid text.name")
+
+
+def test_curves_are_drawn_along_examples_updates_and_simulated_seconds(page):
+    for axis, name in (("examples", "examples"), ("updates", "updates"), ("simulated", "simulated seconds")):
+        press(page, "x", axis)
+        assert name in visible(page, "#curves-grid text.name")
+        assert count(page, "#curves-grid path.line[data-strategy]") == NUM_CELLS * len(STRATEGIES)
+    assert "x=simulated" in page.value("location.hash")
+    assert page.problems() == []
+
+
+def test_the_switch_is_worked_with_the_keyboard(page):
+    page.value("document.querySelector('input[data-state=x]:checked').focus()")
+    for kind in ("rawKeyDown", "keyUp"):
+        page.call("Input.dispatchKeyEvent", type=kind, key="ArrowRight", code="ArrowRight", windowsVirtualKeyCode=39)
+    assert page.value("document.querySelector('input[data-state=x]:checked').value") == "updates"
+    assert "updates" in visible(page, "#curves-grid text.name")
+    assert page.value("document.activeElement.value") == "updates"
+
+
+# Pairs of texts of a chart, or of boxes beside each other, that lie on top of each other by more than a pixel.
+OVERLAPS = """(() => {
+  const all = (kind, within = document) => [...within.querySelectorAll(kind)].filter((it) => it.checkVisibility());
+  const shared = (a, b) => Math.min(
+    Math.min(a.right, b.right) - Math.max(a.left, b.left), Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top));
+  const groups = [
+    ...all('figure svg').map((it) => all('text', it)),
+    all('.controls > label, .switch label, #chips > *'),
+    all('header > :not(.skip), nav, form, main > section, footer'),
+  ];
+  const found = [];
+  for (const some of groups) some.forEach((one, place) => some.slice(place + 1).forEach((other) => {
+    if (shared(one.getBoundingClientRect(), other.getBoundingClientRect()) > 1)
+      found.push([one, other].map((it) => it.textContent.slice(0, 30)).join(' / '));
+  }));
+  return found;
+})()"""
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_nothing_overlaps_and_nothing_is_wider_than_the_window(browser, address, width, tmp_path):
+    page = browser.open(address, width=width)
+    for axis in ("examples", "updates", "simulated", "seconds"):
+        press(page, "x", axis)
+        assert page.value(OVERLAPS) == []
+        assert page.value("document.documentElement.scrollWidth") <= width
+    page.screenshot(tmp_path / f"{width}.png", height=3000)
+
+
+def test_an_overlap_is_noticed(page):
+    page.value("document.querySelector('nav').style.marginTop = '-200px'")
+    assert page.value(OVERLAPS) != []
+
+
+def test_the_headline_is_on_top(page):
+    top = visible(page, ".lead")[0]
+    assert top.startswith("One strategy ended with a lower validation loss than a constant batch of 32")
+    others = " ".join(visible(page, "header .verdict"))
+    assert "at most half of the updates" in others
+    assert "in the same simulated seconds" in others
 
 
 def test_a_name_colours_its_line(page):

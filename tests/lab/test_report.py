@@ -17,13 +17,15 @@ from batchwright.lab._records import CellKey
 from batchwright.lab.observations._effects import LOSS, METRIC
 from batchwright.lab.report import LabFolder, read_lab, render_csv, render_html, render_markdown, write_report
 from batchwright.lab.report._tables import matrix_effects, row_order
+from batchwright.lab.report._view import make_view, mean_curve
 from batchwright.lab.report.folder import expected_runs, progress_text
-from batchwright.lab.report.page import leaders, make_view, mean_curve
+from batchwright.lab.report.page import leaders
 from batchwright.lab.report.server import SECONDS_BETWEEN_PAGES, LabPages, make_server
 
-from .fabricated import DATASETS, fabricate, fail, write_folder
+from .fabricated import DATASETS, fabricate, fail, make_tuning, older, write_folder
 
 WINE = CellKey("wine", "mlp")
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 @pytest.fixture
@@ -184,8 +186,13 @@ def test_the_table_has_one_line_a_run_with_its_change(folder):
 def test_the_markdown_has_matrix_and_tests(folder):
     text = render_markdown(read_lab(folder))
     assert "| exponential | ▲ −" in text  # noqa: RUF001
-    assert "n = 4 seeds; p < 0.001 after Holm over 8 tests" in text
-    assert text.startswith("# batchwright lab: my_lab\n\nOn all 3 data sets (1 model), exponential has the lowest")
+    # 3 data sets of 4 seeds; 8 strategies on 4 bases: examples, updates, simulated and measured seconds.
+    assert "n = 12 pairs; p < 0.001 after Holm over 32 tests" in text
+    assert text.startswith(
+        "# batchwright lab: my_lab\n\nOne strategy ended with a lower validation loss than a constant batch of 32 "
+        "after the same examples: exponential, −"  # noqa: RUF001
+    )
+    assert "\nWhy? exponential: likely because the noise of its updates" in text
 
 
 def test_a_folder_that_is_missing_or_empty_is_refused_with_the_way_out(tmp_path):
@@ -223,9 +230,76 @@ def test_the_newest_of_two_runs_counts(tmp_path):
 def test_how_learning_rates_were_chosen_is_told():
     note = {"dataset": "wine", "model": "mlp", "optimizer": "sgd", "lr": 0.1, "seeds": [1000]}
     scores = [{"lr": rate, "metric": 0.9, "validation_loss": 0.3} for rate in (0.01, 0.1)]
-    lab = read_lab_of(fabricate(seeds=2))
+    lab = read_lab_of([older(run) for run in fabricate(seeds=2)])
     page = render_html(type(lab)(name="lab", records=lab.records, plan={"tuning": [note | {"scores": scores}]}))
     assert "0.1 (at the end of the grid)" in page
+
+
+def test_an_edge_of_the_grid_stands_next_to_the_strategy():
+    records = [
+        run | {"tuning": make_tuning(0.3)} if (run["dataset"], run["strategy"]) == ("wine", "linear") else run
+        for run in fabricate(seeds=2)
+    ]
+    lab = read_lab_of(records)
+    assert matrix_effects(records, LOSS)[WINE, "linear"].rate == "0.3"
+    assert matrix_effects(records, LOSS)[WINE, "entropy"].rate == ""
+    row = re.search(r'<tr data-group="linear">.*?</tr>', render_html(lab))[0]
+    assert row.count("<small>rate at the edge: 0.3</small>") == 1
+    assert "; rate at the edge: 0.3 |" in render_markdown(lab)
+    (line,) = [line for line in csv.DictReader(io.StringIO(render_csv(lab))) if is_first(line, "wine", "linear")]
+    assert (line["rate_at_edge"], line["lr"]) == ("True", "0.1")
+    assert "0.3 (edge of the grid)" in render_html(lab)
+
+
+def is_first(line, dataset, strategy):
+    return (line["dataset"], line["strategy"], line["seed"]) == (dataset, strategy, "0")
+
+
+def test_a_strategy_whose_tuning_failed_says_so_on_the_page():
+    records = [
+        fail(run, "no rate of the grid ended with a finite loss") | {"tuning": make_tuning(None)}
+        if run["strategy"] == "entropy"
+        else run
+        for run in fabricate(seeds=2)
+    ]
+    page = render_html(read_lab_of(records))
+    assert "tuning failed" in page
+    assert "Tuning failed, so there is no result: entropy on digits · mlp, entropy on python_functions" in page
+
+
+def test_the_table_of_runs_has_the_changes_on_every_basis():
+    # Twice the batch: half of the updates. 12 parts of 1,024 examples are 32 updates of 32 and 16 of 64.
+    records = fabricate(
+        strategies=("constant", "linear"), sizes={"linear": 64}, seeds=2, num_examples=12_288, noise=0.0
+    )
+    rows = list(csv.DictReader(io.StringIO(render_csv(read_lab_of(records)))))
+    (line,) = [row for row in rows if is_first(row, "wine", "linear")]
+    half = records[0]["curve"][6]["validation_loss"]
+    assert float(line["loss_change"]) == 0
+    assert float(line["loss_updates_change"]) == pytest.approx(0.3 / half - 1)
+    # 192 updates of 2 ms and 12,288 examples of 0.02 ms.
+    assert float(line["simulated_seconds"]) == pytest.approx(0.384 + 0.2458, abs=1e-4)
+
+
+def test_no_interval_mixes_percent_and_factors():
+    # Losses from a little above the baseline's to five times it.
+    records = fabricate(effects={"linear": lambda name, _: 4.0 if name == "wine" else 0.1}, noise=0.4, seeds=3)
+    text = render_markdown(read_lab_of(records))
+    number = rf"(?:{TIMES}|[+−±])[\d.,]+"  # noqa: RUF001
+    found = re.findall(rf"({number})( %)? \((?:95 % interval )?({number})( %)? to ({number})( %)?", text)
+    assert len(found) > 50
+    kinds = [{TIMES if TIMES in figure else "%" for figure in (mean, low, high)} for mean, _, low, _, high, _ in found]
+    assert {TIMES} in kinds
+    assert all(len(kind) == 1 for kind in kinds)
+
+
+def test_older_records_still_make_a_report_that_says_what_is_missing():
+    lab = read_lab_of([older(run) for run in fabricate(seeds=2)])
+    text, page = render_markdown(lab), render_html(lab)
+    assert "cannot be compared. Left out: all 48 pairs of runs (their records hold no simulated seconds)." in text
+    assert "The records do not say how the learning rate of each strategy was chosen" in text
+    assert 'value="updates" data-state="x"' in page
+    assert 'value="simulated" data-state="x"' not in page
 
 
 def plan_of(names, seeds, *datasets):

@@ -222,8 +222,9 @@ def test_a_preset_has_known_strategies_and_settings_that_fit(name):
         assert len({cell.dataset for cell in given.cells}) >= 5
         assert len({cell.model for cell in given.cells}) >= 4
         assert len(given.seeds) >= 5
-        # One per idea of the documents; a replay and the way in which memory is fitted are no ideas of their own.
-        assert {get(one).group for one in given.strategies} >= {*GROUPS} - {"linear", "replay"}
+        # One per idea of the documents: growth is there once, and a replay is no idea of its own. The time of an update
+        # on this machine says nothing about a GPU.
+        assert {get(one).group for one in given.strategies} >= {*GROUPS} - {"linear", "replay", "time"}
 
 
 def test_an_unknown_preset_is_refused_with_those_there_are():

@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,8 @@ from batchwright.lab.statistics import (
     examples_to_reach,
     holm,
     paired_difference,
+    pooled_difference,
+    smallest_detectable,
     t_cdf,
     t_quantile,
 )
@@ -157,6 +160,69 @@ def test_a_difference_beyond_the_margin_is_not_equivalent():
     assert equivalence([5.0, 6.0, 7.1], [0.0, 0.0, 0.0], margin=1) > 0.95
 
 
+def test_a_pooled_difference_by_hand():
+    # Two cells of differences 0, 2 and 4, 8: means 1 and 6, variances of the means 1 and 4, error sqrt(5)/2.
+    # One cell has four fifths of the variance: its one degree of freedom counts, t = 12.7062.
+    found = pooled_difference([[0.0, 2.0], [4.0, 8.0]])
+    assert (found.mean, found.num_pairs, found.freedom) == (3.5, 4, 1)
+    assert found.error == pytest.approx(math.sqrt(5) / 2)
+    assert found.high - found.mean == pytest.approx(12.7062 * math.sqrt(5) / 2, abs=1e-4)
+
+
+def test_cells_of_equal_spread_add_their_degrees_of_freedom():
+    # Welch: (4 v)^2 / (4 v^2 / 2) = 8 for four cells of three seeds.
+    assert pooled_difference([[1.0, 2.0, 3.0]] * 4).freedom == pytest.approx(8)
+
+
+def test_differences_between_cells_are_no_noise():
+    # The same spread in each cell, around 0 and around 100: the interval is as wide.
+    near, far = pooled_difference([[0.0, 1.0, 2.0]] * 2), pooled_difference([[0.0, 1.0, 2.0], [100.0, 101.0, 102.0]])
+    assert far.high - far.low == pytest.approx(near.high - near.low)
+    assert far.mean == 51
+
+
+@given(st.lists(numbers, min_size=2, max_size=8))
+def test_one_cell_pooled_is_the_paired_test(changes):
+    assert pooled_difference([changes]) == paired_difference(changes, [0.0] * len(changes))
+
+
+def test_a_cell_with_one_pair_has_no_spread_to_pool():
+    assert pooled_difference([[1.0, 2.0], [1.0]]) is None
+
+
+@pytest.mark.parametrize(
+    ("spreads", "num_seeds"), [((1, 1, 1), 5), ((10, 1, 1, 1, 1, 1, 1), 3), ((10, 1, 1, 1, 1, 1, 1), 5)], ids=str
+)
+def test_luck_is_not_shown_however_much_spreads_differ(spreads, num_seeds):
+    rng = np.random.default_rng(0)
+    labs = [[spread * rng.standard_normal(num_seeds) for spread in spreads] for _ in range(1000)]
+    found = [pooled_difference(cells) for cells in labs]
+    # At the level of one in a hundred, as after a correction: at most ten of a thousand on average.
+    assert sum(one.p_value < 0.01 for one in found) <= 12
+    assert 930 <= sum(one.low <= 0 <= one.high for one in found) <= 980
+
+
+def test_opposite_effects_have_a_mean_that_is_shown():
+    # −0.3 in one cell and +0.1 in two: the mean, −1/30, is far from 0 by its spread.
+    cells = [[-0.3, -0.301, -0.299, -0.3], [0.1, 0.101, 0.099, 0.1], [0.1, 0.1, 0.101, 0.099]]
+    found = pooled_difference(cells)
+    assert found.mean == pytest.approx(-1 / 30)
+    assert found.p_value < 1e-6
+
+
+def test_the_smallest_detectable_change_by_hand():
+    # t(0.975; 4) = 2.7764 and t(0.8; 4) = 0.9410.
+    assert smallest_detectable(0.1, 4) == pytest.approx(0.1 * (2.7764 + 0.9410), abs=1e-5)
+    assert smallest_detectable(0.1, 4, level=0.01) > smallest_detectable(0.1, 4)
+
+
+def test_a_change_of_the_detectable_size_is_found_in_four_of_five_cases():
+    rng = np.random.default_rng(0)
+    size = smallest_detectable(1 / math.sqrt(6), 5)
+    found = [paired_difference(list(size + rng.standard_normal(6)), [0.0] * 6).is_clear for _ in range(1000)]
+    assert 0.76 <= sum(found) / 1000 <= 0.86
+
+
 def test_a_curve_reaches_its_target_between_two_points():
     curve = [(0, 0.25), (100, 0.5), (200, 0.25), (300, 0.75)]
     assert examples_to_reach(curve, 0.375) == 50
@@ -177,6 +243,11 @@ def test_a_curve_reaches_its_target_between_two_points():
         (lambda: paired_difference(["3"], [1.0]), "finite"),
         (lambda: paired_difference([1.0], [True]), "finite"),
         (lambda: holm([1.2]), "from 0 to 1"),
+        (lambda: pooled_difference([]), "at least one cell, got none"),
+        (lambda: pooled_difference([[1.0, math.nan]]), "finite"),
+        (lambda: pooled_difference([[]]), "at least 1; got 0 and 0"),
+        (lambda: smallest_detectable(-1, 4), "error"),
+        (lambda: smallest_detectable(1, 4, power=0.3), "power"),
         (lambda: holm(["1"]), "from 0 to 1"),
         (lambda: holm([math.nan]), "from 0 to 1"),
         (lambda: examples_to_reach([(0, None)], 1), r"two numbers, got \(0, None\)"),

@@ -18,7 +18,7 @@ from .options import Commands, add_command, add_option, count, names, positive
 from .screen import Screen
 
 if TYPE_CHECKING:
-    from ..lab.runner import LabPlan
+    from ..lab.runner import Cell, LabPlan
 
 FOLDER = Path("lab_out")
 # Enough that differences between strategies of about the spread between seeds are found.
@@ -92,8 +92,16 @@ DATASETS = {
     "diabetes": "442 patients, 10 columns; predict the progress of the disease after one year, a number",
     "digits": "1,797 handwritten digits of 8 by 8 pixels, 10 classes",
     "fashion_mnist": "70,000 pictures of clothes, 10 classes; needs the Debian package dataset-fashion-mnist",
+    "fashion_mnist_7x7": "the same pictures in 7 by 7 pixels",
+    "friedman": "10,000 rows of 10 columns made by a formula of Friedman; predict its value, a number",
+    "friedman_wide": "the same formula, with 490 further columns of noise",
     "python_chars": "the source of Python's standard library; predict the next character",
+    "python_docstrings": "docstrings of Python's standard library; predict where one is from",
     "python_functions": "functions of Python's standard library; predict which of 8 groups of modules one is from",
+    "python_paragraphs": "paragraphs of Python's standard library as characters; predict where one is from",
+    "python_words": "the source of Python's standard library; predict the next word",
+    "waveform": "10,000 rows of 21 columns made by a formula of Breiman, 3 classes",
+    "waveform_wide": "the same formula, with 479 further columns of noise",
     "wine": "178 wines, 13 columns, 3 classes",
 }
 
@@ -102,9 +110,11 @@ MODELS = {
     "logistic": "logistic regression; for texts, on the mean of their tokens",
     "mlp": "a network of dense layers, for tables and images",
     "cnn": "a small convolutional network, for images",
+    "cnn_batchnorm": "the same with BatchNorm, whose statistics depend on the batch",
     "gru": "a recurrent network, for texts",
     "transformer": "a small transformer, for texts",
-    "char_lm": "a small transformer that predicts the next character",
+    "char_lm": "a small transformer that predicts the next character or word",
+    "gru_lm": "a recurrent network that predicts the next character or word",
 }
 
 _CHOOSING = """\
@@ -152,6 +162,7 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
         "preset, or a handful for a file; constant is always included)"
     )
     add_option(matrix, "--strategies NAMES", chosen, type=names)
+    add_option(matrix, "--leave-out NAMES", "data sets of the preset to leave out, separated by commas", type=names)
     seeds = "runs of each strategy; at least 2 for a comparison (default: 6, or the number of the preset)"
     add_option(matrix, "--seeds N", seeds, type=positive)
     times = (
@@ -261,7 +272,7 @@ def make_plan(arguments: argparse.Namespace) -> LabPlan | None:
     _refuse_file_options(arguments)
     if arguments.preset is not None:
         return _changed(presets.get(arguments.preset), arguments)
-    given = (arguments.seeds, arguments.strategies, arguments.time_model)
+    given = (arguments.seeds, arguments.strategies, arguments.time_model, arguments.leave_out)
     if any(one is not None for one in given) or not (arguments.folder / "lab.json").is_file():
         raise ArgumentError(
             f"nothing to run: name a preset, one of {', '.join(presets.names())}, or give a file of your own with "
@@ -298,9 +309,11 @@ def chosen_strategies(wanted: Sequence[str]) -> tuple[str, ...]:
 
 
 def _changed(plan: LabPlan, arguments: argparse.Namespace) -> LabPlan:
-    """Return a plan with the strategies, seeds and time model of the options."""
+    """Return a plan with the data sets, strategies, seeds and time model of the options."""
     from ..lab.update_time import named
 
+    if arguments.leave_out is not None:
+        plan = replace(plan, cells=_without(plan.cells, arguments.leave_out))
     if arguments.strategies is not None:
         plan = replace(plan, strategies=chosen_strategies(arguments.strategies))
     if arguments.seeds is not None:
@@ -308,6 +321,14 @@ def _changed(plan: LabPlan, arguments: argparse.Namespace) -> LabPlan:
     if arguments.time_model is not None:
         plan = replace(plan, update_time=named(arguments.time_model))
     return plan
+
+
+def _without(cells: tuple[Cell, ...], names: Sequence[str]) -> tuple[Cell, ...]:
+    there = dict.fromkeys(cell.dataset for cell in cells)
+    unknown = [name for name in names if name not in there]
+    if unknown:
+        raise ArgumentError(f"--leave-out {', '.join(unknown)}: the data sets are {', '.join(there)}")
+    return tuple(cell for cell in cells if cell.dataset not in names)
 
 
 def _refuse_file_options(arguments: argparse.Namespace) -> None:

@@ -88,7 +88,9 @@ class LabPlan:
     Every strategy of a cell has its own learning rate, chosen by the measure that strategies are compared by, the final
     validation loss, on seeds that are not compared. All of them have the same number of runs for it: one per rate of
     the grid, then two further rates in each round. A round tries both sides of the best rate so far, or beyond it if it
-    lies at an end. A replay repeats the batch sizes that the run of the next seed recorded; it needs two seeds.
+    lies at an end. The rate is where a parabola through the best rate and its neighbours is lowest, so that no strategy
+    wins or loses by where the grid lies. A replay repeats the batch sizes that the run of the next seed recorded; it
+    needs two seeds.
 
     Args:
         name: the name of the plan.
@@ -174,12 +176,13 @@ def get(name: str) -> LabPlan:
     """Return a plan by its name.
 
     - ``quick``, a first look in about a minute: 3 cells of 3 small data sets, 6 strategies, 6 seeds;
-    - ``course``, about 40 minutes on two processors: 7 cells of 6 data sets and 5 models, a strategy per idea, 5 seeds;
-    - ``full``, for a night: 12 cells of 7 data sets and all models, every strategy, 5 seeds; needs Fashion-MNIST.
+    - ``course``, about 40 minutes on two processors: 9 cells of 9 data sets and 5 models, a strategy per idea, 5 seeds;
+      needs Fashion-MNIST;
+    - ``full``, for days: 20 cells of 13 data sets and 8 models, every strategy, 5 seeds; needs Fashion-MNIST.
 
     >>> plan = get("course")
     >>> len({cell.dataset for cell in plan.cells}), len({cell.model for cell in plan.cells}), plan.seeds
-    (6, 5, (0, 1, 2, 3, 4))
+    (9, 5, (0, 1, 2, 3, 4))
     """
     if name not in _PRESETS:
         raise ArgumentError(f"no preset {name!r}; there are {', '.join(names())}")
@@ -215,34 +218,42 @@ def _refuse_repeated(what: str, values: Sequence[Any]) -> None:
 
 _TEXT = {"limit": 600, "max_length": 48}
 _WINDOWS = {"limit": 600}
+_LARGE = {"limit": 5000}
+_PARAGRAPHS = {"limit": 5000, "max_length": 64}
 _QUICK = (
     Cell(dataset="digits", model="mlp", num_epochs=8, options={"num_evaluations": 8}),
     Cell(dataset="wine", model="mlp", num_epochs=12),
     Cell(dataset="diabetes", model="linear", num_epochs=8, options={"num_evaluations": 8}),
 )
+# Small and large, narrow and wide data of each kind, so that kind, size and dimension are not one split.
 _COURSE = (
-    Cell(dataset="digits", model="mlp", num_epochs=16),
-    Cell(dataset="digits", model="cnn", num_epochs=12),
+    Cell(dataset="digits", model="cnn", num_epochs=8),
+    Cell(dataset="fashion_mnist", model="mlp", num_epochs=8, data=_LARGE),
     Cell(dataset="breast_cancer", model="logistic", num_epochs=16),
-    Cell(dataset="wine", model="mlp", num_epochs=16),
+    Cell(dataset="waveform_wide", model="mlp", num_epochs=8, data=_LARGE),
     Cell(dataset="diabetes", model="mlp", num_epochs=16),
-    Cell(dataset="python_functions", model="transformer", num_epochs=12, optimizer="adam", data=_TEXT),
+    Cell(dataset="friedman", model="mlp", num_epochs=8, data=_LARGE),
+    Cell(dataset="python_docstrings", model="transformer", num_epochs=8, optimizer="adam", data=_TEXT),
+    Cell(dataset="python_paragraphs", model="logistic", num_epochs=8, optimizer="adam", data=_PARAGRAPHS),
     Cell(dataset="python_chars", model="char_lm", num_epochs=8, optimizer="adam", data=_WINDOWS),
 )
 _FULL = (
-    *(Cell(dataset="digits", model=model, num_epochs=24) for model in ("logistic", "mlp", "cnn")),
+    *(Cell(dataset="digits", model=model, num_epochs=16) for model in ("logistic", "mlp", "cnn")),
+    *(Cell(dataset="breast_cancer", model=model, num_epochs=16) for model in ("logistic", "mlp")),
+    Cell(dataset="wine", model="mlp", num_epochs=16),
+    Cell(dataset="diabetes", model="linear", num_epochs=16),
+    *(Cell(dataset=name, model="mlp", num_epochs=12) for name in ("diabetes", "friedman", "friedman_wide")),
+    *(Cell(dataset=name, model="mlp", num_epochs=12) for name in ("waveform", "waveform_wide", "fashion_mnist_7x7")),
+    Cell(dataset="fashion_mnist", model="cnn", num_epochs=8),
     *(
-        Cell(dataset=name, model=model, num_epochs=24)
-        for name in ("breast_cancer", "wine")
-        for model in ("logistic", "mlp")
-    ),
-    *(Cell(dataset="diabetes", model=model, num_epochs=24) for model in ("linear", "mlp")),
-    Cell(dataset="fashion_mnist", model="cnn", num_epochs=12, data={"limit": 12_500}),
-    *(
-        Cell(dataset="python_functions", model=model, num_epochs=16, optimizer="adam", data={"max_length": 128})
+        Cell(dataset="python_docstrings", model=model, num_epochs=8, optimizer="adam", data={"max_length": 128})
         for model in ("logistic", "transformer", "gru")
     ),
-    Cell(dataset="python_chars", model="char_lm", num_epochs=16, optimizer="adam"),
+    Cell(
+        dataset="python_paragraphs", model="gru", num_epochs=8, optimizer="adam", data={"limit": 5000, "max_length": 64}
+    ),
+    Cell(dataset="python_chars", model="char_lm", num_epochs=8, optimizer="adam", data={"limit": 2500}),
+    Cell(dataset="python_words", model="gru_lm", num_epochs=8, optimizer="adam", data={"limit": 2500}),
 )
 _FIRST_LOOK = ("constant", "constant_large", "exponential", "loss_difference_exponential", "noise", "curriculum")
 # Beside the handful: sizes below the base size, steady losses, memory, and a decay in the rate or in the batch.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast, final
 
 import numpy as np
 
@@ -14,10 +14,23 @@ from .._optional import require
 from .._types import FloatArray
 from ..errors import ArgumentError
 
-__all__ = ["PairedDifference", "equivalence", "examples_to_reach", "holm", "paired_difference", "t_cdf", "t_quantile"]
+__all__ = [
+    "PairedDifference",
+    "equivalence",
+    "examples_to_reach",
+    "holm",
+    "paired_difference",
+    "pooled_difference",
+    "smallest_detectable",
+    "t_cdf",
+    "t_quantile",
+]
 
 # Differences that vary by less than this share of the values vary only by rounding.
 _ROUNDING = 1e-12
+# A cell with more of the variance than this gives the degrees of freedom alone: Welch's would be too many.
+_DOMINANT = 2 / 3
+_LEAST_P = 1e-15
 
 
 @final
@@ -32,6 +45,8 @@ class PairedDifference:
             None for a single pair.
         high: ``mean + t·s/√n``; None for a single pair.
         p_value: the p-value of the two-sided t test that the true mean is 0; None for a single pair.
+        error: the standard error of the mean; None for a single pair.
+        freedom: the degrees of freedom of the test; None for a single pair.
     """
 
     num_pairs: int
@@ -39,6 +54,8 @@ class PairedDifference:
     low: float | None
     high: float | None
     p_value: float | None
+    error: float | None = None
+    freedom: float | None = None
 
     @property
     def is_clear(self) -> bool:
@@ -70,9 +87,118 @@ def paired_difference(
     mean, error, freedom = _summary(values, baseline, resolution)
     if error is None:
         return PairedDifference(num_pairs=1, mean=mean, low=None, high=None, p_value=None)
+    return _tested(freedom + 1, mean, error, freedom, confidence)
+
+
+def pooled_difference(
+    cells: Sequence[Sequence[float]], *, confidence: float = 0.95, resolution: float = 0.0
+) -> PairedDifference | None:
+    """Return the mean change over cells, e.g. pairs of data set and model, each with its own changes by seed.
+
+    The mean of the cells' means counts each cell once. Its error comes from the spread within cells only: that cells
+    differ is no noise. With ``v_c = s_c²/n_c``: ``error² = Σ v_c / C²``, with Welch's degrees of freedom
+    ``(Σ v_c)² / Σ v_c²/(n_c − 1)``, or those of one cell that has more than two thirds of the variance. The p-value is
+    the larger of two: of this test, and of the cells' own t tests combined (Stouffer's ``Σ z_c/√C`` or Fisher's
+    ``−2 Σ ln p_c``). Without a change in any cell the second holds however much the spreads differ. With one cell this
+    is the paired test.
+
+    The answer is about new seeds on exactly these cells, and all changes must be in one unit, e.g. per cent.
+
+    Args:
+        cells: the changes of each cell.
+        confidence: the confidence of the interval, above 0 and below 1.
+        resolution: the step between possible changes, as for ``paired_difference``.
+
+    Returns:
+        The mean and its test; None if a cell has fewer than two changes, since its spread is then unknown.
+
+    >>> found = pooled_difference([[1.0, 3.0], [5.0, 7.0]])
+    >>> found.mean, found.num_pairs, round(found.error, 4), found.freedom
+    (4.0, 4, 0.7071, 2.0)
+    """
+    confidence = as_number("confidence", confidence, above=0, below=1)
+    if not len(cells):
+        raise ArgumentError("cells must hold the changes of at least one cell, got none")
+    parts = [_summary(changes, [0.0] * len(changes), resolution) for changes in cells]
+    spreads = [_Spread(mean, error, freedom) for mean, error, freedom in parts if error is not None]
+    if len(spreads) < len(parts):
+        return None
+    mean = math.fsum(part.mean for part in spreads) / len(spreads)
+    error = math.hypot(*(part.error for part in spreads)) / len(spreads)
+    num_pairs = sum(part.freedom + 1 for part in spreads)
+    found = _tested(num_pairs, mean, error, _welch(spreads), confidence)
+    if len(spreads) == 1:
+        return found
+    return replace(found, p_value=max(cast(float, found.p_value), _combined(spreads)))
+
+
+class _Spread(NamedTuple):
+    """The mean of a cell, its standard error and its degrees of freedom."""
+
+    mean: float
+    error: float
+    freedom: int
+
+
+def _welch(parts: Sequence[_Spread]) -> float:
+    variances = np.square([part.error for part in parts])
+    total = float(variances.sum())
+    if total == 0:  # without any spread the test is certain, whatever the degrees of freedom
+        return float(sum(part.freedom for part in parts))
+    widest = int(variances.argmax())
+    if variances[widest] > _DOMINANT * total:
+        return float(parts[widest].freedom)
+    return total**2 / sum(float(one) ** 2 / part.freedom for one, part in zip(variances, parts, strict=True))
+
+
+def _combined(parts: Sequence[_Spread]) -> float:
+    """Return a p-value that no cell has a change, from the cells' own tests: exact however much their spreads differ.
+
+    Stouffer's test is the stronger one if all cells change alike, Fisher's if they do not; the smaller p-value counts,
+    twice.
+    """
+    below = np.array([t_cdf(_ratio(part.mean, part.error), part.freedom) for part in parts])
+    # A cell without spread is certain by itself; its logarithm would be infinite, and it must not decide for all.
+    below = np.clip(below, _LEAST_P, 1 - _LEAST_P)
+    z = float(_special().ndtri(below).sum()) / math.sqrt(len(parts))
+    logs = np.log(2 * np.minimum(below, 1 - below))
+    stouffer = 2 * float(_special().ndtr(-abs(z)))
+    fisher = float(_special().chdtrc(2 * len(parts), -2 * float(logs.sum())))
+    return min(1.0, 2 * min(stouffer, fisher))
+
+
+def smallest_detectable(error: float, freedom: float, *, level: float = 0.05, power: float = 0.8) -> float:
+    """Return the smallest true mean that a two-sided t test finds with a given probability.
+
+    ``(t(1 − level/2) + t(power))·error``, with the quantiles of Student's distribution.
+
+    Args:
+        error: the standard error of the mean, at least 0.
+        freedom: the degrees of freedom, above 0.
+        level: the error rate of the test, above 0 and below 1; divide it by the number of tests that are corrected.
+        power: the probability of finding it, at least 0.5 and below 1.
+
+    >>> round(smallest_detectable(1.0, 1e6), 2)
+    2.8
+    """
+    error = as_number("error", error, least=0)
+    level = as_number("level", level, above=0, below=1)
+    power = as_number("power", power, least=0.5, below=1)
+    return (t_quantile(1 - level / 2, freedom) + t_quantile(power, freedom)) * error
+
+
+def _tested(num_pairs: int, mean: float, error: float, freedom: float, confidence: float) -> PairedDifference:
     reach = t_quantile((1 + confidence) / 2, freedom) * error
     p_value = 2 * t_cdf(-_ratio(abs(mean), error), freedom)
-    return PairedDifference(num_pairs=freedom + 1, mean=mean, low=mean - reach, high=mean + reach, p_value=p_value)
+    return PairedDifference(
+        num_pairs=num_pairs,
+        mean=mean,
+        low=mean - reach,
+        high=mean + reach,
+        p_value=p_value,
+        error=error,
+        freedom=float(freedom),
+    )
 
 
 def equivalence(

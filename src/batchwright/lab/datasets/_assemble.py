@@ -25,7 +25,8 @@ def split_rows(labels: Array, *, task: Task, limit: int | None = None) -> tuple[
     """Return the rows of the training part and of the validation part, each in a random order that is always the same.
 
     Every fifth row along the sorted labels is kept for validation, so that every class, or every range of the target,
-    has its share in both parts. A class with a single row stays in training.
+    has its share in both parts. A class with a single row stays in training. A limit takes the first rows of each
+    part: no row changes its part with the limit.
 
     Args:
         labels: classes or targets, shape ``(N,)``.
@@ -37,17 +38,39 @@ def split_rows(labels: Array, *, task: Task, limit: int | None = None) -> tuple[
     (16, 4, [False, False, True, True])
     """
     rng = np.random.default_rng(SPLIT_SEED)
-    rows = rng.permutation(len(labels))[:limit]
+    rows = rng.permutation(len(labels))
     alone = _is_alone(labels[rows]) if task == "classification" else np.zeros(len(rows), dtype=bool)
     several = rows[~alone]
     several = several[np.argsort(labels[several], kind="stable")]
     kept = np.arange(len(several)) % VALIDATION_EVERY == VALIDATION_EVERY // 2
-    if not kept.any():
+    train = rng.permutation(np.concatenate([rows[alone], several[~kept]]))
+    return _limited(train, rng.permutation(several[kept]), labels, task=task, limit=limit)
+
+
+def _limited(train: Ids, validation: Ids, labels: Array, *, task: Task, limit: int | None) -> tuple[Ids, Ids]:
+    """Return the first rows of both parts, one in five for validation, of classes that are trained on."""
+    if limit is not None:
+        num_train, num_validation = shares(limit, len(train), len(validation))
+        if task == "classification":
+            validation = validation[np.isin(labels[validation], labels[train[:num_train]])]
+        validation = validation[:num_validation]
+        train = train[: limit - len(validation)]
+    if not len(validation):
         raise ArgumentError(
-            f"{len(rows)} examples leave none for validation: nearly every class has only one; give more examples"
+            f"{len(train)} examples leave none for validation: nearly every class has only one; give more examples"
         )
-    train = np.concatenate([rows[alone], several[~kept]])
-    return rng.permutation(train), rng.permutation(several[kept])
+    return train, validation
+
+
+def shares(limit: int, most_train: int, most_validation: int) -> tuple[int, int]:
+    """Return how many examples of each part a limit takes: one in five for validation, fewer if there are fewer.
+
+    >>> shares(100, 1000, 1000), shares(70_000, 60_000, 10_000), shares(13, 10, 3)
+    ((80, 20), (60000, 10000), (10, 3))
+    """
+    num_train = min(limit - limit // VALIDATION_EVERY, most_train)
+    num_validation = min(limit - num_train, most_validation)
+    return min(limit - num_validation, most_train), num_validation
 
 
 def assemble(
@@ -59,12 +82,17 @@ def assemble(
     num_classes: int | None,
     limit: int | None = None,
     vocabulary_size: int | None = None,
+    source: str = "",
 ) -> Dataset:
     """Return a data set of rows ``(N, columns)``, images ``(N, channels, height, width)``, or the ids of texts."""
-    train, validation = split_rows(labels, task=task, limit=limit)
-    targets = labels[train].astype(np.int64), labels[validation].astype(np.int64)
+    if isinstance(features, list):
+        train, validation = split_texts(features, labels, task=task, limit=limit)
+    else:
+        train, validation = split_rows(labels, task=task, limit=limit)
     if task == "regression":
         targets = standardise(labels[train], labels[validation])
+    else:
+        targets = labels[train].astype(np.int64), labels[validation].astype(np.int64)
     inputs: Sequence[Array | list[Ids]]
     if isinstance(features, list):
         inputs = [[features[row] for row in rows] for rows in (train, validation)]
@@ -78,6 +106,7 @@ def assemble(
         validation=parts[1],
         num_classes=num_classes,
         vocabulary_size=vocabulary_size,
+        source=source,
     )
 
 
@@ -85,6 +114,29 @@ def assemble_texts(name: str, texts: Sequence[str], labels: Array, *, max_length
     """Return a data set of texts, each as the ids of its first ``max_length`` tokens; options as for ``assemble``."""
     ids = [hash_ids(text, max_length=max_length) for text in texts]
     return assemble(name, ids, labels, vocabulary_size=VOCABULARY_SIZE, **options)
+
+
+def split_texts(texts: Sequence[Ids], labels: Array, *, task: Task, limit: int | None = None) -> tuple[Ids, Ids]:
+    """Return rows as ``split_rows`` does, with equal texts in the same part: a text learnt by heart proves nothing.
+
+    >>> texts = [np.array([i // 2]) for i in range(40)]  # each twice
+    >>> train, validation = split_texts(texts, np.arange(40) % 4 // 2, task="classification")
+    >>> len(train), len(validation), set(train // 2) & set(validation // 2)
+    (32, 8, set())
+    """
+    rows_of: dict[bytes, list[int]] = {}
+    for row, ids in enumerate(texts):
+        rows_of.setdefault(ids.tobytes(), []).append(row)
+    if len(rows_of) < MIN_EXAMPLES:
+        raise ArgumentError(
+            f"different texts in {len(texts)} rows: {len(rows_of)}; validation needs texts that training does not "
+            f"hold, and the lab at least {MIN_EXAMPLES} of them in all: give other texts, or a larger max_length if "
+            "they begin alike"
+        )
+    groups = list(rows_of.values())
+    parts = split_rows(labels[[rows[0] for rows in groups]], task=task)
+    train, validation = (np.array([row for place in part for row in groups[place]], dtype=np.int64) for part in parts)
+    return _limited(train, validation, labels, task=task, limit=limit)
 
 
 def standardise(train: Array, validation: Array) -> tuple[Array, Array]:

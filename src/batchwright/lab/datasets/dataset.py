@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 Task: TypeAlias = Literal["classification", "regression", "language"]
-Kind: TypeAlias = Literal["table", "images", "text"]
+Kind: TypeAlias = Literal["table", "images", "text", "language"]
 Part: TypeAlias = Literal["train", "validation"]
 Ids: TypeAlias = npt.NDArray[np.int64]
 Array: TypeAlias = npt.NDArray[Any]
@@ -65,6 +65,8 @@ class Dataset:
         validation: the examples kept apart, standardised by the mean and spread of ``train``.
         num_classes: how many classes or tokens there are to choose from; None for regression.
         vocabulary_size: how many ids texts are made of, including the id of the padding; None for tables and images.
+        source: where the examples come from, in words.
+        num_signal_columns: how many columns count, the first ones, where all others of a table are known to be noise.
     """
 
     name: str
@@ -73,10 +75,14 @@ class Dataset:
     validation: Split
     num_classes: int | None
     vocabulary_size: int | None = None
+    source: str = ""
+    num_signal_columns: int | None = None
 
     @property
     def kind(self) -> Kind:
-        """Return what an example is: ``"table"`` for a row of a table, ``"images"`` or ``"text"``."""
+        """Return what an example is: ``"table"``, ``"images"``, ``"text"``, or ``"language"`` for a window of text."""
+        if self.task == "language":
+            return "language"
         if self.vocabulary_size is not None:
             return "text"
         return "table" if np.ndim(self.train.features) == 2 else "images"
@@ -86,22 +92,49 @@ class Dataset:
         """Return how many tokens each training text has, for budgets and groupings; None for tables and images."""
         return self.train.lengths
 
+    @property
+    def num_examples(self) -> int:
+        """Return how many examples both parts have together."""
+        return len(self.train) + len(self.validation)
+
+    @property
+    def dimension(self) -> int:
+        """Return how many numbers an example has; for texts, how many ids they are made of."""
+        features = self.train.features
+        if self.vocabulary_size is not None or isinstance(features, list):
+            return int(self.vocabulary_size or 0)
+        return int(np.prod(features.shape[1:]))
+
+    def describe(self) -> str:
+        """Return one sentence: kind, task, size, dimension, and where the data set comes from.
+
+        >>> from batchwright.lab.datasets import load
+        >>> print(load("wine").describe())
+        wine: table, classification, 142 + 36 examples, dimension 13, 3 classes; from scikit-learn
+        """
+        classes = "" if self.task != "classification" else f", {self.num_classes} classes"
+        source = f"; from {self.source}" if self.source else ""
+        sizes = f"{len(self.train):,} + {len(self.validation):,} examples, dimension {self.dimension:,}"
+        return f"{self.name}: {self.kind}, {self.task}, {sizes}{classes}{source}"
+
     def properties(self) -> dict[str, str | int | float | None]:
         """Return the figures that reports compare data sets by, as a JSON object; None where a figure has no meaning.
 
-        ``type``, ``task``, ``num_train``, ``num_validation``; ``dimension``: numbers per example, or the size of the
-        vocabulary; ``num_classes``; ``length_median`` and ``length_p99`` in tokens; ``imbalance``: the largest class
-        over the smallest; ``label_noise``: the share of rows whose nearest other row has another label, on at most
-        2,000 rows. With many rows it lies between the error that no classifier avoids and about twice that error.
+        ``type``, ``source``, ``task``, ``num_train``, ``num_validation``; ``dimension``: numbers per example, or the
+        size of the vocabulary; ``num_classes``; ``length_median`` and ``length_p99`` in tokens; ``imbalance``: the
+        largest class over the smallest; ``label_noise``: the share of rows whose nearest other row has another label,
+        on at most 2,000 rows and only on columns that count, where those are known. With many rows it lies between the
+        error that no classifier avoids and about twice that error.
         """
         is_classification = self.task == "classification"
         median, p99 = length_spread(self.lengths)
         return {
             "type": self.kind,
+            "source": self.source,
             "task": self.task,
             "num_train": len(self.train),
             "num_validation": len(self.validation),
-            "dimension": _dimension(self),
+            "dimension": self.dimension,
             "num_classes": self.num_classes,
             "length_median": median,
             "length_p99": p99,
@@ -152,15 +185,8 @@ def _label_noise(dataset: Dataset) -> float | None:
     features = dataset.train.features
     if isinstance(features, list):
         return None
-    rows = features[:_MAX_ROWS].reshape(min(len(features), _MAX_ROWS), -1)
+    rows = features[:_MAX_ROWS].reshape(min(len(features), _MAX_ROWS), -1)[:, : dataset.num_signal_columns]
     return nearest_disagreement(rows.astype(np.float64), dataset.train.labels[:_MAX_ROWS])
-
-
-def _dimension(dataset: Dataset) -> int:
-    features = dataset.train.features
-    if dataset.vocabulary_size is not None or isinstance(features, list):
-        return int(dataset.vocabulary_size or 0)
-    return int(np.prod(features.shape[1:]))
 
 
 def difficulty_of(dataset: Dataset) -> Scores:

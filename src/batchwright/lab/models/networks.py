@@ -1,4 +1,4 @@
-"""Small models by name: linear ones, perceptrons, a convolutional network, a GRU and transformers."""
+"""Small models by name: linear ones, perceptrons, convolutional networks, recurrent networks and transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ..._checks import as_whole
 from ...errors import ArgumentError
 from ..datasets.dataset import PADDING, Dataset
 
-_STRUCTURED = {"table": ("mlp",), "images": ("mlp", "cnn"), "text": ("transformer", "gru")}
+_STRUCTURED = {"table": ("mlp",), "images": ("mlp", "cnn", "cnn_batchnorm"), "text": ("transformer", "gru")}
+_LANGUAGE = ("char_lm", "gru_lm")
 _HIDDEN = 128
 _CHANNELS = (16, 32)
 _CHANNELS_PER_GROUP = 4
@@ -30,12 +31,15 @@ def models_for(dataset: Dataset) -> tuple[str, ...]:
 
     >>> from batchwright.lab.datasets import load
     >>> models_for(load("digits")), models_for(load("diabetes"))
-    (('logistic', 'mlp', 'cnn'), ('linear', 'mlp'))
+    (('logistic', 'mlp', 'cnn', 'cnn_batchnorm'), ('linear', 'mlp'))
     """
-    if dataset.task == "language":
-        return ("char_lm",)
+    if dataset.kind == "language":
+        return _LANGUAGE
     simplest = "linear" if dataset.task == "regression" else "logistic"
-    return (simplest, *_STRUCTURED[dataset.kind])
+    fitting = (simplest, *_STRUCTURED[dataset.kind])
+    # A batch of one example has no variance over a map of one pixel, which is what two by two are pooled to.
+    is_tiny = dataset.kind == "images" and max(_shape(dataset)[1:]) <= 2
+    return tuple(name for name in fitting if not (is_tiny and name == "cnn_batchnorm"))
 
 
 def make_model(name: str, dataset: Dataset, *, seed: int) -> nn.Module:
@@ -108,20 +112,28 @@ class BagOfTokens(nn.Module):
         return means + self.bias
 
 
-def make_cnn(num_channels: int, num_outputs: int) -> nn.Module:
+def group_norm(num_channels: int) -> nn.Module:
+    """Return a normalisation of each example by itself: the batch size changes only the average of gradients."""
+    return nn.GroupNorm(num_channels // _CHANNELS_PER_GROUP, num_channels)
+
+
+def make_cnn(num_channels: int, num_outputs: int, *, norm: Callable[[int], nn.Module] = group_norm) -> nn.Module:
     """Return two convolutions of 3 × 3 and a linear layer.
 
-    GroupNorm instead of BatchNorm: each example is normalised by itself, so that the batch size, which the lab varies,
-    changes only the average of gradients.
+    Args:
+        num_channels: of an image.
+        num_outputs: of the linear layer.
+        norm: makes the normalisation of so many channels. With ``nn.BatchNorm2d`` every example depends on the others
+            of its batch, or micro-batch, so that the batch size changes more than the average of gradients.
     """
     first, second = _CHANNELS
     return nn.Sequential(
         nn.Conv2d(num_channels, first, kernel_size=3, padding=1),
         nn.MaxPool2d(2, ceil_mode=True),
-        nn.GroupNorm(first // _CHANNELS_PER_GROUP, first),
+        norm(first),
         nn.ReLU(),
         nn.Conv2d(first, second, kernel_size=3, padding=1),
-        nn.GroupNorm(second // _CHANNELS_PER_GROUP, second),
+        norm(second),
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(_SIDE),
         nn.Flatten(),
@@ -197,7 +209,7 @@ class TransformerClassifier(nn.Module):
 
 @final
 class CharLanguageModel(nn.Module):
-    """A causal transformer that predicts the next character at every place."""
+    """A causal transformer that predicts the next character, or word, at every place."""
 
     def __init__(self, vocabulary_size: int, max_length: int) -> None:
         super().__init__()
@@ -208,6 +220,25 @@ class CharLanguageModel(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Return logits ``(items, vocabulary, length)``: cross-entropy takes the classes on axis 1."""
         logits: Tensor = self.output(self.body(ids))
+        return logits.transpose(1, 2)
+
+
+@final
+class GruLanguageModel(nn.Module):
+    """A recurrent network that predicts the next character, or word, at every place."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary_size, _WIDTH)
+        self.recurrent = nn.GRU(_WIDTH, _WIDTH, batch_first=True)
+        self.output = nn.Linear(_WIDTH, vocabulary_size, bias=False)
+        for table in (self.tokens, self.output):
+            nn.init.normal_(table.weight, std=0.1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits ``(items, vocabulary, length)``: cross-entropy takes the classes on axis 1."""
+        states, _ = self.recurrent(self.tokens(ids))
+        logits: Tensor = self.output(states)
         return logits.transpose(1, 2)
 
 
@@ -270,7 +301,9 @@ def _max_length(dataset: Dataset) -> int:
 _MAKERS: dict[str, Callable[[Dataset], nn.Module]] = {
     "char_lm": lambda dataset: CharLanguageModel(_vocabulary(dataset), _max_length(dataset)),
     "cnn": lambda dataset: make_cnn(_shape(dataset)[0], _num_outputs(dataset)),
+    "cnn_batchnorm": lambda dataset: make_cnn(_shape(dataset)[0], _num_outputs(dataset), norm=nn.BatchNorm2d),
     "gru": lambda dataset: GruClassifier(_vocabulary(dataset), _num_outputs(dataset)),
+    "gru_lm": lambda dataset: GruLanguageModel(_vocabulary(dataset)),
     "linear": lambda dataset: _make_linear(dataset),
     "logistic": lambda dataset: _make_linear(dataset),
     "mlp": lambda dataset: make_mlp(prod(_shape(dataset)), _num_outputs(dataset)),

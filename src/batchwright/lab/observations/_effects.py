@@ -14,6 +14,8 @@ from ..strategies.strategy import BASELINE
 
 # (cell, strategy) -> seed -> change against the baseline.
 Effects: TypeAlias = Mapping[tuple[CellKey, str], Mapping[int, float]]
+# A quotient from here on is written as a factor.
+_FACTOR = math.log(3)
 _TIMES, _MINUS = "\N{MULTIPLICATION SIGN}", "\N{MINUS SIGN}"
 
 
@@ -26,6 +28,8 @@ class Measure:
         name: the key of the measure.
         title: what it is, in words.
         of: returns the figure of a run, None if it has none.
+        both: returns the figures of a run and of its partner, for a measure that only two runs together have, such as
+            the loss after as many updates as both made; None if ``of`` is enough.
         change: ``"ratio"`` compares by the logarithm of the quotient, which has no unit and so can be averaged over
             data sets; ``"difference"`` subtracts.
         lower_is_better: whether a lower figure is better.
@@ -34,8 +38,16 @@ class Measure:
     name: str
     title: str
     of: Callable[[RunRecord], float | None]
+    both: Callable[[RunRecord, RunRecord], tuple[float, float] | None] | None = None
     change: Literal["ratio", "difference"] = "ratio"
     lower_is_better: bool = True
+
+    def compare(self, run: RunRecord, base: RunRecord) -> float | None:
+        """Return the change from the run of the baseline to another run, None if it has no meaning."""
+        if self.both is None:
+            return self.between(self.of(run), self.of(base))
+        figures = self.both(run, base)
+        return None if figures is None else self.between(*figures)
 
     def between(self, there: float | None, here: float | None) -> float | None:
         """Return the change from the baseline's figure ``here`` to ``there``, None if it has no meaning."""
@@ -60,15 +72,26 @@ class Measure:
         return f"{hundredths(change)} pt" if metric_name == "accuracy" else signed(change)
 
     def interval(self, low: float, high: float, metric_name: str | None = None) -> str:
-        """Write a 95 % interval.
+        """Write a 95 % interval, with both ends in one unit.
 
-        >>> LOSS.interval(-0.2, 0.1)
-        '−18 to +11 %'
+        >>> LOSS.interval(-0.2, 0.1), LOSS.interval(math.log(0.9), math.log(4))
+        ('−18 to +11 %', '×0.9 to ×4')
         """
-        texts = [self.text(end, metric_name) for end in (low, high)]
-        unit = texts[1].partition(" ")[2]
-        # The unit once, unless one end is a factor.
-        return f"{texts[0].removesuffix(f' {unit}') if unit else texts[0]} to {texts[1]}"
+        return self.texts(low, low, high, metric_name)[1]
+
+    def texts(self, mean: float, low: float, high: float, metric_name: str | None = None) -> tuple[str, str]:
+        """Write a mean change and its 95 % interval, all in one unit: factors if one of them is three or more.
+
+        >>> LOSS.texts(math.log(2.12), math.log(1.07), math.log(4.2))
+        ('×2.1', '×1.1 to ×4.2')
+        """
+        if self.change == "ratio" and max(mean, low, high) >= _FACTOR:
+            texts = [factor(value) for value in (mean, low, high)]
+        else:
+            texts = [self.text(value, metric_name) for value in (mean, low, high)]
+        unit = texts[2].partition(" ")[2]
+        first = texts[1].removesuffix(f" {unit}") if unit else texts[1]
+        return texts[0], f"{first} to {texts[2]}"
 
 
 def mean_loss(record: RunRecord) -> float | None:
@@ -91,6 +114,16 @@ def mean_loss(record: RunRecord) -> float | None:
     return float(((losses[1:] + losses[:-1]) / 2 * np.diff(examples)).sum() / (examples[-1] - examples[0]))
 
 
+def end_of(record: RunRecord, axis: str) -> float | None:
+    """Return where a run ended on an axis of its curve, e.g. ``"updates"``; None if its last point does not say.
+
+    >>> end_of({"curve": [{"updates": 0}, {"updates": 12}]}, "updates")
+    12.0
+    """
+    curve = record.get("curve") or ()
+    return number(curve[-1].get(axis)) if curve else None
+
+
 def _final(name: str) -> Callable[[RunRecord], float | None]:
     return lambda record: number((record.get("final") or {}).get(name))
 
@@ -106,7 +139,7 @@ METRIC = Measure(
 CONVERGENCE = Measure(name="convergence", title="mean validation loss on the way", of=mean_loss)
 UPDATES = Measure(name="updates", title="updates", of=_final("updates"))
 SECONDS = Measure(name="seconds", title="seconds of training", of=_final("seconds"))
-MEASURES = (LOSS, METRIC, CONVERGENCE, UPDATES, SECONDS)
+SIMULATED = Measure(name="simulated", title="simulated seconds", of=lambda record: end_of(record, "simulated_seconds"))
 
 
 def effects(records: Iterable[RunRecord], measure: Measure) -> dict[tuple[CellKey, str], dict[int, float]]:
@@ -121,23 +154,26 @@ def effects(records: Iterable[RunRecord], measure: Measure) -> dict[tuple[CellKe
     {(CellKey(dataset='wine', model='mlp'), 'linear'): {0: -0.6931471805599453}}
     """
     runs = list(finished(records))
-    baselines = {_partner(run): measure.of(run) for run in runs if run["strategy"] == BASELINE}
+    baselines = {partner_of(run): run for run in runs if run["strategy"] == BASELINE}
     found: dict[tuple[CellKey, str], dict[int, float]] = {}
     for run in runs:
-        if run["strategy"] != BASELINE:
-            change = measure.between(measure.of(run), baselines.get(_partner(run)))
+        base = baselines.get(partner_of(run))
+        if run["strategy"] != BASELINE and base is not None:
+            change = measure.compare(run, base)
             if change is not None:
                 found.setdefault((cell_of(run), run["strategy"]), {})[run["seed"]] = change
     return found
 
 
-def seed_means(found: Effects, cells: Sequence[CellKey]) -> dict[str, dict[int, float]]:
-    """Return the change of each strategy averaged over cells, for each seed that has all of them.
-
-    The cells are not a sample: a test over these means is about new seeds, not about new data.
-    """
+def of_strategies(found: Effects, cells: Sequence[CellKey]) -> dict[str, list[Mapping[int, float]]]:
+    """Return the changes of each strategy in each of some cells, in their order; empty where it has no pair."""
     names = dict.fromkeys(strategy for cell, strategy in found if cell in cells)
-    return {name: _mean_of([found.get((cell, name), {}) for cell in cells]) for name in names}
+    return {name: [found.get((cell, name), {}) for cell in cells] for name in names}
+
+
+def seed_means(found: Effects, cells: Sequence[CellKey]) -> dict[str, dict[int, float]]:
+    """Return the change of each strategy averaged over cells, for each seed that has all of them."""
+    return {name: _mean_of(parts) for name, parts in of_strategies(found, cells).items()}
 
 
 def _mean_of(parts: Sequence[Mapping[int, float]]) -> dict[int, float]:
@@ -154,7 +190,7 @@ def paired(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, fl
     return {seed: one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())}
 
 
-def _partner(record: RunRecord) -> tuple[object, ...]:
+def partner_of(record: RunRecord) -> tuple[object, ...]:
     """Return what two runs must have in common to be compared."""
     return (*cell_of(record), record["seed"], (record.get("settings") or {}).get("num_examples"))
 
@@ -165,9 +201,16 @@ def percent_change(log_ratio: float) -> str:
     >>> percent_change(math.log(0.88)), percent_change(math.log(1.004)), percent_change(math.log(12)), percent_change(0)
     ('−12 %', '+0.4 %', '×12', '±0 %')
     """
-    if log_ratio >= math.log(3):
-        return _TIMES + (digits(math.exp(log_ratio)) if log_ratio < 30 else "10¹³ and more")
-    return f"{hundredths(math.expm1(log_ratio))} %"
+    return factor(log_ratio) if log_ratio >= _FACTOR else f"{hundredths(math.expm1(log_ratio))} %"
+
+
+def factor(log_ratio: float) -> str:
+    """Write the logarithm of a quotient as a factor.
+
+    >>> factor(math.log(0.2)), factor(math.log(4))
+    ('×0.2', '×4')
+    """
+    return _TIMES + (digits(math.exp(log_ratio)) if log_ratio < 30 else "10¹³ and more")
 
 
 def hundredths(share: float) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from .._records import CellKey
 from ..strategies.strategy import BASELINE
-from ._effects import Effects, Measure, counted, listed, paired, seed_means
+from ._effects import Effects, Measure, counted, listed, of_strategies, paired
 from ._slices import Slice
-from .evidence import Compared, Evidence, Finding, compare_all
+from .evidence import Cells, Compared, Evidence, Finding, compare_all, compare_family
 
 
 @final
@@ -20,6 +20,12 @@ class Verdicts:
 
     measure: Measure
     compared: tuple[Compared, ...]
+
+    @classmethod
+    def of(cls, measure: Measure, compared: Iterable[Compared]) -> Verdicts:
+        """Return verdicts in their order."""
+        ranked = sorted(compared, key=lambda one: (-measure.gain(one.mean), one.strategy))
+        return cls(measure=measure, compared=tuple(ranked))
 
     @property
     def first(self) -> Compared:
@@ -59,16 +65,30 @@ class Ranking:
     against: tuple[CellKey, ...]
 
 
-def rank(found: Effects, part: Slice, measure: Measure) -> Ranking | None:
-    """Rank the strategies that ran on all cells of a slice; None if no two seeds can be compared."""
-    every = seed_means(found, part.cells)
-    means = {name: changes for name, changes in every.items() if len(changes) > 1}
-    if not means:
+def testable(found: Effects, cells: Sequence[CellKey]) -> dict[str, Cells]:
+    """Return the changes of the strategies that have two seeds or more in every one of some cells."""
+    every = of_strategies(found, cells)
+    return {name: parts for name, parts in every.items() if all(len(changes) > 1 for changes in parts)}
+
+
+def rank(
+    found: Effects, part: Slice, measure: Measure, *, compared: Iterable[Compared] | None = None
+) -> Ranking | None:
+    """Rank the strategies that ran on all cells of a slice; None if no two seeds can be compared.
+
+    Args:
+        found: the changes against the baseline.
+        part: the cells.
+        measure: what they are ranked by.
+        compared: the tests against the baseline, if they belong to a larger family; None corrects them by themselves.
+    """
+    changes = testable(found, part.cells)
+    if not changes:
         return None
-    verdicts = _verdicts(means, measure)
+    verdicts = Verdicts.of(measure, compare_all(changes) if compared is None else compared)
     first, *others = (one.strategy for one in verdicts.compared)
     # Bonferroni, and not Holm: the truly best one must survive each of these tests, whatever the others say.
-    pairs = {name: paired(means[first], means[name]) for name in others}
+    pairs = {name: list(map(paired, changes[first], changes[name])) for name in others}
     tests = compare_all(pairs, correction="Bonferroni")
     apart = {one.strategy: one for one in tests if one.is_shown}
     return Ranking(
@@ -76,23 +96,18 @@ def rank(found: Effects, part: Slice, measure: Measure) -> Ranking | None:
         verdicts=verdicts,
         ties=tuple(name for name in others if name not in apart),
         closest=next(iter(apart.values()), None),
-        left_out=tuple(name for name in every if name not in means),
+        left_out=tuple(name for name in of_strategies(found, part.cells) if name not in changes),
         against=tuple(cell for cell in part.cells if measure.gain(sum(found[cell, first].values())) < 0),
     )
 
 
 def cell_tests(found: Effects, measure: Measure) -> dict[CellKey, Verdicts]:
-    """Test every strategy on every cell in which one has two seeds to compare; each cell is corrected by itself."""
-    cells: dict[CellKey, dict[str, Mapping[int, float]]] = {}
-    for (cell, strategy), changes in found.items():
-        cells.setdefault(cell, {})[strategy] = changes
-    tests = {cell: _verdicts(cells[cell], measure) for cell in sorted(cells)}
-    return {cell: verdicts for cell, verdicts in tests.items() if verdicts.compared}
-
-
-def _verdicts(changes: Mapping[str, Mapping[int, float]], measure: Measure) -> Verdicts:
-    compared = sorted(compare_all(changes), key=lambda one: (-measure.gain(one.mean), one.strategy))
-    return Verdicts(measure=measure, compared=tuple(compared))
+    """Test every strategy on every cell in which it has two seeds; all cells and strategies are corrected together."""
+    tests = compare_family({place: [changes] for place, changes in found.items()})
+    cells: dict[CellKey, list[Compared]] = {}
+    for (cell, _), one in tests.items():
+        cells.setdefault(cell, []).append(one)
+    return {cell: Verdicts.of(measure, cells[cell]) for cell in sorted(cells)}
 
 
 def best_finding(ranking: Ranking, fixed: frozenset[str], *, topic: str) -> Finding:
@@ -119,13 +134,13 @@ def best_finding(ranking: Ranking, fixed: frozenset[str], *, topic: str) -> Find
 
 def _winner(ranking: Ranking) -> str:
     verdicts, first = ranking.verdicts, ranking.verdicts.first
-    num_others, num_seeds = len(verdicts.compared) - 1, counted(first.num_pairs, "seed")
+    num_others, num_pairs = len(verdicts.compared) - 1, counted(first.num_pairs, "pair")
     sentence = (
         f"On {ranking.slice}, {first.strategy} has the lowest {verdicts.measure.title}: "
         f"{first.figures(verdicts.measure)} against {BASELINE}"
     )
     if ranking.ties:
-        sentence += f". It is a tie: {listed(ranking.ties)} cannot be told apart from it with {num_seeds}."
+        sentence += f". It is a tie: {listed(ranking.ties)} cannot be told apart from it with {num_pairs} of runs."
     else:
         others = "the other strategy" if num_others == 1 else f"all {num_others} others"
         sentence += f", and it is ahead of {others}." if num_others else "."

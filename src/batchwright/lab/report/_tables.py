@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, final
 
 from ..._charts.page import render_table
-from .._records import CellKey, RunRecord, cell_of, diverged, number
-from ..observations._effects import LOSS, MEASURES, Measure, counted, effects, p_text
-from ..observations._ranking import cell_tests, rank
+from .._records import CellKey, RunRecord, cell_of, diverged, number, ordered
+from ..observations._effects import LOSS, Measure, counted, effects, p_text
+from ..observations._equal import BASES, MEASURES
+from ..observations._headline import TOPIC, Family, family_of
+from ..observations._ranking import cell_tests, rank, testable
+from ..observations._reasons import time_model_of, time_text
 from ..observations._slices import cells_of, groups_of, kind_of, overall, properties_of
-from ..observations.evidence import Compared, Evidence, Finding
+from ..observations._tuning import edge_rates, tuning_of
+from ..observations.evidence import Compared, Evidence, Finding, compare_all
 from ..strategies.strategy import BASELINE
 
 NAMES = {measure.name: measure.title[0].upper() + measure.title[1:] for measure in MEASURES}
@@ -21,6 +25,7 @@ SIGNS = {"better": "▲", "worse": "▼", "open": "○", "single": "?"}
 _WORDS = {"better": "better", "worse": "worse", "open": "no difference shown", "single": "one seed"}
 TOPICS = {
     "scope": "What was run",
+    TOPIC: "In short",
     "overall": "Over everything",
     "convergence": "On the way there",
     "cost": "Fewer updates",
@@ -32,6 +37,7 @@ TOPICS = {
     "model": "By model",
     "no better": "Where adapting is no better",
     "quality": "By accuracy, R² or likelihood",
+    "tuning": "Learning rates",
     "limits": "What this cannot say",
 }
 
@@ -46,12 +52,14 @@ class Effect:
         text: the mean change.
         interval: its 95 % interval; empty with one seed.
         note: seeds and corrected p-value, in words.
+        rate: the chosen learning rate, if it lay at the edge of the grid; empty otherwise.
     """
 
     verdict: str
     text: str
     interval: str
     note: str
+    rate: str = ""
 
 
 def matrix_effects(records: Sequence[RunRecord], measure: Measure) -> dict[tuple[CellKey, str], Effect]:
@@ -62,20 +70,33 @@ def matrix_effects(records: Sequence[RunRecord], measure: Measure) -> dict[tuple
     for cell, tests in cell_tests(found, measure).items():
         for one in tests.compared:
             entries[cell, one.strategy] = _tested(measure, one, metrics[cell])
-    return entries
+    rates = edge_rates(records)
+    return {
+        place: replace(entry, rate=f"{rates[place]:g}") if place in rates else entry for place, entry in entries.items()
+    }
 
 
-def pooled_effects(records: Sequence[RunRecord], measure: Measure) -> dict[str, Effect]:
+def pooled_effects(
+    records: Sequence[RunRecord], measure: Measure, *, family: Family | None = None
+) -> dict[str, Effect]:
     """Return the entry over all cells of each strategy that ran on all of them.
 
     Empty for a single cell, and for a measure with a unit, which cannot be averaged over data sets.
+
+    Args:
+        records: the runs.
+        measure: what is compared.
+        family: the tests of the headline, which the losses on all bases belong to; None makes them.
     """
-    if measure.change != "ratio" or len(cells_of(records)) < 2:
+    cells = cells_of(records)
+    if measure.change != "ratio" or len(cells) < 2:
         return {}
-    ranking = rank(effects(records, measure), overall(records), measure)
-    if ranking is None:
-        return {}
-    return {one.strategy: _tested(measure, one, None) for one in ranking.verdicts.compared}
+    basis = next((basis for basis in BASES if basis.measure is measure), None)
+    if basis is None:
+        compared: Sequence[Compared] = compare_all(testable(effects(records, measure), cells))
+    else:
+        compared = (family or family_of(records, overall(records))).on(basis).compared
+    return {one.strategy: _tested(measure, one, None) for one in compared}
 
 
 def row_order(records: Sequence[RunRecord]) -> list[str]:
@@ -88,12 +109,14 @@ def row_order(records: Sequence[RunRecord]) -> list[str]:
 
 def render_matrix(records: Sequence[RunRecord]) -> str:
     """Return one table per measure; all but the first are hidden until chosen."""
-    order = row_order(records)
-    return "".join(_table(records, order, measure, hidden=place > 0) for place, measure in enumerate(MEASURES))
+    order, family = row_order(records), family_of(records, overall(records)) if records else None
+    return "".join(_table(records, order, measure, family, hidden=place > 0) for place, measure in enumerate(MEASURES))
 
 
-def _table(records: Sequence[RunRecord], order: Sequence[str], measure: Measure, *, hidden: bool) -> str:
-    columns, rows = matrix_rows(records, order, measure)
+def _table(
+    records: Sequence[RunRecord], order: Sequence[str], measure: Measure, family: Family | None, *, hidden: bool
+) -> str:
+    columns, rows = matrix_rows(records, order, measure, family=family)
     groups, title = groups_of(records), html.escape(NAMES[measure.name])
     head = '<th scope="col">strategy</th>' + "".join(_column(cell) for cell in columns)
     body = "".join(_row(name, groups[name], columns, row) for name, row in rows.items())
@@ -107,11 +130,11 @@ def _table(records: Sequence[RunRecord], order: Sequence[str], measure: Measure,
 
 
 def matrix_rows(
-    records: Sequence[RunRecord], order: Sequence[str], measure: Measure
+    records: Sequence[RunRecord], order: Sequence[str], measure: Measure, *, family: Family | None = None
 ) -> tuple[list[CellKey | None], dict[str, list[Effect | None]]]:
     """Return the columns, and the entries of each strategy; a column without a cell, if any, is over all cells."""
     cells = cells_of(records)
-    entries, pooled = matrix_effects(records, measure), pooled_effects(records, measure)
+    entries, pooled = matrix_effects(records, measure), pooled_effects(records, measure, family=family)
     columns: list[CellKey | None] = [None, *cells] if pooled else [*cells]
     return columns, {
         name: [pooled.get(name) if cell is None else entries.get((cell, name)) for cell in columns] for name in order
@@ -141,19 +164,20 @@ def _entry(entry: Effect | None, attributes: str) -> str:
     return (
         f'<td{attributes.format(entry.verdict)} title="{html.escape(entry.note)}"><b><i aria-hidden="true">'
         f'{SIGNS[entry.verdict]}</i> {entry.text}</b><span class="unseen"> {_WORDS[entry.verdict]}</span>'
-        f"<small>{entry.interval}</small></td>"
+        f"<small>{entry.interval}</small>{_edge(entry)}</td>"
     )
+
+
+def _edge(entry: Effect) -> str:
+    return f"<small>rate at the edge: {entry.rate}</small>" if entry.rate else ""
 
 
 def _tested(measure: Measure, one: Compared, metric: str | None) -> Effect:
     verdict = "open" if not one.is_shown else "better" if measure.gain(one.mean) > 0 else "worse"
-    note = f"n = {counted(one.num_pairs, 'seed')}; {p_text(one.p_corrected)} after Holm over {one.num_tests} strategies"
-    return Effect(
-        verdict=verdict,
-        text=measure.text(one.mean, metric),
-        interval=measure.interval(one.low, one.high, metric),
-        note=note,
-    )
+    text, interval = measure.texts(one.mean, one.low, one.high, metric)
+    tests = counted(one.num_tests, "test")
+    note = f"n = {counted(one.num_pairs, 'pair')}; {p_text(one.p_corrected)} after Holm over {tests}"
+    return Effect(verdict=verdict, text=text, interval=interval, note=note)
 
 
 def _single(measure: Measure, changes: Mapping[int, float], metric: str | None) -> Effect:
@@ -175,9 +199,13 @@ def render_findings(findings: Iterable[Finding]) -> str:
     """Return the findings with one heading per topic, and the tests of each folded away."""
     parts = []
     for topic, some in groupby(findings, key=lambda one: one.topic):
-        body = "".join(f"<p>{prose(one.sentence)}</p>{_tests(one.evidence)}" for one in some)
+        body = "".join(f"<p>{prose(one.sentence)}</p>{_why(one)}{_tests(one.evidence)}" for one in some)
         parts.append(f'<div class="topic"><h3>{html.escape(TOPICS.get(topic, topic))}</h3><div>{body}</div></div>')
     return "".join(parts)
+
+
+def _why(one: Finding) -> str:
+    return f'<p class="note">Why? {prose(one.why)}</p>' if one.why else ""
 
 
 def prose(sentence: str) -> str:
@@ -186,7 +214,7 @@ def prose(sentence: str) -> str:
     >>> prose("p < 0.001 & 5 %").replace("\N{NO-BREAK SPACE}", "~")
     'p~&lt;~0.001 &amp; 5~%'
     """
-    for text in (" %", "p = ", "p < "):
+    for text in (" %", "p = ", "p < ", "n = "):
         sentence = sentence.replace(text, text.replace(" ", "\N{NO-BREAK SPACE}"))
     return html.escape(sentence)
 
@@ -198,17 +226,18 @@ def _tests(evidence: Sequence[Evidence]) -> str:
         (
             one.what,
             one.measure.title,
-            one.measure.text(one.compared.mean, one.metric_name),
-            one.measure.interval(one.compared.low, one.compared.high, one.metric_name),
+            *one.measure.texts(one.compared.mean, one.compared.low, one.compared.high, one.metric_name),
             str(one.compared.num_pairs),
             p_text(one.compared.p_corrected).removeprefix("p ").removeprefix("= "),
             str(one.compared.num_tests),
         )
         for one in evidence
     ]
-    head = ("compared", "by", "mean change", "95 % interval", "seeds", "p, corrected", "tests")
+    head = ("compared", "by", "mean change", "95 % interval", "pairs", "p, corrected", "tests")
     title = "The test" if len(rows) == 1 else f"The {len(rows)} tests"
-    table = render_table(head, rows, caption="Paired t tests over seeds, corrected by Holm", numbers_from=2)
+    table = render_table(
+        head, rows, caption="Paired t tests, pooled within data set and model, corrected together", numbers_from=2
+    )
     return f"<details><summary>{title}</summary>{table}</details>"
 
 
@@ -272,11 +301,35 @@ def render_settings(records: Sequence[RunRecord]) -> str:
         else:
             text = "; ".join(f"{cell}: {value}" for cell, value in zip(cells, values, strict=True))
             rows.append((key, text))
+    model = time_model_of(records)
+    if model is not None:
+        about = f" ({model['about']})" if model.get("about") else ""
+        rows.append(("simulated seconds", f"{time_text(model)}{about}"))
     return render_table(("setting", "value"), rows, caption=f"Settings of the runs of {BASELINE}")
 
 
-def render_rates(plan: Mapping[str, Any]) -> str:
-    """Return how the learning rates were chosen; empty if they were given."""
+def render_rates(records: Sequence[RunRecord], plan: Mapping[str, Any]) -> str:
+    """Return the learning rate of each strategy and where it came from; empty if rates were given."""
+    told = {(cell_of(run), run["strategy"]): tuning for run in records if (tuning := tuning_of(run)) is not None}
+    if not told:
+        return _rates_of_baseline(plan)
+    cells = sorted({cell for cell, _ in told})
+    rows = [(name, *(_rate(told.get((cell, name))) for cell in cells)) for name in ordered(name for _, name in told)]
+    caption = "Learning rates, chosen for each strategy by itself on runs that are not compared"
+    return render_table(("strategy", *map(str, cells)), rows, caption=caption, numbers_from=1)
+
+
+def _rate(tuning: Mapping[str, Any] | None) -> str:
+    if tuning is None:
+        return ""
+    chosen = number(tuning.get("chosen"))
+    if chosen is None:
+        return "tuning failed"
+    return f"{chosen:g} (edge of the grid)" if tuning.get("is_at_edge") else f"{chosen:g}"
+
+
+def _rates_of_baseline(plan: Mapping[str, Any]) -> str:
+    """Return how the learning rates of older labs were chosen: for the baseline only; empty if they were given."""
     notes = [note for note in plan.get("tuning") or () if note.get("scores")]
     if not notes:
         return ""

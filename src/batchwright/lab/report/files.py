@@ -15,19 +15,25 @@ from typing import final
 from ..._files import write_atomic
 from ...errors import ArgumentError
 from .._records import RunRecord, cell_of, diverged
-from ..observations._effects import LOSS, METRIC, Measure, effects, mean_loss
+from ..observations._effects import METRIC, Measure, effects, end_of, mean_loss
+from ..observations._equal import BASES, EQUAL_EXAMPLES, EQUAL_SIMULATED, EQUAL_UPDATES
+from ..observations._headline import Family, family_of
+from ..observations._slices import overall
+from ..observations._tuning import tuning_of
 from ..observations.evidence import Finding
 from ..observations.observing import observe
 from ..strategies.strategy import BASELINE
-from ._tables import SIGNS, TOPICS, Effect, failed_runs, footer_text, matrix_rows, row_order
+from ._tables import NAMES, SIGNS, TOPICS, Effect, failed_runs, footer_text, matrix_rows, row_order
 from .folder import LabFolder, read_lab
-from .page import render_html
+from .page import headlines, render_html
 
+_TABLES = (EQUAL_EXAMPLES, EQUAL_UPDATES, EQUAL_SIMULATED)
 _FINAL = ("metric", "validation_loss", "train_loss", "updates", "seconds", "examples")
 _PLACE = ("dataset", "model", "strategy", "group", "seed")
 CSV_COLUMNS = (
     *(*_PLACE, "status", "metric_name", *_FINAL),
     *("mean_validation_loss", "num_decisions", "loss_change", "metric_change", "error"),
+    *("simulated_seconds", "lr", "rate_at_edge", *(f"{basis.measure.name}_change" for basis in BASES[1:])),
 )
 
 
@@ -71,15 +77,18 @@ def write_report(folder: str | os.PathLike[str]) -> ReportFiles:
 def render_csv(lab: LabFolder) -> str:
     """Return one line per run: its end, and its change against the run of the baseline with the same seed.
 
-    ``loss_change`` is the quotient of the validation losses minus 1, ``metric_change`` the difference of the metrics.
+    ``loss_change`` is the quotient of the validation losses minus 1, ``metric_change`` the difference of the metrics;
+    ``loss_updates_change`` is the quotient after equal updates minus 1, and likewise for both kinds of seconds.
     """
-    losses, metrics = (effects(lab.records, measure) for measure in (LOSS, METRIC))
+    metrics = effects(lab.records, METRIC)
+    losses = {basis.measure.name: effects(lab.records, basis.measure) for basis in BASES}
     text = io.StringIO()
     writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
     for run in lab.records:
         place = (cell_of(run), run["strategy"])
-        change = losses.get(place, {}).get(run["seed"])
+        changes = {f"{name}_change": found.get(place, {}).get(run["seed"]) for name, found in losses.items()}
+        tuning = tuning_of(run)
         writer.writerow(
             {
                 **{key: run.get(key) for key in (*_PLACE, "metric_name", "error")},
@@ -87,7 +96,10 @@ def render_csv(lab: LabFolder) -> str:
                 "status": "diverged" if diverged(run) else run["status"],
                 "mean_validation_loss": mean_loss(run),
                 "num_decisions": len(run.get("decisions") or ()),
-                "loss_change": None if change is None else math.expm1(change),
+                **{name: None if change is None else math.expm1(change) for name, change in changes.items()},
+                "simulated_seconds": end_of(run, "simulated_seconds"),
+                "lr": (run.get("settings") or {}).get("lr"),
+                "rate_at_edge": None if tuning is None else bool(tuning.get("is_at_edge")),
                 "metric_change": metrics.get(place, {}).get(run["seed"]),
             }
         )
@@ -102,14 +114,21 @@ def render_markdown(lab: LabFolder, *, observations: Sequence[Finding] | None = 
         observations: what they show; None observes them.
     """
     observations = observe(lab.records) if observations is None else observations
-    lead = next((one.sentence for one in observations if one.topic == "overall"), "")
+    family = family_of(lab.records, overall(lab.records)) if lab.records else None
+    matrices = [
+        part
+        for basis in _TABLES
+        for part in (
+            f"## {NAMES[basis.measure.name]} against {BASELINE}",
+            _matrix(lab.records, basis.measure, family),
+        )
+    ]
     parts = [
         f"# batchwright lab: {lab.name}",
-        lead,
-        f"## Final validation loss against {BASELINE}",
-        "▲ better, ▼ worse, corrected for all strategies of a column; ○ no difference shown; ? only one seed. "
-        "Mean change and 95 % interval.",
-        _matrix(lab.records, LOSS),
+        *headlines(observations),
+        "In the tables: ▲ better, ▼ worse, corrected for the whole table, and over all for the headline; ○ no "
+        "difference shown; ? only one seed. Mean change and 95 % interval; an edge is that of the grid of rates.",
+        *matrices,
         "## Observations",
         *_observations(observations),
         "## Failed runs",
@@ -119,8 +138,8 @@ def render_markdown(lab: LabFolder, *, observations: Sequence[Finding] | None = 
     return "\n\n".join(parts) + "\n"
 
 
-def _matrix(records: Sequence[RunRecord], measure: Measure) -> str:
-    columns, rows = matrix_rows(records, row_order(records), measure)
+def _matrix(records: Sequence[RunRecord], measure: Measure, family: Family | None) -> str:
+    columns, rows = matrix_rows(records, row_order(records), measure, family=family)
     head = ["strategy", *("over all" if cell is None else str(cell) for cell in columns)]
     lines = [[name, *map(_entry, row)] for name, row in rows.items()]
     return "\n".join(_line(line) for line in (head, ["---"] * len(head), *lines))
@@ -130,7 +149,8 @@ def _entry(entry: Effect | None) -> str:
     if entry is None:
         return ""
     interval = f" ({entry.interval})" if entry.interval else ""
-    return f"{SIGNS[entry.verdict]} {entry.text}{interval}"
+    edge = f"; rate at the edge: {entry.rate}" if entry.rate else ""
+    return f"{SIGNS[entry.verdict]} {entry.text}{interval}{edge}"
 
 
 def _observations(observations: Sequence[Finding]) -> list[str]:
@@ -138,7 +158,8 @@ def _observations(observations: Sequence[Finding]) -> list[str]:
     for topic, some in groupby(observations, key=lambda one: one.topic):
         parts.append(f"### {TOPICS.get(topic, topic)}")
         for one in some:
-            parts += [one.sentence, *(["\n".join(f"- {test}" for test in one.evidence)] if one.evidence else [])]
+            parts += [one.sentence, *([f"Why? {one.why}"] if one.why else [])]
+            parts += [*(["\n".join(f"- {test}" for test in one.evidence)] if one.evidence else [])]
     return parts
 
 

@@ -14,6 +14,8 @@ Losses: TypeAlias = Mapping[float, float | None]
 # How far a round goes beyond an end of the rates tried, at most.
 _LARGEST_STEP = 10.0
 _DEFAULT_STEP = math.sqrt(10)
+# A loss this many times that of the best rate is that of a run that goes wrong.
+_WALL = 2.0
 
 
 @final
@@ -22,7 +24,7 @@ class Choice:
     """The learning rate of an arm, and the runs that chose it.
 
     Args:
-        lr: the rate; None if every rate that was tried failed or diverged.
+        lr: the rate that is used; None if every rate that was tried failed or diverged.
         losses: the mean final validation loss of each rate that was tried.
         num_diverged: how many runs had a loss that was no number.
         num_failed: how many runs ended with an error.
@@ -35,18 +37,28 @@ class Choice:
     num_failed: int = 0
     seeds: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, losses: Losses, **found: Any) -> Choice:
+        """Return the choice that some losses lead to."""
+        return cls(lr=lowest_point(losses), losses=losses, **found)
+
+    @property
+    def best_tried(self) -> float | None:
+        """Return the rate with the lowest loss of those that were tried; None if the rate was given."""
+        return best_rate(self.losses)
+
     @property
     def is_at_edge(self) -> bool:
-        """Say whether the rate is the smallest or the largest that was tried: a better one may lie beyond."""
-        return len(self.losses) > 1 and self.lr in (min(self.losses), max(self.losses))
+        """Say whether the smallest or the largest rate tried was the best: a better one may lie beyond."""
+        return len(self.losses) > 1 and self.best_tried in (min(self.losses), max(self.losses))
 
     @property
     def spacing(self) -> float | None:
-        """Return the factor to the farther of its two neighbours: a search that had to go far is coarser at its end."""
-        rates = sorted(self.losses)
-        if self.lr is None or len(rates) < 2:
+        """Return the factor from the best rate tried to the farther of its neighbours: how coarse the search ended."""
+        rates, best = sorted(self.losses), self.best_tried
+        if best is None or len(rates) < 2:
             return None
-        place = rates.index(self.lr)
+        place = rates.index(best)
         near = rates[max(0, place - 1) : place + 2]
         return max(high / low for low, high in pairwise(near))
 
@@ -75,6 +87,7 @@ class Choice:
             "grid": sorted(self.losses) or given,
             "losses": {str(rate): self.losses[rate] for rate in sorted(self.losses)},
             "chosen": self.lr,
+            "best_tried": self.best_tried,
             "is_at_edge": self.is_at_edge,
             "spacing": self.spacing,
             "num_runs": self.num_runs,
@@ -92,6 +105,33 @@ def best_rate(losses: Losses) -> float | None:
     """
     found = [(loss, rate) for rate, loss in losses.items() if loss is not None and math.isfinite(loss)]
     return min(found)[1] if found else None
+
+
+def lowest_point(losses: Losses) -> float | None:
+    """Return the rate at which the loss is lowest, read between those that were tried.
+
+    It is the lowest point of the parabola through the best rate and its two neighbours, loss and rate on the scale of
+    logarithms. So it matters little where the rates happen to lie: for a strategy that needs another rate, the same
+    grid lies elsewhere. At an end, or beside a rate that diverged or more than doubles the loss, it is the best rate
+    itself: there the loss is a wall and no parabola.
+
+    >>> lowest_point({0.01: 0.4, 0.1: 0.2, 1.0: 0.4}), lowest_point({0.01: 0.3, 0.1: 0.2, 1.0: 0.4})
+    (0.1, 0.074)
+    """
+    best, rates = best_rate(losses), sorted(losses)
+    place = 0 if best is None else rates.index(best)
+    around = [(rate, losses[rate]) for rate in rates[max(0, place - 1) : place + 2]]
+    most = _WALL * (losses[best] or 0.0) if best is not None else 0.0
+    known = [(math.log(rate), math.log(loss)) for rate, loss in around if loss is not None and 0 < loss <= most]
+    if not 0 < place < len(rates) - 1 or len(known) < 3:
+        return best
+    (left, high_left), (middle, low), (right, high_right) = known
+    # Slopes on both sides; the parabola is level where the line between them crosses 0.
+    falling, rising = (low - high_left) / (middle - left), (high_right - low) / (right - middle)
+    if rising <= falling:
+        return best
+    level = (left + middle) / 2 - falling * (right - left) / 2 / (rising - falling)
+    return float(f"{math.exp(level):.3g}")
 
 
 def next_rates(losses: Losses) -> tuple[float, float]:

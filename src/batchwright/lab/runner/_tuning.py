@@ -11,7 +11,7 @@ from .._records import RunRecord, number
 from ..datasets.dataset import Dataset
 from ..presets import LabPlan
 from ..strategies.catalogue import get as get_strategy
-from ._choice import Choice, best_rate, next_rates
+from ._choice import Choice, next_rates
 from ._jobs import Arm, Job, arms_of
 
 Run: TypeAlias = Callable[[Sequence[Job]], Sequence[RunRecord]]
@@ -33,7 +33,7 @@ def tune(plan: LabPlan, datasets: Sequence[Dataset], run: Run) -> dict[Arm, Choi
         run: makes some runs and returns their records in the same order.
     """
     searches = {arm: _Search(plan, arm, datasets[arm.cell]) for arm in arms_of(plan, datasets)}
-    # A replay repeats sizes that its source recorded at the source's own rate, so it waits for that one.
+    # A replay repeats sizes that its source recorded at the best rate of the source, so it waits for that one.
     for is_replay in (False, True):
         some = [one for one in searches.values() if (one.source is not None) is is_replay and one.is_free]
         for search in some:
@@ -68,7 +68,7 @@ class _Search:
         if self.source is None:
             return
         other, seeds = searches[Arm(self.arm.cell, self.source)], self.plan.tuning_seeds
-        rate = other.choice().lr
+        rate = other.choice().best_tried
         if rate is not None:
             following = (*seeds[1:], seeds[0])
             self.repeated = {seed: other.job(rate, then) for seed, then in zip(seeds, following, strict=True)}
@@ -107,13 +107,12 @@ class _Search:
         return {rate: _mean_loss(finals) for rate, finals in self.finals.items()}
 
     def choice(self) -> Choice:
-        """Return the best rate so far."""
+        """Return the rate that the runs so far lead to."""
         if not self.is_free:
             return Choice(lr=self.cell.lr, losses={})
         found = [final for finals in self.finals.values() for final in finals]
-        return Choice(
-            lr=best_rate(self.losses()),
-            losses=self.losses(),
+        return Choice.of(
+            self.losses(),
             num_diverged=sum(final is not None and _loss(final) is None for final in found),
             num_failed=sum(final is None for final in found),
             seeds=self.plan.tuning_seeds,

@@ -112,8 +112,12 @@ class Lab:
         """
         workers = _workers(num_workers)
         progress, retry_failed = as_flag("progress", progress), as_flag("retry_failed", retry_failed)
-        plan = self._settle(plan)
+        plan, is_new = self._find(plan)
+        # Before anything is written: data that are missing must not leave a folder with a plan that cannot run.
         datasets = [load_data(cell.dataset, cell.data) for cell in plan.cells]
+        if is_new:
+            make_folder(self.folder)
+            self._write_lab(plan, tuning=[])
         # Leaving ends the processes, even if a record cannot be written.
         with Workers(workers) as pool:
             choices = self._tune(plan, datasets, pool, progress, retry_failed)
@@ -141,14 +145,6 @@ class Lab:
                 "choose another folder, or run without a plan to continue that one"
             )
         return plan, mine is None
-
-    def _settle(self, plan: LabPlan | str | None) -> LabPlan:
-        """Return the plan to run, and write it down if it is new."""
-        plan, is_new = self._find(plan)
-        if is_new:
-            make_folder(self.folder)
-            self._write_lab(plan, tuning=[])
-        return plan
 
     def _refuse_runs_without_plan(self) -> None:
         """Refuse a folder whose runs belong to nobody knows which plan: reports would mix them with those to come."""
@@ -236,6 +232,7 @@ def _note(plan: LabPlan, arm: Arm, choice: Choice) -> dict[str, Any]:
         "strategy": arm.strategy,
         "optimizer": cell.optimizer,
         "lr": choice.lr,
+        "best_tried": choice.best_tried,
         "is_at_edge": choice.is_at_edge,
         "num_runs": choice.num_runs,
         "seeds": list(choice.seeds),

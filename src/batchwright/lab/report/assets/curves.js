@@ -1,5 +1,5 @@
 // Loss or quality as training goes on, with the batch size underneath.
-const AXES = { examples: "examples", updates: "updates", seconds: "seconds of training" };
+const AXES = { examples: "examples", updates: "updates", simulated: "simulated seconds", seconds: "measured seconds" };
 const VALUES = { loss: "validation loss", metric: "quality", train: "training loss" };
 
 function valueName(cell) {
@@ -44,7 +44,8 @@ function drawCurves(cell, width) {
   const x = makeScale(0, longest, frame.left, frame.right);
   const y = makeScale(...valueRange(lines, longest), frame.bottom, frame.top, state.y === "metric" ? "linear" : "log");
   const sizes = lines.flatMap(({ curve }) => curve.size.filter(isNumber));
-  const size = makeScale(Math.min(...sizes), Math.max(...sizes), under.bottom, under.top, "size");
+  // A little room on top: the label of the largest size would touch the name of the axis.
+  const size = makeScale(Math.min(...sizes), Math.max(...sizes), under.bottom, under.top + 5, "size");
   const name = `${data.cells[cell].dataset} · ${data.cells[cell].model}: ${valueName(cell)} by ${AXES[state.x]}, with the batch size`;
   const drawing = canvas(width, under.bottom + 42, name);
   const clip = `clip-${cell}`;

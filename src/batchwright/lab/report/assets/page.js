@@ -142,13 +142,22 @@ function recall() {
   for (const choice of all("select[data-state]")) {
     const { state: name } = choice.dataset;
     if (![...choice.options].some((option) => option.value === state[name])) state[name] = choice.options[0].value;
-    choice.value = state[name];
   }
+  for (const first of all(".switch label:first-of-type input")) {
+    const values = all(`input[name=${first.name}]`).map((button) => button.value);
+    if (!values.includes(state[first.name])) state[first.name] = first.value;
+  }
+  showChoices();
+}
+
+function showChoices() {
+  for (const choice of all("select[data-state]")) choice.value = state[choice.dataset.state];
+  for (const button of all("input[data-state]")) button.checked = state[button.dataset.state] === button.value;
 }
 
 function reset() {
   Object.assign(state, { dataset: "", model: "", group: "", on: null });
-  for (const choice of all("select[data-state]")) choice.value = state[choice.dataset.state];
+  showChoices();
   refresh();
 }
 
@@ -173,7 +182,7 @@ async function look() {
 
 function start() {
   recall();
-  for (const choice of all("select[data-state]")) {
+  for (const choice of all("[data-state]")) {
     choice.addEventListener("change", () => {
       state[choice.dataset.state] = choice.value;
       refresh();

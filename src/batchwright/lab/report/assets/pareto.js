@@ -66,7 +66,8 @@ function followEnds(drawing, { cell, points, x, y, width, metric }) {
     [
       { slot: point.slot, name: metric, value: `${show(point.y)} (${show(point.end.metricLow)} to ${show(point.end.metricHigh)})` },
       { slot: point.slot, name: "updates", value: show(point.end.updates) },
-      { slot: point.slot, name: "seconds", value: show(point.end.seconds) },
+      ...(isNumber(point.end.simulated) ? [{ slot: point.slot, name: "simulated seconds", value: show(point.end.simulated) }] : []),
+      { slot: point.slot, name: "measured seconds", value: show(point.end.seconds) },
     ],
     event,
   );

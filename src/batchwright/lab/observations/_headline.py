@@ -1,0 +1,220 @@
+"""The headline: is any strategy better after equal examples, updates or seconds, and which ones save updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import final
+
+from .._records import CellKey, RunRecord, finished, number
+from ..strategies.strategy import BASELINE
+from ._effects import LOSS, UPDATES, Effects, counted, effects, hundredths, listed, p_text
+from ._equal import BASES, EQUAL_EXAMPLES, EQUAL_SIMULATED, Basis, missing_text
+from ._ranking import Verdicts, testable
+from ._reasons import time_model_of, time_text, why, why_kept
+from ._slices import Slice, fixed_of
+from ._tuning import edge_note, edge_rates
+from .evidence import Compared, Finding, compare_all, compare_family
+
+TOPIC = "headline"
+# A loss that is at most this much higher counts as equally good.
+MARGIN = 0.05
+# A lab that would miss a gain of this size has decided nothing.
+DECIDED = 0.25
+_HOPELESS = 0.9
+_MOST_NAMED = 3
+_NUMBERS = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Every strategy against the baseline on every basis, over all cells, corrected together.
+
+    Args:
+        found: the changes of each basis, by the name of its measure.
+        compared: the tests, by the name of the measure and the strategy.
+    """
+
+    found: Mapping[str, Effects]
+    compared: Mapping[tuple[str, str], Compared]
+
+    def on(self, basis: Basis) -> Verdicts:
+        """Return the tests on one basis, the best mean first."""
+        mine = [one for (name, _), one in self.compared.items() if name == basis.measure.name]
+        return Verdicts.of(basis.measure, mine)
+
+
+def family_of(runs: Sequence[RunRecord], whole: Slice) -> Family:
+    """Test all strategies that ran on all cells, on each basis that the records allow."""
+    found = {basis.measure.name: effects(runs, basis.measure) for basis in BASES}
+    values = {
+        (name, strategy): cells
+        for name, changes in found.items()
+        for strategy, cells in testable(changes, whole.cells).items()
+    }
+    return Family(found=found, compared=compare_family(values))
+
+
+def headline(runs: Sequence[RunRecord], whole: Slice, family: Family) -> list[Finding]:
+    """Return one finding per basis and one about updates, in plain words, each with interval, n and p."""
+    bases = [_basis_finding(runs, basis, family) for basis in BASES]
+    first, *others = bases
+    return [one for one in (first, updates_finding(runs, whole), *others) if one is not None]
+
+
+def _basis_finding(runs: Sequence[RunRecord], basis: Basis, family: Family) -> Finding | None:
+    verdicts = family.on(basis)
+    if not verdicts.compared:
+        return _not_compared(runs, basis)
+    better, worse = verdicts.better(), verdicts.worse()
+    rates, base = edge_rates(runs), baseline_text(runs)
+    sentence = _verdict_text(verdicts, base, basis, _notes(rates, verdicts))
+    if not better:
+        sentence += detectable_text(verdicts)
+    fixed = [one.strategy for one in better if one.strategy in fixed_of(runs)]
+    if fixed:
+        sentence += f" The batch size of {listed(fixed)} never changes, so this does not come from adapting it."
+    sentence += _time_text(runs, basis) + _after(missing_text(runs, basis))
+    named = [(one.strategy, True) for one in better] + [(one.strategy, False) for one in reversed(worse)]
+    reasons = [why(runs, name, basis, is_better=is_better) for name, is_better in named[:_MOST_NAMED]]
+    return Finding(
+        topic=TOPIC,
+        sentence=sentence,
+        evidence=tuple(one.evidence(basis.measure, "over all") for one in verdicts.compared),
+        strategies=tuple(one.strategy for one in better),
+        why=" ".join(reasons),
+    )
+
+
+def _notes(rates: Mapping[tuple[CellKey, str], float], verdicts: Verdicts) -> dict[str, str]:
+    """Return what must stand next to an arm: that its best rate lay at the edge of the grid."""
+    notes = {one.strategy: edge_note(rates, one.strategy) for one in verdicts.compared}
+    return {name: note for name, note in notes.items() if note}
+
+
+def _verdict_text(verdicts: Verdicts, base: str, basis: Basis, notes: Mapping[str, str]) -> str:
+    better, worse, measure = verdicts.better(), verdicts.worse(), verdicts.measure
+
+    def named(some: Sequence[Compared]) -> str:
+        texts = [f"{one.strategy}, {one.figures(measure)}{_after(notes.get(one.strategy, ''), '; ')}" for one in some]
+        return listed(texts, most=_MOST_NAMED)
+
+    if better:
+        text = f"{_count(len(better), 'strategy')} ended with a lower validation loss than {base} {basis.words}: "
+        text += named(better)
+    else:
+        first = verdicts.first
+        is_gain = measure.gain(first.mean) > 0
+        best = f"the best mean, {named([first])}, could be chance" if is_gain else f"the nearest is {named([first])}"
+        text = f"No strategy ended with a lower validation loss than {base} {basis.words}: {best}"
+    if worse:
+        text += f". {_count(len(worse), 'strategy')} ended higher: {named(list(reversed(worse)))}"
+    return text + "."
+
+
+def detectable_text(verdicts: Verdicts) -> str:
+    """Say which size of gain could have been seen, or that the lab cannot decide."""
+    sizes = [one.detectable for one in verdicts.compared if one.error > 0]
+    if not sizes:
+        return ""
+    share = -math.expm1(-median(sizes))
+    if share > _HOPELESS:
+        return " This lab cannot decide it: with so few seeds hardly any gain would have been seen. Run more seeds."
+    text = f"a loss lower by {hundredths(share).removeprefix('+')} % or more would have been seen in four of five labs"
+    if share > DECIDED:
+        return f" This lab cannot decide it: only {text} like this one. Run more seeds."
+    return f" {text[0].upper()}{text[1:]} like this one."
+
+
+def _time_text(runs: Sequence[RunRecord], basis: Basis) -> str:
+    if basis is not EQUAL_SIMULATED:
+        return ""
+    model = time_model_of(runs)
+    return "" if model is None else f" The time model: {time_text(model)}."
+
+
+def _not_compared(runs: Sequence[RunRecord], basis: Basis) -> Finding | None:
+    """Say that a basis cannot be compared, and why; None for equal examples, about which other findings speak."""
+    if basis is EQUAL_EXAMPLES:
+        return None
+    reason = missing_text(runs, basis) or "No strategy has two seeds with a curve on every data set and model."
+    return Finding(topic=TOPIC, sentence=f"Losses {basis.words} cannot be compared. {reason}")
+
+
+def updates_finding(runs: Sequence[RunRecord], whole: Slice) -> Finding | None:
+    """Say which strategies made at most half of the baseline's updates, and which of them keep its loss.
+
+    Both are tests of their own: that updates are below half, and that the loss is less than 5 % higher. None if no
+    two seeds can be compared.
+    """
+    updates, losses = (testable(effects(runs, one), whole.cells) for one in (UPDATES, LOSS))
+    tests = {one.strategy: one for one in compare_all(updates)}
+    below = shown_below(updates, -math.log(2))
+    kept = shown_below({name: losses[name] for name in below if name in losses}, math.log1p(MARGIN))
+    if not tests:
+        return None
+    base, margin = baseline_text(runs), f"{100 * MARGIN:.0f} %"
+    saving = sorted(below, key=lambda name: (tests[name].mean, name))
+    if not saving:
+        fewest = min(tests.values(), key=lambda one: (one.mean, one.strategy))
+        text = f"No strategy made at most half of the updates of {base} on the same examples; the fewest: "
+        return Finding(
+            topic=TOPIC,
+            sentence=f"{text}{fewest.strategy}, {fewest.figures(UPDATES)}.",
+            evidence=(fewest.evidence(UPDATES, "over all"),),
+        )
+    some = [f"{name}, {tests[name].figures(UPDATES)}" for name in saving]
+    sentence = (
+        f"{_count(len(saving), 'strategy')} made at most half of the updates of {base} on the same examples: "
+        f"{listed(some, most=_MOST_NAMED)}. "
+    )
+    good = [f"{name} ({p_text(kept[name].p_corrected)})" for name in saving if name in kept]
+    sentence += (
+        f"Of these, {listed(good)} {'is' if len(good) == 1 else 'are'} shown to end less than {margin} above its loss."
+        if good
+        else f"None of these is shown to end less than {margin} above its loss."
+    )
+    return Finding(
+        topic=TOPIC,
+        sentence=sentence,
+        evidence=tuple(tests[name].evidence(UPDATES, "over all") for name in saving),
+        strategies=tuple(name for name in saving if name in kept),
+        why=" ".join(why_kept(runs, name) for name in [name for name in saving if name in kept][:_MOST_NAMED]),
+    )
+
+
+def shown_below(values: Mapping[str, Sequence[Mapping[int, float]]], limit: float) -> dict[str, Compared]:
+    """Return the strategies whose mean change is shown to lie below a limit, with the test against the limit."""
+    shifted = {
+        name: [{seed: change - limit for seed, change in changes.items()} for changes in cells]
+        for name, cells in values.items()
+    }
+    return {one.strategy: one for one in compare_all(shifted) if one.is_shown and one.mean < 0}
+
+
+def baseline_text(runs: Sequence[RunRecord]) -> str:
+    """Return the baseline in words, with its batch size.
+
+    >>> run = {"strategy": "constant", "status": "ok", "final": {"validation_loss": 1.0}}
+    >>> baseline_text([run | {"curve": [{"batch_size": 64}]}]), baseline_text([run])
+    ('a constant batch of 64', 'constant')
+    """
+    points = [point for run in finished(runs) if run["strategy"] == BASELINE for point in run.get("curve") or ()]
+    sizes = sorted({size for point in points if (size := number(point.get("batch_size"))) is not None})
+    if not sizes:
+        return BASELINE
+    span = f"{sizes[0]:g}" if len(sizes) == 1 else f"{sizes[0]:g} to {sizes[-1]:g}, by data set"
+    return f"a constant batch of {span}" if len(sizes) == 1 else f"a constant batch ({span})"
+
+
+def _count(number: int, what: str) -> str:
+    """Write a small number as a word, to begin a sentence."""
+    word = _NUMBERS[number] if number < len(_NUMBERS) else f"{number:,}"
+    return f"{word} {counted(number, what).partition(' ')[2]}"
+
+
+def _after(text: str, before: str = " ") -> str:
+    return before + text if text else ""
