@@ -458,9 +458,10 @@ CALLS = {
     ),
     "lab.strategies.Strategy": (
         lambda **o: (
-            (made := lab("strategies").Strategy(name="mine", group="constant", make=print, **o)), made.needs_classes
+            (made := lab("strategies").Strategy(name="mine", group="constant", make=print, **o)),
+            (made.needs_classes, made.min_epochs),
         ),
-        {"needs_classes": flag()},
+        {"needs_classes": flag(), "min_epochs": whole(1, 9)},
     ),
 }  # fmt: skip
 
@@ -474,5 +475,5 @@ EXCEPTIONS = {
     "Buckets.check_axes": "called by the plan", "Packed.check_axes": "called by the plan",
     "lab.Lab.run": "a run trains a model; tests/lab runs it",
     "lab.callbacks.TensorBoardLogger.log": "called by StepLogger",
-    "lab.strategies.Strategy.fits": "asks only whether the number is None",
+    "lab.strategies.Strategy.fits": "asks only whether one number is None and how large the other is",
 }  # fmt: skip

@@ -198,6 +198,28 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "num_signal_columns=None), bases: none",
         "two options came",
     ),
+    "batchwright.lab.strategies.Conditions": (
+        "class(*, settings, num_train, num_classes=None, difficulty=None, schedule=None), bases: none",
+        "class(*, settings, num_train, num_classes=None, difficulty=None, schedule=None, seconds=None), bases: none",
+        "an option came",
+    ),
+    "batchwright.lab.strategies.GROUPS": (
+        "value ('constant', 'linear', 'exponential', 'cyclical', 'loss', 'entropy', 'noise', 'lr-coupled', "
+        "'curriculum', 'memory', 'lr-decay', 'replay')",
+        "value ('constant', 'linear', 'exponential', 'cyclical', 'loss', 'entropy', 'noise', 'lr-coupled', "
+        "'curriculum', 'memory', 'time', 'lr-decay', 'replay')",
+        "a group came: strategies that follow the time of an update",
+    ),
+    "batchwright.lab.strategies.Strategy": (
+        "class(*, name, group, make, about='', needs_classes=False, replays=None), bases: none",
+        "class(*, name, group, make, about='', needs_classes=False, replays=None, min_epochs=1), bases: none",
+        "an option came",
+    ),
+    "batchwright.lab.strategies.Strategy.fits": (
+        "method(self, num_classes)",
+        "method(self, num_classes, *, num_epochs=None)",
+        "an option came",
+    ),
     _OBSERVATION: (
         "class(*, topic, sentence, evidence=(), strategies=()), bases: none",
         "is batchwright.lab.observations.Finding",
@@ -251,6 +273,9 @@ ADDED = {
     "batchwright.lab.statistics.pooled_difference",
     "batchwright.lab.statistics.smallest_detectable",
     "batchwright.lab.strategies.BASELINE",
+    "batchwright.lab.strategies.Conditions.seconds",
+    "batchwright.lab.strategies.HANDFUL",
+    "batchwright.lab.strategies.Strategy.min_epochs",
     "batchwright.lab.strategies.RunSettings",
     "batchwright.size.learning_rate.current_lr",
     "batchwright.size.learning_rate.innermost",

@@ -1,17 +1,21 @@
+import argparse
 import json
+import re
 import signal
 import subprocess
 import sys
 import urllib.request
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from batchwright.cli import main
-from batchwright.cli.lab import DATASETS, MODELS, chosen_strategies, dataset_name, default_epochs
-from batchwright.lab import datasets
+from batchwright.cli.lab import DATASETS, MODELS, add_lab, chosen_strategies, dataset_name, default_epochs, make_plan
+from batchwright.lab import Lab, datasets, presets
 from batchwright.lab.models import networks
-from batchwright.lab.strategies import names
+from batchwright.lab.strategies import HANDFUL, names
+from batchwright.lab.update_time import GRAPHS
 
 from ..lab.fabricated import fabricate, write_folder
 
@@ -48,6 +52,49 @@ def test_two_commands_lead_from_a_file_to_a_report(table, tmp_path, capsys):
     assert "Which batch size strategy" in (folder / "report.html").read_text(encoding="utf-8")
 
 
+def test_runs_and_minutes_are_stated_before_anything_is_written(table, tmp_path, capsys, monkeypatch):
+    said = []
+
+    def stop(lab, *arguments, **options):
+        said.append((capsys.readouterr().err, [path.name for path in tmp_path.iterdir()]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Lab, "run", stop)
+    with suppress(KeyboardInterrupt, SystemExit):
+        main(["lab", "run", "--data", str(table), "--target", "label", "--workers", "0"])
+    num_arms = len(HANDFUL)
+    # 4 rates and twice 2 more, on 2 seeds; then 6 seeds. One model.
+    words = f"lab: {16 * num_arms} runs to choose learning rates, then {6 * num_arms} to compare: "
+    [(err, files)] = said
+    assert err.startswith(words)
+    assert re.search(r"(about \d+ minutes?|less than a minute) with 1 process\n", err)
+    assert files == ["my.csv"]
+
+
+def test_a_file_is_compared_with_a_handful_of_strategies_and_one_model(table):
+    def made(*options):
+        parser = argparse.ArgumentParser()
+        add_lab(parser.add_subparsers())
+        return make_plan(parser.parse_args(["lab", "run", "--data", str(table), "--target", "label", *options]))
+
+    plan = made()
+    assert plan.strategies == HANDFUL
+    assert [cell.model for cell in plan.cells] == ["mlp"]
+    assert len(plan.seeds) >= 5
+    more = made("--models", "all", "--strategies", "all", "--seeds", "9", "--time-model", "graphs")
+    assert [cell.model for cell in more.cells] == ["logistic", "mlp"]
+    assert (more.strategies, len(more.seeds), more.update_time) == (names(), 9, GRAPHS)
+    assert [cell.model for cell in made("--models", "logistic").cells] == ["logistic"]
+
+
+def test_a_data_set_of_a_preset_can_be_left_out(tmp_path):
+    parser = argparse.ArgumentParser()
+    add_lab(parser.add_subparsers())
+    plan = make_plan(parser.parse_args(["lab", "run", "course", "--leave-out", "fashion_mnist"]))
+    assert "fashion_mnist" not in {cell.dataset for cell in plan.cells}
+    assert len(plan.cells) == len(presets.get("course").cells) - 1
+
+
 def test_a_lab_goes_on_where_it_stopped(table, tmp_path, capsys):
     run(capsys, "run", "--data", table, "--target", "label", *SHORT)
     runs = tmp_path / "lab_out" / "runs.jsonl"
@@ -82,6 +129,8 @@ def test_another_plan_in_the_same_folder_is_refused(table, capsys):
         (["run", "--data", "my.csv", "--target", "label", "--models", "gru"], "my.csv takes logistic, mlp"),
         (["run", "--data", "my.csv", "--target", "label", "--strategies", "magic"], "no strategy 'magic'"),
         (["run", "--data", "none.csv", "--target", "label"], "none.csv"),
+        (["run", "quick", "--time-model", "fast"], "two numbers of milliseconds, per update and per example"),
+        (["run", "quick", "--leave-out", "iris"], "--leave-out iris: the data sets are digits, wine, diabetes"),
         (["run", "--data", "my.parquet", "--target", "label"], "cannot tell the format of my.parquet"),
     ],
 )
@@ -144,7 +193,8 @@ def test_the_list_knows_every_data_set_and_model():
 def test_strategies_are_chosen_by_name_and_by_group():
     assert chosen_strategies(["linear"]) == ("constant", "linear")
     assert chosen_strategies(["entropy"]) == ("constant", "entropy")
-    assert chosen_strategies(["group:entropy"]) == ("constant", "entropy", "entropy_threshold")
+    per_batch = ("entropy_per_batch", "entropy_threshold_per_batch")
+    assert chosen_strategies(["group:entropy"]) == ("constant", "entropy", "entropy_threshold", *per_batch)
     assert chosen_strategies(["cyclical"]) == ("constant", "cyclic_linear", "cyclic_exponential")
     # A replay brings what it replays.
     assert chosen_strategies(["replay_entropy"]) == ("constant", "entropy", "replay_entropy")

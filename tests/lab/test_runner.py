@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,15 +13,19 @@ import numpy as np
 import pytest
 
 from batchwright._files import write_atomic
-from batchwright.errors import ArgumentError, BatchwrightError, StateMismatchError
+from batchwright.errors import ArgumentError, StateMismatchError
 from batchwright.lab import presets
 from batchwright.lab._records import RunStore, finite, read_records
 from batchwright.lab.datasets import load
-from batchwright.lab.presets import GRIDS, Score, best_rate, plan_jobs, score_rates, tuning_jobs
+from batchwright.lab.report import read_lab
 from batchwright.lab.runner import Cell, Lab, LabPlan, StoreError, _training
+from batchwright.lab.runner._choice import Choice
+from batchwright.lab.runner._jobs import arms_of, plan_jobs
 from batchwright.lab.runner._training import execute, load_data
-from batchwright.lab.runner.lab import run_jobs
+from batchwright.lab.runner._workers import Workers
+from batchwright.lab.strategies import GROUPS, get, names
 
+EARLIER = Path(__file__).parents[1] / "data" / "earlier_labs" / "1"
 WINE = Cell(dataset="wine", model="logistic", num_epochs=1, lr=0.01)
 DIABETES = Cell(dataset="diabetes", model="linear", num_epochs=1, lr=0.01)
 
@@ -37,8 +42,14 @@ def places(records):
     return [(record["strategy"], record["seed"]) for record in records]
 
 
-def jobs_of(given):
-    return plan_jobs(given, [load_data(cell.dataset, cell.data) for cell in given.cells], [0.01] * len(given.cells))
+def jobs_of(given, lr=0.01):
+    datasets = [load_data(cell.dataset, cell.data) for cell in given.cells]
+    return plan_jobs(given, datasets, {arm: Choice(lr=lr, losses={}) for arm in arms_of(given, datasets)})
+
+
+def run_jobs(jobs, *, num_workers):
+    with Workers(num_workers) as workers:
+        yield from workers.run(jobs, finished={})
 
 
 def record(name, **more):
@@ -188,6 +199,10 @@ def test_a_plan_survives_json():
         ({"grids": {"sgd": (0,)}}, r"grids\['sgd'\] must be a number above 0, got 0"),
         ({"seeds": (0, 1000)}, "seeds and tuning_seeds must differ"),
         ({"strategies": ("constant", "magic")}, "no strategy 'magic'"),
+        ({"tuning_seeds": (1000, 1000)}, "the tuning_seeds of a plan must differ, got 1000 more than once"),
+        ({"tuning_rounds": -1}, "tuning_rounds must be a whole number of 0 or more, got -1"),
+        ({"grids": {"sgd": (0.1, 0.1)}}, r"the grids\['sgd'\] of a plan must differ, got 0.1 more than once"),
+        ({"update_time": 70}, "update_time must be an UpdateTime, got 70"),
     ],
 )
 def test_a_plan_that_cannot_be_compared_is_refused(change, match):
@@ -196,16 +211,20 @@ def test_a_plan_that_cannot_be_compared_is_refused(change, match):
 
 
 @pytest.mark.parametrize("name", presets.names())
-def test_a_preset_has_every_group_and_settings_that_fit(name):
+def test_a_preset_has_known_strategies_and_settings_that_fit(name):
     given = presets.get(name)
     assert LabPlan.from_dict(given.to_dict()).to_dict() == given.to_dict()
-    assert len(given.strategies) == len(set(given.strategies)) > 25
+    assert len(given.strategies) == len(set(given.strategies))
+    assert set(given.strategies) <= set(names()) if name != "full" else given.strategies == names()
     for cell in given.cells:
         assert cell.num_epochs % 4 == 0  # milestones on whole epochs
     if name == "course":
         assert len({cell.dataset for cell in given.cells}) >= 5
         assert len({cell.model for cell in given.cells}) >= 4
-        assert len(given.seeds) >= 3
+        assert len(given.seeds) >= 5
+        # One per idea of the documents: growth is there once, and a replay is no idea of its own. The time of an update
+        # on this machine says nothing about a GPU.
+        assert {get(one).group for one in given.strategies} >= {*GROUPS} - {"linear", "replay", "time"}
 
 
 def test_an_unknown_preset_is_refused_with_those_there_are():
@@ -221,7 +240,7 @@ def test_a_lab_writes_its_plan_and_every_run(tmp_path):
     assert places(records) == [("constant", 0), ("linear", 0), ("constant", 1), ("linear", 1)]
     assert [line["id"] for line in read_records(tmp_path / "runs.jsonl")] == [found["id"] for found in records]
     written = json.loads((tmp_path / "lab.json").read_text())
-    assert (written["version"], written["preset"], written["plan"]["seeds"]) == (1, "tiny", [0, 1])
+    assert (written["version"], written["preset"], written["plan"]["seeds"]) == (2, "tiny", [0, 1])
     assert Lab(tmp_path).records() == records
     assert Lab(tmp_path).plan.to_dict() == plan().to_dict()
 
@@ -255,6 +274,41 @@ def test_another_plan_in_the_same_folder_is_refused(tmp_path):
     run(tmp_path, plan(seeds=(0,)))
     with pytest.raises(StateMismatchError, match="choose another folder"):
         run(tmp_path, plan(seeds=(1,)))
+
+
+def test_a_folder_of_the_earlier_version_is_refused_by_name_and_left_alone(tmp_path):
+    folder = shutil.copytree(EARLIER, tmp_path / "lab")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for attempt in (lambda: run(folder), lambda: run(folder, plan()), lambda: Lab(folder).plan):
+        with pytest.raises(StateMismatchError, match=r"another version of the lab \(1, this is 2\).*another folder"):
+            attempt()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    # It can still be read.
+    assert len(Lab(folder).records()) == len(read_lab(folder).records) == 16
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("{", "cannot read .*lab.json: .*put it back as it was"),
+        ("[]", "lab.json is damaged: it holds no plan"),
+        ('{"version": 2}', "lab.json is damaged: it holds no plan"),
+        ('{"version": 2, "plan": {"name": "tiny"}}', "lab.json is damaged: its plan cannot be read .*'strategies'"),
+    ],
+)
+def test_a_damaged_plan_is_refused_by_name(tmp_path, content, match):
+    (tmp_path / "lab.json").write_text(content)
+    with pytest.raises(StoreError, match=match):
+        run(tmp_path, plan())
+    assert (tmp_path / "lab.json").read_text() == content
+
+
+def test_runs_whose_plan_is_gone_are_not_mixed_with_others(tmp_path):
+    run(tmp_path, plan(seeds=(0,)))
+    (tmp_path / "lab.json").unlink()
+    with pytest.raises(StoreError, match=r"runs.jsonl holds runs, but lab.json beside it.*is missing"):
+        run(tmp_path, plan(seeds=(0, 1)))
+    assert not (tmp_path / "lab.json").exists()
 
 
 def test_a_folder_without_a_plan_asks_for_one(tmp_path):
@@ -296,7 +350,7 @@ def test_a_replay_of_a_run_that_failed_fails_with_the_reason(monkeypatch):
 
 def test_a_replay_waits_for_its_run_whatever_the_order():
     jobs = jobs_of(plan(strategies=("constant", "linear", "replay_linear")))
-    records = list(run_jobs(jobs[::-1], finished={}, num_workers=0))
+    records = list(run_jobs(jobs[::-1], num_workers=0))
     assert len(records) == len(jobs)
     ends = [found["id"] for found in records]
     for job in jobs:
@@ -317,7 +371,7 @@ def test_processes_give_the_same_results_as_one(tmp_path):
 def test_a_process_that_dies_costs_its_run_alone():
     slow = Cell(dataset="wine", model="mlp", num_epochs=40, lr=0.01)
     jobs = jobs_of(plan(slow, seeds=(0, 1, 2), strategies=("constant",)))
-    found = run_jobs(jobs, finished={}, num_workers=1)
+    found = run_jobs(jobs, num_workers=1)
     first = next(found)
     os.kill(_child_of(os.getpid()), signal.SIGKILL)
     rest = list(found)
@@ -343,6 +397,7 @@ def _child_of(parent):
 
 KILLED = """
 import sys
+from batchwright.lab.report import read_lab
 from batchwright.lab.runner import Cell, Lab, LabPlan
 
 if __name__ == "__main__":
@@ -367,7 +422,7 @@ def test_a_lab_that_was_killed_keeps_whole_records_and_goes_on(tmp_path):
     assert 3 <= len(kept) < 400
     # Going on does not repeat them: with all others pretended to be done only the missing ones run.
     given = Lab(tmp_path / "lab").plan
-    jobs = plan_jobs(given, [load_data("wine", {})], [0.01])
+    jobs = jobs_of(given)
     assert {found["id"] for found in kept} <= {job.id for job in jobs}
     with RunStore(tmp_path / "lab" / "runs.jsonl") as store:
         for job in jobs[len(kept) : -1]:
@@ -392,66 +447,6 @@ def test_a_script_without_a_guard_is_told_so(tmp_path):
 def test_progress_is_shown_once_a_phase(tmp_path, capsys):
     run(tmp_path, plan(seeds=(0,)), progress=True)
     assert "lab: 2 in" in capsys.readouterr().err
-
-
-# Learning rates
-
-
-def test_the_rate_is_the_best_of_the_grid_for_the_baseline_on_other_seeds(tmp_path):
-    cell = Cell(dataset="wine", model="logistic", num_epochs=1)
-    given = plan(
-        cell, seeds=(0,), strategies=("constant", "linear"), grids={"sgd": (1e-6, 0.01)}, tuning_seeds=(70, 71)
-    )
-    records = run(tmp_path, given)
-    [choice] = json.loads((tmp_path / "lab.json").read_text())["tuning"]
-    assert choice["lr"] == 0.01
-    assert choice["is_at_edge"]  # a better one may lie beyond the grid
-    assert choice["seeds"] == [70, 71]
-    assert [score["lr"] for score in choice["scores"]] == [1e-6, 0.01]
-    assert {found["settings"]["lr"] for found in records} == {0.01}
-    assert records[0]["settings"]["lr_grid"] == [1e-6, 0.01]
-    tuning = list(read_records(tmp_path / "tuning.jsonl"))
-    assert {(found["strategy"], found["seed"]) for found in tuning} == {("constant", 70), ("constant", 71)}
-    before = (tmp_path / "tuning.jsonl").read_bytes()
-    run(tmp_path)
-    assert (tmp_path / "tuning.jsonl").read_bytes() == before
-
-
-def test_a_rate_that_is_given_is_not_tuned():
-    wine = load("wine")
-    assert tuning_jobs(plan(WINE), WINE, wine) == []
-    free = Cell(dataset="wine", model="logistic", num_epochs=1, optimizer="adam")
-    assert len(tuning_jobs(plan(free), free, wine)) == 2 * len(GRIDS["adam"])
-
-
-def final(metric, loss):
-    return {"metric": metric, "validation_loss": loss}
-
-
-def test_rates_are_scored_by_their_means():
-    records = [
-        {"settings": {"lr": 0.1}, "final": final(0.8, 0.5)},
-        {"settings": {"lr": 0.1}, "final": final(0.6, 0.3)},
-        {"settings": {"lr": 1.0}, "final": final(0.9, 0.1)},
-        {"settings": {"lr": 1.0}, "final": final(None, None)},  # diverged
-        {"settings": {"lr": 10.0}, "final": None},  # failed
-    ]
-    found = score_rates(records)
-    assert found == [
-        Score(0.1, pytest.approx(0.7), pytest.approx(0.4)),
-        Score(1.0, None, None),
-        Score(10.0, None, None),
-    ]
-    assert best_rate(found) == 0.1
-
-
-def test_equal_metrics_are_told_apart_by_the_loss():
-    assert best_rate([Score(0.1, 1.0, 0.2), Score(0.01, 1.0, 0.1), Score(1.0, 0.9, 0.0)]) == 0.01
-
-
-def test_a_baseline_that_never_ends_well_is_an_error():
-    with pytest.raises(BatchwrightError, match=r"tuning\.jsonl"):
-        best_rate([Score(1.0, None, None)])
 
 
 # --- numbers of NumPy
@@ -481,7 +476,7 @@ def test_numbers_of_numpy_make_the_same_runs_as_plain_ones():
             options={"base_size": whole(8), "decay_at": [real(0.5)]},
         )
         made = plan(cell, seeds=(whole(0), whole(1)), tuning_seeds=(whole(7),), grids={"sgd": (real(0.5),)})
-        return made, plan_jobs(made, [load("wine", limit=100)], [real(0.25)])
+        return made, jobs_of(made, lr=0.25)
 
     made, found = jobs(np.int64, np.float32)
     expected, plain = jobs(int, float)

@@ -12,6 +12,7 @@ from batchwright.lab.datasets import load
 from batchwright.lab.models import collate_for, loss_fn_for, make_model
 from batchwright.lab.runner._training import Loop, evaluation_points, run_one
 from batchwright.lab.strategies import Conditions, RunSettings, Setup, Strategy, get, names
+from batchwright.lab.update_time import UpdateTime
 from batchwright.size import constant, track
 
 WINE = load("wine")
@@ -41,27 +42,40 @@ def test_a_record_has_the_fields_of_the_schema_and_is_json():
     record = run("noise")
     assert list(record) == [
         *("version", "id", "dataset", "model", "strategy", "group", "seed", "status", "error", "settings"),
-        *("properties", "num_parameters", "metric_name", "curve", "decisions", "final", "versions", "hardware"),
+        *(
+            "properties",
+            "num_parameters",
+            "metric_name",
+            "tuning",
+            "time_model",
+            "curve",
+            "decisions",
+            "final",
+            "versions",
+        ),
+        "hardware",
     ]
     assert json.loads(json.dumps(record, allow_nan=False)) == record
-    assert (record["version"], record["status"], record["error"], record["group"]) == (1, "ok", None, "noise")
+    assert (record["version"], record["status"], record["error"], record["group"]) == (2, "ok", None, "noise")
     assert record["properties"]["kind"] == "tabular"
     assert (record["metric_name"], record["num_parameters"]) == ("accuracy", 13 * 3 + 3)
     assert set(record["curve"][0]) == {
         *("examples", "updates", "seconds", "epoch", "train_loss", "validation_loss", "metric", "batch_size", "lr"),
-        "noise_scale",
+        *("noise_scale", "simulated_seconds"),
     }
-    assert set(record["final"]) == {"train_loss", "validation_loss", "metric", "updates", "seconds", "examples"}
+    assert set(record["final"]) == {
+        *("train_loss", "validation_loss", "metric", "updates", "seconds", "simulated_seconds", "examples")
+    }
     assert record["settings"]["num_examples"] == 4 * 142
 
 
 @pytest.mark.parametrize("name", names())
 def test_every_strategy_sees_as_many_examples_and_keeps_the_bounds(name):
-    source = get(name).replays
-    record = run(name, replay_of=None if source is None else run(source, seed=1))
+    source, long = get(name).replays, replace(SETTINGS, num_examples=6 * 142)  # cycles need 6 epochs
+    record = run(name, settings=long, replay_of=None if source is None else run(source, seed=1, settings=long))
     sizes = [point["batch_size"] for point in record["curve"]] + [change["new"] for change in record["decisions"]]
     assert record["status"] == "ok"
-    assert record["final"]["examples"] == record["curve"][-1]["examples"] == SETTINGS.num_examples
+    assert record["final"]["examples"] == record["curve"][-1]["examples"] == long.num_examples
     assert min(sizes) >= SETTINGS.min_size
     assert max(sizes) <= SETTINGS.max_size
 
@@ -104,6 +118,26 @@ def test_the_baseline_counts_updates_by_hand():
     assert record["final"]["updates"] == 4 * 18
     assert record["decisions"] == []
     assert {point["lr"] for point in record["curve"]} == {0.01}
+
+
+def test_simulated_seconds_are_those_of_the_stated_model():
+    time = UpdateTime(fixed_ms=100, per_example_ms=1)
+    record = run(update_time=time)
+    # Each epoch has 18 updates of 142 examples: 1.8 s and 0.142 s.
+    assert [point["simulated_seconds"] for point in record["curve"]] == pytest.approx([0, 1.942, 3.884, 5.826, 7.768])
+    assert record["final"]["simulated_seconds"] == record["curve"][-1]["simulated_seconds"]
+    assert record["time_model"] == {"fixed_ms": 100, "per_example_ms": 1, "about": "given by the user"}
+    large = run(own(Setup(policy=constant(32))), update_time=time)
+    # 5 updates per epoch at 32.
+    assert large["final"]["simulated_seconds"] == pytest.approx(4 * (0.5 + 0.142))
+
+
+def test_an_update_that_a_strategy_cuts_pays_for_every_part():
+    time = UpdateTime(fixed_ms=100, per_example_ms=0)
+    record = run(own(Setup(noise_parts=4)), update_time=time)
+    # Each of the 18 updates of an epoch has 4 parts, the last one, of 6 examples, too.
+    assert record["final"]["updates"] == 4 * 18
+    assert record["final"]["simulated_seconds"] == pytest.approx(4 * 18 * 4 * 0.1)
 
 
 def test_the_baseline_is_plain_sgd():
@@ -210,8 +244,8 @@ def test_noise_is_measured_from_four_parts_and_put_on_the_curve():
     seen = []
     policy = track(lambda observation: seen.append((observation.noise_parts, observation.batch_size)) or 8.0)
     record = run(own(Setup(policy=policy, noise_parts=4)), model="mlp")
-    # 6, the rest of an epoch, makes 3 parts of 2.
-    assert set(seen) == {(4, 8), (3, 6)}
+    # 6, the rest of an epoch, makes 4 parts too: 2, 2, 1 and 1.
+    assert set(seen) == {(4, 8), (4, 6)}
     assert record["curve"][-1]["noise_scale"] > 0
     assert run()["curve"][-1]["noise_scale"] is None
 

@@ -18,10 +18,13 @@ from .options import Commands, add_command, add_option, count, names, positive
 from .screen import Screen
 
 if TYPE_CHECKING:
-    from ..lab.runner import LabPlan
+    from ..lab.runner import Cell, LabPlan
 
 FOLDER = Path("lab_out")
-_NUM_SEEDS = 3
+# Enough that differences between strategies of about the spread between seeds are found.
+_NUM_SEEDS = 6
+# The model of a user's file, if several fit: the first of these.
+_MODELS = ("mlp", "transformer", "char_lm")
 # A run on a user's file sees about this many examples; its number of epochs is a multiple of 4 within these bounds.
 _NUM_EXAMPLES = 200_000
 _EPOCHS = (4, 16)
@@ -36,7 +39,7 @@ Needs torch and scikit-learn: pip install 'batchwright[lab]'.
 
 _LAB_EXAMPLES = """\
   batchwright lab list                                what there is to train
-  batchwright lab run quick                           a first look, a few minutes
+  batchwright lab run quick                           a first look, about a minute
   batchwright lab run --data my.csv --target label
   batchwright lab show
 """
@@ -46,23 +49,25 @@ Train every strategy on data sets or on your own file, and write a report.
 
 Choose what to train on:
   PRESET               quick, course or full; `batchwright lab list` says what each one trains
-  --data and --target  your own file, with every model that fits it
+  --data and --target  your own file: a handful of strategies, one model that fits it
   neither              continue the lab of the folder where it stopped
 
 A strategy is a way to set the batch size. `constant` keeps it fixed and is the baseline: every other
-strategy is compared with it, on every data set and model, in pairs of runs with the same seed. The
-learning rate is chosen first, for the baseline, from a grid, and every strategy uses the same one.
+strategy is compared with it, on every data set and model, in pairs of runs with the same seed. First every
+strategy gets its own learning rate: all of them by the same number of runs, by the final validation loss,
+on seeds that are not compared. Before it starts, the lab says how many runs there are and about how many
+minutes they take.
 
 Each run is saved as soon as it ends; Ctrl-C loses only the runs in progress.
 """
 
 _RUN_EXAMPLES = """\
-  batchwright lab run quick                                   a first look, a few minutes
-  batchwright lab run course --seeds 5 --folder course_out    more seeds, narrower intervals
+  batchwright lab run quick                                   a first look, about a minute
+  batchwright lab run course --seeds 9 --folder course_out    more seeds, narrower intervals
   batchwright lab run --data my.csv --target label            your own data, all other columns as features
   batchwright lab run --data reviews.jsonl --target stars --columns body --models gru
   batchwright lab run --data my.csv --target price --strategies linear,loss,group:entropy
-                                                              two strategies and a whole group
+                                                              a strategy and two whole groups
   batchwright lab run                                         continue the lab in lab_out
 """
 
@@ -147,16 +152,24 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
     task = "what the target is (default: classes if it holds texts or at most 20 different whole numbers)"
     data.add_argument("--task", choices=("classification", "regression"), help=task)
     add_option(data, "--limit ROWS", "use only ROWS rows, chosen at random (default: all)", type=positive)
-    add_option(data, "--models NAMES", "models to train, separated by commas (default: all that fit)", type=names)
+    add_option(
+        data, "--models NAMES", "models to train, separated by commas, or all (default: one that fits)", type=names
+    )
     add_option(data, "--epochs N", "passes over the data (default: 4 to 16, fewer for large data)", type=positive)
     matrix = command.add_argument_group("what to compare")
     chosen = (
-        "names of strategies or groups, separated by commas; group:NAME is always a group (default: all; constant "
-        "is always included)"
+        "names of strategies or groups, separated by commas; group:NAME is always a group (default: those of the "
+        "preset, or a handful for a file; constant is always included)"
     )
     add_option(matrix, "--strategies NAMES", chosen, type=names)
-    seeds = "runs of each strategy; at least 2 for a comparison (default: 3, or the number of the preset)"
+    add_option(matrix, "--leave-out NAMES", "data sets of the preset to leave out, separated by commas", type=names)
+    seeds = "runs of each strategy; at least 2 for a comparison (default: 6, or the number of the preset)"
     add_option(matrix, "--seeds N", seeds, type=positive)
+    times = (
+        "what an update takes on a GPU, for simulated seconds: eager, graphs, or milliseconds per update and per "
+        "example, e.g. 70,0.08 (default: eager)"
+    )
+    add_option(matrix, "--time-model NAME", times)
     work = command.add_argument_group("how to run")
     add_option(work, "--folder DIR", "folder for the results", type=Path, default=FOLDER)
     add_option(work, "--workers N", "processes; 0 runs everything in this one (default: one per processor)", type=count)
@@ -171,8 +184,10 @@ def _run(arguments: argparse.Namespace) -> None:
 
     plan = make_plan(arguments)
     progress = not arguments.quiet
+    lab = Lab(arguments.folder)
+    if progress:
+        print(f"lab: {lab.forecast(plan, num_workers=arguments.workers)}", file=sys.stderr, flush=True)
     try:
-        lab = Lab(arguments.folder)
         lab.run(plan, num_workers=arguments.workers, progress=progress, retry_failed=arguments.retry_failed)
     except KeyboardInterrupt:
         option = "" if arguments.folder == FOLDER else f" --folder {arguments.folder}"
@@ -189,7 +204,7 @@ def _report(arguments: argparse.Namespace) -> None:
     files = write_report(arguments.folder)
     screen = Screen.of_stdout()
     for one in observe(read_lab(arguments.folder).records):
-        if one.topic in ("scope", "overall", "cost", "no better"):
+        if one.topic in ("headline", "scope", "overall", "cost", "no better"):
             screen.show(["", *screen.wrap(one.sentence)])
     folder = "" if arguments.folder == FOLDER else f" {arguments.folder}"
     screen.show(
@@ -257,7 +272,8 @@ def make_plan(arguments: argparse.Namespace) -> LabPlan | None:
     _refuse_file_options(arguments)
     if arguments.preset is not None:
         return _changed(presets.get(arguments.preset), arguments)
-    if arguments.seeds is not None or arguments.strategies is not None or not (arguments.folder / "lab.json").is_file():
+    given = (arguments.seeds, arguments.strategies, arguments.time_model, arguments.leave_out)
+    if any(one is not None for one in given) or not (arguments.folder / "lab.json").is_file():
         raise ArgumentError(
             f"nothing to run: name a preset, one of {', '.join(presets.names())}, or give a file of your own with "
             "--data FILE --target COLUMN"
@@ -293,12 +309,26 @@ def chosen_strategies(wanted: Sequence[str]) -> tuple[str, ...]:
 
 
 def _changed(plan: LabPlan, arguments: argparse.Namespace) -> LabPlan:
-    """Return a plan with the strategies and seeds of the options."""
+    """Return a plan with the data sets, strategies, seeds and time model of the options."""
+    from ..lab.update_time import named
+
+    if arguments.leave_out is not None:
+        plan = replace(plan, cells=_without(plan.cells, arguments.leave_out))
     if arguments.strategies is not None:
         plan = replace(plan, strategies=chosen_strategies(arguments.strategies))
     if arguments.seeds is not None:
         plan = replace(plan, seeds=tuple(range(arguments.seeds)))
+    if arguments.time_model is not None:
+        plan = replace(plan, update_time=named(arguments.time_model))
     return plan
+
+
+def _without(cells: tuple[Cell, ...], names: Sequence[str]) -> tuple[Cell, ...]:
+    there = dict.fromkeys(cell.dataset for cell in cells)
+    unknown = [name for name in names if name not in there]
+    if unknown:
+        raise ArgumentError(f"--leave-out {', '.join(unknown)}: the data sets are {', '.join(there)}")
+    return tuple(cell for cell in cells if cell.dataset not in names)
 
 
 def _refuse_file_options(arguments: argparse.Namespace) -> None:
@@ -322,7 +352,9 @@ def _plan_of_file(arguments: argparse.Namespace) -> LabPlan:
     # Loaded before anything is written: a wrong column must not leave a folder with a plan that cannot run.
     data = datasets.load(name, **options)
     fitting = models_for(data)
-    unfit = [model for model in arguments.models or () if model not in fitting]
+    wanted = arguments.models or [next((name for name in _MODELS if name in fitting), fitting[0])]
+    wanted = fitting if wanted == ["all"] else wanted
+    unfit = [model for model in wanted if model not in fitting]
     if unfit:
         raise ArgumentError(f"--models {', '.join(unfit)}: {arguments.data.name} takes {', '.join(fitting)}")
     epochs = arguments.epochs or default_epochs(len(data.train))
@@ -331,12 +363,12 @@ def _plan_of_file(arguments: argparse.Namespace) -> LabPlan:
             dataset=name,
             model=model,
             num_epochs=epochs,
-            optimizer="adam" if model in ("gru", "transformer") else "sgd",
+            optimizer="sgd" if model in ("linear", "logistic", "mlp") else "adam",
             data=options,
         )
-        for model in dict.fromkeys(arguments.models or fitting)
+        for model in dict.fromkeys(wanted)
     )
-    return LabPlan(name=name, cells=cells, strategies=strategies.names(), seeds=tuple(range(_NUM_SEEDS)))
+    return LabPlan(name=name, cells=cells, strategies=strategies.HANDFUL, seeds=tuple(range(_NUM_SEEDS)))
 
 
 def dataset_name(path: Path, taken: Sequence[str]) -> str:

@@ -23,7 +23,8 @@ from .strategies.strategy import BASELINE
 
 RunRecord: TypeAlias = Mapping[str, Any]
 
-VERSION = 1
+# 2: every strategy has a learning rate of its own, and curves have simulated seconds.
+VERSION = 2
 # O_BINARY: Windows would otherwise change the line ends.
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
 
@@ -66,6 +67,8 @@ def make_record(
         "properties": {},
         "num_parameters": None,
         "metric_name": None,
+        "tuning": None,
+        "time_model": None,
         "curve": [],
         "decisions": [],
         "final": None,

@@ -7,7 +7,6 @@ import math
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, final
 
@@ -27,9 +26,11 @@ from ..datasets.dataset import Dataset, difficulty_of
 from ..datasets.loading import load
 from ..models.networks import count_parameters, make_model
 from ..models.objective import METRICS, ActivationMemory, collate_for, evaluate, loss_fn_for, metric_of
-from ..presets import Job
 from ..strategies.catalogue import get, schedule_of
 from ..strategies.strategy import Conditions, RunSettings, Setup, Strategy
+from ..update_time import EAGER, UpdateTime
+from ._choice import Choice
+from ._jobs import Job
 
 _KINDS = {"table": "tabular", "images": "image", "text": "text"}
 # Padded tokens per micro-batch of texts: short texts run together, and the update stays the same.
@@ -43,11 +44,14 @@ def execute(job: Job, source: RunRecord | None) -> RunRecord:
         job: the run.
         source: for a replay, the record of the run that it repeats.
     """
+    if job.choice is not None and job.choice.problem is not None:
+        return failed(job, job.choice.problem)
     try:
         if source is not None and source["status"] != "ok":
             raise ArgumentError(f"it repeats the run of {source['strategy']} with seed {source['seed']}, which failed")
         dataset = load_data(job.cell.dataset, job.cell.data)
-        return run_one(dataset, job.cell.model, job.strategy, job.seed, job.settings, replay_of=source, notes=job.notes)
+        more = {"replay_of": source, "notes": job.notes, "choice": job.choice, "update_time": job.update_time}
+        return run_one(dataset, job.cell.model, job.strategy, job.seed, job.settings, **more)
     except Exception as error:
         return failed(job, f"{type(error).__name__}: {error}", trace=traceback.format_exc())
 
@@ -64,6 +68,8 @@ def failed(job: Job, error: str, *, trace: str | None = None) -> RunRecord:
         status="failed",
         error=error,
         traceback=trace,
+        tuning=None if job.choice is None else job.choice.to_dict(),
+        time_model=job.update_time.to_dict(),
     )
 
 
@@ -86,6 +92,8 @@ def run_one(
     *,
     replay_of: Mapping[str, Any] | None = None,
     notes: Mapping[str, Any] | None = None,
+    choice: Choice | None = None,
+    update_time: UpdateTime = EAGER,
 ) -> dict[str, Any]:
     """Train one model and return the record of the run, a JSON object.
 
@@ -93,8 +101,8 @@ def run_one(
     same arguments give the same record, except for its seconds. The model is validated at the first update at or after
     points that are the same for all strategies, at the end of epochs if there are enough of them. ``train_loss`` on the
     curve is the mean over the updates since the previous point, and in ``final`` the loss of the last model on all
-    training examples. Seconds are processor time without validation. A loss that is not finite ends the run; its final
-    figures are then None.
+    training examples. Seconds are processor time without validation; simulated seconds are those of ``update_time``. A
+    loss that is not finite ends the run; its final figures are then None.
 
     Args:
         dataset: from ``datasets.load``.
@@ -104,6 +112,8 @@ def run_one(
         settings: the same for all strategies that you want to compare.
         replay_of: for a replay, the record of the run whose batch sizes it repeats.
         notes: further settings to keep in the record, as JSON values; they are part of its id.
+        choice: how the learning rate was chosen, to keep in the record.
+        update_time: what an update would take on a GPU.
 
     >>> from batchwright.lab.datasets import load
     >>> wine = load("wine")
@@ -114,10 +124,10 @@ def run_one(
     strategy = get(strategy) if isinstance(strategy, str) else strategy
     seed = as_whole("seed", seed, least=0)
     settings.check_size_of(len(dataset.train))
-    setup = strategy.make(_conditions(dataset, strategy, settings, replay_of))
+    setup = strategy.make(_conditions(dataset, strategy, settings, replay_of, update_time))
     with one_thread(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        loop = Loop(dataset, model_name, setup, seed, settings)
+        loop = Loop(dataset, model_name, setup, seed, settings, update_time)
         loop.run()
         final = loop.final()
     return make_record(
@@ -130,6 +140,8 @@ def run_one(
         properties=properties_of(dataset),
         num_parameters=count_parameters(loop.model),
         metric_name=METRICS[dataset.task],
+        tuning=None if choice is None else choice.to_dict(),
+        time_model=update_time.to_dict(),
         curve=loop.curve,
         decisions=loop.decisions(),
         final=final,
@@ -137,7 +149,11 @@ def run_one(
 
 
 def _conditions(
-    dataset: Dataset, strategy: Strategy, settings: RunSettings, replay_of: Mapping[str, Any] | None
+    dataset: Dataset,
+    strategy: Strategy,
+    settings: RunSettings,
+    replay_of: Mapping[str, Any] | None,
+    update_time: UpdateTime,
 ) -> Conditions:
     if replay_of is not None and strategy.replays != replay_of["strategy"]:
         raise ArgumentError(f"{strategy.name} repeats runs of {strategy.replays}, got one of {replay_of['strategy']}")
@@ -147,6 +163,7 @@ def _conditions(
         num_classes=dataset.num_classes,
         difficulty=partial(difficulty_of, dataset),
         schedule=None if replay_of is None else schedule_of(replay_of),
+        seconds=lambda num_examples: update_time.seconds(passes=1, examples=num_examples),
     )
 
 
@@ -161,7 +178,15 @@ def properties_of(dataset: Dataset) -> dict[str, Any]:
 class Loop:
     """Trains one model; see ``run_one``."""
 
-    def __init__(self, dataset: Dataset, model_name: str, setup: Setup, seed: int, settings: RunSettings) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        model_name: str,
+        setup: Setup,
+        seed: int,
+        settings: RunSettings,
+        update_time: UpdateTime = EAGER,
+    ) -> None:
         self._dataset = dataset
         self._settings = settings
         self._setup = setup
@@ -170,7 +195,6 @@ class Loop:
         self._controller = _make_controller(setup, settings)
         num_train = len(dataset.train)
         self._sampler = ResizableBatchSampler(num_train, self._controller, curriculum=setup.curriculum, seed=seed)
-        self._parts = _Parts()
         self._fit = (
             FitToMemory(settings.base_size, initial=max(1, settings.base_size // 4)) if setup.fit_micro_batch else None
         )
@@ -178,7 +202,8 @@ class Loop:
         self._points = evaluation_points(settings, num_train)
         self._noise = NoiseAverage(horizon=4.0 * num_train)
         self._seconds, self._since = 0.0, time.process_time()
-        self._examples = self._updates = self._epoch = 0
+        self._update_time = update_time
+        self._examples = self._updates = self._passes = self._epoch = 0
         # Of the updates since the last validation, for their mean loss.
         self._loss_sum, self._num_since = 0.0, 0
         self.has_diverged = False
@@ -209,6 +234,7 @@ class Loop:
             "metric": last.get("metric"),
             "updates": self._updates,
             "seconds": seconds,
+            "simulated_seconds": self._simulated_seconds(),
             "examples": self._examples,
         }
 
@@ -218,6 +244,9 @@ class Loop:
         self._seconds += now - self._since
         self._since = now
         return self._seconds
+
+    def _simulated_seconds(self) -> float:
+        return self._update_time.seconds(passes=self._passes, examples=self._examples)
 
     def decisions(self) -> list[dict[str, Any]]:
         """Return every change of the batch size."""
@@ -240,10 +269,12 @@ class Loop:
     def _step(self, batch: list[int]) -> StepReport:
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.lr * self._lr_factor()
-        self._parts.size = -(-len(batch) // (self._setup.noise_parts or 1))
         report = self._stepper.step(batch)
         self._examples += len(batch)
         self._updates += 1
+        # Texts are cut into micro-batches for this processor only; these strategies would cut on any device.
+        is_cut = self._setup.noise_parts is not None or self._setup.room is not None
+        self._passes += report.num_micro_batches if is_cut else 1
         return report
 
     def _observe(self, report: StepReport, ends_epoch: bool) -> None:
@@ -264,6 +295,7 @@ class Loop:
                 "examples": self._examples,
                 "updates": self._updates,
                 "seconds": seconds,
+                "simulated_seconds": self._simulated_seconds(),
                 "epoch": self._epoch,
                 "train_loss": self._loss_sum / self._num_since if self._num_since else None,
                 "validation_loss": figures["loss"],
@@ -289,7 +321,7 @@ class Loop:
             options["memory"] = MemoryMonitor(source=source)
             options["micro_batch"] = "auto" if self._fit is None else self._fit
         elif self._setup.noise_parts is not None:
-            options |= {"measure_noise": True, "micro_batch": self._parts}
+            options |= {"measure_noise": True, "noise_parts": self._setup.noise_parts}
         elif lengths is not None:
             options |= {"micro_batch": MaxTokens(_MICRO_TOKENS), "lengths": lengths.item}
         return Stepper(self.model, self._optimizer, loss_fn, collate=collate_for(self._dataset), **options)
@@ -321,11 +353,3 @@ def _make_optimizer(model: nn.Module, settings: RunSettings) -> Optimizer:
     if settings.optimizer == "adam":
         return torch.optim.Adam(model.parameters(), lr=settings.lr, fused=True)
     return torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum, fused=True)
-
-
-@final
-@dataclass
-class _Parts:
-    """The size of the micro-batches for measuring noise, set before every update so that their number stays."""
-
-    size: int = 1

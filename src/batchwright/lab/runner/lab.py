@@ -1,16 +1,10 @@
-"""Lab: a folder in which a plan is run, by several processes; one that dies costs only its run."""
+"""Lab: a folder in which a plan is run, by several processes, and continued where it stopped."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import signal
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -18,22 +12,27 @@ from ..._checks import as_flag, as_whole
 from ..._files import make_folder, write_atomic
 from ..._machine import num_cores
 from ..._progress import ProgressBar
-from ...errors import ArgumentError, BatchwrightError, StateMismatchError, StoreError
-from .._records import RunRecord, RunStore, hardware, read_records, versions
+from ...errors import ArgumentError, StateMismatchError, StoreError
+from .._records import RunStore, hardware, read_records, versions
 from ..datasets.dataset import Dataset
-from ..presets import Job, LabPlan, best_rate, plan_jobs, score_rates, tuning_jobs
+from ..presets import LabPlan
 from ..presets import get as get_preset
-from ._training import execute, failed, load_data
+from ._choice import Choice
+from ._forecast import Forecast, forecast
+from ._jobs import Arm, Job, arms_of, plan_jobs
+from ._training import load_data
+from ._tuning import num_tuning_runs, tune
+from ._workers import Workers
 
-VERSION = 1
-_READY = "ready"
-_SECONDS_TO_END = 5.0
+VERSION = 2
+RUNS, TUNING, PLAN = "runs.jsonl", "tuning.jsonl", "lab.json"
 
 
 @final
 class Lab:
     """Runs a plan in a folder.
 
+    First every strategy gets its learning rate, all of them by the same number of runs; then strategies are compared.
     ``lab.json`` holds the plan and how the learning rates were chosen, ``runs.jsonl`` one record per line,
     ``tuning.jsonl`` the runs that chose the rates. Each run is written when it ends. A lab that is run again continues
     where it stopped: recorded runs are not repeated. A run that fails is recorded with its error, and the others
@@ -58,11 +57,37 @@ class Lab:
     def plan(self) -> LabPlan | None:
         """Return the plan of the folder, None if it has none yet."""
         found = self._read_lab()
-        return None if found is None else LabPlan.from_dict(found["plan"])
+        if found is None:
+            return None
+        try:
+            return LabPlan.from_dict(found["plan"])
+        except (ArgumentError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise StoreError(
+                f"{self.folder / PLAN} is damaged: its plan cannot be read ({error!r}); put it back as it was, or "
+                "choose another folder"
+            ) from None
 
     def records(self) -> list[dict[str, Any]]:
         """Return the records so far."""
         return list(read_records(self.folder / "runs.jsonl"))
+
+    def forecast(self, plan: LabPlan | str | None = None, *, num_workers: int | None = None) -> Forecast:
+        """Return how many runs are left and about how long they take, by a short trial of every cell.
+
+        Nothing is written.
+
+        Args:
+            plan: a plan or the name of a preset; None is the plan of the folder.
+            num_workers: how many processes ``run`` will use; None for one per processor.
+
+        Raises:
+            StateMismatchError: the folder has another plan.
+        """
+        plan, _ = self._find(plan)
+        datasets = [load_data(cell.dataset, cell.data) for cell in plan.cells]
+        num_tuning = num_tuning_runs(plan, datasets) - _num_lines(self.folder / TUNING)
+        num_runs = len(plan.seeds) * len(arms_of(plan, datasets)) - _num_lines(self.folder / RUNS)
+        return forecast(plan, datasets, max(0, num_tuning), max(0, num_runs), _workers(num_workers))
 
     def run(
         self,
@@ -72,7 +97,7 @@ class Lab:
         progress: bool = True,
         retry_failed: bool = False,
     ) -> list[dict[str, Any]]:
-        """Run what is not recorded yet, and return all records in the order of the plan.
+        """Run what is not recorded yet, and return the records of the plan's runs in its order.
 
         Args:
             plan: a plan or the name of a preset; None continues the plan of the folder.
@@ -82,94 +107,90 @@ class Lab:
             retry_failed: whether to repeat runs that failed.
 
         Raises:
-            StateMismatchError: the folder has another plan.
-            StoreError: the folder cannot be written, or the disk is full; what was recorded is kept.
+            StateMismatchError: the folder has another plan, or was written by another version.
+            StoreError: the folder cannot be written or is damaged, or the disk is full; what was recorded is kept.
         """
-        workers = num_cores() if num_workers is None else as_whole("num_workers", num_workers, least=0)
+        workers = _workers(num_workers)
         progress, retry_failed = as_flag("progress", progress), as_flag("retry_failed", retry_failed)
-        plan = self._settle(plan)
+        plan, is_new = self._find(plan)
+        # Before anything is written: data that are missing must not leave a folder with a plan that cannot run.
         datasets = [load_data(cell.dataset, cell.data) for cell in plan.cells]
-        rates = self._tune(plan, datasets, workers, progress)
-        jobs = plan_jobs(plan, datasets, rates)
-        return self._run_all("runs.jsonl", "lab", jobs, workers, progress, retry_failed=retry_failed)
+        if is_new:
+            make_folder(self.folder)
+            self._write_lab(plan, tuning=[])
+        # Leaving ends the processes, even if a record cannot be written.
+        with Workers(workers) as pool:
+            choices = self._tune(plan, datasets, pool, progress, retry_failed)
+            jobs = plan_jobs(plan, datasets, choices)
+            with RunStore(self.folder / RUNS) as store:
+                if retry_failed:
+                    store.drop_failed()
+                num_missing = sum(job.id not in store.records for job in jobs)
+                with ProgressBar(label="lab", total=num_missing, enabled=progress and num_missing > 0) as bar:
+                    return _run_all(store, jobs, pool, bar)
 
-    def _settle(self, plan: LabPlan | str | None) -> LabPlan:
-        """Return the plan to run, and write it down if it is new."""
+    def _find(self, plan: LabPlan | str | None) -> tuple[LabPlan, bool]:
+        """Return the plan to run, and whether it is new in the folder."""
         mine = self.plan
         if plan is None:
             if mine is None:
                 raise ArgumentError(f"{self.folder} has no plan to continue; give one, e.g. run('quick')")
-            return mine
+            return mine, False
         plan = get_preset(plan) if isinstance(plan, str) else plan
         if mine is None:
-            make_folder(self.folder)
-            self._write_lab(plan, tuning=[])
+            self._refuse_runs_without_plan()
         elif mine.to_dict() != plan.to_dict():
             raise StateMismatchError(
                 f"{self.folder} holds the plan {mine.name!r}, which differs from the given plan {plan.name!r}; "
                 "choose another folder, or run without a plan to continue that one"
             )
-        return plan
+        return plan, mine is None
 
-    def _tune(self, plan: LabPlan, datasets: Sequence[Dataset], num_workers: int, progress: bool) -> list[float]:
-        """Return the learning rate of each cell, and write down how it was chosen."""
-        by_cell = [tuning_jobs(plan, cell, dataset) for cell, dataset in zip(plan.cells, datasets, strict=True)]
-        jobs = [job for jobs in by_cell for job in jobs]
-        # Without jobs the folder gets no file for them.
-        runs = self._run_all("tuning.jsonl", "lab: learning rates", jobs, num_workers, progress) if jobs else []
-        records = {record["id"]: record for record in runs}
-        rates, notes = [], []
-        for cell, mine in zip(plan.cells, by_cell, strict=True):
-            scores = score_rates(records[job.id] for job in mine)
-            rates.append(best_rate(scores) if cell.lr is None else cell.lr)
-            notes.append(
-                {
-                    "dataset": cell.dataset,
-                    "model": cell.model,
-                    "optimizer": cell.optimizer,
-                    "lr": rates[-1],
-                    "is_at_edge": len(scores) > 1 and rates[-1] in (scores[0].lr, scores[-1].lr),
-                    "seeds": list(plan.tuning_seeds),
-                    "scores": [asdict(score) for score in scores],
-                }
-            )
-        self._write_lab(plan, tuning=notes)
-        return rates
+    def _refuse_runs_without_plan(self) -> None:
+        """Refuse a folder whose runs belong to nobody knows which plan: reports would mix them with those to come."""
+        for name in (RUNS, TUNING):
+            if _num_lines(self.folder / name):
+                raise StoreError(
+                    f"{self.folder / name} holds runs, but {PLAN} beside it, which says what they belong to, is "
+                    "missing; put it back, or choose another folder"
+                )
 
-    def _run_all(
-        self,
-        file: str,
-        label: str,
-        jobs: Sequence[Job],
-        num_workers: int,
-        progress: bool,
-        *,
-        retry_failed: bool = False,
-    ) -> list[dict[str, Any]]:
-        """Run the jobs that have no record in a file, and return the records of all jobs."""
-        with RunStore(self.folder / file) as store:
+    def _tune(
+        self, plan: LabPlan, datasets: Sequence[Dataset], pool: Workers, progress: bool, retry_failed: bool
+    ) -> Mapping[Arm, Choice]:
+        """Return the learning rate of each arm, and write down how it was chosen."""
+        total = num_tuning_runs(plan, datasets)
+        if not total:  # the folder gets no file for such runs
+            return tune(plan, datasets, lambda jobs: [])
+        with RunStore(self.folder / TUNING) as store:
             if retry_failed:
                 store.drop_failed()
-            missing = [job for job in jobs if job.id not in store.records]
-            if missing:
-                runs = run_jobs(missing, finished=store.records, num_workers=num_workers)
-                # Closing ends the processes, even if a record cannot be written.
-                with closing(runs), ProgressBar(label=label, total=len(missing), enabled=progress) as bar:
-                    for record in runs:
-                        store.append(record)
-                        bar.update()
-            return [store.records[job.id] for job in jobs]
+            num_missing = max(0, total - len(store.records))
+            with ProgressBar(label="tuning", total=num_missing, enabled=progress and num_missing > 0) as bar:
+                choices = tune(plan, datasets, lambda jobs: _run_all(store, jobs, pool, bar))
+                # A replay of a strategy without a rate has no runs.
+                bar.update(max(0, num_missing - bar.done))
+        self._write_lab(plan, tuning=[_note(plan, arm, choice) for arm, choice in choices.items()])
+        return choices
 
     def _read_lab(self) -> dict[str, Any] | None:
-        path = self.folder / "lab.json"
+        path = self.folder / PLAN
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except NotADirectoryError:
             raise StoreError(f"{self.folder} is not a folder; choose another") from None
         except (OSError, ValueError) as error:
-            raise StoreError(f"cannot read {path}: {error}; remove it to start over, the runs are kept") from None
+            raise StoreError(f"cannot read {path}: {error}; put it back as it was, or choose another folder") from None
+        if not isinstance(found, dict) or not isinstance(found.get("plan"), dict):
+            raise StoreError(f"{path} is damaged: it holds no plan; put it back as it was, or choose another folder")
+        if found.get("version") != VERSION:
+            raise StateMismatchError(
+                f"{self.folder} was written by another version of the lab ({found.get('version')}, this is {VERSION}), "
+                "which chose learning rates in another way; its runs cannot be compared with new ones: choose "
+                f"another folder. Its report can still be made: batchwright lab report {self.folder}"
+            )
         return found
 
     def _write_lab(self, plan: LabPlan, *, tuning: list[dict[str, Any]]) -> None:
@@ -181,147 +202,40 @@ class Lab:
             "versions": versions(),
             "hardware": hardware(),
         }
-        write_atomic(self.folder / "lab.json", json.dumps(content, indent=1) + "\n")
+        write_atomic(self.folder / PLAN, json.dumps(content, indent=1) + "\n")
 
 
-def run_jobs(
-    jobs: Sequence[Job], *, finished: Mapping[str, RunRecord], num_workers: int
-) -> Generator[RunRecord, None, None]:
-    """Run jobs and yield each record when it is there; a replay waits for the run that it repeats.
-
-    Closing the generator ends the processes.
-
-    Args:
-        jobs: the runs to make.
-        finished: records of earlier runs, which replays may need.
-        num_workers: how many processes to use; 0 runs everything in this process.
-    """
-    backlog = _Backlog(jobs, finished)
-    if num_workers == 0:
-        while (task := backlog.take()) is not None:
-            yield backlog.finish(execute(*task))
-        return
-    workers = [_Worker.start() for _ in range(min(num_workers, len(jobs)))]
-    try:
-        yield from _work_off(backlog, workers)
-    finally:
-        for worker in workers:
-            worker.stop()
+def _workers(num_workers: int | None) -> int:
+    return num_cores() if num_workers is None else as_whole("num_workers", num_workers, least=0)
 
 
-def _work_off(backlog: _Backlog, workers: list[_Worker]) -> Iterator[RunRecord]:
-    while True:
-        for worker in workers:
-            if worker.job is None and (task := backlog.take()) is not None:
-                worker.give(*task)
-        busy = {worker.connection: worker for worker in workers if worker.job is not None}
-        if not busy:
-            return
-        for connection in wait(list(busy)):
-            worker = busy[connection]  # type: ignore[index]
-            record = worker.receive()
-            if worker.is_dead:
-                workers[workers.index(worker)] = _Worker.start()
-            if record is not None:
-                yield backlog.finish(record)
+def _num_lines(path: Path) -> int:
+    return sum(1 for _ in read_records(path))
 
 
-@final
-class _Backlog:
-    """Jobs that wait, in order; a replay is ready when the run that it repeats has ended."""
-
-    def __init__(self, jobs: Sequence[Job], finished: Mapping[str, RunRecord]) -> None:
-        self._waiting = list(jobs)
-        # Only runs that a replay repeats are kept: records are large, and there may be thousands.
-        self._needed = {job.after for job in jobs if job.after is not None}
-        self._sources = {name: record for name, record in finished.items() if name in self._needed}
-
-    def take(self) -> tuple[Job, RunRecord | None] | None:
-        """Return the first job that is ready and the run that it repeats, None if no job is ready."""
-        for place, job in enumerate(self._waiting):
-            if job.after is None or job.after in self._sources:
-                del self._waiting[place]
-                return job, None if job.after is None else self._sources[job.after]
-        return None
-
-    def finish(self, record: RunRecord) -> RunRecord:
-        """Note a run that has ended, and return it."""
-        if record["id"] in self._needed:
-            self._sources[record["id"]] = record
-        return record
+def _run_all(store: RunStore, jobs: Sequence[Job], pool: Workers, bar: ProgressBar) -> list[dict[str, Any]]:
+    """Run the jobs that have no record in a file, and return the records of all jobs."""
+    missing = [job for job in jobs if job.id not in store.records]
+    for record in pool.run(missing, finished=store.records):
+        store.append(record)
+        bar.update()
+        bar.doing(f"{record['dataset']} · {record['model']}, {record['strategy']}")
+    return [store.records[job.id] for job in jobs]
 
 
-@final
-@dataclass
-class _Worker:
-    """A process, the connection to it, and its job."""
-
-    process: BaseProcess
-    connection: Connection
-    job: Job | None = None
-    is_ready: bool = False
-    is_dead: bool = False
-
-    @classmethod
-    def start(cls) -> _Worker:
-        """Start a fresh interpreter: a forked one would inherit the state of torch's threads."""
-        context = multiprocessing.get_context("spawn")
-        mine, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        process.start()
-        theirs.close()  # else the connection would not end when the process dies
-        return cls(process, mine)
-
-    def give(self, job: Job, source: RunRecord | None) -> None:
-        """Hand over a job."""
-        self.job = job
-        try:
-            self.connection.send((job, source))
-        except OSError:
-            pass  # the process is dead, as receive() will find
-
-    def receive(self) -> RunRecord | None:
-        """Return the record of the job, None if the process only says that it is ready.
-
-        Raises:
-            BatchwrightError: the process could not start.
-        """
-        assert self.job is not None
-        try:
-            message = self.connection.recv()
-        except (EOFError, OSError):
-            return self._mourn(self.job)
-        if message == _READY:
-            self.is_ready = True
-            return None
-        self.job = None
-        return dict(message)
-
-    def _mourn(self, job: Job) -> RunRecord:
-        self.stop()
-        self.is_dead, code = True, self.process.exitcode
-        if not self.is_ready:
-            raise BatchwrightError(
-                f"a worker process ended with exit code {code} before it could begin; a script must run a lab "
-                "under if __name__ == '__main__':, or with num_workers=0"
-            )
-        return failed(job, f"its process ended with exit code {code}, perhaps for lack of memory")
-
-    def stop(self) -> None:
-        """End the process, whatever it is doing."""
-        self.connection.close()
-        self.process.join(0.0 if self.job is not None else _SECONDS_TO_END)
-        if self.process.is_alive():
-            self.process.terminate()
-            self.process.join()
-
-
-def _serve(connection: Connection) -> None:
-    """Run jobs until the connection ends; Ctrl-C is for the parent to handle."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        connection.send(_READY)
-        while True:
-            connection.send(execute(*connection.recv()))
-    except (EOFError, OSError):
-        return
+def _note(plan: LabPlan, arm: Arm, choice: Choice) -> dict[str, Any]:
+    """Return how the rate of an arm was chosen, for ``lab.json``."""
+    cell = plan.cells[arm.cell]
+    return {
+        "dataset": cell.dataset,
+        "model": cell.model,
+        "strategy": arm.strategy,
+        "optimizer": cell.optimizer,
+        "lr": choice.lr,
+        "best_tried": choice.best_tried,
+        "is_at_edge": choice.is_at_edge,
+        "num_runs": choice.num_runs,
+        "seeds": list(choice.seeds),
+        "scores": [{"lr": rate, "validation_loss": choice.losses[rate]} for rate in sorted(choice.losses)],
+        "problem": choice.problem,
+    }

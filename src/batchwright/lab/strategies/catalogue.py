@@ -1,177 +1,74 @@
-"""The ready strategies by name, in the order in which a lab runs them.
+"""The ready strategies by name, and those that look at training or at the machine.
 
-The first ones know their sizes before training. Then come those that look at training: loss, entropy, gradient noise,
-a curriculum, memory. The last ones share a decay between the learning rate and the batch size; the noise of the updates
-falls alike in all of them. They follow one schedule, which divides the rate at milestones. Once the batch has reached
-its largest size, the rate takes the rest of the decay, so that none of them anneals less than the others.
+Schedules, which know their sizes before training, are in their own file. Here are the loss, the entropy of the output,
+the noise of the gradient, a curriculum, memory and time. Every signal can be read per epoch or per batch; a single
+batch says little, so what is read per batch is averaged more where the rule has a setting for it. Memory and seconds
+are simulated, so that the same seed gives the same sizes on every machine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, final
 
 from ... import size
 from ...errors import ArgumentError
-from .strategy import Conditions, Make, Setup, Strategy
+from . import schedules
+from ._ready import Ready, add_to
+from .schedules import schedule_of as schedule_of
+from .strategy import GROUPS, Conditions, Seconds, Setup, Strategy
 
-Growth: TypeAlias = Callable[[Conditions, int], size.Policy]
 Measure: TypeAlias = Literal["difference", "ema", "variance"]
 Mode: TypeAlias = Literal["linear", "exponential"]
+Per: TypeAlias = Literal["epoch", "step"]
 
-_READY: dict[str, Strategy] = {}
+_HERE: Ready = {}
+_ready = partial(add_to, _HERE)
 _REPLAY = "replay_"
 # Adaptive strategies whose sizes are repeated by default, to tell adapting from growing.
 _REPLAYED = ("loss_difference_exponential", "entropy", "noise")
-# A rate that is many times the tuned one is reached over this share of the examples (Goyal et al. 2017).
-_WARM_UP = 0.05
-_NUM_CYCLES = 4
-# Smaller relative changes of an epoch's loss count as no change.
-_TOLERANCE = 0.005
-# The weight of the newest epoch in the moving average: about three epochs count.
-_ALPHA = 0.3
-# Epochs in the window of the variance; a run has about 16.
-_WINDOW = 3
+# One strategy per idea, the baseline first: what a first look at data of your own compares.
+HANDFUL = (
+    *("constant", "constant_large", "exponential", "cyclic_linear", "loss_difference_exponential"),
+    *("entropy", "noise", "lr_coupled_linear", "curriculum"),
+)
+# How names and sentences tell the unit in which a signal is read.
+_PER: dict[Per, tuple[str, str]] = {"epoch": ("", "epoch"), "step": ("_per_batch", "batch")}
+# Smaller relative changes of an epoch's loss count as no change. Averages over batches change less at a time.
+_TOLERANCE: dict[Per, float] = {"epoch": 0.005, "step": 0.0}
+# The weight of the newest loss in the moving average: about three epochs, or twenty batches, count.
+_ALPHA: dict[Per, float] = {"epoch": 0.3, "step": 0.05}
+# Losses in the window of the variance; a run has about 16 epochs.
+_WINDOW: dict[Per, int] = {"epoch": 3, "step": 16}
+# Times the gain of a difference: a loss that falls by 10 % per epoch has a variance of 0.0074 over three, and
+# 15 × 0.0074 is 0.11. Batches fluctuate by about a third, which would take the whole step every time.
+_VARIANCE_GAIN: dict[Per, float] = {"epoch": 15.0, "step": 1.0}
+# A standard deviation of about a third of the loss counts as fluctuating; a fall of 30 % per epoch does not yet.
+_FLUCTUATING = 0.1
+# The share of the loss of a model that knows nothing below which the batch grows.
+_LOW_LOSS = 0.5
+# The largest difference of three epochs' losses, as a share, at which the loss has settled.
+_SETTLED = 0.1
 _NOISE_PARTS = 4
 # Epochs over which the averages of noise forget, and the pause between two changes.
 _NOISE_HORIZON = 4
 _NOISE_PAUSE = 0.25
 _START_FRACTION = 0.25
+# How near the time of an update must be to its target, as a share, and over how many updates it is measured.
+_NEAR = 0.001
+_NUM_TIMED = 4
 
 
-def names() -> tuple[str, ...]:
-    """Return the names of the ready strategies, the baseline first.
-
-    >>> names()[:4]
-    ('constant', 'constant_large', 'constant_large_scaled', 'linear')
-    """
-    return (*_READY, *(f"{_REPLAY}{name}" for name in _REPLAYED))
-
-
-def get(name: str) -> Strategy:
-    """Return a ready strategy; ``replay_`` before the name of any other repeats the sizes of a recorded run.
-
-    >>> get("replay_noise").replays
-    'noise'
-    """
-    if name in _READY:
-        return _READY[name]
-    source = _READY.get(name.removeprefix(_REPLAY))
-    if source is None:
-        raise ArgumentError(f"no strategy {name!r}; there are {', '.join(names())}")
-    return Strategy(
-        name=name,
-        group="replay",
-        make=_replay,
-        about=f"The batch sizes of a run of {source.name} with another seed, as a fixed schedule.",
-        needs_classes=source.needs_classes,
-        replays=source.name,
-    )
-
-
-def schedule_of(record: Mapping[str, Any]) -> dict[int, int]:
-    """Return the batch sizes of a recorded run: the size from each number of examples on.
-
-    >>> schedule_of({"curve": [{"batch_size": 16}], "decisions": [{"examples": 90, "old": 16, "new": 32}]})
-    {0: 16, 90: 32}
-    """
-    sizes = {int(decision["examples"]): int(decision["new"]) for decision in record["decisions"]}
-    return {0: int(record["curve"][0]["batch_size"]), **sizes}
-
-
-def _replay(conditions: Conditions) -> Setup:
-    if conditions.schedule is None:
-        raise ArgumentError("a replay needs the record of the run it repeats; give run_one replay_of=record")
-    return Setup(policy=size.milestones(conditions.schedule, per="examples"))
-
-
-def _ready(group: str, name: str, about: str) -> Callable[[Make], Make]:
-    """Add a strategy to the catalogue; it decorates the function that makes the setup."""
-
-    def add(make: Make) -> Make:
-        # Only the entropy of an output needs classes to choose between.
-        _READY[name] = Strategy(name=name, group=group, make=make, about=about, needs_classes=group == "entropy")
-        return make
-
-    return add
-
-
-@_ready("constant", "constant", "The base size throughout: the baseline.")
-def _constant(conditions: Conditions) -> Setup:
-    return Setup(policy=size.constant(conditions.settings.base_size))
-
-
-@_ready("constant", "constant_large", "The largest size from the start, at the baseline's learning rate.")
-def _constant_large(conditions: Conditions) -> Setup:
-    return Setup(policy=size.constant(conditions.settings.max_size))
-
-
-@_ready(
-    "constant",
-    "constant_large_scaled",
-    "The largest size from the start, the rate scaled with it (SGD linearly, Adam by the root), warmed up.",
-)
-def _constant_large_scaled(conditions: Conditions) -> Setup:
-    settings = conditions.settings
-    num_warm = max(1, round(_WARM_UP * settings.num_examples))
-    rule = "sqrt" if settings.optimizer == "adam" else "linear"
-    return Setup(
-        policy=size.constant(settings.max_size),
-        lr_factor=lambda examples: min(1.0, (examples + settings.max_size) / num_warm),
-        stepper={"lr_rule": rule, "base_size": settings.base_size},
-    )
-
-
-def _linear_growth(conditions: Conditions, num_epochs: int) -> size.Policy:
-    """Return ``B_i = B_init + a·i`` with ``a`` such that the last of some epochs has the largest size."""
-    settings = conditions.settings
-    return size.linear(settings.base_size, (settings.max_size - settings.base_size) / (num_epochs - 1))
-
-
-def _exponential_growth(conditions: Conditions, num_epochs: int) -> size.Policy:
-    """Return ``B_i = B_init·a^i`` with ``a`` such that the last of some epochs has the largest size."""
-    return size.exponential(conditions.settings.base_size, conditions.growth ** (1 / (num_epochs - 1)))
-
-
-@_ready("linear", "linear", "B_i = B_init + a·i over the epochs.")
-def _linear(conditions: Conditions) -> Setup:
-    return Setup(policy=_linear_growth(conditions, conditions.num_epochs))
-
-
-@_ready("exponential", "exponential", "B_i = B_init·a^i over the epochs.")
-def _exponential(conditions: Conditions) -> Setup:
-    return Setup(policy=_exponential_growth(conditions, conditions.num_epochs))
-
-
-def _cycling(conditions: Conditions, growth: Growth) -> Setup:
-    period = max(2, conditions.num_epochs // _NUM_CYCLES)
-    return Setup(policy=size.cyclic(growth(conditions, period), period))
-
-
-for _name, _growth in (("linear", _linear_growth), ("exponential", _exponential_growth)):
-    _about = f"{_name.capitalize()} growth that begins again, four times per run."
-    _ready("cyclical", f"cyclic_{_name}", _about)(partial(_cycling, growth=_growth))
-
-
-def _coupled(conditions: Conditions, rule: str) -> Setup:
-    policy = _exponential_growth(conditions, conditions.num_epochs)
-    return Setup(policy=policy, stepper={"lr_rule": rule, "base_size": conditions.settings.base_size})
-
-
-for _rule, _how in (("linear", "in proportion to"), ("sqrt", "with the root of")):
-    _about = f"Exponential growth; the learning rate grows {_how} the batch."
-    _ready("lr-coupled", f"lr_coupled_{_rule}", _about)(partial(_coupled, rule=_rule))
-
-
-def _loss(conditions: Conditions, measure: Measure, mode: Mode) -> Setup:
+def _loss(conditions: Conditions, measure: Measure, mode: Mode, per: Per) -> Setup:
     up, down, gain = _linear_response(conditions) if mode == "linear" else (2.0, 0.5, 1.0)
-    if measure == "variance":  # it has no sign, so the response has no gain
-        return Setup(policy=size.loss_driven("variance", window=_WINDOW, mode=mode, up=up, down=down))
-    return Setup(
-        policy=size.loss_driven(measure, alpha=_ALPHA, mode=mode, up=up, down=down, gain=gain, tolerance=_TOLERANCE)
-    )
+    steps: dict[str, Any] = {"mode": mode, "up": up, "down": down, "per": per}
+    if measure == "variance":
+        window, gain = _WINDOW[per], gain * _VARIANCE_GAIN[per]
+        return Setup(policy=size.loss_driven("variance", window=window, gain=gain, fluctuating=_FLUCTUATING, **steps))
+    policy = size.loss_driven(measure, alpha=_ALPHA[per], gain=gain, tolerance=_TOLERANCE[per], **steps)
+    return Setup(policy=policy)
 
 
 def _linear_response(conditions: Conditions) -> tuple[float, float, float]:
@@ -187,34 +84,58 @@ def _linear_response(conditions: Conditions) -> tuple[float, float, float]:
 
 
 _MEASURES: dict[Measure, str] = {
-    "difference": "the difference of two epochs' losses",
-    "ema": "the moving average of the epochs' losses",
-    "variance": "the variance of the loss over three epochs",
+    "difference": "Grows while the loss falls from {unit} to {unit}",
+    "ema": "Grows while the moving average of the losses falls from {unit} to {unit}",
+    "variance": "Changes with the variance of the loss over {window} {unit}s: up while it falls, else down",
 }
 _MODES: tuple[Mode, ...] = ("linear", "exponential")
-for _measure, _what in _MEASURES.items():
-    for _mode in _MODES:
-        _about = f"Grows while the loss falls, by {_what}; the response is {_mode}."
-        _ready("loss", f"loss_{_measure}_{_mode}", _about)(partial(_loss, measure=_measure, mode=_mode))
+for _unit, (_suffix, _word) in _PER.items():
+    for _measure, _what in _MEASURES.items():
+        for _mode in _MODES:
+            _about = f"{_what.format(unit=_word, window=_WINDOW[_unit])}; the response is {_mode}."
+            _ready("loss", f"loss_{_measure}_{_mode}{_suffix}", _about)(
+                partial(_loss, measure=_measure, mode=_mode, per=_unit)
+            )
 
 
-@_ready("entropy", "entropy", "Every entropy of the output has its size: the base size at log C, the largest at 0.")
-def _entropy(conditions: Conditions) -> Setup:
+def _loss_below(conditions: Conditions, per: Per) -> Setup:
+    # A model that knows nothing has a loss of log C; of a standardised target, one that predicts the mean has 1.
+    at_first = 1.0 if conditions.num_classes is None else math.log(max(2, conditions.num_classes))
+    return Setup(policy=size.loss_below(_LOW_LOSS * at_first, per=per))
+
+
+for _unit, (_suffix, _word) in _PER.items():
+    _about = f"Doubles after each {_word} whose loss is below half of what a model that knows nothing has."
+    _ready("loss", f"loss_below{_suffix}", _about)(partial(_loss_below, per=_unit))
+
+
+@_ready("loss", "loss_settled", "Doubles when the loss has converged: three epochs within 10 %.")
+def _loss_settled(conditions: Conditions) -> Setup:
+    return Setup(policy=size.loss_settled(tolerance=_SETTLED))
+
+
+def _entropy(conditions: Conditions, per: Per) -> Setup:
     smallest, largest = conditions.settings.base_size, conditions.settings.max_size
     if smallest == largest:  # nothing to choose from
         return Setup()
-    return Setup(policy=size.entropy_driven(_num_classes(conditions), smallest=smallest, largest=largest))
+    return Setup(policy=size.entropy_driven(_num_classes(conditions), smallest=smallest, largest=largest, per=per))
 
 
-@_ready("entropy", "entropy_threshold", "Doubles below 30 % of the largest entropy, halves above 70 %.")
-def _entropy_threshold(conditions: Conditions) -> Setup:
-    return Setup(policy=size.entropy_driven(_num_classes(conditions), mode="threshold"))
+def _entropy_threshold(conditions: Conditions, per: Per) -> Setup:
+    return Setup(policy=size.entropy_driven(_num_classes(conditions), mode="threshold", per=per))
 
 
 def _num_classes(conditions: Conditions) -> int:
     if conditions.num_classes is None:
         raise ArgumentError("entropy needs a choice between classes; regression has none")
     return conditions.num_classes
+
+
+for _unit, (_suffix, _word) in _PER.items():
+    _about = f"The mean entropy per {_word} sets the size: the base size at log C, the largest at 0."
+    _ready("entropy", f"entropy{_suffix}", _about)(partial(_entropy, per=_unit))
+    _about = f"Doubles after each {_word} below 30 % of the largest entropy, halves above 70 %."
+    _ready("entropy", f"entropy_threshold{_suffix}", _about)(partial(_entropy_threshold, per=_unit))
 
 
 @_ready("noise", "noise", "Follows the unbiased noise scale tr(Σ)/|G|², in examples.")
@@ -227,13 +148,16 @@ def _noise(conditions: Conditions) -> Setup:
     return Setup(policy=policy, noise_parts=_NOISE_PARTS)
 
 
-@_ready(
-    "noise",
-    "noise_ratio",
-    "Doubles where the ratio of gradient variance to squared norm over 4 parts is high, halves where low.",
-)
-def _noise_ratio(conditions: Conditions) -> Setup:
-    return Setup(policy=size.noise_driven(estimator="ratio"), noise_parts=_NOISE_PARTS)
+def _noise_ratio(conditions: Conditions, per: Per) -> Setup:
+    return Setup(policy=size.noise_driven(estimator="ratio", per=per), noise_parts=_NOISE_PARTS)
+
+
+for _unit, (_suffix, _word) in _PER.items():
+    _about = (
+        f"Doubles after each {_word} whose gradient variance over {_NOISE_PARTS} parts is high for its squared norm, "
+        "halves where low."
+    )
+    _ready("noise", f"noise_ratio{_suffix}", _about)(partial(_noise_ratio, per=_unit))
 
 
 @_ready("curriculum", "curriculum", "Easy examples first; the batch grows with the share of examples in use.")
@@ -255,9 +179,17 @@ def _easy_first(conditions: Conditions) -> size.Curriculum:
     return size.Curriculum(conditions.difficulty(), start_fraction=_START_FRACTION, full_at=full_at)
 
 
-@_ready("memory", "memory_batch", "The batch doubles while a simulated memory is under 48 % full, halves above 80 %.")
-def _memory_batch(conditions: Conditions) -> Setup:
-    return Setup(policy=size.memory_driven(), room=max(2, conditions.settings.max_size // 2))
+def _room(conditions: Conditions) -> int:
+    return max(2, conditions.settings.max_size // 2)
+
+
+def _memory_batch(conditions: Conditions, per: Per) -> Setup:
+    return Setup(policy=size.memory_driven(per=per), room=_room(conditions))
+
+
+for _name, _unit, _when in (("memory_batch", "step", "batch"), ("memory_batch_per_epoch", "epoch", "epoch")):
+    _about = f"Doubles after each {_when} that leaves a simulated memory under 48 % full, halves above 80 %."
+    _ready("memory", _name, _about)(partial(_memory_batch, per=_unit))
 
 
 @_ready(
@@ -269,34 +201,102 @@ def _memory_micro(conditions: Conditions) -> Setup:
     return Setup(room=conditions.settings.base_size, fit_micro_batch=True)
 
 
-@_ready("lr-decay", "lr_decay", "The base size; the learning rate is divided at milestones.")
-def _lr_decay(conditions: Conditions) -> Setup:
-    return Setup(lr_factor=conditions.settings.decay)
-
-
-def _shared_decay(conditions: Conditions, power: float) -> Setup:
-    """Let the batch take the decay to a power, and the learning rate the rest of it."""
-    settings, most = conditions.settings, conditions.growth
-    policy = size.from_lr(settings.decay, start=settings.base_size, power=power, per="examples", max_factor=most)
-
-    def lr_factor(examples: int) -> float:
-        decay = settings.decay(examples)
-        return decay * min(math.pow(decay, -power), most)
-
-    return Setup(policy=policy, lr_factor=lr_factor)
-
-
-for _name, _power, _about in (
-    ("batch_ramp", 1.0, "The batch is multiplied where the rate would be divided (Smith et al. 2017)."),
-    ("hybrid", 0.5, "At each milestone the batch grows and the rate falls, each by the root of the decay."),
-):
-    _ready("lr-decay", _name, _about)(partial(_shared_decay, power=_power))
-
-
 @_ready(
-    "lr-decay", "seesaw", "At each milestone the batch takes the decay and the rate its root, for Adam (Seesaw 2025)."
+    "memory",
+    "memory_and_speed",
+    "Doubles after an epoch in which memory is low and speed has stopped rising, halves where memory is high.",
 )
-def _seesaw(conditions: Conditions) -> Setup:
-    settings, most = conditions.settings, conditions.growth
-    policy, lr_factor = size.seesaw(settings.decay, start=settings.base_size, per="examples", max_factor=most)
-    return Setup(policy=policy, lr_factor=lr_factor)
+def _memory_and_speed(conditions: Conditions) -> Setup:
+    policy = size.minimum(size.memory_driven(per="epoch"), size.speed_driven())
+    return Setup(policy=SimulatedSeconds(policy, _seconds(conditions)), room=_room(conditions))
+
+
+@_ready("time", "step_time", "Holds the simulated time of an update at that of the size halfway to the largest.")
+def _step_time(conditions: Conditions) -> Setup:
+    seconds = _seconds(conditions)
+    # Simulated seconds are exact, so few are enough, and a small difference counts: where an update has a large
+    # fixed part, its time hardly follows the batch.
+    policy = size.step_time(1000 * seconds(schedules.medium_size(conditions)), tolerance=_NEAR, every=_NUM_TIMED)
+    return Setup(policy=SimulatedSeconds(policy, seconds))
+
+
+def _seconds(conditions: Conditions) -> Seconds:
+    if conditions.seconds is None:
+        raise ArgumentError("a strategy that follows time needs the seconds of an update; give Conditions seconds")
+    return conditions.seconds
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class SimulatedSeconds(size.Policy):
+    """A policy that is shown simulated seconds, the same on every machine, instead of those that were measured."""
+
+    policy: size.Policy
+    seconds: Seconds
+
+    def init(self) -> Any:
+        """Return the state of the policy."""
+        return self.policy.init()
+
+    def check_state(self, state: Any, name: str = "policy_state") -> None:
+        """Check the state of the policy."""
+        self.policy.check_state(state, name)
+
+    def start(self) -> float | None:
+        """Return the first size of the policy."""
+        return self.policy.start()
+
+    def update(self, state: Any, observation: size.Observation) -> tuple[float, Any]:
+        """Return what the policy answers to simulated seconds."""
+        return self.policy.update(state, self._simulate(observation))
+
+    def explain(self, state: Any, observation: size.Observation) -> str:
+        """Return the words of the policy."""
+        return f"simulated: {self.policy.explain(state, self._simulate(observation))}"
+
+    def __repr__(self) -> str:
+        return f"SimulatedSeconds({self.policy!r})"
+
+    def _simulate(self, observation: size.Observation) -> size.Observation:
+        if observation.batch_size is None:
+            return observation
+        return replace(observation, seconds=self.seconds(observation.batch_size))
+
+
+_READY: Ready = {
+    strategy.name: strategy
+    for group in GROUPS
+    for strategy in (*schedules.READY.values(), *_HERE.values())
+    if strategy.group == group
+}
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the ready strategies, the baseline first, group after group.
+
+    >>> names()[:4]
+    ('constant', 'constant_small', 'constant_medium', 'constant_large')
+    """
+    return (*_READY, *(f"{_REPLAY}{name}" for name in _REPLAYED))
+
+
+def get(name: str) -> Strategy:
+    """Return a ready strategy; ``replay_`` before the name of any other repeats the sizes of a recorded run.
+
+    >>> get("replay_noise").replays
+    'noise'
+    """
+    if name in _READY:
+        return _READY[name]
+    source = _READY.get(name.removeprefix(_REPLAY))
+    if source is None:
+        raise ArgumentError(f"no strategy {name!r}; there are {', '.join(names())}")
+    return Strategy(
+        name=name,
+        group="replay",
+        make=schedules.replay,
+        about=f"The batch sizes of a run of {source.name} with another seed, as a fixed schedule.",
+        needs_classes=source.needs_classes,
+        replays=source.name,
+        min_epochs=source.min_epochs,
+    )

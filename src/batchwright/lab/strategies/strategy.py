@@ -15,9 +15,10 @@ from ...size import Curriculum, Policy
 
 OptimizerName: TypeAlias = Literal["sgd", "adam"]
 LrFactor: TypeAlias = Callable[[int], float]
+Seconds: TypeAlias = Callable[[int], float]
 GROUPS = (
     *("constant", "linear", "exponential", "cyclical", "loss", "entropy", "noise"),
-    *("lr-coupled", "curriculum", "memory", "lr-decay", "replay"),
+    *("lr-coupled", "curriculum", "memory", "time", "lr-decay", "replay"),
 )
 # The strategy that all others are compared with.
 BASELINE = "constant"
@@ -28,6 +29,8 @@ BASE_BATCHES = 64
 # The base size is a power of two in this range; the largest size is this many times the base size.
 BASE_SIZES = (8, 32)
 LARGEST_FACTOR = 16
+# With the largest base size, the largest size is at least this: what is usually called a large batch.
+LARGE_SIZE = 1024
 
 
 @final
@@ -85,8 +88,9 @@ class RunSettings:
     def fit(cls, num_train: int, *, num_epochs: int, **options: Any) -> RunSettings:
         """Return settings whose sizes suit a number of training examples; ``options`` are taken as they are.
 
-        The base size is the largest power of two that leaves 64 batches per epoch, from 8 to 32; the largest size is 16
-        times that, with at least 4 batches per epoch; the smallest size is half the base size.
+        The base size is the largest power of two that leaves 64 batches per epoch, from 8 to 32; the smallest size is
+        half of it. The largest size is 16 times the base size, 1,024 for a base size of 32, and leaves at least 4
+        batches per epoch.
 
         >>> settings = RunSettings.fit(1438, num_epochs=10)
         >>> settings.num_examples, settings.min_size, settings.base_size, settings.max_size
@@ -94,11 +98,7 @@ class RunSettings:
         """
         num_train = as_whole("num_train", num_train, least=1)
         base = as_whole("base_size", options.pop("base_size", _base_size(num_train)), least=1)
-        sizes = {
-            "base_size": base,
-            "min_size": max(1, base // 2),
-            "max_size": max(base, min(LARGEST_FACTOR * base, _power_of_two(num_train // MIN_BATCHES))),
-        }
+        sizes = {"base_size": base, "min_size": max(1, base // 2), "max_size": max(base, _max_size(base, num_train))}
         num_examples = as_whole("num_epochs", num_epochs, least=1) * num_train
         return cls(**{"num_examples": num_examples, **sizes, **options})
 
@@ -142,6 +142,7 @@ class Conditions:
         num_classes: the classes of the output; None for regression.
         difficulty: computes a score for every training example, larger for harder ones.
         schedule: for a replay, the batch size from each number of examples on; None otherwise.
+        seconds: returns the simulated seconds of an update of some examples, for strategies that follow time.
     """
 
     settings: RunSettings
@@ -149,6 +150,7 @@ class Conditions:
     num_classes: int | None = None
     difficulty: Callable[[], npt.NDArray[np.float64]] | None = None
     schedule: Mapping[int, int] | None = None
+    seconds: Seconds | None = None
 
     def __post_init__(self) -> None:
         set_fields(
@@ -179,7 +181,7 @@ class Setup:
         curriculum: decides which examples an epoch covers.
         lr_factor: what the learning rate is multiplied by, a function of the examples completed.
         stepper: further options of the ``Stepper``.
-        noise_parts: how many micro-batches to measure gradient noise from; None does not measure it.
+        noise_parts: how many micro-batches, at least 2, to measure gradient noise from; None does not measure it.
         room: how many examples fit into a simulated memory, whose peak use the policy observes; None simulates none.
         fit_micro_batch: whether the micro-batch, instead of the batch, follows that memory.
     """
@@ -195,7 +197,7 @@ class Setup:
     def __post_init__(self) -> None:
         set_fields(
             self,
-            noise_parts=None if self.noise_parts is None else as_whole("noise_parts", self.noise_parts, least=1),
+            noise_parts=None if self.noise_parts is None else as_whole("noise_parts", self.noise_parts, least=2),
             room=None if self.room is None else as_whole("room", self.room, least=1),
             fit_micro_batch=as_flag("fit_micro_batch", self.fit_micro_batch),
         )
@@ -216,6 +218,7 @@ class Strategy:
         about: one sentence for reports.
         needs_classes: whether it works only for models that choose between classes.
         replays: the strategy whose recorded sizes it repeats.
+        min_epochs: the epochs that a run must have for it to show what it does.
 
     >>> from batchwright.lab.strategies import get
     >>> conditions = Conditions(settings=RunSettings.fit(1000, num_epochs=9), num_train=1000)
@@ -229,23 +232,45 @@ class Strategy:
     about: str = ""
     needs_classes: bool = False
     replays: str | None = None
+    min_epochs: int = 1
 
     def __post_init__(self) -> None:
         check_choice("group", self.group, GROUPS)
-        set_fields(self, needs_classes=as_flag("needs_classes", self.needs_classes))
+        set_fields(
+            self,
+            needs_classes=as_flag("needs_classes", self.needs_classes),
+            min_epochs=as_whole("min_epochs", self.min_epochs, least=1),
+        )
 
-    def fits(self, num_classes: int | None) -> bool:
-        """Say whether the strategy can be used with this many classes; None stands for regression."""
-        return num_classes is not None or not self.needs_classes
+    def fits(self, num_classes: int | None, *, num_epochs: int | None = None) -> bool:
+        """Say whether the strategy can be used with this many classes, None for regression, in a run of some epochs.
+
+        >>> from batchwright.lab.strategies import get
+        >>> get("cyclic_linear").fits(10), get("cyclic_linear").fits(10, num_epochs=4)
+        (True, False)
+        """
+        is_long_enough = num_epochs is None or as_whole("num_epochs", num_epochs, least=1) >= self.min_epochs
+        return is_long_enough and (num_classes is not None or not self.needs_classes)
 
 
 def _base_size(num_train: int) -> int:
     smallest, largest = BASE_SIZES
-    return min(max(_power_of_two(num_train // BASE_BATCHES), smallest), largest)
+    return min(max(power_of_two(num_train // BASE_BATCHES), smallest), largest)
 
 
-def _power_of_two(number: int) -> int:
-    """Return the largest power of two up to a number, at least 1."""
+def _max_size(base_size: int, num_train: int) -> int:
+    largest = LARGEST_FACTOR * base_size
+    if base_size >= BASE_SIZES[1]:
+        largest = max(largest, LARGE_SIZE)
+    return min(largest, power_of_two(num_train // MIN_BATCHES))
+
+
+def power_of_two(number: int) -> int:
+    """Return the largest power of two up to a number, at least 1.
+
+    >>> power_of_two(181)
+    128
+    """
     return 1 << (max(1, number).bit_length() - 1)
 
 
