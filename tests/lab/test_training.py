@@ -135,9 +135,9 @@ def test_simulated_seconds_are_those_of_the_stated_model():
 def test_an_update_that_a_strategy_cuts_pays_for_every_part():
     time = UpdateTime(fixed_ms=100, per_example_ms=0)
     record = run(own(Setup(noise_parts=4)), update_time=time)
-    # Of the 18 updates of an epoch, 17 have 4 parts and the last one, of 6 examples, 3 parts of 2.
+    # Each of the 18 updates of an epoch has 4 parts, the last one too, of 6 examples.
     assert record["final"]["updates"] == 4 * 18
-    assert record["final"]["simulated_seconds"] == pytest.approx(4 * (17 * 4 + 3) * 0.1)
+    assert record["final"]["simulated_seconds"] == pytest.approx(4 * 18 * 4 * 0.1)
 
 
 def test_the_baseline_is_plain_sgd():
