@@ -403,11 +403,13 @@ CALLS = {
         lab_plan, {"seed": whole(0, 8), "tuning_seed": whole(9, 99), "tuning_rounds": whole(0, 9)},
     ),
     "lab.update_time.UpdateTime": (
-        lambda **o: (lab("update_time").UpdateTime(**o), []),
+        lambda fixed_ms=1, per_example_ms=1: (
+            lab("update_time").UpdateTime(fixed_ms=fixed_ms, per_example_ms=per_example_ms), []
+        ),
         {"fixed_ms": number(0.5, 99), "per_example_ms": number(0.5, 99)},
     ),
     "lab.update_time.UpdateTime.seconds": (
-        lambda **o: (lab("update_time").EAGER.seconds(**o), []), {"passes": whole(0, 99), "examples": whole(0, 99)},
+        lambda passes=1, examples=1: (lab("update_time").EAGER.seconds(passes=passes, examples=examples), []), {"passes": whole(0, 99), "examples": whole(0, 99)},
     ),
     "lab.callbacks.StepLogger": (
         lambda every: (lab("callbacks").StepLogger(SimpleNamespace(log=print), every=every), []),
