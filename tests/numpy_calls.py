@@ -186,11 +186,11 @@ def lab(name):
     return pytest.importorskip(f"batchwright.lab.{name}" if name else "batchwright.lab", exc_type=ImportError)
 
 
-def lab_plan(num_epochs=4, lr=None, seed=0, tuning_seed=9, rate=0.5):
+def lab_plan(num_epochs=4, lr=None, seed=0, tuning_seed=9, rate=0.5, tuning_rounds=2):
     cell = lab("").Cell(dataset="wine", model="mlp", num_epochs=num_epochs, lr=lr)
     plan = lab("").LabPlan(
         name="small", cells=(cell,), strategies=("constant",), seeds=(seed,), tuning_seeds=(tuning_seed,),
-        grids={"sgd": (rate,)},
+        grids={"sgd": (rate,)}, tuning_rounds=tuning_rounds,
     )  # fmt: skip
     return plan, plan.to_dict()
 
@@ -404,7 +404,19 @@ CALLS = {
     "lab.Cell.settings": (
         cell_settings, {"num_epochs": whole(1, 9), "lr": number(0, 1, or_none=True), "base_size": whole(8, 16)},
     ),
-    "lab.LabPlan": (lab_plan, {"seed": whole(0, 8), "tuning_seed": whole(9, 99)}),
+    "lab.LabPlan": (
+        lab_plan, {"seed": whole(0, 8), "tuning_seed": whole(9, 99), "tuning_rounds": whole(0, 9)},
+    ),
+    "lab.update_time.UpdateTime": (
+        lambda fixed_ms=1, per_example_ms=1: (
+            lab("update_time").UpdateTime(fixed_ms=fixed_ms, per_example_ms=per_example_ms), []
+        ),
+        {"fixed_ms": number(0.5, 99), "per_example_ms": number(0.5, 99)},
+    ),
+    "lab.update_time.UpdateTime.seconds": (
+        lambda passes=1, examples=1: (lab("update_time").EAGER.seconds(passes=passes, examples=examples), []),
+        {"passes": whole(0, 99), "examples": whole(0, 99)},
+    ),
     "lab.callbacks.StepLogger": (
         lambda every: (lab("callbacks").StepLogger(SimpleNamespace(log=print), every=every), []),
         {"every": whole(1, 9)},
@@ -473,6 +485,7 @@ EXCEPTIONS = {
     "Grouping.check_axes": "called by the plan", "InOrder.check_axes": "called by the plan",
     "Sorted.check_axes": "called by the plan", "WindowSort.check_axes": "called by the plan",
     "Buckets.check_axes": "called by the plan", "Packed.check_axes": "called by the plan",
+    "lab.Lab.forecast": "a trial trains a model; tests/lab makes it",
     "lab.Lab.run": "a run trains a model; tests/lab runs it",
     "lab.callbacks.TensorBoardLogger.log": "called by StepLogger",
     "lab.strategies.Strategy.fits": "asks only whether one number is None and how large the other is",

@@ -220,6 +220,13 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "method(self, num_classes, *, num_epochs=None)",
         "an option came",
     ),
+    "batchwright.lab.LabPlan": (
+        "class(*, name, cells, strategies, seeds, tuning_seeds=(1000, 1001), grids=<factory>), bases: none",
+        "class(*, name, cells, strategies, seeds, tuning_seeds=(1000, 1001), grids=<factory>, tuning_rounds=2, "
+        "update_time=UpdateTime(fixed_ms=70, per_example_ms=0.08, about='an H200 that trains a translation model of "
+        "60 million parameters, 88 tokens per example, eagerly')), bases: none",
+        "two options came: every strategy is tuned, and seconds are simulated",
+    ),
     _OBSERVATION: (
         "class(*, topic, sentence, evidence=(), strategies=()), bases: none",
         "is batchwright.lab.observations.Finding",
@@ -262,10 +269,15 @@ ADDED = {
         f"batchwright.lab.datasets.Dataset.{name}"
         for name in ("describe", "dimension", "num_examples", "num_signal_columns", "source")
     ),
+    "batchwright.lab.Lab.forecast",
+    "batchwright.lab.LabPlan.tuning_rounds",
+    "batchwright.lab.LabPlan.update_time",
     "batchwright.lab.observations.Finding",
     "batchwright.lab.presets.Cell",
     "batchwright.lab.presets.LabPlan",
     "batchwright.lab.report.HOST",
+    "batchwright.lab.runner.Forecast",
+    *(f"batchwright.lab.update_time.{name}" for name in ("EAGER", "GRAPHS", "UpdateTime", "named")),
     "batchwright.lab.report.LabFolder",
     "batchwright.lab.report.make_server",
     "batchwright.lab.statistics.PairedDifference.error",

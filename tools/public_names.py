@@ -53,6 +53,7 @@ FRONTS = (
     "batchwright.lab.runner",
     "batchwright.lab.statistics",
     "batchwright.lab.strategies",
+    "batchwright.lab.update_time",
     "batchwright.cli",
 )
 # The protocols of Python that a user calls without naming the method.

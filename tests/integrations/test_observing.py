@@ -79,9 +79,7 @@ def test_on_a_gpu_the_monitor_is_that_of_the_device():
 def test_a_change_tells_step_examples_sizes_and_reason():
     controller = bw.BatchSizeController(size.linear(4, 2, per="step"), min_size=4, max_size=8)
     change = observe(controller, batch_size=4)
-    assert (
-        change.line == "Batch size: step 1, examples 4: 4 -> 6 (linear: 4 + 2 \xd7 1 = 6 at step 1)"
-    )
+    assert change.line == "Batch size: step 1, examples 4: 4 -> 6 (linear: 4 + 2 \xd7 1 = 6 at step 1)"
     assert change.figures() == {"batch_size_old": 4, "batch_size_new": 6, "examples": 4}
     observe(controller, batch_size=6)
     assert observe(controller, batch_size=8) is None  # held at 8
@@ -91,9 +89,7 @@ def test_a_controller_that_keeps_no_history_is_still_told_with_its_reason():
     policy = size.linear(4, 2, per="step")
     controller = bw.BatchSizeController(policy, min_size=4, max_size=8, max_history=0)
     change = observe(controller, step=1, examples=4)
-    assert (
-        change.line == "Batch size: step 1, examples 4: 4 -> 6 (linear: 4 + 2 \xd7 1 = 6 at step 1)"
-    )
+    assert change.line == "Batch size: step 1, examples 4: 4 -> 6 (linear: 4 + 2 \xd7 1 = 6 at step 1)"
 
 
 def test_a_controller_of_ones_own_needs_neither_history_nor_reasons():

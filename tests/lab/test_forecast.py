@@ -4,7 +4,7 @@ import pytest
 
 from batchwright.errors import ArgumentError, StateMismatchError
 from batchwright.lab.runner import Cell, Lab, LabPlan
-from batchwright.lab.runner._forecast import Forecast
+from batchwright.lab.runner.forecast import Forecast
 
 WINE = Cell(dataset="wine", model="logistic", num_epochs=2)
 PLAN = LabPlan(name="tiny", cells=(WINE,), strategies=("constant", "linear"), seeds=(0, 1, 2), tuning_rounds=0)

@@ -27,6 +27,7 @@ from batchwright.lab.strategies import GROUPS, get, names
 
 EARLIER = Path(__file__).parents[1] / "data" / "earlier_labs" / "1"
 WINE = Cell(dataset="wine", model="logistic", num_epochs=1, lr=0.01)
+FREE = Cell(dataset="wine", model="mlp", num_epochs=1)
 DIABETES = Cell(dataset="diabetes", model="linear", num_epochs=1, lr=0.01)
 
 
@@ -202,12 +203,16 @@ def test_a_plan_survives_json():
         ({"tuning_seeds": (1000, 1000)}, "the tuning_seeds of a plan must differ, got 1000 more than once"),
         ({"tuning_rounds": -1}, "tuning_rounds must be a whole number of 0 or more, got -1"),
         ({"grids": {"sgd": (0.1, 0.1)}}, r"the grids\['sgd'\] of a plan must differ, got 0.1 more than once"),
+        (
+            {"cells": (FREE,), "grids": {"adam": (0.1,)}},
+            "no learning rate for sgd; give some, or give wine · mlp an lr",
+        ),
         ({"update_time": 70}, "update_time must be an UpdateTime, got 70"),
     ],
 )
 def test_a_plan_that_cannot_be_compared_is_refused(change, match):
     with pytest.raises(ArgumentError, match=match):
-        plan(**change)
+        LabPlan(**{**vars(plan()), **change})
 
 
 @pytest.mark.parametrize("name", presets.names())

@@ -16,7 +16,7 @@ MEASURED = {
 @pytest.mark.parametrize(("model", "tolerance"), [(EAGER, 0.2), (GRAPHS, 0.03)], ids=["eager", "graphs"])
 def test_the_ready_models_describe_what_was_measured(model, tolerance):
     for tokens_per_second, num_updates in MEASURED[model]:
-        examples = tokens_per_second * SECONDS / num_updates / TOKENS
+        examples = round(tokens_per_second * SECONDS / num_updates / TOKENS)
         measured_ms = 1000 * SECONDS / num_updates
         assert 1000 * model.seconds(passes=1, examples=examples) == pytest.approx(measured_ms, rel=tolerance)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from . import runner as runner
     from . import statistics as statistics
     from . import strategies as strategies
+    from . import update_time as update_time
     from .runner import Cell as Cell
     from .runner import Lab as Lab
     from .runner import LabPlan as LabPlan
@@ -24,7 +25,7 @@ __all__ = ["Cell", "Lab", "LabPlan"]
 
 _MODULES = (
     *("callbacks", "datasets", "models", "observations", "presets"),
-    *("report", "runner", "statistics", "strategies"),
+    *("report", "runner", "statistics", "strategies", "update_time"),
 )
 
 

@@ -142,9 +142,9 @@ class LabPlan:
             raise ArgumentError(f"these strategies need {', '.join(missing)} as well; add it to strategies")
 
     def _check_grids(self) -> None:
-        for name in {cell.optimizer for cell in self.cells if cell.lr is None}:
-            if not self.grids.get(name):
-                raise ArgumentError(f"grids has no learning rate for {name}; give some, or give the cells an lr")
+        for cell in self.cells:
+            if cell.lr is None and not self.grids.get(cell.optimizer):
+                raise ArgumentError(f"grids has no learning rate for {cell.optimizer}; give some, or give {cell} an lr")
         for name, rates in self.grids.items():
             _refuse_repeated(f"grids[{name!r}]", rates)
 

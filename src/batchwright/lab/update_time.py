@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
-from .._checks import as_plain
+from .._checks import as_plain, as_whole
 from ..errors import ArgumentError
 from .strategies.strategy import set_fields
 
@@ -48,6 +48,7 @@ class UpdateTime:
 
     def seconds(self, *, passes: int, examples: int) -> float:
         """Return the simulated seconds of some passes over some examples."""
+        passes, examples = as_whole("passes", passes, least=0), as_whole("examples", examples, least=0)
         return (self.fixed_ms * passes + self.per_example_ms * examples) / 1000
 
     def to_dict(self) -> dict[str, Any]:

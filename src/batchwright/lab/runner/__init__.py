@@ -8,6 +8,7 @@ require("torch", extra="lab")
 from ...errors import StoreError as StoreError  # noqa: E402
 from ..presets import Cell as Cell  # noqa: E402
 from ..presets import LabPlan as LabPlan  # noqa: E402
+from .forecast import Forecast as Forecast  # noqa: E402
 from .lab import Lab as Lab  # noqa: E402
 
-__all__ = ["Cell", "Lab", "LabPlan", "StoreError"]
+__all__ = ["Cell", "Forecast", "Lab", "LabPlan", "StoreError"]

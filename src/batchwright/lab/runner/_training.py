@@ -50,7 +50,12 @@ def execute(job: Job, source: RunRecord | None) -> RunRecord:
         if source is not None and source["status"] != "ok":
             raise ArgumentError(f"it repeats the run of {source['strategy']} with seed {source['seed']}, which failed")
         dataset = load_data(job.cell.dataset, job.cell.data)
-        more = {"replay_of": source, "notes": job.notes, "choice": job.choice, "update_time": job.update_time}
+        more: dict[str, Any] = {
+            "replay_of": source,
+            "notes": job.notes,
+            "choice": job.choice,
+            "update_time": job.update_time,
+        }
         return run_one(dataset, job.cell.model, job.strategy, job.seed, job.settings, **more)
     except Exception as error:
         return failed(job, f"{type(error).__name__}: {error}", trace=traceback.format_exc())

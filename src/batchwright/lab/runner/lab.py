@@ -18,11 +18,11 @@ from ..datasets.dataset import Dataset
 from ..presets import LabPlan
 from ..presets import get as get_preset
 from ._choice import Choice
-from ._forecast import Forecast, forecast
 from ._jobs import Arm, Job, arms_of, plan_jobs
 from ._training import load_data
 from ._tuning import num_tuning_runs, tune
 from ._workers import Workers
+from .forecast import Forecast, forecast
 
 VERSION = 2
 RUNS, TUNING, PLAN = "runs.jsonl", "tuning.jsonl", "lab.json"
