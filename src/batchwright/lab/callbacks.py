@@ -53,7 +53,7 @@ def figures_of(
         **{f"batch/{name}": value for name, value in more.items()},
     }
     if controller is not None:
-        found |= {"batch/next_size": controller.size, "batch/num_changes": len(controller.history)}
+        found |= {"batch/next_size": controller.size, "batch/num_changes": controller.num_changes}
     return {name: float(value) for name, value in found.items() if value is not None}
 
 

@@ -350,7 +350,9 @@ def evaluation_points(settings: RunSettings, num_train: int) -> list[float]:
 def _make_controller(setup: Setup, settings: RunSettings) -> BatchSizeController:
     policy = constant(settings.base_size) if setup.policy is None else setup.policy
     initial = settings.base_size if policy.start() is None else None
-    return BatchSizeController(policy, min_size=settings.min_size, max_size=settings.max_size, initial=initial)
+    limits = settings.min_size, settings.max_size
+    # The record holds every decision.
+    return BatchSizeController(policy, min_size=limits[0], max_size=limits[1], initial=initial, max_history=None)
 
 
 def _make_optimizer(model: nn.Module, settings: RunSettings) -> Optimizer:

@@ -36,6 +36,7 @@ HANDFUL = (
 )
 # How names and sentences tell the unit in which a signal is read.
 _PER: dict[Per, tuple[str, str]] = {"epoch": ("", "epoch"), "step": ("_per_batch", "batch")}
+_UNITS: dict[Per, str] = {"epoch": "epochs", "step": "batches"}
 # Smaller relative changes of an epoch's loss count as no change. Averages over batches change less at a time.
 _TOLERANCE: dict[Per, float] = {"epoch": 0.005, "step": 0.0}
 # The weight of the newest loss in the moving average: about three epochs, or twenty batches, count.
@@ -86,13 +87,13 @@ def _linear_response(conditions: Conditions) -> tuple[float, float, float]:
 _MEASURES: dict[Measure, str] = {
     "difference": "Grows while the loss falls from {unit} to {unit}",
     "ema": "Grows while the moving average of the losses falls from {unit} to {unit}",
-    "variance": "Changes with the variance of the loss over {window} {unit}s: up while it falls, else down",
+    "variance": "Changes with the variance of the loss over {window} {units}: up while it falls, else down",
 }
 _MODES: tuple[Mode, ...] = ("linear", "exponential")
 for _unit, (_suffix, _word) in _PER.items():
     for _measure, _what in _MEASURES.items():
         for _mode in _MODES:
-            _about = f"{_what.format(unit=_word, window=_WINDOW[_unit])}; the response is {_mode}."
+            _about = f"{_what.format(unit=_word, units=_UNITS[_unit], window=_WINDOW[_unit])}; the response is {_mode}."
             _ready("loss", f"loss_{_measure}_{_mode}{_suffix}", _about)(
                 partial(_loss, measure=_measure, mode=_mode, per=_unit)
             )
