@@ -409,7 +409,8 @@ CALLS = {
         {"fixed_ms": number(0.5, 99), "per_example_ms": number(0.5, 99)},
     ),
     "lab.update_time.UpdateTime.seconds": (
-        lambda passes=1, examples=1: (lab("update_time").EAGER.seconds(passes=passes, examples=examples), []), {"passes": whole(0, 99), "examples": whole(0, 99)},
+        lambda passes=1, examples=1: (lab("update_time").EAGER.seconds(passes=passes, examples=examples), []),
+        {"passes": whole(0, 99), "examples": whole(0, 99)},
     ),
     "lab.callbacks.StepLogger": (
         lambda every: (lab("callbacks").StepLogger(SimpleNamespace(log=print), every=every), []),
