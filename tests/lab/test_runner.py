@@ -223,6 +223,8 @@ def test_a_preset_has_known_strategies_and_settings_that_fit(name):
     assert set(given.strategies) <= set(names()) if name != "full" else given.strategies == names()
     for cell in given.cells:
         assert cell.num_epochs % 4 == 0  # milestones on whole epochs
+        # The first validation comes no later than the end of a run that makes a sixteenth of the updates.
+        assert cell.options["num_evaluations"] >= 16
     if name == "course":
         assert len({cell.dataset for cell in given.cells}) >= 5
         assert len({cell.model for cell in given.cells}) >= 4

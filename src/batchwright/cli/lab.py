@@ -29,6 +29,10 @@ _MODELS = ("mlp", "transformer", "char_lm")
 _NUM_EXAMPLES = 200_000
 _EPOCHS = (4, 16)
 
+# What is printed of the observations: the headline says it all, unless there is none.
+_VERDICT = ("scope", "headline")
+_WITHOUT_VERDICT = ("scope", "overall", "cost", "no better")
+
 _LAB = """\
 Compare batch-size strategies by training, also on your own data (needs torch).
 
@@ -203,8 +207,10 @@ def _report(arguments: argparse.Namespace) -> None:
 
     files = write_report(arguments.folder)
     screen = Screen.of_stdout()
-    for one in observe(read_lab(arguments.folder).records):
-        if one.topic in ("headline", "scope", "overall", "cost", "no better"):
+    found = observe(read_lab(arguments.folder).records)
+    topics = _VERDICT if any(one.topic == _VERDICT[-1] for one in found) else _WITHOUT_VERDICT
+    for one in found:
+        if one.topic in topics:
             screen.show(["", *screen.wrap(one.sentence)])
     folder = "" if arguments.folder == FOLDER else f" {arguments.folder}"
     screen.show(
@@ -340,6 +346,7 @@ def _refuse_file_options(arguments: argparse.Namespace) -> None:
 def _plan_of_file(arguments: argparse.Namespace) -> LabPlan:
     from ..lab import datasets, strategies
     from ..lab.models import models_for
+    from ..lab.presets import NUM_POINTS
     from ..lab.runner import Cell, LabPlan
 
     if arguments.target is None:
@@ -365,6 +372,7 @@ def _plan_of_file(arguments: argparse.Namespace) -> LabPlan:
             num_epochs=epochs,
             optimizer="sgd" if model in ("linear", "logistic", "mlp") else "adam",
             data=options,
+            options=NUM_POINTS,
         )
         for model in dict.fromkeys(wanted)
     )

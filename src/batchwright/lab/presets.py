@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, final
 
 from .._checks import as_plain, as_whole
@@ -15,6 +15,7 @@ from .strategies.catalogue import get as get_strategy
 from .strategies.catalogue import names as strategy_names
 from .strategies.strategy import (
     BASELINE,
+    LARGEST_FACTOR,
     OptimizerName,
     RunSettings,
     as_items,
@@ -32,6 +33,8 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "sgd": (0.001, 0.01, 0.1, 1.0),
     "adam": (0.0001, 0.001, 0.01, 0.1),
 }
+# The largest batch makes a sixteenth of the baseline's updates: the baseline is validated where such a run ends.
+NUM_POINTS = {"num_evaluations": LARGEST_FACTOR}
 # Seeds from here on choose learning rates; those that are compared count from 0.
 FIRST_TUNING_SEED = 1000
 
@@ -189,7 +192,7 @@ def get(name: str) -> LabPlan:
     cells, strategies, num_seeds, num_tuning_seeds = _PRESETS[name]
     return LabPlan(
         name=name,
-        cells=cells,
+        cells=tuple(replace(cell, options={**NUM_POINTS, **cell.options}) for cell in cells),
         strategies=strategies(),
         seeds=tuple(range(num_seeds)),
         tuning_seeds=tuple(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + num_tuning_seeds)),
@@ -221,9 +224,9 @@ _WINDOWS = {"limit": 600}
 _LARGE = {"limit": 5000}
 _PARAGRAPHS = {"limit": 5000, "max_length": 64}
 _QUICK = (
-    Cell(dataset="digits", model="mlp", num_epochs=8, options={"num_evaluations": 8}),
+    Cell(dataset="digits", model="mlp", num_epochs=8),
     Cell(dataset="wine", model="mlp", num_epochs=12),
-    Cell(dataset="diabetes", model="linear", num_epochs=8, options={"num_evaluations": 8}),
+    Cell(dataset="diabetes", model="linear", num_epochs=8),
 )
 # Small and large, narrow and wide data of each kind, so that kind, size and dimension are not one split.
 _COURSE = (

@@ -10,11 +10,11 @@ from typing import final
 
 from ..datasets.dataset import Dataset
 from ..presets import Cell, LabPlan
-from ..strategies.strategy import BASELINE
+from ..strategies.strategy import BASELINE, RunSettings
 from ._training import run_one
 
-# Updates of a trial: enough that the first, slow ones weigh little.
-_NUM_UPDATES = 48
+# Updates of the two trials, a short one and a longer one.
+_NUM_UPDATES = (8, 72)
 # What starting processes takes, each of which imports torch.
 _START_SECONDS = 4.0
 # A run is validated before training, at each of its points, and at its end once more on the training examples.
@@ -78,19 +78,24 @@ def forecast(
 def _trial(cell: Cell, dataset: Dataset) -> tuple[float, float]:
     """Return the seconds of a run that chooses a rate, which is validated only at its end, and of one compared."""
     settings = cell.settings(dataset).with_lr(1e-6)  # so small that no trial diverges
-    num_examples = min(settings.num_examples, _NUM_UPDATES * settings.base_size)
-    short = replace(settings, num_examples=num_examples, num_evaluations=1)
+    sizes = [min(settings.num_examples, num * settings.base_size) for num in _NUM_UPDATES]
     # The first run of a process is slow: memory is allocated, figures of the data set are computed.
-    run_one(dataset, cell.model, BASELINE, 0, replace(short, num_examples=settings.base_size))
-    start = time.perf_counter()
-    record = run_one(dataset, cell.model, BASELINE, 0, short)
-    wall = time.perf_counter() - start
-    per_validation = max(0.0, wall - record["final"]["seconds"]) / (1 + _MORE_VALIDATIONS)
-    training = record["final"]["seconds"] * settings.num_examples / num_examples
-    return (
-        training + (1 + _MORE_VALIDATIONS) * per_validation,
-        training + (settings.num_evaluations + _MORE_VALIDATIONS) * per_validation,
+    _run(cell, dataset, replace(settings, num_examples=sizes[0], num_evaluations=1))
+    (few, validating), (many, _) = (
+        _run(cell, dataset, replace(settings, num_examples=num, num_evaluations=1)) for num in sizes
     )
+    # The first updates of a run are slower than the rest, so a difference tells more than a quotient.
+    more = max(0.0, many - few) / max(1, sizes[1] - sizes[0])
+    training = few + more * (settings.num_examples - sizes[0])
+    per_validation = validating / (1 + _MORE_VALIDATIONS)
+    return training + validating, training + (settings.num_evaluations + _MORE_VALIDATIONS) * per_validation
+
+
+def _run(cell: Cell, dataset: Dataset, settings: RunSettings) -> tuple[float, float]:
+    """Return the seconds that a run of the baseline trains, and the rest of its seconds."""
+    start = time.perf_counter()
+    seconds: float = run_one(dataset, cell.model, BASELINE, 0, settings)["final"]["seconds"]
+    return seconds, max(0.0, time.perf_counter() - start - seconds)
 
 
 def _about(seconds: float) -> str:
