@@ -1,0 +1,395 @@
+"""Attacks on how graphs are checked: out of memory at each stage, losses that write to their batch, budgets."""
+
+import functools
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from batchwright.plan import MaxBytes, MemoryModel
+from batchwright.plan.models.memory import Terms
+from batchwright.step import Stepper
+
+from . import models
+from .tape import Tape, TapeGraphs
+from .twins import SAME, distance, sgd
+
+torch.set_num_threads(1)
+
+SIX = [(num, 6) for num in (4, 6, 8, 10, 12, 14)]
+DROPOUT = 0.3
+
+
+def make_norm():
+    """Return a model whose buffers and random numbers show every run that was not put back."""
+    return models.seeded(
+        lambda: nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(DROPOUT), nn.Tanh(), nn.Linear(16, 3))
+    )
+
+
+class Device(TapeGraphs):
+    """A device with so many free bytes beside the pool, whose replays may fail or be wrong.
+
+    Args:
+        free_bytes: None for no limit; 0 for no room for an eager step.
+        fails_at: the replay, counted from 1, after which memory runs out.
+        wrong: numbers of captures, from 1, whose loss is 1 higher, or whose gradients are three times as large.
+    """
+
+    def __init__(self, *, free_bytes=None, fails_at=None, wrong=()):
+        super().__init__()
+        self._free_bytes, self._fails_at, self._wrong = free_bytes, fails_at, wrong
+
+    def free_bytes(self):
+        return self._free_bytes
+
+    def capture(self, function, *, writes=()):
+        replay = super().capture(function, writes=writes)
+        is_wrong = self.num_captures in self._wrong
+
+        def run():
+            replay()
+            if self.num_replays == self._fails_at:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            if is_wrong and len(writes) == 1:
+                writes[0][0] += 1
+            elif is_wrong:
+                for tensor in writes:
+                    tensor.data.mul_(3)
+
+        return run
+
+
+def train(
+    backend,
+    *,
+    loss_fn=models.table_loss,
+    make=make_norm,
+    planned=SIX * 2,
+    come=None,
+    make_batch=models.tables,
+    **options,
+):
+    """Return the state of a model after its training, the random state, the reports, the warnings and the summary."""
+    model = make()
+    if backend is not None:
+        options.update(graphs=backend, shapes=planned)
+    stepper = Stepper(model, sgd(list(model.parameters())), loss_fn, **options)
+    torch.manual_seed(7)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reports = [stepper.step(make_batch(shape, seed=seed)) for seed, shape in enumerate(come or planned)]
+    return types.SimpleNamespace(
+        values=[value.detach().float() for value in model.state_dict().values()],
+        random=torch.get_rng_state(),
+        reports=reports,
+        warnings=[str(one.message) for one in caught],
+        summary=None if backend is None else stepper.graph_summary(),
+    )
+
+
+def assert_same(found, eager):
+    assert distance(found.values, eager.values) <= 10 * SAME
+    assert torch.equal(found.random, eager.random)
+
+
+# Out of memory
+
+
+def test_out_of_memory_in_a_forward_check_leaves_buffers_and_random_numbers_as_they_were():
+    # Expected: the shape is left out, and training is as without graphs.
+    # Found: no warning; statistics of BatchNorm and the random state stay those of the replays (12 = the last check),
+    # so that dropout, and with it every later update, is another one.
+    assert_same(train(Device(fails_at=12)), train(None))
+
+
+@pytest.mark.parametrize("fails_at", range(13, 19))
+def test_out_of_memory_in_a_replay_of_two_rows_leaves_buffers_and_random_numbers_as_they_were(fails_at):
+    # Expected: "Training goes on", eagerly, with the updates of an eager training.
+    # Found: BatchNorm has counted up to two runs that were none, and dropout draws other numbers from there on.
+    # 13 and 14 are the forward check of the two rows, 15 to 18 are two whole replays.
+    assert_same(train(Device(free_bytes=0, fails_at=fails_at)), train(None))
+
+
+def test_out_of_memory_in_the_eager_run_of_two_rows_leaves_buffers_and_random_numbers_as_they_were():
+    # The likeliest place: memory is short, and this is the only eager run beside the pool.
+    # Expected: as an eager training. Found: as above; Comparer.agrees restores nothing when it raises.
+    seen = types.ModuleType("seen")  # whose variables are not looked at
+    seen.num = 0
+
+    def loss_fn(model, batch):
+        scores = model(batch["x"])
+        seen.num += len(scores) == 2
+        if len(scores) == 2 and seen.num == 3:  # before the capture, in it, and beside it
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return models.row_loss(scores, batch)
+
+    found = train(Device(free_bytes=0), loss_fn=loss_fn)
+    assert seen.num == 3
+    assert_same(found, train(None))
+
+
+# Graphs that are known to be wrong
+
+
+def test_where_memory_is_short_a_graph_whose_forward_pass_gave_other_numbers_is_not_used():
+    # Expected (docs/graphs.md): "A graph whose forward pass gave other numbers ... is compared whole", or is left out.
+    # Found: the check of 14 rows (captures 1 and 2) fails, is_checked is False, and the graph is trusted all the same,
+    # because two rows of the smallest one agree: another update, without a word.
+    assert_same(train(Device(free_bytes=0, wrong=(1, 2))), train(None))
+
+
+def test_where_memory_is_short_a_rare_shape_whose_forward_pass_gave_other_numbers_is_not_used():
+    # Expected: as above. Found: a shape that is captured later is trusted at once, whatever its own check said.
+    planned = [(4, 6), (8, 6)] * 3 + [(12, 6)]
+    come = [(4, 6), (8, 6), (4, 6), (12, 6), (12, 6), (4, 6), (12, 6)]
+    # 1 to 4: the catalogue. 5 and 6: two rows. 7: the update. 8 and 9: the rare shape.
+    found = train(Device(free_bytes=0, wrong=(8, 9)), planned=planned, come=come)
+    assert_same(found, train(None, planned=planned, come=come))
+
+
+def test_where_two_rows_differ_the_warning_says_so():
+    # Expected: "a replay gave other results than an eager run". Found: "an eager step finds no memory beside the pool",
+    # so the user makes room for graphs that are wrong.
+    found = train(Device(free_bytes=0, wrong=range(1, 99)))
+    assert any("other results" in message for message in found.warnings), found.warnings
+
+
+# Losses that write to their batch
+
+
+def labels_from_one(shape, seed=0):
+    batch = models.tables(shape, seed=seed)
+    return {**batch, "labels": batch["labels"] + 1}
+
+
+def from_zero(model, batch):
+    batch["labels"].sub_(1)
+    return F.cross_entropy(model(batch["x"]), batch["labels"], reduction="sum"), len(batch["x"])
+
+
+def test_a_loss_that_shifts_its_labels_in_place_is_captured_as_ever():
+    # Expected: graphs, as before the forward check; a loss may write to its batch.
+    # Found: run_forward does not fill the inputs again, so the second check sees labels of -1. Here: "a capture failed
+    # with IndexError: Target -1 is out of bounds", and no graphs. On CUDA that is an assert on the device, after which
+    # the whole process can use the GPU no more.
+    found = train(Device(), loss_fn=from_zero, make_batch=labels_from_one)
+    assert found.warnings == []
+    assert found.reports[-1].graphed
+
+
+def test_a_forward_check_that_fails_leaves_buffers_and_random_numbers_as_they_were():
+    # Expected: as an eager training.
+    # Found: the statistics of BatchNorm have two runs too many, and dropout draws others.
+    found = train(Device(), loss_fn=from_zero, make_batch=labels_from_one)
+    assert_same(found, train(None, loss_fn=from_zero, make_batch=labels_from_one))
+
+
+def halved(model, batch):
+    batch["x"].mul_(0.1)
+    batch["row_weight"].mul_(0.5)
+    return models.table_loss(model, batch)
+
+
+def test_a_wrong_graph_of_a_loss_that_writes_to_its_batch_is_found():
+    # Expected: other numbers than an eager forward pass, so a whole comparison, and a refusal.
+    # Found: the second replay runs on inputs that the first has changed; its distance is taken for dropout, three times
+    # of which is allowed. The graph of 14 rows (captures 1 and 2) passes, and is used as the fifth shape, unseen.
+    make = models.make_mlp
+    found = train(Device(wrong=(1, 2)), loss_fn=halved, make=make)
+    assert_same(found, train(None, loss_fn=halved, make=make))
+
+
+def grown(model, batch):
+    batch["x"].exp_()
+    return models.table_loss(model, batch)
+
+
+def test_two_rows_are_not_compared_on_inputs_that_the_checks_have_spoiled():
+    # Expected: every graph is wrong, so the comparison of two rows finds it, and training is eager.
+    # Found: after two forward checks the inputs are exp(exp(x)), the comparison of exp(exp(exp(x))) has infinities on
+    # both sides, which count as alike, and all graphs are used.
+    make = models.make_mlp
+    wrong = [number for number in range(1, 99) if number != 15]  # not the update
+    found = train(Device(free_bytes=0, wrong=wrong), loss_fn=grown, make=make)
+    assert_same(found, train(None, loss_fn=grown, make=make))
+
+
+# Checks that say nothing
+
+
+def late_labels(shape, seed=0):
+    """Return labels of which only the last columns count, as those of an answer after a prompt."""
+    rows, width = shape
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 3, (rows, width), generator=generator)
+    labels[:, : width - 3] = models.IGNORED
+    return {"x": torch.randn(rows, width, generator=generator), "labels": labels}
+
+
+def column_loss(model, batch):
+    return models.token_loss(model(batch["x"][..., None]), batch["labels"])
+
+
+def test_a_forward_check_in_which_nothing_counts_is_no_check():
+    # Narrow shapes are made of the first columns of a wide batch: no label counts, and the loss is 0.
+    # Expected: such a check shows nothing, so the graph is compared whole. Found: 0 equals 0, and the graph is trusted.
+    planned = [(4, width) for width in (40, 36, 32, 28, 24, 10)]
+
+    class Wrong(Device):
+        """Losses and gradients of the narrowest shape are three times as large."""
+
+        def capture(self, function, *, writes=()):
+            replay, is_wrong = TapeGraphs.capture(self, function, writes=writes), self.num_captures in (11, 12)
+
+            def run():
+                replay()
+                if is_wrong:
+                    (writes[0][:1] if len(writes) == 1 else torch.zeros(1)).mul_(3)
+                    for tensor in writes if len(writes) > 1 else ():
+                        tensor.mul_(3)
+
+            return run
+
+    def make():
+        return models.seeded(lambda: nn.Linear(1, 3))
+
+    options = {"loss_fn": column_loss, "make": make, "planned": planned * 2, "make_batch": late_labels}
+    assert_same(train(Wrong(), **options), train(None, **options))
+
+
+# Tables that a backward pass keeps
+
+
+class Launching(Device):
+    """A device that launches nothing in a capture, as CUDA: what is made there holds no values before a replay."""
+
+    def capture(self, function, *, writes=()):
+        self.num_captures += 1
+        tape = Tape()
+        try:
+            tape.record(function)
+        finally:
+            tape.undo()
+        for _, _, _, made in tape._calls:
+            for tensor, _ in made:
+                if tensor.is_floating_point():
+                    tensor.data.fill_(7)
+
+        return tape.replay
+
+
+@functools.lru_cache
+def table_of(key):
+    return torch.linspace(1, 2, 3) * key
+
+
+class Weighted(torch.autograd.Function):
+    """Weights gradients with a table that is kept per kind of shape."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * table_of(gradient.shape[0] // 4)
+
+
+def weighted_loss(model, batch):
+    return models.row_loss(Weighted.apply(model(batch["x"])), batch)
+
+
+@pytest.mark.parametrize("free_bytes", [None, 0])
+def test_a_table_that_the_backward_pass_keeps_is_made_by_an_eager_run(free_bytes):
+    # 10 and 8 rows share a table; the capture of 10 makes it, and 8 rows come first.
+    # Expected: the update of an eager training, or a refusal. Found: only forward passes run ahead of the captures, so
+    # the replay of 8 rows reads a table without values, and its forward check cannot see it: no warning.
+    come = [(rows, 6) for rows in (4, 6, 12, 14, 4, 8, 10, 8, 10)]
+    options = {"loss_fn": weighted_loss, "make": models.make_mlp, "planned": SIX * 2, "come": come}
+    table_of.cache_clear()
+    found = train(Launching(free_bytes=free_bytes), **options)
+    table_of.cache_clear()
+    assert_same(found, train(None, **options))
+
+
+# Budgets in bytes
+
+
+class Measuring(TapeGraphs):
+    """A device on which a step takes what the loss notes; the forward passes that were captured are listed."""
+
+    def __init__(self, noted):
+        super().__init__()
+        self._noted, self.captured = noted, []
+
+    def measure(self, function):
+        function()
+        return self._noted.bytes
+
+    def capture(self, function, *, writes=()):
+        replay = super().capture(function, writes=writes)
+        if len(writes) == 1:
+            self.captured.append(self._noted.bytes)
+        return replay
+
+
+def bytes_budget(max_bytes):
+    model = MemoryModel(Terms(1, (0.0, 0.0, 1.0, 0.0)), margin=0.005)
+    return {"micro_batch": MaxBytes(model, max_bytes), "lengths": lambda batch: [6] * len(batch["x"])}
+
+
+def train_rows(max_bytes, planned, come):
+    noted = types.ModuleType("noted")
+
+    def loss_fn(model, batch):
+        noted.bytes = 100 * len(batch["x"])
+        return models.table_loss(model, batch)
+
+    backend = Measuring(noted)
+    return train(backend, loss_fn=loss_fn, make=models.make_mlp, planned=planned, come=come, **bytes_budget(max_bytes))
+
+
+def test_a_shape_beyond_a_budget_in_bytes_costs_smaller_ones_no_graph():
+    # A shape of 12 rows is rare and runs eagerly, 1,200 bytes. Beside it 8 rows do not fit into 1,900, but 6 and 4 do.
+    # Expected (and so it was before the last commit): graphs of 6 and 4 rows. Found: none, and no warning:
+    # predicted_bytes stays at the most that any rehearsal took, though that shape was dropped.
+    planned = [(4, 6), (6, 6), (8, 6)] * 3 + [(12, 6)]
+    found = train_rows(1900, planned, [(4, 6), (6, 6), (8, 6), (4, 6), (6, 6)] * 3)
+    assert list(found.summary.shapes) == ["6x6 6", "4x6 4"]
+
+
+def test_the_predicted_bytes_are_those_of_a_shape_that_was_captured():
+    # Expected (GraphSummary): "what an eager step of the largest captured shape took", 1,200.
+    # Found: 1,400, of the shape that was dropped, and nothing captured.
+    found = train_rows(1399, SIX * 2, SIX * 3)
+    assert (len(found.summary.shapes), found.summary.predicted_pool_bytes) == (5, 1200)
+
+
+def test_a_shape_with_fewer_elements_that_takes_more_memory_stays_inside_a_budget_in_bytes():
+    # Expected: "A budget in bytes counts the pool too": 480 bytes are not captured with 400.
+    # Found: a shape that comes later is rehearsed only if it has more elements than any before, so it is not checked.
+    noted = types.ModuleType("noted")
+
+    def loss_fn(model, batch):
+        noted.bytes = 10 * batch["y"].numel()  # the decoder takes the memory
+        return (model(batch["x"][..., None]).mean(1) - batch["y"].mean(1, keepdim=True)).square().sum(), len(batch["x"])
+
+    def pairs(shape, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        rows, source, target = shape
+        return {
+            "x": torch.randn(rows, source, generator=generator),
+            "y": torch.randn(rows, target, generator=generator),
+        }
+
+    backend, planned = Measuring(noted), [(4, 9, 9), (4, 5, 12)]
+    # Two batches of 9 and 9 do not tell which length is which, so the other shape is captured when it comes.
+    train(
+        backend, loss_fn=loss_fn, make=lambda: models.seeded(lambda: nn.Linear(1, 1)), planned=planned * 3,
+        come=[(4, 9, 9), (4, 9, 9), (4, 5, 12), (4, 9, 9), (4, 5, 12)], make_batch=pairs, **bytes_budget(400),
+    )  # fmt: skip
+    assert max(backend.captured) <= 400
