@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -15,7 +15,7 @@ from .._optimizers import allocate_state
 from .._settings import Settings
 from ..oom import Snapshot, add_back, is_out_of_memory, set_aside
 from ..report import MicroSums
-from ._comparing import Comparer, numbers_of
+from ._comparing import Comparer, Outcome, outcome_of_step, outcome_without_gradients
 from ._draws import CPU, Draws, HostRandom, harmless_draws, is_explained_by
 from ._inputs import Signature, Target, elements_of, few_rows, resized
 from ._micro import MicroGraph, NotGraphableError, Work, aliases_of, without_autocast_cache
@@ -35,7 +35,7 @@ class Capturer:
         work: what micro-batches are put through, None before the first capture.
         draws: random numbers that the forward pass draws on the host in vain.
         reach: what the model and the loss function read, when ``look`` was called last.
-        predicted_bytes: what an eager step of the largest shape took beyond what was there, None before.
+        predicted_bytes: the most that an eager step of a captured shape took beyond what was there, None before.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Capturer:
         self.reach = Reach(ranks.module)
         self.predicted_bytes: int | None = None
         self._max_bytes = _max_bytes(settings.micro_batch)
-        self._most_rehearsed = 0  # elements of the largest inputs that were rehearsed
+        self._sample: _Candidate | None = None  # a batch that came
 
     def run_first(self, batch: Any, eager: Callable[[], MicroSums]) -> MicroSums:
         """Run a first micro-batch eagerly: what is made lazily exists afterwards.
@@ -116,7 +116,7 @@ class Capturer:
         return Kept(self._snapshot(), Untouched(self.reach))
 
     def capture(
-        self, targets: Sequence[Target], real: Signature, *, eager_elements: int, is_half: bool
+        self, targets: Sequence[Target], real: Signature, eager_elements: int, *, is_half: bool, is_tight: bool
     ) -> Iterator[tuple[Signature, MicroGraph | None]]:
         """Yield every target with its graph, None where memory ran out or the budget would be exceeded.
 
@@ -125,6 +125,7 @@ class Capturer:
             real: the signature of a batch that came.
             eager_elements: of the largest batch that will run eagerly, beside the pool.
             is_half: the forward pass computes in half precision.
+            is_tight: no eager step fits beside the pool.
 
         Raises:
             NotGraphableError: a replay would not repeat what the step does.
@@ -134,19 +135,17 @@ class Capturer:
         self._open()
         if self.look().obstacle is not None:
             raise NotGraphableError(str(self.reach.obstacle))
+        if self._sample is None:  # a copy, since a loss may write to its batch
+            self._sample = _Candidate(real, map_leaves(like, torch.clone), is_real=True)
         kept, num_captured = self.keep(), 0
-        is_larger = elements_of(rest[0].signature) > self._most_rehearsed
-        dropped = self._rehearse_first(rest, kept, eager_elements) if is_larger else []
-        first = rest[0].signature if rest else None
-        rest = self._run_ahead(rest, kept)
-        if is_larger and rest and rest[0].signature != first:  # more elements are not always more memory
-            dropped += self._rehearse_first(rest, kept, eager_elements)
+        ready, dropped = self._run_ahead(rest, kept, eager_elements, is_tight=is_tight)
         yield from ((signature, None) for signature in dropped)
         self.look()
         self._backend.prepare()
-        for one in rest:
+        # In the order of their memory, all shapes find room in what the first one has taken.
+        for one in sorted(ready, key=lambda one: -one.num_bytes):
             try:
-                graph: MicroGraph | None = self._capture(one, kept, is_half=is_half)
+                graph: MicroGraph | None = self._capture(one, is_half=is_half)
             except _MadeUpError:
                 continue  # what was made up does not go together: such shapes are captured when they come
             except Exception as error:
@@ -156,7 +155,9 @@ class Capturer:
                 graph = None
             if graph is None:
                 self._backend.prepare()  # outside the except block, where the traceback holds activations
-            num_captured += graph is not None
+            else:
+                num_captured += 1
+                self.predicted_bytes = max(self.predicted_bytes or 0, one.num_bytes)
             yield one.signature, graph
         if not num_captured:  # otherwise graphs read what the rehearsal has made
             kept.untouched.put_back()
@@ -180,96 +181,68 @@ class Capturer:
             torch.ones((), dtype=torch.float64, device=self._device),
         )
 
-    def _rehearse_first(self, rest: list[_Candidate], kept: Kept, eager_elements: int) -> list[Signature]:
-        """Rehearse the first of some shapes; drop it, as long as it does not fit, and return what was dropped."""
-        dropped = []
-        while rest:
-            fits = self._rehearse_if_it_fits(rest[0], kept, eager_elements)
-            if fits:
-                break
-            one = rest.pop(0)
-            if fits is not None:
-                dropped.append(one.signature)
-        return dropped
+    def _run_ahead(
+        self, found: Sequence[_Candidate], kept: Kept, eager_elements: int, *, is_tight: bool
+    ) -> tuple[list[_Candidate], list[Signature]]:
+        """Run batches eagerly before they are captured; return what can be captured, and what does not fit.
 
-    def _rehearse_if_it_fits(self, one: _Candidate, kept: Kept, eager_elements: int) -> bool | None:
-        """Rehearse a shape; return whether it fits, None where it was made up and does not go together."""
-        num_elements = elements_of(one.signature)
-        try:
-            self._rehearse(one, kept)
-        except _MadeUpError:
-            return None
-        except Exception as error:
-            if not is_out_of_memory(error):
-                kept.untouched.put_back()
-                raise
-        else:
-            if self._fits(num_elements, eager_elements):
-                self._most_rehearsed = max(self._most_rehearsed, num_elements)
-                return True
-        self._backend.prepare()  # outside the except block, where the traceback holds activations
-        return False
-
-    def _rehearse(self, one: _Candidate, kept: Kept) -> None:
-        """Run the largest shape eagerly, so that caches which grow with the shape have grown; tensors are put back.
-
-        A capture that follows refuses whatever still changes then, such as a counter.
+        A table that a cache keeps per shape must not be made by a capture: what that makes holds no values before a
+        replay, and not those of its shape after that of another one. A capture that follows refuses whatever still
+        changes then, such as a counter.
         """
+        ready, dropped = [], []
+        for one in found:
+            try:
+                ran = self._run_forward_ahead(one, kept) if is_tight else self._run_step_ahead(one, kept)
+            except _MadeUpError:
+                continue
+            if ran is not None and self._fits(ran, eager_elements):
+                ready.append(ran)
+            else:
+                dropped.append(one.signature)
+                self._backend.prepare()  # outside the except block, where the traceback holds activations
+        return ready, dropped
+
+    def _run_step_ahead(self, one: _Candidate, kept: Kept) -> _Candidate | None:
+        """Run a step, and return what it took and gave; None if it ran out of memory. Tensors are put back."""
         assert self.work is not None
-        held = set_aside(self.work.parameters)
-        failure: str | None = None
+        held, found = set_aside(self.work.parameters), list[Outcome]()
+        num_bytes, failure = 0, None
         try:
-            # A copy, since a loss may change its batch, which the step itself runs on later.
-            batch = map_leaves(one.batch, torch.clone)
-            taken = self._backend.measure(lambda: self._run_once(batch))
-            self.predicted_bytes = max(self.predicted_bytes or 0, taken)
+            num_bytes = self._backend.measure(lambda: found.append(self._run_once(one.batch)))
         except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            failure = text_of(error)
+            failure = "" if is_out_of_memory(error) else text_of(error)
         finally:
             kept.restore_values()
             add_back(held)
-        if failure is not None:
+        if failure:
             kept.untouched.put_back()
             raise NotGraphableError(failure) if one.is_real else _MadeUpError
+        return one._replace(num_bytes=num_bytes, outcome=found[0]) if found else None
 
-    def _run_ahead(self, found: Sequence[_Candidate], kept: Kept) -> list[_Candidate]:
-        """Run batches forward eagerly, and return those that take the most memory first.
-
-        A table that a cache keeps per shape must not be made by a capture: what that makes holds no values before a
-        replay, and not those of its shape after that of another one. In the order of their memory, all shapes find room
-        in what the first one has taken.
-        """
-        ahead = [self._run_one_ahead(one, kept) for one in found]
-        return sorted(ahead, key=lambda one: -one.num_bytes)
-
-    def _run_one_ahead(self, one: _Candidate, kept: Kept) -> _Candidate:
-        found: list[MicroSums] = []
-        num_bytes, numbers = 0, None
+    def _run_forward_ahead(self, one: _Candidate, kept: Kept) -> _Candidate:
+        """Run a batch only forward and without gradients, where memory is short; a loss that fails then is no news."""
+        found = list[Outcome]()
         try:
-            num_bytes = self._backend.measure(
-                lambda: found.append(MicroSums(self._forward(one.batch), is_replayed=True))
-            )
-            numbers = numbers_of(found.pop())
+            with torch.no_grad():
+                found.append(outcome_without_gradients(self._forward(one.batch)))
         except Exception:  # the capture, or the eager run in its place, says why
             found.clear()
         finally:
             kept.restore_values()
-        return one._replace(num_bytes=num_bytes, numbers=numbers)
+        return one._replace(outcome=found[0] if found else None)
 
-    def _fits(self, num_elements: int, eager_elements: int) -> bool:
+    def _fits(self, one: _Candidate, eager_elements: int) -> bool:
         """Say whether the pool and what runs beside it stay inside a budget in bytes; activations grow with inputs."""
-        if self._max_bytes is None or self.predicted_bytes is None:
+        if self._max_bytes is None:
             return True
-        needed = self.predicted_bytes * (1 + eager_elements / num_elements)
+        needed = one.num_bytes * (1 + eager_elements / elements_of(one.signature))
         return self._backend.used_bytes() + needed <= self._max_bytes
 
-    def _run_once(self, batch: Any) -> None:
+    def _run_once(self, batch: Any) -> Outcome:
         assert self.work is not None
-        with self.work.precision():
-            loss = MicroSums(self.work.loss_fn(self.work.ranks.module, batch), is_replayed=True).loss
-        torch.autograd.grad(loss, self.work.parameters, allow_unused=True)
+        sums = MicroSums(self._forward(batch), is_replayed=True)
+        return outcome_of_step(sums, self.work)
 
     def try_out(
         self, graph: MicroGraph, batch: Any, eager: Callable[[], MicroSums], divisor: float, *, is_half: bool
@@ -283,28 +256,36 @@ class Capturer:
         free = self._backend.free_bytes()
         return free is not None and self.predicted_bytes is not None and free < _SLACK * self.predicted_bytes
 
-    def agrees(self, graph: MicroGraph, *, is_half: bool) -> bool:
-        """Compare two rows of a graph's inputs: a whole micro-batch may not fit beside the pool."""
-        return self._comparer.agrees(self._part_of(graph), is_half=is_half)
+    def agrees(self, graphs: Mapping[Signature, MicroGraph], *, is_half: bool) -> bool:
+        """Compare two rows of a batch that came: a whole micro-batch may not fit beside the pool.
 
-    def _part_of(self, graph: MicroGraph) -> MicroGraph:
-        """Return a graph of two rows, or the same one where the loss wants all of them."""
-        sizes = few_rows(graph.signature.sizes)
-        if sizes == graph.signature.sizes:
-            return graph
-        part = _Candidate(graph.signature._replace(sizes=sizes), resized(graph.inputs, sizes), is_real=False)
-        kept = self.keep()
+        Args:
+            graphs: what was captured; where the loss wants all rows, the graph of that batch is compared.
+            is_half: the forward pass computes in half precision.
+        """
+        sample = self._sample
+        assert sample is not None
+        sizes = few_rows(sample.signature.sizes)
+        part = _Candidate(sample.signature._replace(sizes=sizes), resized(sample.batch, sizes), is_real=False)
         try:
-            return self._capture(self._run_one_ahead(part, kept), kept, is_half=False)
+            graph = None if sizes == sample.signature.sizes else self._capture_only(self._ahead_of(part))
         except _MadeUpError:
-            return graph
+            graph = None
+        batch = sample.batch if graph is None else part.batch
+        graph = graph or graphs.get(sample.signature)
+        return graph is not None and self._comparer.agrees(graph, batch, is_half=is_half)
 
-    def _capture(self, one: _Candidate, kept: Kept, *, is_half: bool) -> MicroGraph:
-        """Return the graph of a micro-batch, and see whether its replay gives the numbers of the eager run."""
+    def _ahead_of(self, part: _Candidate) -> _Candidate:
+        ran = self._run_step_ahead(part, self.keep())
+        if ran is None:
+            raise torch.OutOfMemoryError("two rows find no memory beside the pool")
+        return ran
+
+    def _capture(self, one: _Candidate, *, is_half: bool) -> MicroGraph:
+        """Return the graph of a micro-batch, and see whether replays give what the eager run gave."""
         graph = self._capture_only(one)
-        if one.numbers is not None:
-            graph.is_checked = self._comparer.has_numbers(graph, one.numbers, is_half=is_half)
-            kept.restore_values()
+        if one.outcome is not None:
+            graph.is_checked = self._comparer.has_outcome(graph, one.batch, one.outcome, is_half=is_half)
         return graph
 
     def _capture_only(self, one: _Candidate) -> MicroGraph:
@@ -340,13 +321,13 @@ class Capturer:
 
 @final
 class _Candidate(NamedTuple):
-    """A micro-batch to capture, with what an eager forward pass of it gave."""
+    """A micro-batch to capture, with what an eager run of it took and gave."""
 
     signature: Signature
     batch: Any
     is_real: bool
     num_bytes: int = 0
-    numbers: list[float] | None = None
+    outcome: Outcome | None = None
 
 
 def _max_bytes(micro_batch: Any) -> float | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
 
 from ..._tree import map_leaves
 from ..oom import Held, add_back, drop_gradients
-from ..report import MicroSums
+from ..report import MicroSums, Sum
 from ._micro import MicroGraph, Work
 from ._watch import Kept
 from .backend import GraphBackend
@@ -24,11 +24,21 @@ _SPREAD = 3.0
 
 @final
 class Outcome(NamedTuple):
-    """What a micro-batch gave: its sums, and the norms of the gradients by the places of their parameters."""
+    """What a micro-batch gave: its sums, and the norms of the gradients by the places of their parameters.
+
+    The places are None where only the forward pass ran.
+    """
 
     sums: MicroSums
-    touched: list[int]
+    touched: list[int] | None
     norms: Tensor
+
+    @property
+    def says_something(self) -> bool:
+        """Say whether another outcome could differ from it: where nothing counts, all are 0 or no numbers."""
+        loss, weight, *_ = numbers_of(self.sums)
+        has_gradients = self.touched is None or 0 < float(self.norms.norm()) < math.inf
+        return 0 < abs(loss) < math.inf and 0 < weight < math.inf and has_gradients
 
 
 def outcome_of(sums: MicroSums, gradients: Sequence[Tensor | None]) -> Outcome:
@@ -36,6 +46,21 @@ def outcome_of(sums: MicroSums, gradients: Sequence[Tensor | None]) -> Outcome:
     found = [gradient for gradient in gradients if gradient is not None]
     touched = [place for place, gradient in enumerate(gradients) if gradient is not None]
     return Outcome(sums, touched, _norms_of(found))
+
+
+def outcome_of_step(sums: MicroSums, work: Work) -> Outcome:
+    """Return the outcome of a forward pass, whose backward pass runs now and adds to no gradient."""
+    loss = sums.loss if work.scaler is None else work.scaler.scale(sums.loss)
+    gradients = torch.autograd.grad(loss, list(work.parameters), allow_unused=True)
+    found = outcome_of(sums, gradients)
+    weight = cast("Sum", sums.weight)  # not copied to the host in such a run
+    return found._replace(sums=MicroSums.of_replay(sums.loss.detach(), weight, sums.metrics))
+
+
+def outcome_without_gradients(returned: Any) -> Outcome:
+    """Return the outcome of a forward pass that ran without gradients."""
+    loss, weight, *more = returned
+    return Outcome(MicroSums.of_replay(loss, weight, more[0] if more else {}), None, torch.zeros(0))
 
 
 def _norms_of(gradients: Sequence[Tensor]) -> Tensor:
@@ -118,39 +143,51 @@ class Comparer:
         add_back(held)
         return sums, are_alike(replays, wanted, is_half=is_half)
 
-    def agrees(self, graph: MicroGraph, *, is_half: bool) -> bool:
-        """Compare a graph with an eager run of the inputs that it holds."""
-        work, held = self._work, self._set_aside()
+    def agrees(self, graph: MicroGraph, batch: Any, *, is_half: bool) -> bool:
+        """Compare a graph with an eager run of a batch."""
+        kept, work = self._keep(), self._work
         try:
-            batch, kept = map_leaves(graph.inputs, torch.clone), self._keep()
-            replays = self._replay_twice(graph, batch, 1.0, kept)
             with work.precision():
-                sums = MicroSums(work.loss_fn(work.ranks.module, batch), is_replayed=True)
-            loss = sums.loss if work.scaler is None else work.scaler.scale(sums.loss)
-            wanted = outcome_of(sums, torch.autograd.grad(loss, list(work.parameters), allow_unused=True))
-            kept.restore()
+                sums = MicroSums(work.loss_fn(work.ranks.module, map_leaves(batch, torch.clone)), is_replayed=True)
+            wanted = outcome_of_step(sums, work)
         finally:
+            kept.restore()
+        return self.has_outcome(graph, batch, wanted, is_half=is_half)
+
+    def has_outcome(self, graph: MicroGraph, batch: Any, wanted: Outcome, *, is_half: bool) -> bool:
+        """Say whether replays of a batch give what an eager run of it gave, if that says anything."""
+        if not wanted.says_something:
+            return False
+        held, kept = self._set_aside(), self._keep()
+        try:
+            if wanted.touched is None:
+                replays = self._replay_forward(graph, batch), self._replay_forward(graph, batch)
+            else:
+                replays = self._replay_twice(graph, batch, 1.0, kept)
+        finally:
+            kept.restore()
             add_back(held)
         return are_alike(replays, wanted, is_half=is_half)
 
-    def has_numbers(self, graph: MicroGraph, wanted: Sequence[float], *, is_half: bool) -> bool:
-        """Say whether forward replays of the inputs that a graph holds give the numbers of an eager run."""
-        first, second = numbers_of(graph.run_forward()), numbers_of(graph.run_forward())
-        return _are_near(first, second, wanted, NEAR_ROUGHLY if is_half else NEAR)
+    def _replay_forward(self, graph: MicroGraph, batch: Any) -> Outcome:
+        sums = graph.run_forward(batch)
+        return Outcome(sums, None, torch.zeros(0))
 
     def _replay_twice(self, graph: MicroGraph, batch: Any, divisor: float, kept: Kept) -> tuple[Outcome, Outcome]:
         """Replay a micro-batch into empty buffers; everything else is put back."""
         touched = set(graph.touched)
         buffers = [buffer if place in touched else None for place, buffer in enumerate(self._work.buffers)]
         replays = []
-        for _ in range(2):  # the first replay also loads the graph; the second has another random state
-            start = self._seconds()
-            torch._foreach_zero_([buffer for buffer in buffers if buffer is not None])
-            replayed = graph.run(batch, divisor)
-            graph.seconds = self._seconds() - start
-            replays.append(outcome_of(replayed, buffers))
-            kept.untouched.put_back()
-        kept.restore()
+        try:
+            for _ in range(2):  # the first replay also loads the graph; the second has another random state
+                start = self._seconds()
+                torch._foreach_zero_([buffer for buffer in buffers if buffer is not None])
+                replayed = graph.run(batch, divisor)
+                graph.seconds = self._seconds() - start
+                replays.append(outcome_of(replayed, buffers))
+                kept.untouched.put_back()
+        finally:
+            kept.restore()
         return replays[0], replays[1]
 
     def _set_aside(self) -> Held:

@@ -110,7 +110,7 @@ class MicroGraph:
         signature: of the micro-batches that it can run.
         touched: the places of the parameters that get a gradient.
         is_trusted: a replay was compared with an eager run, or need not be.
-        is_checked: the forward pass gave the numbers of an eager one.
+        is_checked: replays gave what an eager run gave before the capture.
         eager_seconds: of that eager run.
         seconds: of that replay.
         num_replayed: micro-batches of training.
@@ -181,8 +181,9 @@ class MicroGraph:
         self._backward_replay()
         return sums
 
-    def run_forward(self) -> MicroSums:
-        """Replay the forward pass of the inputs that it holds."""
+    def run_forward(self, batch: Any) -> MicroSums:
+        """Replay only the forward pass of a micro-batch of the same signature."""
+        self._inputs.fill(batch)
         self._forward_replay()
         return self._sums()
 
@@ -194,11 +195,6 @@ class MicroGraph:
         weight: Any = names.weight if names.weight is not None else rest.pop(0)
         metrics: dict[str, Sum] = {**dict(zip(names.on_device, rest, strict=True)), **names.on_host}
         return MicroSums.of_replay(loss, weight, metrics)
-
-    @property
-    def inputs(self) -> Any:
-        """Return the micro-batch of its static buffers, as it was filled last."""
-        return self._inputs.batch
 
     @property
     def host_weight(self) -> float | None:

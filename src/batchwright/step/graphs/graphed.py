@@ -24,7 +24,7 @@ from ._micro import MicroGraph, NotGraphableError
 from ._update import Updates
 from ._watch import Watch, hooks_of, unfit
 from .backend import Choice, CudaGraphs, make_backend
-from .summary import UNPLANNED, GraphSummary, Reasons, replays_by_label
+from .summary import NO_ROOM, OTHER_RESULTS, UNPLANNED, GraphSummary, Reasons, replays_by_label
 
 # divisor(weight on the host or None, elements of the micro-batch): what losses of the update are divided by
 Divisor: TypeAlias = Callable[[float | None, int], float]
@@ -38,9 +38,8 @@ _MOST_ALIKE = 4
 _MOST_SEEN = 4096
 # A model that changes more often than this between steps would be captured again and again.
 _MOST_CHANGES = 8
-# So many graphs are compared with whole eager steps; after them the numbers of the forward pass suffice.
+# So many graphs are compared on batches that come; for the others the run before their capture suffices.
 _MOST_COMPARED = 4
-_NO_ROOM = "an eager step finds no memory beside the pool of the graphs"
 
 
 @final
@@ -192,9 +191,9 @@ class Graphs:
         return sums
 
     def _need_not_compare(self, graph: MicroGraph) -> bool:
-        """Trust a graph whose forward pass was compared, after some others were compared with whole eager steps."""
-        if graph.is_checked and not self._is_choosy and self._num_compared >= _MOST_COMPARED:
-            graph.is_trusted = True
+        """Trust a graph that was compared at its capture, after some others were compared on batches that came."""
+        is_enough = not self._is_choosy and self._num_compared >= _MOST_COMPARED
+        graph.is_trusted |= graph.is_checked and is_enough
         return graph.is_trusted
 
     def _note(self, signature: Signature) -> None:
@@ -278,7 +277,7 @@ class Graphs:
 
     def _capture(self, targets: list[Target], real: Signature) -> None:
         captures = self._capturer.capture(
-            targets, real, eager_elements=self._catalogue.eager_elements(real), is_half=self._computes_in_half
+            targets, real, self._catalogue.eager_elements(real), is_half=self._computes_in_half, is_tight=self._is_tight
         )
         try:
             for signature, graph in captures:
@@ -286,7 +285,7 @@ class Graphs:
                     self._failed.add(signature)
                     self._reasons.count("a shape did not fit into memory beside the others")
                 else:
-                    graph.is_trusted = self._is_tight
+                    graph.is_trusted = self._is_tight and graph.is_checked
                     self._graphs[signature] = graph
                     self._num_captures += 1
         except Exception as error:  # the eager run that follows raises what is wrong with the step itself
@@ -304,7 +303,7 @@ class Graphs:
         value = divisor(graph.host_weight, elements_of(graph.signature))
         sums, is_alike = self._capturer.try_out(graph, batch, eager, value, is_half=self._computes_in_half)
         if not is_alike:
-            self._give_up("a replay gave other results than an eager run of the same batch")
+            self._give_up(OTHER_RESULTS)
         elif self._is_choosy and graph.seconds > WORTH * graph.eager_seconds:
             del self._graphs[graph.signature]
             self._failed.add(graph.signature)
@@ -325,15 +324,16 @@ class Graphs:
         """
         work = self._capturer.work
         if self._off is not None or work is None or not self._graphs or not self._updates.is_ready(work.parameters):
-            if self._off is None and self._updates.reason is not None:
-                self._reasons.warn(
-                    f"forward and backward are replayed, the update runs eagerly: {self._updates.reason}"
-                )
+            reason = self._updates.reason
+            if self._off is None and reason is not None:
+                self._reasons.warn(f"forward and backward are replayed, the update runs eagerly: {reason}")
             return False, None
         self._attach([place for place, parameter in enumerate(work.parameters) if parameter.grad is not None])
         start = time.perf_counter()
         is_captured = self._updates.prepare(work.parameters)
-        self._capture_seconds += time.perf_counter() - start if self._updates.is_new else 0.0
+        if self._updates.is_new:
+            self._capture_seconds += time.perf_counter() - start
+            self.held_bytes = self._backend.pool_bytes()
         return (True, self._updates.run(factor)) if is_captured else (False, None)
 
     def stop(self, reason: str) -> None:
@@ -347,7 +347,7 @@ class Graphs:
             return False
         self._backend.prepare()
         if self._is_tight:
-            self._give_up(_NO_ROOM)
+            self._give_up(NO_ROOM)
         else:
             self._do_without_eager_steps()
         return True
@@ -357,17 +357,18 @@ class Graphs:
 
         Rare shapes are captured too, and graphs are used without an eager run of each, after one was compared.
         """
-        graphs, reason = list(self._graphs.values()), _NO_ROOM
-        smallest = min(graphs, key=lambda graph: elements_of(graph.signature))
+        reason = NO_ROOM
         try:
-            is_right = any(graph.is_trusted for graph in graphs)
-            self._is_tight = is_right or self._capturer.agrees(smallest, is_half=self._computes_in_half)
+            is_right = any(graph.is_trusted for graph in self._graphs.values())
+            self._is_tight = is_right or self._capturer.agrees(self._graphs, is_half=self._computes_in_half)
+            reason = OTHER_RESULTS
         except Exception as error:
-            reason = _NO_ROOM if is_out_of_memory(error) else text_of(error)
+            reason = NO_ROOM if is_out_of_memory(error) else text_of(error)
         if not self._is_tight:
             self._give_up(reason)
         for graph in self._graphs.values():
-            graph.is_trusted = True
+            graph.is_trusted = graph.is_trusted or graph.is_checked
+        self.held_bytes = self._backend.pool_bytes()
 
     @property
     def _computes_in_half(self) -> bool:

@@ -74,6 +74,8 @@ NEW_KIND = "a kind of batch, by its fields, types and single values, runs eagerl
 MANY_KINDS = "batches hold single values, such as a list of names, that differ from batch to batch"
 UNREADABLE = "a batch holds more than tensors and single values"
 UNPLANNED = "a shape was not planned"
+OTHER_RESULTS = "a replay gave other results than an eager run of the same batch"
+NO_ROOM = "an eager step finds no memory beside the pool of the graphs"
 
 
 @final

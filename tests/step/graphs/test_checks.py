@@ -1,4 +1,4 @@
-"""Attacks on how graphs are checked: out of memory at each stage, losses that write to their batch, budgets."""
+"""How graphs are checked: out of memory at each stage, losses that write to their batch, checks that say nothing."""
 
 import functools
 import types
@@ -100,23 +100,17 @@ def assert_same(found, eager):
 
 
 def test_out_of_memory_in_a_forward_check_leaves_buffers_and_random_numbers_as_they_were():
-    # Expected: the shape is left out, and training is as without graphs.
-    # Found: no warning; statistics of BatchNorm and the random state stay those of the replays (12 = the last check),
-    # so that dropout, and with it every later update, is another one.
+    # Otherwise statistics of BatchNorm and draws of dropout would be those of the replays.
     assert_same(train(Device(fails_at=12)), train(None))
 
 
 @pytest.mark.parametrize("fails_at", range(13, 19))
 def test_out_of_memory_in_a_replay_of_two_rows_leaves_buffers_and_random_numbers_as_they_were(fails_at):
-    # Expected: "Training goes on", eagerly, with the updates of an eager training.
-    # Found: BatchNorm has counted up to two runs that were none, and dropout draws other numbers from there on.
-    # 13 and 14 are the forward check of the two rows, 15 to 18 are two whole replays.
     assert_same(train(Device(free_bytes=0, fails_at=fails_at)), train(None))
 
 
 def test_out_of_memory_in_the_eager_run_of_two_rows_leaves_buffers_and_random_numbers_as_they_were():
     # The likeliest place: memory is short, and this is the only eager run beside the pool.
-    # Expected: as an eager training. Found: as above; Comparer.agrees restores nothing when it raises.
     seen = types.ModuleType("seen")  # whose variables are not looked at
     seen.num = 0
 
@@ -136,24 +130,19 @@ def test_out_of_memory_in_the_eager_run_of_two_rows_leaves_buffers_and_random_nu
 
 
 def test_where_memory_is_short_a_graph_whose_forward_pass_gave_other_numbers_is_not_used():
-    # Expected (docs/graphs.md): "A graph whose forward pass gave other numbers ... is compared whole", or is left out.
-    # Found: the check of 14 rows (captures 1 and 2) fails, is_checked is False, and the graph is trusted all the same,
-    # because two rows of the smallest one agree: another update, without a word.
+    # Captures 1 and 2 are those of 14 rows; that two rows agree says nothing about them.
     assert_same(train(Device(free_bytes=0, wrong=(1, 2))), train(None))
 
 
 def test_where_memory_is_short_a_rare_shape_whose_forward_pass_gave_other_numbers_is_not_used():
-    # Expected: as above. Found: a shape that is captured later is trusted at once, whatever its own check said.
     planned = [(4, 6), (8, 6)] * 3 + [(12, 6)]
     come = [(4, 6), (8, 6), (4, 6), (12, 6), (12, 6), (4, 6), (12, 6)]
     # 1 to 4: the catalogue. 5 and 6: two rows. 7: the update. 8 and 9: the rare shape.
-    found = train(Device(free_bytes=0, wrong=(8, 9)), planned=planned, come=come)
-    assert_same(found, train(None, planned=planned, come=come))
+    options = {"planned": planned, "come": come, "make": models.make_mlp}
+    assert_same(train(Device(free_bytes=0, wrong=(8, 9)), **options), train(None, **options))
 
 
 def test_where_two_rows_differ_the_warning_says_so():
-    # Expected: "a replay gave other results than an eager run". Found: "an eager step finds no memory beside the pool",
-    # so the user makes room for graphs that are wrong.
     found = train(Device(free_bytes=0, wrong=range(1, 99)))
     assert any("other results" in message for message in found.warnings), found.warnings
 
@@ -172,18 +161,13 @@ def from_zero(model, batch):
 
 
 def test_a_loss_that_shifts_its_labels_in_place_is_captured_as_ever():
-    # Expected: graphs, as before the forward check; a loss may write to its batch.
-    # Found: run_forward does not fill the inputs again, so the second check sees labels of -1. Here: "a capture failed
-    # with IndexError: Target -1 is out of bounds", and no graphs. On CUDA that is an assert on the device, after which
-    # the whole process can use the GPU no more.
+    # A second replay of the same inputs would see labels of -1; on CUDA that ends the process.
     found = train(Device(), loss_fn=from_zero, make_batch=labels_from_one)
     assert found.warnings == []
     assert found.reports[-1].graphed
 
 
 def test_a_forward_check_that_fails_leaves_buffers_and_random_numbers_as_they_were():
-    # Expected: as an eager training.
-    # Found: the statistics of BatchNorm have two runs too many, and dropout draws others.
     found = train(Device(), loss_fn=from_zero, make_batch=labels_from_one)
     assert_same(found, train(None, loss_fn=from_zero, make_batch=labels_from_one))
 
@@ -195,9 +179,7 @@ def halved(model, batch):
 
 
 def test_a_wrong_graph_of_a_loss_that_writes_to_its_batch_is_found():
-    # Expected: other numbers than an eager forward pass, so a whole comparison, and a refusal.
-    # Found: the second replay runs on inputs that the first has changed; its distance is taken for dropout, three times
-    # of which is allowed. The graph of 14 rows (captures 1 and 2) passes, and is used as the fifth shape, unseen.
+    # If the second replay ran on inputs that the first has changed, their distance would be taken for dropout.
     make = models.make_mlp
     found = train(Device(wrong=(1, 2)), loss_fn=halved, make=make)
     assert_same(found, train(None, loss_fn=halved, make=make))
@@ -209,9 +191,7 @@ def grown(model, batch):
 
 
 def test_two_rows_are_not_compared_on_inputs_that_the_checks_have_spoiled():
-    # Expected: every graph is wrong, so the comparison of two rows finds it, and training is eager.
-    # Found: after two forward checks the inputs are exp(exp(x)), the comparison of exp(exp(exp(x))) has infinities on
-    # both sides, which count as alike, and all graphs are used.
+    # Every graph is wrong. On inputs of exp(exp(exp(x))) both sides would be infinite, and count as alike.
     make = models.make_mlp
     wrong = [number for number in range(1, 99) if number != 15]  # not the update
     found = train(Device(free_bytes=0, wrong=wrong), loss_fn=grown, make=make)
@@ -236,7 +216,7 @@ def column_loss(model, batch):
 
 def test_a_forward_check_in_which_nothing_counts_is_no_check():
     # Narrow shapes are made of the first columns of a wide batch: no label counts, and the loss is 0.
-    # Expected: such a check shows nothing, so the graph is compared whole. Found: 0 equals 0, and the graph is trusted.
+    # Such a check shows nothing, so the graph is compared on a batch that comes.
     planned = [(4, width) for width in (40, 36, 32, 28, 24, 10)]
 
     class Wrong(Device):
@@ -306,8 +286,7 @@ def weighted_loss(model, batch):
 @pytest.mark.parametrize("free_bytes", [None, 0])
 def test_a_table_that_the_backward_pass_keeps_is_made_by_an_eager_run(free_bytes):
     # 10 and 8 rows share a table; the capture of 10 makes it, and 8 rows come first.
-    # Expected: the update of an eager training, or a refusal. Found: only forward passes run ahead of the captures, so
-    # the replay of 8 rows reads a table without values, and its forward check cannot see it: no warning.
+    # If only forward passes ran ahead of the captures, the replay of 8 rows would read a table without values.
     come = [(rows, 6) for rows in (4, 6, 12, 14, 4, 8, 10, 8, 10)]
     options = {"loss_fn": weighted_loss, "make": models.make_mlp, "planned": SIX * 2, "come": come}
     table_of.cache_clear()
@@ -355,23 +334,18 @@ def train_rows(max_bytes, planned, come):
 
 def test_a_shape_beyond_a_budget_in_bytes_costs_smaller_ones_no_graph():
     # A shape of 12 rows is rare and runs eagerly, 1,200 bytes. Beside it 8 rows do not fit into 1,900, but 6 and 4 do.
-    # Expected (and so it was before the last commit): graphs of 6 and 4 rows. Found: none, and no warning:
-    # predicted_bytes stays at the most that any rehearsal took, though that shape was dropped.
     planned = [(4, 6), (6, 6), (8, 6)] * 3 + [(12, 6)]
     found = train_rows(1900, planned, [(4, 6), (6, 6), (8, 6), (4, 6), (6, 6)] * 3)
     assert list(found.summary.shapes) == ["6x6 6", "4x6 4"]
 
 
 def test_the_predicted_bytes_are_those_of_a_shape_that_was_captured():
-    # Expected (GraphSummary): "what an eager step of the largest captured shape took", 1,200.
-    # Found: 1,400, of the shape that was dropped, and nothing captured.
     found = train_rows(1399, SIX * 2, SIX * 3)
     assert (len(found.summary.shapes), found.summary.predicted_pool_bytes) == (5, 1200)
 
 
 def test_a_shape_with_fewer_elements_that_takes_more_memory_stays_inside_a_budget_in_bytes():
-    # Expected: "A budget in bytes counts the pool too": 480 bytes are not captured with 400.
-    # Found: a shape that comes later is rehearsed only if it has more elements than any before, so it is not checked.
+    # It comes later, and takes 480 bytes.
     noted = types.ModuleType("noted")
 
     def loss_fn(model, batch):
