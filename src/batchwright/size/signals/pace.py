@@ -74,10 +74,11 @@ class StepTimeTarget(ReasoningPolicy):
         exact, slow = observation.exact, state["too_slow"]
         factor = min(max(factor, 1 / self.max_factor), self.max_factor)
         wanted = max(1.0, exact * factor)
-        if factor > 1 and slow is not None and wanted >= slow:
-            # Halfway, in factors: whatever the seconds do between the two sizes, this search ends.
-            wanted = math.sqrt(exact * slow)
-            if round(wanted) in (observation.current, slow):
+        # What counts is the size that will run: a wish just below the size that was too slow is rounded to it.
+        if factor > 1 and slow is not None and observation.rounded(wanted) >= slow:
+            # Halfway between whole sizes, in factors: whatever the seconds do between the two, this search ends.
+            wanted = math.sqrt(observation.current * slow)
+            if not observation.current < observation.rounded(wanted) < slow:
                 return hold(observation, state, f"{words}, but {show(slow)} was too slow")
             words = f"{words}, but {show(slow)} was too slow"
         return Answer(wanted, state, f"{words}: {show(exact)} {TIMES} {show(wanted / exact)} = {show(wanted)}")
