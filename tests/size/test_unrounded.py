@@ -176,3 +176,8 @@ def test_a_longer_history_loads_into_a_shorter_one():
 def test_a_history_of_nonsense_is_refused(number):
     with pytest.raises(ArgumentError, match=f"max_history must be a whole number of 0 or more, got {number}"):
         control(size.linear(16, 1), max_history=number)
+
+
+def test_a_history_longer_than_any_list_is_refused():
+    with pytest.raises(ArgumentError, match=r"max_history must be at most .* None keeps all"):
+        control(size.linear(16, 1), max_history=10**30)

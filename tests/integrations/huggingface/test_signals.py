@@ -1,4 +1,4 @@
-"""What policies read in an adaptive trainer: losses, entropy, memory, the examples of a curriculum; decisions as live lines."""
+"""What policies read in an adaptive trainer: losses, entropy, memory, the examples of a curriculum; live lines."""
 
 import logging
 import math

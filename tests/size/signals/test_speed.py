@@ -329,3 +329,21 @@ def test_step_time_behind_a_multiple_never_swings_on_an_exact_clock(fixed, each,
     policy = size.chain(size.step_time(30, every=3), size.multiple_of(number))
     sizes = sizes_by_time(policy, fixed=fixed, each=each, initial=initial, num=300)
     assert len(set(sizes[200:])) == 1, sizes[-12:]
+
+
+@pytest.mark.parametrize(
+    ("target_ms", "options", "seconds"),
+    [
+        (1e308, {}, 1e-300),
+        (1e-300, {}, 1e308),
+        (50, {"max_factor": 1e308}, 1e-308),
+        (1e308, {"max_factor": 1e308}, 0.1),
+    ],
+)
+def test_step_time_survives_extremes(target_ms, options, seconds):
+    policy = size.step_time(target_ms, every=2, **options)
+    controller, sizes = run(policy, lambda num: 10.0 if num > 100 else 1e-6, 20)
+    for _ in range(20):
+        sizes.append(controller.observe(batch_size=controller.size, seconds=seconds))
+    assert all(1 <= num <= 4096 for num in sizes)
+    assert controller.explain()

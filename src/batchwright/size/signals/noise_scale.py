@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, SupportsIndex, TypeAlias, final, get_args
 
 from ..._checks import as_number, as_whole, check_choice, check_order
 from .._states import Check, check_number, check_record, check_whole
-from ..noise import NoiseAverage, noise_ratio
+from ..noise import TOO_LARGE, NoiseAverage, noise_ratio
 from ..observation import Observation, Unit
 from ..policy import Answer, Policy, ReasoningPolicy, State, ask, hold, options, show
 from ._base import Period, Response, make_period, make_response, refuse_given
@@ -234,7 +234,8 @@ def noise_driven(
     """
     check_choice("estimator", estimator, get_args(Estimator))
     target = as_number("target", target, above=0)
-    period = make_period(per or ("step" if estimator == "unbiased" else "epoch"), every, by="noise_driven")
+    usual_unit: Unit = "step" if estimator == "unbiased" else "epoch"
+    period = make_period(usual_unit if per is None else per, every, by="noise_driven")
     if estimator == "unbiased":
         ratio_only = {"high": high, "low": low, "up": up, "down": down, "num_parts": num_parts}
         refuse_given(ratio_only, belong_to="estimator='ratio'")
@@ -258,7 +259,9 @@ def as_horizon(horizon: float) -> float:
 
 def check_average(name: str, state: State, *, horizon: float) -> None:
     """Refuse what is not an average of noise over this horizon."""
-    numbers = dict.fromkeys(("s", "g2"), check_number)
+    numbers: dict[str, Check] = dict.fromkeys(
+        ("s", "g2"), lambda at, saved: check_number(at, saved, least=-TOO_LARGE, most=TOO_LARGE)
+    )
     squares: dict[str, Check] = {"g2_square": lambda at, saved: check_number(at, saved, least=0)}
     shares: dict[str, Check] = dict.fromkeys(
         ("weight", "weight_square"), lambda at, saved: check_number(at, saved, least=0, most=1 + 1e-9)
