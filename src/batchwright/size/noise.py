@@ -48,8 +48,12 @@ def estimate_noise(q: float, gb: float, *, num_examples: int, num_parts: int) ->
 def noise_ratio(s: float, g2: float, *, num_examples: int, num_parts: int) -> float:
     """Return the textbook ratio ``mean_i |g_i − g_m|² / |g_m|²`` of ``k`` equal parts, from unbiased estimates.
 
-    It is about ``(k − 1)·B_simple / (B + B_simple)``: it depends on how the batch was split and never exceeds
-    ``k − 1``, however noisy the gradient is. Prefer ``s / g2``, which is a number of examples.
+    Parts of ``b_i`` of ``B`` examples that are not equal count by their examples: ``sum_i (b_i / B)·|g_i − g_m|²``,
+    with ``g_m = sum_i (b_i / B)·g_i``, takes the place of the mean.
+
+    In expectation it is about ``(k − 1)·B_simple / (B + B_simple)``: it depends on how the batch was split and tends to
+    ``k − 1``, however noisy the gradient is; the ratio of a single update may be above that. Prefer ``s / g2``, which
+    is a number of examples.
 
     >>> noise_ratio(2.0, 2.0, num_examples=2, num_parts=2)
     0.3333333333333333

@@ -14,7 +14,7 @@ from ..processes import leave_group
 
 def main(rank, world_size, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    for shares in ((1, 7), (5, 11)):
+    for shares in ((1, 7), (5, 11), (8, 8)):
         sizes = []
 
         def loss_fn(model, batch, sizes=sizes):
@@ -28,7 +28,7 @@ def main(rank, world_size, store):
         num = stepper.step(torch.randn(shares[rank], 3)).noise.num_parts
         all_sizes = [None] * world_size
         dist.all_gather_object(all_sizes, sizes)
-        flat = sum(all_sizes, [])
+        flat = [num for sizes in all_sizes for num in sizes]
         print(f"{shares[0]} and {shares[1]}: {num} parts from {min(flat)} to {max(flat)}")
     leave_group()
 
