@@ -134,7 +134,7 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "class(*, epoch=None, step=None, examples=None, tokens=None, batch_size=None, loss=None, lr=None, "
         "entropy=None, noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, "
         "memory_fraction=None, "
-        "size=None, exact_size=None, ends_epoch=False), bases: none",
+        "size=None, exact_size=None, ends_epoch=False, takes_over=False, multiples=()), bases: none",
         "two fields came",
     ),
     "batchwright.size.memory_driven": (
@@ -301,7 +301,10 @@ ADDED = {
     "batchwright.StreamBatcher.__len__",
     "batchwright.size.noise.NoiseAverage.from_state",
     *(f"batchwright.BatchSizeController.{name}" for name in ("max_history", "num_changes")),
-    *(f"batchwright.size.Observation.{name}" for name in ("ends_epoch", "exact", "exact_size")),
+    *(
+        f"batchwright.size.Observation.{name}"
+        for name in ("ends_epoch", "exact", "exact_size", "multiples", "rounded", "takes_over")
+    ),
     *(f"batchwright.size.{name}.check_state" for name in ("Policy", "Transform")),
     *(f"batchwright.size.{room}minimum" for room in ("", "combine.")),
     *(

@@ -201,8 +201,9 @@ def noise_driven(
     Where ``k`` does not divide the batch, parts count by their examples (``noise_ratio``); put ``multiple_of(k)`` after
     the policy for equal parts. The mean of ``gns`` over a period above ``high`` grows the batch, below ``low`` shrinks
     it. Beware: in expectation ``gns`` is about ``(k − 1)·N / (B + N)`` for a noise scale ``N`` and a batch ``B``. It
-    saturates at ``k − 1`` however noisy the gradient is, and a limit that suits one ``k`` means nothing at another. If no limits are given, they are set where
-    the batch is ``√up`` times smaller and ``1 / √down`` times larger than ``target · N``, for the current ``k``.
+    saturates at ``k − 1`` however noisy the gradient is, and a limit that suits one ``k`` means nothing at another. If
+    no limits are given, they are set where the batch is ``√up`` times smaller and ``1 / √down`` times larger than
+    ``target · N``, for the current ``k``.
 
     Args:
         target: batch size in units of the noise scale, above 0.
