@@ -109,7 +109,7 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "_metric_sums, _noise=None, _grad_norm=None), bases: none",
         "class(batch_size, num_micro_batches, weight, ooms, seconds, peak_bytes, memory_fraction, lr, _loss_sum, "
         "_metric_sums, _noise=None, _grad_norm=None, graphed=False, recompilations=0), bases: none",
-        "two fields came",
+        "four fields came",
     ),
     "batchwright.step.Stepper": (
         "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
@@ -135,7 +135,7 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "entropy=None, noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, "
         "memory_fraction=None, "
         "size=None, exact_size=None, ends_epoch=False, takes_over=False, multiples=()), bases: none",
-        "two fields came",
+        "four fields came",
     ),
     "batchwright.size.memory_driven": (
         "function(high=0.8, low=0.48, factor=2, *, remember=True, patience=10)",
