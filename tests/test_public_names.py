@@ -109,7 +109,7 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "_metric_sums, _noise=None, _grad_norm=None), bases: none",
         "class(batch_size, num_micro_batches, weight, ooms, seconds, peak_bytes, memory_fraction, lr, _loss_sum, "
         "_metric_sums, _noise=None, _grad_norm=None, graphed=False, recompilations=0), bases: none",
-        "two fields came",
+        "four fields came",
     ),
     "batchwright.step.Stepper": (
         "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
@@ -134,8 +134,8 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "class(*, epoch=None, step=None, examples=None, tokens=None, batch_size=None, loss=None, lr=None, "
         "entropy=None, noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, "
         "memory_fraction=None, "
-        "size=None, exact_size=None, ends_epoch=False), bases: none",
-        "two fields came",
+        "size=None, exact_size=None, ends_epoch=False, takes_over=False, multiples=()), bases: none",
+        "four fields came",
     ),
     "batchwright.size.memory_driven": (
         "function(high=0.8, low=0.48, factor=2, *, remember=True, patience=10)",
@@ -301,7 +301,10 @@ ADDED = {
     "batchwright.StreamBatcher.__len__",
     "batchwright.size.noise.NoiseAverage.from_state",
     *(f"batchwright.BatchSizeController.{name}" for name in ("max_history", "num_changes")),
-    *(f"batchwright.size.Observation.{name}" for name in ("ends_epoch", "exact", "exact_size")),
+    *(
+        f"batchwright.size.Observation.{name}"
+        for name in ("ends_epoch", "exact", "exact_size", "multiples", "rounded", "takes_over")
+    ),
     *(f"batchwright.size.{name}.check_state" for name in ("Policy", "Transform")),
     *(f"batchwright.size.{room}minimum" for room in ("", "combine.")),
     *(

@@ -19,6 +19,9 @@ ROOMS = {"plan": plan.CASES, "size": size.CASES, "step": step.CASES}
 CASES = [pytest.param(room, case, id=f"{room}: {case.name}") for room, cases in ROOMS.items() for case in cases]
 FOLDERS = [pytest.param(case, id=case.name) for case in (*frameworks.CASES, *lab.CASES)]
 
+# A policy that takes over in the middle of training now waits for an epoch of its own, so these sizes came about later.
+DECIDES_LATER = {("size", "switch"), ("size", "switch per step")}
+
 # What Lightning says about small examples as these.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .* does not have many workers"),
@@ -40,7 +43,8 @@ def test_a_saved_state_continues_as_it_did(room, case):
 @pytest.mark.parametrize(("room", "case"), CASES)
 def test_the_same_state_would_be_saved_today(room, case):
     state = without_words(plain(case.save()))
-    assert difference(state, without_words(read(room)[case.name]["state"]), case.tolerance) is None
+    found = difference(state, without_words(read(room)[case.name]["state"]), case.tolerance)
+    assert (found is not None) == ((room, case.name) in DECIDES_LATER), found
 
 
 @pytest.mark.parametrize("name", read("plan", EARLIER))

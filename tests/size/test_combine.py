@@ -12,6 +12,7 @@ from batchwright.size.combine import (
     cooldown,
     hysteresis,
     maximum,
+    minimum,
     monotone,
     multiple_of,
     rate_limit,
@@ -22,6 +23,7 @@ from batchwright.size.controller import BatchSizeController
 from batchwright.size.observation import Observation
 from batchwright.size.policy import Policy, Transform
 from batchwright.size.schedules import constant, exponential, from_lr, linear, milestones
+from batchwright.size.signals import loss_driven, memory_driven, speed_driven, step_time
 
 
 class Wish(Policy):
@@ -307,3 +309,35 @@ def test_a_chain_is_written_as_the_call_that_makes_it():
     policy = chain(maximum(constant(8), linear(8, 2)), smooth(0.9), cooldown(epochs=2), clamp(8, 64))
     assert repr(policy) == "chain(maximum(constant(8), linear(8, 2)), smooth(0.9), cooldown(epochs=2), clamp(8, 64))"
     assert repr(switch({0: constant(8), 9: linear(8, 2)})) == "switch({0: constant(8), 9: linear(8, 2)})"
+
+
+def test_the_rule_in_the_docstring_of_minimum_grows_the_batch():
+    policy = minimum(memory_driven(per="epoch"), speed_driven())
+    controller = BatchSizeController(policy, min_size=1, max_size=512, initial=16)
+    for epoch in range(12):
+        for _ in range(10):
+            ran = controller.size
+            controller.observe(epoch=epoch, batch_size=ran, seconds=0.1 + 0.001 * ran, memory_fraction=ran / 512)
+        controller.observe(epoch=epoch + 1)
+    assert controller.size > 16
+
+
+def test_a_wish_of_nothing_behind_a_multiple_is_survived():
+    policy = chain(minimum(linear(64, -16), step_time(100, every=3)), multiple_of(8))
+    controller = BatchSizeController(policy, min_size=8, max_size=256)
+    for epoch in range(7):
+        for _ in range(8):
+            controller.observe(epoch=epoch, batch_size=controller.size, seconds=0.001 * controller.size)
+    assert controller.size == 8
+
+
+def sizes_of(transform, losses):
+    policy = chain(loss_driven(), transform)
+    controller = BatchSizeController(policy, min_size=1, max_size=4096, initial=64)
+    return [controller.observe(epoch=epoch, loss=loss) for epoch, loss in enumerate(losses, start=1)]
+
+
+def test_the_smallest_multiple_is_a_bound_that_is_not_passed_in_secret():
+    losses = [1, 2, 3, 4, 5, 6, 7, 8, 7, 6, 5]
+    assert sizes_of(multiple_of(64), losses) == sizes_of(clamp(64, 4096), losses)
+    assert sizes_of(multiple_of(64), losses)[-3:] == [128, 256, 512]

@@ -144,3 +144,43 @@ def test_a_policy_of_ones_own_may_check_its_state():
     controller = BatchSizeController(Own(), min_size=1, max_size=64)
     with pytest.raises(StateMismatchError, match="too many"):
         controller.load_state_dict({**controller.state_dict(), "policy_state": 11})
+
+
+@pytest.mark.parametrize("name", ["noise", "noise per epoch"])
+@pytest.mark.parametrize("figure", ["s", "g2"])
+def test_a_noise_whose_square_overflows_is_refused(name, figure):
+    state = after(name)
+    state["policy_state"].get("average", state["policy_state"])[figure] = 1e200
+    with pytest.raises(StateMismatchError, match=rf"\['{figure}'\] must be a number"):
+        control(name).load_state_dict(state)
+
+
+def test_a_size_beyond_every_float_is_refused():
+    state = control("constant").state_dict() | {"size": 10**400}
+    with pytest.raises(StateMismatchError, match="the state is not one that state_dict"):
+        control("constant").load_state_dict(state)
+
+
+@pytest.mark.parametrize(("whole", "exact"), [(9, 8.5), (8, 7.4), (8, 8.6)])
+def test_an_unrounded_size_that_rounds_to_another_size_is_refused(whole, exact):
+    state = control("constant").state_dict() | {"size": whole, "exact_size": exact}
+    with pytest.raises(
+        StateMismatchError, match=f"exact_size must be a number that rounds to size {whole}, got {exact}"
+    ):
+        control("constant").load_state_dict(state)
+
+
+@pytest.mark.parametrize("before", [0.0, -16.0])
+def test_a_size_of_nothing_before_a_rounding_is_survived(before):
+    policy = size.chain(
+        size.switch({0: size.exponential(12, 1.5), 1: size.step_time(1000, every=2)}), size.multiple_of(8)
+    )
+    first, again = (BatchSizeController(policy, min_size=1, max_size=512, initial=16) for _ in range(2))
+    first.observe(epoch=0, batch_size=16, seconds=0.1)
+    state = first.state_dict()
+    assert state["policy_state"]["rounded"] == {"from": 12.0, "to": 16.0}
+    state["policy_state"]["rounded"]["from"] = before  # earlier versions left such states
+    again.load_state_dict(state)
+    for _ in range(6):
+        again.observe(epoch=1, batch_size=again.size, seconds=0.1)
+    assert 1 <= again.size <= 512

@@ -44,8 +44,10 @@ def test_a_small_factor_moves_a_small_size():
 
 @pytest.mark.parametrize("number", [1, 8, 32])
 def test_small_steps_add_up_behind_a_multiple(number):
+    # The smallest multiple is a bound: 16 behind a multiple of 32 begins at 32.
+    first = max(16, number)
     sizes = fall(control(size.chain(size.loss_driven(gain=1), size.multiple_of(number))))
-    assert sizes[-1] == number * round(94 / number)
+    assert sizes[-1] == number * round(94 / 16 * first / number)
 
 
 def test_small_steps_leave_a_dead_band_in_time():
@@ -174,3 +176,8 @@ def test_a_longer_history_loads_into_a_shorter_one():
 def test_a_history_of_nonsense_is_refused(number):
     with pytest.raises(ArgumentError, match=f"max_history must be a whole number of 0 or more, got {number}"):
         control(size.linear(16, 1), max_history=number)
+
+
+def test_a_history_longer_than_any_list_is_refused():
+    with pytest.raises(ArgumentError, match=r"max_history must be at most .* None keeps all"):
+        control(size.linear(16, 1), max_history=10**30)

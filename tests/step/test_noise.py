@@ -269,3 +269,44 @@ def test_parts_of_nonsense_are_refused(options, message):
     model = nn.Linear(3, 1)
     with pytest.raises(ArgumentError, match=message):
         Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, **options)
+
+
+def ratios(num_examples, num_parts, seed=0):
+    """Return the ratio of an update, and the formulas of noise_ratio and of textbooks from the same parts."""
+    torch.manual_seed(seed)
+    model, parts = nn.Linear(3, 2, dtype=torch.float64), []
+    batch = torch.randn(num_examples, 3, dtype=torch.float64), torch.randn(num_examples, 2, dtype=torch.float64)
+
+    def loss_of(part):
+        return (model(part[0]) - part[1]).square().sum()
+
+    def loss_fn(_, part):
+        parts.append(part)
+        return loss_of(part), len(part[0])
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    noise = Stepper(model, optimizer, loss_fn, measure_noise=True, noise_parts=num_parts).step(batch).noise
+    rows = [torch.autograd.grad(loss_of(part) / len(part[0]), list(model.parameters())) for part in parts]
+    gradients = torch.stack([torch.cat([value.flatten() for value in row]) for row in rows])
+    by_examples = torch.tensor([len(part[0]) / num_examples for part in parts], dtype=torch.float64)
+    alike = torch.full_like(by_examples, 1 / len(parts))
+    found = noise_ratio(noise.s, noise.g2, num_examples=num_examples, num_parts=noise.num_parts)
+    return found, ratio_of(gradients, by_examples), ratio_of(gradients, alike)
+
+
+def ratio_of(gradients, shares):
+    mean = shares @ gradients
+    return float(shares @ (gradients - mean).square().sum(dim=1) / mean.square().sum())
+
+
+@pytest.mark.parametrize(("num_examples", "num_parts"), [(8, 4), (9, 3), (7, 2), (10, 4), (11, 3)])
+def test_unequal_parts_count_by_their_examples_and_equal_ones_as_in_textbooks(num_examples, num_parts):
+    found, by_examples, textbook = ratios(num_examples, num_parts)
+    assert found == pytest.approx(by_examples, rel=1e-9)
+    assert (found == pytest.approx(textbook, rel=1e-9)) == (num_examples % num_parts == 0)
+
+
+def test_the_ratio_of_a_single_update_may_exceed_the_number_of_parts_less_one():
+    found, _, textbook = max(ratios(8, 4, seed) for seed in range(20))
+    assert found == pytest.approx(textbook)
+    assert found > 7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, SupportsIndex, final
 
 from ..errors import ArgumentError
@@ -43,7 +43,8 @@ class Switch(Counting, Policy):
     def update(self, state: State, observation: Observation) -> tuple[float, State]:
         """Return the answer of the policy in charge; the others see nothing."""
         active, after = self._active(observation), list(state)
-        size, after[active] = self.policies[active][1].update(after[active], observation)
+        seen = self._seen(active, state, observation)
+        size, after[active] = self.policies[active][1].update(after[active], seen)
         return size, after
 
     def start(self) -> float | None:
@@ -54,7 +55,8 @@ class Switch(Counting, Policy):
         """Return the words of the policy in charge."""
         active = self._active(observation)
         at, policy = self.policies[active]
-        return f"switch: the policy from {at} on; {policy.explain(state[active], observation)}"
+        seen = self._seen(active, state, observation)
+        return f"switch: the policy from {at} on; {policy.explain(state[active], seen)}"
 
     def check_state(self, state: State, name: str = "policy_state") -> None:
         """Check the state of each policy."""
@@ -63,12 +65,19 @@ class Switch(Counting, Policy):
     def _active(self, observation: Observation) -> int:
         return find_last(self.policies, self.index(observation))
 
+    def _seen(self, active: int, state: State, observation: Observation) -> Observation:
+        """Return what the policy in charge sees: whether it has seen nothing before, and takes over."""
+        # In epoch 0 no epoch has ended, and every count of epochs is right from the beginning.
+        takes_over = active > 0 and bool(observation.epoch) and state[active] == self.policies[active][1].init()
+        return replace(observation, takes_over=True) if takes_over else observation
+
 
 def switch(policies: Mapping[int, Policy], *, per: Unit = "epoch", every: SupportsIndex | None = None) -> Policy:
     """Return a policy that hands over from one policy to the next at given counts.
 
     Only the policy in charge is updated: the next one starts without having seen what came before. Counts do not
-    restart, so a schedule that takes over at epoch 10 starts with its size for epoch 10.
+    restart, so a schedule that takes over at epoch 10 starts with its size for epoch 10. A policy that gathers figures
+    of an epoch holds the size in the observation with which it takes over, and decides when the next epoch ends.
 
     Args:
         policies: the policy from each count on; the count 0 must be there.
@@ -167,8 +176,9 @@ def maximum(*policies: Policy) -> Policy:
 def minimum(*policies: Policy) -> Policy:
     """Return a policy that asks for the least that any of several policies asks for; all of them are updated.
 
-    It grows only where all of them grow: ``minimum(memory_driven(), speed_driven())`` grows the batch if memory is free
-    *and* training no longer becomes faster, and shrinks it if memory runs full.
+    It grows only where all of them grow: ``minimum(memory_driven(per="epoch"), speed_driven())`` grows the batch if
+    memory is free *and* training no longer becomes faster, and shrinks it if memory runs full. Give all of them the
+    same period: policies that decide at different times hold the size for each other, and it never grows.
 
     >>> from .schedules import constant, linear
     >>> policy = minimum(constant(64), linear(32, 8))

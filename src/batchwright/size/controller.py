@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -92,6 +93,8 @@ class BatchSizeController:
         if self.min_size > self.max_size:
             raise ArgumentError(f"min_size must be at most max_size, got {self.min_size} and {self.max_size}")
         self.max_history = None if max_history is None else as_whole("max_history", max_history, least=0)
+        if self.max_history is not None and self.max_history > sys.maxsize:
+            raise ArgumentError(f"max_history must be at most {sys.maxsize}, got {max_history!r}; None keeps all")
         self._exact = self._begin(initial)
         self._state: State = policy.init()
         self._counts: Counts = dict.fromkeys(COUNTS)
@@ -180,7 +183,7 @@ class BatchSizeController:
             policy_state = copy.deepcopy(state["policy_state"])
             num_changes = _read_num_changes(state, len(history))
             self.policy.check_state(policy_state)
-        except (LookupError, TypeError, AttributeError, ArgumentError) as error:
+        except (LookupError, TypeError, AttributeError, OverflowError, ArgumentError) as error:
             said = str(error) if isinstance(error, ArgumentError) else repr(error)
             raise StateMismatchError(
                 f"the state is not one that state_dict() returned: {said}; load an undamaged state, or start without it"
@@ -306,7 +309,8 @@ def _read_exact(state: Mapping[str, Any], size: int) -> float:
     if state["version"] == 1:
         return float(size)
     exact = as_number("exact_size", state["exact_size"])
-    if not math.isclose(exact, size, rel_tol=1e-15, abs_tol=0.5):
+    # A size of more digits than a float has is not met exactly by one.
+    if round(exact) != size and not (size > 2**53 and math.isclose(exact, size, rel_tol=1e-15)):
         raise ArgumentError(f"exact_size must be a number that rounds to size {size}, got {exact!r}")
     return exact
 

@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 # An average over fewer updates than this says nothing about its own error.
 _MIN_UPDATES = 8.0
 # Squares of larger values overflow; NaN is not below it either.
-_TOO_LARGE = 1e150
+TOO_LARGE = 1e150
 
 
 def estimate_noise(q: float, gb: float, *, num_examples: int, num_parts: int) -> tuple[float, float]:
@@ -48,8 +48,12 @@ def estimate_noise(q: float, gb: float, *, num_examples: int, num_parts: int) ->
 def noise_ratio(s: float, g2: float, *, num_examples: int, num_parts: int) -> float:
     """Return the textbook ratio ``mean_i |g_i − g_m|² / |g_m|²`` of ``k`` equal parts, from unbiased estimates.
 
-    It is about ``(k − 1)·B_simple / (B + B_simple)``: it depends on how the batch was split and never exceeds
-    ``k − 1``, however noisy the gradient is. Prefer ``s / g2``, which is a number of examples.
+    Parts of ``b_i`` of ``B`` examples that are not equal count by their examples: ``sum_i (b_i / B)·|g_i − g_m|²``,
+    with ``g_m = sum_i (b_i / B)·g_i``, takes the place of the mean.
+
+    In expectation it is about ``(k − 1)·B_simple / (B + B_simple)``: it depends on how the batch was split and tends to
+    ``k − 1``, however noisy the gradient is; the ratio of a single update may be above that. Prefer ``s / g2``, which
+    is a number of examples.
 
     >>> noise_ratio(2.0, 2.0, num_examples=2, num_parts=2)
     0.3333333333333333
@@ -85,7 +89,7 @@ class NoiseAverage:
     def update(self, s: float, g2: float, *, num_examples: int) -> NoiseAverage:
         """Return the average with one more update; a value that is not finite, or whose square is not, is left out."""
         s, g2, num_examples = float(s), float(g2), int(num_examples)
-        if not (abs(s) < _TOO_LARGE and abs(g2) < _TOO_LARGE) or num_examples < 1:
+        if not (abs(s) < TOO_LARGE and abs(g2) < TOO_LARGE) or num_examples < 1:
             return self
         keep, new = math.exp(-num_examples / self.horizon), -math.expm1(-num_examples / self.horizon)
         weight = keep * self.weight + new
@@ -127,4 +131,6 @@ class NoiseAverage:
         """Return the average of a saved state."""
         names = [item.name for item in fields(NoiseAverage)]
         state = as_state(state, of="NoiseAverage", needs=names)
-        return NoiseAverage(**{name: read_number(state, name, infinite=name == "horizon") for name in names})
+        bounds: dict[str, Any] = {name: {"least": -TOO_LARGE, "most": TOO_LARGE} for name in ("s", "g2")}
+        bounds["horizon"] = {"infinite": True}
+        return NoiseAverage(**{name: read_number(state, name, **bounds.get(name, {})) for name in names})

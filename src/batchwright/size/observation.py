@@ -59,6 +59,9 @@ class Observation:
         exact_size: the same before it was rounded; the controller fills it in.
         ends_epoch: whether it only says that an epoch is over, after updates that were observed; the controller fills
             it in. Figures of updates are not to be expected then, and their policies hold the size.
+        takes_over: whether a policy that has seen nothing takes over with it, in the middle of training; ``switch``
+            fills it in. What it holds belongs to an epoch of the policy before.
+        multiples: what the answer will be rounded to multiples of, first to last; ``chain`` fills it in.
 
     >>> Observation(epoch=3, loss=0.5).need("loss")
     0.5
@@ -81,6 +84,8 @@ class Observation:
     size: int | None = None
     exact_size: float | None = None
     ends_epoch: bool = False
+    takes_over: bool = False
+    multiples: tuple[int, ...] = ()
 
     def need(self, name: str, *, by: str = "this policy") -> Any:
         """Return a figure, or raise an error that says where it comes from.
@@ -105,10 +110,25 @@ class Observation:
         """Return the size in force before it was rounded: steps too small for a whole example add up in it."""
         return float(self.current) if self.exact_size is None else self.exact_size
 
+    def rounded(self, size: float) -> int:
+        """Return the whole size that an answer becomes: the nearest multiples, and last the nearest whole number.
+
+        >>> Observation(multiples=(8,)).rounded(45.0), Observation().rounded(44.6)
+        (48, 45)
+        """
+        for number in self.multiples:
+            size = nearest_multiple(size, number)
+        return round(size)
+
+
+def nearest_multiple(size: float, number: int) -> float:
+    """Return ``number × max(1, round(size / number))``."""
+    return float(number * max(1, round(size / number)))
+
 
 _LEAST = {**dict.fromkeys(COUNTS, 0), "batch_size": 1, "noise_parts": 1}
 # What the controller itself fills in.
-FILLED_IN = ("size", "exact_size", "ends_epoch")
+FILLED_IN = ("size", "exact_size", "ends_epoch", "takes_over", "multiples")
 _KNOWN = tuple(item.name for item in fields(Observation) if item.name not in FILLED_IN)
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, SupportsIndex, final
 from .._checks import as_number, as_whole
 from ..errors import ArgumentError, MissingSignalError
 from ._states import Check, check_none, check_number, check_parts, check_record, check_size, check_whole, optional
-from .observation import Observation, Unit
+from .observation import Observation, Unit, nearest_multiple
 from .policy import Named, Policy, State, Transform, as_size, check_policies, show, word
 
 _BEGINNING = Observation(epoch=0, step=0, examples=0, tokens=0)
@@ -37,7 +37,7 @@ class Chain(Named, Policy):
 
     def update(self, state: State, observation: Observation) -> tuple[float, State]:
         """Return the transformed size; NaN, which holds the size, skips the transforms after it."""
-        wanted, inner = self.policy.update(state["policy"], _before_rounding(state, observation))
+        wanted, inner = self.policy.update(state["policy"], self._inside(state, observation))
         size, after = as_size(wanted), list(state["transforms"])
         exact = size
         for index, transform in enumerate(self.transforms):
@@ -45,7 +45,10 @@ class Chain(Named, Policy):
                 break
             answer, after[index] = transform.update(after[index], observation, size)
             changed = as_size(answer)
-            exact = exact if changed == size or isinstance(transform, MultipleOf | Hysteresis) else changed
+            if isinstance(transform, MultipleOf):
+                exact = max(exact, float(transform.number))  # the smallest multiple is a bound, not a rounding
+            elif changed != size and not isinstance(transform, Hysteresis):
+                exact = changed
             size = changed
         found: dict[str, Any] = {"policy": inner, "transforms": after}
         if math.isnan(size):
@@ -64,7 +67,7 @@ class Chain(Named, Policy):
 
     def explain(self, state: State, observation: Observation) -> str:
         """Join the words of all parts that change something."""
-        inside = _before_rounding(state, observation)
+        inside = self._inside(state, observation)
         words = [self.policy.explain(state["policy"], inside)]
         size = as_size(self.policy.update(state["policy"], inside)[0])
         for transform, memory in zip(self.transforms, state["transforms"], strict=True):
@@ -84,17 +87,20 @@ class Chain(Named, Policy):
         }
         check_record(name, state, checks, may_lack=["rounded"])
 
+    def _inside(self, state: State, observation: Observation) -> Observation:
+        """Return what the policy sees: the roundings to come, and the size before the last one if it is in force."""
+        numbers = tuple(part.number for part in self.transforms if isinstance(part, MultipleOf))
+        if numbers:
+            observation = replace(observation, multiples=(*numbers, *observation.multiples))
+        rounded = state.get("rounded")
+        if rounded is None or observation.exact_size != rounded["to"]:
+            return observation
+        # Below one example, as states of earlier versions may say, no policy can go on by factors.
+        return replace(observation, exact_size=max(1.0, rounded["from"]))
+
     def arguments(self) -> list[str]:
         """Return the policy and its transforms."""
         return [word(part) for part in (self.policy, *self.transforms)]
-
-
-def _before_rounding(state: State, observation: Observation) -> Observation:
-    """Return the observation with the size before the chain rounded it, if what it was rounded to is in force."""
-    rounded = state.get("rounded")
-    if rounded is None or observation.exact_size != rounded["to"]:
-        return observation
-    return replace(observation, exact_size=rounded["from"])
 
 
 def _checker(transform: Transform) -> Check:
@@ -186,7 +192,7 @@ class MultipleOf(NamedTransform):
 
     def update(self, state: State, observation: Observation, size: float) -> tuple[float, State]:
         """Return ``number × max(1, round(size / number))``."""
-        return float(self.number * max(1, round(size / self.number))), state
+        return nearest_multiple(size, self.number), state
 
 
 def multiple_of(number: SupportsIndex) -> Transform:

@@ -55,9 +55,10 @@ class Stepper:
         on_oom: ``"split"`` runs the batch again in smaller pieces, ``"raise"`` raises the error.
         measure_noise: estimate gradient noise; micro-batches are then random subsets, at least two. A number ``n``
             measures only every n-th update, at an n-th of the cost.
-        noise_parts: measure noise on exactly this many micro-batches of a batch, over all ranks, equal up to one
-            example; more where they do not fit in memory or ``micro_batch``, fewer for a batch of fewer examples.
-            ``report.noise.num_parts`` says how many there were. None measures on as many as the batch is run in.
+        noise_parts: measure noise on exactly this many micro-batches of a batch, equal up to one example; more where
+            they do not fit in memory or ``micro_batch``, fewer for a batch of fewer examples. Ranks cut their own
+            shares into equally many parts each: uneven shares give uneven parts. ``report.noise.num_parts`` says how
+            many there were. None measures on as many as the batch is run in.
         noise_groups: returns the group of a parameter's name, ``lambda name: name.split(".")[0]``; noise is then
             reported per group too.
         lr_rule: ``"linear"``, ``"sqrt"``, ``"adascale"`` or a function of ``(batch_size, base_size)``; it scales the

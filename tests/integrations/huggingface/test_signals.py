@@ -1,4 +1,4 @@
-"""What policies read in an adaptive trainer: entropy, memory, the examples of a curriculum; decisions as live lines."""
+"""What policies read in an adaptive trainer: losses, entropy, memory, the examples of a curriculum; live lines."""
 
 import logging
 import math
@@ -23,6 +23,7 @@ from .test_data import run
 from .trainers import (
     by_update,
     collate,
+    exact,
     flat,
     flat_parameters,
     make_controller,
@@ -32,6 +33,39 @@ from .trainers import (
     numbered,
     watching,
 )
+
+# Losses.
+
+
+def test_updates_that_ran_out_of_memory_do_not_look_like_a_loss_of_zero(tmp_path):
+    model = make_model("t5")
+    fail_above(model, 2, "backward")
+    controller = bw.BatchSizeController(size.loss_below(1.0, per="step"), min_size=3, max_size=24)
+    options = {"controller": controller, "on_oom": "skip", "budget": bw.MaxItems(3), "model": model}
+    make_trainer("t5", tmp_path, **options)[0].train()
+    assert controller.history == ()
+    assert controller.explain() == "loss is nan and left out of the step: holds 3"
+
+
+@pytest.mark.parametrize("name", ["t5", "llama"])
+def test_the_loss_of_an_update_is_the_mean_over_what_ran(name, tmp_path):
+    model, observed = make_model(name), []
+    fail_above(model, 2, "backward")
+    options = {"controller": watching(observed, [5], needs=("loss",)), "on_oom": "skip", "budget": bw.MaxItems(3)}
+    trainer, seen, _ = make_trainer(name, tmp_path, model=model, learning_rate=0.0, **options)
+    trainer.train()
+    # Updates of 5, 5, 5, 5 and 4 examples; the micro-batch of 3, if there is one, is left out.
+    assert [len(part) for part in seen[:4]] == [3, 2, 3, 2]
+    expected = [exact(name, part)[1] for part in seen[1:8:2]]
+    assert [o.loss for o in by_update(observed)[:4]] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_policy_that_takes_over_in_a_trainer_waits_for_an_epoch_of_its_own(tmp_path):
+    policy = size.switch({0: size.constant(4), 1: size.loss_below(99.0)})
+    controller = bw.BatchSizeController(policy, min_size=2, max_size=24)
+    make_trainer("t5", tmp_path, controller=controller, num_train_epochs=2)[0].train()
+    assert [decision.epoch for decision in controller.history] == [2]
+
 
 # Entropy.
 

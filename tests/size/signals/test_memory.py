@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.errors import ArgumentError, MissingSignalError
+from batchwright.size.combine import chain, multiple_of
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.observation import Observation
 from batchwright.size.policy import TIMES
@@ -161,3 +162,36 @@ def test_periods_of_steps_and_examples():
     examples = BatchSizeController(memory_driven(per="examples", every=100), min_size=1, max_size=4096, initial=64)
     assert [examples.observe(batch_size=64, memory_fraction=0.1) for _ in range(2)] == [64, 128]
     assert memory_driven(per="step") == memory_driven()
+
+
+def sizes_by_memory(policy, *, holds, initial, num=200):
+    """Return the sizes on a device whose memory is in proportion to the batch."""
+    controller = BatchSizeController(policy, min_size=1, max_size=512, initial=initial)
+    return [
+        controller.observe(batch_size=controller.size, memory_fraction=min(1.0, controller.size / holds))
+        for _ in range(num)
+    ]
+
+
+# The growth is computed from the unrounded size, e.g. 82.8 where 83 was too large.
+@pytest.mark.parametrize(
+    ("factor", "low", "initial", "holds"), [(1.2, 0.7, 16, 100), (1.5, 0.6, 1, 64), (1.5, 0.6, 3, 90)]
+)
+def test_a_size_that_is_rounded_to_one_that_was_too_large_is_not_tried_again(factor, low, initial, holds):
+    sizes = sizes_by_memory(memory_driven(factor=factor, low=low), initial=initial, holds=holds)
+    assert len(set(sizes[100:])) == 1, sizes[-8:]
+
+
+@given(
+    st.integers(1, 64), st.floats(1.05, 3), st.floats(0.3, 0.79), st.integers(1, 300), st.sampled_from([1, 3, 8, 24])
+)
+def test_memory_behind_a_multiple_never_swings_for_ever(initial, factor, low, holds, number):
+    policy = chain(memory_driven(low=low, factor=factor), multiple_of(number))
+    sizes = sizes_by_memory(policy, initial=initial, holds=holds)
+    assert len(set(sizes[150:])) == 1, sizes[-8:]
+
+
+def test_a_multiple_does_not_make_memory_driven_swing():
+    # 24 takes 0.375 of the memory and grows; 48 takes 0.75, between the limits.
+    sizes = sizes_by_memory(chain(memory_driven(), multiple_of(24)), initial=1, holds=64)
+    assert set(sizes[100:]) == {48}

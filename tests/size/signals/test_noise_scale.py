@@ -274,3 +274,9 @@ def test_a_ratio_is_of_so_many_parts_as_were_asked_for():
 def test_parts_and_periods_of_nonsense_are_refused(options, message):
     with pytest.raises(ArgumentError, match=message):
         noise_driven(**options)
+
+
+@pytest.mark.parametrize("estimator", ["unbiased", "ratio"])
+def test_a_unit_without_a_name_is_refused(estimator):
+    with pytest.raises(ArgumentError, match="per must be one of"):
+        noise_driven(estimator=estimator, per="")

@@ -304,3 +304,46 @@ def test_whatever_the_clock_says_the_size_stays_within_the_bounds(policy, readin
 def test_nonsense_is_refused_when_the_policy_is_made(call, message):
     with pytest.raises(ArgumentError, match=message):
         call()
+
+
+def sizes_by_time(policy, *, fixed, each, initial, num):
+    """Return the sizes on a device with an exact clock."""
+    return run(policy, Clock(fixed, each), num, initial=initial)[1]
+
+
+def test_step_time_does_not_ask_for_a_size_that_is_rounded_to_one_that_was_too_slow():
+    # 5 examples take 22.5 ms, too slow; 4 take 18 ms, and 4.44 · 20 / 18 = 4.94 would be 5 again.
+    sizes = sizes_by_time(size.step_time(20, tolerance=0.05, every=3), fixed=0.0, each=0.0045, initial=16, num=400)
+    assert set(sizes[200:]) == {4}
+
+
+def test_step_time_settles_behind_a_multiple():
+    # 24 examples take 58 ms, too slow, and 16 take 42 ms; nothing is between them.
+    policy = size.chain(size.step_time(50), size.multiple_of(8))
+    sizes = sizes_by_time(policy, fixed=0.01, each=0.002, initial=64, num=1600)
+    assert set(sizes[800:]) == {16}
+
+
+@given(st.floats(0, 0.02), st.floats(1e-4, 5e-3), st.integers(1, 200), st.sampled_from([1, 3, 8, 24]))
+def test_step_time_behind_a_multiple_never_swings_on_an_exact_clock(fixed, each, initial, number):
+    policy = size.chain(size.step_time(30, every=3), size.multiple_of(number))
+    sizes = sizes_by_time(policy, fixed=fixed, each=each, initial=initial, num=300)
+    assert len(set(sizes[200:])) == 1, sizes[-12:]
+
+
+@pytest.mark.parametrize(
+    ("target_ms", "options", "seconds"),
+    [
+        (1e308, {}, 1e-300),
+        (1e-300, {}, 1e308),
+        (50, {"max_factor": 1e308}, 1e-308),
+        (1e308, {"max_factor": 1e308}, 0.1),
+    ],
+)
+def test_step_time_survives_extremes(target_ms, options, seconds):
+    policy = size.step_time(target_ms, every=2, **options)
+    controller, sizes = run(policy, lambda num: 10.0 if num > 100 else 1e-6, 20)
+    for _ in range(20):
+        sizes.append(controller.observe(batch_size=controller.size, seconds=seconds))
+    assert all(1 <= num <= 4096 for num in sizes)
+    assert controller.explain()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -73,6 +74,7 @@ class Updates:
         self._graphs = graphs
         self._devices: Devices | None = None
         self._shares: deque[float] = deque()  # the weights of the micro-batches that are left
+        self._weight, self._left_out = 0.0, 0.0  # of this rank in the update, and of what did not fit
         self._key = ""
         self._safe_steps: SafeSteps | None = None
         self._is_warned = False
@@ -154,6 +156,7 @@ class Updates:
             raise_gathered(failure)
         self.figures.begin(sums)
         self._shares = deque(shares)
+        self._weight, self._left_out = sum(shares), 0.0
         if self.memory is not None:
             self.memory.reset_peak()
         self.whole = None if devices.is_divided else self._weight_of_update(sums, sum(shares), devices)
@@ -224,7 +227,8 @@ class Updates:
         self.entropy.keep()
         if self.noise is not None:
             self.noise.keep()
-        return self._safe_steps.run(
+        num_ooms = self.figures.num_ooms
+        loss = self._safe_steps.run(
             model,
             inputs,
             partial(self._weighted_step, step, has_share=share > 0),
@@ -234,6 +238,9 @@ class Updates:
             has_scaler=devices.accelerator.scaler is not None,
             replay=self._graphs.replay(inputs, share, self.whole),
         )
+        if self._settings.on_oom == "skip" and self.figures.num_ooms > num_ooms:
+            self._left_out += share
+        return loss
 
     def _run_plainly(
         self, step: Step, model: nn.Module, part: Any, devices: Devices, optimizer: Any, *, is_end: bool
@@ -288,9 +295,24 @@ class Updates:
         return self.entropy.end(self._devices)
 
     def mean_loss(self) -> float:
-        """Return the loss of the update, over all ranks."""
-        assert self._devices is not None
-        return float(self._devices.add_up(torch.as_tensor(self.figures.loss).reshape(1))) / self._devices.world_size
+        """Return the mean loss of what ran of the update, over all ranks; NaN if everything was left out."""
+        devices = self._devices
+        assert devices is not None
+        loss = torch.as_tensor(self.figures.loss).reshape(1)
+        if devices.args.average_tokens_across_devices:
+            # Losses are parts of one mean over all ranks, and what was left out is missing in it.
+            total, left_out = devices.add_up(torch.cat([loss, loss.new_tensor([self._left_out])])).tolist()
+            return total / devices.world_size / _share_that_ran(left_out, self.figures.weight)
+        ran = _share_that_ran(self._left_out, self._weight)
+        mine = torch.cat([loss / ran if ran > 0 else torch.zeros_like(loss), loss.new_tensor([float(ran > 0)])])
+        total, num_ranks = devices.add_up(mine).tolist()
+        return total / num_ranks if num_ranks else math.nan
+
+
+def _share_that_ran(left_out: float, weight: float) -> float:
+    """Return the share of a weight that was not left out, NaN if nothing is left of it."""
+    left = weight - left_out
+    return 1.0 if left_out == 0 else left / weight if left > 0 else math.nan
 
 
 @final
@@ -323,6 +345,11 @@ class TrainingFigures:
         self._all = self._all.to(self._sums.device) + self._sums
         self._recent = self._sums if self._recent is None else self._recent + self._sums
         self._num_recent += 1
+
+    @property
+    def weight(self) -> float:
+        """Return the weight of the update, in labels or examples."""
+        return float(self._sums[_WEIGHT])
 
     @property
     def batch_size(self) -> int:

@@ -66,6 +66,10 @@ class Period(Part):
         """Return whether an observation is no update and ends no period: it ends an epoch, and others are counted."""
         return observation.ends_epoch and self.per != "epoch"
 
+    def begins(self, observation: Observation) -> bool:
+        """Return whether the first epoch begins after an observation, because a policy takes over with it."""
+        return observation.takes_over and self.per == "epoch"
+
     def init(self) -> State:
         """Return the state before anything is gathered."""
         return {"mean": 0.0, "weight": 0, "count": 0}
@@ -78,16 +82,21 @@ class Period(Part):
         """Gather a figure of the observation; return its mean and the state as ``gather`` does, and what was done."""
         ends = self.per == "epoch" and bool(state["weight"]) and (observation.epoch or 0) > state["count"]
         # An observation that only ends an epoch need not have the figure.
-        is_needed = not (ends or self.ignores(observation)) or getattr(observation, name) is not None
-        value = float(observation.need(name, by=by)) if is_needed else math.nan
+        is_needed = not (ends or observation.ends_epoch or self.begins(observation))
+        if not is_needed and getattr(observation, name) is None:
+            return *self.gather(state, observation, math.nan, by=by), f"no {name} since the last period"
+        value = float(observation.need(name, by=by))
         done = f"gathering the {name}" if math.isfinite(value) else f"{name} is {value} and left out"
         return *self.gather(state, observation, value, by=by), f"{done} of {self.span()}"
 
     def gather(self, state: State, observation: Observation, value: float, *, by: str) -> tuple[float | None, State]:
         """Return the mean of the period that has just ended, None within a period, and the next state.
 
-        A value that is not finite is left out; a period that has only such values has no mean.
+        A value that is not finite is left out; a period that has only such values has no mean. So is a value with
+        which a policy takes over: the epoch that it belongs to ends, or was not seen as a whole.
         """
+        if self.begins(observation):
+            value = math.nan
         mean, weight = _add(state["mean"], state["weight"], value, observation.batch_size)
         ends, count = self.count(state["count"], observation, by=by)
         if not ends:
@@ -100,6 +109,8 @@ class Period(Part):
             return False, count
         if self.per == "epoch":
             epoch = int(observation.need("epoch", by=by))
+            if self.begins(observation):
+                return False, epoch
             ends = epoch >= count + self.every
             # A count that falls belongs to a new run or cycle, which is followed from there.
             return ends, epoch if ends or epoch < count else count

@@ -131,9 +131,9 @@ def _summarize(values: list[float]) -> Reading:
 
 
 def seconds_of(observation: Observation, readings: Readings, gathered: State, *, by: str) -> float | None:
-    """Return the seconds of an update, None for an observation that only ends an epoch in which others had them."""
+    """Return the seconds of an update, None for an observation that only ends an epoch."""
     is_bare = observation.batch_size is None and observation.seconds is None
-    if readings.period.ignores(observation) or (is_bare and gathered["num_seen"] > 0):
+    if observation.ends_epoch or (is_bare and gathered["num_seen"] > 0):
         return None
     observation.need("batch_size", by=by)
     return float(observation.need("seconds", by=by))

@@ -52,8 +52,8 @@ class MemoryDriven(ReasoningPolicy):
     def _gather(self, period: Period, state: State, observation: Observation) -> Answer:
         """Keep the largest share of the period, and compare it at the end."""
         ends, count = period.count(state["count"], observation, by=self.name)
-        # An observation that only ends an epoch need not have the figure, if others of the epoch had it.
-        only_ends = period.ignores(observation) or (ends and period.per == "epoch" and state["num_readings"] > 0)
+        # An observation that only ends an epoch need not have the figure.
+        only_ends = observation.ends_epoch or (ends and period.per == "epoch" and state["num_readings"] > 0)
         is_needed = not only_ends or observation.memory_fraction is not None
         fraction = float(observation.need("memory_fraction", by=self.name)) if is_needed else math.nan
         refusal = self._refuse(observation, fraction) if is_needed else None
@@ -86,7 +86,8 @@ class MemoryDriven(ReasoningPolicy):
         state = {"too_large": too_large, "num_fitting": learned.num_clean}
         if fraction >= self.low:
             return hold(observation, state, f"{self._words(fraction)}, between the limits")
-        if self.remember and learned.blocks(observation.exact * self.response.up):
+        # What counts is the size that will run: a wish just below the size that was too large is rounded to it.
+        if self.remember and learned.blocks(observation.rounded(self.response.apply(observation.exact, 1)[0])):
             return hold(observation, state, f"{self._words(fraction)}, but {too_large} was too large")
         return self._change(observation, state, fraction, 1)
 

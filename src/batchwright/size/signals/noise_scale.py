@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, SupportsIndex, TypeAlias, final, get_args
 
 from ..._checks import as_number, as_whole, check_choice, check_order
 from .._states import Check, check_number, check_record, check_whole
-from ..noise import NoiseAverage, noise_ratio
+from ..noise import TOO_LARGE, NoiseAverage, noise_ratio
 from ..observation import Observation, Unit
 from ..policy import Answer, Policy, ReasoningPolicy, State, ask, hold, options, show
 from ._base import Period, Response, make_period, make_response, refuse_given
@@ -198,10 +198,12 @@ def noise_driven(
 
         gns = 1/k · sum_i |g_i − g_m|² / |g_m|²,   squares summed over all parameters
 
-    The mean of ``gns`` over a period above ``high`` grows the batch, below ``low`` shrinks it. Beware: ``gns`` is about
-    ``(k − 1)·N / (B + N)`` for a noise scale ``N`` and a batch ``B``. It saturates at ``k − 1`` however noisy the
-    gradient is, and a limit that suits one ``k`` means nothing at another. If no limits are given, they are set where
-    the batch is ``√up`` times smaller and ``1 / √down`` times larger than ``target · N``, for the current ``k``.
+    Where ``k`` does not divide the batch, parts count by their examples (``noise_ratio``); put ``multiple_of(k)`` after
+    the policy for equal parts. The mean of ``gns`` over a period above ``high`` grows the batch, below ``low`` shrinks
+    it. Beware: in expectation ``gns`` is about ``(k − 1)·N / (B + N)`` for a noise scale ``N`` and a batch ``B``. It
+    saturates at ``k − 1`` however noisy the gradient is, and a limit that suits one ``k`` means nothing at another. If
+    no limits are given, they are set where the batch is ``√up`` times smaller and ``1 / √down`` times larger than
+    ``target · N``, for the current ``k``.
 
     Args:
         target: batch size in units of the noise scale, above 0.
@@ -234,7 +236,8 @@ def noise_driven(
     """
     check_choice("estimator", estimator, get_args(Estimator))
     target = as_number("target", target, above=0)
-    period = make_period(per or ("step" if estimator == "unbiased" else "epoch"), every, by="noise_driven")
+    usual_unit: Unit = "step" if estimator == "unbiased" else "epoch"
+    period = make_period(usual_unit if per is None else per, every, by="noise_driven")
     if estimator == "unbiased":
         ratio_only = {"high": high, "low": low, "up": up, "down": down, "num_parts": num_parts}
         refuse_given(ratio_only, belong_to="estimator='ratio'")
@@ -258,7 +261,9 @@ def as_horizon(horizon: float) -> float:
 
 def check_average(name: str, state: State, *, horizon: float) -> None:
     """Refuse what is not an average of noise over this horizon."""
-    numbers = dict.fromkeys(("s", "g2"), check_number)
+    numbers: dict[str, Check] = dict.fromkeys(
+        ("s", "g2"), lambda at, saved: check_number(at, saved, least=-TOO_LARGE, most=TOO_LARGE)
+    )
     squares: dict[str, Check] = {"g2_square": lambda at, saved: check_number(at, saved, least=0)}
     shares: dict[str, Check] = dict.fromkeys(
         ("weight", "weight_square"), lambda at, saved: check_number(at, saved, least=0, most=1 + 1e-9)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, SupportsIndex, final
 
 from ..._checks import as_number
 from .._states import check_number, check_record, check_size, optional
 from ..observation import Observation, Unit
-from ..policy import TIMES, Answer, Policy, ReasoningPolicy, State, hold, options, show, word
+from ..policy import TIMES, Answer, Policy, ReasoningPolicy, State, as_size, hold, options, show, word
 from ._readings import SURE, Reading, Readings, make_readings, seconds_of
 
 # Steps of a period, if the user does not say.
@@ -52,7 +53,7 @@ class StepTimeTarget(ReasoningPolicy):
 
     def _compare(self, state: State, observation: Observation, found: Reading) -> Answer:
         sure, size = max(self.tolerance, SURE * found.error), observation.current
-        share = found.value * 1000 / self.target_ms
+        share = max(found.value * 1000 / self.target_ms, sys.float_info.min)  # a quotient of extremes may come out as 0
         words = f"{show(1000 * found.value)} ms per update, target {show(self.target_ms)} ms ± {show(100 * sure)} %"
         if share > 1 + sure:
             return self._scale({**state, "too_slow": size, "base": None}, observation, 1 / share, words)
@@ -73,11 +74,12 @@ class StepTimeTarget(ReasoningPolicy):
     def _scale(self, state: State, observation: Observation, factor: float, words: str) -> Answer:
         exact, slow = observation.exact, state["too_slow"]
         factor = min(max(factor, 1 / self.max_factor), self.max_factor)
-        wanted = max(1.0, exact * factor)
-        if factor > 1 and slow is not None and wanted >= slow:
-            # Halfway, in factors: whatever the seconds do between the two sizes, this search ends.
-            wanted = math.sqrt(exact * slow)
-            if round(wanted) in (observation.current, slow):
+        wanted = as_size(max(1.0, exact * factor))
+        # What counts is the size that will run: a wish just below the size that was too slow is rounded to it.
+        if factor > 1 and slow is not None and observation.rounded(wanted) >= slow:
+            # Halfway between whole sizes, in factors: whatever the seconds do between the two, this search ends.
+            wanted = math.sqrt(observation.current * slow)
+            if not observation.current < observation.rounded(wanted) < slow:
                 return hold(observation, state, f"{words}, but {show(slow)} was too slow")
             words = f"{words}, but {show(slow)} was too slow"
         return Answer(wanted, state, f"{words}: {show(exact)} {TIMES} {show(wanted / exact)} = {show(wanted)}")
