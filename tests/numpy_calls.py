@@ -146,12 +146,16 @@ def learned(num_items=4, length=16, seconds=0.5):
     return stored(model)
 
 
-def captured_fakes(*, max_captures=2, bytes_per_capture=8, used_bytes=3):
+def captured_fakes(*, max_captures=2, bytes_per_capture=8, used_bytes=3, total_bytes=1000):
     graphs = testing.EagerGraphs(
-        max_captures=max_captures, bytes_per_capture=bytes_per_capture, used_bytes=used_bytes, clock=lambda: 0.0
+        max_captures=max_captures,
+        bytes_per_capture=bytes_per_capture,
+        used_bytes=used_bytes,
+        total_bytes=total_bytes,
+        clock=lambda: 0.0,
     )
     graphs.capture(lambda: None)
-    return graphs.pool_bytes(), graphs.used_bytes()
+    return graphs.pool_bytes(), graphs.used_bytes(), graphs.free_bytes()
 
 
 def run_fake(total_bytes=100_000, used_bytes=10, first=2, second=3):
@@ -385,7 +389,12 @@ CALLS = {
     ),
     "testing.EagerGraphs": (
         captured_fakes,
-        {"max_captures": whole(1, 9, or_none=True), "bytes_per_capture": whole(0, 99), "used_bytes": whole(0, 99)},
+        {
+            "max_captures": whole(1, 9, or_none=True),
+            "bytes_per_capture": whole(0, 99),
+            "used_bytes": whole(0, 99),
+            "total_bytes": whole(0, 9999, or_none=True),
+        },
     ),
     "testing.FakeClock": (advanced, {"now_seconds": SECONDS}),
     "testing.FakeClock.advance": (advanced, {"seconds": SECONDS}),
