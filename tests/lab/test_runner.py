@@ -43,6 +43,24 @@ def places(records):
     return [(record["strategy"], record["seed"]) for record in records]
 
 
+def write_csv(path, num_rows, seed):
+    rng = np.random.default_rng(seed)
+    rows = [f"{a:.3f},{b:.3f},{i % 2}\n" for i, (a, b) in enumerate(rng.normal(size=(num_rows, 2)))]
+    path.write_text("a,b,label\n" + "".join(rows))
+    return path
+
+
+def plan_of_file(path, **options):
+    data = {"path": str(path), "target": "label"}
+    return plan(Cell(dataset="mine", model="mlp", num_epochs=1, lr=0.01, data=data), **options)
+
+
+def change_line(path, place, **fields):
+    lines = path.read_text().splitlines()
+    lines[place] = json.dumps(json.loads(lines[place]) | fields)
+    path.write_text("\n".join(lines) + "\n")
+
+
 def jobs_of(given, lr=0.01):
     datasets = [load_data(cell.dataset, cell.data) for cell in given.cells]
     return plan_jobs(given, datasets, {arm: Choice(lr=lr, losses={}) for arm in arms_of(given, datasets)})
@@ -489,3 +507,38 @@ def test_numbers_of_numpy_make_the_same_runs_as_plain_ones():
     expected, plain = jobs(int, float)
     assert json.dumps(made.to_dict()) == json.dumps(expected.to_dict())
     assert [job.id for job in found] == [job.id for job in plain]
+
+
+# Data that change
+
+
+def test_a_lab_whose_file_was_changed_is_not_continued_as_if_it_were_the_same_data(tmp_path):
+    path = write_csv(tmp_path / "mine.csv", 60, seed=0)
+    run(tmp_path / "out", plan_of_file(path))
+    runs = tmp_path / "out" / "runs.jsonl"
+    runs.write_text("".join(runs.read_text().splitlines(keepends=True)[:2]))
+    write_csv(path, 60, seed=1)
+    _training._load.cache_clear()  # as in a new process
+    for go_on in (run, lambda folder: Lab(folder).forecast()):
+        with pytest.raises(StateMismatchError, match=r"mine\.csv gives other numbers than when the lab in .* began"):
+            go_on(tmp_path / "out")
+    write_csv(path, 60, seed=0)
+    _training._load.cache_clear()
+    assert len(run(tmp_path / "out")) == 4
+
+
+def test_a_process_that_finds_other_data_than_the_lab_began_with_makes_no_run(tmp_path):
+    path = write_csv(tmp_path / "mine.csv", 60, seed=0)
+    [job, *_] = jobs_of(plan_of_file(path))
+    write_csv(path, 60, seed=1)
+    _training._load.cache_clear()
+    assert "the data of mine changed while the lab ran" in execute(job, None)["error"]
+
+
+def test_a_folder_that_does_not_say_which_data_it_was_made_on_is_refused(tmp_path):
+    run(tmp_path, plan())
+    found = json.loads((tmp_path / "lab.json").read_text())
+    del found["data"]
+    (tmp_path / "lab.json").write_text(json.dumps(found))
+    with pytest.raises(StoreError, match="does not say which data its runs were made on"):
+        run(tmp_path)

@@ -15,7 +15,7 @@ from ..._progress import ProgressBar
 from ...errors import ArgumentError, StateMismatchError, StoreError
 from .._records import RunStore, hardware, read_records, versions
 from ..datasets.dataset import Dataset
-from ..presets import LabPlan
+from ..presets import Cell, LabPlan
 from ..presets import get as get_preset
 from ._choice import Choice
 from ._jobs import Arm, Job, arms_of, plan_jobs
@@ -81,10 +81,10 @@ class Lab:
             num_workers: how many processes ``run`` will use; None for one per processor.
 
         Raises:
-            StateMismatchError: the folder has another plan.
+            StateMismatchError: the folder has another plan, or the data changed since its first runs.
         """
         plan, _ = self._find(plan)
-        datasets = [load_data(cell.dataset, cell.data) for cell in plan.cells]
+        datasets = self._load(plan)
         num_tuning = num_tuning_runs(plan, datasets) - _num_lines(self.folder / TUNING)
         num_runs = len(plan.seeds) * len(arms_of(plan, datasets)) - _num_lines(self.folder / RUNS)
         return forecast(plan, datasets, max(0, num_tuning), max(0, num_runs), _workers(num_workers))
@@ -107,17 +107,18 @@ class Lab:
             retry_failed: whether to repeat runs that failed.
 
         Raises:
-            StateMismatchError: the folder has another plan, or was written by another version.
+            StateMismatchError: the folder has another plan or was written by another version, or the data changed
+                since its first runs.
             StoreError: the folder cannot be written or is damaged, or the disk is full; what was recorded is kept.
         """
         workers = _workers(num_workers)
         progress, retry_failed = as_flag("progress", progress), as_flag("retry_failed", retry_failed)
         plan, is_new = self._find(plan)
         # Before anything is written: data that are missing must not leave a folder with a plan that cannot run.
-        datasets = [load_data(cell.dataset, cell.data) for cell in plan.cells]
+        datasets = self._load(plan)
         if is_new:
             make_folder(self.folder)
-            self._write_lab(plan, tuning=[])
+            self._write_lab(plan, datasets, tuning=[])
         # Leaving ends the processes, even if a record cannot be written.
         with Workers(workers) as pool:
             choices = self._tune(plan, datasets, pool, progress, retry_failed)
@@ -146,6 +147,26 @@ class Lab:
             )
         return plan, mine is None
 
+    def _load(self, plan: LabPlan) -> list[Dataset]:
+        """Return the data of each cell; refuse data that changed since the first runs of the folder."""
+        datasets = [load_data(cell.dataset, cell.data) for cell in plan.cells]
+        found = self._read_lab()
+        if found is None:
+            return datasets
+        known = found.get("data")
+        if not isinstance(known, list) or len(known) != len(datasets):
+            raise StoreError(
+                f"{self.folder / PLAN} does not say which data its runs were made on; put it back as it was, or choose "
+                "another folder"
+            )
+        for cell, dataset, digest in zip(plan.cells, datasets, known, strict=True):
+            if dataset.digest != digest:
+                raise StateMismatchError(
+                    f"{_source(cell)} gives other numbers than when the lab in {self.folder} began: the data changed, "
+                    "or the versions of Python and NumPy did; put the data back as they were, or choose another folder"
+                )
+        return datasets
+
     def _refuse_runs_without_plan(self) -> None:
         """Refuse a folder whose runs belong to nobody knows which plan: reports would mix them with those to come."""
         for name in (RUNS, TUNING):
@@ -170,7 +191,7 @@ class Lab:
                 choices = tune(plan, datasets, lambda jobs: _run_all(store, jobs, pool, bar))
                 # A replay of a strategy without a rate has no runs.
                 bar.update(max(0, num_missing - bar.done))
-        self._write_lab(plan, tuning=[_note(plan, arm, choice) for arm, choice in choices.items()])
+        self._write_lab(plan, datasets, tuning=[_note(plan, arm, choice) for arm, choice in choices.items()])
         return choices
 
     def _read_lab(self) -> dict[str, Any] | None:
@@ -193,11 +214,12 @@ class Lab:
             )
         return found
 
-    def _write_lab(self, plan: LabPlan, *, tuning: list[dict[str, Any]]) -> None:
+    def _write_lab(self, plan: LabPlan, datasets: Sequence[Dataset], *, tuning: list[dict[str, Any]]) -> None:
         content = {
             "version": VERSION,
             "preset": plan.name,
             "plan": plan.to_dict(),
+            "data": [dataset.digest for dataset in datasets],
             "tuning": tuning,
             "versions": versions(),
             "hardware": hardware(),
@@ -207,6 +229,11 @@ class Lab:
 
 def _workers(num_workers: int | None) -> int:
     return num_cores() if num_workers is None else as_whole("num_workers", num_workers, least=0)
+
+
+def _source(cell: Cell) -> str:
+    path = cell.data.get("path")
+    return f"the data set {cell.dataset}" if path is None else str(path)
 
 
 def _num_lines(path: Path) -> int:
