@@ -1,3 +1,4 @@
+import copy
 import math
 import random
 import re
@@ -18,6 +19,8 @@ from batchwright.lab.observations._slices import Slice, by_halves, by_kind, over
 
 from .fabricated import DATASETS, STRATEGIES, fabricate, fail, make_tuning, older
 
+WINE = {"wine": DATASETS["wine"]}
+FEW = {name: STRATEGIES[name] for name in ("constant", "constant_large", "linear", "exponential")}
 RANKED = ("overall", "convergence", "type", "dimensionality", "size", "label noise", "model")
 
 
@@ -52,6 +55,12 @@ def test_a_planted_winner_is_named_everywhere():
     named = [one.strategies for one in observations if one.topic in RANKED and one.strategies]
     assert len(named) >= 7
     assert set(named) == {("exponential",)}
+
+
+def ending_at(record, loss):
+    record = copy.deepcopy(record)
+    record["final"]["validation_loss"] = record["curve"][-1]["validation_loss"] = loss
+    return record
 
 
 def headline(records):
@@ -439,12 +448,13 @@ def test_failed_and_diverged_runs_are_counted_and_left_out():
     observations = observe(records)
     assert "10 runs, of which 8 ended well" in text(observations, "scope")
     assert "2 runs failed or diverged: linear (2)" in text(observations, "limits")
-    assert about(observations, "overall")[0].evidence[0].compared.num_pairs == 3
+    assert "no strategy has two pairs of runs left" in text(observations, "overall")
+    assert "linear on wine · mlp (2 of 5 runs failed or diverged)" in text(observations, "overall")
 
 
 def test_a_strategy_that_is_missing_somewhere_has_no_place():
     records = [one for one in fabricate() if (one["dataset"], one["strategy"]) != ("wine", "entropy")]
-    assert "Not run on all of it, so not ranked: entropy." in text(observe(records), "overall")
+    assert "Not compared on all of it, so not ranked: entropy." in text(observe(records), "overall")
 
 
 def test_strategies_without_a_common_seed_are_a_tie():
@@ -538,3 +548,42 @@ def test_the_order_of_the_records_does_not_matter(generator: random.Random):
     expected = [one.sentence for one in observe(records)]
     generator.shuffle(records)
     assert [one.sentence for one in observe(records)] == expected
+
+
+# Runs that diverge
+
+
+def test_a_strategy_that_diverges_in_half_of_its_seeds_does_not_win_by_the_others():
+    records = [
+        ending_at(run, None) if run["strategy"] == "linear" and run["seed"] > 2 else run
+        for run in fabricate(effects={"linear": -0.3}, seeds=6, datasets=WINE, strategies=FEW)
+    ]
+    observations = observe(records)
+    assert not any("linear" in one.strategies for one in observations)
+    first = about(observations, "headline")[0]
+    assert first.sentence.startswith("No strategy ended with a lower validation loss")
+    assert "linear on wine · mlp (3 of 6 runs diverged)" in first.sentence
+
+
+def test_a_seed_with_which_the_baseline_diverged_costs_no_strategy_its_place():
+    records = [
+        ending_at(run, None) if run["seed"] == 0 and run["strategy"] in ("constant", "linear") else run
+        for run in fabricate(effects={"linear": -0.3}, seeds=6, datasets=WINE, strategies=FEW)
+    ]
+    first = headline(records)[0]
+    assert first.strategies == ("linear",)
+    assert "Of constant itself, wine · mlp (1 of 6 runs diverged); those seeds are left out." in first.sentence
+
+
+def test_where_the_baseline_diverges_on_one_data_set_the_others_are_still_compared():
+    records = [
+        ending_at(run, None) if run["strategy"] == "constant" and run["dataset"] == "wine" else run
+        for run in fabricate(effects={"linear": -0.3}, seeds=6, strategies=FEW)
+    ]
+    observations = observe(records)
+    first = about(observations, "headline")[0]
+    assert first.strategies == ("linear",)
+    assert first.evidence[0].compared.num_cells == 2
+    assert "has no two runs that ended well: wine · mlp (6 of 6 runs diverged)." in first.sentence
+    assert "On 2 of 3 data sets (1 model), linear has the lowest" in text(observations, "overall")
+    assert "cannot be compared" not in text(observations, "headline")

@@ -11,6 +11,7 @@ import numpy as np
 
 from .._records import CellKey, RunRecord, cell_of, finished, number
 from ..strategies.strategy import BASELINE
+from ._dropouts import dropouts, partner_of
 
 # (cell, strategy) -> seed -> change against the baseline.
 Effects: TypeAlias = Mapping[tuple[CellKey, str], Mapping[int, float]]
@@ -145,7 +146,8 @@ SIMULATED = Measure(name="simulated", title="simulated seconds", of=lambda recor
 def effects(records: Iterable[RunRecord], measure: Measure) -> dict[tuple[CellKey, str], dict[int, float]]:
     """Return the change of every strategy against the baseline, per data set, model and seed that both have.
 
-    Runs over different numbers of examples are not compared.
+    Runs over different numbers of examples are not compared, and neither is a strategy in a cell in which one of its
+    runs failed or diverged while the baseline ended well: the seeds that are left would flatter it.
 
     >>> def run(strategy, loss):
     ...     place = {"dataset": "wine", "model": "mlp", "strategy": strategy, "seed": 0, "status": "ok"}
@@ -153,6 +155,13 @@ def effects(records: Iterable[RunRecord], measure: Measure) -> dict[tuple[CellKe
     >>> effects([run("constant", 0.5), run("linear", 0.25)], LOSS)
     {(CellKey(dataset='wine', model='mlp'), 'linear'): {0: -0.6931471805599453}}
     """
+    every = list(records)
+    bad = dropouts(every)
+    return {place: changes for place, changes in changes_of(every, measure).items() if place not in bad}
+
+
+def changes_of(records: Iterable[RunRecord], measure: Measure) -> dict[tuple[CellKey, str], dict[int, float]]:
+    """Return the change of every run that ended well against its run of the baseline, whatever the others did."""
     runs = list(finished(records))
     baselines = {partner_of(run): run for run in runs if run["strategy"] == BASELINE}
     found: dict[tuple[CellKey, str], dict[int, float]] = {}
@@ -188,11 +197,6 @@ def paired(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, fl
     {1: 2.0, 2: 4.0}
     """
     return {seed: one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())}
-
-
-def partner_of(record: RunRecord) -> tuple[object, ...]:
-    """Return what two runs must have in common to be compared."""
-    return (*cell_of(record), record["seed"], (record.get("settings") or {}).get("num_examples"))
 
 
 def percent_change(log_ratio: float) -> str:

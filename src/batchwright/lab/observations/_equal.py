@@ -10,6 +10,7 @@ from typing import final
 
 from .._records import RunRecord, finished, number
 from ..strategies.strategy import BASELINE
+from ._dropouts import partner_of
 from ._effects import (
     CONVERGENCE,
     LOSS,
@@ -21,7 +22,6 @@ from ._effects import (
     counted,
     end_of,
     listed,
-    partner_of,
 )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import final
 
 from .._records import CellKey, RunRecord, finished, number
 from ..strategies.strategy import BASELINE
+from ._dropouts import dropout_text
 from ._effects import LOSS, SECONDS, UPDATES, Effects, Measure, counted, effects, hundredths, listed, p_text
 from ._equal import BASES, EQUAL_EXAMPLES, EQUAL_SIMULATED, Basis, missing_text
 from ._ranking import Verdicts, fixed_clause, testable
@@ -68,6 +69,10 @@ def headline(runs: Sequence[RunRecord], whole: Slice, family: Family) -> list[Fi
     """Return one finding per basis and one about updates, in plain words, each with interval, n and p."""
     bases = [_basis_finding(runs, basis, family) for basis in BASES]
     first, *others = bases
+    gone = dropout_text(runs)
+    if gone:
+        before = f"Losses {EQUAL_EXAMPLES.words} cannot be compared." if first is None else first.sentence
+        first = replace(first or Finding(topic=TOPIC, sentence=""), sentence=f"{before} {gone}")
     return [one for one in (first, updates_finding(runs, whole), *others) if one is not None]
 
 
@@ -149,7 +154,9 @@ def _not_compared(runs: Sequence[RunRecord], basis: Basis) -> Finding | None:
     """Say that a basis cannot be compared, and why; None for equal examples, about which other findings speak."""
     if basis is EQUAL_EXAMPLES:
         return None
-    reason = missing_text(runs, basis) or "No strategy has two seeds with a curve on every data set and model."
+    reason = (
+        missing_text(runs, basis) or "No strategy has two pairs of runs that ended well on every data set and model."
+    )
     return Finding(topic=TOPIC, sentence=f"Losses {basis.words} cannot be compared. {reason}")
 
 

@@ -53,7 +53,7 @@ class Ranking:
             best one in 95 of 100 cases: it drops out only if another one seems better in a test, and these tests are
             corrected by Bonferroni.
         closest: the first against the nearest strategy that is not in ``ties``; None if there is none.
-        left_out: the strategies that did not run on all cells and so are not ranked.
+        left_out: the strategies that have no two pairs of runs in one of the cells and so are not ranked.
         against: the cells on which the mean of the first is worse than the baseline.
     """
 
@@ -128,7 +128,7 @@ def best_finding(ranking: Ranking, fixed: frozenset[str], *, topic: str) -> Find
     else:
         sentence = _no_winner(ranking)
     if ranking.left_out:
-        sentence += f" Not run on all of it, so not ranked: {listed(ranking.left_out)}."
+        sentence += f" Not compared on all of it, so not ranked: {listed(ranking.left_out)}."
     return Finding(topic=topic, sentence=sentence, evidence=_best_evidence(ranking), strategies=leaders)
 
 

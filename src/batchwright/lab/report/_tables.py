@@ -88,7 +88,7 @@ def pooled_effects(
         measure: what is compared.
         family: the tests of the headline, which the losses on all bases belong to; None makes them.
     """
-    cells = cells_of(records)
+    cells = overall(records).cells if records else ()
     if measure.change != "ratio" or len(cells) < 2:
         return {}
     basis = next((basis for basis in BASES if basis.measure is measure), None)

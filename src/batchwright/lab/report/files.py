@@ -15,7 +15,7 @@ from typing import final
 from ..._files import write_atomic
 from ...errors import ArgumentError
 from .._records import RunRecord, cell_of, diverged
-from ..observations._effects import METRIC, Measure, effects, end_of, mean_loss
+from ..observations._effects import METRIC, Measure, changes_of, end_of, mean_loss
 from ..observations._equal import BASES, EQUAL_EXAMPLES, EQUAL_SIMULATED, EQUAL_UPDATES
 from ..observations._headline import Family, family_of, headlines
 from ..observations._slices import overall
@@ -80,8 +80,8 @@ def render_csv(lab: LabFolder) -> str:
     ``loss_change`` is the quotient of the validation losses minus 1, ``metric_change`` the difference of the metrics;
     ``loss_updates_change`` is the quotient after equal updates minus 1, and likewise for both kinds of seconds.
     """
-    metrics = effects(lab.records, METRIC)
-    losses = {basis.measure.name: effects(lab.records, basis.measure) for basis in BASES}
+    metrics = changes_of(lab.records, METRIC)
+    losses = {basis.measure.name: changes_of(lab.records, basis.measure) for basis in BASES}
     text = io.StringIO()
     writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
