@@ -587,3 +587,74 @@ def test_where_the_baseline_diverges_on_one_data_set_the_others_are_still_compar
     assert "has no two runs that ended well: wine · mlp (6 of 6 runs diverged)." in first.sentence
     assert "On 2 of 3 data sets (1 model), linear has the lowest" in text(observations, "overall")
     assert "cannot be compared" not in text(observations, "headline")
+
+
+# Losses of zero
+
+
+def test_a_loss_of_exactly_zero_is_the_best_loss_on_every_basis_and_the_sentence_says_what_it_counts_as():
+    records = [
+        ending_at(run, 0.0) if run["strategy"] == "linear" else run
+        for run in fabricate(seeds=6, datasets=WINE, strategies=FEW)
+    ]
+    found = headline(records)
+    assert found[0].strategies == ("linear",)
+    assert "A loss of 0, or below 1e-08, counts as 1e-08 in quotients." in found[0].sentence
+    [updates] = [one for one in found if "after the same number of updates" in one.sentence]
+    assert "linear" in updates.strategies
+    assert "Left out" not in text(found, "headline")
+
+
+def test_losses_of_zero_on_both_sides_are_equal():
+    records = [
+        ending_at(run, 0.0) if run["strategy"] in ("constant", "linear") else run
+        for run in fabricate(seeds=6, datasets=WINE, strategies=FEW)
+    ]
+    assert effects(records, LOSS)[CellKey("wine", "mlp"), "linear"] == dict.fromkeys(range(6), 0.0)
+
+
+# Reading between validations
+
+
+@pytest.mark.parametrize("loss", ["overfits", "drops_late"])
+def test_equal_curves_over_updates_show_no_winner_after_equal_updates(loss):
+    """All arms have the same loss after the same updates; only their batch sizes, and so their ends, differ."""
+    num_wrong = sum(
+        any(one.compared.is_shown for one in after_equal_updates(CURVES[loss], lab).evidence) for lab in range(40)
+    )
+    # 5 of 100 labs; more than 5 of 40 would come once in seventy times.
+    assert num_wrong <= 5
+
+
+def test_a_lower_curve_over_updates_is_shown_though_it_is_read_between_validations():
+    found = after_equal_updates(lambda updates: 0.3 + 2 * math.exp(-updates / 60), 0, factors={"constant_large": 0.9})
+    assert "constant_large" in found.strategies
+    compared = next(one.compared for one in found.evidence if one.compared.strategy == "constant_large")
+    # The interval holds the truth, and is wider than the reading may be wrong.
+    assert compared.low < math.log(0.9) < compared.high
+    assert 0 < 2 * compared.misreading < compared.high - compared.low
+
+
+CURVES = {
+    "overfits": lambda updates: 0.3 + 2 * math.exp(-updates / 40) + 0.0006 * updates,
+    "drops_late": lambda updates: 0.3 + 2 / (1 + math.exp((updates - 150) / 12)),
+}
+
+
+def after_equal_updates(curve, lab, factors=None):
+    """Return the finding of a lab whose arms are validated 8 times, as in the preset quick, along one curve."""
+    sizes = {"constant": 32, "constant_large": 96, "linear": 64, "exponential": 48}
+    rng = np.random.default_rng(lab)
+    records = []
+    for one in fabricate(seeds=6, datasets=WINE, strategies=FEW, sizes=sizes):
+        size, noise = sizes[one["strategy"]], math.exp(0.01 * rng.standard_normal())
+        noise *= (factors or {}).get(one["strategy"], 1.0)
+        places = [(1500 * place, math.ceil(1500 * place / size)) for place in range(9)]
+        one["curve"] = [
+            point | {"examples": examples, "updates": updates, "validation_loss": noise * curve(updates)}
+            for point, (examples, updates) in zip(one["curve"], places, strict=False)
+        ]
+        one["final"] |= {key: one["curve"][-1][key] for key in ("updates", "validation_loss")}
+        records.append(one)
+    [found] = [one for one in headline(records) if "after the same number of updates" in one.sentence]
+    return found

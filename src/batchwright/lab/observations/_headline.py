@@ -11,7 +11,20 @@ from typing import final
 from .._records import CellKey, RunRecord, finished, number
 from ..strategies.strategy import BASELINE
 from ._dropouts import dropout_text
-from ._effects import LOSS, SECONDS, UPDATES, Effects, Measure, counted, effects, hundredths, listed, p_text
+from ._effects import (
+    LEAST_LOSS,
+    LOSS,
+    SECONDS,
+    UPDATES,
+    Effects,
+    Measure,
+    counted,
+    effects,
+    hundredths,
+    listed,
+    misreadings,
+    p_text,
+)
 from ._equal import BASES, EQUAL_EXAMPLES, EQUAL_SIMULATED, Basis, missing_text
 from ._ranking import Verdicts, fixed_clause, testable
 from ._reasons import time_model_of, time_text, why, why_kept
@@ -56,7 +69,11 @@ def family_of(runs: Sequence[RunRecord], whole: Slice) -> Family:
         for name, changes in found.items()
         for strategy, cells in testable(changes, whole.cells).items()
     }
-    return Family(found=found, compared=compare_family(values))
+    wrong = {basis.measure.name: misreadings(runs, basis.measure) for basis in BASES}
+    misread = {
+        (name, strategy): [wrong[name].get((cell, strategy), 0.0) for cell in whole.cells] for name, strategy in values
+    }
+    return Family(found=found, compared=compare_family(values, misread=misread))
 
 
 def headlines(findings: Sequence[Finding]) -> list[str]:
@@ -88,7 +105,7 @@ def _basis_finding(runs: Sequence[RunRecord], basis: Basis, family: Family) -> F
     fixed = [one.strategy for one in better if one.strategy in fixed_of(runs)]
     if fixed:
         sentence += f" The batch size of {listed(fixed)} never changes, so this does not come from adapting it."
-    sentence += _time_text(runs, basis) + _after(missing_text(runs, basis))
+    sentence += _floor_text(runs, basis) + _time_text(runs, basis) + _after(missing_text(runs, basis))
     named = [(one.strategy, True) for one in better] + [(one.strategy, False) for one in reversed(worse)]
     reasons = [why(runs, name, basis, is_better=is_better) for name, is_better in named[:_MOST_NAMED]]
     return Finding(
@@ -138,6 +155,13 @@ def detectable_text(verdicts: Verdicts) -> str:
     if share > DECIDED:
         return f" This lab cannot decide it: only {text} like this one. Run more seeds."
     return f" {text[0].upper()}{text[1:]} like this one."
+
+
+def _floor_text(runs: Sequence[RunRecord], basis: Basis) -> str:
+    """Say that a loss of 0 was compared, and as what."""
+    if basis is not EQUAL_EXAMPLES or all((LOSS.of(run) or 0.0) >= LEAST_LOSS for run in finished(runs)):
+        return ""
+    return f" A loss of 0, or below {LEAST_LOSS:g}, counts as {LEAST_LOSS:g} in quotients."
 
 
 def _time_text(runs: Sequence[RunRecord], basis: Basis) -> str:

@@ -101,9 +101,12 @@ def rank(
     )
 
 
-def cell_tests(found: Effects, measure: Measure) -> dict[CellKey, Verdicts]:
+def cell_tests(
+    found: Effects, measure: Measure, *, misread: Mapping[tuple[CellKey, str], float] | None = None
+) -> dict[CellKey, Verdicts]:
     """Test every strategy on every cell in which it has two seeds; all cells and strategies are corrected together."""
-    tests = compare_family({place: [changes] for place, changes in found.items()})
+    wrong = {place: [most] for place, most in (misread or {}).items()}
+    tests = compare_family({place: [changes] for place, changes in found.items()}, misread=wrong)
     cells: dict[CellKey, list[Compared]] = {}
     for (cell, _), one in tests.items():
         cells.setdefault(cell, []).append(one)

@@ -40,7 +40,9 @@ FEW_SEEDS = 5
 _ALIKE = 0.75
 _READ = (
     "After equal updates or seconds the longer run is read where the shorter one ended, along straight lines between "
-    "its validations (logarithms of both): a run that is read before its end has not had the rest of its schedule."
+    "its validations (logarithms of both): a run that is read before its end has not had the rest of its schedule. "
+    "How wrong such a reading may be is measured by leaving out the validations beside it: intervals are wider by that "
+    "much, and only a change that is larger counts as shown."
 )
 _TESTS = (
     "Each interval has a confidence of 95 % by itself; changes are pooled within pairs of data set and model. p-values "
@@ -261,7 +263,7 @@ def nothing_to_conclude(runs: Sequence[RunRecord], losses: Effects) -> Finding:
     elif not losses:
         reason = (
             f"no run makes a pair with one of {BASELINE}; a pair needs the same data set, model, seed and number of "
-            "examples, and losses above 0"
+            "examples, and losses of 0 or more"
         )
     else:
         reason = "every comparison has only one seed, and one pair of runs cannot tell a difference from chance"
