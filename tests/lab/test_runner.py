@@ -17,7 +17,8 @@ from batchwright.errors import ArgumentError, StateMismatchError
 from batchwright.lab import presets
 from batchwright.lab._records import RunStore, finite, read_records
 from batchwright.lab.datasets import load
-from batchwright.lab.report import read_lab
+from batchwright.lab.report import read_lab, write_report
+from batchwright.lab.report.folder import progress_text
 from batchwright.lab.runner import Cell, Lab, LabPlan, StoreError, _training
 from batchwright.lab.runner._choice import Choice
 from batchwright.lab.runner._jobs import arms_of, plan_jobs
@@ -542,3 +543,53 @@ def test_a_folder_that_does_not_say_which_data_it_was_made_on_is_refused(tmp_pat
     (tmp_path / "lab.json").write_text(json.dumps(found))
     with pytest.raises(StoreError, match="does not say which data its runs were made on"):
         run(tmp_path)
+
+
+# Damaged lines
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"final": "x"}, {"curve": [1, 2]}, {"settings": "x"}, {"seed": "one"}, {"seed": [1]}, {"id": ["x"]}],
+    ids=str,
+)
+def test_a_line_with_a_field_of_another_type_is_skipped_and_its_run_made_again(tmp_path, fields):
+    run(tmp_path, plan())
+    change_line(tmp_path / "runs.jsonl", 0, **fields)
+    with pytest.warns(UserWarning, match=r"runs\.jsonl:1 is not the record of a run and is skipped"):
+        records = run(tmp_path)
+    assert len(records) == 4
+    write_report(tmp_path)
+    assert read_lab(tmp_path).num_unreadable == 1
+
+
+def test_deep_brackets_in_a_damaged_line_are_skipped(tmp_path):
+    run(tmp_path, plan())
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write("[" * 100_000 + "\n")
+    with pytest.warns(UserWarning, match="is skipped"):
+        run(tmp_path)
+
+
+def test_a_complete_lab_with_cycles_in_few_epochs_is_not_shown_as_running(tmp_path):
+    names = ("constant", "linear", "cyclic_linear")
+    cell = Cell(dataset="wine", model="logistic", num_epochs=4, lr=0.01)
+    run(tmp_path, plan(cell, strategies=names))
+    # Cycles need 6 epochs and are left out.
+    assert progress_text(read_lab(tmp_path)) == ""
+
+
+# Few rows
+
+
+@pytest.mark.parametrize("num_rows", [10, 20, 30, 39])
+def test_a_file_of_too_few_rows_is_refused_before_anything_runs(tmp_path, num_rows):
+    path = write_csv(tmp_path / "mine.csv", num_rows, seed=0)
+    with pytest.raises(ArgumentError, match=rf"mine\.csv gives {num_rows} rows, .* a lab needs at least 32 of those"):
+        run(tmp_path / "out", plan_of_file(path))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_forty_rows_runs(tmp_path):
+    path = write_csv(tmp_path / "mine.csv", 40, seed=0)
+    assert [one["status"] for one in run(tmp_path / "out", plan_of_file(path))] == ["ok"] * 4

@@ -114,14 +114,15 @@ def mean_loss(record: RunRecord) -> float | None:
     1.5
     """
     points = [
-        (float(point["examples"]), loss)
+        (examples, loss)
         for point in record.get("curve") or ()
-        if (loss := number(point.get("validation_loss"))) is not None
+        if (examples := number(point.get("examples"))) is not None
+        and (loss := number(point.get("validation_loss"))) is not None
     ]
     if len(points) < 2 or points[-1][0] <= points[0][0]:
         return None
-    examples, losses = np.array(points).T
-    return float(((losses[1:] + losses[:-1]) / 2 * np.diff(examples)).sum() / (examples[-1] - examples[0]))
+    places, losses = np.array(points).T
+    return float(((losses[1:] + losses[:-1]) / 2 * np.diff(places)).sum() / (places[-1] - places[0]))
 
 
 def end_of(record: RunRecord, axis: str) -> float | None:

@@ -29,7 +29,7 @@ from ._equal import BASES, EQUAL_EXAMPLES, EQUAL_SIMULATED, Basis, missing_text
 from ._ranking import Verdicts, fixed_clause, testable
 from ._reasons import time_model_of, time_text, why, why_kept
 from ._slices import Slice, fixed_of
-from ._tuning import edge_note, edge_rates
+from ._tuning import edge_note, edge_rates, wall_note
 from .evidence import Compared, Finding, compare_all, compare_family
 
 TOPIC = "headline"
@@ -99,7 +99,7 @@ def _basis_finding(runs: Sequence[RunRecord], basis: Basis, family: Family) -> F
         return _not_compared(runs, basis)
     better, worse = verdicts.better(), verdicts.worse()
     rates, base = edge_rates(runs), baseline_text(runs)
-    sentence = _verdict_text(verdicts, base, basis, _notes(rates, verdicts))
+    sentence = _verdict_text(verdicts, base, basis, _notes(runs, rates, verdicts))
     if not better:
         sentence += detectable_text(verdicts)
     fixed = [one.strategy for one in better if one.strategy in fixed_of(runs)]
@@ -117,10 +117,11 @@ def _basis_finding(runs: Sequence[RunRecord], basis: Basis, family: Family) -> F
     )
 
 
-def _notes(rates: Mapping[tuple[CellKey, str], float], verdicts: Verdicts) -> dict[str, str]:
-    """Return what must stand next to an arm: that its best rate lay at the edge of the grid."""
-    notes = {one.strategy: edge_note(rates, one.strategy) for one in verdicts.compared}
-    return {name: note for name, note in notes.items() if note}
+def _notes(runs: Sequence[RunRecord], rates: Mapping[tuple[CellKey, str], float], verdicts: Verdicts) -> dict[str, str]:
+    """Return what must stand next to an arm: that its best rate lay at the edge of the grid, or beside a wall."""
+    names = [one.strategy for one in verdicts.compared]
+    notes = {name: [note for note in (edge_note(rates, name), wall_note(runs, name)) if note] for name in names}
+    return {name: "; ".join(some) for name, some in notes.items() if some}
 
 
 def _verdict_text(verdicts: Verdicts, base: str, basis: Basis, notes: Mapping[str, str]) -> str:
