@@ -658,3 +658,14 @@ def after_equal_updates(curve, lab, factors=None):
         records.append(one)
     [found] = [one for one in headline(records) if "after the same number of updates" in one.sentence]
     return found
+
+
+def test_a_rate_beside_a_wall_is_told_next_to_its_strategy():
+    tuning = make_tuning(0.1) | {"is_at_wall": True, "spacing": 1.78}
+    records = [
+        one | {"tuning": tuning} if one["strategy"] == "linear" else one
+        for one in fabricate(effects={"linear": -0.3}, datasets=WINE, strategies=FEW)
+    ]
+    assert "its best rate lay beside one that diverged or doubled the loss, known to a factor of 1.8 on wine" in (
+        headline(records)[0].sentence
+    )

@@ -72,8 +72,8 @@ def read_lab(folder: Path) -> LabFolder:
 def expected_runs(lab: LabFolder) -> int | None:
     """Return how many runs the plan has, None if the folder has no readable plan.
 
-    A strategy that needs classes does not run on a regression, nor do cycles in few epochs; a data set without a run yet is
-    assumed to have classes.
+    A strategy that needs classes does not run on a regression, nor do cycles in few epochs; a data set without a
+    run yet is assumed to have classes.
     """
     plan = lab.plan.get("plan")
     if not isinstance(plan, Mapping):
