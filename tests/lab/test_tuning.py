@@ -144,6 +144,7 @@ def test_a_choice_as_records_have_it():
         "chosen": 0.1,
         "best_tried": 0.1,
         "is_at_edge": False,
+        "is_at_wall": True,
         "spacing": pytest.approx(10.0),
         "num_runs": 6,
         "num_diverged": 2,
