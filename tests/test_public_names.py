@@ -270,6 +270,7 @@ ADDED = {
         for name in ("describe", "dimension", "num_examples", "num_signal_columns", "source")
     ),
     "batchwright.lab.Lab.forecast",
+    "batchwright.lab.datasets.Dataset.digest",
     "batchwright.lab.LabPlan.tuning_rounds",
     "batchwright.lab.LabPlan.update_time",
     "batchwright.lab.observations.Finding",

@@ -218,3 +218,24 @@ def test_help_teaches_the_two_commands(capsys):
     out = capsys.readouterr().out
     assert end.value.code == 0
     assert "batchwright lab run --data my.csv --target label\n  batchwright lab show" in out
+
+
+@pytest.mark.parametrize("num_rows", [10, 39])
+def test_a_file_of_few_rows_is_refused_by_its_number_of_rows(tmp_path, capsys, num_rows):
+    rows = np.random.default_rng(0).standard_normal((num_rows, 2)).round(3)
+    path = tmp_path / "mine.csv"
+    path.write_text("a,b,label\n" + "".join(f"{a},{b},{i % 2}\n" for i, (a, b) in enumerate(rows)))
+    options = ("--data", path, "--target", "label", "--folder", tmp_path / "out", *SHORT)
+    code, out, err = run(capsys, "run", *options)
+    assert (code != 0, out) == (True, "")
+    assert f"gives {num_rows} rows" in err
+    assert "max_size" not in err
+
+
+def test_errors_about_a_file_name_the_options_of_the_command_line(tmp_path, capsys):
+    path = tmp_path / "mine.csv"
+    path.write_text("city,age,label\n" + "".join(f"a town {i},{i},{i % 2}\n" for i in range(60)))
+    code, _, err = run(capsys, "run", "--data", path, "--target", "label", "--folder", tmp_path / "out")
+    assert code != 0
+    assert "--columns city, or choose only columns of numbers, --columns age" in err
+    assert "columns=" not in err

@@ -1,5 +1,7 @@
 """How many runs a plan has and about how long they take, before the first one."""
 
+import json
+
 import pytest
 
 from batchwright.errors import ArgumentError, StateMismatchError
@@ -58,3 +60,13 @@ def test_another_plan_is_refused_before_a_trial(tmp_path):
 def test_a_forecast_in_words(figures, words):
     names = ("num_tuning_runs", "num_runs", "seconds", "num_workers")
     assert str(Forecast(**dict(zip(names, figures, strict=True)))) == words
+
+
+def test_failed_runs_that_are_to_be_repeated_are_counted(tmp_path):
+    lab = Lab(tmp_path)
+    lab.run(PLAN, num_workers=0, progress=False)
+    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
+    lines[0] = json.dumps(json.loads(lines[0]) | {"status": "failed", "error": "out of memory", "final": None})
+    (tmp_path / "runs.jsonl").write_text("\n".join(lines) + "\n")
+    assert lab.forecast().num_runs == 0
+    assert lab.forecast(retry_failed=True).num_runs == 1

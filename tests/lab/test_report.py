@@ -406,3 +406,11 @@ def test_a_run_without_a_result_has_a_reason_in_every_format():
         assert "diverged: the loss is not a finite number" in text
         assert "no reason given" in text
     assert "seed 0: first line second line" in render_markdown(lab)
+
+
+def test_names_make_no_markup_in_the_markdown():
+    records = [one | {"dataset": "<img src=x>*a*[b](c)|`d`"} for one in fabricate(strategies=("constant", "linear"))]
+    text = render_markdown(read_lab_of(records))
+    assert "<img" not in text
+    assert "&lt;img src=x>\\*a\\*\\[b\\](c)\\|\\`d\\`" in text
+    assert "p < 0.001" in text or "p = " in text

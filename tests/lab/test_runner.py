@@ -17,7 +17,8 @@ from batchwright.errors import ArgumentError, StateMismatchError
 from batchwright.lab import presets
 from batchwright.lab._records import RunStore, finite, read_records
 from batchwright.lab.datasets import load
-from batchwright.lab.report import read_lab
+from batchwright.lab.report import read_lab, write_report
+from batchwright.lab.report.folder import progress_text
 from batchwright.lab.runner import Cell, Lab, LabPlan, StoreError, _training
 from batchwright.lab.runner._choice import Choice
 from batchwright.lab.runner._jobs import arms_of, plan_jobs
@@ -41,6 +42,24 @@ def run(folder, given=None, **options):
 
 def places(records):
     return [(record["strategy"], record["seed"]) for record in records]
+
+
+def write_csv(path, num_rows, seed):
+    rng = np.random.default_rng(seed)
+    rows = [f"{a:.3f},{b:.3f},{i % 2}\n" for i, (a, b) in enumerate(rng.normal(size=(num_rows, 2)))]
+    path.write_text("a,b,label\n" + "".join(rows))
+    return path
+
+
+def plan_of_file(path, **options):
+    data = {"path": str(path), "target": "label"}
+    return plan(Cell(dataset="mine", model="mlp", num_epochs=1, lr=0.01, data=data), **options)
+
+
+def change_line(path, place, **fields):
+    lines = path.read_text().splitlines()
+    lines[place] = json.dumps(json.loads(lines[place]) | fields)
+    path.write_text("\n".join(lines) + "\n")
 
 
 def jobs_of(given, lr=0.01):
@@ -489,3 +508,88 @@ def test_numbers_of_numpy_make_the_same_runs_as_plain_ones():
     expected, plain = jobs(int, float)
     assert json.dumps(made.to_dict()) == json.dumps(expected.to_dict())
     assert [job.id for job in found] == [job.id for job in plain]
+
+
+# Data that change
+
+
+def test_a_lab_whose_file_was_changed_is_not_continued_as_if_it_were_the_same_data(tmp_path):
+    path = write_csv(tmp_path / "mine.csv", 60, seed=0)
+    run(tmp_path / "out", plan_of_file(path))
+    runs = tmp_path / "out" / "runs.jsonl"
+    runs.write_text("".join(runs.read_text().splitlines(keepends=True)[:2]))
+    write_csv(path, 60, seed=1)
+    _training._load.cache_clear()  # as in a new process
+    for go_on in (run, lambda folder: Lab(folder).forecast()):
+        with pytest.raises(StateMismatchError, match=r"mine\.csv gives other numbers than when the lab in .* began"):
+            go_on(tmp_path / "out")
+    write_csv(path, 60, seed=0)
+    _training._load.cache_clear()
+    assert len(run(tmp_path / "out")) == 4
+
+
+def test_a_process_that_finds_other_data_than_the_lab_began_with_makes_no_run(tmp_path):
+    path = write_csv(tmp_path / "mine.csv", 60, seed=0)
+    [job, *_] = jobs_of(plan_of_file(path))
+    write_csv(path, 60, seed=1)
+    _training._load.cache_clear()
+    assert "the data of mine changed while the lab ran" in execute(job, None)["error"]
+
+
+def test_a_folder_that_does_not_say_which_data_it_was_made_on_is_refused(tmp_path):
+    run(tmp_path, plan())
+    found = json.loads((tmp_path / "lab.json").read_text())
+    del found["data"]
+    (tmp_path / "lab.json").write_text(json.dumps(found))
+    with pytest.raises(StoreError, match="does not say which data its runs were made on"):
+        run(tmp_path)
+
+
+# Damaged lines
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"final": "x"}, {"curve": [1, 2]}, {"settings": "x"}, {"seed": "one"}, {"seed": [1]}, {"id": ["x"]}],
+    ids=str,
+)
+def test_a_line_with_a_field_of_another_type_is_skipped_and_its_run_made_again(tmp_path, fields):
+    run(tmp_path, plan())
+    change_line(tmp_path / "runs.jsonl", 0, **fields)
+    with pytest.warns(UserWarning, match=r"runs\.jsonl:1 is not the record of a run and is skipped"):
+        records = run(tmp_path)
+    assert len(records) == 4
+    write_report(tmp_path)
+    assert read_lab(tmp_path).num_unreadable == 1
+
+
+def test_deep_brackets_in_a_damaged_line_are_skipped(tmp_path):
+    run(tmp_path, plan())
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write("[" * 100_000 + "\n")
+    with pytest.warns(UserWarning, match="is skipped"):
+        run(tmp_path)
+
+
+def test_a_complete_lab_with_cycles_in_few_epochs_is_not_shown_as_running(tmp_path):
+    names = ("constant", "linear", "cyclic_linear")
+    cell = Cell(dataset="wine", model="logistic", num_epochs=4, lr=0.01)
+    run(tmp_path, plan(cell, strategies=names))
+    # Cycles need 6 epochs and are left out.
+    assert progress_text(read_lab(tmp_path)) == ""
+
+
+# Few rows
+
+
+@pytest.mark.parametrize("num_rows", [10, 20, 30, 39])
+def test_a_file_of_too_few_rows_is_refused_before_anything_runs(tmp_path, num_rows):
+    path = write_csv(tmp_path / "mine.csv", num_rows, seed=0)
+    with pytest.raises(ArgumentError, match=rf"mine\.csv gives {num_rows} rows, .* a lab needs at least 32 of those"):
+        run(tmp_path / "out", plan_of_file(path))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_forty_rows_runs(tmp_path):
+    path = write_csv(tmp_path / "mine.csv", 40, seed=0)
+    assert [one["status"] for one in run(tmp_path / "out", plan_of_file(path))] == ["ok"] * 4

@@ -144,6 +144,7 @@ def test_a_choice_as_records_have_it():
         "chosen": 0.1,
         "best_tried": 0.1,
         "is_at_edge": False,
+        "is_at_wall": True,
         "spacing": pytest.approx(10.0),
         "num_runs": 6,
         "num_diverged": 2,
@@ -334,3 +335,21 @@ def test_at_one_rate_for_all_the_same_strategies_would_lose(tmp_path, monkeypatc
     records = run(tmp_path / "lab", plan(fixed, strategies=("constant", "tenth"), seeds=(0,)))
     constant_loss, tenth_loss = (one["final"]["validation_loss"] for one in records)
     assert tenth_loss > 2 * constant_loss
+
+
+def test_a_best_rate_beside_a_wall_is_told_with_how_far_apart_rates_were_tried():
+    """Equal strategies end up to 16 % apart by where the grid lies beside a wall, so the record must say so."""
+
+    def found(needed):
+        def loss(rate):
+            return None if rate > 1.05 * needed else 1 + 0.3 * abs(math.log(rate / needed))
+
+        losses = {rate: loss(rate) for rate in (0.001, 0.01, 0.1, 1.0)}
+        for _ in range(2):
+            losses |= {rate: loss(rate) for rate in next_rates(losses)}
+        choice = Choice.of(losses)
+        return loss(choice.lr), choice.to_dict()
+
+    ends = [found(needed) for needed in np.geomspace(0.0012, 0.99, 121)]
+    assert all(tuning["is_at_wall"] and 1.7 < tuning["spacing"] < 3.2 for loss, tuning in ends if loss > 1.1)
+    assert any(loss > 1.1 for loss, _ in ends)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._optional import require
 from ..errors import ArgumentError
-from .options import Commands, add_command, add_option, count, names, positive
+from .options import Commands, add_command, add_option, count, names, positive, spelt_as_options
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -186,13 +186,12 @@ def _run(arguments: argparse.Namespace) -> None:
     require("torch", extra="lab")
     from ..lab.runner import Lab
 
-    plan = make_plan(arguments)
-    progress = not arguments.quiet
-    lab = Lab(arguments.folder)
+    plan, progress = make_plan(arguments), not arguments.quiet
+    lab, work = Lab(arguments.folder), {"num_workers": arguments.workers, "retry_failed": arguments.retry_failed}
     if progress:
-        print(f"lab: {lab.forecast(plan, num_workers=arguments.workers)}", file=sys.stderr, flush=True)
+        print(f"lab: {lab.forecast(plan, **work)}", file=sys.stderr, flush=True)
     try:
-        lab.run(plan, num_workers=arguments.workers, progress=progress, retry_failed=arguments.retry_failed)
+        lab.run(plan, progress=progress, **work)
     except KeyboardInterrupt:
         option = "" if arguments.folder == FOLDER else f" --folder {arguments.folder}"
         print(f"\nstopped; to continue: batchwright lab run{option}", file=sys.stderr)
@@ -357,7 +356,8 @@ def _plan_of_file(arguments: argparse.Namespace) -> LabPlan:
         if (value := getattr(arguments, option)) is not None:
             options[option] = value
     # Loaded before anything is written: a wrong column must not leave a folder with a plan that cannot run.
-    data = datasets.load(name, **options)
+    with spelt_as_options():
+        data = datasets.load(name, **options)
     fitting = models_for(data)
     wanted = arguments.models or [next((name for name in _MODELS if name in fitting), fitting[0])]
     wanted = fitting if wanted == ["all"] else wanted

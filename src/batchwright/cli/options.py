@@ -6,8 +6,10 @@ import argparse
 import difflib
 import importlib
 import re
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, final
 
@@ -17,6 +19,9 @@ from ..errors import ArgumentError
 # In quotes, because argparse's classes are generic only for type checkers.
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 Options: TypeAlias = "argparse._ActionsContainer"
+# An argument as Python spells it, with its value if there is one, and the texts in the value.
+_ARGUMENT = re.compile(r"\b(columns|task|target|limit)=(\[[^\]]*\]|'[^']*'|\"[^\"]*\"|)")
+_QUOTED = re.compile(r"'([^']*)'|\"([^\"]*)\"")
 
 
 @final
@@ -157,3 +162,24 @@ def _suggestion(name: str, holder: Any) -> str:
     public = [known for known in vars(holder) if not known.startswith("_")] if hasattr(holder, "__dict__") else []
     close = difflib.get_close_matches(name, public, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+@contextmanager
+def spelt_as_options() -> Iterator[None]:
+    """Spell arguments in errors of Python functions as the options of the command line.
+
+    >>> with spelt_as_options():
+    ...     raise ArgumentError("choose columns=['a', 'b'] or task='regression'")
+    Traceback (most recent call last):
+    batchwright.errors.ArgumentError: choose --columns a,b or --task regression
+    """
+    try:
+        yield
+    except ArgumentError as error:
+        raise ArgumentError(_ARGUMENT.sub(_as_option, str(error))) from error
+
+
+def _as_option(found: re.Match[str]) -> str:
+    values = ",".join(one or other for one, other in _QUOTED.findall(found[2]))
+    # The shell would take a name with blanks for several.
+    return f"--{found[1]}" + (f" {shlex.quote(values)}" if values else "")

@@ -25,6 +25,12 @@ RunRecord: TypeAlias = Mapping[str, Any]
 
 # 2: every strategy has a learning rate of its own, and curves have simulated seconds.
 VERSION = 2
+# What a line must hold to be a record, where it has these fields.
+_TYPES = {"id": str, "status": str, "dataset": str, "model": str, "strategy": str, "group": str, "seed": int}
+_TYPES_OR_NONE = {
+    **{"final": dict, "settings": dict, "properties": dict, "tuning": dict, "time_model": dict},
+    **{"curve": list, "decisions": list, "error": str, "metric_name": str},
+}
 # O_BINARY: Windows would otherwise change the line ends.
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
 
@@ -294,6 +300,16 @@ def _write_all(file: int, data: bytes) -> None:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the second for brackets in brackets in brackets
         return None
-    return record if isinstance(record, dict) and {"id", "status"} <= record.keys() else None
+    return record if isinstance(record, dict) and {"id", "status"} <= record.keys() and _has_its_types(record) else None
+
+
+def _has_its_types(record: Mapping[str, Any]) -> bool:
+    """Say whether every field of a record that is there can be what it stands for."""
+    if any(type(record[name]) is not kind for name, kind in _TYPES.items() if name in record):
+        return False
+    if any(not isinstance(record.get(name), kind | None) for name, kind in _TYPES_OR_NONE.items()):
+        return False
+    lists = (record.get("curve") or (), record.get("decisions") or ())
+    return all(isinstance(point, dict) for points in lists for point in points)

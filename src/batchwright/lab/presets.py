@@ -91,9 +91,10 @@ class LabPlan:
     Every strategy of a cell has its own learning rate, chosen by the measure that strategies are compared by, the final
     validation loss, on seeds that are not compared. All of them have the same number of runs for it: one per rate of
     the grid, then two further rates in each round. A round tries both sides of the best rate so far, or beyond it if it
-    lies at an end. The rate is where a parabola through the best rate and its neighbours is lowest, so that no strategy
-    wins or loses by where the grid lies. A replay repeats the batch sizes that the run of the next seed recorded; it
-    needs two seeds.
+    lies at an end. The rate is where a parabola through the best rate and its neighbours is lowest, so that it matters
+    little where the grid lies. Beside a rate that diverged, or at an end, it is the best rate tried: there a strategy
+    may lose by where the grid lies, and reports name such rates with how far apart rates were tried. A replay repeats
+    the batch sizes that the run of the next seed recorded; it needs two seeds.
 
     Args:
         name: the name of the plan.

@@ -85,10 +85,8 @@ def assemble(
     source: str = "",
 ) -> Dataset:
     """Return a data set of rows ``(N, columns)``, images ``(N, channels, height, width)``, or the ids of texts."""
-    if isinstance(features, list):
-        train, validation = split_texts(features, labels, task=task, limit=limit)
-    else:
-        train, validation = split_rows(labels, task=task, limit=limit)
+    texts = features if isinstance(features, list) else _as_rows(features)
+    train, validation = split_texts(texts, labels, task=task, limit=limit, what=_what(features))
     if task == "regression":
         targets = standardise(labels[train], labels[validation])
     else:
@@ -116,8 +114,23 @@ def assemble_texts(name: str, texts: Sequence[str], labels: Array, *, max_length
     return assemble(name, ids, labels, vocabulary_size=VOCABULARY_SIZE, **options)
 
 
-def split_texts(texts: Sequence[Ids], labels: Array, *, task: Task, limit: int | None = None) -> tuple[Ids, Ids]:
+def _as_rows(features: Array) -> Array:
+    """Return one row of numbers per example, in which equal numbers have equal bytes: −0 becomes 0."""
+    return np.ascontiguousarray(features.reshape(len(features), -1) + 0.0)
+
+
+def _what(features: Array | list[Ids]) -> str:
+    if isinstance(features, list):
+        return "texts"
+    return "rows" if features.ndim <= 2 else "images"
+
+
+def split_texts(
+    texts: Sequence[Array] | Array, labels: Array, *, task: Task, limit: int | None = None, what: str = "texts"
+) -> tuple[Ids, Ids]:
     """Return rows as ``split_rows`` does, with equal texts in the same part: a text learnt by heart proves nothing.
+
+    The same holds for rows of a table and for images. Without equal ones the parts are those of ``split_rows``.
 
     >>> texts = [np.array([i // 2]) for i in range(40)]  # each twice
     >>> train, validation = split_texts(texts, np.arange(40) % 4 // 2, task="classification")
@@ -129,9 +142,9 @@ def split_texts(texts: Sequence[Ids], labels: Array, *, task: Task, limit: int |
         rows_of.setdefault(ids.tobytes(), []).append(row)
     if len(rows_of) < MIN_EXAMPLES:
         raise ArgumentError(
-            f"different texts in {len(texts)} rows: {len(rows_of)}; validation needs texts that training does not "
-            f"hold, and the lab at least {MIN_EXAMPLES} of them in all: give other texts, or a larger max_length if "
-            "they begin alike"
+            f"different {what} in {len(texts)} rows: {len(rows_of)}; validation needs {what} that training does not "
+            f"hold, and the lab at least {MIN_EXAMPLES} of them in all: give other {what}"
+            f"{', or a larger max_length if they begin alike' if what == 'texts' else ', or more columns'}"
         )
     groups = list(rows_of.values())
     parts = split_rows(labels[[rows[0] for rows in groups]], task=task)

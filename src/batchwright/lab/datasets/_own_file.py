@@ -37,7 +37,9 @@ def load_file(
     check_choice("task", task, (None, "classification", "regression"))
     table = _read(path)
     if len(table.where) < MIN_EXAMPLES:
-        raise ArgumentError(f"{path} has {len(table.where)} rows; the lab needs at least {MIN_EXAMPLES}")
+        raise ArgumentError(
+            f"{path} has {len(table.where)} rows; a data set needs at least {MIN_EXAMPLES}, and a lab about 40"
+        )
     labels, task, num_classes = encode_target(table, target, task)
     options: dict[str, Any] = {
         "task": task,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,6 +92,22 @@ class Dataset:
     def lengths(self) -> Ids | None:
         """Return how many tokens each training text has, for budgets and groupings; None for tables and images."""
         return self.train.lengths
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a fingerprint of all examples and labels: equal for the same data, another one after any change.
+
+        >>> from batchwright.lab.datasets import load
+        >>> load("wine").digest == load("wine").digest, load("wine").digest == load("wine", limit=100).digest
+        (True, False)
+        """
+        found = hashlib.blake2b(repr((self.task, self.num_classes)).encode(), digest_size=16)
+        for part in (self.train, self.validation):
+            blocks = part.features if isinstance(part.features, list) else [part.features]
+            for array in (*blocks, part.labels):
+                found.update(f"{array.dtype}{array.shape}".encode())
+                found.update(np.ascontiguousarray(array).tobytes())
+        return found.hexdigest()
 
     @property
     def num_examples(self) -> int:

@@ -11,9 +11,12 @@ import numpy as np
 
 from .._records import CellKey, RunRecord, cell_of, finished, number
 from ..strategies.strategy import BASELINE
+from ._dropouts import dropouts, partner_of
 
 # (cell, strategy) -> seed -> change against the baseline.
 Effects: TypeAlias = Mapping[tuple[CellKey, str], Mapping[int, float]]
+# A quotient with a loss of 0 has no meaning: losses below this, which 32 bits hardly resolve, count as this.
+LEAST_LOSS = 1e-8
 # A quotient from here on is written as a factor.
 _FACTOR = math.log(3)
 _TIMES, _MINUS = "\N{MULTIPLICATION SIGN}", "\N{MINUS SIGN}"
@@ -33,6 +36,9 @@ class Measure:
         change: ``"ratio"`` compares by the logarithm of the quotient, which has no unit and so can be averaged over
             data sets; ``"difference"`` subtracts.
         lower_is_better: whether a lower figure is better.
+        floor: the least figure of a quotient; lower ones, down to 0, count as this. None compares only figures above 0.
+        misreading: for figures read between two validations, by how much the change may be wrong the same way for
+            every seed: two estimates with their signs. None for figures that are not read.
     """
 
     name: str
@@ -41,6 +47,8 @@ class Measure:
     both: Callable[[RunRecord, RunRecord], tuple[float, float] | None] | None = None
     change: Literal["ratio", "difference"] = "ratio"
     lower_is_better: bool = True
+    floor: float | None = None
+    misreading: Callable[[RunRecord, RunRecord], tuple[float, float]] | None = None
 
     def compare(self, run: RunRecord, base: RunRecord) -> float | None:
         """Return the change from the run of the baseline to another run, None if it has no meaning."""
@@ -55,6 +63,8 @@ class Measure:
             return None
         if self.change == "difference":
             return there - here
+        if self.floor is not None and min(there, here) >= 0:
+            there, here = max(there, self.floor), max(here, self.floor)
         return math.log(there / here) if there > 0 and here > 0 else None
 
     def gain(self, change: float) -> float:
@@ -104,14 +114,15 @@ def mean_loss(record: RunRecord) -> float | None:
     1.5
     """
     points = [
-        (float(point["examples"]), loss)
+        (examples, loss)
         for point in record.get("curve") or ()
-        if (loss := number(point.get("validation_loss"))) is not None
+        if (examples := number(point.get("examples"))) is not None
+        and (loss := number(point.get("validation_loss"))) is not None
     ]
     if len(points) < 2 or points[-1][0] <= points[0][0]:
         return None
-    examples, losses = np.array(points).T
-    return float(((losses[1:] + losses[:-1]) / 2 * np.diff(examples)).sum() / (examples[-1] - examples[0]))
+    places, losses = np.array(points).T
+    return float(((losses[1:] + losses[:-1]) / 2 * np.diff(places)).sum() / (places[-1] - places[0]))
 
 
 def end_of(record: RunRecord, axis: str) -> float | None:
@@ -128,7 +139,7 @@ def _final(name: str) -> Callable[[RunRecord], float | None]:
     return lambda record: number((record.get("final") or {}).get(name))
 
 
-LOSS = Measure(name="loss", title="final validation loss", of=_final("validation_loss"))
+LOSS = Measure(name="loss", title="final validation loss", of=_final("validation_loss"), floor=LEAST_LOSS)
 METRIC = Measure(
     name="metric",
     title="final quality (accuracy, R², or minus the loss)",
@@ -136,7 +147,7 @@ METRIC = Measure(
     change="difference",
     lower_is_better=False,
 )
-CONVERGENCE = Measure(name="convergence", title="mean validation loss on the way", of=mean_loss)
+CONVERGENCE = Measure(name="convergence", title="mean validation loss on the way", of=mean_loss, floor=LEAST_LOSS)
 UPDATES = Measure(name="updates", title="updates", of=_final("updates"))
 SECONDS = Measure(name="seconds", title="seconds of training", of=_final("seconds"))
 SIMULATED = Measure(name="simulated", title="simulated seconds", of=lambda record: end_of(record, "simulated_seconds"))
@@ -145,7 +156,8 @@ SIMULATED = Measure(name="simulated", title="simulated seconds", of=lambda recor
 def effects(records: Iterable[RunRecord], measure: Measure) -> dict[tuple[CellKey, str], dict[int, float]]:
     """Return the change of every strategy against the baseline, per data set, model and seed that both have.
 
-    Runs over different numbers of examples are not compared.
+    Runs over different numbers of examples are not compared, and neither is a strategy in a cell in which one of its
+    runs failed or diverged while the baseline ended well: the seeds that are left would flatter it.
 
     >>> def run(strategy, loss):
     ...     place = {"dataset": "wine", "model": "mlp", "strategy": strategy, "seed": 0, "status": "ok"}
@@ -153,6 +165,13 @@ def effects(records: Iterable[RunRecord], measure: Measure) -> dict[tuple[CellKe
     >>> effects([run("constant", 0.5), run("linear", 0.25)], LOSS)
     {(CellKey(dataset='wine', model='mlp'), 'linear'): {0: -0.6931471805599453}}
     """
+    every = list(records)
+    bad = dropouts(every)
+    return {place: changes for place, changes in changes_of(every, measure).items() if place not in bad}
+
+
+def changes_of(records: Iterable[RunRecord], measure: Measure) -> dict[tuple[CellKey, str], dict[int, float]]:
+    """Return the change of every run that ended well against its run of the baseline, whatever the others did."""
     runs = list(finished(records))
     baselines = {partner_of(run): run for run in runs if run["strategy"] == BASELINE}
     found: dict[tuple[CellKey, str], dict[int, float]] = {}
@@ -163,6 +182,24 @@ def effects(records: Iterable[RunRecord], measure: Measure) -> dict[tuple[CellKe
             if change is not None:
                 found.setdefault((cell_of(run), run["strategy"]), {})[run["seed"]] = change
     return found
+
+
+def misreadings(records: Iterable[RunRecord], measure: Measure) -> dict[tuple[CellKey, str], float]:
+    """Return by how much the mean change of each strategy and cell may be wrong, since losses were read off curves.
+
+    The error of reading between two validations is much the same for every seed, so that the spread between seeds does
+    not show it. Only what the seeds have in common counts here: the mean of their estimates.
+    """
+    if measure.misreading is None:
+        return {}
+    runs = list(finished(records))
+    baselines = {partner_of(run): run for run in runs if run["strategy"] == BASELINE}
+    found: dict[tuple[CellKey, str], list[tuple[float, float]]] = {}
+    for run in runs:
+        base = baselines.get(partner_of(run))
+        if run["strategy"] != BASELINE and base is not None and measure.compare(run, base) is not None:
+            found.setdefault((cell_of(run), run["strategy"]), []).append(measure.misreading(run, base))
+    return {place: float(np.abs(np.mean(pairs, axis=0)).max()) for place, pairs in found.items()}
 
 
 def of_strategies(found: Effects, cells: Sequence[CellKey]) -> dict[str, list[Mapping[int, float]]]:
@@ -188,11 +225,6 @@ def paired(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, fl
     {1: 2.0, 2: 4.0}
     """
     return {seed: one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())}
-
-
-def partner_of(record: RunRecord) -> tuple[object, ...]:
-    """Return what two runs must have in common to be compared."""
-    return (*cell_of(record), record["seed"], (record.get("settings") or {}).get("num_examples"))
 
 
 def percent_change(log_ratio: float) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from .._records import RunRecord, finished, number
 from ..strategies.strategy import BASELINE
+from ._dropouts import partner_of
 from ._effects import (
     CONVERGENCE,
+    LEAST_LOSS,
     LOSS,
     METRIC,
     SECONDS,
@@ -21,7 +23,6 @@ from ._effects import (
     counted,
     end_of,
     listed,
-    partner_of,
 )
 
 
@@ -59,7 +60,7 @@ def loss_at(record: RunRecord, axis: str, at: float) -> float | None:
     # From the end, since most places are near it.
     for point in reversed(record.get("curve") or ()):
         place, loss = number(point.get(axis)), number(point.get("validation_loss"))
-        if place is None or loss is None or place <= 0 or loss <= 0:
+        if place is None or loss is None or place <= 0 or loss < 0:
             continue
         if math.isclose(place, at, rel_tol=1e-9):
             return loss
@@ -70,14 +71,71 @@ def loss_at(record: RunRecord, axis: str, at: float) -> float | None:
 
 
 def _between(before: tuple[float, float], after: tuple[float, float], at: float) -> float:
-    share = math.log(at / before[0]) / math.log(after[0] / before[0])
-    return before[1] ** (1 - share) * after[1] ** share
+    share = _share(before[0], after[0], at)
+    return float(max(LEAST_LOSS, before[1]) ** (1 - share) * max(LEAST_LOSS, after[1]) ** share)
+
+
+def _share(before: float, after: float, at: float) -> float:
+    return math.log(at / before) / math.log(after / before)
+
+
+def misreading(record: RunRecord, axis: str, at: float) -> tuple[float, float]:
+    """Return two estimates of how wrong a loss is that is read at a place, as logarithms of quotients.
+
+    Each validation beside the place is left out and read off its own neighbours, and the quotient of what was read and
+    what was found tells how far the curve is from straight there. In the middle between two validations that much may
+    be wrong, and nothing at one of them: it is multiplied by ``4·share·(1 − share)``. Where a validation has no
+    neighbour, the estimate is that of the other one.
+
+    >>> points = [{"updates": n, "validation_loss": loss} for n, loss in ((10, 2.0), (20, 2.0), (40, 1.0), (80, 0.5))]
+    >>> [round(one, 3) for one in misreading({"curve": points}, "updates", 20 * 2**0.5)]
+    [-0.347, 0.0]
+    """
+    points = [
+        (place, loss)
+        for point in record.get("curve") or ()
+        if (place := number(point.get(axis))) is not None
+        and (loss := number(point.get("validation_loss"))) is not None
+        and place > 0
+        and loss >= 0
+    ]
+    following = next((index for index, (place, _) in enumerate(points) if place >= at * (1 - 1e-9)), None)
+    if not following or math.isclose(points[following][0], at, rel_tol=1e-9):
+        return 0.0, 0.0
+    share = _share(points[following - 1][0], points[following][0], at)
+    found = [_left_out_error(points, index) for index in (following - 1, following)]
+    known = [one for one in found if one is not None] or [_step(points[following - 1], points[following])]
+    weight = 4 * share * (1 - share)
+    return weight * known[0], weight * known[-1]
+
+
+def _left_out_error(points: Sequence[tuple[float, float]], index: int) -> float | None:
+    if not 0 < index < len(points) - 1:
+        return None
+    place, loss = points[index]
+    if not points[index - 1][0] < place < points[index + 1][0]:
+        return None
+    return math.log(_between(points[index - 1], points[index + 1], place) / max(LEAST_LOSS, loss))
+
+
+def _step(before: tuple[float, float], after: tuple[float, float]) -> float:
+    """Return the whole step between two validations: with no others, anything between them may be true."""
+    return math.log(max(LEAST_LOSS, after[1]) / max(LEAST_LOSS, before[1]))
 
 
 def losses_at_equal(run: RunRecord, base: RunRecord, axis: str) -> tuple[float, float] | None:
     """Return the losses of two runs where the shorter of them ended; None if ``why_unequal`` gives a reason."""
     found = _read_both(run, base, axis)
     return None if isinstance(found, str) else found
+
+
+def misread_at_equal(run: RunRecord, base: RunRecord, axis: str) -> tuple[float, float]:
+    """Return two estimates of how wrong the change between two runs is, since the longer one is read."""
+    ends = end_of(run, axis), end_of(base, axis)
+    if ends[0] is None or ends[1] is None:
+        return 0.0, 0.0
+    there, here = (misreading(one, axis, min(ends[0], ends[1])) for one in (run, base))
+    return there[0] - here[0], there[1] - here[1]
 
 
 def why_unequal(run: RunRecord, base: RunRecord, axis: str) -> str:
@@ -105,6 +163,8 @@ def _at_equal(axis: str, name: str, words: str) -> Measure:
         title=f"validation loss {words}",
         of=LOSS.of,
         both=lambda run, base: losses_at_equal(run, base, axis),
+        floor=LEAST_LOSS,
+        misreading=lambda run, base: misread_at_equal(run, base, axis),
     )
 
 

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import final
 
 from .._records import CellKey, RunRecord, finished, number
 from ..strategies.strategy import BASELINE
-from ._effects import LOSS, SECONDS, UPDATES, Effects, Measure, counted, effects, hundredths, listed, p_text
+from ._dropouts import dropout_text
+from ._effects import (
+    LEAST_LOSS,
+    LOSS,
+    SECONDS,
+    UPDATES,
+    Effects,
+    Measure,
+    counted,
+    effects,
+    hundredths,
+    listed,
+    misreadings,
+    p_text,
+)
 from ._equal import BASES, EQUAL_EXAMPLES, EQUAL_SIMULATED, Basis, missing_text
 from ._ranking import Verdicts, fixed_clause, testable
 from ._reasons import time_model_of, time_text, why, why_kept
 from ._slices import Slice, fixed_of
-from ._tuning import edge_note, edge_rates
+from ._tuning import edge_note, edge_rates, wall_note
 from .evidence import Compared, Finding, compare_all, compare_family
 
 TOPIC = "headline"
@@ -55,7 +69,11 @@ def family_of(runs: Sequence[RunRecord], whole: Slice) -> Family:
         for name, changes in found.items()
         for strategy, cells in testable(changes, whole.cells).items()
     }
-    return Family(found=found, compared=compare_family(values))
+    wrong = {basis.measure.name: misreadings(runs, basis.measure) for basis in BASES}
+    misread = {
+        (name, strategy): [wrong[name].get((cell, strategy), 0.0) for cell in whole.cells] for name, strategy in values
+    }
+    return Family(found=found, compared=compare_family(values, misread=misread))
 
 
 def headlines(findings: Sequence[Finding]) -> list[str]:
@@ -68,6 +86,10 @@ def headline(runs: Sequence[RunRecord], whole: Slice, family: Family) -> list[Fi
     """Return one finding per basis and one about updates, in plain words, each with interval, n and p."""
     bases = [_basis_finding(runs, basis, family) for basis in BASES]
     first, *others = bases
+    gone = dropout_text(runs)
+    if gone:
+        before = f"Losses {EQUAL_EXAMPLES.words} cannot be compared." if first is None else first.sentence
+        first = replace(first or Finding(topic=TOPIC, sentence=""), sentence=f"{before} {gone}")
     return [one for one in (first, updates_finding(runs, whole), *others) if one is not None]
 
 
@@ -77,13 +99,13 @@ def _basis_finding(runs: Sequence[RunRecord], basis: Basis, family: Family) -> F
         return _not_compared(runs, basis)
     better, worse = verdicts.better(), verdicts.worse()
     rates, base = edge_rates(runs), baseline_text(runs)
-    sentence = _verdict_text(verdicts, base, basis, _notes(rates, verdicts))
+    sentence = _verdict_text(verdicts, base, basis, _notes(runs, rates, verdicts))
     if not better:
         sentence += detectable_text(verdicts)
     fixed = [one.strategy for one in better if one.strategy in fixed_of(runs)]
     if fixed:
         sentence += f" The batch size of {listed(fixed)} never changes, so this does not come from adapting it."
-    sentence += _time_text(runs, basis) + _after(missing_text(runs, basis))
+    sentence += _floor_text(runs, basis) + _time_text(runs, basis) + _after(missing_text(runs, basis))
     named = [(one.strategy, True) for one in better] + [(one.strategy, False) for one in reversed(worse)]
     reasons = [why(runs, name, basis, is_better=is_better) for name, is_better in named[:_MOST_NAMED]]
     return Finding(
@@ -95,10 +117,11 @@ def _basis_finding(runs: Sequence[RunRecord], basis: Basis, family: Family) -> F
     )
 
 
-def _notes(rates: Mapping[tuple[CellKey, str], float], verdicts: Verdicts) -> dict[str, str]:
-    """Return what must stand next to an arm: that its best rate lay at the edge of the grid."""
-    notes = {one.strategy: edge_note(rates, one.strategy) for one in verdicts.compared}
-    return {name: note for name, note in notes.items() if note}
+def _notes(runs: Sequence[RunRecord], rates: Mapping[tuple[CellKey, str], float], verdicts: Verdicts) -> dict[str, str]:
+    """Return what must stand next to an arm: that its best rate lay at the edge of the grid, or beside a wall."""
+    names = [one.strategy for one in verdicts.compared]
+    notes = {name: [note for note in (edge_note(rates, name), wall_note(runs, name)) if note] for name in names}
+    return {name: "; ".join(some) for name, some in notes.items() if some}
 
 
 def _verdict_text(verdicts: Verdicts, base: str, basis: Basis, notes: Mapping[str, str]) -> str:
@@ -135,6 +158,13 @@ def detectable_text(verdicts: Verdicts) -> str:
     return f" {text[0].upper()}{text[1:]} like this one."
 
 
+def _floor_text(runs: Sequence[RunRecord], basis: Basis) -> str:
+    """Say that a loss of 0 was compared, and as what."""
+    if basis is not EQUAL_EXAMPLES or all((LOSS.of(run) or 0.0) >= LEAST_LOSS for run in finished(runs)):
+        return ""
+    return f" A loss of 0, or below {LEAST_LOSS:g}, counts as {LEAST_LOSS:g} in quotients."
+
+
 def _time_text(runs: Sequence[RunRecord], basis: Basis) -> str:
     if basis is not EQUAL_SIMULATED:
         return ""
@@ -149,7 +179,9 @@ def _not_compared(runs: Sequence[RunRecord], basis: Basis) -> Finding | None:
     """Say that a basis cannot be compared, and why; None for equal examples, about which other findings speak."""
     if basis is EQUAL_EXAMPLES:
         return None
-    reason = missing_text(runs, basis) or "No strategy has two seeds with a curve on every data set and model."
+    reason = (
+        missing_text(runs, basis) or "No strategy has two pairs of runs that ended well on every data set and model."
+    )
     return Finding(topic=TOPIC, sentence=f"Losses {basis.words} cannot be compared. {reason}")
 
 

@@ -53,7 +53,7 @@ class Ranking:
             best one in 95 of 100 cases: it drops out only if another one seems better in a test, and these tests are
             corrected by Bonferroni.
         closest: the first against the nearest strategy that is not in ``ties``; None if there is none.
-        left_out: the strategies that did not run on all cells and so are not ranked.
+        left_out: the strategies that have no two pairs of runs in one of the cells and so are not ranked.
         against: the cells on which the mean of the first is worse than the baseline.
     """
 
@@ -101,9 +101,12 @@ def rank(
     )
 
 
-def cell_tests(found: Effects, measure: Measure) -> dict[CellKey, Verdicts]:
+def cell_tests(
+    found: Effects, measure: Measure, *, misread: Mapping[tuple[CellKey, str], float] | None = None
+) -> dict[CellKey, Verdicts]:
     """Test every strategy on every cell in which it has two seeds; all cells and strategies are corrected together."""
-    tests = compare_family({place: [changes] for place, changes in found.items()})
+    wrong = {place: [most] for place, most in (misread or {}).items()}
+    tests = compare_family({place: [changes] for place, changes in found.items()}, misread=wrong)
     cells: dict[CellKey, list[Compared]] = {}
     for (cell, _), one in tests.items():
         cells.setdefault(cell, []).append(one)
@@ -128,7 +131,7 @@ def best_finding(ranking: Ranking, fixed: frozenset[str], *, topic: str) -> Find
     else:
         sentence = _no_winner(ranking)
     if ranking.left_out:
-        sentence += f" Not run on all of it, so not ranked: {listed(ranking.left_out)}."
+        sentence += f" Not compared on all of it, so not ranked: {listed(ranking.left_out)}."
     return Finding(topic=topic, sentence=sentence, evidence=_best_evidence(ranking), strategies=leaders)
 
 

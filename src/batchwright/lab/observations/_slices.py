@@ -8,6 +8,7 @@ from typing import Any, final
 
 from .._records import CellKey, RunRecord, cell_of, number
 from ..strategies.strategy import BASELINE
+from ._dropouts import lost_cells
 from ._effects import counted, listed
 
 # The group that repeats the sizes of another run: a control, to tell reacting to training from growing.
@@ -113,13 +114,16 @@ def kind_of(properties: Mapping[str, Any]) -> str | None:
 
 
 def overall(records: Sequence[RunRecord]) -> Slice:
-    """Return all cells as one slice."""
-    cells = cells_of(records)
+    """Return all cells as one slice, without those in which the baseline has no two runs that ended well."""
+    every, lost = cells_of(records), lost_cells(records)
+    cells = [cell for cell in every if cell not in lost] or every
     num_datasets, num_models = (len({cell[place] for cell in cells}) for place in (0, 1))
     if num_datasets == 1:
         label = f"the data set {cells[0].dataset} ({counted(num_models, 'model')})"
     else:
-        label = f"all {num_datasets} data sets ({counted(num_models, 'model')})"
+        num_all = len({cell.dataset for cell in every})
+        which = f"all {num_all}" if num_datasets == num_all else f"{num_datasets} of {num_all}"
+        label = f"{which} data sets ({counted(num_models, 'model')})"
     return Slice(topic="overall", label=label, cells=tuple(cells))
 
 

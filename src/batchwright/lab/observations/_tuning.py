@@ -56,6 +56,26 @@ def edge_note(rates: Mapping[tuple[CellKey, str], float], strategy: str) -> str:
     return f"its best rate lay at the edge of the grid: {listed(mine, most=3)}" if mine else ""
 
 
+def wall_note(records: Iterable[RunRecord], strategy: str) -> str:
+    """Say where the best rate of a strategy lay beside rates that diverged, and how far apart rates were tried.
+
+    >>> tuning = {"chosen": 0.1, "is_at_wall": True, "spacing": 1.78}
+    >>> wall_note([{"dataset": "wine", "model": "mlp", "strategy": "linear", "tuning": tuning}], "linear")
+    'its best rate lay beside one that diverged or doubled the loss, known to a factor of 1.8 on wine · mlp'
+    """
+    found = {
+        cell_of(run): spacing
+        for run in records
+        if run["strategy"] == strategy
+        and (tuning := tuning_of(run))
+        and tuning.get("is_at_wall")
+        and (spacing := number(tuning.get("spacing"))) is not None
+    }
+    places = [f"{spacing:.2g} on {cell}" for cell, spacing in sorted(found.items())]
+    start = "its best rate lay beside one that diverged or doubled the loss, known to a factor of "
+    return f"{start}{listed(places, most=3)}" if places else ""
+
+
 def tuning_findings(runs: Sequence[RunRecord]) -> list[Finding]:
     """Say whether every strategy had the same budget for its rate, where the best lay at an edge, and what failed."""
     told = [run for run in runs if tuning_of(run)]

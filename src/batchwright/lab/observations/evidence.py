@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from statistics import fmean
 from typing import Any, Literal, TypeAlias, TypeVar, final
 
 from ..statistics import PairedDifference, holm, pooled_difference, smallest_detectable
@@ -36,6 +38,8 @@ class Compared:
         num_cells: over how many cells, pairs of data set and model, the mean is.
         error: the standard error of the mean.
         freedom: the degrees of freedom of its test.
+        misreading: by how much the mean may be wrong the same way for every seed, where losses are read between two
+            validations; the interval is wider by it, and the test is that the change is larger than it.
     """
 
     strategy: str
@@ -49,11 +53,12 @@ class Compared:
     num_cells: int = 1
     error: float = 0.0
     freedom: float = 1.0
+    misreading: float = 0.0
 
     @property
     def detectable(self) -> float:
         """Return the size of a change that tests like this one, with their correction, find in four of five labs."""
-        return smallest_detectable(self.error, self.freedom, level=LEVEL / self.num_tests)
+        return self.misreading + smallest_detectable(self.error, self.freedom, level=LEVEL / self.num_tests)
 
     @property
     def is_shown(self) -> bool:
@@ -148,14 +153,21 @@ def compare_all(values: Mapping[str, Cells], *, correction: Correction = "Holm")
     return list(compare_family({(name,): cells for name, cells in values.items()}, correction=correction).values())
 
 
-def compare_family(values: Mapping[_Key, Cells], *, correction: Correction = "Holm") -> dict[_Key, Compared]:
+def compare_family(
+    values: Mapping[_Key, Cells],
+    *,
+    correction: Correction = "Holm",
+    misread: Mapping[_Key, Sequence[float]] | None = None,
+) -> dict[_Key, Compared]:
     """Test every member of a family, and correct all of them together; the name of the strategy ends the key.
 
     Args:
         values: the changes, under keys that are tuples.
         correction: the method of correction.
+        misread: by how much the changes of each cell may be wrong the same way for every seed; None if they are not.
     """
-    tests = {key: test for key, cells in values.items() if (test := _test(cells)) is not None}
+    wrong = {key: tuple((misread or {}).get(key) or [0.0] * len(cells)) for key, cells in values.items()}
+    tests = {key: test for key, cells in values.items() if (test := _test(cells, wrong[key])) is not None}
     p_values = [test.p_value or 0.0 for test in tests.values()]
     if correction == "Holm":
         num_tests, corrected = len(tests), holm(p_values)
@@ -163,7 +175,7 @@ def compare_family(values: Mapping[_Key, Cells], *, correction: Correction = "Ho
         num_tests = len(values)
         corrected = [min(1.0, num_tests * p) for p in p_values]
     return {
-        key: _compared(key[-1], test, p, num_tests, correction, len(values[key]))
+        key: replace(_compared(key[-1], test, p, num_tests, correction, len(values[key])), misreading=fmean(wrong[key]))
         for (key, test), p in zip(tests.items(), corrected, strict=True)
     }
 
@@ -190,8 +202,24 @@ def _compared(
     )
 
 
-def _test(cells: Cells) -> PairedDifference | None:
-    return _against_zero(tuple(tuple(changes.values()) for changes in cells)) if cells and all(cells) else None
+def _test(cells: Cells, misread: Sequence[float]) -> PairedDifference | None:
+    if not cells or not all(cells):
+        return None
+    found = _against_zero(tuple(tuple(changes.values()) for changes in cells))
+    wrong = fmean(misread)
+    if found is None or found.low is None or found.high is None or not wrong:
+        return found
+    p_value: float | None = 1.0
+    if abs(found.mean) > wrong:
+        # The nearest that the truth may be to no change at all.
+        sign = math.copysign(1.0, found.mean)
+        nearer = [
+            tuple(change - sign * most for change in changes.values())
+            for changes, most in zip(cells, misread, strict=True)
+        ]
+        test = _against_zero(tuple(nearer))
+        p_value = None if test is None else test.p_value
+    return replace(found, low=found.low - wrong, high=found.high + wrong, p_value=p_value)
 
 
 @lru_cache(maxsize=4096)  # the matrix, the charts and the sentences ask for the same tests

@@ -8,8 +8,9 @@ from itertools import combinations
 from statistics import fmean
 from typing import TypeAlias
 
-from .._records import RunRecord, diverged, finished, newest_records
+from .._records import RunRecord, cell_of, diverged, finished, newest_records
 from ..strategies.strategy import BASELINE
+from ._dropouts import dropout_text, lost_cells
 from ._effects import (
     CONVERGENCE,
     LOSS,
@@ -39,7 +40,9 @@ FEW_SEEDS = 5
 _ALIKE = 0.75
 _READ = (
     "After equal updates or seconds the longer run is read where the shorter one ended, along straight lines between "
-    "its validations (logarithms of both): a run that is read before its end has not had the rest of its schedule."
+    "its validations (logarithms of both): a run that is read before its end has not had the rest of its schedule. "
+    "How wrong such a reading may be is measured by leaving out the validations beside it: intervals are wider by that "
+    "much, and only a change that is larger counts as shown."
 )
 _TESTS = (
     "Each interval has a confidence of 95 % by itself; changes are pooled within pairs of data set and model. p-values "
@@ -75,14 +78,16 @@ def observe(records: Iterable[RunRecord]) -> list[Finding]:
     losses = effects(runs, LOSS)
     if not any(len(changes) > 1 for changes in losses.values()):
         return [first, nothing_to_conclude(runs, losses), *tuning_findings(runs), *failures(runs)]
+    lost = lost_cells(runs)
+    kept = [run for run in runs if cell_of(run) not in lost]
     whole = overall(runs)
     family = family_of(runs, whole)
     return [
         first,
         *headline(runs, whole, family),
         *_general(runs, whole, family),
-        *_by_property(runs, losses),
-        *_single(runs, losses),
+        *_by_property(kept, losses),
+        *_single(kept, losses),
         *tuning_findings(runs),
         *limits(runs),
     ]
@@ -245,21 +250,26 @@ def scope(runs: Sequence[RunRecord]) -> Finding:
 
 def nothing_to_conclude(runs: Sequence[RunRecord], losses: Effects) -> Finding:
     """Say why no strategy can be called better: no baseline, nothing besides it, no pairs, or a single seed."""
-    done = list(finished(runs))
+    done, gone = list(finished(runs)), dropout_text(runs)
+    advice = f"Run the lab with {FEW_SEEDS} seeds or more."
+    if gone:
+        advice = f"{gone} Look at what failed in the report; --retry-failed repeats runs that failed."
     if not any(run["strategy"] == BASELINE for run in done):
         reason = f"no run of the baseline {BASELINE} has ended well, so there is nothing to compare with"
     elif all(run["strategy"] == BASELINE for run in done):
         reason = f"only {BASELINE} has runs that ended well, so there is nothing to compare it with"
+    elif gone and not any(len(changes) > 1 for changes in losses.values()):
+        reason = "runs failed or diverged, and no strategy has two pairs of runs left"
     elif not losses:
         reason = (
             f"no run makes a pair with one of {BASELINE}; a pair needs the same data set, model, seed and number of "
-            "examples, and losses above 0"
+            "examples, and losses of 0 or more"
         )
     else:
         reason = "every comparison has only one seed, and one pair of runs cannot tell a difference from chance"
     return Finding(
         topic="overall",
-        sentence=f"Nothing can be concluded: {reason}. Run the lab with {FEW_SEEDS} seeds or more.",
+        sentence=f"Nothing can be concluded: {reason}. {advice}",
     )
 
 
@@ -276,8 +286,8 @@ def failures(runs: Sequence[RunRecord]) -> list[Finding]:
         return []
     names = [f"{name} ({count})" for name, count in bad.most_common()]
     sentence = (
-        f"{counted(sum(bad.values()), 'run')} failed or diverged: {listed(names)}. Their seeds are left out of the "
-        "comparisons, which flatters a strategy that often fails."
+        f"{counted(sum(bad.values()), 'run')} failed or diverged: {listed(names)}. A strategy with such a run is "
+        f"not compared on that data set and model; where {BASELINE} itself has one, its seed is left out."
     )
     return [Finding(topic="limits", sentence=sentence)]
 

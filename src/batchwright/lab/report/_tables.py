@@ -10,7 +10,7 @@ from typing import Any, final
 
 from ..._charts.page import render_table
 from .._records import CellKey, RunRecord, cell_of, diverged, number, ordered
-from ..observations._effects import LOSS, Measure, counted, effects, p_text
+from ..observations._effects import LOSS, Measure, counted, effects, misreadings, p_text
 from ..observations._equal import BASES, MEASURES
 from ..observations._headline import TOPIC, Family, family_of
 from ..observations._ranking import cell_tests, rank, testable
@@ -67,7 +67,7 @@ def matrix_effects(records: Sequence[RunRecord], measure: Measure) -> dict[tuple
     found = effects(records, measure)
     metrics = {cell_of(run): run.get("metric_name") for run in records}
     entries = {place: _single(measure, changes, metrics[place[0]]) for place, changes in found.items()}
-    for cell, tests in cell_tests(found, measure).items():
+    for cell, tests in cell_tests(found, measure, misread=misreadings(records, measure)).items():
         for one in tests.compared:
             entries[cell, one.strategy] = _tested(measure, one, metrics[cell])
     rates = edge_rates(records)
@@ -88,7 +88,7 @@ def pooled_effects(
         measure: what is compared.
         family: the tests of the headline, which the losses on all bases belong to; None makes them.
     """
-    cells = cells_of(records)
+    cells = overall(records).cells if records else ()
     if measure.change != "ratio" or len(cells) < 2:
         return {}
     basis = next((basis for basis in BASES if basis.measure is measure), None)

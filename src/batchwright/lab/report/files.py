@@ -6,6 +6,7 @@ import csv
 import io
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,7 +16,7 @@ from typing import final
 from ..._files import write_atomic
 from ...errors import ArgumentError
 from .._records import RunRecord, cell_of, diverged
-from ..observations._effects import METRIC, Measure, effects, end_of, mean_loss
+from ..observations._effects import METRIC, Measure, changes_of, end_of, mean_loss
 from ..observations._equal import BASES, EQUAL_EXAMPLES, EQUAL_SIMULATED, EQUAL_UPDATES
 from ..observations._headline import Family, family_of, headlines
 from ..observations._slices import overall
@@ -80,8 +81,8 @@ def render_csv(lab: LabFolder) -> str:
     ``loss_change`` is the quotient of the validation losses minus 1, ``metric_change`` the difference of the metrics;
     ``loss_updates_change`` is the quotient after equal updates minus 1, and likewise for both kinds of seconds.
     """
-    metrics = effects(lab.records, METRIC)
-    losses = {basis.measure.name: effects(lab.records, basis.measure) for basis in BASES}
+    metrics = changes_of(lab.records, METRIC)
+    losses = {basis.measure.name: changes_of(lab.records, basis.measure) for basis in BASES}
     text = io.StringIO()
     writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -124,8 +125,8 @@ def render_markdown(lab: LabFolder, *, observations: Sequence[Finding] | None = 
         )
     ]
     parts = [
-        f"# batchwright lab: {lab.name}",
-        *headlines(observations),
+        f"# batchwright lab: {_plain(lab.name)}",
+        *map(_plain, headlines(observations)),
         "In the tables: ▲ better, ▼ worse, corrected for the whole table, and over all for the headline; ○ no "
         "difference shown; ? only one seed. Mean change and 95 % interval; an edge is that of the grid of rates.",
         *matrices,
@@ -158,20 +159,27 @@ def _observations(observations: Sequence[Finding]) -> list[str]:
     for topic, some in groupby(observations, key=lambda one: one.topic):
         parts.append(f"### {TOPICS.get(topic, topic)}")
         for one in some:
-            parts += [one.sentence, *([f"Why? {one.why}"] if one.why else [])]
-            parts += [*(["\n".join(f"- {test}" for test in one.evidence)] if one.evidence else [])]
+            parts += [_plain(one.sentence), *([_plain(f"Why? {one.why}")] if one.why else [])]
+            parts += [*(["\n".join(f"- {_plain(str(test))}" for test in one.evidence)] if one.evidence else [])]
     return parts
 
 
 def _failures(records: Sequence[RunRecord]) -> str:
     # An error may have several lines; an item of a list has one.
-    lines = [
-        f"- {cell}, {strategy}, seed {seed}: {' '.join(why.split())}"
-        for cell, strategy, seed, why in failed_runs(records)
-    ]
+    lines = [_plain(f"- {cell}, {strategy}, seed {seed}: {why}") for cell, strategy, seed, why in failed_runs(records)]
     return "\n".join(lines) or "None."
 
 
 def _line(cells: Sequence[str]) -> str:
     # A bar inside a cell would start another cell.
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _plain(text: str) -> str:
+    """Return a text on one line in which names of files and columns make no markup: no tags, links, code or stars.
+
+    >>> print(_plain("a*b, <script> and [x](y), p < 0.001"))
+    a\\*b, &lt;script> and \\[x\\](y), p < 0.001
+    """
+    text = re.sub(r"([\\`*\[\]])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)

@@ -72,7 +72,8 @@ def read_lab(folder: Path) -> LabFolder:
 def expected_runs(lab: LabFolder) -> int | None:
     """Return how many runs the plan has, None if the folder has no readable plan.
 
-    A strategy that needs classes does not run on a regression; a data set without a run yet is assumed to have classes.
+    A strategy that needs classes does not run on a regression, nor do cycles in few epochs; a data set without a
+    run yet is assumed to have classes.
     """
     plan = lab.plan.get("plan")
     if not isinstance(plan, Mapping):
@@ -83,8 +84,11 @@ def expected_runs(lab: LabFolder) -> int | None:
         made = [one for one in strategies if one.replays is None or num_seeds > 1]
         given = properties_of(lab.records).items()
         regressions = {name for name, properties in given if properties.get("num_classes") is None}
-        pairs = [(cell["dataset"] in regressions, one.needs_classes) for cell in plan["cells"] for one in made]
-        return num_seeds * (len(pairs) - pairs.count((True, True)))
+        return num_seeds * sum(
+            one.fits(None if cell["dataset"] in regressions else 2, num_epochs=cell["num_epochs"])
+            for cell in plan["cells"]
+            for one in made
+        )
     except (ArgumentError, KeyError, TypeError):
         return None
 

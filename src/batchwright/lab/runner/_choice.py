@@ -53,6 +53,20 @@ class Choice:
         return len(self.losses) > 1 and self.best_tried in (min(self.losses), max(self.losses))
 
     @property
+    def is_at_wall(self) -> bool:
+        """Say whether a rate beside the best one diverged or more than doubled the loss: the best may lie between.
+
+        >>> Choice.of({0.01: 0.5, 0.1: 0.4, 1.0: None}).is_at_wall, Choice.of({0.01: 0.5, 0.1: 0.4}).is_at_wall
+        (True, False)
+        """
+        rates, best = sorted(self.losses), self.best_tried
+        if best is None:
+            return False
+        place, most = rates.index(best), _WALL * (self.losses[best] or 0.0)
+        beside = [self.losses[rate] for rate in rates[max(0, place - 1) : place + 2] if rate != best]
+        return any(loss is None or not loss <= most for loss in beside)
+
+    @property
     def spacing(self) -> float | None:
         """Return the factor from the best rate tried to the farther of its neighbours: how coarse the search ended."""
         rates, best = sorted(self.losses), self.best_tried
@@ -89,6 +103,7 @@ class Choice:
             "chosen": self.lr,
             "best_tried": self.best_tried,
             "is_at_edge": self.is_at_edge,
+            "is_at_wall": self.is_at_wall,
             "spacing": self.spacing,
             "num_runs": self.num_runs,
             "num_diverged": self.num_diverged,

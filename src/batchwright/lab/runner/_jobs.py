@@ -37,6 +37,7 @@ class Job:
         after: for a replay, the id of the run that it repeats.
         update_time: for the simulated seconds.
         choice: how its learning rate was chosen; None for the runs that choose it.
+        digest: the fingerprint of the data that the lab began with; a process that finds other data makes no run.
     """
 
     cell: Cell
@@ -47,6 +48,7 @@ class Job:
     after: str | None = None
     update_time: UpdateTime = EAGER
     choice: Choice | None = None
+    digest: str | None = None
 
     @property
     def id(self) -> str:
@@ -83,22 +85,23 @@ def plan_jobs(plan: LabPlan, datasets: Sequence[Dataset], choices: Mapping[Arm, 
         choices: the learning rate of each arm.
     """
     settings = [cell.settings(dataset) for cell, dataset in zip(plan.cells, datasets, strict=True)]
+    digests = [dataset.digest for dataset in datasets]
     arms = arms_of(plan, datasets)
     return [
         job
         for place in range(len(plan.seeds))
         for arm in arms
-        for job in _jobs_of_arm(plan, place, arm, settings[arm.cell], choices)
+        for job in _jobs_of_arm(plan, place, arm, settings[arm.cell], choices, digests[arm.cell])
     ]
 
 
 def _jobs_of_arm(
-    plan: LabPlan, place: int, arm: Arm, settings: RunSettings, choices: Mapping[Arm, Choice]
+    plan: LabPlan, place: int, arm: Arm, settings: RunSettings, choices: Mapping[Arm, Choice], digest: str
 ) -> Iterator[Job]:
     cell, seeds = plan.cells[arm.cell], plan.seeds
     note = {"lr_grid": None if cell.lr is not None else list(plan.grids[cell.optimizer])}
     data = {"data": dict(cell.data)}
-    job = partial(Job, cell=cell, update_time=plan.update_time)
+    job = partial(Job, cell=cell, update_time=plan.update_time, digest=digest)
     mine, source = choices[arm], get_strategy(arm.strategy).replays
     at_rate = settings if mine.lr is None else settings.with_lr(mine.lr)
     if source is None:
@@ -106,7 +109,7 @@ def _jobs_of_arm(
         yield job(strategy=arm.strategy, seed=seeds[place], settings=at_rate, notes=notes, choice=mine)
         return
     # The sizes of another seed tell whether adapting to this one mattered.
-    [other] = _jobs_of_arm(plan, (place + 1) % len(seeds), Arm(arm.cell, source), settings, choices)
+    [other] = _jobs_of_arm(plan, (place + 1) % len(seeds), Arm(arm.cell, source), settings, choices, digest)
     replays = {"strategy": source, "seed": other.seed, "id": other.id}
     notes = {**note, "replays": replays, **data}
     yield job(strategy=arm.strategy, seed=seeds[place], settings=at_rate, notes=notes, after=other.id, choice=mine)

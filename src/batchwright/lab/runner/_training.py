@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..._checks import as_whole
 from ..._machine import one_thread
-from ...errors import ArgumentError
+from ...errors import ArgumentError, StateMismatchError
 from ...plan import MaxTokens, ResizableBatchSampler
 from ...size import BatchSizeController, constant
 from ...size.noise import NoiseAverage
@@ -50,6 +50,8 @@ def execute(job: Job, source: RunRecord | None) -> RunRecord:
         if source is not None and source["status"] != "ok":
             raise ArgumentError(f"it repeats the run of {source['strategy']} with seed {source['seed']}, which failed")
         dataset = load_data(job.cell.dataset, job.cell.data)
+        if job.digest is not None and dataset.digest != job.digest:
+            raise StateMismatchError(f"the data of {job.cell.dataset} changed while the lab ran")
         more: dict[str, Any] = {
             "replay_of": source,
             "notes": job.notes,

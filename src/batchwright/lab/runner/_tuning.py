@@ -95,6 +95,7 @@ class _Search:
             notes={**note, "data": dict(self.cell.data)},
             after=None if repeated is None else repeated.id,
             update_time=self.plan.update_time,
+            digest=self.dataset.digest,
         )
 
     def take(self, runs: Sequence[tuple[Job, RunRecord]]) -> None:

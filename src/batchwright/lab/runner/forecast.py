@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean, median
 from typing import final
 
 from ..datasets.dataset import Dataset
@@ -15,6 +16,7 @@ from ._training import run_one
 
 # Updates of the two trials, a short one and a longer one.
 _NUM_UPDATES = (8, 72)
+_NUM_REPEATS = 3
 # What starting processes takes, each of which imports torch.
 _START_SECONDS = 4.0
 # A run is validated before training, at each of its points, and at its end once more on the training examples.
@@ -55,9 +57,10 @@ class Forecast:
 def forecast(
     plan: LabPlan, datasets: Sequence[Dataset], num_tuning_runs: int, num_runs: int, num_workers: int
 ) -> Forecast:
-    """Return what some runs of a plan will take, from a trial of the baseline in every cell.
+    """Return what some runs of a plan will take, from trials in every cell.
 
-    Most strategies grow the batch and so need less time than the baseline, and those that measure noise more.
+    Most strategies grow the batch from the size of the baseline towards the largest, so the mean of trials with both
+    sizes counts; those that measure noise take more. Each trial is made three times, and the median counts.
 
     Args:
         plan: the plan.
@@ -68,16 +71,24 @@ def forecast(
     """
     seconds = 0.0
     if num_tuning_runs + num_runs:
-        trials = [_trial(cell, dataset) for cell, dataset in zip(plan.cells, datasets, strict=True)]
+        trials = [_mean_trial(cell, dataset) for cell, dataset in zip(plan.cells, datasets, strict=True)]
         tuning, compared = (sum(parts) / len(trials) for parts in zip(*trials, strict=True))
         shared = max(1, min(num_workers, num_tuning_runs + num_runs))
         seconds = (num_tuning_runs * tuning + num_runs * compared) / shared + (_START_SECONDS if num_workers else 0)
     return Forecast(num_tuning_runs=num_tuning_runs, num_runs=num_runs, seconds=seconds, num_workers=num_workers)
 
 
-def _trial(cell: Cell, dataset: Dataset) -> tuple[float, float]:
-    """Return the seconds of a run that chooses a rate, which is validated only at its end, and of one compared."""
+def _mean_trial(cell: Cell, dataset: Dataset) -> tuple[float, float]:
+    """Return the mean seconds of runs with the smallest usual and the largest batch, as ``_trial`` does."""
     settings = cell.settings(dataset).with_lr(1e-6)  # so small that no trial diverges
+    both = [settings, replace(settings, base_size=settings.max_size)]
+    found = [[_trial(cell, dataset, one) for _ in range(_NUM_REPEATS)] for one in both]
+    tuning, compared = (fmean(median(one[place] for one in repeats) for repeats in found) for place in (0, 1))
+    return tuning, compared
+
+
+def _trial(cell: Cell, dataset: Dataset, settings: RunSettings) -> tuple[float, float]:
+    """Return the seconds of a run that chooses a rate, which is validated only at its end, and of one compared."""
     sizes = [min(settings.num_examples, num * settings.base_size) for num in _NUM_UPDATES]
     # The first run of a process is slow: memory is allocated, figures of the data set are computed.
     _run(cell, dataset, replace(settings, num_examples=sizes[0], num_evaluations=1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -15,8 +16,9 @@ from ..._progress import ProgressBar
 from ...errors import ArgumentError, StateMismatchError, StoreError
 from .._records import RunStore, hardware, read_records, versions
 from ..datasets.dataset import Dataset
-from ..presets import LabPlan
+from ..presets import Cell, LabPlan
 from ..presets import get as get_preset
+from ..strategies.strategy import BASE_SIZES, MIN_BATCHES
 from ._choice import Choice
 from ._jobs import Arm, Job, arms_of, plan_jobs
 from ._training import load_data
@@ -71,7 +73,9 @@ class Lab:
         """Return the records so far."""
         return list(read_records(self.folder / "runs.jsonl"))
 
-    def forecast(self, plan: LabPlan | str | None = None, *, num_workers: int | None = None) -> Forecast:
+    def forecast(
+        self, plan: LabPlan | str | None = None, *, num_workers: int | None = None, retry_failed: bool = False
+    ) -> Forecast:
         """Return how many runs are left and about how long they take, by a short trial of every cell.
 
         Nothing is written.
@@ -79,14 +83,16 @@ class Lab:
         Args:
             plan: a plan or the name of a preset; None is the plan of the folder.
             num_workers: how many processes ``run`` will use; None for one per processor.
+            retry_failed: whether ``run`` will repeat runs that failed.
 
         Raises:
-            StateMismatchError: the folder has another plan.
+            StateMismatchError: the folder has another plan, or the data changed since its first runs.
         """
         plan, _ = self._find(plan)
-        datasets = [load_data(cell.dataset, cell.data) for cell in plan.cells]
-        num_tuning = num_tuning_runs(plan, datasets) - _num_lines(self.folder / TUNING)
-        num_runs = len(plan.seeds) * len(arms_of(plan, datasets)) - _num_lines(self.folder / RUNS)
+        datasets = self._load(plan)
+        done = partial(_num_recorded, without_failed=as_flag("retry_failed", retry_failed))
+        num_tuning = num_tuning_runs(plan, datasets) - done(self.folder / TUNING)
+        num_runs = len(plan.seeds) * len(arms_of(plan, datasets)) - done(self.folder / RUNS)
         return forecast(plan, datasets, max(0, num_tuning), max(0, num_runs), _workers(num_workers))
 
     def run(
@@ -107,17 +113,18 @@ class Lab:
             retry_failed: whether to repeat runs that failed.
 
         Raises:
-            StateMismatchError: the folder has another plan, or was written by another version.
+            StateMismatchError: the folder has another plan or was written by another version, or the data changed
+                since its first runs.
             StoreError: the folder cannot be written or is damaged, or the disk is full; what was recorded is kept.
         """
         workers = _workers(num_workers)
         progress, retry_failed = as_flag("progress", progress), as_flag("retry_failed", retry_failed)
         plan, is_new = self._find(plan)
         # Before anything is written: data that are missing must not leave a folder with a plan that cannot run.
-        datasets = [load_data(cell.dataset, cell.data) for cell in plan.cells]
+        datasets = self._load(plan)
         if is_new:
             make_folder(self.folder)
-            self._write_lab(plan, tuning=[])
+            self._write_lab(plan, datasets, tuning=[])
         # Leaving ends the processes, even if a record cannot be written.
         with Workers(workers) as pool:
             choices = self._tune(plan, datasets, pool, progress, retry_failed)
@@ -146,10 +153,32 @@ class Lab:
             )
         return plan, mine is None
 
+    def _load(self, plan: LabPlan) -> list[Dataset]:
+        """Return the data of each cell; refuse data that changed since the first runs of the folder."""
+        datasets = [load_data(cell.dataset, cell.data) for cell in plan.cells]
+        for cell, dataset in zip(plan.cells, datasets, strict=True):
+            _check_sizes(cell, dataset)
+        found = self._read_lab()
+        if found is None:
+            return datasets
+        known = found.get("data")
+        if not isinstance(known, list) or len(known) != len(datasets):
+            raise StoreError(
+                f"{self.folder / PLAN} does not say which data its runs were made on; put it back as it was, or choose "
+                "another folder"
+            )
+        for cell, dataset, digest in zip(plan.cells, datasets, known, strict=True):
+            if dataset.digest != digest:
+                raise StateMismatchError(
+                    f"{_source(cell)} gives other numbers than when the lab in {self.folder} began: the data changed, "
+                    "or the versions of Python and NumPy did; put the data back as they were, or choose another folder"
+                )
+        return datasets
+
     def _refuse_runs_without_plan(self) -> None:
         """Refuse a folder whose runs belong to nobody knows which plan: reports would mix them with those to come."""
         for name in (RUNS, TUNING):
-            if _num_lines(self.folder / name):
+            if _num_recorded(self.folder / name):
                 raise StoreError(
                     f"{self.folder / name} holds runs, but {PLAN} beside it, which says what they belong to, is "
                     "missing; put it back, or choose another folder"
@@ -170,7 +199,7 @@ class Lab:
                 choices = tune(plan, datasets, lambda jobs: _run_all(store, jobs, pool, bar))
                 # A replay of a strategy without a rate has no runs.
                 bar.update(max(0, num_missing - bar.done))
-        self._write_lab(plan, tuning=[_note(plan, arm, choice) for arm, choice in choices.items()])
+        self._write_lab(plan, datasets, tuning=[_note(plan, arm, choice) for arm, choice in choices.items()])
         return choices
 
     def _read_lab(self) -> dict[str, Any] | None:
@@ -193,11 +222,12 @@ class Lab:
             )
         return found
 
-    def _write_lab(self, plan: LabPlan, *, tuning: list[dict[str, Any]]) -> None:
+    def _write_lab(self, plan: LabPlan, datasets: Sequence[Dataset], *, tuning: list[dict[str, Any]]) -> None:
         content = {
             "version": VERSION,
             "preset": plan.name,
             "plan": plan.to_dict(),
+            "data": [dataset.digest for dataset in datasets],
             "tuning": tuning,
             "versions": versions(),
             "hardware": hardware(),
@@ -209,8 +239,27 @@ def _workers(num_workers: int | None) -> int:
     return num_cores() if num_workers is None else as_whole("num_workers", num_workers, least=0)
 
 
-def _num_lines(path: Path) -> int:
-    return sum(1 for _ in read_records(path))
+def _check_sizes(cell: Cell, dataset: Dataset) -> None:
+    """Refuse data too small for batches that grow, before every run fails of it."""
+    least = MIN_BATCHES * BASE_SIZES[0]
+    if len(dataset.train) < least and not {"base_size", "max_size"} & cell.options.keys():
+        raise ArgumentError(
+            f"{_source(cell)} gives {dataset.num_examples} rows, of which {len(dataset.train)} are to train on; a lab "
+            f"needs at least {least} of those, about {least * 5 // 4} rows in all, so that an epoch has "
+            f"{MIN_BATCHES} batches of {BASE_SIZES[0]}: give more rows"
+        )
+    cell.settings(dataset).check_size_of(len(dataset.train))
+
+
+def _source(cell: Cell) -> str:
+    path = cell.data.get("path")
+    return f"the data set {cell.dataset}" if path is None else str(path)
+
+
+def _num_recorded(path: Path, *, without_failed: bool = False) -> int:
+    """Return how many runs a file holds, each counted once."""
+    status = {record["id"]: record["status"] for record in read_records(path)}
+    return sum(one == "ok" for one in status.values()) if without_failed else len(status)
 
 
 def _run_all(store: RunStore, jobs: Sequence[Job], pool: Workers, bar: ProgressBar) -> list[dict[str, Any]]:
