@@ -155,7 +155,7 @@ def captured_fakes(*, max_captures=2, bytes_per_capture=8, used_bytes=3, total_b
         clock=lambda: 0.0,
     )
     graphs.capture(lambda: None)
-    return graphs.pool_bytes(), graphs.used_bytes(), graphs.free_bytes()
+    return graphs.pool_bytes(), (graphs.used_bytes(), graphs.free_bytes())
 
 
 def run_fake(total_bytes=100_000, used_bytes=10, first=2, second=3):
