@@ -33,8 +33,9 @@ setup: .venv/.ready ## create .venv with everything the other targets need
 	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps dynabatch==0.2.23
 	@touch $@
 
-demo: .venv/.ready ## train a small model two ways on the standard library, compare strategies, write two pages (3 minutes)
+demo: .venv/.ready ## train a small model two ways on the standard library, compare strategies, write two pages (4 minutes)
 	$(BIN)/python -m batchwright demo
+	rm -rf demo_out/lab  # runs of an earlier version cannot be continued
 	$(BIN)/python -m batchwright lab run quick --folder demo_out/lab
 
 test: lint types tests ## everything CI runs: lint, types, tests, doctests, README blocks
