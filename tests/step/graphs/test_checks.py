@@ -367,3 +367,31 @@ def test_a_shape_with_fewer_elements_that_takes_more_memory_stays_inside_a_budge
         come=[(4, 9, 9), (4, 9, 9), (4, 5, 12), (4, 9, 9), (4, 5, 12)], make_batch=pairs, **bytes_budget(400),
     )  # fmt: skip
     assert max(backend.captured) <= 400
+
+
+class Tables(nn.Module):
+    """Keeps a table for each number of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.tables = {}
+
+    def forward(self, x):
+        if len(x) not in self.tables:
+            self.tables[len(x)] = torch.full((1,), 1.5)
+        return self.layer(x) * self.tables[len(x)]
+
+
+def test_a_made_up_batch_that_the_loss_refuses_takes_nothing_from_the_other_shapes():
+    # The smallest shape runs ahead as the last one; the tables of the others must still be there at their captures.
+    def picky(model, batch):
+        if len(batch["x"]) == 4:
+            raise ValueError("too few rows")
+        return models.row_loss(model(batch["x"]), batch)
+
+    options = {"loss_fn": picky, "make": lambda: models.seeded(Tables), "planned": SIX * 2, "come": SIX[1:] * 2}
+    found = train(TapeGraphs(), **options)
+    assert found.warnings == []
+    assert found.reports[-1].graphed
+    assert_same(found, train(None, **options))

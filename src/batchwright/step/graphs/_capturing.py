@@ -215,9 +215,11 @@ class Capturer:
         finally:
             kept.restore_values()
             add_back(held)
+        if failure and not one.is_real:
+            raise _MadeUpError  # what other shapes have made meanwhile, such as tables, stays
         if failure:
             kept.untouched.put_back()
-            raise NotGraphableError(failure) if one.is_real else _MadeUpError
+            raise NotGraphableError(failure)
         return one._replace(num_bytes=num_bytes, outcome=found[0]) if found else None
 
     def _run_forward_ahead(self, one: _Candidate, kept: Kept) -> _Candidate:
