@@ -175,6 +175,36 @@ def test_texts_beside_other_columns_ask_for_a_choice(tmp_path):
     assert load("mine", path=path, target="y", columns=["city"]).kind == "text"
 
 
+def test_a_column_of_few_words_beside_numbers_becomes_columns_of_0_and_1(tmp_path):
+    plans = ("pro", "basic ", "plus")
+    records = [{"age": i, "plan": plans[i % 3], "y": i % 2} for i in range(30)]
+    dataset = load("mine", path=write_jsonl(tmp_path / "data.jsonl", records), target="y")
+    assert "plan as 3 columns of 0 and 1" in dataset.source
+    rows = np.concatenate([np.asarray(part.features) for part in (dataset.train, dataset.validation)])
+    assert rows.shape == (30, 4)
+    assert all(len(np.unique(rows[:, column])) == 2 for column in (1, 2, 3))
+
+
+def test_words_in_few_rows_each_are_texts(tmp_path):
+    records = [{"age": i, "plan": f"plan {i % 7}", "y": i % 2} for i in range(30)]
+    with pytest.raises(ArgumentError, match="text in plan, among 2 columns"):
+        load("mine", path=write_jsonl(tmp_path / "data.jsonl", records), target="y")
+
+
+def test_free_texts_beside_few_words_ask_for_a_choice_that_works(tmp_path):
+    records = [{"note": f"word{i}", "plan": "ab"[i % 3 == 0], "n": i, "y": i % 2} for i in range(30)]
+    path = write_jsonl(tmp_path / "data.jsonl", records)
+    with pytest.raises(ArgumentError, match=r"text in note, among 3 columns; .* columns=\['plan', 'n'\]"):
+        load("mine", path=path, target="y")
+    assert load("mine", path=path, target="y", columns=["plan", "n"]).train.features.shape[1] == 3
+
+
+def test_dates_beside_numbers_are_no_kinds(tmp_path):
+    records = [{"day": f"2024-01-0{1 + i % 3}", "n": i, "y": i % 2} for i in range(30)]
+    with pytest.raises(ArgumentError, match=r"column 'day' holds '2024-01-01', a date"):
+        load("mine", path=write_jsonl(tmp_path / "data.jsonl", records), target="y")
+
+
 @pytest.mark.parametrize("name", ["data.csv", "data.jsonl.gz", "data.npz"])
 def test_a_missing_file_is_named(tmp_path, name):
     with pytest.raises(ArgumentError, match=f"no such file: .*{name}"):

@@ -16,6 +16,9 @@ from .dataset import Array
 FileTask: TypeAlias = Literal["classification", "regression"]
 # Whole numbers with at most this many different values count as classes.
 _MAX_NUMERIC_CLASSES = 20
+# A column of at most this many different words, each in this many rows on average, holds kinds and no texts.
+_MAX_KINDS = 20
+_MIN_ROWS_A_KIND = 5
 # Features are kept in 32 bits.
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 # Ways to write that a number is missing; as a class or a text each of them may be meant.
@@ -73,6 +76,12 @@ class Columns:
             if not isinstance(value, str):
                 raise ArgumentError(f"{where}: column {name!r} holds {str(value)[:40]}, where most rows hold a text")
         return self.values[name]
+
+    def kinds(self, name: str) -> list[str]:
+        """Return the few different words of a column, sorted; none if they are too many to be more than texts."""
+        found = {value.strip() for value in self.take(name) if isinstance(value, str)}
+        is_few = len(found) <= min(_MAX_KINDS, len(self.where) // _MIN_ROWS_A_KIND)
+        return sorted(found) if is_few else []
 
     def feature_names(self, target: str, chosen: Sequence[str] | None) -> list[str]:
         """Return the columns to learn from: the chosen ones, or ``text``, or all but the target."""

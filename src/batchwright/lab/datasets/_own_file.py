@@ -49,12 +49,26 @@ def load_file(
     }
     names = table.feature_names(target, columns)
     blocks = [name for name in names if isinstance(table.take(name), np.ndarray)]
-    if not blocks and any(table.is_text(name) for name in names):
+    if blocks:
+        return assemble(name, _block(table, names), labels, **options)
+    words = [name for name in names if table.is_text(name)]
+    kinds = {name: table.kinds(name) for name in words} if len(names) > 1 else {}
+    if not all(kinds.values()) or len(kinds) < len(words):
         # No text is empty: a missing value was refused before.
         texts = table.texts(_only_text(table, names))
         return assemble_texts(name, texts, labels, max_length=max_length, **options)
-    features = _block(table, names) if blocks else np.stack([table.numbers(name) for name in names], axis=1)
-    return assemble(name, features, labels, **options)
+    if kinds:
+        told = ", ".join(f"{name} as {len(found)} columns of 0 and 1" for name, found in kinds.items())
+        options["source"] += f", {told}"
+    features = [_one_hot(table, name, kinds[name]) if name in kinds else table.numbers(name) for name in names]
+    return assemble(name, np.column_stack(features), labels, **options)
+
+
+def _one_hot(table: Columns, name: str, kinds: Sequence[str]) -> Array:
+    """Return a column of 0 and 1 for each of the few words of a column."""
+    _refuse_odd(table, name, "")
+    values = np.array([text.strip() for text in table.texts(name)])
+    return (values[:, None] == np.array(kinds)).astype(np.float64)
 
 
 def _read(path: Path) -> Columns:
@@ -147,15 +161,22 @@ def _only_text(table: Columns, names: Sequence[str]) -> str:
     numbers = [name for name in names if name not in texts]
     only = f", or choose only columns of numbers, columns={numbers}" if numbers else ""
     for name in texts:
-        example, advice = odd_spelling(table.take(name))
-        if example is not None:
-            raise ArgumentError(f"{table.name}: column {name!r} holds {example!r}, {advice}{only}")
+        _refuse_odd(table, name, only)
     if len(names) == 1:
         return names[0]
+    long = [name for name in texts if not table.kinds(name)]
+    others = [name for name in names if name not in long]
+    only = f", or choose only columns of numbers or of few different words, columns={others}" if others else ""
     raise ArgumentError(
-        f"{table.name}: text in {', '.join(texts)}, among {len(names)} columns; name the one column of texts to learn "
-        f"from, columns=[{texts[0]!r}]{only}"
+        f"{table.name}: text in {', '.join(long)}, among {len(names)} columns; name the one column of texts to learn "
+        f"from, columns=[{long[0]!r}]{only}"
     )
+
+
+def _refuse_odd(table: Columns, name: str, only: str) -> None:
+    example, advice = odd_spelling(table.take(name))
+    if example is not None:
+        raise ArgumentError(f"{table.name}: column {name!r} holds {example!r}, {advice}{only}")
 
 
 def _block(table: Columns, names: Sequence[str]) -> Array:

@@ -59,8 +59,9 @@ def load(
         path: your ``.csv``, ``.tsv``, ``.jsonl`` or ``.npz`` file; for ``fashion_mnist`` and
             ``fashion_mnist_7x7`` the folder of the four files.
         target: the column of your file to predict.
-        columns: the columns of your file to learn from: numbers, or one column of texts. None takes the column
-            ``text`` if there is one and it holds texts, else all columns except the target.
+        columns: the columns of your file to learn from: numbers, columns of at most 20 different words, which become
+            columns of 0 and 1, or one column of texts. None takes the column ``text`` if there is one and it holds
+            texts, else all columns except the target.
         task: what the target of your file is. None treats texts, and whole numbers with at most 20 different values,
             as classes, and everything else as numbers to predict.
         limit: the most examples to use, both parts together, chosen at random; no example changes its part with the
