@@ -22,15 +22,16 @@ _MAX_TURNS = 6
 _FEW_PROBES = 48
 # A launch time must lower the mean error at least to this share: noise alone lowers it a little.
 _CLEAR_GAIN = 0.8
+_ROUNDING = 1e-9
 
 
 def fit_launch(shapes: IntArray, seconds: Doubles) -> tuple[float, Terms]:
     """Fit ``max(launch, terms)``, least in relative error; a launch of 0 where it gains nothing.
 
     The probes that are launch-bound are among the fastest, so each number of the fastest is tried as a start: the
-    launch time is fitted to these and the terms to the others, of the fastest the terms know only that they take no
-    more there. Then each probe goes to the part that is larger there, and so on until nothing moves. The best end is
-    kept if it scores better than plain terms (``form_scores``) and clearly lowers the mean error.
+    launch time is fitted to these and the terms to the others. Then each probe goes to the part that is larger there,
+    and so on until nothing moves. The best end is kept if it scores better than plain terms (``form_scores``) and
+    clearly lowers the mean error.
     """
     plain = fit_terms(shapes, seconds)
     plain_error, plain_score = _judge(0.0, plain, shapes, seconds)
@@ -39,7 +40,7 @@ def fit_launch(shapes: IntArray, seconds: Doubles) -> tuple[float, Terms]:
     for start in _starts(seconds):
         for launch, terms in _alternate(start, shapes, seconds, seen):
             error, score = _judge(launch, terms, shapes, seconds)
-            if score < least and error < _CLEAR_GAIN * plain_error:
+            if score < least - _ROUNDING and error < _CLEAR_GAIN * plain_error:
                 best, least = (launch, terms), score
     return best
 
@@ -52,9 +53,15 @@ def predict_launch(launch: float, terms: Terms, shapes: npt.ArrayLike) -> Double
 
 def _judge(launch: float, terms: Terms, shapes: IntArray, seconds: Doubles) -> tuple[float, float]:
     """Return the mean relative error, and what forms are compared by."""
-    error = float(np.abs(predict_launch(launch, terms, shapes) / seconds - 1).mean())
-    num_found = num_told_apart(terms, shapes) + (launch > 0)
+    error = _error(launch, terms, shapes, seconds)
+    # Only the shapes above the launch time can tell terms apart.
+    above = terms.predict(shapes) >= launch
+    num_found = num_told_apart(terms, shapes[above]) + (launch > 0)
     return error, float(form_scores(error, num_found=num_found, num_readings=len(seconds)))
+
+
+def _error(launch: float, terms: Terms, shapes: IntArray, seconds: Doubles) -> float:
+    return float(np.abs(predict_launch(launch, terms, shapes) / seconds - 1).mean())
 
 
 def _starts(seconds: Doubles) -> Iterator[_Mask]:
@@ -77,12 +84,18 @@ def _alternate(mask: _Mask, shapes: IntArray, seconds: Doubles, seen: set[bytes]
         seen.add(mask.tobytes())
         inverse = 1 / seconds[mask]
         launch = float(inverse.sum() / (inverse * inverse).sum())  # the least squares of launch / seconds - 1
-        terms = _fit_rest(mask, shapes, seconds)
+        terms = min(_fit_rest(mask, shapes, seconds), key=lambda found: _error(launch, found, shapes, seconds))
         yield launch, terms
         mask = terms.predict(shapes) < launch
 
 
-def _fit_rest(launched: _Mask, shapes: IntArray, seconds: Doubles) -> Terms:
-    if len(shapes) > _FEW_PROBES:
-        return fit_terms(shapes[~launched], seconds[~launched])
-    return fit_terms(shapes, seconds, limits=launched)
+def _fit_rest(launched: _Mask, shapes: IntArray, seconds: Doubles) -> list[Terms]:
+    """Return the terms of the other probes, and those that take no more than was measured where launches bind.
+
+    The first share equally what their probes cannot tell apart, as without a launch time; the second are for probes so
+    few that the first would rise above the launch time elsewhere.
+    """
+    alone = fit_terms(shapes[~launched], seconds[~launched])
+    if len(shapes) > _FEW_PROBES or not (alone.predict(shapes[launched]) > seconds[launched]).any():
+        return [alone]
+    return [alone, fit_terms(shapes, seconds, limits=launched)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
@@ -43,7 +43,7 @@ class TimeModel(FittedTerms):
 
     terms: Terms
     first_visit_seconds: float = 0.0
-    launch_seconds: float = 0.0
+    launch_seconds: float = field(default=0.0, metadata={"is_later": True})
 
     def __post_init__(self) -> None:
         for name in ("first_visit_seconds", "launch_seconds"):
