@@ -26,8 +26,8 @@ def launch_model(launch, constant, per_token, per_square=0.0):
 
 @st.composite
 def planted(draw, *, has_launch=True):
-    """A launch time that a batch of 128 to 8,192 tokens reaches, or terms alone with a constant of that size."""
-    per_token, corner = draw(st.floats(1e-8, 1e-4)), draw(st.floats(128, 8192))
+    """A launch time that each length has a probe beyond, or terms alone with a constant of that size."""
+    per_token, corner = draw(st.floats(1e-8, 1e-4)), draw(st.floats(128, 3500))
     per_square = per_token / 500 * draw(st.sampled_from([0, 1]))
     if not has_launch:
         return launch_model(0.0, per_token * corner, per_token, per_square)

@@ -22,6 +22,7 @@ _MAX_TURNS = 6
 _FEW_PROBES = 48
 # A launch time must lower the mean error at least to this share: noise alone lowers it a little.
 _CLEAR_GAIN = 0.8
+_NOT_WORSE = 1.01
 _ROUNDING = 1e-9
 
 
@@ -84,18 +85,19 @@ def _alternate(mask: _Mask, shapes: IntArray, seconds: Doubles, seen: set[bytes]
         seen.add(mask.tobytes())
         inverse = 1 / seconds[mask]
         launch = float(inverse.sum() / (inverse * inverse).sum())  # the least squares of launch / seconds - 1
-        terms = min(_fit_rest(mask, shapes, seconds), key=lambda found: _error(launch, found, shapes, seconds))
+        terms = _fit_rest(mask, launch, shapes, seconds)
         yield launch, terms
         mask = terms.predict(shapes) < launch
 
 
-def _fit_rest(launched: _Mask, shapes: IntArray, seconds: Doubles) -> list[Terms]:
-    """Return the terms of the other probes, and those that take no more than was measured where launches bind.
+def _fit_rest(launched: _Mask, launch: float, shapes: IntArray, seconds: Doubles) -> Terms:
+    """Return the terms of the other probes, which take no more than was measured where launches bind.
 
-    The first share equally what their probes cannot tell apart, as without a launch time; the second are for probes so
-    few that the first would rise above the launch time elsewhere.
+    What the other probes cannot tell apart is shared equally, as without a launch time, unless that fits worse: with
+    few probes it would rise above the launch time elsewhere.
     """
-    alone = fit_terms(shapes[~launched], seconds[~launched])
-    if len(shapes) > _FEW_PROBES or not (alone.predict(shapes[launched]) > seconds[launched]).any():
-        return [alone]
-    return [alone, fit_terms(shapes, seconds, limits=launched)]
+    if len(shapes) > _FEW_PROBES:
+        return fit_terms(shapes[~launched], seconds[~launched])
+    shared, told = (fit_terms(shapes, seconds, limits=launched, limits_tell=tell) for tell in (False, True))
+    errors = [_error(launch, terms, shapes, seconds) for terms in (shared, told)]
+    return shared if errors[0] <= _NOT_WORSE * errors[1] + _ROUNDING else told

@@ -113,7 +113,9 @@ def term_names(num_axes: int) -> tuple[str, ...]:
     return ("1", *(_name(axes) for axes in _products(num_axes)))
 
 
-def fit_terms(shapes: IntArray, values: Doubles, *, limits: npt.NDArray[np.bool_] | None = None) -> Terms:
+def fit_terms(
+    shapes: IntArray, values: Doubles, *, limits: npt.NDArray[np.bool_] | None = None, limits_tell: bool = True
+) -> Terms:
     """Fit the terms to measured values, least in the squared relative error ``(cost / value - 1)²``.
 
     Terms that the shapes cannot tell apart (``b``, ``b*L0`` and ``b*L0^2`` where there is one length) share
@@ -124,15 +126,20 @@ def fit_terms(shapes: IntArray, values: Doubles, *, limits: npt.NDArray[np.bool_
         shapes: checked shapes ``(M, 1 + axes)``.
         values: what was measured for each, ``(M,)``, above 0.
         limits: which of them are only limits, ``(M,)``: a cost below such a value is not an error.
+        limits_tell: whether terms that differ only at limits are told apart.
     """
     columns = _columns(shapes) / values[:, None]
+    telling = np.ones(len(values), dtype=bool) if limits is None or limits_tell else ~limits
     # Each column in units of its own size, so that those which differ only by a factor become equal.
-    units = np.sqrt((columns * columns).sum(axis=0))
+    units = np.sqrt((columns[telling] ** 2).sum(axis=0))
     columns /= units
-    group = [_first_equal(columns, index) for index in range(columns.shape[1])]
-    heads = sorted(set(group))
-    found = dict(zip(heads, nnls(columns[:, heads], np.ones(len(values)), limits=limits), strict=True))
-    shares = np.array([found[head] / group.count(head) for head in group])
+    group = np.array([_first_equal(columns[telling], index) for index in range(columns.shape[1])])
+    heads = sorted(set(group.tolist()))
+    # Where they are equal, the mean of some columns is any of them; it differs at limits that do not tell.
+    means = [columns[:, group == head].mean(axis=1) for head in heads]
+    merged = columns[:, heads] if telling.all() else np.stack(means, axis=1)
+    found = dict(zip(heads, nnls(merged, np.ones(len(values)), limits=limits), strict=True))
+    shares = np.array([found[head] / np.count_nonzero(group == head) for head in group.tolist()])
     return Terms(shapes.shape[1] - 1, tuple((shares / units).tolist()))
 
 
