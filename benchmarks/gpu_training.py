@@ -76,6 +76,7 @@ def calibrated_budget(loop: Loop, lengths: IntArray, max_bytes: float) -> tuple[
         "probes": len(found.shapes),
         "memory": json.loads(found.memory.to_json()),
         "time": found.time.coefficients,
+        "launch_seconds": found.time.launch_seconds,
         "first_visit_seconds": found.time.first_visit_seconds,
     }
 

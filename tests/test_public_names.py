@@ -53,6 +53,11 @@ _PAD_COLLATOR = (
     "mask_field='attention_mask'"
 )
 CHANGED: dict[str, tuple[str, str | None, str]] = {
+    "batchwright.TimeModel": (
+        "class(terms, first_visit_seconds=0.0), bases: none",
+        "class(terms, first_visit_seconds=0.0, launch_seconds=0.0), bases: none",
+        "a step takes its launches, however small it is",
+    ),
     "batchwright.lab.statistics.PairedDifference": (
         "class(*, num_pairs, mean, low, high, p_value), bases: none",
         "class(*, num_pairs, mean, low, high, p_value, error=None, freedom=None), bases: none",
@@ -245,6 +250,7 @@ ADDED = {
     "batchwright.Plan.pad_to",
     "batchwright.PlanReport.balance_over",
     "batchwright.TimeModel.cost",
+    "batchwright.TimeModel.launch_seconds",
     "batchwright.errors.RankError",
     "batchwright.integrations.accelerate.AcceleratedStepper.graph_summary",
     "batchwright.integrations.dynabatch.DynaBatchSampler.for_training",

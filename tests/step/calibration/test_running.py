@@ -49,6 +49,21 @@ def test_costs_that_follow_the_formula_are_found_exactly():
     assert found.stopped is None
 
 
+def test_a_device_whose_small_steps_take_their_launches_is_calibrated_so():
+    clock = FakeClock()
+
+    def run(shape):
+        clock.advance(max(0.4, 0.02 + 0.001 * shape[0] * shape[1]))
+
+    found = calibrate(run, [*SHAPES, (64, 64), (64, 128)], restore=nn.Linear(1, 1), clock=clock, progress=False)
+    assert found.time.launch_seconds == pytest.approx(0.4)
+    assert found.time.predict([[2, 100], [50, 64]]) == pytest.approx([0.4, 3.22], rel=1e-6)
+    # 95 % of the best is 0.95 / 0.001 tokens a second: 0.95·0.02 / (0.05·0.001) = 380 tokens for the constant, and
+    # 0.95·0.4 / 0.001 = 380 for the launches.
+    assert (128 * found.time.knee([128])).tolist() == [384]
+    assert Calibration.from_json(found.to_json()) == found
+
+
 def test_shapes_run_cheapest_first_each_once_and_then_repeated():
     machine = Machine()
     found = machine.calibrate([(8, 32), (1, 16), (4, 16), (1, 64), (4, 16)], repeats=2)
