@@ -172,7 +172,7 @@ def test_a_damaged_experiment_is_refused(changed, message):
 def test_something_else_is_no_experiment():
     with pytest.raises(ArgumentError, match="experiment must be a dict with factors, losses, seconds, before"):
         answer({"factors": [1]})
-    with pytest.raises(ArgumentError, match="level must be a number above 0 and below 0.5, got 0.5"):
+    with pytest.raises(ArgumentError, match=r"level must be a number above 0 and below 0\.5, got 0\.5"):
         measured(level=0.5)
     with pytest.raises(ArgumentError, match="tolerance must be a number above 0 and below 1, got 0"):
         measured(tolerance=0)
