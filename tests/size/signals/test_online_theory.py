@@ -1,8 +1,8 @@
 """goodput against the best constant size, where theory says how long training takes.
 
 McCandlish et al. 2018: a run at a constant size ``B`` and noise scale ``N`` takes ``S_min · (1 + N / B)`` updates, so
-that an update makes ``1 / (S_min · (1 + N / B))`` of the progress. The device takes ``max(launch, constant + each × B)``
-seconds per update. The best constant size is found by a scan; goodput knows nothing of all this.
+that an update makes ``1 / (S_min · (1 + N / B))`` of the progress. The device takes
+``max(launch, constant + each × B)`` seconds per update. The best constant size is found by a scan; goodput knows nothing of all this.
 """
 
 import math
@@ -81,7 +81,7 @@ def test_goodput_takes_hardly_longer_than_the_best_constant_size(device, scale, 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_base_four_times_off_costs_less_than_staying_there(device):
+def test_a_base_eight_times_off_costs_less_than_staying_there(device):
     best, _ = best_constant(DEVICES[device], SCALES["growing noise"])
     for base in (max(2, best // 8), 8 * best):
         clock, _ = train(DEVICES[device], SCALES["growing noise"], base, seed=1)
