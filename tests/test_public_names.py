@@ -131,11 +131,28 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "entropy=None, noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, "
         "memory_fraction=None, "
         "size=None), bases: none",
-        "class(*, epoch=None, step=None, examples=None, tokens=None, batch_size=None, loss=None, lr=None, "
-        "entropy=None, noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, "
-        "memory_fraction=None, "
+        "class(*, epoch=None, step=None, examples=None, tokens=None, batch_size=None, batch_tokens=None, loss=None, "
+        "lr=None, entropy=None, noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, "
+        "memory_fraction=None, experiment=None, "
         "size=None, exact_size=None, ends_epoch=False, takes_over=False, multiples=()), bases: none",
-        "four fields came",
+        "six fields came",
+    ),
+    "batchwright.size.Decision": (
+        "class(*, epoch, step, examples, old, new, wanted, reason), bases: none",
+        "class(*, epoch, step, examples, old, new, wanted, reason, tokens=None), bases: none",
+        "tokens are counted too",
+    ),
+    "batchwright.size.cooldown": (
+        "function(*, examples=None, steps=None, epochs=None)",
+        "function(*, examples=None, steps=None, epochs=None, tokens=None)",
+        "an option came",
+    ),
+    "batchwright.size.goodput": (
+        "function(time_model, *, length, base_size, smallest=None, largest=None, num_candidates=50, world_size=1, "
+        "max_items=None, horizon=100000.0, gain=1.05)",
+        "function(time_model=None, *, length=None, base_size=None, smallest=None, largest=None, num_candidates=50, "
+        "world_size=1, max_items=None, horizon=None, gain=1.05, unit='examples')",
+        "what was required is learned where it is left out, and calls with all of it mean what they did",
     ),
     "batchwright.size.memory_driven": (
         "function(high=0.8, low=0.48, factor=2, *, remember=True, patience=10)",
@@ -290,7 +307,10 @@ ADDED = {
     "batchwright.lab.strategies.HANDFUL",
     "batchwright.lab.strategies.Strategy.min_epochs",
     "batchwright.lab.strategies.RunSettings",
+    "batchwright.size.Decision.tokens",
     "batchwright.size.learning_rate.current_lr",
+    "batchwright.size.learning_rate.get_beta2_rule",
+    "batchwright.size.learning_rate.half_life",
     "batchwright.size.learning_rate.innermost",
     "batchwright.size.learning_rate.scaled_lr",
     "batchwright.step.PadCollator.fill_rows",
@@ -301,17 +321,27 @@ ADDED = {
     *(f"batchwright.{name}.to_state" for name in _BUDGETS),
     "batchwright.StreamBatcher.__len__",
     "batchwright.size.noise.NoiseAverage.from_state",
+    "batchwright.size.noise.NoiseAverage.g2_error",
     *(f"batchwright.BatchSizeController.{name}" for name in ("max_history", "num_changes")),
     *(
         f"batchwright.size.Observation.{name}"
-        for name in ("ends_epoch", "exact", "exact_size", "multiples", "rounded", "takes_over")
+        for name in (
+            "batch_tokens",
+            "ends_epoch",
+            "exact",
+            "exact_size",
+            "experiment",
+            "multiples",
+            "rounded",
+            "takes_over",
+        )
     ),
     *(f"batchwright.size.{name}.check_state" for name in ("Policy", "Transform")),
     *(f"batchwright.size.{room}minimum" for room in ("", "combine.")),
     *(
         f"batchwright.size.{room}{name}"
         for room in ("", "signals.")
-        for name in ("loss_below", "loss_settled", "speed_driven", "step_time")
+        for name in ("loss_below", "loss_settled", "measured", "speed_driven", "step_time")
     ),
 }
 

@@ -2,7 +2,8 @@
 
 McCandlish et al. 2018: a run at a constant size ``B`` and noise scale ``N`` takes ``S_min · (1 + N / B)`` updates, so
 that an update makes ``1 / (S_min · (1 + N / B))`` of the progress. The device takes
-``max(launch, constant + each × B)`` seconds per update. The best constant size is found by a scan; goodput knows nothing of all this.
+``max(launch, constant + each × B)`` seconds per update. The best constant size is found by a scan; goodput knows
+nothing of all this.
 """
 
 import math
