@@ -15,7 +15,7 @@ from torch import Tensor
 from .._checks import as_number, as_whole, check_choice, has_size, is_number, read_size
 from ..errors import ArgumentError
 from ..plan import Budget, MaxItems
-from ..size.learning_rate import Rule, get_rule
+from ..size.learning_rate import Beta2Rule, Rule, get_beta2_rule, get_rule
 from ._gradients import Existing
 from .losses import LossFunction
 from .splitting import LogicalBatch, wrap_batch
@@ -44,6 +44,8 @@ class Settings:
     existing_gradients: Existing
     split: Callable[[Any, Any], Any] | None
     noise_parts: int | None = None
+    beta2_rule: str | Beta2Rule | None = None
+    tokens_of: Callable[[Any], int] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
@@ -73,6 +75,8 @@ class Settings:
             raise ArgumentError(
                 "lr_rule needs base_size, the batch size that the optimizer's learning rate is meant for"
             )
+        if get_beta2_rule(self.beta2_rule) is not None and self.base_size is None:
+            raise ArgumentError("beta2_rule needs base_size, the batch size that the optimizer's betas are meant for")
         if rule == "adascale" and not self.measure_noise:
             raise ArgumentError("lr_rule='adascale' needs measure_noise=True")
 
