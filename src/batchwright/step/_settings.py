@@ -60,6 +60,8 @@ class Settings:
             )
         check_choice("on_oom", self.on_oom, ("split", "raise"))
         check_choice("existing_gradients", self.existing_gradients, ("clear", "add"))
+        if self.tokens_of is not None and not callable(self.tokens_of):
+            raise ArgumentError(f"tokens_of must be a function of a batch, got {self.tokens_of!r}")
         self._keep("measure_noise", _as_interval(self.measure_noise))
         if self.noise_parts is not None:
             self._keep("noise_parts", as_whole("noise_parts", self.noise_parts, least=2))
@@ -86,6 +88,13 @@ class Settings:
     def wrap(self, batch: Any) -> LogicalBatch:
         """Return the batch as something that can be split."""
         return wrap_batch(batch, collate=self.collate, lengths=self.lengths, trim=self.trim, split=self.split)
+
+    def count_tokens(self, batch: Any, logical: LogicalBatch) -> int | None:
+        """Return the tokens of a batch: as ``tokens_of`` counts them, else the sum of lengths, else None."""
+        if self.tokens_of is not None:
+            found = self.tokens_of(batch)
+            return as_whole("tokens_of(batch)", found.item() if isinstance(found, Tensor) else found, least=0)
+        return None if logical.lengths is None else int(logical.lengths.sum(dtype=np.int64))
 
     @property
     def cost_budget(self) -> Budget | None:
