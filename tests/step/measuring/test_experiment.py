@@ -13,7 +13,6 @@ from torch import nn
 from batchwright.errors import ArgumentError, DoesNotFitError
 from batchwright.step import FitToMemory, MemoryMonitor, Stepper, measure_size, whole_batch
 from batchwright.step.measuring import experiment
-from batchwright.step.measuring.stopwatch import Stopwatch
 from batchwright.testing import EagerGraphs, FakeClock, FakeMemory
 
 from ...processes import run_ranks
@@ -286,7 +285,7 @@ def test_seconds_are_those_of_the_device_without_the_first_update_of_a_branch():
         return loss_fn(model, batch)
 
     stepper = make(model=plain_model(), loss=takes_time)
-    stepper._gatherer.stopwatch = Stopwatch([], clock=clock)
+    stepper._gatherer.clock = clock
     found = measure_size(stepper, batches_of(24), factors=(1, 2, 4))
     # Twenty batches of 8 examples: 20 × 0.58, 10 × 0.66, 5 × 0.82.
     assert [branch.seconds for branch in found.branches] == pytest.approx([11.6, 6.6, 4.1])
@@ -335,7 +334,18 @@ def test_the_observation_is_plain_json_and_names_no_update():
 
 def test_the_table_has_a_row_per_factor():
     lines = str(measure_size(make(model=plain_model()), batches_of())).splitlines()
-    assert lines[0].split() == ["factor", "batch", "size", "updates", "loss", "fall", "per", "second", "seconds", "peak"]
+    assert lines[0].split() == [
+        "factor",
+        "batch",
+        "size",
+        "updates",
+        "loss",
+        "fall",
+        "per",
+        "second",
+        "seconds",
+        "peak",
+    ]
     assert [line.split()[:3] for line in lines[1:4]] == [["1", "8", "8"], ["2", "16", "4"], ["4", "32", "2"]]
     assert lines[4].startswith("4 pairs by batch, loss ")
 

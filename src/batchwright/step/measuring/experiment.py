@@ -26,7 +26,7 @@ from ..oom import drop_gradients
 from ..report import MicroSums, StepReport
 from ..stepper import Stepper
 from ._joining import join
-from .restoring import Held
+from ._restoring import Held
 from .result import SizeBranch, SizeExperiment
 
 # Names that a module has of itself; what else it has as numbers and tensors is put back.
