@@ -35,11 +35,11 @@ def test_a_schedule_counts_tokens(name):
 
 
 def test_the_warm_up_of_a_paper_is_a_line():
-    policy = size.milestones({0: 1024, 168_000_000_000: 2048, 503_000_000_000: 4096}, per="tokens")
+    policy = size.milestones({0: 1024, 100_000_000_000: 2048, 400_000_000_000: 4096}, per="tokens")
     controller = BatchSizeController(policy, min_size=1, max_size=8192)
-    sizes = [controller.observe(tokens=count * 10**9) for count in (0, 167, 168, 503)]
+    sizes = [controller.observe(tokens=count * 10**9) for count in (0, 99, 100, 400)]
     assert sizes == [1024, 1024, 2048, 4096]
-    assert str(controller.history[-1]).startswith("tokens 503000000000: 2048 -> 4096 (milestones: 4096 from milestone")
+    assert str(controller.history[-1]).startswith("tokens 400000000000: 2048 -> 4096 (milestones: 4096 from milestone")
 
 
 def test_the_controller_adds_up_the_tokens_of_updates():

@@ -14,9 +14,9 @@ from ...errors import ArgumentError
 from ..observation import Observation
 from ..policy import Answer, Policy, State, ask, hold, options, show
 from ._base import refuse_given
+from ._online import OnlineGoodput, SizeUnit
 from ._prediction import StepTime, TimePrediction
 from .noise_scale import HORIZON, ScalePolicy, as_horizon
-from .online import OnlineGoodput, SizeUnit
 
 _NUM_CANDIDATES = 50
 _MOST = 2**53

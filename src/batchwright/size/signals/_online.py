@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
 
+from ..._checks import as_number
 from ..._types import FloatArray
 from ...errors import ArgumentError
-from .._states import check_number, check_record, check_size, check_whole, optional
+from .._states import Check, check_record, check_size, check_whole, optional
 from ..noise import MIN_UPDATES, NoiseAverage
 from ..observation import Observation
 from ..policy import Answer, ReasoningPolicy, State, ask, hold, options, show
@@ -87,7 +88,7 @@ class OnlineGoodput(ReasoningPolicy):
 
     def check_state(self, state: State, name: str = "policy_state") -> None:
         """Check the averages, the timings and how far the search is."""
-        checks = {
+        checks: dict[str, Check] = {
             "base": optional(check_size),
             "average": partial(_check_average, horizon=self.horizon),
             "has_noise": _check_flag,
@@ -279,8 +280,8 @@ def _mean(before: float | None, value: float) -> float:
 
 def _check_average(name: str, saved: Any, *, horizon: float | None) -> None:
     given = saved.get("horizon") if isinstance(saved, dict) else None
-    check_number(f"{name}['horizon']", given, above=0)
-    check_average(name, saved, horizon=given if horizon is None else horizon)
+    mine = as_number(f"{name}['horizon']", given, above=0)
+    check_average(name, saved, horizon=mine if horizon is None else horizon)
 
 
 def _check_flag(name: str, saved: Any) -> None:
