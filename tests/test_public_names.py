@@ -112,9 +112,10 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
     "batchwright.step.StepReport": (
         "class(batch_size, num_micro_batches, weight, ooms, seconds, peak_bytes, memory_fraction, lr, _loss_sum, "
         "_metric_sums, _noise=None, _grad_norm=None), bases: none",
-        "class(batch_size, num_micro_batches, weight, ooms, seconds, peak_bytes, memory_fraction, lr, _loss_sum, "
-        "_metric_sums, _noise=None, _grad_norm=None, graphed=False, recompilations=0), bases: none",
-        "four fields came",
+        "class(batch_size, num_micro_batches, weight, ooms, _seconds, peak_bytes, memory_fraction, lr, _loss_sum, "
+        "_metric_sums, _noise=None, _grad_norm=None, graphed=False, recompilations=0, tokens=None, beta2=None), "
+        "bases: none",
+        "six fields came, and seconds are read from the device when somebody asks",
     ),
     "batchwright.step.Stepper": (
         "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
@@ -123,8 +124,8 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
         "weight_of=None, clip_norm=None, autocast=None, scaler=None, on_oom='split', measure_noise=False, "
         "noise_groups=None, lr_rule=None, base_size=None, memory=None, existing_gradients='clear', "
-        "split=None, graphs=False, shapes=None, noise_parts=None), bases: none",
-        "five options came",
+        "split=None, graphs=False, shapes=None, noise_parts=None, beta2_rule=None, tokens_of=None), bases: none",
+        "seven options came",
     ),
     "batchwright.BatchSizeController": (
         "class(policy, *, min_size, max_size, initial=None), bases: none",
@@ -136,11 +137,28 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "entropy=None, noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, "
         "memory_fraction=None, "
         "size=None), bases: none",
-        "class(*, epoch=None, step=None, examples=None, tokens=None, batch_size=None, loss=None, lr=None, "
-        "entropy=None, noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, "
-        "memory_fraction=None, "
+        "class(*, epoch=None, step=None, examples=None, tokens=None, batch_size=None, batch_tokens=None, loss=None, "
+        "lr=None, entropy=None, noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, "
+        "memory_fraction=None, experiment=None, "
         "size=None, exact_size=None, ends_epoch=False, takes_over=False, multiples=()), bases: none",
-        "four fields came",
+        "six fields came",
+    ),
+    "batchwright.size.Decision": (
+        "class(*, epoch, step, examples, old, new, wanted, reason), bases: none",
+        "class(*, epoch, step, examples, old, new, wanted, reason, tokens=None), bases: none",
+        "tokens are counted too",
+    ),
+    "batchwright.size.cooldown": (
+        "function(*, examples=None, steps=None, epochs=None)",
+        "function(*, examples=None, steps=None, epochs=None, tokens=None)",
+        "an option came",
+    ),
+    "batchwright.size.goodput": (
+        "function(time_model, *, length, base_size, smallest=None, largest=None, num_candidates=50, world_size=1, "
+        "max_items=None, horizon=100000.0, gain=1.05)",
+        "function(time_model=None, *, length=None, base_size=None, smallest=None, largest=None, num_candidates=50, "
+        "world_size=1, max_items=None, horizon=None, gain=1.05, unit='examples')",
+        "what was required is learned where it is left out, and calls with all of it mean what they did",
     ),
     "batchwright.size.memory_driven": (
         "function(high=0.8, low=0.48, factor=2, *, remember=True, patience=10)",
@@ -296,7 +314,10 @@ ADDED = {
     "batchwright.lab.strategies.HANDFUL",
     "batchwright.lab.strategies.Strategy.min_epochs",
     "batchwright.lab.strategies.RunSettings",
+    "batchwright.size.Decision.tokens",
     "batchwright.size.learning_rate.current_lr",
+    "batchwright.size.learning_rate.get_beta2_rule",
+    "batchwright.size.learning_rate.half_life",
     "batchwright.size.learning_rate.innermost",
     "batchwright.size.learning_rate.scaled_lr",
     "batchwright.step.PadCollator.fill_rows",
@@ -307,17 +328,27 @@ ADDED = {
     *(f"batchwright.{name}.to_state" for name in _BUDGETS),
     "batchwright.StreamBatcher.__len__",
     "batchwright.size.noise.NoiseAverage.from_state",
+    "batchwright.size.noise.NoiseAverage.g2_error",
     *(f"batchwright.BatchSizeController.{name}" for name in ("max_history", "num_changes")),
     *(
         f"batchwright.size.Observation.{name}"
-        for name in ("ends_epoch", "exact", "exact_size", "multiples", "rounded", "takes_over")
+        for name in (
+            "batch_tokens",
+            "ends_epoch",
+            "exact",
+            "exact_size",
+            "experiment",
+            "multiples",
+            "rounded",
+            "takes_over",
+        )
     ),
     *(f"batchwright.size.{name}.check_state" for name in ("Policy", "Transform")),
     *(f"batchwright.size.{room}minimum" for room in ("", "combine.")),
     *(
         f"batchwright.size.{room}{name}"
         for room in ("", "signals.")
-        for name in ("loss_below", "loss_settled", "speed_driven", "step_time")
+        for name in ("loss_below", "loss_settled", "measured", "speed_driven", "step_time")
     ),
 }
 

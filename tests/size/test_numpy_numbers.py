@@ -73,7 +73,7 @@ CALLS = {
     "smooth": [(size.smooth, {}, {"keep": shares})],
     "rate_limit": [(size.rate_limit, {}, {"factor": factors})],
     "hysteresis": [(size.hysteresis, {}, {"fraction": shares})],
-    "cooldown": [(cooled, {"unit": unit}, {"pause": counts}) for unit in ("examples", "steps", "epochs")],
+    "cooldown": [(cooled, {"unit": unit}, {"pause": counts}) for unit in ("examples", "steps", "epochs", "tokens")],
     "switch": [
         (lambda at, **unit: size.switch({at * 0: size.constant(8), at: size.constant(16)}, **unit), {}, {
             "at": counts, **UNIT,
@@ -125,8 +125,15 @@ CALLS = {
             "length": counts, "base_size": st.integers(1, 64), "smallest": st.integers(1, 64),
             "largest": st.integers(65, 999), "num_candidates": st.integers(2, 99), "world_size": st.integers(1, 8),
             "max_items": counts, "horizon": numbers(64, 65536), "gain": numbers(1, 2),
-        })
+        }),
+        (size.goodput, {"unit": "tokens"}, {
+            "base_size": st.integers(1, 64), "smallest": st.integers(1, 64), "largest": st.integers(65, 999),
+            "num_candidates": st.integers(2, 99), "horizon": numbers(64, 65536), "gain": numbers(1, 2),
+        }),
+        (size.goodput, {"time_model": Timer()}, {"length": counts, "world_size": st.integers(1, 8)}),
+        (size.goodput, {}, {"gain": numbers(1, 2)}),
     ],
+    "measured": [(size.measured, {}, {"level": numbers(0.125, 0.375), "tolerance": numbers(0.125, 0.875)})],
     "track": [(size.track, {"expression": scale}, {"horizon": numbers(64, 65536)})],
     "Curriculum": [
         (lambda start, **options: size.Curriculum(range(100), **options).policy(start), {"shape": "sqrt"}, {

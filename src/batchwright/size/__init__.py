@@ -1,6 +1,7 @@
 """How many examples the next update uses, and what follows for the learning rate. NumPy only."""
 
 from . import learning_rate as learning_rate
+from . import momentum as momentum
 from . import noise as noise
 from .combine import maximum as maximum
 from .combine import minimum as minimum
@@ -24,6 +25,7 @@ from .signals import goodput as goodput
 from .signals import loss_below as loss_below
 from .signals import loss_driven as loss_driven
 from .signals import loss_settled as loss_settled
+from .signals import measured as measured
 from .signals import memory_driven as memory_driven
 from .signals import noise_driven as noise_driven
 from .signals import speed_driven as speed_driven
@@ -61,9 +63,11 @@ __all__ = [
     "loss_driven",
     "loss_settled",
     "maximum",
+    "measured",
     "memory_driven",
     "milestones",
     "minimum",
+    "momentum",
     "monotone",
     "multiple_of",
     "noise",

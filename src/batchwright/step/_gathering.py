@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -13,9 +16,11 @@ from ._gradients import Trained, attempt
 from ._optimizers import forget_unscaling
 from ._runner import Runner
 from ._settings import Settings
+from .measuring._stopwatch import Lap
 from .memory.budget_tracker import Feedback
 from .memory.monitor import MemoryMonitor
 from .noise import GradientNorms, NoiseMeter
+from .oom import devices_of
 from .report import Pending, Summary, Totals, check_summary, check_weight, num_compilations
 from .splitting import LogicalBatch
 
@@ -27,6 +32,8 @@ class Gatherer:
     Attributes:
         trained: the parameters that the optimizer updates.
         runner: runs micro-batches.
+        clock: the host's, in seconds that never go back.
+        start_lap: begins to time an update on CUDA devices, None without them.
         meter: measures gradient noise, None if nobody asked for it.
         pending: the update that was begun, None between updates.
         num_updates: that were applied so far.
@@ -52,6 +59,10 @@ class Gatherer:
         self.trained = trained
         self.device = trained.parameters[0].device
         self.runner = Runner(settings, ranks, self.device, feedback)
+        devices = dict.fromkeys([self.device, *devices_of(ranks.module)])
+        on_cuda = [device for device in devices if device.type == "cuda"]
+        self.clock: Callable[[], float] = time.perf_counter
+        self.start_lap: Callable[[], Lap] | None = partial(Lap, on_cuda) if on_cuda else None
         self.meter = meter
         self.pending: Pending | None = None
         self.num_updates = 0
@@ -96,6 +107,8 @@ class Gatherer:
             raise
         assert opened is not None
         assert totals is not None
+        assert prepared is not None
+        totals.num_tokens = prepared.num_tokens
         opened.pending.totals.merge(totals)
         opened.pending.same_names &= same[0]
         self.pending = opened.pending
@@ -142,7 +155,8 @@ class Gatherer:
         logical = self._settings.wrap(batch)
         if self._ranks.meet_in_forward:
             self.runner.cut(logical, None)
-        return _Prepared(logical, None if self._settings.weight_of is None else float(self._settings.weight_of(batch)))
+        asked = None if self._settings.weight_of is None else float(self._settings.weight_of(batch))
+        return _Prepared(logical, asked, self._settings.count_tokens(batch, logical))
 
     def check_same_parameters(self) -> None:
         """Refuse to go on with an update after the optimizer was given other parameters."""
@@ -161,7 +175,10 @@ class Gatherer:
             gradients = self.trained.gradients
             self._is_warned |= gradients.begin(self._settings.existing_gradients, is_warned=self._is_warned)
             is_due = self.meter is not None and self.num_updates % self._settings.measure_noise == 0
-            pending = Pending(gradients, total_weight, noise_seed=self.num_updates if is_due else None)
+            lap = None if self.start_lap is None else self.start_lap()
+            pending = Pending(
+                gradients, self.clock(), lap, total_weight, noise_seed=self.num_updates if is_due else None
+            )
             pending.num_compiled_before = num_compilations()
             if self.meter is not None:
                 self.meter.norms.reset()
@@ -229,13 +246,14 @@ class Gatherer:
         if self._ranks.world_size == 1:
             return Summary(
                 float(totals.weight), totals.loss, totals.num_examples, totals.num_micro_batches, pending.ooms,
-                dict(totals.metrics), squares, asked, totals.num_spoiled,
+                dict(totals.metrics), squares, asked, totals.num_spoiled, totals.num_tokens,
             )  # fmt: skip
         names = sorted(totals.metrics, key=repr)
         if not pending.same_names:
             names = sorted({name for found in self._ranks.gather(names) for name in found}, key=repr)
         counts = [totals.num_examples, totals.num_micro_batches, pending.ooms, totals.num_spoiled]
-        weight, asked_sum, loss, num, parts, ooms, spoiled, *rest = self._ranks.sum(
+        counts += [totals.num_tokens or 0, int(totals.num_tokens is None)]
+        weight, asked_sum, loss, num, parts, ooms, spoiled, tokens, num_unknown, *rest = self._ranks.sum(
             [totals.weight, asked or 0.0, totals.loss, *counts]
             + [totals.metrics.get(name, 0.0) for name in names]
             + ([] if norms is None else [0.0] * norms.num_groups if squares is None else list(squares)),
@@ -245,8 +263,15 @@ class Gatherer:
         summed = torch.tensor(rest[len(names) :], dtype=torch.float64) if norms is not None else None
         return Summary(
             weight, loss, round(num), round(parts), round(ooms), metrics, summed,
-            None if asked is None else asked_sum, round(spoiled),
+            None if asked is None else asked_sum, round(spoiled), None if num_unknown else round(tokens),
         )  # fmt: skip
+
+    def stop(self, pending: Pending) -> Lap | float:
+        """Return the seconds of an update that ends here; on a CUDA device they are read later."""
+        if pending.lap is None:
+            return self.clock() - pending.started
+        pending.lap.stop()
+        return pending.lap
 
     def end(self) -> None:
         """Leave no trace of an update that was applied."""
@@ -275,6 +300,7 @@ class _Prepared(NamedTuple):
 
     logical: LogicalBatch
     asked: float | None  # what weight_of counted
+    num_tokens: int | None
 
 
 class _Opened(NamedTuple):
