@@ -227,16 +227,21 @@ def test_an_input_whose_rows_are_not_known_is_named(inputs, message):
         torch.arange(6).reshape(6, 1),
         (torch.arange(6), np.arange(12).reshape(6, 2)),
         {"x": torch.arange(6), "names": list("abcdef"), "scale": 2.0, "none": None},
-        BatchEncoding({"x": torch.arange(6)}),
         Pair(torch.arange(6), torch.zeros(6, 2)),
         {"inner": {"x": torch.arange(6)}, "more": Inputs(torch.arange(6), torch.ones(6))},
     ],
-    ids=["tensor", "tuple", "dict", "encoding", "named tuple", "nested"],
+    ids=["tensor", "tuple", "dict", "named tuple", "nested"],
 )
 def test_the_parts_of_a_batch_join_to_the_batch(batch):
     joined = join([take(batch, [0, 1]), take(batch, [2]), take(batch, [3, 4, 5])])
     assert type(joined) is type(batch)
     assert same(joined, batch)
+
+
+def test_encodings_join_to_an_encoding():
+    joined = join([BatchEncoding({"x": torch.arange(2)}), BatchEncoding({"x": torch.arange(1)})])
+    assert type(joined) is BatchEncoding
+    assert joined["x"].tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
