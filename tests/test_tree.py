@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
-from batchwright._tree import Rows, leaves, map_leaves, num_examples, take, take_rows
+from batchwright._tree import Rows, join, leaves, map_leaves, num_examples, take, take_rows
 from batchwright.errors import ArgumentError
 
 from .trees import Inputs, Pair, same
@@ -216,3 +216,46 @@ def test_the_layers_of_a_cache_are_cut_layer_by_layer():
 def test_an_input_whose_rows_are_not_known_is_named(inputs, message):
     with pytest.raises(ArgumentError, match=message):
         take_rows(inputs, [0], 3)
+
+
+# Joining
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.arange(6).reshape(6, 1),
+        (torch.arange(6), np.arange(12).reshape(6, 2)),
+        {"x": torch.arange(6), "names": list("abcdef"), "scale": 2.0, "none": None},
+        Pair(torch.arange(6), torch.zeros(6, 2)),
+        {"inner": {"x": torch.arange(6)}, "more": Inputs(torch.arange(6), torch.ones(6))},
+    ],
+    ids=["tensor", "tuple", "dict", "named tuple", "nested"],
+)
+def test_the_parts_of_a_batch_join_to_the_batch(batch):
+    joined = join([take(batch, [0, 1]), take(batch, [2]), take(batch, [3, 4, 5])])
+    assert type(joined) is type(batch)
+    assert same(joined, batch)
+
+
+def test_encodings_join_to_an_encoding():
+    joined = join([BatchEncoding({"x": torch.arange(2)}), BatchEncoding({"x": torch.arange(1)})])
+    assert type(joined) is BatchEncoding
+    assert joined["x"].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.zeros(2, 3), torch.zeros(2, 4)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int64)),
+        ({"x": torch.zeros(2)}, {"y": torch.zeros(2)}),
+        ({"x": torch.zeros(2), "scale": 1}, {"x": torch.zeros(2), "scale": 2}),
+        ((torch.zeros(2), torch.zeros(2)), (torch.zeros(2),)),
+        ({"x": torch.zeros(2), "boxes": [torch.zeros(1), torch.zeros(3)]},) * 2,
+        (torch.zeros(2), np.zeros(2)),
+    ],
+    ids=["width", "type", "names", "single values", "fields", "lists of tensors", "kinds"],
+)
+def test_batches_that_nobody_can_join_give_none(first, second):
+    assert join([first, second]) is None

@@ -24,6 +24,7 @@ from batchwright.step import (
     entropy_sum,
     generate,
     growing_shapes,
+    measure_size,
     merge_padded,
     oom_safe,
     split_by_budget,
@@ -94,6 +95,25 @@ def test_other_options_of_a_stepper(number):
     assert are_plain(stepper._settings)
     assert is_plain(stepper.state_dict())
     assert json.loads(json.dumps(stepper.state_dict())) == same.state_dict()
+
+
+@pytest.mark.parametrize("number", REAL)
+def test_rules_and_counts_may_answer_with_numbers_of_numpy(number):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.9, 0.5))
+    options = {"beta2_rule": lambda size, base, beta2: number(0.25), "tokens_of": lambda batch: np.int64(batch.numel())}
+    report = Stepper(model, optimizer, loss_fn, base_size=np.int64(4), **options).step(torch.ones(8, 2))
+    assert (report.beta2, report.tokens) == (0.25, 16)
+    assert is_plain([report.beta2, report.observation()])
+
+
+def test_factors_and_repeats_of_an_experiment():
+    batches = [torch.ones(4, 2) * number for number in range(6)]
+    found = measure_size(make_stepper(), batches, factors=np.array([1, 2]), repeats=np.int64(2))
+    assert [branch.factor for branch in found.branches] == [1, 2]
+    assert is_plain(found.to_dict())
+    assert is_plain(found.observation())
 
 
 def test_a_flag_may_be_one_of_numpy():
