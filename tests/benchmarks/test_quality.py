@@ -30,7 +30,7 @@ def script(monkeypatch):
 @pytest.fixture
 def corpus(script):
     """Five pairs, the last one held out; sources of 2, 3, 1, 4 and 2 tokens, targets of 3, 1, 2, 2 and 1."""
-    parts = script("quality.corpus")
+    parts = script("_quality.corpus")
     first = parts.Texts.of([[5, 6], [7, 8, 9], [10], [11, 12, 13, 14], [15, 16]])
     second = parts.Texts.of([[20, 21, 22], [23], [24, 25], [26, 27], [28]])
     orders = {
@@ -40,7 +40,7 @@ def corpus(script):
 
 
 def test_a_batch_is_padded_to_its_longest_texts(script, corpus):
-    made = corpus.make(script("quality.corpus").Part(np.array([0, 1])))
+    made = corpus.make(script("_quality.corpus").Part(np.array([0, 1])))
     assert made.batch["input_ids"].tolist() == [[5, 6, 1], [7, 8, 9]]
     assert made.batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
     assert made.batch["labels"].tolist() == [[20, 21, 22], [23, -100, -100]]
@@ -48,7 +48,7 @@ def test_a_batch_is_padded_to_its_longest_texts(script, corpus):
 
 
 def test_rows_that_fill_a_static_shape_up_have_no_labels_and_no_weight(script, corpus):
-    made = corpus.make(script("quality.corpus").Part(np.array([1]), (2, 4, 2)))
+    made = corpus.make(script("_quality.corpus").Part(np.array([1]), (2, 4, 2)))
     assert made.batch["input_ids"].tolist() == [[7, 8, 9, 1], [7, 8, 9, 1]]
     assert made.batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 0]]
     assert made.batch["labels"].tolist() == [[23, -100], [-100, -100]]
@@ -65,21 +65,21 @@ def test_a_filled_batch_is_that_of_the_collator_of_the_library(script, corpus):
         fill_rows=True,
     )
     wanted = collate([{"input_ids": columns[0][place], "labels": columns[1][place]} for place in (3, 0)])
-    found = corpus.make(script("quality.corpus").Part(np.array([3, 0]), (4, 4, 3))).batch
+    found = corpus.make(script("_quality.corpus").Part(np.array([3, 0]), (4, 4, 3))).batch
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, msg=name)
 
 
 def test_texts_that_do_not_fit_their_shape_are_refused(script, corpus):
-    part = script("quality.corpus").Part(np.array([0, 3]), (2, 4, 2))
+    part = script("_quality.corpus").Part(np.array([0, 3]), (2, 4, 2))
     with pytest.raises(ValueError, match=r"2 texts of \[4, 3\] tokens do not fit \(2, 4, 2\)"):
         corpus.make(part)
 
 
 def test_a_corpus_comes_back_from_its_file(script, corpus, tmp_path):
     corpus.save(tmp_path / "c.npz")
-    again = script("quality.corpus").Corpus.load(tmp_path / "c.npz")
+    again = script("_quality.corpus").Corpus.load(tmp_path / "c.npz")
     assert (again.task, again.vocabulary, again.num_held_out) == ("translation", 40, 1)
     assert again.lengths.tolist() == [[2, 3], [3, 1], [1, 2], [4, 2]]
     order = [[part.indices.tolist() for part in update] for update in again.orders["dynabatch-4/0/0"]]
@@ -87,7 +87,7 @@ def test_a_corpus_comes_back_from_its_file(script, corpus, tmp_path):
 
 
 def test_held_out_texts_are_all_evaluated_once(script, corpus):
-    parts = script("quality.corpus")
+    parts = script("_quality.corpus")
     whole = parts.Corpus("translation", corpus.columns, 40, 5)
     batches = whole.held_out(12)
     assert sum(made.num_examples for made in batches) == 5
@@ -97,7 +97,7 @@ def test_held_out_texts_are_all_evaluated_once(script, corpus):
 
 @pytest.mark.parametrize("task", ["translation", "decoder"])
 def test_filler_rows_change_neither_loss_nor_weight(script, corpus, task):
-    parts, tasks = script("quality.corpus"), script("quality.tasks")
+    parts, tasks = script("_quality.corpus"), script("_quality.tasks")
     columns = corpus.columns if task == "translation" else corpus.columns[:1]
     texts = parts.Corpus(task, columns, 40, 1)
     model = tasks.make_model(task, 40, "cpu", seed=0, small=True).eval()
@@ -112,7 +112,7 @@ def test_filler_rows_change_neither_loss_nor_weight(script, corpus, task):
 
 @pytest.mark.parametrize("task", ["translation", "decoder"])
 def test_the_loss_is_that_of_the_model_itself(script, corpus, task):
-    parts, tasks = script("quality.corpus"), script("quality.tasks")
+    parts, tasks = script("_quality.corpus"), script("_quality.tasks")
     columns = corpus.columns if task == "translation" else corpus.columns[:1]
     made = parts.Corpus(task, columns, 40, 1).make(parts.Part(np.array([0, 1, 3])))
     model = tasks.make_model(task, 40, "cpu", seed=0, small=True).eval()
@@ -122,14 +122,14 @@ def test_the_loss_is_that_of_the_model_itself(script, corpus, task):
 
 
 def test_a_seed_gives_the_same_weights(script):
-    make = script("quality.tasks").make_model
+    make = script("_quality.tasks").make_model
     first, same, other = (make("decoder", 40, "cpu", seed=seed, small=True).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
 def many(script, num=203):
-    parts = script("quality.corpus")
+    parts = script("_quality.corpus")
     rng = np.random.default_rng(0)
     columns = tuple(parts.Texts.of([[9] * int(n) for n in rng.integers(1, 30, num)]) for _ in range(2))
     return parts.Corpus("translation", columns, 40, 3)
@@ -137,7 +137,7 @@ def many(script, num=203):
 
 @pytest.mark.parametrize("name", ["fixed-8", "grouped-8", "max_tokens-128", "buckets-4-128", "graphs-4-128"])
 def test_an_epoch_holds_every_text_once(script, name):
-    arms, corpus = script("quality.arms"), many(script)
+    arms, corpus = script("_quality.arms"), many(script)
     found = arms.updates_of(arms.Arm.parse(name), corpus, seed=0, limit=400)
     seen = np.concatenate([part.indices for update in found for part in update])
     assert sorted(seen[:200].tolist()) == sorted(seen[200:400].tolist()) == list(range(200))
@@ -145,7 +145,7 @@ def test_an_epoch_holds_every_text_once(script, name):
 
 
 def test_grouped_texts_have_about_the_same_length(script):
-    arms, corpus = script("quality.arms"), many(script)
+    arms, corpus = script("_quality.arms"), many(script)
     spread = {}
     for name in ("fixed-8", "grouped-8"):
         found = arms.updates_of(arms.Arm.parse(name), corpus, seed=0, limit=25)
@@ -154,7 +154,7 @@ def test_grouped_texts_have_about_the_same_length(script):
 
 
 def test_only_planned_static_shapes_are_padded_to(script):
-    arms, corpus = script("quality.arms"), many(script)
+    arms, corpus = script("_quality.arms"), many(script)
     plain = arms.updates_of(arms.Arm.parse("max_tokens-128"), corpus, seed=0, limit=20)
     static = arms.updates_of(arms.Arm.parse("buckets-4-128"), corpus, seed=0, limit=20)
     assert all(part.shape is None for (part,) in plain)
@@ -162,14 +162,14 @@ def test_only_planned_static_shapes_are_padded_to(script):
 
 
 def test_orders_of_others_go_on_in_another_order(script, corpus):
-    arms = script("quality.arms")
+    arms = script("_quality.arms")
     found = arms.updates_of(arms.Arm.parse("dynabatch-4"), corpus, seed=0, limit=6)
     assert [len(update) for update in found[:2]] == [1, 2]
     assert sorted(len(update) for update in found[2:]) == [1, 1, 2, 2]
 
 
 def test_an_order_that_was_not_prepared_is_named(script, corpus):
-    arms = script("quality.arms")
+    arms = script("_quality.arms")
     with pytest.raises(LookupError, match="no order of dynabatch-16 for seed 0"):
         arms.updates_of(arms.Arm.parse("dynabatch-16"), corpus, seed=0, limit=1)
 
@@ -177,11 +177,11 @@ def test_an_order_that_was_not_prepared_is_named(script, corpus):
 @pytest.mark.parametrize("name", ["graphs", "graphs-16", "fixed-x", "nothing-1", "fixed-1-2"])
 def test_a_wrong_name_of_an_arm_is_refused_with_all_right_ones(script, name):
     with pytest.raises(SystemExit, match=rf"'{name}' is no arm; arms are fixed-N, .*graphs-N-N"):
-        script("quality.arms").Arm.parse(name)
+        script("_quality.arms").Arm.parse(name)
 
 
 def test_real_peers_give_their_orders(script):
-    preparing = script("quality.preparing")
+    preparing = script("_quality.preparing")
     lengths = np.random.default_rng(0).integers(2, 40, 120)
     grouped = preparing.grouped_by_transformers(lengths, 8)
     balanced = preparing.rebalanced_by_transformers(lengths, 8, 2)
@@ -205,7 +205,7 @@ def device(script):
 
 
 def test_the_clock_stands_still_in_a_pause(script, device):
-    clock = script("quality.training").Clock(device)
+    clock = script("_quality.training").Clock(device)
     clock.start()
     time.sleep(0.02)
     clock.pause()
@@ -220,7 +220,7 @@ def test_the_clock_stands_still_in_a_pause(script, device):
 @pytest.fixture
 def make_run(script, device):
     def make(name, task="translation", seconds=0.2):
-        training, arms = script("quality.training"), script("quality.arms")
+        training, arms = script("_quality.training"), script("_quality.arms")
         arm = arms.Arm.parse(name)
         corpus = script("gpu_quality").drawn_corpus(task, with_peers=arm.is_of_others)
         settings = training.Settings(seconds, (seconds / 2, seconds), True)
@@ -262,7 +262,7 @@ def test_validation_leaves_the_trained_model_alone(make_run):
 
 def test_an_update_of_several_parts_has_the_gradient_of_the_whole(script, make_run, corpus):
     """Parts of 3 and 2 labels weigh 3 to 2; the rate is 0 in the step, so that only gradients are compared."""
-    training, parts = script("quality.training"), script("quality.corpus")
+    training, parts = script("_quality.training"), script("_quality.corpus")
     run = make_run("fixed-4")
     run.model.eval()
     halves = [corpus.make(parts.Part(np.array(places))) for places in ([0], [2])]
@@ -306,7 +306,7 @@ ROWS = [
 
 
 def test_an_arm_counts_at_its_best_rate_averaged_over_seeds(script):
-    best, *rest = script("quality.results").summarize(ROWS, "translation")
+    best, *rest = script("_quality.results").summarize(ROWS, "translation")
     assert (best["arm"], best["loss"], best["lr"], best["seeds"]) == ("graphs-16-8192", 2.5, 1e-3, 2)
     assert best["spread"] == "2.000 to 3.000"
     assert best["by_lr"] == "0.0005: 2.50, 0.001: 2.00"
@@ -315,7 +315,7 @@ def test_an_arm_counts_at_its_best_rate_averaged_over_seeds(script):
 
 
 def test_the_time_to_the_best_peers_loss_lies_on_a_straight_line(script):
-    found = {one["arm"]: one for one in script("quality.results").summarize(ROWS, "translation")}
+    found = {one["arm"]: one for one in script("_quality.results").summarize(ROWS, "translation")}
     # From 9 to 3 in 10 seconds: 5 after 6 2/3, which is a third of the peer's 20; 4 after 8 1/3.
     graphs = found["graphs-16-8192"]
     assert (graphs["to_peer"], graphs["times_peer"]) == (pytest.approx(20 / 3), pytest.approx(3))
@@ -327,14 +327,14 @@ def test_the_time_to_the_best_peers_loss_lies_on_a_straight_line(script):
 def test_a_table_names_controls_and_failures(script):
     rows = [*ROWS, row("fixed-16", 1e-3, 0, [(0, 9.0), (20, 6.0)], is_control=True)]
     rows.append({"task": "translation", "arm": "graphs-4-64", "lr": 0.001, "seed": 0, "error": "ValueError: no"})
-    table = script("quality.results").render(rows, "translation")
+    table = script("_quality.results").render(rows, "translation")
     assert "| graphs-16-8192 | 10 | 3 | 10.0% | 2 | 3.0 | 1.00 |" in table
     assert "command c: fixed-16 lr 0.001 seed 0: 10 tokens/s, 3 updates, loss 6.000" in table
     assert "failed: graphs-4-64 lr 0.001 seed 0: ValueError: no" in table
 
 
 def test_a_learning_rate_at_which_an_arm_diverged_is_not_its_best(script):
-    results = script("quality.results")
+    results = script("_quality.results")
     rows = [row("fixed-16", 1e-3, 0, [(0.0, 9.0), (28.0, NAN)]), row("fixed-16", 5e-4, 0, [(0.0, 9.0), (28.0, 3.0)])]
     assert results.best_rate(rows, "translation", "fixed-16") == 5e-4
     (found,) = results.summarize(rows, "translation")
@@ -344,7 +344,7 @@ def test_a_learning_rate_at_which_an_arm_diverged_is_not_its_best(script):
 @pytest.mark.parametrize("loss", [NAN, math.inf])
 def test_a_diverged_arm_is_last_and_the_plot_names_it_without_a_line(script, tmp_path, loss):
     rows = [row("fixed-16", 1e-3, 0, [(0.0, 9.0), (28.0, loss)]), row("grouped-8", 1e-3, 0, [(0.0, 9.0), (28.0, 3.0)])]
-    found = script("quality.results").summarize(rows, "translation")
+    found = script("_quality.results").summarize(rows, "translation")
     assert [one["arm"] for one in found] == ["grouped-8", "fixed-16"]
     assert [one["to_peer"] for one in found] == [28.0, None]
     script("gpu_quality").report(rows, ["translation"], tmp_path / "q.svg")
@@ -359,7 +359,10 @@ def test_a_seed_that_diverged_lets_its_arm_be_last(script):
         row("fixed-16", 1e-3, 1, [(0, 9.0), (20, NAN)]),
         row("grouped-8", 1e-3, 0, [(0, 9.0), (20, 3.0)]),
     ]
-    assert [one["arm"] for one in script("quality.results").summarize(rows, "translation")] == ["grouped-8", "fixed-16"]
+    assert [one["arm"] for one in script("_quality.results").summarize(rows, "translation")] == [
+        "grouped-8",
+        "fixed-16",
+    ]
 
 
 def test_seeds_whose_capture_passed_other_marks_have_the_mean_of_equal_times(script):
@@ -369,7 +372,7 @@ def test_seeds_whose_capture_passed_other_marks_have_the_mean_of_equal_times(scr
         row("graphs-16-8192", 1e-3, 1, [(0.0, 9.0), (3.4, 6.0), (28.0, 2.0)]),
         row("fixed-16", 1e-3, 0, [(0.0, 9.0), (28.0, 5.0)]),
     ]
-    best, _ = script("quality.results").summarize(rows, "translation")
+    best, _ = script("_quality.results").summarize(rows, "translation")
     assert best["curve"][-1] == (28.0, 2.0)
     assert 9.25 <= best["to_peer"] <= 9.55  # one passes 5.0 at 9.25 s, the other at about 9.55 s
 
@@ -380,17 +383,17 @@ def test_the_time_of_the_best_peer_is_that_of_its_whole_run(script):
         row("dynabatch-16", 1e-3, 1, [(0.0, 9.0), (28.0, 5.0)]),
         row("graphs-16-8192", 1e-3, 0, [(0.0, 9.0), (7.0, 5.0), (28.0, 2.0)]),
     ]
-    best, _ = script("quality.results").summarize(rows, "translation")
+    best, _ = script("_quality.results").summarize(rows, "translation")
     assert best["times_peer"] == pytest.approx(28 / 7)
 
 
 def test_a_mean_curve_ends_with_the_mean_of_the_last_losses(script):
-    found = script("quality.results").mean_curve([[(0, 9.0), (20.1, 4.0)], [(0, 9.0), (20.3, 2.0)]])
+    found = script("_quality.results").mean_curve([[(0, 9.0), (20.1, 4.0)], [(0, 9.0), (20.3, 2.0)]])
     assert found[-1] == (20.3, 3.0)
 
 
 def test_the_note_of_a_plot_says_which_rates_arms_had(script, tmp_path):
-    results, gpu_quality = script("quality.results"), script("gpu_quality")
+    results, gpu_quality = script("_quality.results"), script("gpu_quality")
     same = [row(arm, lr, 0, [(0, 9.0), (20, 5.0)]) for arm in ("fixed-16", "grouped-8") for lr in (1e-3, 5e-4)]
     for rows, note in ((same, "best learning rate of the same grid"), (same[1:], "learning rates as listed in the ta")):
         gpu_quality.report(rows, ["translation"], tmp_path / "q.svg")
@@ -400,7 +403,7 @@ def test_the_note_of_a_plot_says_which_rates_arms_had(script, tmp_path):
 
 
 def test_the_peak_of_a_graphed_arm_has_its_pool_or_is_left_out(script):
-    summarize = script("quality.results").summarize
+    summarize = script("_quality.results").summarize
     curve = [(0, 9.0), (20, 5.0)]
     (old,) = summarize([row("graphs-16-8192", 1e-3, 0, curve, peak_gib=1.0)], "translation")
     (new,) = summarize([row("graphs-16-8192", 1e-3, 0, curve, peak_gib=3.0, stepper_peak_gib=3.0)], "translation")
@@ -425,20 +428,20 @@ def test_ratios_are_added_where_no_dense_shape_fits(script):
     "curve", [[(0.0, 9.0), (300.0, 3.0), (60_000.0, 2.4)], [(0.0, 9.0), (1.0, 2.0), (2.0, 2.0)]], ids=["long", "even"]
 )
 def test_a_chart_of_long_runs_or_of_one_loss_is_drawn(script, tmp_path, curve):
-    script("quality.chart").draw(tmp_path / "c.svg", [("fixed-16", curve, "peer")], title="t", note="n")
+    script("_quality.chart").draw(tmp_path / "c.svg", [("fixed-16", curve, "peer")], title="t", note="n")
     assert ET.parse(tmp_path / "c.svg").getroot().tag.endswith("svg")
 
 
 def test_names_in_a_chart_do_not_lie_on_each_other(script):
-    spread = script("quality.chart")._spread
+    spread = script("_quality.chart")._spread
     assert spread([10, 12, 40], least=10) == [6.0, 16.0, 40.0]
     found = sorted(spread([5, 5, 5, 30, 31, 90], least=17))
     assert min(np.diff(found)) >= 17 - 1e-9
 
 
 def test_a_chart_has_a_line_and_a_name_for_every_arm(script, tmp_path):
-    results = script("quality.results")
-    script("quality.chart").draw(
+    results = script("_quality.results")
+    script("_quality.chart").draw(
         tmp_path / "c.svg", results.chart_series(ROWS, "translation"), title="Loss <of> arms", note="n"
     )
     tree = ET.parse(tmp_path / "c.svg")
@@ -525,7 +528,7 @@ def test_runs_of_other_seconds_are_refused(run_script):
 
 def test_runs_of_other_data_or_of_a_trial_are_refused(script, run_script, tmp_path):
     report, _ = run_script("--arms", "fixed-4")
-    check, mine = script("quality.results").check_alike, {"seconds_a_run": 0.1, "data": "drawn", "smoke": True}
+    check, mine = script("_quality.results").check_alike, {"seconds_a_run": 0.1, "data": "drawn", "smoke": True}
     check(report["commands"], report["rows"], "translation", mine)
     check(report["commands"], report["rows"], "decoder", {**mine, "data": "ab"})  # it has no run of that task
     with pytest.raises(SystemExit, match=r"differ in data \(ab, drawn\)"):
@@ -537,7 +540,7 @@ def test_runs_of_other_data_or_of_a_trial_are_refused(script, run_script, tmp_pa
 def test_older_results_say_less_but_can_be_reported(script):
     commands = [{"id": "c", "seconds_a_run": 28.0}, {"id": "d", "seconds_a_run": 28.0, "data": "ab"}]
     rows = [row("fixed-16", 1e-3, 0, [(0, 9.0), (28, 5.0)], command=name) for name in "cd"]
-    check = script("quality.results").check_alike
+    check = script("_quality.results").check_alike
     check(commands, rows, "translation")
     with pytest.raises(SystemExit, match=r"differ in data \(ab, unknown\)"):
         check(commands, rows, "translation", {"seconds_a_run": 28.0, "data": "ab", "smoke": None})
