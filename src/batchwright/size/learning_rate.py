@@ -1,4 +1,4 @@
-"""How the learning rate follows the batch size: pure rules from sizes to a factor.
+"""How the learning rate, and Adam's second beta, follow the batch size: pure rules.
 
 There are two ways to couple them. *Annealing* grows the batch where a schedule would shrink the rate, and keeps the
 rate constant: the noise of the update falls. *Scaling*, the rules here, raises the rate with the batch: the noise stays
@@ -16,6 +16,8 @@ from ..errors import ArgumentError
 
 RuleName: TypeAlias = Literal["linear", "sqrt", "adascale", "none"]
 Rule: TypeAlias = Callable[[int, int], float]
+Beta2RuleName: TypeAlias = Literal["half_life"]
+Beta2Rule: TypeAlias = Callable[[int, int, float], float]
 
 
 def linear(batch_size: int, base_size: int) -> float:
@@ -62,6 +64,29 @@ def get_rule(rule: str | Rule | None) -> Rule | Literal["adascale"] | None:
         names = ", ".join(map(repr, get_args(RuleName)))
         raise ArgumentError(f"lr_rule must be {names}, a function of (batch_size, base_size) or None, got {rule!r}")
     return known[rule]
+
+
+def half_life(batch_size: int, base_size: int, beta2: float) -> float:
+    """Return ``beta2 ** (B / B0)``: Adam's average of squared gradients forgets after as many examples as at ``B0``.
+
+    Each update multiplies the average by ``beta2``, so half of it is left after ``B · ln 2 / -ln beta2`` examples. A
+    larger batch makes fewer updates of the same examples, and needs a smaller ``beta2`` (Marek et al. 2025).
+
+    >>> half_life(128, 64, 0.99), half_life(16, 64, 0.9801)
+    (0.9801, 0.99498743710662)
+    """
+    return float(beta2 ** (batch_size / base_size))
+
+
+def get_beta2_rule(rule: str | Beta2Rule | None) -> Beta2Rule | None:
+    """Return the function of a rule for beta2; refuse an unknown name."""
+    if rule is None or callable(rule):
+        return rule
+    if rule != "half_life":
+        raise ArgumentError(
+            f"beta2_rule must be 'half_life', a function of (batch_size, base_size, beta2) or None, got {rule!r}"
+        )
+    return half_life
 
 
 # Wrappers that only hand calls on, by the name of a class, each with the attribute that holds the real optimizer.
