@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias, final, get_args
+from typing import Any, Literal, Protocol, TypeAlias, final, get_args
 
 from ..errors import ArgumentError
 
@@ -141,12 +141,36 @@ def scaled_lr(optimizer: Any, factor: float) -> Iterator[None]:
         yield
         return
     inner = innermost(optimizer)
-    rates = _ScaledRates(inner, factor)
-    with _step_hooks(inner, rates) if _runs_hooks(inner) else rates:
+    with in_step(inner, _ScaledRates(inner, factor)):
+        yield
+
+
+class Change(Protocol):
+    """A change of an optimizer's groups from ``__enter__`` to ``__exit__``; ``put_back`` undoes it after an error."""
+
+    def __enter__(self) -> None:
+        """Make the change."""
+
+    def __exit__(self, *_: object) -> None:
+        """Undo the change, and refuse what the step made of it."""
+
+    def put_back(self) -> None:
+        """Undo the change if it was made."""
+
+
+@contextmanager
+def in_step(optimizer: Any, change: Change) -> Iterator[None]:
+    """Make a change only while the step of an optimizer runs, and undo it before anyone looks, after an error too.
+
+    Args:
+        optimizer: without its wrappers. One whose step runs no hooks is changed for as long as the context lasts.
+        change: is made and undone.
+    """
+    with _step_hooks(optimizer, change) if _runs_hooks(optimizer) else change:
         try:
             yield
         except BaseException:
-            rates.put_back()
+            change.put_back()
             raise
 
 
@@ -158,17 +182,17 @@ def _runs_hooks(optimizer: Any) -> bool:
 
 
 @contextmanager
-def _step_hooks(optimizer: Any, rates: _ScaledRates) -> Iterator[None]:
-    """Scale in the last hook before the step and put back in the first one after it."""
-    before = optimizer.register_step_pre_hook(lambda *_: rates.__enter__())
-    after = optimizer.register_step_post_hook(lambda *_: rates.__exit__())
+def _step_hooks(optimizer: Any, change: Change) -> Iterator[None]:
+    """Make a change in the last hook before the step and undo it in the first one after it."""
+    before = optimizer.register_step_pre_hook(lambda *_: change.__enter__())
+    after = optimizer.register_step_post_hook(lambda *_: change.__exit__())
     optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
     try:
         yield
     finally:
         before.remove()
         after.remove()
-        rates.put_back()  # if an error ended the step between the two hooks
+        change.put_back()  # if an error ended the step between the two hooks
 
 
 @final
