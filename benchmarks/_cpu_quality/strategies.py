@@ -11,6 +11,7 @@ warmup          the batch doubles after an eighth, a quarter and half of the tim
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any, final
@@ -31,6 +32,7 @@ NOISE_EVERY = 4  # updates
 EXPERIMENTS = (0.1, 0.2, 0.4, 0.6)
 EXPERIMENT_BATCHES = 8
 
+NOISE: dict[str, Any] = {"noise_from": "vectors"} if "noise_from" in inspect.signature(Stepper).parameters else {}
 _RULES = {"linear": learning_rate.linear, "sqrt": learning_rate.sqrt}
 
 Batches = Callable[[int, int], list[Any]]
@@ -111,7 +113,8 @@ class Strategy:
         if self.name == "measured":
             return bw.BatchSizeController(size.measured(), initial=base, **limits)
         if self.name == "goodput":
-            self.stepper_options |= {"measure_noise": NOISE_EVERY, "noise_from": "vectors"}
+            self.stepper_options |= {"measure_noise": NOISE_EVERY, **NOISE}
+            limits["min_size"] = max(2, base // 8)  # the policy's own limit
             return bw.BatchSizeController(size.goodput(), initial=base, **limits)
         known = ", ".join(("constant-SIZExFACTOR", *STRATEGIES))
         raise SystemExit(f"{self.name!r} is no strategy; strategies are {known}")
