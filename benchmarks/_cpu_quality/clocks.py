@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol, final
 
 from batchwright.lab.update_time import UpdateTime, named
@@ -11,7 +12,13 @@ from batchwright.lab.update_time import UpdateTime, named
 class Clock(Protocol):
     """Seconds that count so far."""
 
-    seconds: float
+    @property
+    def seconds(self) -> float:
+        """Return the seconds that count so far."""
+
+    @property
+    def time_of(self) -> Callable[[int, int], float] | None:
+        """Return the seconds of some passes over some examples as a function, None where only a run can tell."""
 
     def start(self) -> None:
         """Start, or go on."""
@@ -36,6 +43,8 @@ class CpuClock:
         """Return the seconds that count so far."""
         return self._gone + (0.0 if self._since is None else time.process_time() - self._since)
 
+    time_of = None
+
     def start(self) -> None:
         """Start, or go on."""
         self._since = time.process_time()
@@ -54,7 +63,11 @@ class ModelClock:
 
     def __init__(self, model: UpdateTime) -> None:
         self._model = model
-        self.seconds = 0.0
+        self.seconds: float = 0.0
+
+    def time_of(self, passes: int, examples: int) -> float:
+        """Return the seconds of some passes over some examples."""
+        return self._model.seconds(passes=passes, examples=examples)
 
     def start(self) -> None:
         """Do nothing: only work that is noted takes time."""
@@ -64,7 +77,7 @@ class ModelClock:
 
     def passed(self, *, passes: int, examples: int) -> None:
         """Add the seconds of some passes over some examples."""
-        self.seconds += self._model.seconds(passes=passes, examples=examples)
+        self.seconds += self.time_of(passes, examples)
 
 
 def make_clock(name: str) -> Clock:

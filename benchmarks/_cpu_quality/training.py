@@ -75,9 +75,9 @@ def run(unit: Unit, scale: float = 1.0) -> Row:
     clock.start()
     while (began := clock.seconds) < seconds:
         gone = began / seconds
-        work = strategy.experiment(stepper, take, gone)
+        work = strategy.experiment(stepper, take, gone, clock.time_of)
         if work is not None:
-            clock.passed(passes=int(work["passes"]), examples=int(work["examples"]))
+            clock.passed(passes=work["passes"], examples=work["examples"])
             extra += clock.seconds - began
             began = clock.seconds
         size = strategy.size
