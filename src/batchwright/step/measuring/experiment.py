@@ -23,11 +23,11 @@ from ..filler import ROW_WEIGHT, without_filler
 from ..losses import needs_whole_batch
 from ..memory.monitor import MemoryMonitor
 from ..oom import drop_gradients
-from ..report import StepReport
+from ..report import MicroSums, StepReport
 from ..stepper import Stepper
 from ._joining import join
 from .restoring import Held
-from .result import Branch, SizeExperiment
+from .result import SizeBranch, SizeExperiment
 
 # Names that a module has of itself; what else it has as numbers and tensors is put back.
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -221,9 +221,11 @@ class _Laboratory:
             held.add_module(module)
             for part in module.modules():
                 held.add_attributes(part, besides=_OF_MODULES)
-        for optimizer in [self._optimizer, *optimizers]:
+        for optimizer in _with_inner([self._optimizer, *optimizers]):
             held.add_optimizer(optimizer)
             held.add_attributes(optimizer, besides=_OF_OPTIMIZERS)
+        if self._stepper._optimizer is not self._optimizer:  # a wrapper notes that it stepped
+            held.add_attributes(self._stepper._optimizer, besides=_OF_OPTIMIZERS)
         if self._settings.scaler is not None:
             held.add_attributes(self._settings.scaler)
         self.copy_bytes = held.num_bytes
@@ -236,7 +238,7 @@ class _Laboratory:
         self._stepper.load_state_dict(self._state)
         self._gatherer.runner.usual_weight = self._usual_weight
 
-    def branch(self, plan: _Plan, factor: int) -> Branch:
+    def branch(self, plan: _Plan, factor: int) -> SizeBranch:
         """Train at one factor, from the beginning in every repeat, and evaluate."""
         groups = [[batches[at : at + factor] for at in range(0, len(batches), factor)] for batches in plan.repeats]
         joined = self._joined(groups)
@@ -254,7 +256,7 @@ class _Laboratory:
         sizes = [report.batch_size for report in reports]
         self.num_examples = sum(sizes) // plan.num_repeats
         peaks = [report.peak_bytes for report in reports if report.peak_bytes is not None]
-        return Branch(
+        return SizeBranch(
             factor=factor,
             batch_size=sum(sizes) / len(sizes),
             num_updates=len(reports),
@@ -269,15 +271,15 @@ class _Laboratory:
         """Begin a branch: without gradients, and with a rule for the learning rate."""
         drop_gradients([value for module in self._modules for value in module.parameters()])
         drop_gradients(self._stepper._trained.parameters)
-        if self._settings.lr_rule is not None or self._stepper._lr_rule is not None:
+        if self._stepper._lr_rule is not None:
             return
         rule = sqrt if any("betas" in group for group in self._optimizer.param_groups) else linear
         base = self._base_size(plan)
         self._stepper._lr_rule = lambda batch_size, _: rule(batch_size, base)
         self.lr_name = f"{rule.__name__}, base_size {base}"
         self.notes.append(
-            f"The stepper has no lr_rule, so branches scaled the rate by {rule.__name__}; before the size grows, give it "
-            f"lr_rule={rule.__name__!r} and base_size={base}."
+            f"The stepper has no lr_rule, so branches scaled the rate by {rule.__name__}; before the size grows, give "
+            f"it lr_rule={rule.__name__!r} and base_size={base}."
         )
 
     def _base_size(self, plan: _Plan) -> int:
@@ -334,7 +336,10 @@ class _Laboratory:
             if isinstance(micro_batch, dict) and ROW_WEIGHT in micro_batch:
                 micro_batch = without_filler(micro_batch)
             with self._settings.precision(self._device):
-                loss, weight, *_ = self._settings.loss_fn(self._ranks.module, micro_batch)
+                returned = self._settings.loss_fn(self._ranks.module, micro_batch)
+            if not isinstance(returned, tuple):
+                MicroSums(returned)  # which says what to return instead
+            loss, weight, *_ = returned
             if float(weight):
                 loss_sum, weight_sum = loss_sum + float(loss), weight_sum + float(weight)
         return loss_sum, weight_sum
@@ -347,6 +352,18 @@ def _sorted_out(restore: Any) -> tuple[list[nn.Module], list[Any]]:
     if len(modules) + len(optimizers) < len(given):
         raise ArgumentError(f"restore must hold modules and optimizers only, got {restore!r}")
     return modules, optimizers
+
+
+def _with_inner(optimizers: Sequence[Any]) -> list[Any]:
+    """Return optimizers and those that they hold as attributes, each once."""
+    found: dict[int, Any] = {}
+    waiting = list(optimizers)
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) not in found:
+            found[id(one)] = one
+            waiting += [value for value in vars(one).values() if isinstance(value, Optimizer)]
+    return list(found.values())
 
 
 def _name_of(rule: Any) -> str:
