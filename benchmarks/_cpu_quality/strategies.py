@@ -11,7 +11,6 @@ warmup          the batch doubles after an eighth, a quarter and half of the tim
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any, final
@@ -33,7 +32,6 @@ EXPERIMENTS = (0.1, 0.3)
 EXPERIMENT_BATCHES = 8  # to train on, and as many to compare the losses on
 FACTORS = (1, 2, 4)
 
-NOISE: dict[str, Any] = {"noise_from": "vectors"} if "noise_from" in inspect.signature(Stepper).parameters else {}
 _RULES = {"linear": learning_rate.linear, "sqrt": learning_rate.sqrt}
 
 Batches = Callable[[int, int], list[Any]]
@@ -83,7 +81,60 @@ class Strategy:
         elif self.name in ("smith", "seesaw", "warmup"):
             self.controller.observe(epoch=min(PARTS, int(PARTS * gone)))
 
-    def experiment(controller: bw.BatchSizeController, stepper: Stepper, take: Batches, time_of: TimeOf) -> Work:
+    def experiment(self, stepper: Stepper, take: Batches, gone: float, time_of: TimeOf) -> Work | None:
+        """Measure larger sizes if it is time to, and return the work of it."""
+        if not self._experiments or gone < self._experiments[0]:
+            return None
+        self._experiments = [moment for moment in self._experiments if moment > gone]
+        return experiment(self.controller, stepper, take, time_of)
+
+    def _make(self) -> bw.BatchSizeController:
+        base, task = self.task.base_size, self.task
+        found = re.fullmatch(r"constant-(\d+)x([\d.]+)", self.name)
+        if found is not None:
+            number, factor = int(found[1]), float(found[2])
+            scaled = factor * _RULES[task.lr_rule](number, base)
+            self._rate_of = lambda part: scaled * decay(part)
+            return bw.BatchSizeController(size.constant(number), min_size=number, max_size=number)
+        limits: dict[str, Any] = {"min_size": base, "max_size": LARGEST * base}
+        after = int(WARM_UP * PARTS)
+        if self.name == "smith":
+            power = 1.0 if task.optimizer == "sgd" else 2.0
+            self._rate_of = lambda part: decay(part) * _held(part, after, power)
+            policy = size.from_lr(decay, start=base, power=power, after=after, max_factor=LARGEST)
+            return bw.BatchSizeController(policy, **limits)
+        if self.name == "seesaw":
+            policy, self._rate_of = size.seesaw(decay, start=base, after=after, max_factor=LARGEST)
+            return bw.BatchSizeController(policy, **limits)
+        self.stepper_options = follow_size(task)
+        if self.name == "warmup":
+            policy = size.milestones({0: base, 125: 2 * base, 250: 4 * base, 500: 8 * base}, per="epoch")
+            return bw.BatchSizeController(policy, **limits)
+        if self.name == "measured":
+            return bw.BatchSizeController(size.measured(), initial=base, **limits)
+        if self.name == "goodput":
+            self.stepper_options |= {"measure_noise": NOISE_EVERY, "noise_from": "vectors"}
+            limits["min_size"] = max(2, base // 8)  # the policy's own limit
+            return bw.BatchSizeController(size.goodput(), initial=base, **limits)
+        known = ", ".join(("constant-SIZExFACTOR", *STRATEGIES))
+        raise SystemExit(f"{self.name!r} is no strategy; strategies are {known}")
+
+
+def _held(part: int, after: int, power: float) -> float:
+    """Return what the growing batch takes off the decay: all of it until the batch reaches its largest size."""
+    if part <= after:
+        return 1.0
+    fallen = decay(part)
+    return min(1 / fallen, LARGEST ** (1 / power)) if fallen > 0 else 1.0
+
+
+def follow_size(task: Task) -> dict[str, Any]:
+    """Return the options of a ``Stepper`` whose rate, and Adam's second moment, follow the size."""
+    options: dict[str, Any] = {"lr_rule": task.lr_rule, "base_size": task.base_size}
+    return options if task.optimizer == "sgd" else {**options, "beta2_rule": "half_life"}
+
+
+def experiment(controller: bw.BatchSizeController, stepper: Stepper, take: Batches, time_of: TimeOf) -> Work:
     """Branch training at 1, 2 and 4 times the size in force, let the policy read it, and return the work of it."""
     size_before, num = controller.size, EXPERIMENT_BATCHES
     result = measure_size(stepper, take(num, size_before), factors=FACTORS, evaluate=take(num, size_before))
@@ -93,7 +144,7 @@ class Strategy:
             str(branch.factor): time_of(num // branch.factor, num * size_before) for branch in result.branches
         }
     controller.observe(**observation)
-    # The forward pass of an evaluation is a third of a pass; the held-out batches run once before and after each branch.
+    # An evaluation is a forward pass, a third of a whole one; held-out batches run once before and after each branch.
     evaluated = (1 + len(FACTORS)) * num / 3
     passes = sum(num // factor for factor in FACTORS) + evaluated
     return {"passes": round(passes), "examples": round((len(FACTORS) * num + evaluated) * size_before)}

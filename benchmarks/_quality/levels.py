@@ -1,13 +1,14 @@
 """Arms whose batch changes on the way: tokens per update are a level, and each level has its own plan and graphs.
 
-A new level is a new plan of static shapes and a new graphed ``Stepper``; the model and the optimizer stay, and the graphs
-of the level before are freed. Capture is inside the clock, as everything else is. The learning rate follows the root of
-the level, and the second moment of Adam keeps its half-life in tokens; both are meant for the base level. Ramps that
-replace a decay keep the rate instead, as they are published.
+A new level is a new plan of static shapes and a new graphed ``Stepper``; the model and the optimizer stay, and the
+graphs of the level before are freed. Capture is inside the clock, as everything else is. The learning rate follows the
+root of the level, and the second moment of Adam keeps its half-life in tokens; both are meant for the base level. Ramps
+that replace a decay keep the rate instead, as they are published.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, final
@@ -15,7 +16,6 @@ from typing import Any, final
 import numpy as np
 import torch
 from _gpu import GIB, Device, Row
-from torch import nn
 
 import batchwright as bw
 from batchwright import size
@@ -57,7 +57,6 @@ class Levels:
         arm: ``goodput-16-4096`` and the like: shapes of a plan, and the base level.
         corpus: what is trained on.
         device: where.
-        model: trained.
         optimizer: AdamW at the rate of the base level.
         seed: of the plans.
         seconds: of the whole run, for how many batches are made.
@@ -71,14 +70,13 @@ class Levels:
         corpus: Corpus,
         device: Device,
         *,
-        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         seed: int,
         seconds: float,
         make_stepper: Callable[..., Stepper],
         pin: Pin,
     ) -> None:
-        self._arm, self._device, self._model, self._optimizer = arm, device, model, optimizer
+        self._arm, self._device, self._optimizer = arm, device, optimizer
         self._make_stepper = make_stepper
         count, self.base = arm.numbers
         self._rates = [group["lr"] for group in optimizer.param_groups]
@@ -230,8 +228,6 @@ class Levels:
         return bw.TimeModel.fit(np.array(shapes), np.array(seconds))
 
     def _timed(self, made: Made) -> float:
-        import time
-
         assert self._stepper is not None
         self._device.synchronize()
         start = time.perf_counter()
@@ -263,5 +259,3 @@ def _held(part: int, after: int, most: float) -> float:
         return 1.0
     fallen = decay(part)
     return float(min(1 / fallen, most**0.5)) if fallen > 0 else 1.0
-
-
