@@ -26,7 +26,7 @@ STRATEGIES = ("goodput", "measured", "smith", "seesaw", "warmup")
 WARM_UP = 0.05  # of the time
 PARTS = 1000  # of the time, in which schedules count
 LARGEST = 64  # times the base size
-NOISE_EVERY = 4  # updates
+NOISE_EVERY = 2  # updates
 # When experiments are made, in parts of the time; after the warm-up, while a larger batch still pays.
 EXPERIMENTS = (0.1, 0.3)
 EXPERIMENT_BATCHES = 8  # to train on, and as many to compare the losses on
