@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -16,18 +17,19 @@ from ..noise import MIN_UPDATES, NoiseAverage
 from ..observation import Observation
 from ..policy import Answer, ReasoningPolicy, State, ask, hold, options, show
 from ._prediction import StepTime
-from ._timings import ENOUGH, add_reading, check_positive, check_timings, num_readings, predict_seconds, timed
+from ._timings import ENOUGH, Timing, add_reading, check_positive, check_timings, num_readings, predict_seconds, timed
 from .noise_scale import add_noise, check_average, lacks_noise
 
 SizeUnit: TypeAlias = Literal["examples", "tokens"]
 
-# The sizes that are timed first, in parts of the base; two below it in case bounds leave no room above.
+# The sizes that are timed first, in parts of the base: those below it if larger ones are no faster, or out of bounds.
 _EXPLORED = (1.0, 2.0, 4.0, 0.5, 0.25)
 _NUM_EXPLORED = 3
+_FASTER = 1.25
 # Updates to wait for the readings of a size; loaders form batches ahead, and some sizes never come.
 _PATIENCE = 24
-# Updates between two looks, four times as many once a size has lasted: a fit takes about as long as a small update.
-_EVERY = 8
+# Looks come after 8, 16, 32 and 64 updates of a size, then every 64: a fit takes about as long as a small update.
+_FIRST_LOOK, _LOOK_EVERY = 8, 64
 # How far beyond the sizes that were timed a first step goes.
 _REACH = 2.0
 # Measured updates over which averages of the noise forget, if no horizon in examples is given.
@@ -105,9 +107,9 @@ class OnlineGoodput(ReasoningPolicy):
         state = self._take_in(state, observation)
         if state["explored"] is not None:
             return self._explore(state, observation)
-        every = _EVERY if state["waited"] <= 4 * _EVERY else 4 * _EVERY
-        if state["waited"] % every:
-            return hold(observation, state, f"the next look comes after {every - state['waited'] % every} updates")
+        left = _until_look(state["waited"])
+        if left:
+            return hold(observation, state, f"the next look comes after {left} updates")
         return self._look(state, observation)
 
     def _take_in(self, state: State, observation: Observation) -> State:
@@ -151,6 +153,9 @@ class OnlineGoodput(ReasoningPolicy):
         targets = [state["base"] * part for part in _EXPLORED]
         at, timings = state["explored"], state["timings"]
         while at < len(targets) and len(timed(timings)) < _NUM_EXPLORED:
+            if targets[at] > 2 * state["base"] and not _is_faster(timings, state["base"]):
+                at += 1  # the other end of the curve says more, and costs less
+                continue
             target, num = self._within(state, targets[at]), num_readings(timings, targets[at])
             is_there = observation.rounded(target) == observation.current
             is_new = at > state["explored"]
@@ -248,6 +253,22 @@ class OnlineGoodput(ReasoningPolicy):
                 gain=(self.gain, 1.05),
             ),
         ]
+
+
+def _is_faster(timings: list[Timing], base: float) -> bool:
+    """Return whether twice the base ran clearly more per second than the base; True if nobody can tell."""
+    paces = [timing["work"] / median(timing["seconds"]) for timing in timed(timings) if timing["work"] > base / 1.2]
+    return len(paces) < 2 or paces[1] > _FASTER * paces[0]
+
+
+def _until_look(waited: int) -> int:
+    """Return the updates until the next look; 0 is now."""
+    if waited >= _LOOK_EVERY:
+        return -waited % _LOOK_EVERY
+    look = _FIRST_LOOK
+    while look < waited:
+        look *= 2
+    return look - waited
 
 
 def _mean(before: float | None, value: float) -> float:
