@@ -184,7 +184,7 @@ class _Laboratory:
         inner = self._optimizer
         hooks = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
         hooks += [getattr(inner, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
-        if any(hooks) and not self._more:
+        if any(hooks) and not any(self._more):
             raise ArgumentError(
                 f"hooks of {type(inner).__name__}'s step would see the branches, and what they change is not put back; "
                 "name what they change in restore=, or remove them for the experiment"
