@@ -101,6 +101,13 @@ class VectorNorms(Norms):
         """Return how many sums there are: that of the whole gradient if it is measured, then those of the vectors."""
         return len(self.vectors) + (self.whole is not None)
 
+    def check_model(self) -> None:
+        """Refuse a model that mixes the examples of a batch."""
+        if any(part.training for part in self._batch_norms):
+            raise ArgumentError(
+                f"BatchNorm mixes the examples of a batch, so none has a gradient of its own; {INSTEAD}, or GroupNorm"
+            )
+
     def arrange(self, parts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Return parts of at least two sizes while a vector waits for them: of equal ones, the last is cut again."""
         is_checking = self.whole is not None and any(one.reason is None and not one.is_good for one in self.vectors)
@@ -112,10 +119,6 @@ class VectorNorms(Norms):
     def begin(self, num_rows: int) -> None:
         """Put the hooks on the modules."""
         self._close()
-        if any(part.training for part in self._batch_norms):
-            raise ArgumentError(
-                f"BatchNorm mixes the examples of a batch, so none has a gradient of its own; {INSTEAD}, or GroupNorm"
-            )
         self._seen, self._num_rows = [_Seen()] * len(self.vectors), num_rows
         self._handles = [tap.module.register_forward_hook(partial(self._look, tap)) for tap in self.taps]
         if self.whole is not None:

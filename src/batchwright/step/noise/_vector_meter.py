@@ -70,6 +70,7 @@ class VectorMeter(Meter):
     def begin(self, index: int) -> bool:
         """Begin a measured update; return whether the whole gradient is measured too, in random parts."""
         self.finish()
+        self.norms.check_model()
         num = index + 1
         is_whole = self._chosen is None or num % _WHOLE_EVERY == 0 or (num < _WHOLE_EVERY and num & (num - 1) == 0)
         if is_whole:
