@@ -29,7 +29,7 @@ LARGEST = 64  # times the base size
 NOISE_EVERY = 2  # updates
 # When experiments are made, in parts of the time; after the warm-up, while a larger batch still pays.
 EXPERIMENTS = (0.1, 0.3)
-EXPERIMENT_BATCHES = 8  # to train on, and as many to compare the losses on
+EXPERIMENT_BATCHES = 16  # to train on, and as many to compare the losses on
 FACTORS = (1, 2, 4)
 
 _RULES = {"linear": learning_rate.linear, "sqrt": learning_rate.sqrt}
