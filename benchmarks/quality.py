@@ -25,8 +25,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 
+from _cpu_quality.chart import draw
 from _cpu_quality.protocol import LADDER, SIZES, Plan, wanted
-from _cpu_quality.results import render
+from _cpu_quality.results import render, summarize
 from _cpu_quality.strategies import STRATEGIES
 from _cpu_quality.tasks import TASKS
 from _cpu_quality.training import Row, Unit, run
@@ -127,6 +128,15 @@ def line(row: Row, num: int, seconds: float) -> str:
     return f"{name}: loss {row['loss']:.4f}, {row['updates']} updates, mean size {row['mean_size']:.0f}"
 
 
+def plot(todo: list[Plan], rows: list[Row], path: Path) -> None:
+    """Draw the tasks whose best constant is known."""
+    found = [(f"{plan.task}: {TASKS[plan.task].title}", summarize(plan, rows)) for plan in todo]
+    found = [(title, table) for title, table in found if table]
+    if found:
+        how = f"clock {todo[0].clock}; {len(todo[0].seeds)} seeds, 95 % intervals"
+        draw(path, found, note=f"1 is the best constant's time, the dashed line is 1.1; {how}")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     options = parse(arguments)
@@ -140,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_all(todo, options, results, started)
     for plan in todo:
         print(render(plan, results["rows"]), end="\n\n")
+    plot(todo, results["rows"], options.plot or options.output.with_name(f"{options.output.stem}_{options.clock}.svg"))
 
 
 if __name__ == "__main__":
