@@ -325,7 +325,10 @@ CALLS = {
         lambda **o: (None, PRIOR.relative([[4, 100]], reference=(8, 50), **o).tolist()),
         {"new_tokens": whole(1, 99, or_none=True)},
     ),
-    "TimeModel": (lambda **o: stored(bw.TimeModel(TIMES.terms, **o)), {"first_visit_seconds": number(0, 9)}),
+    "TimeModel": (
+        lambda **o: stored(bw.TimeModel(TIMES.terms, **o)),
+        {"first_visit_seconds": number(0, 9), "launch_seconds": number(0, 9)},
+    ),
     "TimeModel.fit": (
         lambda **o: stored(bw.TimeModel.fit(SHAPES, [1 + b * n for b, n in SHAPES], **o)),
         {"first_visit_seconds": number(1, 99, or_none=True)},

@@ -70,6 +70,22 @@ def fit_step_seconds(work: npt.ArrayLike, seconds: npt.ArrayLike) -> StepSeconds
     return StepSeconds(*(found * units).tolist())
 
 
+def form_scores(errors: npt.ArrayLike, *, num_found: npt.ArrayLike, num_readings: int) -> Doubles:
+    """Return what forms of a curve are compared by, least is best: ``log(error) + p / (n - p)``.
+
+    Args:
+        errors: the mean relative error of each form.
+        num_found: how many numbers each of them has, ``p``; as many as readings meet any readings, and never win.
+        num_readings: how many readings they were fitted to, ``n``.
+
+    >>> form_scores([0.1, 0.05], num_found=[2, 3], num_readings=11).round(2).tolist()
+    [-2.08, -2.62]
+    """
+    used = np.asarray(num_found, dtype=np.float64)
+    room = np.where(used < num_readings, num_readings - used, 1e-9)
+    return np.asarray(np.log(np.maximum(errors, _LEAST_ERROR)) + used / room)
+
+
 def _as_readings(work: npt.ArrayLike, seconds: npt.ArrayLike) -> tuple[Doubles, Doubles]:
     amounts, times = (np.asarray(values, dtype=np.float64) for values in (work, seconds))
     if amounts.ndim != 1 or amounts.shape != times.shape:
@@ -119,10 +135,7 @@ def _best(amounts: Doubles, times: Doubles) -> Doubles:
         ]
     )
     errors = np.clip(np.abs(_predict(found, amounts) / times - 1), 0, _MOST_ERROR).mean(axis=1)
-    used = (found > 0).sum(axis=1)
-    # As many numbers as readings meet any readings.
-    room = np.where(used < num, num - used, 1e-9)
-    scores = np.log(np.maximum(errors, _LEAST_ERROR)) + used / room
+    scores = form_scores(errors, num_found=(found > 0).sum(axis=1), num_readings=num)
     return np.asarray(found[int(np.argmin(scores))])
 
 

@@ -25,6 +25,7 @@ MIN_ROWS = 3
 # Leaving out one shape at a time costs a fit each; beyond this many shapes several leave together.
 MAX_FOLDS = 64
 JSON_VERSION = 1
+_ROUNDING = 1e-9  # of a share of the cost
 
 
 @final
@@ -124,18 +125,32 @@ def fit_terms(shapes: IntArray, values: Doubles, *, limits: npt.NDArray[np.bool_
         values: what was measured for each, ``(M,)``, above 0.
         limits: which of them are only limits, ``(M,)``: a cost below such a value is not an error.
     """
-    products = _products(shapes.shape[1] - 1)
-    num_items, sides = shapes[:, 0].astype(np.float64), shapes[:, 1:].astype(np.float64).T
-    terms = [np.ones(len(shapes)), *(num_items * _product(sides, axes) for axes in products)]
-    columns = np.stack(terms, axis=1) / values[:, None]
+    columns = _columns(shapes) / values[:, None]
     # Each column in units of its own size, so that those which differ only by a factor become equal.
     units = np.sqrt((columns * columns).sum(axis=0))
     columns /= units
-    group = [_first_equal(columns, index) for index in range(len(terms))]
+    group = [_first_equal(columns, index) for index in range(columns.shape[1])]
     heads = sorted(set(group))
     found = dict(zip(heads, nnls(columns[:, heads], np.ones(len(values)), limits=limits), strict=True))
     shares = np.array([found[head] / group.count(head) for head in group])
     return Terms(shapes.shape[1] - 1, tuple((shares / units).tolist()))
+
+
+def num_told_apart(terms: Terms, shapes: IntArray) -> int:
+    """Return how many numbers the terms have for these shapes: those above rounding that can be told apart.
+
+    >>> num_told_apart(Terms(1, (5.0, 1.0, 1.0, 1e-18)), np.array([[1, 64], [2, 64], [4, 64]]))
+    2
+    """
+    parts = _columns(shapes) * terms.values / terms.predict(shapes)[:, None]
+    return int(np.linalg.matrix_rank(parts[:, parts.max(axis=0) > _ROUNDING], tol=_ROUNDING))
+
+
+def _columns(shapes: IntArray) -> Doubles:
+    """Return what 1 in each coefficient adds to each shape, ``(M, terms)``."""
+    num_items, sides = shapes[:, 0].astype(np.float64), shapes[:, 1:].astype(np.float64).T
+    products = (num_items * _product(sides, axes) for axes in _products(len(sides)))
+    return np.stack([np.ones(len(shapes)), *products], axis=1)
 
 
 def seen_margin(predicted: Doubles, values: Doubles, level: float) -> float:
@@ -225,20 +240,14 @@ def as_positive(values: npt.ArrayLike, *, name: str) -> Doubles:
     return array
 
 
-def dump_terms(kind: str, terms: Terms, **extra: Any) -> str:
+def dump_terms(kind: str, terms: Terms, *, version: int = JSON_VERSION, **extra: Any) -> str:
     """Write terms and further values as JSON; every float comes back the same."""
-    head = {"kind": f"batchwright.{kind}", "version": JSON_VERSION, "num_axes": terms.num_axes}
+    head = {"kind": f"batchwright.{kind}", "version": version, "num_axes": terms.num_axes}
     return json.dumps({**head, "coefficients": terms.named(), **extra})
 
 
-def load_terms(kind: str, text: str, *, extra: str) -> tuple[Terms, float]:
-    """Read the terms and a number that ``dump_terms`` wrote, or say what the text is instead."""
-    state = read_state(kind, text)
-    return read_terms(kind, state, "coefficients"), read_number(kind, state, extra)
-
-
-def read_state(kind: str, text: str) -> dict[str, Any]:
-    """Read JSON that ``dump_terms`` wrote, or say what it is instead."""
+def read_state(kind: str, text: str, *, versions: tuple[int, ...] = (JSON_VERSION,)) -> dict[str, Any]:
+    """Read JSON of one of the versions that ``dump_terms`` wrote, or say what it is instead."""
     try:
         state = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
@@ -247,8 +256,9 @@ def read_state(kind: str, text: str) -> dict[str, Any]:
     if found != f"batchwright.{kind}":
         raise ArgumentError(f"expected the JSON of a batchwright.{kind}, got {str(found)[:80]!r}")
     version = state.get("version")
-    if type(version) is not int or version != JSON_VERSION:
-        raise ArgumentError(f"this {kind} is of version {version!r}, not {JSON_VERSION}; fit it again")
+    if type(version) is not int or version not in versions:
+        known = " or ".join(map(str, versions))
+        raise ArgumentError(f"this {kind} is of version {version!r}, not {known}; fit it again")
     return dict(state)
 
 

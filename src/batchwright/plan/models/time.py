@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
@@ -12,7 +12,22 @@ from ..._checks import as_number
 from ..._lengths import as_lengths, as_shapes
 from ..._types import MAX_INT32, FloatArray, IntArray
 from ...errors import ArgumentError
-from ._terms import Doubles, FittedTerms, Terms, as_positive, as_probes, dump_terms, fit_terms, load_terms
+from ._launch import fit_launch, predict_launch
+from ._terms import (
+    JSON_VERSION,
+    Doubles,
+    FittedTerms,
+    Terms,
+    as_positive,
+    as_probes,
+    dump_terms,
+    read_number,
+    read_state,
+    read_terms,
+)
+
+# A launch time is written as this version, so that a batchwright that knows no launch time refuses it.
+_LAUNCH_VERSION = 2
 
 
 @final
@@ -20,16 +35,19 @@ from ._terms import Doubles, FittedTerms, Terms, as_positive, as_probes, dump_te
 class TimeModel(FittedTerms):
     """Seconds of a step by batch shape; made by ``TimeModel.fit`` or ``TimeModel.from_json``.
 
-    ``seconds = c + b × (d + e·L + f·L²)`` as in ``MemoryModel``; ``c`` is what the smallest step takes. The
-    first batch of a shape takes ``first_visit_seconds`` more, while the device plans and compiles for it.
+    ``seconds = max(launch_seconds, c + b × (d + e·L + f·L²))``, the terms as in ``MemoryModel``. A GPU computes a
+    small batch faster than the host launches its kernels: then a step takes ``launch_seconds`` whatever it holds. Where
+    that time is 0, the smallest step takes ``c``. The first batch of a shape takes ``first_visit_seconds`` more, while
+    the device plans and compiles for it.
     """
 
     terms: Terms
     first_visit_seconds: float = 0.0
+    launch_seconds: float = field(default=0.0, metadata={"is_later": True})
 
     def __post_init__(self) -> None:
-        seconds = as_number("first_visit_seconds", self.first_visit_seconds, least=0)
-        object.__setattr__(self, "first_visit_seconds", seconds)
+        for name in ("first_visit_seconds", "launch_seconds"):
+            object.__setattr__(self, name, as_number(name, getattr(self, name), least=0))
 
     @classmethod
     def fit(
@@ -40,6 +58,9 @@ class TimeModel(FittedTerms):
         first_visit_seconds: npt.ArrayLike | None = None,
     ) -> TimeModel:
         """Fit the seconds of measured shapes, least in relative error.
+
+        A launch time is kept only where it clearly lowers the error, by more than the further number alone would.
+        To find it, measure some batches that are too small and at least two that are not.
 
         Args:
             shapes: integers ``(M, 1 + axes)``: num_items, padded length per axis; 3 or more, not all alike.
@@ -55,11 +76,12 @@ class TimeModel(FittedTerms):
         """
         probes, steady = as_probes(shapes, seconds, name="seconds")
         extra = 0.0 if first_visit_seconds is None else _median_extra(first_visit_seconds, steady)
-        return cls(fit_terms(probes, steady), extra)
+        launch, terms = fit_launch(probes, steady)
+        return cls(terms, extra, launch)
 
     def predict(self, shapes: npt.ArrayLike) -> Doubles:
         """Return the steady seconds expected for each shape ``(M, 1 + axes)``."""
-        return self.terms.predict(shapes)
+        return predict_launch(self.launch_seconds, self.terms, shapes)
 
     def cost(self, num_items: IntArray, lengths: IntArray) -> Doubles:
         """Return the steady seconds of ``num_items`` ``(M,)`` at padded lengths ``(M, axes)``, for ``cost=`` of a plan.
@@ -86,9 +108,10 @@ class TimeModel(FittedTerms):
     ) -> npt.NDArray[np.int64]:
         """Return the smallest number of items whose throughput is within ``tolerance`` of the best.
 
-        Throughput is ``n / (c + n·g)`` with ``g`` the seconds of one more item. It only grows, so the best is
-        at ``m = max_items`` and the answer is ``ceil((1 - t)·m·c / (c + t·m·g))``. Without a limit the best
-        is ``1 / g`` and the answer ``ceil((1 - t)·c / (t·g))``.
+        Throughput is ``n / s(n)`` with ``s(n) = max(l, c + n·g)``, ``l`` the launch time and ``g`` the seconds of one
+        more item. It only grows, so the best is at ``m = max_items``, and both parts of ``s`` must leave enough of it:
+        ``n`` is at least ``(1 - t)·m·l / s(m)`` and ``(1 - t)·m·c / (s(m) - (1 - t)·m·g)``. Without a limit the best
+        is ``1 / g``, and ``n`` is at least ``(1 - t)·l / g`` and ``(1 - t)·c / (t·g)``.
 
         Args:
             lengths: padded lengths, shape ``(M, axes)``, or ``(M,)`` for one axis.
@@ -101,29 +124,41 @@ class TimeModel(FittedTerms):
         >>> model = TimeModel(Terms(1, (0.08, 0.0, 1e-5, 0.0)))
         >>> model.knee([30, 300]).tolist(), model.knee([30, 300], max_items=400).tolist()
         ([5067, 507], [354, 218])
+        >>> TimeModel(Terms(1, (0.0, 0.0, 1e-5, 0.0)), launch_seconds=0.08).knee([30, 300]).tolist()
+        [254, 26]
         """
         given_up = as_number("tolerance", tolerance, above=0, below=1)
         checked = as_lengths(lengths)
         if checked.shape[1] != self.num_axes:
             raise ArgumentError(f"the model has {self.num_axes} length axes, got {checked.shape[1]}")
-        constant, per_item = self.terms.constant, self.terms.per_item(checked)
+        launch, constant, per_item = self.launch_seconds, self.terms.constant, self.terms.per_item(checked)
+        kept = 1 - given_up
         if max_items is None:
-            return _first_to_reach((1 - given_up) * constant, given_up * per_item)
+            compute_bound = _first_to_reach(kept * constant, given_up * per_item)
+            return np.maximum(compute_bound, _first_to_reach(kept * launch, per_item))
         most = _as_counts(max_items, len(checked))
-        goal, step = (1 - given_up) * constant * most, constant + given_up * per_item * most
-        return np.minimum(_first_to_reach(goal, step), most)
+        largest = constant + per_item * most
+        waiting = np.maximum(launch - largest, 0.0)  # of the largest batch, where even that one is launch-bound
+        compute_bound = _first_to_reach(kept * constant * most, waiting + constant + given_up * per_item * most)
+        launch_bound = _first_to_reach(kept * launch * most, waiting + largest)
+        return np.minimum(np.maximum(compute_bound, launch_bound), most)
 
     def to_json(self) -> str:
         """Return the model as JSON; ``from_json`` gives an equal one."""
-        return dump_terms("TimeModel", self.terms, first_visit_seconds=self.first_visit_seconds)
+        launch = {"version": _LAUNCH_VERSION, "launch_seconds": self.launch_seconds} if self.launch_seconds else {}
+        return dump_terms("TimeModel", self.terms, first_visit_seconds=self.first_visit_seconds, **launch)
 
     @classmethod
     def from_json(cls, text: str) -> TimeModel:
-        """Read a model that ``to_json`` wrote."""
-        return cls(*load_terms("TimeModel", text, extra="first_visit_seconds"))
+        """Read a model that ``to_json`` wrote; one from before launch times has none."""
+        state = read_state("TimeModel", text, versions=(JSON_VERSION, _LAUNCH_VERSION))
+        names = ["first_visit_seconds", *(["launch_seconds"] if state["version"] == _LAUNCH_VERSION else [])]
+        numbers = {name: read_number("TimeModel", state, name) for name in names}
+        return cls(read_terms("TimeModel", state, "coefficients"), **numbers)
 
     def __repr__(self) -> str:
-        return f"TimeModel({self.terms!r}, first_visit_seconds={self.first_visit_seconds!r})"
+        launch = f", launch_seconds={self.launch_seconds!r}" if self.launch_seconds else ""
+        return f"TimeModel({self.terms!r}, first_visit_seconds={self.first_visit_seconds!r}{launch})"
 
 
 def _median_extra(first_visit_seconds: npt.ArrayLike, steady: Doubles) -> float:
