@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -165,6 +166,7 @@ class _Experiment:
         return Verdict(factor, float(worse.mean()) / self.fall, reach / self.fall, speed)
 
 
+@cache
 def t_quantile(level: float, freedom: int) -> float:
     """Return what a variable with Student's t distribution exceeds with a probability of ``level``, below a half.
 

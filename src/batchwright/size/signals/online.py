@@ -158,14 +158,15 @@ class OnlineGoodput(ReasoningPolicy):
                 continue
             target, num = self._within(state, targets[at]), num_readings(timings, targets[at])
             is_there = observation.rounded(target) == observation.current
-            is_new = at > state["explored"]
-            if num < ENOUGH and (is_new or (is_there and state["waited"] < _PATIENCE)):
+            # Where not even the base is timed, nothing would be: another size is no use.
+            is_open = at == 0 or at > state["explored"] or (is_there and state["waited"] < _PATIENCE)
+            if num < ENOUGH and is_open:
                 words = f"timing {show(target)}, {num} of {ENOUGH} updates"
                 return ask(observation, {**state, "explored": at}, target, words)
             at += 1
         if len(timed(timings)) < 2:  # bounds or pauses kept the size; it may be free later
-            words = "no second size was timed"
-            return hold(observation, {**state, "explored": 0 if state["waited"] > _PATIENCE else at}, words)
+            again = {**state, "explored": 0 if state["waited"] > 4 * _PATIENCE else at}
+            return ask(observation, again, state["base"], "no second size was timed, back to the base")
         return self._look({**state, "explored": None}, observation, is_first=True)
 
     def _look(self, state: State, observation: Observation, *, is_first: bool = False) -> Answer:
@@ -233,7 +234,7 @@ class OnlineGoodput(ReasoningPolicy):
 
     def _seconds(self, state: State, sizes: FloatArray) -> FloatArray:
         if self.time is None:
-            return predict_seconds(state["timings"], sizes)[0]
+            return predict_seconds(state["timings"], sizes)
         each = state["length"] if self.unit == "tokens" else 1.0
         items = np.maximum(1, np.rint(sizes / each)).astype(np.int64)
         time = self.time if self.time.lengths else replace(self.time, lengths=(max(1, round(state["length"])),))
