@@ -107,9 +107,10 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
     "batchwright.step.StepReport": (
         "class(batch_size, num_micro_batches, weight, ooms, seconds, peak_bytes, memory_fraction, lr, _loss_sum, "
         "_metric_sums, _noise=None, _grad_norm=None), bases: none",
-        "class(batch_size, num_micro_batches, weight, ooms, seconds, peak_bytes, memory_fraction, lr, _loss_sum, "
-        "_metric_sums, _noise=None, _grad_norm=None, graphed=False, recompilations=0), bases: none",
-        "four fields came",
+        "class(batch_size, num_micro_batches, weight, ooms, _seconds, peak_bytes, memory_fraction, lr, _loss_sum, "
+        "_metric_sums, _noise=None, _grad_norm=None, graphed=False, recompilations=0, tokens=None, beta2=None), "
+        "bases: none",
+        "six fields came, and seconds are read from the device when somebody asks",
     ),
     "batchwright.step.Stepper": (
         "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
@@ -118,8 +119,8 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
         "weight_of=None, clip_norm=None, autocast=None, scaler=None, on_oom='split', measure_noise=False, "
         "noise_groups=None, lr_rule=None, base_size=None, memory=None, existing_gradients='clear', "
-        "split=None, graphs=False, shapes=None, noise_parts=None), bases: none",
-        "five options came",
+        "split=None, graphs=False, shapes=None, noise_parts=None, beta2_rule=None, tokens_of=None), bases: none",
+        "seven options came",
     ),
     "batchwright.BatchSizeController": (
         "class(policy, *, min_size, max_size, initial=None), bases: none",

@@ -45,7 +45,7 @@ def draw(path: Path, tasks: Sequence[tuple[str, Sequence[Row]]], *, note: str) -
 def _row(name: str, figures: Row, y: float) -> list[str]:
     colour = COLOURS.get(name, "#52525b")
     low, high = _at(figures["low"]), _at(figures["high"])
-    words = f"> {MOST:g}" if figures["is_beyond"] or not figures["ratio"] < MOST else f"{figures['ratio']:.2f}"
+    words = f"> {figures['horizons'][-1]:g}" if figures["is_beyond"] else f"{figures['ratio']:.2f}"
     return [
         _text(LEFT - 12, y + 12, name, "name", f' text-anchor="end" fill="{colour}"'),
         f'<path d="M{low:.1f} {y + 8:.1f} H{high:.1f}" stroke="{colour}" stroke-width="2"/>',

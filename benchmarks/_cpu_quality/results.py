@@ -67,7 +67,7 @@ def ratio_of(plan: Plan, rows: Sequence[Row], arm: str) -> dict[str, Any] | None
         points = list(zip(horizons, table[:, chosen].mean(axis=1).tolist(), strict=True))
         draws.append(crossing(points, float(of_best[chosen].mean())))
     low, high = np.quantile(draws, [0.025, 0.975], method="nearest")
-    is_beyond = value > plan.ladder[-1] and float(table.mean(axis=1).min()) > loss
+    is_beyond = float(table.mean(axis=1).min()) > loss
     return {"ratio": value, "low": float(low), "high": float(high), "is_beyond": is_beyond, "horizons": horizons}
 
 
@@ -93,7 +93,7 @@ def summarize(plan: Plan, rows: Sequence[Row]) -> list[Row]:
         ratio = ratio_of(plan, rows, arm)
         if ratio is None:
             continue
-        words = f"> {plan.ladder[-1]:g}" if ratio["is_beyond"] else f"{ratio['ratio']:.2f}"
+        words = f"> {ratio['horizons'][-1]:g}" if ratio["is_beyond"] else f"{ratio['ratio']:.2f}"
         interval = f"{ratio['low']:.2f} to {ratio['high']:.2f}"
         table.append(_describe(plan, rows, arm) | {"name": arm, "ratio": words, "interval": interval, "figures": ratio})
     return table

@@ -1,4 +1,4 @@
-"""Nested batches: walk through their tensors, count their examples, take some of their rows.
+"""Nested batches: walk through their tensors, count their examples, take some of their rows, join several.
 
 One rule says what the rows of a batch of B examples are:
 
@@ -35,6 +35,7 @@ from .errors import ArgumentError
 
 # A list of more tensors of one kind is no list of fields.
 _MOST_FIELDS = 4
+_CANNOT = object()  # be joined
 _NEEDS_COLLATE = "a list of examples needs collate= (collate=list hands them on as they are)"
 
 
@@ -102,6 +103,62 @@ def take_rows(batch: Mapping[str, Any], rows: Sequence[int], num: int) -> dict[s
         name: value if _is_setting(value, num) else reader.read(value, f"batch[{name!r}]")(selection)
         for name, value in batch.items()
     }
+
+
+def join(batches: Sequence[Any]) -> Any | None:
+    """Return one nested batch of the examples of several in their order, None if nobody can tell how.
+
+    Tensors and arrays are joined along their first axis if they are alike otherwise, and lists of single values if they
+    have one entry per example. Single values must be equal.
+
+    >>> join([(torch.arange(2), ["a", "b"], 0.5), (torch.arange(1), ["c"], 0.5)])
+    (tensor([0, 1, 0]), ['a', 'b', 'c'], 0.5)
+    >>> join([torch.zeros(1, 3), torch.zeros(1, 4)]) is None
+    True
+    """
+    nums = [num_examples(batch) for batch in batches]
+    joined = _joined(batches, nums, is_batch=True)
+    return None if joined is _CANNOT or num_examples(joined) != sum(nums) else joined
+
+
+def _joined(values: Sequence[Any], nums: Sequence[int], *, is_batch: bool = False) -> Any:
+    first = values[0]
+    if any(type(value) is not type(first) for value in values):
+        return _CANNOT
+    if isinstance(first, Tensor):
+        return torch.cat(list(values)) if _are_alike(values) else _CANNOT
+    if isinstance(first, np.ndarray):
+        return np.concatenate(values) if _are_alike(values) else _CANNOT
+    if is_plain(first):
+        return first if all(value == first for value in values) else _CANNOT
+    fields = fields_of(first)
+    if fields is not None:
+        return _of_fields(values, nums)
+    if is_batch and type(first) is tuple and len({len(value) for value in values}) == 1:
+        parts = [_joined(part, nums) for part in zip(*values, strict=True)]
+        return _CANNOT if any(part is _CANNOT for part in parts) else tuple(parts)
+    return _of_entries(values, nums)
+
+
+def _of_fields(values: Sequence[Any], nums: Sequence[int]) -> Any:
+    found = [fields_of(value) or {} for value in values]
+    if any(one.keys() != found[0].keys() for one in found):
+        return _CANNOT
+    parts = {name: _joined([one[name] for one in found], nums) for name in found[0]}
+    return _CANNOT if any(part is _CANNOT for part in parts.values()) else rebuilt(values[0], parts)
+
+
+def _of_entries(values: Sequence[Any], nums: Sequence[int]) -> Any:
+    """Join lists of single values, one per example; lists of tensors may as well hold fields."""
+    is_list = all(type(value) is list and all(map(is_plain, value)) for value in values)
+    if not is_list or [len(value) for value in values] != list(nums):
+        return _CANNOT
+    return [entry for value in values for entry in value]
+
+
+def _are_alike(values: Sequence[Any]) -> bool:
+    kinds = {(value.dtype, getattr(value, "device", None), tuple(value.shape[1:])) for value in values}
+    return len(kinds) == 1 and values[0].ndim > 0
 
 
 def _is_setting(value: Any, num: int) -> bool:

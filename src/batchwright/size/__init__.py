@@ -1,6 +1,7 @@
 """How many examples the next update uses, and what follows for the learning rate. NumPy only."""
 
 from . import learning_rate as learning_rate
+from . import momentum as momentum
 from . import noise as noise
 from .combine import maximum as maximum
 from .combine import minimum as minimum
@@ -66,6 +67,7 @@ __all__ = [
     "memory_driven",
     "milestones",
     "minimum",
+    "momentum",
     "monotone",
     "multiple_of",
     "noise",

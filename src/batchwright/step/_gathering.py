@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -13,7 +16,7 @@ from ._gradients import Trained, attempt
 from ._optimizers import forget_unscaling
 from ._runner import Runner
 from ._settings import Settings
-from .measuring.stopwatch import Stopwatch
+from .measuring._stopwatch import Lap
 from .memory.budget_tracker import Feedback
 from .memory.monitor import MemoryMonitor
 from .noise import Meter, Norms
@@ -29,7 +32,8 @@ class Gatherer:
     Attributes:
         trained: the parameters that the optimizer updates.
         runner: runs micro-batches.
-        stopwatch: times updates.
+        clock: the host's, in seconds that never go back.
+        start_lap: begins to time an update on CUDA devices, None without them.
         meter: measures gradient noise, None if nobody asked for it.
         pending: the update that was begun, None between updates.
         num_updates: that were applied so far.
@@ -55,7 +59,10 @@ class Gatherer:
         self.trained = trained
         self.device = trained.parameters[0].device
         self.runner = Runner(settings, ranks, self.device, feedback)
-        self.stopwatch = Stopwatch([self.device, *devices_of(ranks.module)])
+        devices = dict.fromkeys([self.device, *devices_of(ranks.module)])
+        on_cuda = [device for device in devices if device.type == "cuda"]
+        self.clock: Callable[[], float] = time.perf_counter
+        self.start_lap: Callable[[], Lap] | None = partial(Lap, on_cuda) if on_cuda else None
         self.meter = meter
         self.pending: Pending | None = None
         self.num_updates = 0
@@ -167,12 +174,20 @@ class Gatherer:
         if pending is None:
             gradients = self.trained.gradients
             self._is_warned |= gradients.begin(self._settings.existing_gradients, is_warned=self._is_warned)
+<<<<<<< HEAD
             index, rest = divmod(self.num_updates, self._settings.measure_noise or 1)
             is_due = self.meter is not None and rest == 0
             is_cut = self.meter is not None and is_due and self.meter.begin(index)
             lap = self.stopwatch.start()
             pending = Pending(gradients, lap, total_weight, is_measured=is_due)
             pending.noise_seed = self.num_updates if is_cut else None
+=======
+            is_due = self.meter is not None and self.num_updates % self._settings.measure_noise == 0
+            lap = None if self.start_lap is None else self.start_lap()
+            pending = Pending(
+                gradients, self.clock(), lap, total_weight, noise_seed=self.num_updates if is_due else None
+            )
+>>>>>>> wt-exp
             pending.num_compiled_before = num_compilations()
             if self._memory is not None and self._feedback is None:
                 self._memory.reset_peak()
@@ -258,6 +273,13 @@ class Gatherer:
             weight, loss, round(num), round(parts), round(ooms), metrics, summed,
             None if asked is None else asked_sum, round(spoiled), None if num_unknown else round(tokens),
         )  # fmt: skip
+
+    def stop(self, pending: Pending) -> Lap | float:
+        """Return the seconds of an update that ends here; on a CUDA device they are read later."""
+        if pending.lap is None:
+            return self.clock() - pending.started
+        pending.lap.stop()
+        return pending.lap
 
     def end(self) -> None:
         """Leave no trace of an update that was applied."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ._gradients import Gradients
-from .measuring.stopwatch import Lap
+from .measuring._stopwatch import Lap
 from .noise import NoiseReport
 
 Sum: TypeAlias = "Tensor | float"  # a float where the loss function counted on the host
@@ -306,7 +306,8 @@ class Pending:
 
     Attributes:
         gradients: of the parameters that the update trains.
-        lap: times the update.
+        started: when it began, by the host's clock.
+        lap: times it on the device, None where the host's clock tells the time.
         total_weight: of the whole update, if a trainer knows it.
         asked_weight: what ``weight_of`` has counted so far on this rank, None without it.
         is_measured: whether gradient noise is measured.
@@ -320,7 +321,8 @@ class Pending:
     """
 
     gradients: Gradients
-    lap: Lap
+    started: float
+    lap: Lap | None = None
     total_weight: float | None = None
     asked_weight: float | None = None
     is_measured: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal, final
 
 import torch
@@ -260,7 +261,8 @@ class Stepper:
                 scaler.unscale_(self._optimizer)
             pending.norm = None if clip_norm is None else clip(self._trained.parameters, clip_norm)
             pending.stage = "clipped"
-        with scaled_lr(self._optimizer, factor), changed_beta2(self._optimizer, beta2s):
+        has_beta2 = nullcontext() if beta2s is None else changed_beta2(self._optimizer, beta2s)
+        with scaled_lr(self._optimizer, factor), has_beta2:
             apply_update(self._optimizer, self._trained.parameters, scaler)
         self._gatherer.pending = None  # whatever fails from here on, the update is not applied again
         self._optimizer.zero_grad()
@@ -337,8 +339,7 @@ class Stepper:
 
     def _report(self, pending: Pending, rate: float | None) -> StepReport:
         assert pending.summary is not None
-        summary, seconds = pending.summary, pending.lap
-        seconds.stop()
+        summary, seconds = pending.summary, self._gatherer.stop(pending)
         peak, fraction = self._read_memory()
         if self._ranks.world_size > 1:  # the ranks have just met, so no work of the update is left to wait for
             seconds, peak, fraction = self._ranks.largest([float(seconds), peak, fraction], self._device)

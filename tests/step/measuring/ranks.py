@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.errors import ArgumentError
 from batchwright.step import Stepper, measure_size
-from batchwright.step.measuring.stopwatch import Stopwatch
 from batchwright.testing import FakeClock
 
 from ...processes import leave_group
@@ -42,7 +41,7 @@ def check_report(rank):
         return loss_fn(model, batch)
 
     _, stepper = make(takes_time, tokens_of=lambda batch: 2 * len(batch[0]), beta2_rule="half_life", base_size=4)
-    stepper._gatherer.stopwatch = Stopwatch([], clock=clock)
+    stepper._gatherer.clock = clock
     torch.manual_seed(rank)
     shares = [(torch.randn(num, 3), torch.randn(num, 1)) for num in (5, 3)]
     report = stepper.step((torch.ones(5 - rank, 3), torch.ones(5 - rank, 1)))

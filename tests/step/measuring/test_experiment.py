@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+import batchwright as bw
 from batchwright.errors import ArgumentError, DoesNotFitError
 from batchwright.step import FitToMemory, MemoryMonitor, Stepper, measure_size, whole_batch
 from batchwright.step.measuring import experiment
-from batchwright.step.measuring.stopwatch import Stopwatch
 from batchwright.testing import EagerGraphs, FakeClock, FakeMemory
 
 from ...processes import run_ranks
@@ -72,6 +72,7 @@ OPTIMIZERS = {
     ),
     "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.01),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+    "plain sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.02),
     "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.01),
 }
 
@@ -244,6 +245,7 @@ def test_repeats_begin_with_the_same_state_on_other_batches_and_pair_their_means
     model, batches = plain_model(), batches_of(14)
     found = measure_size(make(model=model), batches, factors=(1, 2), repeats=3)
     assert (found.pairs, found.examples) == ("repeat", 4 * 8)
+    assert found.before == pytest.approx([sum(by_hand(model, [], batches[12:], 1)) / 2] * 3)
     for branch in found.branches:
         parts = [by_hand(model, batches[at : at + 4], batches[12:], branch.factor) for at in (0, 4, 8)]
         assert branch.losses == pytest.approx([sum(part) / 2 for part in parts], rel=1e-5)
@@ -286,7 +288,7 @@ def test_seconds_are_those_of_the_device_without_the_first_update_of_a_branch():
         return loss_fn(model, batch)
 
     stepper = make(model=plain_model(), loss=takes_time)
-    stepper._gatherer.stopwatch = Stopwatch([], clock=clock)
+    stepper._gatherer.clock = clock
     found = measure_size(stepper, batches_of(24), factors=(1, 2, 4))
     # Twenty batches of 8 examples: 20 × 0.58, 10 × 0.66, 5 × 0.82.
     assert [branch.seconds for branch in found.branches] == pytest.approx([11.6, 6.6, 4.1])
@@ -333,9 +335,48 @@ def test_the_observation_is_plain_json_and_names_no_update():
     assert json.loads(json.dumps(found.to_dict()))["branches"][1]["factor"] == 2
 
 
+def test_a_controller_grows_to_the_largest_size_that_was_not_worse_and_writes_down_why():
+    controller = bw.BatchSizeController(bw.size.measured(), min_size=8, max_size=1024)
+
+    def rule(batch_size, base_size):
+        return {8: 1.0, 16: 2.0, 32: 1e30}[batch_size]
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+
+    def of_one_truth(batch):
+        return {**batch, "y": batch["x"].sum(1, keepdim=True)}
+
+    clock = FakeClock()
+
+    def takes_time(model, batch):
+        clock.advance(1.0)
+        return loss_fn(model, batch)
+
+    stepper = make("plain sgd", model=model, loss=takes_time, lr_rule=rule, base_size=8)
+    stepper._gatherer.clock = clock
+    found = measure_size(stepper, list(map(of_one_truth, batches_of(64))))
+    controller.observe(**stepper.step(of_one_truth(batch_of(0))).observation())
+    assert controller.observe(**found.observation()) == 16
+    assert controller.history[-1].new == 16
+    assert "2" in controller.history[-1].reason
+    assert controller.state_dict()["counts"]["step"] == 1  # an experiment is no update
+
+
 def test_the_table_has_a_row_per_factor():
     lines = str(measure_size(make(model=plain_model()), batches_of())).splitlines()
-    assert lines[0].split() == ["factor", "batch", "size", "updates", "loss", "fall", "per", "second", "seconds", "peak"]
+    assert lines[0].split() == [
+        "factor",
+        "batch",
+        "size",
+        "updates",
+        "loss",
+        "fall",
+        "per",
+        "second",
+        "seconds",
+        "peak",
+    ]
     assert [line.split()[:3] for line in lines[1:4]] == [["1", "8", "8"], ["2", "16", "4"], ["4", "32", "2"]]
     assert lines[4].startswith("4 pairs by batch, loss ")
 

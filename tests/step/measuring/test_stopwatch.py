@@ -9,7 +9,7 @@ from torch import nn
 import batchwright as bw
 from batchwright.errors import ArgumentError
 from batchwright.step import Stepper
-from batchwright.step.measuring.stopwatch import Stopwatch
+from batchwright.step.measuring._stopwatch import Lap
 from batchwright.testing import FakeClock
 
 from ...processes import run_ranks
@@ -44,11 +44,10 @@ class FakeEvent:
 
 
 def test_the_time_of_work_that_is_only_launched_is_that_of_the_device():
-    device, clock = FakeDevice(), FakeClock()
+    device = FakeDevice()
     device.launch(7.0)  # of updates before
-    lap = Stopwatch([DEVICE], clock=clock, mark=device.mark).start()
+    lap = Lap([DEVICE], mark=device.mark)
     device.launch(0.05)
-    clock.advance(0.001)  # the host has launched it
     lap.stop()
     device.launch(3.0)  # of what follows
     assert device.num_waits == 0
@@ -57,24 +56,15 @@ def test_the_time_of_work_that_is_only_launched_is_that_of_the_device():
     assert device.num_waits == 1
 
 
-def test_the_slowest_of_several_devices_counts_and_each_once():
-    devices = {0: FakeDevice(), 1: FakeDevice()}
-    places = [torch.device("cuda", place) for place in (0, 1, 0)]
-    lap = Stopwatch(places, mark=lambda device: devices[device.index].mark(device)).start()
+def test_the_slowest_of_several_devices_counts():
+    devices = [FakeDevice(), FakeDevice()]
+    places = [torch.device("cuda", place) for place in (0, 1)]
+    lap = Lap(places, mark=lambda device: devices[device.index].mark(device))
     devices[0].launch(0.1)
     devices[1].launch(0.4)
     lap.stop()
     assert float(lap) == pytest.approx(0.4)
-    assert [device.num_waits for device in devices.values()] == [1, 1]
-
-
-def test_without_a_device_of_its_own_the_host_s_clock_counts():
-    clock = FakeClock()
-    lap = Stopwatch([torch.device("cpu")], clock=clock).start()
-    clock.advance(2.0)
-    lap.stop()
-    clock.advance(5.0)
-    assert float(lap) == 2.0
+    assert [device.num_waits for device in devices] == [1, 1]
 
 
 # Stepper
@@ -102,7 +92,7 @@ def test_a_report_waits_for_the_device_only_when_its_seconds_are_read():
         return loss_fn(model, batch)
 
     stepper = make_stepper(launches, micro_batch=2)
-    stepper._gatherer.stopwatch = Stopwatch([DEVICE], mark=device.mark)
+    stepper._gatherer.start_lap = lambda: Lap([DEVICE], mark=device.mark)
     reports = [stepper.step(batch_of(4)), stepper.step(batch_of(6))]
     assert device.num_waits == 0
     assert [report.seconds for report in reports] == pytest.approx([0.04, 0.06])
@@ -112,7 +102,7 @@ def test_a_report_waits_for_the_device_only_when_its_seconds_are_read():
 def test_an_update_of_several_batches_is_timed_from_the_first():
     clock = FakeClock()
     stepper = make_stepper()
-    stepper._gatherer.stopwatch = Stopwatch([], clock=clock)
+    stepper._gatherer.clock = clock
     stepper.accumulate(batch_of())
     clock.advance(1.0)
     stepper.accumulate(batch_of())

@@ -19,7 +19,7 @@ from ..._progress import ProgressBar
 from ...errors import ArgumentError, BudgetError, DoesNotFitError
 from ...plan.budget import as_limit
 from .._optimizers import step_of_zeros
-from ..measuring.restoring import restored
+from ..measuring._restoring import restored
 from ..memory.monitor import MemoryMonitor
 from ..oom import devices_of, drop_gradients, free_memory, is_out_of_memory
 from .result import Calibration, Measurement, Shape

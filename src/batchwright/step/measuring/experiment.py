@@ -16,6 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ..._checks import as_whole
 from ..._ranks import mark_of
+from ..._tree import join
 from ...errors import ArgumentError
 from ...size.learning_rate import innermost, linear, sqrt
 from .._gradients import attempt
@@ -24,9 +25,9 @@ from ..losses import needs_whole_batch
 from ..memory.monitor import MemoryMonitor
 from ..oom import drop_gradients
 from ..report import MicroSums, StepReport
+from ..splitting import ExampleBatch, TensorBatch
 from ..stepper import Stepper
-from ._joining import join
-from .restoring import Held
+from ._restoring import Held, with_inner
 from .result import SizeBranch, SizeExperiment
 
 # Names that a module has of itself; what else it has as numbers and tensors is put back.
@@ -92,7 +93,8 @@ def measure_size(
         examples = laboratory.num_examples
     return SizeExperiment(
         branches=tuple(branches),
-        before=tuple(before),
+        # Every repeat begins with the same losses.
+        before=tuple(before if plan.num_repeats == 1 else [_mean(before)] * plan.num_repeats),
         examples=examples,
         pairs="batch" if plan.num_repeats == 1 else "repeat",
         lr_rule=laboratory.lr_name,
@@ -221,7 +223,7 @@ class _Laboratory:
             held.add_module(module)
             for part in module.modules():
                 held.add_attributes(part, besides=_OF_MODULES)
-        for optimizer in _with_inner([self._optimizer, *optimizers]):
+        for optimizer in with_inner([self._optimizer, *optimizers]):
             held.add_optimizer(optimizer)
             held.add_attributes(optimizer, besides=_OF_OPTIMIZERS)
         if self._stepper._optimizer is not self._optimizer:  # a wrapper notes that it stepped
@@ -288,7 +290,7 @@ class _Laboratory:
 
     def _joined(self, groups: list[list[list[Any]]]) -> list[list[Any]]:
         """Return every update's batches as one batch, or None for all of them where some rank cannot join one."""
-        made, error = attempt(lambda: [[join(batches, self._settings) for batches in group] for group in groups])
+        made, error = attempt(lambda: [[self._join(batches) for batches in group] for group in groups])
         is_short = made is None or any(one is None for group in made for one in group)
         if error is None and is_short and needs_whole_batch(self._settings.loss_fn):
             error = ArgumentError(
@@ -302,6 +304,15 @@ class _Laboratory:
         note = "Batches could not be joined and ran one after the other: a joined batch may take fewer seconds."
         self.notes += [] if note in self.notes else [note]
         return [[None] * len(group) for group in groups]
+
+    def _join(self, batches: list[Any]) -> Any | None:
+        """Return several batches as one, None if they cannot be joined."""
+        if len(batches) == 1:
+            return batches[0]
+        logical = [self._settings.wrap(batch) for batch in batches]
+        if all(isinstance(one, ExampleBatch) for one in logical):
+            return [example for batch in batches for example in batch]
+        return join(batches) if all(isinstance(one, TensorBatch) for one in logical) else None
 
     def _update(self, batches: list[Any], whole: Any) -> StepReport:
         if whole is not None:
@@ -352,18 +363,6 @@ def _sorted_out(restore: Any) -> tuple[list[nn.Module], list[Any]]:
     if len(modules) + len(optimizers) < len(given):
         raise ArgumentError(f"restore must hold modules and optimizers only, got {restore!r}")
     return modules, optimizers
-
-
-def _with_inner(optimizers: Sequence[Any]) -> list[Any]:
-    """Return optimizers and those that they hold as attributes, each once."""
-    found: dict[int, Any] = {}
-    waiting = list(optimizers)
-    while waiting:
-        one = waiting.pop(0)
-        if id(one) not in found:
-            found[id(one)] = one
-            waiting += [value for value in vars(one).values() if isinstance(value, Optimizer)]
-    return list(found.values())
 
 
 def _name_of(rule: Any) -> str:

@@ -54,7 +54,7 @@ class SizeExperiment:
 
     Attributes:
         branches: one per factor.
-        before: the losses on held-out batches before any branch, one per held-out batch.
+        before: the losses on held-out batches before any branch, one per pair.
         examples: that each branch trained on, in one repeat, over all ranks.
         pairs: what a pair is: a held-out ``"batch"``, or with several repeats a ``"repeat"``.
         lr_rule: how branches scaled the learning rate.

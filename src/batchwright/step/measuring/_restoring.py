@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -179,3 +179,15 @@ def _local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, or any other tensor itself; detached."""
     detached = tensor.detach()
     return detached.to_local() if hasattr(detached, "to_local") else detached
+
+
+def with_inner(optimizers: Sequence[Any]) -> list[Any]:
+    """Return optimizers and those that they hold as attributes, each once."""
+    found: dict[int, Any] = {}
+    waiting = list(optimizers)
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) not in found:
+            found[id(one)] = one
+            waiting += [value for value in vars(one).values() if isinstance(value, Optimizer)]
+    return list(found.values())
