@@ -174,20 +174,12 @@ class Gatherer:
         if pending is None:
             gradients = self.trained.gradients
             self._is_warned |= gradients.begin(self._settings.existing_gradients, is_warned=self._is_warned)
-<<<<<<< HEAD
             index, rest = divmod(self.num_updates, self._settings.measure_noise or 1)
             is_due = self.meter is not None and rest == 0
             is_cut = self.meter is not None and is_due and self.meter.begin(index)
-            lap = self.stopwatch.start()
-            pending = Pending(gradients, lap, total_weight, is_measured=is_due)
-            pending.noise_seed = self.num_updates if is_cut else None
-=======
-            is_due = self.meter is not None and self.num_updates % self._settings.measure_noise == 0
             lap = None if self.start_lap is None else self.start_lap()
-            pending = Pending(
-                gradients, self.clock(), lap, total_weight, noise_seed=self.num_updates if is_due else None
-            )
->>>>>>> wt-exp
+            pending = Pending(gradients, self.clock(), lap, total_weight, is_measured=is_due)
+            pending.noise_seed = self.num_updates if is_cut else None
             pending.num_compiled_before = num_compilations()
             if self._memory is not None and self._feedback is None:
                 self._memory.reset_peak()
