@@ -39,10 +39,10 @@ os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
 
 import numpy as np
 from _gpu import GIB, Device, Row, make_parser, write
-from quality.arms import Arm
-from quality.chart import draw
-from quality.corpus import END, Corpus, Texts
-from quality.results import (
+from _quality.arms import Arm
+from _quality.chart import draw
+from _quality.corpus import END, Corpus, Texts
+from _quality.results import (
     Unit,
     best_rate,
     chart_series,
@@ -53,7 +53,7 @@ from quality.results import (
     render,
     summarize,
 )
-from quality.training import Clock, Pace, Run, Settings, warm_device
+from _quality.training import Clock, Pace, Run, Settings, warm_device
 
 Number = TypeVar("Number", int, float)
 MARKS = (2, 3, 4, 5, 6, 8, 10, 12, 15, 18, 21, 24, 28)
@@ -127,7 +127,7 @@ def arms_of(options: argparse.Namespace, task: str) -> list[str]:
 
 def drawn_corpus(task: str, *, with_peers: bool = True) -> Corpus:
     """Return a tiny corpus of random tokens, to see that everything runs."""
-    from quality.preparing import add_orders
+    from _quality.preparing import add_orders
 
     rng = np.random.default_rng(0)
     columns = tuple(
@@ -284,8 +284,8 @@ def report(rows: list[Row], tasks: list[str], plot: Path | None) -> None:
 
 
 def prepare(options: argparse.Namespace) -> None:
-    from quality.preparing import prepare as prepare_corpus
-    from quality.preparing import prepare_lengths
+    from _quality.preparing import prepare as prepare_corpus
+    from _quality.preparing import prepare_lengths
 
     if options.lengths is not None:
         np.save(options.lengths, prepare_lengths(options.prepare))

@@ -11,6 +11,11 @@ graphs-16-8192             the same plan, Stepper(graphs=True)
 compile-16-8192            the same plan, torch.compile for each static shape, compilation inside the clock
 compile_apart-16-8192      the same, compiled before the clock starts
 compile_dynamic-16-8192    the same plan, torch.compile once for all shapes, and compile_dynamic_apart
+goodput-16-4096            graphs-16-4096 at first; size.goodput decides the tokens per update, half to 8 times as many
+measured-16-4096           the same by size.measured, which reads experiments of step.measure_size
+smith-16-4096              the same by a schedule: the batch grows where the rate would fall
+seesaw-16-4096             the batch grows, and the rate falls by the root
+warmup-16-4096             the batch doubles after an eighth, a quarter and half of the time
 """
 
 from __future__ import annotations
@@ -28,9 +33,11 @@ from .corpus import Corpus, Part, Update
 
 _NUMBERS = {
     "fixed": 1, "grouped": 1, "group_by_length": 1, "batch_rebalance": 2, "dynabatch": 1, "max_tokens": 1,
+    "goodput": 2, "measured": 2, "smith": 2, "seesaw": 2, "warmup": 2,
     "buckets": 2, "graphs": 2, "compile": 2, "compile_apart": 2, "compile_dynamic": 2, "compile_dynamic_apart": 2,
 }  # fmt: skip
 _OF_OTHERS = ("group_by_length", "batch_rebalance", "dynabatch")
+_LEVELLED = ("goodput", "measured", "smith", "seesaw", "warmup")
 _WINDOW = 50  # batches, as transformers' sampler has
 
 
@@ -69,7 +76,12 @@ class Arm:
     @property
     def is_graphed(self) -> bool:
         """Return whether steps are captured and replayed."""
-        return self.kind == "graphs"
+        return self.kind == "graphs" or self.is_levelled
+
+    @property
+    def is_levelled(self) -> bool:
+        """Return whether the tokens of an update change on the way."""
+        return self.kind in _LEVELLED
 
     @property
     def is_compiled(self) -> bool:

@@ -108,7 +108,7 @@ def planned_by_dynabatch(lengths: IntArray, words: IntArray, chars: IntArray, si
     return orders
 
 
-def train_bpe(texts: Iterable[str], vocabulary: int):  # type: ignore[no-untyped-def]  # noqa: ANN201
+def train_bpe(texts: Iterable[str], vocabulary: int):  # type: ignore[no-untyped-def]  # noqa: ANN202
     """Return a byte-level BPE trained on texts."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 

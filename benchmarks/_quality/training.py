@@ -15,6 +15,7 @@ from batchwright.step import Stepper
 
 from .arms import Arm, make_sampler, updates_of
 from .corpus import Batch, Corpus, Made
+from .levels import Levels
 from .tasks import loss_sum, make_model, sums, validation_loss
 
 CLIP_NORM = 1.0
@@ -155,26 +156,41 @@ class Run:
         self.model = make_model(corpus.task, corpus.vocabulary, device.name, seed=seed, small=settings.small)
         self.twin = make_model(corpus.task, corpus.vocabulary, device.name, seed=seed, small=settings.small)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=BETAS, fused=True)
-        limit = max(4, int(settings.seconds * MAX_UPDATES_PER_SECOND[arm.is_graphed]))
-        updates = updates_of(arm, corpus, seed=seed, limit=limit)
-        made = pin([corpus.make(part) for update in updates for part in update], device)
-        self.updates = list(_regroup(made, [len(update) for update in updates]))
+        self.levels = self._make_levels() if arm.is_levelled else None
+        self.updates = [] if arm.is_levelled else self._make_updates()
         self.held_out = [_sent(part, device) for part in corpus.held_out(512 if settings.small else 16_384)]
         self.extra: Row = {}
         self.train = self._make_training()
 
-    def _make_training(self) -> Trains:
+    def _make_updates(self) -> list[tuple[Made, ...]]:
+        limit = max(4, int(self.settings.seconds * MAX_UPDATES_PER_SECOND[self.arm.is_graphed]))
+        updates = updates_of(self.arm, self.corpus, seed=self.seed, limit=limit)
+        made = pin([self.corpus.make(part) for update in updates for part in update], self.device)
+        return list(_regroup(made, [len(update) for update in updates]))
+
+    def _make_levels(self) -> Levels:
+        return Levels(
+            self.arm, self.corpus, self.device, optimizer=self.optimizer, seed=self.seed, seconds=self.settings.seconds,
+            make_stepper=self._make_graphed, pin=pin,
+        )  # fmt: skip
+
+    def _make_graphed(self, shapes: Any, **options: Any) -> Stepper:
+        return Stepper(
+            self.model, self.optimizer, sums, clip_norm=CLIP_NORM, autocast=torch.bfloat16,
+            graphs=_graph_backend(self.device), shapes=shapes, **options,
+        )  # fmt: skip
+
+    def _make_training(self) -> Trains | Levels:
+        if self.levels is not None:
+            return self.levels
         if not self.arm.is_ours:
             return Loop(self.model, self.optimizer, self.device)
         if self.arm.is_compiled:
             return self._make_compiled()
-        graphs: Row = {}
         if self.arm.is_graphed:
-            sampler = make_sampler(self.arm, self.corpus, seed=self.seed)
-            graphs = {"graphs": _graph_backend(self.device), "shapes": sampler}
-        stepper = Stepper(
-            self.model, self.optimizer, sums, clip_norm=CLIP_NORM, autocast=torch.bfloat16, **graphs
-        )  # fmt: skip
+            stepper = self._make_graphed(make_sampler(self.arm, self.corpus, seed=self.seed))
+        else:
+            stepper = Stepper(self.model, self.optimizer, sums, clip_norm=CLIP_NORM, autocast=torch.bfloat16)
         return Through(stepper, self.device, is_graphed=self.arm.is_graphed)
 
     def _make_compiled(self) -> Loop:
@@ -225,6 +241,9 @@ class Run:
 
     def step(self, number: int, clock: Clock) -> None:
         """Run one update at the rate of its time; where more updates run than were made, from the first on again."""
+        if isinstance(self.train, Levels):
+            self.train.step(clock.seconds / self.settings.seconds)
+            return
         rate = self.rate(clock.seconds)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -238,9 +257,14 @@ class Run:
                 copy.copy_(value)
         return validation_loss(self.twin, self.held_out, self.device.name)
 
+    def _trained(self, num_updates: int) -> list[Made]:
+        if isinstance(self.train, Levels):
+            return self.train.trained
+        return [part for number in range(num_updates) for part in self.updates[number % len(self.updates)]]
+
     def _describe(self, curve: list[tuple[float, float]], num_updates: int) -> Row:
         seconds = curve[-1][0]
-        trained = [part for number in range(num_updates) for part in self.updates[number % len(self.updates)]]
+        trained = self._trained(num_updates)
         real = sum(part.real_tokens for part in trained)
         shapes = {tuple(part.batch["input_ids"].shape) + tuple(part.batch["labels"].shape) for part in trained}
         return {
@@ -250,10 +274,10 @@ class Run:
             "tokens_per_second": real / seconds,
             "padding": 1 - real / sum(part.padded_tokens for part in trained),
             "shapes": len(shapes),
-            "repeated_updates": max(0, num_updates - len(self.updates)),
+            "repeated_updates": max(0, num_updates - len(self.updates)) if self.updates else None,
             "curve": curve,
             "loss": curve[-1][1],
-            **(self.train.describe() if isinstance(self.train, Through) else {}),
+            **(self.train.describe() if isinstance(self.train, (Through, Levels)) else {}),
         }
 
 
@@ -298,6 +322,6 @@ def _regroup(parts: list[Made], sizes: list[int]) -> Any:
 def warm_device(device: Device, make: Callable[[], Run]) -> None:
     """Start the libraries of the device with another small model, so that the first arm does not pay for them."""
     run = make()
-    for number in range(min(5, len(run.updates))):
+    for number in range(5):
         run.step(number, Clock(device))
     device.synchronize()

@@ -1,0 +1,150 @@
+"""Who decides the size of the next update, and how the learning rate follows.
+
+constant-64x3   64 examples, 3 times the task's rate as its rule scales it to 64
+goodput         size.goodput(), which learns times and noise on the way
+measured        size.measured(), which reads experiments of step.measure_size
+smith           the batch grows where the rate would fall (Smith et al. 2017): for SGD as 1 / rate, for Adam its square
+seesaw          the batch grows as 1 / rate, the rate falls as its root (arXiv 2510.14717)
+warmup          the batch doubles after an eighth, a quarter and half of the time, the rate follows by the rule: as the
+                critical size does, it grows fast at first and then slowly (OLMo, arXiv 2505.23971)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, final
+
+import batchwright as bw
+from batchwright import size
+from batchwright.size import learning_rate
+from batchwright.step import Stepper, StepReport, measure_size
+
+from .tasks import Task
+
+STRATEGIES = ("goodput", "measured", "smith", "seesaw", "warmup")
+WARM_UP = 0.05  # of the time
+PARTS = 1000  # of the time, in which schedules count
+LARGEST = 64  # times the base size
+NOISE_EVERY = 2  # updates
+# When experiments are made, in parts of the time; after the warm-up, while a larger batch still pays.
+EXPERIMENTS = (0.1, 0.3)
+EXPERIMENT_BATCHES = 16  # to train on, and as many to compare the losses on
+FACTORS = (1, 2, 4)
+
+_RULES = {"linear": learning_rate.linear, "sqrt": learning_rate.sqrt}
+
+Batches = Callable[[int, int], list[Any]]
+TimeOf = Callable[[int, int], float] | None
+Work = dict[str, int]
+
+
+def decay(part: int) -> float:
+    """Return the rate after so many parts of the time: up over the first ones, then down to 0, both linear.
+
+    >>> [decay(part) for part in (0, 25, 50, 1000)]
+    [0.0, 0.5, 1.0, 0.0]
+    """
+    gone = part / PARTS
+    return min(gone / WARM_UP, (1 - gone) / (1 - WARM_UP))
+
+
+@final
+class Strategy:
+    """A strategy in a run: the size of the next update, a factor of the rate, and what it does after an update.
+
+    Args:
+        name: of a strategy.
+        task: gives the base size and the rules.
+    """
+
+    def __init__(self, name: str, task: Task) -> None:
+        self.name, self.task = name, task
+        self.stepper_options: dict[str, Any] = {}
+        self._rate_of: Callable[[int], float] = decay
+        self._experiments = list(EXPERIMENTS) if name == "measured" else []
+        self.controller = self._make()
+
+    @property
+    def size(self) -> int:
+        """Return the examples of the next update."""
+        return int(self.controller.size)
+
+    def rate(self, gone: float) -> float:
+        """Return the factor of the task's rate, by the part of the time that is gone."""
+        return self._rate_of(min(PARTS, int(PARTS * gone)))
+
+    def after(self, report: StepReport, *, seconds: float, gone: float) -> None:
+        """Let the policy see an update: its own seconds, and the part of the time that is gone."""
+        if self.name == "goodput":
+            self.controller.observe(**{**report.observation(), "seconds": seconds})
+        elif self.name in ("smith", "seesaw", "warmup"):
+            self.controller.observe(epoch=min(PARTS, int(PARTS * gone)))
+
+    def experiment(self, stepper: Stepper, take: Batches, gone: float, time_of: TimeOf) -> Work | None:
+        """Measure larger sizes if it is time to, and return the work of it."""
+        if not self._experiments or gone < self._experiments[0]:
+            return None
+        self._experiments = [moment for moment in self._experiments if moment > gone]
+        return experiment(self.controller, stepper, take, time_of)
+
+    def _make(self) -> bw.BatchSizeController:
+        base, task = self.task.base_size, self.task
+        found = re.fullmatch(r"constant-(\d+)x([\d.]+)", self.name)
+        if found is not None:
+            number, factor = int(found[1]), float(found[2])
+            scaled = factor * _RULES[task.lr_rule](number, base)
+            self._rate_of = lambda part: scaled * decay(part)
+            return bw.BatchSizeController(size.constant(number), min_size=number, max_size=number)
+        limits: dict[str, Any] = {"min_size": base, "max_size": LARGEST * base}
+        after = int(WARM_UP * PARTS)
+        if self.name == "smith":
+            power = 1.0 if task.optimizer == "sgd" else 2.0
+            self._rate_of = lambda part: decay(part) * _held(part, after, power)
+            policy = size.from_lr(decay, start=base, power=power, after=after, max_factor=LARGEST)
+            return bw.BatchSizeController(policy, **limits)
+        if self.name == "seesaw":
+            policy, self._rate_of = size.seesaw(decay, start=base, after=after, max_factor=LARGEST)
+            return bw.BatchSizeController(policy, **limits)
+        self.stepper_options = follow_size(task)
+        if self.name == "warmup":
+            policy = size.milestones({0: base, 125: 2 * base, 250: 4 * base, 500: 8 * base}, per="epoch")
+            return bw.BatchSizeController(policy, **limits)
+        if self.name == "measured":
+            return bw.BatchSizeController(size.measured(), initial=base, **limits)
+        if self.name == "goodput":
+            self.stepper_options |= {"measure_noise": NOISE_EVERY, "noise_from": "vectors"}
+            limits["min_size"] = max(2, base // 8)  # the policy's own limit
+            return bw.BatchSizeController(size.goodput(), initial=base, **limits)
+        known = ", ".join(("constant-SIZExFACTOR", *STRATEGIES))
+        raise SystemExit(f"{self.name!r} is no strategy; strategies are {known}")
+
+
+def _held(part: int, after: int, power: float) -> float:
+    """Return what the growing batch takes off the decay: all of it until the batch reaches its largest size."""
+    if part <= after:
+        return 1.0
+    fallen = decay(part)
+    return min(1 / fallen, LARGEST ** (1 / power)) if fallen > 0 else 1.0
+
+
+def follow_size(task: Task) -> dict[str, Any]:
+    """Return the options of a ``Stepper`` whose rate, and Adam's second moment, follow the size."""
+    options: dict[str, Any] = {"lr_rule": task.lr_rule, "base_size": task.base_size}
+    return options if task.optimizer == "sgd" else {**options, "beta2_rule": "half_life"}
+
+
+def experiment(controller: bw.BatchSizeController, stepper: Stepper, take: Batches, time_of: TimeOf) -> Work:
+    """Branch training at 1, 2 and 4 times the size in force, let the policy read it, and return the work of it."""
+    size_before, num = controller.size, EXPERIMENT_BATCHES
+    result = measure_size(stepper, take(num, size_before), factors=FACTORS, evaluate=take(num, size_before))
+    observation = result.observation()
+    if time_of is not None:
+        observation["experiment"]["seconds"] = {
+            str(branch.factor): time_of(num // branch.factor, num * size_before) for branch in result.branches
+        }
+    controller.observe(**observation)
+    # An evaluation is a forward pass, a third of a whole one; held-out batches run once before and after each branch.
+    evaluated = (1 + len(FACTORS)) * num / 3
+    passes = sum(num // factor for factor in FACTORS) + evaluated
+    return {"passes": round(passes), "examples": round((len(FACTORS) * num + evaluated) * size_before)}
