@@ -123,8 +123,8 @@ def test_the_noise_of_the_whole_is_that_of_the_vectors_times_what_both_were_meas
 def test_the_whole_gradient_is_measured_at_first_and_then_rarely():
     model, loss_fn, batch, _ = make("LayerNorm transformer")
     stepper = make_stepper(model, loss_fn)
-    cut = [place for place in range(100) if stepper.step(batch).num_micro_batches > 1]
-    assert cut == [0, 1, 3, 7, 15, 31, 63, 95]
+    cut = [place for place in range(200) if stepper.step(batch).num_micro_batches > 1]
+    assert cut == [0, 1, 3, 7, 15, 31, 63, 127, 191]
 
 
 def test_every_third_update_is_measured_and_the_others_run_whole():
@@ -416,7 +416,7 @@ def test_rows_of_tokens_are_refused():
         def forward(self, tokens):
             return self.head(self.norm(self.embed(tokens).flatten(0, 1))).unflatten(0, tokens.shape)
 
-    with pytest.raises(ArgumentError, match="cannot be measured in this model: norm.weight: its output of shape"):
+    with pytest.raises(ArgumentError, match=r"cannot be measured in this model: norm.weight: its output of shape"):
         make_stepper(Flat(), token_loss).step(tokens_of(6))
 
 
@@ -466,7 +466,7 @@ def test_rows_that_stop_being_examples_are_refused():
     for _ in range(2):
         stepper.step(rows(6))
     model.is_flat = True
-    with pytest.raises(ArgumentError, match="norm.weight was measured before, but now its output of shape"):
+    with pytest.raises(ArgumentError, match=r"norm.weight was measured before, but now its output of shape"):
         stepper.step(rows(6))
 
 
