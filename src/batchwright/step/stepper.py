@@ -60,8 +60,8 @@ class Stepper:
             shares into equally many parts each: uneven shares give uneven parts. ``report.noise.num_parts`` says how
             many there were. None measures on as many as the batch is run in.
         noise_from: what noise is measured in. ``"all"``: the gradients of micro-batches. ``"vectors"``: the gradient of
-            every example in the weights and biases of norm layers (in biases of other layers, where there are none),
-            from the same backward pass: it costs nearly nothing, and batches are not split. The noise of the whole is
+            every example in the biases of norm layers (their weights without biases; biases of other layers without
+            norms), from the same backward pass: it costs little, and batches are not split. The noise of the whole is
             that times a ratio, from the 1st, 2nd, 4th, … 64th, 128th, 192nd, … measured update, which measures both.
         noise_groups: returns the group of a parameter's name, ``lambda name: name.split(".")[0]``; noise is then
             reported per group too.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -15,13 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import ArgumentError
 from ._norms import GradientNorms, Norms, Squares, marked
-from ._vectors import Call, Tap, quick_rows
+from ._vectors import Tap
 
 # How far the sum over examples may be off the gradient of a vector: rounding, by the type that gradients come in.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _USUAL_TOLERANCE = 2e-3
-# How much smaller than the largest the smallest weight may be for gradients to be divided by it.
-_LEAST_WEIGHT = 0.02
 INSTEAD = "use noise_from='all'"
 
 
@@ -46,18 +43,6 @@ class Vector:
     def is_good(self) -> bool:
         """Return whether it was right in micro-batches of two sizes: a length may equal one by chance."""
         return self.reason is None and len(self.sizes) >= 2
-
-
-class _Kept(NamedTuple):
-    """A tensor, and which of its versions is meant."""
-
-    tensor: Tensor
-    version: int
-
-    @property
-    def is_changed(self) -> bool:
-        """Return whether it was changed in place since."""
-        return self.tensor._version != self.version
 
 
 class _Seen(NamedTuple):
@@ -101,7 +86,6 @@ class VectorNorms(Norms):
         self.taps = [tap for tap in taps if tap.parameters]
         self.vectors = list(vectors)
         self._places = {id(vector.parameter): place for place, vector in enumerate(self.vectors)}
-        self._are_quick = [False] * len(self.taps)  # whether a module's output will do in place of its input
 
     def spread(self, places: Sequence[int], num_modules: int) -> list[int]:
         """Return the places of vectors in at most so many modules, spread evenly over the model."""
@@ -136,69 +120,40 @@ class VectorNorms(Norms):
         """Put the hooks on the modules."""
         self._close()
         self._seen, self._num_rows = [_Seen()] * len(self.vectors), num_rows
-        self._handles = [
-            tap.module.register_forward_hook(partial(self._look, place)) for place, tap in enumerate(self.taps)
-        ]
-        self._gaps: list[tuple[int, Tensor]] = []
-        self._calls: list[Call] = []
+        self._handles = [tap.module.register_forward_hook(partial(self._look, tap)) for tap in self.taps]
         if self.whole is not None:
             self._handles += [one.parameter.register_hook(marked(partial(self._note, one))) for one in self.vectors]
             self.whole.begin(num_rows)
         else:
             self._grads = [_mark(one.parameter) for one in self.vectors]
 
-    def _look(self, place: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _look(self, tap: Tap, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Ask for the gradient of a module's output."""
-        tap, inputs = self.taps[place], args[0] if args else None
+        inputs = args[0] if args else None
         if not isinstance(output, Tensor) or not output.requires_grad:
             return  # the first pass of a reentrant checkpoint is one; the second comes during the backward pass
         if output.dim() < 2 or len(output) != self._num_rows:
             rows = tuple(output.shape)
             self._refuse(tap, f"its output of shape {rows} does not have a row per example, of which there are")
         elif tap.scale is None:
-            output.register_hook(partial(self._take, place, None, None))
+            output.register_hook(partial(self._take, tap, None, 0))
         elif isinstance(inputs, Tensor) and inputs.shape == output.shape:
-            is_quick, is_checked = self._are_quick[place], self.whole is not None
-            kept = None if is_quick and not is_checked else _Kept(inputs.detach(), inputs._version)
-            made = _Kept(output.detach(), output._version) if is_quick or is_checked else None
-            output.register_hook(partial(self._take, place, kept, made))
+            output.register_hook(partial(self._take, tap, inputs.detach(), inputs._version))
 
-    def _take(self, place: int, kept: _Kept | None, made: _Kept | None, gradient: Tensor) -> None:
-        """Add the gradients of the examples in one call of a module, of which the input or the output was kept."""
+    def _take(self, tap: Tap, inputs: Tensor | None, version: int, gradient: Tensor) -> None:
+        """Add the gradients of the examples in one call of a module."""
         if self._seen is None:
             return
-        tap = self.taps[place]
-        for one, name in ((kept, "input"), (made, "output")):
-            if one is not None and one.is_changed and (self.whole is None or one is kept):
-                self._refuse(tap, f"its {name} was changed in place after it ran, in a micro-batch of rows:")
-                return
-        if self.whole is None:  # computed later, for all modules at once
-            inputs, output = kept and kept.tensor, made and made.tensor
-            self._calls.append(Call(tap, gradient.detach(), inputs, output))
+        if inputs is not None and inputs._version != version:
+            self._refuse(tap, "its input was changed in place after it ran, in a micro-batch of rows:")
             return
         with torch.no_grad():
-            found = tap.rows_of(gradient, None if kept is None else kept.tensor)
-            if made is not None:
-                self._gaps.append((place, self._gap(tap, found, gradient, made)))
-            for parameter, rows in found:
-                self._add(parameter, rows, gradient.dtype)
-
-    def _gap(self, tap: Tap, found: list[tuple[nn.Parameter, Tensor]], gradient: Tensor, made: _Kept) -> Tensor:
-        """Return how far gradients from the output are off those from the input, infinity if they cannot be had."""
-        rows = found[0][1]
-        assert tap.scale is not None
-        if made.is_changed:
-            return rows.new_full((), math.inf)
-        weights = tap.scale.detach().abs()
-        gap = (tap.quick_rows_of(gradient, made.tensor)[0][1] - rows).norm() / rows.norm()
-        return torch.where(weights.min() > _LEAST_WEIGHT * weights.max(), gap, math.inf)
-
-    def _add(self, parameter: nn.Parameter, rows: Tensor, dtype: torch.dtype) -> None:
-        place = self._places.get(id(parameter))
-        if place is not None and self._seen is not None:
-            before = self._seen[place]
-            rows = rows if before.rows is None else before.rows + rows
-            self._seen[place] = before._replace(rows=rows, dtype=dtype)
+            for parameter, rows in tap.rows_of(gradient, inputs):
+                place = self._places.get(id(parameter))
+                if place is not None:
+                    before = self._seen[place]
+                    rows = rows if before.rows is None else before.rows + rows
+                    self._seen[place] = before._replace(rows=rows, dtype=gradient.dtype)
 
     def _note(self, vector: Vector, gradient: Tensor) -> None:
         """Keep the gradient of a vector, to compare it with the sum over examples."""
@@ -220,46 +175,22 @@ class VectorNorms(Norms):
         """Take the hooks off, and add the sums of a micro-batch."""
         seen, whole = self._seen or [], self.whole
         self._close()
-        if not seen:
-            return
-        if whole is None:
-            self._check_late()
-            share = self._late_squares()
-        else:
+        if whole is not None:
             whole.end(num_examples)
             self._check(seen)
-            share = self._squares([one.rows for one in seen])
-            share = torch.cat([share.new_zeros(1) if whole.total is None else whole.total.to(share), share])
+        else:
+            self._check_late(seen)
+        if num_examples == 0 or not seen:
+            return
+        share = self._squares([one.rows for one in seen])
+        if whole is not None:
+            first = share.new_zeros(1) if whole.total is None else whole.total.to(share)
+            share = torch.cat([first, share])
             whole.reset()
-        if num_examples > 0:
-            self.total = share if self.total is None else self.total + share
-
-    @torch.no_grad()
-    def _late_squares(self) -> Tensor:
-        """Return the squared norm of all vectors from the calls of a micro-batch, those of one kind together."""
-        calls, self._calls = self._calls, []
-        alike: dict[tuple[object, ...], list[Call]] = {}
-        used = Counter(id(one) for call in calls for one in call.tap.parameters)
-        rows: list[Tensor | None] = []
-        shared: dict[int, Tensor] = {}
-        for call in calls:
-            is_quick = call.inputs is None and all(used[id(one)] == 1 for one in call.tap.parameters)
-            if is_quick:
-                alike.setdefault(call.kind, []).append(call)
-                continue
-            for parameter, found in self._rows_of(call):  # what several calls show of a vector is added up first
-                shared[id(parameter)] = shared[id(parameter)] + found if id(parameter) in shared else found
-        for group in alike.values():
-            rows += quick_rows(group)
-        return self._squares([*rows, *shared.values()])
-
-    def _rows_of(self, call: Call) -> list[tuple[nn.Parameter, Tensor]]:
-        if call.output is None:
-            return call.tap.rows_of(call.gradient, call.inputs)
-        return call.tap.quick_rows_of(call.gradient, call.output)
+        self.total = share if self.total is None else self.total + share
 
     def _squares(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Return the squared norm of each vector, or of all of them where the whole gradient is not measured."""
+        """Return the squared norm of each vector, or of all together where the whole gradient is not measured."""
         squares = Squares()
         for place, one in enumerate(tensors):
             if one is not None:
@@ -275,12 +206,6 @@ class VectorNorms(Norms):
 
     def _check(self, seen: Sequence[_Seen]) -> None:
         """Compare the sums over examples with the gradients of the vectors; this waits for the device."""
-        gaps = [(place, float(gap)) for place, gap in self._gaps]
-        self._are_quick = [
-            all(gap < _USUAL_TOLERANCE for other, gap in gaps if other == place)
-            and any(place == other for other, _ in gaps)
-            for place in range(len(self.taps))
-        ]
         for vector, (rows, own, dtype) in zip(self.vectors, seen, strict=True):
             if vector.reason is not None or (rows is None and own is None):
                 continue
@@ -294,11 +219,10 @@ class VectorNorms(Norms):
             elif math.isfinite(gap):
                 vector.sizes.add(self._num_rows)
 
-    def _check_late(self) -> None:
+    def _check_late(self, seen: Sequence[_Seen]) -> None:
         """Refuse what has changed since vectors were checked, as far as the host can see it."""
-        shown = {id(one) for call in self._calls for one in call.tap.parameters}
-        for vector, mark in zip(self.vectors, self._grads, strict=True):
-            if vector.reason is None and id(vector.parameter) not in shown and _mark(vector.parameter) != mark:
+        for vector, one, mark in zip(self.vectors, seen, self._grads, strict=False):
+            if vector.reason is None and one.rows is None and _mark(vector.parameter) != mark:
                 vector.reason = "its module no longer shows the gradients of examples"
             if vector.reason is not None:
                 raise ArgumentError(f"{vector.name} was measured before, but now {vector.reason}; {INSTEAD}")

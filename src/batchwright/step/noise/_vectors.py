@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
@@ -18,16 +18,16 @@ _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 
 @final
 class Tap(NamedTuple):
-    """A module with vectors: ``y = scale ⊙ normalize(x) + shift`` over its feature axis.
+    """A module with a vector: ``y = … + shift`` or ``y = scale ⊙ normalize(x)`` over its feature axis.
 
-    The gradient of an example is ``sum(dy ⊙ normalize(x))`` for the scale and ``sum(dy)`` for the shift, over all axes
-    but those of examples and features.
+    The gradient of an example is ``sum(dy)`` for the shift and ``sum(dy ⊙ normalize(x))`` for the scale, over all axes
+    but those of examples and features. A module with a shift is measured in that alone: it reads nothing but ``dy``.
     """
 
     module: nn.Module
     scale: nn.Parameter | None
     shift: nn.Parameter | None
-    normalize: Normalize | None  # None for a module with a shift only
+    normalize: Normalize | None  # None for a shift
     axis: int  # of the features: 1 or -1
 
     @property
@@ -36,80 +36,30 @@ class Tap(NamedTuple):
         return [one for one in (self.scale, self.shift) if one is not None]
 
     def of(self, known: set[int]) -> Tap:
-        """Return the tap with those of its parameters that are known by their identity."""
+        """Return the tap with one of its parameters that are known by their identity, the shift if it is."""
+        if id(self.shift) in known:
+            return self._replace(scale=None, normalize=None)
         scale = self.scale if id(self.scale) in known else None
-        shift = self.shift if id(self.shift) in known else None
-        return self._replace(scale=scale, shift=shift, normalize=None if scale is None else self.normalize)
+        return self._replace(scale=scale, shift=None, normalize=None if scale is None else self.normalize)
 
     def rows_of(self, gradient: Tensor, inputs: Tensor | None) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return the gradient of every example in each vector, from that of the module's output, and its input."""
+        """Return the gradient of every example in each vector, from that of the module's output."""
+        width = gradient.shape[self.axis]
+        wide = half_to_float(gradient.dtype)
         rows: list[tuple[nn.Parameter, Tensor]] = []
         if self.scale is not None and self.normalize is not None and inputs is not None:
-            rows.append((self.scale, self.sum_of(gradient * self.normalize(inputs.to(half_to_float(inputs.dtype))))))
+            unit = self.normalize(inputs.to(half_to_float(inputs.dtype)))
+            rows.append((self.scale, self._sum(gradient * unit, width, half_to_float(unit.dtype))))
         if self.shift is not None:
-            rows.append((self.shift, self.sum_of(gradient)))
+            rows.append((self.shift, self._sum(gradient, width, wide)))
         return rows
 
-    def quick_rows_of(self, gradient: Tensor, output: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return the same from the module's output in place of its input; see ``quick_rows``."""
-        rows = [one.squeeze(0) for one in quick_rows([Call(self, gradient, None, output)])]
-        return list(zip(self.parameters, rows, strict=True))
-
-    def sum_of(self, values: Tensor) -> Tensor:
-        """Return the sums of every example over all axes but that of the features, in float32 or wider."""
-        dtype = half_to_float(values.dtype)
+    def _sum(self, values: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         if values.dim() == 2:
             return values.to(dtype)
         if self.axis == 1:
             return values.flatten(2).sum(2, dtype=dtype)
-        return (values if values.dim() == 3 else values.flatten(1, -2)).sum(1, dtype=dtype)
-
-
-@final
-class Call(NamedTuple):
-    """What a call of a module has shown: the gradient of its output, and its input or its output."""
-
-    tap: Tap
-    gradient: Tensor
-    inputs: Tensor | None
-    output: Tensor | None
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Return what calls have in common that can be computed together."""
-        scale, shift, _, axis = self.tap[1:]
-        gradient, bias = self.gradient, getattr(self.tap.module, "bias", None)
-        return gradient.shape, gradient.dtype, gradient.device, axis, scale is None, shift is None, bias is None
-
-
-def quick_rows(calls: Sequence[Call]) -> list[Tensor]:
-    """Return gradients ``(calls, examples, features)`` in the scales, and in the shifts, of modules of one kind.
-
-    The scale's comes from the output ``y``: ``(sum(dy ⊙ y) - shift ⊙ sum(dy)) / scale``. That is wrong where the scale
-    is near 0, or the module is no such product. A few operations serve all modules, since on small tensors it is the
-    number of operations that takes time.
-    """
-    tap = calls[0].tap
-    num, num_rows = len(calls), len(calls[0].gradient)
-    gradients = calls[0].gradient if num == 1 else torch.cat([call.gradient for call in calls])
-    biases = [bias for call in calls if isinstance(bias := getattr(call.tap.module, "bias", None), Tensor)]
-    rows = []
-    sums = tap.sum_of(gradients).unflatten(0, (num, num_rows)) if biases or tap.shift is not None else None
-    if tap.scale is not None:
-        outputs = [call.output for call in calls if call.output is not None]
-        products = gradients * (outputs[0] if num == 1 else torch.cat(outputs))
-        scaled = tap.sum_of(products).unflatten(0, (num, num_rows))
-        if biases and sums is not None:
-            scaled = torch.addcmul(scaled, sums, _stacked(biases, sums), value=-1)
-        scales = [call.tap.scale for call in calls if call.tap.scale is not None]
-        rows.append(scaled / _stacked(scales, scaled))
-    if tap.shift is not None and sums is not None:
-        rows.append(sums)
-    return rows
-
-
-def _stacked(parameters: Sequence[Tensor], like: Tensor) -> Tensor:
-    return torch.stack([one.detach() for one in parameters]).unsqueeze(1).to(like.dtype)
+        return values.reshape(len(values), -1, width).sum(1, dtype=dtype)
 
 
 def find_taps(model: nn.Module, trained: Iterable[nn.Parameter]) -> list[Tap]:
