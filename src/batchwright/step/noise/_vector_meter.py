@@ -58,7 +58,7 @@ class VectorMeter(Meter):
                 "noise_from='vectors' needs trained weights or biases of LayerNorm, RMSNorm or GroupNorm, or biases of "
                 f"Linear or convolutions, and the model has none; {INSTEAD}"
             )
-        found = {id(one): one for tap in taps for one in tap.parameters}
+        found = {id(tap.vector): tap.vector for tap in taps if tap.vector is not None}
         self._chosen = None
         self.norms.measure(taps, [Vector(names[key], one) for key, one in found.items()])
 
