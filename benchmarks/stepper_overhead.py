@@ -1,6 +1,6 @@
 """What `Stepper` costs over the loop one would write by hand: same model, same batches, steps of about 20 ms.
 
-    python benchmarks/stepper_overhead.py [--steps 400] [--against ../before/src]
+    python benchmarks/stepper_overhead.py [--steps 400] [--against ../before/src] [--noise]
 
 Two models: a small transformer and a wide MLP, which has the most parameters to touch for its arithmetic, so most to
 lose; each with as many rows as take 20 ms by hand on this machine. Weights count examples; the rows marked "tokens"
@@ -8,7 +8,9 @@ return the weight as a tensor that is not the number of examples, so that gradie
 accelerate is measured where it is installed, and the loop by hand twice: what the second differs by is noise. Arms take
 turns of eight steps, in random order, after one step that is not counted: in training the step before was one of the
 same loop too. Medians of the ratios of processor seconds, turn by turn. ``--against`` measures the Stepper of another
-checkout (``git worktree add ../before <commit>``) in the same run.
+checkout (``git worktree add ../before <commit>``) in the same run. ``--noise`` measures only the arms of noise:
+every update or every fourth, from the whole gradient or from vectors. Vectors measure the whole gradient too in one of
+64 measured updates, which a median of turns does not show, so ratios of the sums over all turns stand beside it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from batchwright.step import Stepper
 
 RESULT = Path(__file__).parent / "results" / "stepper_overhead.json"
 RESULT_AGAINST = RESULT.with_name("stepper_overhead_against.json")
+RESULT_NOISE = RESULT.with_name("stepper_overhead_noise.json")
 STEP_SECONDS = 0.020
 MAX_ROWS = 512
 STEPS_A_TURN = 8  # "noise/4" measures in two of them
@@ -173,13 +176,26 @@ def measure(arms: dict[str, Callable[[], object]], num_steps: int) -> list[dict[
         turns = values[NUM_FIRST_TURNS:]
         ratio = statistics.median(turn / base for turn, base in zip(turns, hand, strict=True))
         milliseconds = 1000 * statistics.median(turns) / STEPS_A_TURN
-        rows.append({"arm": name, "ms": milliseconds, "over_hand": ratio - 1})
+        row = {"arm": name, "ms": milliseconds, "over_hand": ratio - 1, "sum_over_hand": sum(turns) / sum(hand) - 1}
+        rows.append(row)
     return rows
+
+
+def noise_arms(make: Callable[[int], tuple[nn.Module, Batch]], num_rows: int, num_parts: int) -> dict[str, Any]:
+    """Return the arms that measure gradient noise; one micro-batch is cut in two where the whole gradient is read."""
+    vectors = {"noise_from": "vectors"}
+    return {
+        "stepper, noise": stepper_arm(*make(num_rows), num_parts, measure_noise=True),
+        "stepper, noise/4": stepper_arm(*make(num_rows), num_parts, measure_noise=4),
+        "stepper, vectors": stepper_arm(*make(num_rows), num_parts, measure_noise=True, **vectors),
+        "stepper, vectors/4": stepper_arm(*make(num_rows), num_parts, measure_noise=4, **vectors),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400, help="counted steps of every arm")
+    parser.add_argument("--noise", action="store_true", help="only the arms of gradient noise")
     parser.add_argument("--against", type=Path, help="the src folder of another checkout")
     arguments = parser.parse_args()
     num_steps = arguments.steps
@@ -193,24 +209,25 @@ def main() -> None:
                 "hand": hand_arm(*make(num_rows), num_parts),
                 "hand again": hand_arm(*make(num_rows), num_parts),
                 "stepper": stepper_arm(*make(num_rows), num_parts),
-                "stepper, tokens": stepper_arm(*make(num_rows), num_parts, loss_fn=by_token),
-                "accelerate": accelerate_arm(*make(num_rows), num_parts),
+                **noise_arms(make, num_rows, num_parts),
             }
+            if not arguments.noise:
+                arms["stepper, tokens"] = stepper_arm(*make(num_rows), num_parts, loss_fn=by_token)
+                arms["accelerate"] = accelerate_arm(*make(num_rows), num_parts)
             if before is not None:
                 arms["before"] = stepper_arm(*make(num_rows), num_parts, before)
                 arms["before, tokens"] = stepper_arm(*make(num_rows), num_parts, before, loss_fn=by_token)
-            if num_parts > 1:
-                arms["stepper, noise"] = stepper_arm(*make(num_rows), num_parts, measure_noise=True)
-                arms["stepper, noise/4"] = stepper_arm(*make(num_rows), num_parts, measure_noise=4)
             found = {name: arm for name, arm in arms.items() if arm is not None}
             for row in measure(found, num_steps):
                 rows.append({"model": model_name, "rows": num_rows, "micro_batches": num_parts, **row})
                 print(
-                    "{model:12} {micro_batches:3} {arm:16} {ms:8.2f} ms {over_hand:+8.1%}".format(**rows[-1]),
+                    "{model:12} {micro_batches:3} {arm:18} {ms:8.2f} ms {over_hand:+8.1%} {sum_over_hand:+8.1%}".format(
+                        **rows[-1]
+                    ),
                     flush=True,
                 )
     machine = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    result = RESULT if before is None else RESULT_AGAINST
+    result = RESULT_NOISE if arguments.noise else RESULT if before is None else RESULT_AGAINST
     result.write_text(json.dumps({"machine": machine, "num_steps": num_steps, "rows": rows}, indent=1) + "\n")
 
 

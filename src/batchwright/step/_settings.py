@@ -44,9 +44,9 @@ class Settings:
     existing_gradients: Existing
     split: Callable[[Any, Any], Any] | None
     noise_parts: int | None = None
+    noise_from: str = "all"
     beta2_rule: str | Beta2Rule | None = None
     tokens_of: Callable[[Any], int] | None = None
-    noise_from: str = "all"
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):

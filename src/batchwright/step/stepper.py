@@ -61,9 +61,9 @@ class Stepper:
             shares into equally many parts each: uneven shares give uneven parts. ``report.noise.num_parts`` says how
             many there were. None measures on as many as the batch is run in.
         noise_from: what noise is measured in. ``"all"``: the gradients of micro-batches. ``"vectors"``: the gradient of
-            every example in the weights and biases of norm layers (in biases of other layers, where there are none),
-            from the same backward pass: it costs nearly nothing, and batches are not split. The noise of the whole is
-            that times a ratio, from the 1st, 2nd, 4th, … 32nd, 64th, 96th, … measured update, which measures both.
+            every example in the biases of norm layers (their weights without biases; biases of other layers without
+            norms), from the same backward pass: it costs little, and batches are not split. The noise of the whole is
+            that times a ratio, from the 1st, 2nd, 4th, … 64th, 128th, 192nd, … measured update, which measures both.
         noise_groups: returns the group of a parameter's name, ``lambda name: name.split(".")[0]``; noise is then
             reported per group too.
         lr_rule: ``"linear"``, ``"sqrt"``, ``"adascale"`` or a function of ``(batch_size, base_size)``; it scales the
@@ -121,15 +121,15 @@ class Stepper:
         graphs: bool | Literal["auto"] | GraphBackend = False,
         shapes: Any = None,
         noise_parts: int | None = None,
+        noise_from: Literal["all", "vectors"] = "all",
         beta2_rule: str | Beta2Rule | None = None,
         tokens_of: Callable[[Any], int] | None = None,
-        noise_from: Literal["all", "vectors"] = "all",
     ) -> None:
         self._ranks = Ranks(model)
         self._settings = Settings(
             loss_fn, micro_batch, lengths, collate, trim, weight_of, clip_norm, autocast, scaler, on_oom,
-            measure_noise, lr_rule, base_size, existing_gradients, split, noise_parts, beta2_rule, tokens_of,
-            noise_from,
+            measure_noise, lr_rule, base_size, existing_gradients, split, noise_parts, noise_from, beta2_rule,
+            tokens_of,
         )  # fmt: skip
         if measure_noise and self._ranks.is_sharded:
             raise ArgumentError(

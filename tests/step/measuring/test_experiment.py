@@ -149,7 +149,14 @@ def fits_to_memory():
     return make(loss=loss, micro_batch=FitToMemory(64, initial=4), memory=monitor)
 
 
+def noise_from_vectors():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout(0.2), nn.Linear(8, 1))
+    return make(model=model, measure_noise=2, noise_from="vectors")
+
+
 STEPPERS = {
+    "noise from vectors": noise_from_vectors,
     **{name: (lambda name=name: make(name)) for name in OPTIMIZERS},
     "rules": lambda: make(lr_rule="linear", beta2_rule="half_life", base_size=8),
     "noise": lambda: make(measure_noise=2, lr_rule="adascale", base_size=8),

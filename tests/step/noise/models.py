@@ -54,8 +54,8 @@ class OwnRms(nn.Module):
 
 def conv_net():
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3), nn.GroupNorm(4, 8),
-        nn.ReLU(), nn.Flatten(), nn.LazyLinear(5),
+        nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3),
+        nn.GroupNorm(4, 8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5),
     )  # fmt: skip
 
 

@@ -10,4 +10,4 @@ def test_ranks_with_uneven_shares_measure_what_one_process_would_and_refuse_alik
         assert "1 and 7: as one process" in output
         assert "4 and 4: as one process" in output
         assert "refused: noise_from='vectors' cannot be measured in this model" in output
-        assert "norm.weight was measured before, but now its output" in output
+        assert "norm.bias was measured before, but now its output" in output

@@ -57,11 +57,11 @@ def rows(num):
 
 
 CASES = {
-    "LayerNorm transformer": (Transformer, token_loss, tokens_of, 10),
+    "LayerNorm transformer": (Transformer, token_loss, tokens_of, 5),
     "RMSNorm transformer": (lambda: Transformer(lambda: nn.RMSNorm(WIDTH)), token_loss, tokens_of, 5),
     "RMSNorm of an unknown class": (lambda: Transformer(OwnRms), token_loss, tokens_of, 5),
     "Llama": (llama, token_loss, tokens_of, 5),
-    "GroupNorm convolutions": (conv_net, class_loss, images, 4),
+    "GroupNorm convolutions": (conv_net, class_loss, images, 2),
     "MLP with biases": (mlp, class_loss, rows, 3),
     "convolutions with biases": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 5, 4), nn.Flatten()),
@@ -123,8 +123,8 @@ def test_the_noise_of_the_whole_is_that_of_the_vectors_times_what_both_were_meas
 def test_the_whole_gradient_is_measured_at_first_and_then_rarely():
     model, loss_fn, batch, _ = make("LayerNorm transformer")
     stepper = make_stepper(model, loss_fn)
-    cut = [place for place in range(100) if stepper.step(batch).num_micro_batches > 1]
-    assert cut == [0, 1, 3, 7, 15, 31, 63, 95]
+    cut = [place for place in range(200) if stepper.step(batch).num_micro_batches > 1]
+    assert cut == [0, 1, 3, 7, 15, 31, 63, 127, 191]
 
 
 def test_every_third_update_is_measured_and_the_others_run_whole():
@@ -177,7 +177,7 @@ def test_a_norm_that_runs_twice_counts_once_with_both_gradients():
 
     model, batch = spread_out(Twice()), rows(8)
     found, names, _ = measured(make_stepper(model, class_loss), batch)
-    assert names == ["norm.weight", "norm.bias"]
+    assert names == ["norm.bias"]
     assert found == pytest.approx(exact_noise(model, class_loss, batch, names), rel=1e-4)
 
 
@@ -185,7 +185,7 @@ def test_a_weight_that_two_norms_share_counts_once():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b, self.last = nn.LayerNorm(6), nn.LayerNorm(6), nn.Linear(6, 5)
+            self.a, self.b, self.last = OwnRms(6), nn.RMSNorm(6, eps=1e-5), nn.Linear(6, 5)
             self.b.weight = self.a.weight
 
         def forward(self, x):
@@ -193,7 +193,7 @@ def test_a_weight_that_two_norms_share_counts_once():
 
     model, batch = spread_out(Tied()), rows(8)
     found, names, _ = measured(make_stepper(model, class_loss), batch)
-    assert sorted(names) == ["a.bias", "a.weight", "b.bias"]
+    assert names == ["a.weight"]
     assert found == pytest.approx(exact_noise(model, class_loss, batch, names), rel=1e-4)
 
 
@@ -204,11 +204,11 @@ def test_a_weight_that_is_used_outside_of_its_module_is_left_out():
             self.a, self.b, self.last = nn.LayerNorm(6), nn.LayerNorm(6), nn.Linear(6, 5)
 
         def forward(self, x):
-            return self.last(self.b(self.a(x).tanh()) * self.a.weight)
+            return self.last(self.b(self.a(x).tanh()) * self.a.bias)
 
     model, batch = spread_out(Elsewhere()), rows(8)
     found, names, _ = measured(make_stepper(model, class_loss), batch)
-    assert names == ["a.bias", "b.weight", "b.bias"]
+    assert names == ["b.bias"]
     assert found == pytest.approx(exact_noise(model, class_loss, batch, names), rel=1e-4)
 
 
@@ -217,7 +217,7 @@ def test_a_frozen_norm_is_left_out():
     for block in model.blocks:
         block.requires_grad_(False)
     found, names, _ = measured(make_stepper(model, loss_fn), batch)
-    assert names == ["norm.weight", "norm.bias"]
+    assert names == ["norm.bias"]
     assert found == pytest.approx(exact_noise(model, loss_fn, batch, names), rel=1e-4)
 
 
@@ -228,7 +228,7 @@ def test_a_norm_that_is_frozen_later_is_left_out_from_then_on():
     for block in model.blocks:
         block.requires_grad_(False)
     after = stepper.step(batch)
-    assert stepper.state_dict()["vectors"]["names"] == ["norm.weight", "norm.bias"]
+    assert stepper.state_dict()["vectors"]["names"] == ["norm.bias"]
     assert after.num_micro_batches > 1
     assert after.noise.s < before.s  # fewer parameters train
 
@@ -241,7 +241,7 @@ def test_checkpointed_blocks_are_measured_as_others(use_reentrant):
     model = spread_out(Transformer(wrap=wrap))
     batch = tokens_of(9)
     found, names, _ = measured(make_stepper(model, token_loss), batch)
-    assert len(names) == 2 * NORMS_OF_A_TRANSFORMER
+    assert len(names) == NORMS_OF_A_TRANSFORMER
     model.wrap = lambda block, x: block(x)  # a reentrant checkpoint hides its parameters from autograd.grad
     assert found == pytest.approx(exact_noise(model, token_loss, batch, names), rel=1e-4)
 
@@ -255,7 +255,7 @@ def test_more_norms_than_needed_are_thinned_out_evenly():
 def test_autocast_to_bfloat16_is_as_good_as_its_rounding():
     model, loss_fn, batch, _ = make("LayerNorm transformer")
     found, names, _ = measured(make_stepper(model, loss_fn, autocast=torch.bfloat16), batch)
-    assert len(names) == 2 * NORMS_OF_A_TRANSFORMER
+    assert len(names) == NORMS_OF_A_TRANSFORMER
     assert found == pytest.approx(exact_noise(model, loss_fn, batch, names), rel=0.02)
 
 
@@ -294,7 +294,7 @@ def test_an_overflow_of_a_scaler_is_not_learned_from():
     scaled = stepper.state_dict()
     assert json.loads(json.dumps(scaled)) == scaled
     names = scaled["vectors"]["names"]
-    assert len(names) == 2 * NORMS_OF_A_TRANSFORMER
+    assert len(names) == NORMS_OF_A_TRANSFORMER
     assert scaled["vectors"]["average"]["s"] == pytest.approx(exact_noise(model, loss_fn, batch, names)[0], rel=1e-4)
 
 
@@ -403,7 +403,7 @@ def test_examples_along_another_axis_are_refused():
     # The length equals the size of the batch, of the first part, or of none.
     for num, length in ((6, 6), (6, 4), (6, 2), (6, 11)):
         stepper = make_stepper(Turned(), token_loss)
-        with pytest.raises(ArgumentError, match=r"norm.weight: its output .* does not have a row per example"):
+        with pytest.raises(ArgumentError, match=r"norm.bias: its output .* does not have a row per example"):
             stepper.step(tokens_of(num, length))
 
 
@@ -416,7 +416,7 @@ def test_rows_of_tokens_are_refused():
         def forward(self, tokens):
             return self.head(self.norm(self.embed(tokens).flatten(0, 1))).unflatten(0, tokens.shape)
 
-    with pytest.raises(ArgumentError, match="cannot be measured in this model: norm.weight: its output of shape"):
+    with pytest.raises(ArgumentError, match=r"cannot be measured in this model: norm.bias: its output of shape"):
         make_stepper(Flat(), token_loss).step(tokens_of(6))
 
 
@@ -466,7 +466,7 @@ def test_rows_that_stop_being_examples_are_refused():
     for _ in range(2):
         stepper.step(rows(6))
     model.is_flat = True
-    with pytest.raises(ArgumentError, match="norm.weight was measured before, but now its output of shape"):
+    with pytest.raises(ArgumentError, match=r"norm.bias was measured before, but now its output of shape"):
         stepper.step(rows(6))
 
 

@@ -233,10 +233,14 @@ class _Laboratory:
         self.copy_bytes = held.num_bytes
         self._state = self._stepper.state_dict()
         self._usual_weight = self._gatherer.runner.usual_weight
+        self._is_unchecked = getattr(self._gatherer.meter, "_chosen", ()) is None
 
     def _put_back(self) -> None:
         self._stepper.abandon()
         self._held.put_back()
+        if self._is_unchecked and self._gatherer.meter is not None:
+            # The first update that measures vectors checks them, in one more micro-batch: so will the next one.
+            self._gatherer.meter.watch(self._stepper._trained.named())
         self._stepper.load_state_dict(self._state)
         self._gatherer.runner.usual_weight = self._usual_weight
 

@@ -69,7 +69,7 @@ class GradientNorms(Norms):
             parameter.register_hook(marked(partial(self._add, group)))
             for parameter, group in zip(parameters, self.groups, strict=True)
         ]
-        self._open: _Squares | None = None
+        self._open: Squares | None = None
         self.total: Tensor | None = None  # one sum per group
 
     @property
@@ -83,7 +83,7 @@ class GradientNorms(Norms):
 
     def begin(self, num_rows: int) -> None:
         """Start a micro-batch."""
-        self._open = _Squares()
+        self._open = Squares()
 
     def end(self, num_examples: int) -> None:
         """Close a micro-batch of some examples and add its share; one without examples adds nothing."""
@@ -97,7 +97,7 @@ class GradientNorms(Norms):
 
     def of_gradients(self) -> Tensor:
         """Return the squared norm of the gradients that are there now, one per group."""
-        squares = _Squares()
+        squares = Squares()
         for parameter, group in zip(self._parameters, self.groups, strict=True):
             if parameter.grad is not None:
                 squares.add(parameter.grad, group)
@@ -115,7 +115,7 @@ class GradientNorms(Norms):
 
 
 @final
-class _Squares:
+class Squares:
     """Collects the squared norms of gradients as they come, each with its group."""
 
     def __init__(self) -> None:

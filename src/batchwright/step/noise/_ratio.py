@@ -12,8 +12,8 @@ from ...size.noise import TOO_LARGE
 
 # Over how many updates the comparison forgets: it drifts slowly, as training goes on.
 _HORIZON = 16.0
-# How far the logarithm of the true ratio is from 0 before anything was measured; it was 0.1 to 0.5 in our runs.
-_PRIOR = 0.5
+# How far the logarithm of the true ratio is from 0 before anything was measured: ratios were 1 to 2 in our runs.
+_PRIOR = 0.7
 _MIN_UPDATES = 3.0
 
 
@@ -25,7 +25,7 @@ class NoiseRatio:
     ``s`` of the whole is ``factors[0]`` times that of the vectors, and ``g2`` is ``factors[1]`` times that of theirs.
     The first is known well from one update. The second is a ratio of small differences, so its scale counts only as far
     as its own error allows: the logarithm of ``(s / g2 of the whole) / (s / g2 of the vectors)`` is multiplied by
-    ``trust = p² / (p² + e²)``, with ``e`` its standard error and ``p = 0.5``.
+    ``trust = p² / (p² + e²)``, with ``e`` its standard error and ``p = 0.7``.
 
     >>> ratio = NoiseRatio()
     >>> for _ in range(20):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import ArgumentError
-from ._norms import GradientNorms, Norms, marked
+from ._norms import GradientNorms, Norms, Squares, marked
 from ._vectors import Tap
 
 # How far the sum over examples may be off the gradient of a vector: rounding, by the type that gradients come in.
@@ -45,14 +45,6 @@ class Vector:
         return self.reason is None and len(self.sizes) >= 2
 
 
-class _Seen(NamedTuple):
-    """What the backward pass of a micro-batch showed of a vector."""
-
-    rows: Tensor | None = None  # gradient of every example
-    own: Tensor | None = None  # of the parameter
-    dtype: torch.dtype = torch.float32
-
-
 @final
 class VectorNorms(Norms):
     """Sums ``|h_e|²`` over examples for every vector, and ``|h_i|² / b_i`` of the whole gradient where asked to.
@@ -76,30 +68,32 @@ class VectorNorms(Norms):
         self.whole: GradientNorms | None = None
         self.total: Tensor | None = None
         self._handles: list[RemovableHandle] = []
-        self._seen: list[_Seen] | None = None
+        self._rows: list[Tensor | None] | None = None  # the gradient of every example in each vector, while open
+        self._own: dict[int, Tensor] = {}  # gradients of the vectors themselves, by place
+        self._dtypes: dict[int, torch.dtype] = {}
         self._grads: list[tuple[int, int]] = []
         self._num_rows = 0
 
     def measure(self, taps: Sequence[Tap], vectors: Sequence[Vector]) -> None:
         """Measure these vectors from now on."""
         self._batch_norms = [part for part in self._model.modules() if isinstance(part, _BatchNorm)]
-        self.taps = [tap for tap in taps if tap.parameters]
+        self.taps = [tap for tap in taps if tap.vector is not None]
         self.vectors = list(vectors)
         self._places = {id(vector.parameter): place for place, vector in enumerate(self.vectors)}
 
     def spread(self, places: Sequence[int], num_modules: int) -> list[int]:
         """Return the places of vectors in at most so many modules, spread evenly over the model."""
         known = {id(self.vectors[place].parameter) for place in places}
-        able = [tap for tap in self.taps if any(id(one) in known for one in tap.parameters)]
+        able = [tap for tap in self.taps if id(tap.vector) in known]
         if len(able) > num_modules:
             able = [able[round(step * (len(able) - 1) / (num_modules - 1))] for step in range(num_modules)]
-        kept = {id(one) for tap in able for one in tap.parameters}
+        kept = {id(tap.vector) for tap in able}
         return [place for place in places if id(self.vectors[place].parameter) in kept]
 
     @property
     def num_groups(self) -> int:
-        """Return how many sums there are: that of the whole gradient if it is measured, then those of the vectors."""
-        return len(self.vectors) + (self.whole is not None)
+        """Return how many sums there are: one, or that of the whole gradient and one of each vector."""
+        return 1 if self.whole is None else 1 + len(self.vectors)
 
     def check_model(self) -> None:
         """Refuse a model that mixes the examples of a batch."""
@@ -119,7 +113,7 @@ class VectorNorms(Norms):
     def begin(self, num_rows: int) -> None:
         """Put the hooks on the modules."""
         self._close()
-        self._seen, self._num_rows = [_Seen()] * len(self.vectors), num_rows
+        self._rows, self._own, self._num_rows = [None] * len(self.vectors), {}, num_rows
         self._handles = [tap.module.register_forward_hook(partial(self._look, tap)) for tap in self.taps]
         if self.whole is not None:
             self._handles += [one.parameter.register_hook(marked(partial(self._note, one))) for one in self.vectors]
@@ -142,47 +136,43 @@ class VectorNorms(Norms):
 
     def _take(self, tap: Tap, inputs: Tensor | None, version: int, gradient: Tensor) -> None:
         """Add the gradients of the examples in one call of a module."""
-        if self._seen is None:
+        if self._rows is None:
             return
         if inputs is not None and inputs._version != version:
             self._refuse(tap, "its input was changed in place after it ran, in a micro-batch of rows:")
             return
-        with torch.no_grad():
-            for parameter, rows in tap.rows_of(gradient, inputs):
-                place = self._places.get(id(parameter))
-                if place is not None:
-                    before = self._seen[place]
-                    rows = rows if before.rows is None else before.rows + rows
-                    self._seen[place] = before._replace(rows=rows, dtype=gradient.dtype)
+        place = self._places.get(id(tap.vector))
+        if place is not None:
+            rows, before = tap.rows_of(gradient, inputs), self._rows[place]
+            self._rows[place] = rows if before is None else before + rows
+            self._dtypes[place] = gradient.dtype
 
     def _note(self, vector: Vector, gradient: Tensor) -> None:
         """Keep the gradient of a vector, to compare it with the sum over examples."""
-        if self._seen is not None:
+        if self._rows is not None:
             place = self._places[id(vector.parameter)]
-            before = self._seen[place].own
-            own = gradient.detach().clone() if before is None else before + gradient.detach()
-            self._seen[place] = self._seen[place]._replace(own=own)
+            before = self._own.get(place)
+            self._own[place] = gradient.detach().clone() if before is None else before + gradient.detach()
 
     def _refuse(self, tap: Tap, reason: str) -> None:
         """Leave the vectors of a module out while they are checked; later it is too late for that."""
         text = f"{reason} {self._num_rows}"
-        for parameter in tap.parameters:
-            place = self._places.get(id(parameter))
-            if place is not None and self.vectors[place].reason is None:
-                self.vectors[place].reason = text
+        place = self._places.get(id(tap.vector))
+        if place is not None and self.vectors[place].reason is None:
+            self.vectors[place].reason = text
 
     def end(self, num_examples: int) -> None:
         """Take the hooks off, and add the sums of a micro-batch."""
-        seen, whole = self._seen or [], self.whole
+        rows, whole = self._rows or [], self.whole
         self._close()
         if whole is not None:
             whole.end(num_examples)
-            self._check(seen)
+            self._check(rows)
         else:
-            self._check_late(seen)
-        if num_examples == 0 or not seen:
+            self._check_late(rows)
+        if num_examples == 0 or not rows:
             return
-        share = self._squares([one.rows for one in seen])
+        share = self._squares(rows)
         if whole is not None:
             first = share.new_zeros(1) if whole.total is None else whole.total.to(share)
             share = torch.cat([first, share])
@@ -190,41 +180,40 @@ class VectorNorms(Norms):
         self.total = share if self.total is None else self.total + share
 
     def _squares(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Return the squared norm of each tensor, 0 for one that is not there."""
-        device = self.vectors[0].parameter.device
-        kind = torch.float32 if device.type == "mps" else torch.float64
-        found = [one for one in tensors if one is not None]
-        if not found:
-            return torch.zeros(len(tensors), dtype=kind, device=device)
-        norms = iter(torch._foreach_norm(found))
-        zero = found[0].new_zeros(()) if len(found) < len(tensors) else None
-        stacked = torch.stack([zero if one is None else next(norms).to(device) for one in tensors])  # type: ignore[misc]
-        return stacked.to(kind).square()
+        """Return the squared norm of each vector, or of all together where the whole gradient is not measured."""
+        squares = Squares()
+        for place, one in enumerate(tensors):
+            if one is not None:
+                squares.add(one, 0 if self.whole is None else place)
+        num = 1 if self.whole is None else len(tensors)
+        found = squares.sums(num)
+        return torch.zeros(num, dtype=torch.float64) if found is None else found
 
     def of_gradients(self) -> Tensor:
         """Return the squared norms of the gradients that are there now, in the order of ``total``."""
         squares = self._squares([one.parameter.grad for one in self.vectors])
         return squares if self.whole is None else torch.cat([self.whole.of_gradients().to(squares), squares])
 
-    def _check(self, seen: Sequence[_Seen]) -> None:
+    def _check(self, seen: Sequence[Tensor | None]) -> None:
         """Compare the sums over examples with the gradients of the vectors; this waits for the device."""
-        for vector, (rows, own, dtype) in zip(self.vectors, seen, strict=True):
+        for place, (vector, rows) in enumerate(zip(self.vectors, seen, strict=False)):
+            own = self._own.get(place)
             if vector.reason is not None or (rows is None and own is None):
                 continue
             if rows is None or own is None:
                 vector.reason = "its gradient does not come from calls of its module alone"
                 continue
             gap, size, spread = torch.stack([(rows.sum(0) - own).norm(), own.norm(), rows.norm()]).tolist()
-            bound = _TOLERANCE.get(dtype, _USUAL_TOLERANCE) * (size + spread)
+            bound = _TOLERANCE.get(self._dtypes[place], _USUAL_TOLERANCE) * (size + spread)
             if math.isfinite(gap) and gap > bound:
                 vector.reason = f"the gradients of its examples add up to one that is {gap:.2g} off {size:.2g}"
             elif math.isfinite(gap):
                 vector.sizes.add(self._num_rows)
 
-    def _check_late(self, seen: Sequence[_Seen]) -> None:
+    def _check_late(self, seen: Sequence[Tensor | None]) -> None:
         """Refuse what has changed since vectors were checked, as far as the host can see it."""
-        for vector, one, mark in zip(self.vectors, seen, self._grads, strict=False):
-            if vector.reason is None and one.rows is None and _mark(vector.parameter) != mark:
+        for vector, rows, mark in zip(self.vectors, seen, self._grads, strict=False):
+            if vector.reason is None and rows is None and _mark(vector.parameter) != mark:
                 vector.reason = "its module no longer shows the gradients of examples"
             if vector.reason is not None:
                 raise ArgumentError(f"{vector.name} was measured before, but now {vector.reason}; {INSTEAD}")
@@ -246,7 +235,7 @@ class VectorNorms(Norms):
     def _close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._seen = [], None
+        self._handles, self._rows = [], None
 
 
 def _mark(parameter: nn.Parameter) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from ._vectors import find_taps
 from .meter import Meter, NoiseReport
 
 # Every so many measured updates the whole gradient is measured too; at first more often.
-_WHOLE_EVERY = 32
+_WHOLE_EVERY = 64
 # More norm layers cost more and say little more.
 _MAX_MODULES = 8
 _MAX_REASONS = 3
@@ -29,7 +29,7 @@ _MAX_REASONS = 3
 
 @final
 class VectorMeter(Meter):
-    """Measures vectors in every measured update, and the whole gradient in the 1st, 2nd, 4th, … 32nd, 64th, 96th, ….
+    """Measures vectors in every measured update, and the whole gradient in the 1st, 2nd, 4th, … 64th, 128th, 192nd, ….
 
     Until the vectors were checked in micro-batches of two sizes, every measured update measures the whole gradient too.
 
@@ -58,7 +58,7 @@ class VectorMeter(Meter):
                 "noise_from='vectors' needs trained weights or biases of LayerNorm, RMSNorm or GroupNorm, or biases of "
                 f"Linear or convolutions, and the model has none; {INSTEAD}"
             )
-        found = {id(one): one for tap in taps for one in tap.parameters}
+        found = {id(tap.vector): tap.vector for tap in taps if tap.vector is not None}
         self._chosen = None
         self.norms.measure(taps, [Vector(names[key], one) for key, one in found.items()])
 
@@ -118,8 +118,9 @@ class VectorMeter(Meter):
         is_whole = self.norms.whole is not None and num_parts >= 2
         if num_examples < 2 or (self._chosen is None and not is_whole):
             return None
-        first = int(self.norms.whole is not None)
-        places = None if self._chosen is None else [first + place for place in self._chosen]
+        places = None if self._chosen is None else [1 + place for place in self._chosen]
+        if self.norms.whole is None:
+            places = [0]  # one sum of all vectors
         sample = _Sample(
             q, self.norms.of_gradients(), q_factor, gb_factor, num_examples, num_parts if is_whole else 0, places
         )
@@ -189,7 +190,7 @@ class VectorMeter(Meter):
 class _Sample:
     """The measurements of one update, and its report after they were read."""
 
-    q: Tensor  # of the whole gradient if it was measured, then one per vector
+    q: Tensor  # of all vectors; or of the whole gradient, then of each vector
     gb: Tensor  # the same for the squared norm of the summed gradient
     q_factor: float
     gb_factor: float

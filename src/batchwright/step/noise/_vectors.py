@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias, final
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
@@ -18,47 +17,40 @@ _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 
 @final
 class Tap(NamedTuple):
-    """A module with vectors: ``y = scale ⊙ normalize(x) + shift`` over its feature axis.
+    """A module with a vector: ``y = … + shift`` or ``y = scale ⊙ normalize(x)`` over its feature axis.
 
-    The gradient of an example is ``sum(dy ⊙ normalize(x))`` for the scale and ``sum(dy)`` for the shift, over all axes
-    but those of examples and features.
+    The gradient of an example is ``sum(dy)`` for the shift and ``sum(dy ⊙ normalize(x))`` for the scale, over all axes
+    but those of examples and features. A module with a shift is measured in that alone: it reads nothing but ``dy``.
     """
 
     module: nn.Module
     scale: nn.Parameter | None
     shift: nn.Parameter | None
-    normalize: Normalize | None  # None for a module with a shift only
+    normalize: Normalize | None  # None for a shift
     axis: int  # of the features: 1 or -1
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the vectors that are there."""
-        return [one for one in (self.scale, self.shift) if one is not None]
+    def vector(self) -> nn.Parameter | None:
+        """Return the parameter that is measured: the shift, or without one the scale."""
+        return self.scale if self.shift is None else self.shift
 
     def of(self, known: set[int]) -> Tap:
-        """Return the tap with those of its parameters that are known by their identity."""
+        """Return the tap with one of its parameters that are known by their identity, the shift if it is."""
+        if id(self.shift) in known:
+            return self._replace(scale=None, normalize=None)
         scale = self.scale if id(self.scale) in known else None
-        shift = self.shift if id(self.shift) in known else None
-        return self._replace(scale=scale, shift=shift, normalize=None if scale is None else self.normalize)
+        return self._replace(scale=scale, shift=None, normalize=None if scale is None else self.normalize)
 
-    def rows_of(self, gradient: Tensor, inputs: Tensor | None) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return the gradient of every example in each vector, from that of the module's output."""
-        width = gradient.shape[self.axis]
-        wide = half_to_float(gradient.dtype)
-        rows: list[tuple[nn.Parameter, Tensor]] = []
-        if self.scale is not None and self.normalize is not None and inputs is not None:
-            unit = self.normalize(inputs.to(half_to_float(inputs.dtype)))
-            rows.append((self.scale, self._sum(gradient * unit, width, half_to_float(unit.dtype))))
-        if self.shift is not None:
-            rows.append((self.shift, self._sum(gradient, width, wide)))
-        return rows
-
-    def _sum(self, values: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        if values.dim() == 2:
-            return values.to(dtype)
+    def rows_of(self, gradient: Tensor, inputs: Tensor | None) -> Tensor:
+        """Return the gradient of every example in the vector, from that of the module's output."""
+        if self.normalize is not None and inputs is not None:
+            gradient = gradient * self.normalize(inputs.to(half_to_float(inputs.dtype)))
+        dtype, num_axes = half_to_float(gradient.dtype), gradient.dim()
+        if num_axes == 2:
+            return gradient.to(dtype)
         if self.axis == 1:
-            return values.flatten(2).sum(2, dtype=dtype)
-        return values.reshape(len(values), -1, width).sum(1, dtype=dtype)
+            return gradient.flatten(2).sum(2, dtype=dtype)
+        return (gradient if num_axes == 3 else gradient.flatten(1, -2)).sum(1, dtype=dtype)
 
 
 def find_taps(model: nn.Module, trained: Iterable[nn.Parameter]) -> list[Tap]:
@@ -72,7 +64,7 @@ def find_taps(model: nn.Module, trained: Iterable[nn.Parameter]) -> list[Tap]:
 
 
 def _taps(modules: list[nn.Module], known: set[int], tap_of: Callable[[nn.Module], Tap | None]) -> list[Tap]:
-    return [tap for found in map(tap_of, modules) if found is not None and (tap := found.of(known)).parameters]
+    return [tap for found in map(tap_of, modules) if found is not None and (tap := found.of(known)).vector is not None]
 
 
 def _norm_of(module: nn.Module) -> Tap | None:
