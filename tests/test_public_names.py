@@ -118,8 +118,8 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
         "weight_of=None, clip_norm=None, autocast=None, scaler=None, on_oom='split', measure_noise=False, "
         "noise_groups=None, lr_rule=None, base_size=None, memory=None, existing_gradients='clear', "
-        "split=None, graphs=False, shapes=None, noise_parts=None), bases: none",
-        "five options came",
+        "split=None, graphs=False, shapes=None, noise_parts=None, noise_from='all'), bases: none",
+        "six options came",
     ),
     "batchwright.BatchSizeController": (
         "class(policy, *, min_size, max_size, initial=None), bases: none",
