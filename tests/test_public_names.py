@@ -127,6 +127,8 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "split=None, graphs=False, shapes=None, noise_parts=None, noise_from='all', beta2_rule=None, "
         "tokens_of=None), bases: none",
         "eight options came",
+        "split=None, graphs=False, shapes=None, noise_parts=None, noise_from='all'), bases: none",
+        "six options came",
     ),
     "batchwright.BatchSizeController": (
         "class(policy, *, min_size, max_size, initial=None), bases: none",
