@@ -102,7 +102,7 @@ def test_what_is_no_policy_is_refused(policy):
 
 
 def test_an_unknown_figure_is_refused_with_the_known_ones():
-    with pytest.raises(ArgumentError, match=r"observe knows epoch, step, .*memory_fraction; got los, size"):
+    with pytest.raises(ArgumentError, match=r"observe knows epoch, step, .*experiment; got los, size"):
         control(constant(64)).observe(los=0.5, size=3, loss=0.5)
 
 

@@ -81,7 +81,7 @@ def switch(policies: Mapping[int, Policy], *, per: Unit = "epoch", every: Suppor
 
     Args:
         policies: the policy from each count on; the count 0 must be there.
-        per: what the keys count: ``"epoch"``, ``"step"`` or ``"examples"``.
+        per: what the keys count: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``.
         every: units per count of the keys, usually 1.
 
     >>> from .schedules import constant, linear

@@ -15,7 +15,7 @@ import numpy as np
 
 from .._checks import as_number, as_state, as_whole, check_same, is_same
 from ..errors import ArgumentError, StateMismatchError
-from .observation import COUNTS, Counts, Observation, Unit, count_on, read_fields
+from .observation import COUNTS, Counts, Observation, Unit, count_on, read_fields, tokens_of_update
 from .policy import Part, Policy, State, as_size, has_text
 
 STATE_VERSION = 2
@@ -32,6 +32,7 @@ class Decision:
         epoch: epochs completed, None if they were not observed.
         step: updates completed, None if they were not observed.
         examples: examples seen, None if they were not observed.
+        tokens: tokens seen, None if they were not observed.
         old: the size before.
         new: the size after.
         wanted: the size that the policy asked for, before rounding and bounds.
@@ -45,6 +46,7 @@ class Decision:
     new: int
     wanted: float
     reason: str
+    tokens: int | None = None
 
     def __str__(self) -> str:
         counts = [(unit, getattr(self, unit)) for unit in get_args(Unit)]
@@ -120,8 +122,8 @@ class BatchSizeController:
     def observe(self, **figures: Any) -> int:
         """Take in what training did and return the size of the next batch.
 
-        If ``batch_size`` is given, updates and examples are counted from it, unless they are given too. A count stays
-        until the next one comes.
+        If ``batch_size`` is given, updates and examples are counted from it, unless they are given too, and tokens from
+        ``batch_tokens``. A count stays until the next one comes.
 
         Args:
             **figures: any fields of ``Observation`` except ``size``; None counts as not given.
@@ -130,6 +132,7 @@ class BatchSizeController:
         counts = count_on(self._counts, observed)
         ends_epoch = list(observed) == ["epoch"] and self._counts["step"] is not None
         filled_in = {"size": self.size, "exact_size": self._exact, "ends_epoch": ends_epoch}
+        filled_in["batch_tokens"] = tokens_of_update(self._counts, counts, observed)
         observation = Observation(**{**observed, **counts, **filled_in})
         answer, after = self.policy.update(self._state, observation)
         last = (self._state, observation, answer)
@@ -157,7 +160,7 @@ class BatchSizeController:
             "policy_state": copy.deepcopy(self._state),
             "counts": dict(self._counts),
             "num_changes": self._num_changes,
-            "history": [asdict(decision) for decision in self._history],
+            "history": [_write_decision(decision) for decision in self._history],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -290,6 +293,11 @@ def _numpy_number(match: re.Match[str]) -> str:
 def _whole_number(match: re.Match[str]) -> str:
     # A text of digits only stays as it is: a large whole number must not be rounded.
     return match[0] if match[0].isdigit() or not float(match[0]).is_integer() else str(int(float(match[0])))
+
+
+def _write_decision(decision: Decision) -> dict[str, Any]:
+    # Tokens came later: a run that does not count them leaves the states that it always left.
+    return {name: value for name, value in asdict(decision).items() if name != "tokens" or value is not None}
 
 
 def _read_decision(values: Mapping[str, Any]) -> Decision:

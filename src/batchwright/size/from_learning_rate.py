@@ -80,7 +80,7 @@ def from_lr(
         schedule: the learning rate at index ``i``, in any unit; a rate of 0 asks for the largest size there is.
         start: the size before the decay; None takes the size in force at the first observation.
         power: 1 keeps the noise of SGD as under the schedule; 2 suits rules by the square root of the size.
-        per: what ``i`` counts: ``"epoch"``, ``"step"`` or ``"examples"``.
+        per: what ``i`` counts: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``.
         every: units per index, ``i = count // every``.
         after: the index where the rate begins to fall, e.g. the end of its warm-up; the size stays until then.
         max_factor: the most that the size is multiplied by.
@@ -123,7 +123,7 @@ def seesaw(
     Args:
         schedule: the factor of the learning rate at index ``i``, as for ``torch.optim.lr_scheduler.LambdaLR``.
         start: the size before the decay; None takes the size in force at the first observation.
-        per: what ``i`` counts: ``"epoch"``, ``"step"`` or ``"examples"``; step the learning-rate scheduler as often.
+        per: what ``i`` counts: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``; step the learning-rate scheduler as often.
         every: units per index, ``i = count // every``.
         after: the index where the decay begins; until then the size stays and the rate follows the schedule.
         max_factor: the most that the size is multiplied by.

@@ -1,4 +1,4 @@
-"""How the learning rate follows the batch size: pure rules from sizes to a factor.
+"""How the learning rate, and Adam's second beta, follow the batch size: pure rules.
 
 There are two ways to couple them. *Annealing* grows the batch where a schedule would shrink the rate, and keeps the
 rate constant: the noise of the update falls. *Scaling*, the rules here, raises the rate with the batch: the noise stays
@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias, final, get_args
+from typing import Any, Literal, Protocol, TypeAlias, final, get_args
 
 from ..errors import ArgumentError
 
 RuleName: TypeAlias = Literal["linear", "sqrt", "adascale", "none"]
 Rule: TypeAlias = Callable[[int, int], float]
+Beta2RuleName: TypeAlias = Literal["half_life"]
+Beta2Rule: TypeAlias = Callable[[int, int, float], float]
 
 
 def linear(batch_size: int, base_size: int) -> float:
@@ -62,6 +64,29 @@ def get_rule(rule: str | Rule | None) -> Rule | Literal["adascale"] | None:
         names = ", ".join(map(repr, get_args(RuleName)))
         raise ArgumentError(f"lr_rule must be {names}, a function of (batch_size, base_size) or None, got {rule!r}")
     return known[rule]
+
+
+def half_life(batch_size: int, base_size: int, beta2: float) -> float:
+    """Return ``beta2 ** (B / B0)``: Adam's average of squared gradients forgets after as many examples as at ``B0``.
+
+    Each update multiplies the average by ``beta2``, so half of it is left after ``B · ln 2 / -ln beta2`` examples. A
+    larger batch makes fewer updates of the same examples, and needs a smaller ``beta2`` (Marek et al. 2025).
+
+    >>> half_life(128, 64, 0.99), half_life(16, 64, 0.9801)
+    (0.9801, 0.99498743710662)
+    """
+    return float(beta2 ** (batch_size / base_size))
+
+
+def get_beta2_rule(rule: str | Beta2Rule | None) -> Beta2Rule | None:
+    """Return the function of a rule for beta2; refuse an unknown name."""
+    if rule is None or callable(rule):
+        return rule
+    if rule != "half_life":
+        raise ArgumentError(
+            f"beta2_rule must be 'half_life', a function of (batch_size, base_size, beta2) or None, got {rule!r}"
+        )
+    return half_life
 
 
 # Wrappers that only hand calls on, by the name of a class, each with the attribute that holds the real optimizer.
@@ -116,12 +141,36 @@ def scaled_lr(optimizer: Any, factor: float) -> Iterator[None]:
         yield
         return
     inner = innermost(optimizer)
-    rates = _ScaledRates(inner, factor)
-    with _step_hooks(inner, rates) if _runs_hooks(inner) else rates:
+    with in_step(inner, _ScaledRates(inner, factor)):
+        yield
+
+
+class Change(Protocol):
+    """A change of an optimizer's groups from ``__enter__`` to ``__exit__``; ``put_back`` undoes it after an error."""
+
+    def __enter__(self) -> None:
+        """Make the change."""
+
+    def __exit__(self, *_: object) -> None:
+        """Undo the change, and refuse what the step made of it."""
+
+    def put_back(self) -> None:
+        """Undo the change if it was made."""
+
+
+@contextmanager
+def in_step(optimizer: Any, change: Change) -> Iterator[None]:
+    """Make a change only while the step of an optimizer runs, and undo it before anyone looks, after an error too.
+
+    Args:
+        optimizer: without its wrappers. One whose step runs no hooks is changed for as long as the context lasts.
+        change: is made and undone.
+    """
+    with _step_hooks(optimizer, change) if _runs_hooks(optimizer) else change:
         try:
             yield
         except BaseException:
-            rates.put_back()
+            change.put_back()
             raise
 
 
@@ -133,17 +182,17 @@ def _runs_hooks(optimizer: Any) -> bool:
 
 
 @contextmanager
-def _step_hooks(optimizer: Any, rates: _ScaledRates) -> Iterator[None]:
-    """Scale in the last hook before the step and put back in the first one after it."""
-    before = optimizer.register_step_pre_hook(lambda *_: rates.__enter__())
-    after = optimizer.register_step_post_hook(lambda *_: rates.__exit__())
+def _step_hooks(optimizer: Any, change: Change) -> Iterator[None]:
+    """Make a change in the last hook before the step and undo it in the first one after it."""
+    before = optimizer.register_step_pre_hook(lambda *_: change.__enter__())
+    after = optimizer.register_step_post_hook(lambda *_: change.__exit__())
     optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
     try:
         yield
     finally:
         before.remove()
         after.remove()
-        rates.put_back()  # if an error ended the step between the two hooks
+        change.put_back()  # if an error ended the step between the two hooks
 
 
 @final

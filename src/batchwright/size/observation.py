@@ -11,9 +11,11 @@ from .._checks import as_whole, check_choice
 from ..errors import ArgumentError, MissingSignalError
 
 Counts: TypeAlias = dict[str, int | None]
-Unit: TypeAlias = Literal["epoch", "step", "examples"]
+Unit: TypeAlias = Literal["epoch", "step", "examples", "tokens"]
 
 COUNTS = ("epoch", "step", "examples", "tokens")
+# Units of which an update has many.
+FINE = ("examples", "tokens")
 
 _NOISE = ("noise_s", "noise_g2", "noise_reliable", "noise_parts")
 
@@ -22,14 +24,16 @@ SOURCES = {
     "epoch": "pass the number of completed epochs: controller.observe(epoch=1, …)",
     "step": "pass the number of completed updates: controller.observe(step=100, …)",
     "examples": "pass batch_size or the examples completed: controller.observe(**report.observation()) does",
-    "tokens": "pass the tokens completed: controller.observe(tokens=…)",
+    "tokens": "pass batch_tokens or the tokens completed: controller.observe(tokens=…, **report.observation())",
     "batch_size": "pass the size of the batch that ran: controller.observe(**report.observation()) does",
+    "batch_tokens": "pass it, or the tokens completed with every update: controller.observe(tokens=…, …)",
     "loss": "pass the loss: controller.observe(**report.observation()) does",
     "lr": "pass the learning rate: controller.observe(**report.observation()) does",
     "entropy": "let loss_fn return (loss_sum, weight, {'entropy': entropy_sum(logits)}), from batchwright.step",
     **dict.fromkeys(_NOISE, "build the Stepper with measure_noise=True"),
     "seconds": "pass the seconds of the update: controller.observe(**report.observation()) does",
     "memory_fraction": "build the Stepper with memory=MemoryMonitor(), from batchwright.step",
+    "experiment": "pass what measure_size found: controller.observe(**experiment.observation())",
 }
 
 
@@ -46,6 +50,7 @@ class Observation:
         examples: examples seen.
         tokens: tokens seen.
         batch_size: examples of the update that just ran.
+        batch_tokens: its tokens.
         loss: its mean loss.
         lr: its learning rate.
         entropy: mean entropy of the model's output.
@@ -55,6 +60,7 @@ class Observation:
         noise_parts: micro-batches that the noise was estimated from.
         seconds: duration of the update.
         memory_fraction: share of memory in use at the peak.
+        experiment: what training at several sizes from one state gave, as ``measured`` reads it.
         size: the batch size in force; the controller fills it in.
         exact_size: the same before it was rounded; the controller fills it in.
         ends_epoch: whether it only says that an epoch is over, after updates that were observed; the controller fills
@@ -72,6 +78,7 @@ class Observation:
     examples: int | None = None
     tokens: int | None = None
     batch_size: int | None = None
+    batch_tokens: int | None = None
     loss: float | None = None
     lr: float | None = None
     entropy: float | None = None
@@ -81,6 +88,7 @@ class Observation:
     noise_parts: int | None = None
     seconds: float | None = None
     memory_fraction: float | None = None
+    experiment: Mapping[str, Any] | None = None
     size: int | None = None
     exact_size: float | None = None
     ends_epoch: bool = False
@@ -126,7 +134,7 @@ def nearest_multiple(size: float, number: int) -> float:
     return float(number * max(1, round(size / number)))
 
 
-_LEAST = {**dict.fromkeys(COUNTS, 0), "batch_size": 1, "noise_parts": 1}
+_LEAST = {**dict.fromkeys(COUNTS, 0), "batch_size": 1, "batch_tokens": 0, "noise_parts": 1}
 # What the controller itself fills in.
 FILLED_IN = ("size", "exact_size", "ends_epoch", "takes_over", "multiples")
 _KNOWN = tuple(item.name for item in fields(Observation) if item.name not in FILLED_IN)
@@ -144,11 +152,13 @@ def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _read(name, value) for name, value in given.items() if value is not None}
 
 
-def _read(name: str, value: Any) -> int | float | bool:
+def _read(name: str, value: Any) -> Any:
     if name in _LEAST:
         return as_whole(name, value, least=_LEAST[name])
     if name == "noise_reliable":
         return bool(value)
+    if name == "experiment":
+        return value  # its policy checks it
     # A tensor or an array of one number counts as that number: the state of a policy must stay plain JSON.
     if not isinstance(value, (bool, str, bytes)):
         with suppress(TypeError, ValueError, OverflowError):
@@ -160,7 +170,8 @@ def count_on(counts: Counts, observed: Mapping[str, Any]) -> Counts:
     """Return the counts after an observation.
 
     A count that is given wins. With ``batch_size``, one update and its examples are added to the counts that are not
-    given. A count that was never started stays None, so that a policy that needs it says so.
+    given, and with ``batch_tokens`` its tokens. A count that was never started stays None, so that a policy that needs
+    it says so.
 
     >>> count_on({"epoch": 2, "step": 9, "examples": None, "tokens": None}, {"batch_size": 64})
     {'epoch': 2, 'step': 10, 'examples': 64, 'tokens': None}
@@ -169,7 +180,26 @@ def count_on(counts: Counts, observed: Mapping[str, Any]) -> Counts:
     if "batch_size" in observed:
         after["step"] = (counts["step"] or 0) + 1
         after["examples"] = (counts["examples"] or 0) + observed["batch_size"]
+    if "batch_tokens" in observed:
+        after["tokens"] = (counts["tokens"] or 0) + observed["batch_tokens"]
     return {name: observed.get(name, count) for name, count in after.items()}
+
+
+def tokens_of_update(before: Counts, after: Counts, observed: Mapping[str, Any]) -> int | None:
+    """Return the tokens of the update that just ran: as given, or by how much the count of one update rose.
+
+    >>> count = {"epoch": None, "step": 3, "examples": 9, "tokens": 70}
+    >>> tokens_of_update(count, {**count, "step": 4, "tokens": 95}, {"batch_size": 3})
+    25
+    """
+    if "batch_tokens" in observed:
+        given: int = observed["batch_tokens"]
+        return given
+    steps, tokens = ((before[name], after[name]) for name in ("step", "tokens"))
+    if "batch_size" not in observed or tokens[0] is None or tokens[1] is None or tokens[1] <= tokens[0]:
+        return None
+    # A count that was given after several updates does not tell the tokens of one.
+    return tokens[1] - tokens[0] if steps[1] == (steps[0] or 0) + 1 else None
 
 
 def check_counting(per: str, every: SupportsIndex | None, *, by: str, needs_every: bool = False) -> int:
@@ -179,17 +209,17 @@ def check_counting(per: str, every: SupportsIndex | None, *, by: str, needs_ever
         per: the unit.
         every: units in one block.
         by: the policy, for the message.
-        needs_every: whether counting single examples is surely a mistake.
+        needs_every: whether counting single examples or tokens is surely a mistake.
     """
     check_choice("per", per, get_args(Unit))
-    if every is None and per == "examples" and needs_every:
-        raise ArgumentError(f"{by} per examples needs every, the examples of one block, e.g. every=50_000")
+    if every is None and per in FINE and needs_every:
+        raise ArgumentError(f"{by} per {per} needs every, the {per} of one block, e.g. every=50_000")
     return 1 if every is None else as_whole("every", every, least=1)
 
 
 def blocks_of_one(per: Unit, every: int) -> tuple[str, ...]:
-    """Return the argument of a call that counts single examples, where ``check_counting`` wants it to be given."""
-    return ("every=1",) if per == "examples" and every == 1 else ()
+    """Return the argument of a call that counts single ones, where ``check_counting`` wants it to be given."""
+    return ("every=1",) if per in FINE and every == 1 else ()
 
 
 def index_of(observation: Observation, per: Unit, every: int, *, by: str) -> int:
@@ -209,4 +239,4 @@ def when(observation: Observation, per: Unit) -> str:
     ('at epoch 3', 'after 500 examples')
     """
     count = getattr(observation, per)
-    return f"after {count} examples" if per == "examples" else f"at {per} {count}"
+    return f"after {count} {per}" if per in FINE else f"at {per} {count}"

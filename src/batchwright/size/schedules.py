@@ -108,7 +108,7 @@ def linear(start: float, slope: float, *, per: Unit = "epoch", every: SupportsIn
     Args:
         start: the size at the beginning, ``B_0``.
         slope: examples added per index; below 0 the size shrinks.
-        per: what ``i`` counts: ``"epoch"``, ``"step"`` or ``"examples"``.
+        per: what ``i`` counts: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``.
         every: units per index, ``i = count // every``; needed for examples.
 
     >>> policy = linear(32, 8)
@@ -140,7 +140,7 @@ def exponential(start: float, factor: float, *, per: Unit = "epoch", every: Supp
     Args:
         start: the size at the beginning, ``B_0``.
         factor: growth per index; below 1 the size shrinks.
-        per: what ``i`` counts: ``"epoch"``, ``"step"`` or ``"examples"``.
+        per: what ``i`` counts: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``.
         every: units per index, ``i = count // every``; needed for examples.
 
     >>> policy = exponential(32, 2, every=5)
@@ -195,7 +195,7 @@ def warm_up(
         end: the size from index ``over`` on.
         over: the number of indices in between.
         mode: ``"linear"`` adds the same number each time, ``"geometric"`` multiplies by the same factor.
-        per: what ``i`` counts: ``"epoch"``, ``"step"`` or ``"examples"``.
+        per: what ``i`` counts: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``.
         every: units per index, ``i = count // every``.
 
     >>> policy = warm_up(64, 1024, over=4, mode="geometric")
@@ -226,7 +226,7 @@ def milestones(sizes: Mapping[int, float], *, per: Unit = "epoch", every: Suppor
 
     Args:
         sizes: the size from each count on; the count 0 must be there.
-        per: what the keys count: ``"epoch"``, ``"step"`` or ``"examples"``.
+        per: what the keys count: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``.
         every: units per count of the keys, usually 1.
 
     >>> policy = milestones({0: 64, 50_000: 256}, per="examples")
@@ -298,7 +298,7 @@ def cyclic(inner: Policy, period: SupportsIndex, *, per: Unit = "epoch", every: 
     Args:
         inner: the policy of one cycle.
         period: indices per cycle.
-        per: the count that starts again: ``"epoch"``, ``"step"`` or ``"examples"``; the other counts go on.
+        per: the count that starts again: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``; the other counts go on.
         every: units per index, ``i = count // every``; ``inner`` still counts units.
 
     >>> policy = cyclic(linear(32, 32), 4)

@@ -308,27 +308,32 @@ class Cooldown(HoldingTransform):
         return [f"{_PLURALS[self.per]}={self.pause}"]
 
 
-_PLURALS: dict[Unit, str] = {"examples": "examples", "step": "steps", "epoch": "epochs"}
+_PLURALS: dict[Unit, str] = {"examples": "examples", "step": "steps", "epoch": "epochs", "tokens": "tokens"}
 
 
 def cooldown(
-    *, examples: SupportsIndex | None = None, steps: SupportsIndex | None = None, epochs: SupportsIndex | None = None
+    *,
+    examples: SupportsIndex | None = None,
+    steps: SupportsIndex | None = None,
+    epochs: SupportsIndex | None = None,
+    tokens: SupportsIndex | None = None,
 ) -> Transform:
-    """Return a transform that holds the size for a while after each change; give one of the three.
+    """Return a transform that holds the size for a while after each change; give one of the four.
 
     Args:
         examples: examples to hold for.
         steps: updates to hold for.
         epochs: epochs to hold for.
+        tokens: tokens to hold for.
 
     >>> cooldown(steps=100)
     cooldown(steps=100)
     """
-    pauses: dict[Unit, SupportsIndex | None] = {"examples": examples, "step": steps, "epoch": epochs}
+    pauses: dict[Unit, SupportsIndex | None] = {"examples": examples, "step": steps, "epoch": epochs, "tokens": tokens}
     given = [(per, pause) for per, pause in pauses.items() if pause is not None]
     if len(given) != 1:
         named = ", ".join(f"{_PLURALS[per]}={pause!r}" for per, pause in given) or "none"
-        raise ArgumentError(f"cooldown needs one of examples, steps and epochs, got {named}")
+        raise ArgumentError(f"cooldown needs one of examples, steps, epochs and tokens, got {named}")
     [(per, pause)] = given
     return Cooldown(per, as_whole(_PLURALS[per], pause, least=1))
 

@@ -13,9 +13,11 @@ from ._gradients import Trained, attempt
 from ._optimizers import forget_unscaling
 from ._runner import Runner
 from ._settings import Settings
+from .measuring.stopwatch import Stopwatch
 from .memory.budget_tracker import Feedback
 from .memory.monitor import MemoryMonitor
 from .noise import GradientNorms, NoiseMeter
+from .oom import devices_of
 from .report import Pending, Summary, Totals, check_summary, check_weight, num_compilations
 from .splitting import LogicalBatch
 
@@ -27,6 +29,7 @@ class Gatherer:
     Attributes:
         trained: the parameters that the optimizer updates.
         runner: runs micro-batches.
+        stopwatch: times updates.
         meter: measures gradient noise, None if nobody asked for it.
         pending: the update that was begun, None between updates.
         num_updates: that were applied so far.
@@ -52,6 +55,7 @@ class Gatherer:
         self.trained = trained
         self.device = trained.parameters[0].device
         self.runner = Runner(settings, ranks, self.device, feedback)
+        self.stopwatch = Stopwatch([self.device, *devices_of(ranks.module)])
         self.meter = meter
         self.pending: Pending | None = None
         self.num_updates = 0
@@ -96,6 +100,8 @@ class Gatherer:
             raise
         assert opened is not None
         assert totals is not None
+        assert prepared is not None
+        totals.num_tokens = prepared.num_tokens
         opened.pending.totals.merge(totals)
         opened.pending.same_names &= same[0]
         self.pending = opened.pending
@@ -142,7 +148,8 @@ class Gatherer:
         logical = self._settings.wrap(batch)
         if self._ranks.meet_in_forward:
             self.runner.cut(logical, None)
-        return _Prepared(logical, None if self._settings.weight_of is None else float(self._settings.weight_of(batch)))
+        asked = None if self._settings.weight_of is None else float(self._settings.weight_of(batch))
+        return _Prepared(logical, asked, self._settings.count_tokens(batch, logical))
 
     def check_same_parameters(self) -> None:
         """Refuse to go on with an update after the optimizer was given other parameters."""
@@ -161,7 +168,8 @@ class Gatherer:
             gradients = self.trained.gradients
             self._is_warned |= gradients.begin(self._settings.existing_gradients, is_warned=self._is_warned)
             is_due = self.meter is not None and self.num_updates % self._settings.measure_noise == 0
-            pending = Pending(gradients, total_weight, noise_seed=self.num_updates if is_due else None)
+            lap = self.stopwatch.start()
+            pending = Pending(gradients, lap, total_weight, noise_seed=self.num_updates if is_due else None)
             pending.num_compiled_before = num_compilations()
             if self.meter is not None:
                 self.meter.norms.reset()
@@ -229,13 +237,14 @@ class Gatherer:
         if self._ranks.world_size == 1:
             return Summary(
                 float(totals.weight), totals.loss, totals.num_examples, totals.num_micro_batches, pending.ooms,
-                dict(totals.metrics), squares, asked, totals.num_spoiled,
+                dict(totals.metrics), squares, asked, totals.num_spoiled, totals.num_tokens,
             )  # fmt: skip
         names = sorted(totals.metrics, key=repr)
         if not pending.same_names:
             names = sorted({name for found in self._ranks.gather(names) for name in found}, key=repr)
         counts = [totals.num_examples, totals.num_micro_batches, pending.ooms, totals.num_spoiled]
-        weight, asked_sum, loss, num, parts, ooms, spoiled, *rest = self._ranks.sum(
+        counts += [totals.num_tokens or 0, int(totals.num_tokens is None)]
+        weight, asked_sum, loss, num, parts, ooms, spoiled, tokens, num_unknown, *rest = self._ranks.sum(
             [totals.weight, asked or 0.0, totals.loss, *counts]
             + [totals.metrics.get(name, 0.0) for name in names]
             + ([] if norms is None else [0.0] * norms.num_groups if squares is None else list(squares)),
@@ -245,7 +254,7 @@ class Gatherer:
         summed = torch.tensor(rest[len(names) :], dtype=torch.float64) if norms is not None else None
         return Summary(
             weight, loss, round(num), round(parts), round(ooms), metrics, summed,
-            None if asked is None else asked_sum, round(spoiled),
+            None if asked is None else asked_sum, round(spoiled), None if num_unknown else round(tokens),
         )  # fmt: skip
 
     def end(self) -> None:
@@ -275,6 +284,7 @@ class _Prepared(NamedTuple):
 
     logical: LogicalBatch
     asked: float | None  # what weight_of counted
+    num_tokens: int | None
 
 
 class _Opened(NamedTuple):

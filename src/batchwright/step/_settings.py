@@ -15,7 +15,7 @@ from torch import Tensor
 from .._checks import as_number, as_whole, check_choice, has_size, is_number, read_size
 from ..errors import ArgumentError
 from ..plan import Budget, MaxItems
-from ..size.learning_rate import Rule, get_rule
+from ..size.learning_rate import Beta2Rule, Rule, get_beta2_rule, get_rule
 from ._gradients import Existing
 from .losses import LossFunction
 from .splitting import LogicalBatch, wrap_batch
@@ -44,6 +44,8 @@ class Settings:
     existing_gradients: Existing
     split: Callable[[Any, Any], Any] | None
     noise_parts: int | None = None
+    beta2_rule: str | Beta2Rule | None = None
+    tokens_of: Callable[[Any], int] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
@@ -58,6 +60,8 @@ class Settings:
             )
         check_choice("on_oom", self.on_oom, ("split", "raise"))
         check_choice("existing_gradients", self.existing_gradients, ("clear", "add"))
+        if self.tokens_of is not None and not callable(self.tokens_of):
+            raise ArgumentError(f"tokens_of must be a function of a batch, got {self.tokens_of!r}")
         self._keep("measure_noise", _as_interval(self.measure_noise))
         if self.noise_parts is not None:
             self._keep("noise_parts", as_whole("noise_parts", self.noise_parts, least=2))
@@ -73,6 +77,8 @@ class Settings:
             raise ArgumentError(
                 "lr_rule needs base_size, the batch size that the optimizer's learning rate is meant for"
             )
+        if get_beta2_rule(self.beta2_rule) is not None and self.base_size is None:
+            raise ArgumentError("beta2_rule needs base_size, the batch size that the optimizer's betas are meant for")
         if rule == "adascale" and not self.measure_noise:
             raise ArgumentError("lr_rule='adascale' needs measure_noise=True")
 
@@ -82,6 +88,13 @@ class Settings:
     def wrap(self, batch: Any) -> LogicalBatch:
         """Return the batch as something that can be split."""
         return wrap_batch(batch, collate=self.collate, lengths=self.lengths, trim=self.trim, split=self.split)
+
+    def count_tokens(self, batch: Any, logical: LogicalBatch) -> int | None:
+        """Return the tokens of a batch: as ``tokens_of`` counts them, else the sum of lengths, else None."""
+        if self.tokens_of is not None:
+            found = self.tokens_of(batch)
+            return as_whole("tokens_of(batch)", found.item() if isinstance(found, Tensor) else found, least=0)
+        return None if logical.lengths is None else int(logical.lengths.sum(dtype=np.int64))
 
     @property
     def cost_budget(self) -> Budget | None:

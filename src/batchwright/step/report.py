@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, final
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ._gradients import Gradients
+from .measuring.stopwatch import Lap
 from .noise import NoiseReport
 
 Sum: TypeAlias = "Tensor | float"  # a float where the loss function counted on the host
@@ -27,17 +27,17 @@ _HOW = "return (loss_sum, weight): the summed loss and how many examples or toke
 class StepReport:
     """The figures of one update, over all ranks.
 
-    Losses, metrics, noise and the gradient's norm stay on the device until they are read. ``seconds`` is the time of
-    the slowest rank, and memory is that of the fullest. The time is the host's, which on a GPU runs ahead of the device
-    between two reads. ``graphed`` says that every micro-batch of this rank was replayed from a graph, and
-    ``recompilations`` how many graphs torch.compile made on this rank in the meantime.
+    Losses, metrics, noise and the gradient's norm stay on the device until they are read. Memory is that of the fullest
+    rank. ``tokens`` is what ``tokens_of`` or ``lengths`` counted, None without them. ``beta2`` is what
+    ``beta2_rule`` made of it for the first group that has one. ``graphed`` says that every micro-batch of this rank was replayed from a
+    graph, and ``recompilations`` how many graphs torch.compile made on this rank in the meantime.
     """
 
     batch_size: int
     num_micro_batches: int
     weight: float
     ooms: int
-    seconds: float
+    _seconds: Lap | float
     peak_bytes: int | None
     memory_fraction: float | None
     lr: float | None
@@ -47,6 +47,13 @@ class StepReport:
     _grad_norm: Tensor | None = None
     graphed: bool = False
     recompilations: int = 0
+    tokens: int | None = None
+    beta2: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of the slowest rank; on CUDA that of the device, which reading it waits for."""
+        return float(self._seconds)
 
     @property
     def loss(self) -> float:
@@ -79,6 +86,7 @@ class StepReport:
         noise = self.noise
         return {
             "batch_size": self.batch_size,
+            "batch_tokens": self.tokens,
             "loss": self.loss,
             "lr": self.lr,
             "entropy": self.entropy,
@@ -185,6 +193,7 @@ class Totals:
         self._counts: list[int | Copied] = []
         self._num_rows = 0
         self.num_doubtful = 0
+        self.num_tokens: int | None = 0  # None if nobody counts them
 
     @property
     def num_micro_batches(self) -> int:
@@ -249,6 +258,8 @@ class Totals:
             self._metrics.setdefault(name, []).extend(values)
         self._counts += other._counts
         self._num_rows += other._num_rows
+        is_known = self.num_tokens is not None and other.num_tokens is not None
+        self.num_tokens = self.num_tokens + other.num_tokens if is_known else None  # type: ignore[operator]
 
 
 def _sum(numbers: Sequence[Sum | Copied]) -> Sum:
@@ -285,6 +296,7 @@ class Summary(NamedTuple):
     squares: Tensor | None
     asked_weight: float | None
     num_spoiled: int
+    num_tokens: int | None = None
 
 
 @final
@@ -294,6 +306,7 @@ class Pending:
 
     Attributes:
         gradients: of the parameters that the update trains.
+        lap: times the update.
         total_weight: of the whole update, if a trainer knows it.
         asked_weight: what ``weight_of`` has counted so far on this rank, None without it.
         noise_seed: seeds the random subsets that noise is measured on, None if it is not measured.
@@ -306,6 +319,7 @@ class Pending:
     """
 
     gradients: Gradients
+    lap: Lap
     total_weight: float | None = None
     asked_weight: float | None = None
     noise_seed: int | None = None
@@ -313,7 +327,6 @@ class Pending:
     divisor: float | None = None
     totals: Totals = field(default_factory=Totals)
     ooms: int = 0
-    started: float = field(default_factory=time.perf_counter)
     summary: Summary | None = None
     noise: Callable[[], NoiseReport] | None = None
     same_names: bool = True
@@ -321,6 +334,7 @@ class Pending:
     num_compiled_before: int = 0
     stage: Literal["gathered", "reduced", "clipped"] = "gathered"
     norm: Tensor | None = None
+    beta2: float | None = None
 
 
 def num_compilations() -> int:

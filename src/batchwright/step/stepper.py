@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
@@ -14,7 +13,8 @@ from .._checks import as_number, as_state, is_same, read_whole
 from .._ranks import Ranks
 from ..errors import ArgumentError
 from ..plan import Budget, PadTo
-from ..size.learning_rate import Rule, adascale, current_lr, get_rule, scaled_lr
+from ..size.learning_rate import Beta2Rule, Rule, adascale, current_lr, get_beta2_rule, get_rule, scaled_lr
+from ..size.momentum import Beta2s, beta2s_for, changed_beta2, check_beta2
 from ..size.noise import NoiseAverage
 from ._gathering import Gatherer
 from ._gradients import Existing, Trained, attempt
@@ -63,7 +63,8 @@ class Stepper:
             reported per group too.
         lr_rule: ``"linear"``, ``"sqrt"``, ``"adascale"`` or a function of ``(batch_size, base_size)``; it scales the
             rate only inside ``optimizer.step``.
-        base_size: the batch size that the optimizer's learning rate is meant for; needed with ``lr_rule``.
+        base_size: the batch size that the optimizer's learning rate and betas are meant for; needed with ``lr_rule``
+            and ``beta2_rule``.
         memory: reads the peak of every batch, for ``report.memory_fraction``. The peaks also tighten or relax a budget
             from a ``MemoryModel``; on CUDA they do so without this argument.
         existing_gradients: what happens to gradients that are there when an update begins: ``"clear"`` drops them, as
@@ -76,6 +77,9 @@ class Stepper:
             ``graph_summary()`` says why, and a warning does once if that holds for every step.
         shapes: the catalogue of ``graphs``: ``plan.shapes``, or the sampler; None captures shapes that come again.
             With a sampler of static shapes, lists of examples are cut into micro-batches of these shapes.
+        beta2_rule: ``"half_life"`` or a function of ``(batch_size, base_size, beta2)`` that returns another ``beta2``
+            for the second of an optimizer's ``betas``, only inside ``optimizer.step``.
+        tokens_of: returns the tokens of a batch, for ``report.tokens``; None counts ``lengths`` where they are given.
 
     >>> model = nn.Linear(2, 1)
     >>> def loss_fn(model, batch):
@@ -112,11 +116,13 @@ class Stepper:
         graphs: bool | Literal["auto"] | GraphBackend = False,
         shapes: Any = None,
         noise_parts: int | None = None,
+        beta2_rule: str | Beta2Rule | None = None,
+        tokens_of: Callable[[Any], int] | None = None,
     ) -> None:
         self._ranks = Ranks(model)
         self._settings = Settings(
             loss_fn, micro_batch, lengths, collate, trim, weight_of, clip_norm, autocast, scaler, on_oom,
-            measure_noise, lr_rule, base_size, existing_gradients, split, noise_parts,
+            measure_noise, lr_rule, base_size, existing_gradients, split, noise_parts, beta2_rule, tokens_of,
         )  # fmt: skip
         if measure_noise and self._ranks.is_sharded:
             raise ArgumentError(
@@ -130,6 +136,9 @@ class Stepper:
         if noise_groups is not None and not measure_noise:
             raise ArgumentError("noise_groups needs measure_noise=True")
         check_optimizer(optimizer)
+        self._beta2_rule = get_beta2_rule(beta2_rule)
+        if self._beta2_rule is not None:
+            check_beta2(optimizer)
         self._optimizer = optimizer
         self._trained = Trained(self._ranks, optimizer)
         self._device = self._trained.parameters[0].device
@@ -223,8 +232,10 @@ class Stepper:
         self._gatherer.check_same_parameters()
         factor = self._lr_factor(pending.summary.num_examples)
         rate = current_lr(self._optimizer)
+        beta2s = self._beta2s(pending.summary.num_examples)
+        pending.beta2 = next((beta2 for beta2 in beta2s or () if beta2 is not None), None)
         if pending.stage == "reduced" and self._graphs is not None:
-            is_done, norm = self._graphs.update(factor)
+            is_done, norm = self._graphs.update(factor, beta2s)
             if is_done:
                 pending.norm, pending.stage = norm, "clipped"
                 self._gatherer.pending = None
@@ -235,7 +246,7 @@ class Stepper:
                 scaler.unscale_(self._optimizer)
             pending.norm = None if clip_norm is None else clip(self._trained.parameters, clip_norm)
             pending.stage = "clipped"
-        with scaled_lr(self._optimizer, factor):
+        with scaled_lr(self._optimizer, factor), changed_beta2(self._optimizer, beta2s):
             apply_update(self._optimizer, self._trained.parameters, scaler)
         self._gatherer.pending = None  # whatever fails from here on, the update is not applied again
         self._optimizer.zero_grad()
@@ -299,18 +310,24 @@ class Stepper:
         average = self._meter.average
         return adascale(batch_size, base_size, s=average.s, g2=average.g2) if average.is_reliable else 1.0
 
+    def _beta2s(self, batch_size: int) -> Beta2s | None:
+        if self._beta2_rule is None:
+            return None
+        return beta2s_for(self._optimizer, self._beta2_rule, batch_size, self._settings.base_size or 1)
+
     def _report(self, pending: Pending, rate: float | None) -> StepReport:
         assert pending.summary is not None
-        summary = pending.summary
-        seconds, peak, fraction = self._ranks.largest(
-            [time.perf_counter() - pending.started, *self._read_memory()], self._device
-        )
+        summary, seconds = pending.summary, pending.lap
+        seconds.stop()
+        peak, fraction = self._read_memory()
+        if self._ranks.world_size > 1:  # the ranks have just met, so no work of the update is left to wait for
+            seconds, peak, fraction = self._ranks.largest([float(seconds), peak, fraction], self._device)
         return StepReport(
             batch_size=summary.num_examples,
             num_micro_batches=summary.num_micro_batches,
             weight=summary.weight,
             ooms=summary.ooms,
-            seconds=seconds,
+            _seconds=seconds,
             peak_bytes=int(peak) if peak >= 0 else None,
             memory_fraction=fraction if fraction >= 0 else None,
             lr=rate,
@@ -320,6 +337,8 @@ class Stepper:
             _metric_sums=summary.metric_sums,
             _noise=pending.noise,
             _grad_norm=pending.norm,
+            tokens=summary.num_tokens,
+            beta2=pending.beta2,
         )
 
     def _read_memory(self) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from typing import Literal, SupportsIndex, TypeAlias, final, get_args
 from ..._checks import as_number, check_choice
 from ...errors import ArgumentError
 from .._states import check_number, check_record, check_whole
-from ..observation import Observation, Unit, blocks_of_one, check_counting
+from ..observation import FINE, Observation, Unit, blocks_of_one, check_counting
 from ..policy import TIMES, Part, State, as_size, options, show
 
 Mode: TypeAlias = Literal["exponential", "linear"]
@@ -34,7 +34,7 @@ class Period(Part):
     An epoch ends with the observation in which the count of completed epochs has risen, and what that observation
     holds belongs to the epoch that it ends. So one observation per epoch is a period by itself, and observations of
     every update are gathered.
-    A period of examples has at least ``every``: the surplus of its last batch is not carried to the next period.
+    A period of examples or tokens has at least ``every``: the surplus of its last batch is not carried to the next period.
 
     >>> period = Period("step", 2)
     >>> mean, state = period.gather(period.init(), Observation(batch_size=3), 1.0, by="an example")
@@ -53,9 +53,13 @@ class Period(Part):
 
     def written(self) -> list[str]:
         """Return the arguments of a call whose usual period is a step."""
-        if self.per == "examples":
-            return ["per='examples'", f"every={self.every}"]
-        return options(per=(self.per, "step"), every=(self.every, 1))
+        return self.written_as("step")
+
+    def written_as(self, usual: Unit, usual_every: int = 1) -> list[str]:
+        """Return the arguments of a call whose usual period is per ``usual``."""
+        if self.per in FINE:
+            return [f"per={self.per!r}", f"every={self.every}"]
+        return options(per=(self.per, usual), every=(self.every, usual_every))
 
     def span(self, num_periods: int = 1) -> str:
         """Return a number of periods in words."""
@@ -114,7 +118,8 @@ class Period(Part):
             ends = epoch >= count + self.every
             # A count that falls belongs to a new run or cycle, which is followed from there.
             return ends, epoch if ends or epoch < count else count
-        count += 1 if self.per == "step" else int(observation.need("batch_size", by=by))
+        amount = {"step": None, "examples": "batch_size", "tokens": "batch_tokens"}[self.per]
+        count += 1 if amount is None else int(observation.need(amount, by=by))
         return count >= self.every, 0 if count >= self.every else count
 
 

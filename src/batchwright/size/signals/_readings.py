@@ -9,7 +9,7 @@ from typing import NamedTuple, SupportsIndex, final
 
 from .._states import check_numbers, check_record, check_size, check_whole, optional
 from ..observation import Observation, Unit
-from ..policy import State, options
+from ..policy import State
 from ._base import Period, make_period
 
 # Readings that a period keeps, the newest ones: more would make states long and the median hardly better.
@@ -93,10 +93,7 @@ class Readings:
 
     def written(self, usual: Unit) -> list[str]:
         """Return the arguments of a call whose usual period is per ``usual``."""
-        per, every = self.period.per, self.period.every
-        if per == "examples":
-            return ["per='examples'", f"every={every}"]
-        return options(per=(per, usual), every=(every, self.num_usual if per == "step" else 1))
+        return self.period.written_as(usual, self.num_usual if self.period.per == "step" else 1)
 
 
 def make_readings(per: Unit, every: SupportsIndex | None, *, by: str, num_usual: int) -> Readings:

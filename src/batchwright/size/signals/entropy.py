@@ -128,7 +128,7 @@ def entropy_driven(
         up: threshold: factor to grow by, 2 by default.
         down: threshold: factor to shrink by, 0.5 by default.
         reference: the entropy that counts as ``h = 1``, such as the first one measured; None is ``log C``.
-        per: a period: ``"epoch"``, ``"step"`` or ``"examples"``.
+        per: a period: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``.
         every: units per period; needed for examples.
 
     Returns:

@@ -65,7 +65,7 @@ def loss_below(
         threshold: grow below this loss.
         up: the step: a factor (default 2), or with ``mode="linear"`` a number of examples (default 8).
         mode: ``"exponential"`` multiplies by ``up``, ``"linear"`` adds it.
-        per: a period: ``"epoch"``, ``"step"`` or ``"examples"``.
+        per: a period: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``.
         every: units per period; needed for examples.
 
     Returns:
@@ -165,7 +165,7 @@ def loss_settled(
         up: the step: a factor (default 2), or with ``mode="linear"`` a number of examples (default 8).
         mode: ``"exponential"`` multiplies by ``up``, ``"linear"`` adds it.
         relative: whether the change is a share of the loss; False for losses around 0.
-        per: a period: ``"epoch"``, ``"step"`` or ``"examples"``.
+        per: a period: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``.
         every: units per period; needed for examples.
 
     Returns:

@@ -114,7 +114,7 @@ def step_time(
         target_ms: milliseconds of an update, above 0.
         tolerance: how far off is near enough, as a share, above 0 and below 1.
         max_factor: the most that the size changes by per period, above 1.
-        per: a period: ``"step"``, ``"epoch"`` or ``"examples"``.
+        per: a period: ``"step"``, ``"epoch"``, ``"examples"`` or ``"tokens"``.
         every: units per period; 16 steps or 1 epoch by default, needed for examples.
 
     Returns:

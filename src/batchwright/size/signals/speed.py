@@ -115,7 +115,7 @@ def speed_driven(
         plateau: the rise of the speed that still counts as none, as a share, 0 or more.
         factor: by how much to grow, above 1.
         patience: larger batches in a row that bring nothing before the size holds; None goes on to the maximum.
-        per: a period: ``"epoch"``, ``"step"`` or ``"examples"``.
+        per: a period: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``.
         every: units per period; 1 epoch or 32 steps by default, needed for examples.
 
     Returns:

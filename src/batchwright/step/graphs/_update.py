@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...size.learning_rate import innermost
+from ...size.momentum import Beta2s, ChangedBeta2
 from .._optimizers import clip, forget_unscaling
 from .._settings import Settings
 from ..oom import is_out_of_memory
@@ -81,6 +82,14 @@ class _Fixed(NamedTuple):
     state: list[Tensor]
     scale: Tensor | None
     factors: tuple[float, ...]  # by which the scale grows and falls
+
+
+@final
+class _Key(NamedTuple):
+    """What tells captured updates apart."""
+
+    has_gradient: tuple[bool, ...]
+    beta2s: Beta2s | None  # as a rule made them, None without one
 
 
 @final
@@ -165,18 +174,23 @@ class Updates:
 
     Attributes:
         reason: why updates run eagerly for good, None if they do not.
+        note: why some updates run eagerly, None if none does.
         is_new: the last ``prepare`` has captured.
         num_replayed: updates so far.
     """
 
     def __init__(self, optimizer: Any, settings: Settings, backend: GraphBackend) -> None:
         self._optimizer, self._settings, self._backend = optimizer, settings, backend
-        self._graphs: dict[tuple[bool, ...], UpdateGraph] = {}  # by which parameters have a gradient
+        self._graphs: dict[_Key, UpdateGraph] = {}  # the one used last is at the end
+        self._seen: dict[Beta2s, None] = {}  # that ran eagerly once; when one comes again, it is captured
+        self._num_beta2s = 0  # captures for another beta2
+        self._beta2s: Beta2s | None = None
         self._graph: UpdateGraph | None = None
         self._num_changes = self._num_replaced = self._num_short = 0
         self.num_replayed = 0
         self.is_new = False
         self.reason: str | None = None
+        self.note: str | None = None
 
     def is_ready(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Say whether the optimizer can be captured and has the state of its later steps, which a capture needs."""
@@ -188,20 +202,31 @@ class Updates:
             self.reason = why_not(self._optimizer, self._settings.scaler, self._backend)
         return self.reason is None and (bool(self._graphs) or has_state(self._optimizer))
 
-    def prepare(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Capture the update if it is not what was captured before; return whether it can be replayed."""
-        key = tuple(parameter.grad is not None for parameter in parameters)
-        self._graph = self._graphs.get(key)
-        self.is_new = self._graph is None or not self._graph.fits()
+    def prepare(self, parameters: Sequence[nn.Parameter], beta2s: Beta2s | None = None) -> bool:
+        """Capture the update if it is not what was captured before; return whether it can be replayed.
+
+        Args:
+            parameters: that are trained.
+            beta2s: of the groups in this update, None for those that they have.
+        """
+        self._beta2s = beta2s
+        with ChangedBeta2(self._optimizer, beta2s):
+            return self._prepare(parameters, _Key(tuple(one.grad is not None for one in parameters), beta2s))
+
+    def _prepare(self, parameters: Sequence[nn.Parameter], key: _Key) -> bool:
+        self._graph = self._graphs.pop(key, None)
+        if self._graph is not None:
+            self._graphs[key] = self._graph
+        self.is_new = (self._graph is None or not self._graph.fits()) and not self._waits(key)
         if not self.is_new:
-            return True
+            return self._graph is not None
         self._num_changes += self._graphs.pop(key, None) is not None
         self._graph = None
         if not has_state(self._optimizer):
             return False
-        if len(self._graphs) >= _MOST_SETS:
+        if len(self._graphs) >= (_MOST_SETS if key.beta2s is None else _MOST_HELD):
             del self._graphs[next(iter(self._graphs))]
-            self._num_replaced += 1
+            self._num_replaced += key.beta2s is None
         if self._num_changes >= _MOST_CAPTURES:
             self.reason = "options of the optimizer change again and again"
         elif self._num_replaced >= _MOST_CAPTURES:
@@ -210,7 +235,24 @@ class Updates:
             self._capture(key, parameters)
         return self._graph is not None
 
-    def _capture(self, key: tuple[bool, ...], parameters: Sequence[nn.Parameter]) -> None:
+    def _waits(self, key: _Key) -> bool:
+        """Say whether a beta2 is not worth a capture: it came for the first time, or too many have come.
+
+        A captured update holds beta2 as a number, so that each batch size has one of its own.
+        """
+        beta2s = key.beta2s
+        if beta2s is None or key in self._graphs or all(one.has_gradient != key.has_gradient for one in self._graphs):
+            return False
+        is_new = beta2s not in self._seen
+        if is_new and len(self._seen) < _MOST_SEEN:
+            self._seen[beta2s] = None
+        if is_new or self._num_beta2s >= _MOST_BETA2S:
+            self.note = "a beta2 of beta2_rule is captured when it comes again, and of many only the first"
+            return True
+        self._num_beta2s += 1
+        return False
+
+    def _capture(self, key: _Key, parameters: Sequence[nn.Parameter]) -> None:
         settings = self._settings
         try:
             self._graph = UpdateGraph(self._optimizer, parameters, settings.clip_norm, settings.scaler, self._backend)
@@ -228,13 +270,18 @@ class Updates:
         """Replay the update with the rates of the groups, times a factor; return the norm before clipping."""
         assert self._graph is not None
         self.num_replayed += 1
-        return self._graph.run([group["lr"] * factor for group in self._optimizer.param_groups])
+        with ChangedBeta2(self._optimizer, self._beta2s):
+            return self._graph.run([group["lr"] * factor for group in self._optimizer.param_groups])
 
 
 # Options that change at every update, such as a cycle of momenta, are not worth a capture each.
 _MOST_CAPTURES = 8
 # Sets of parameters that get gradients, such as heads that take turns, are captured each, up to so many.
 _MOST_SETS = 4
+# With a rule for beta2, so many updates are held, and so many are captured in all.
+_MOST_HELD = 16
+_MOST_BETA2S = 64
+_MOST_SEEN = 4096
 # Schedulers keep their first rate in the group.
 _NOT_FIXED = frozenset({"params", "lr", "initial_lr", "capturable"})
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..._ranks import Ranks
 from ...errors import ArgumentError
+from ...size.momentum import Beta2s
 from .._catalogue import Shape, read_shapes
 from .._gradients import Trained
 from .._settings import Settings
@@ -313,11 +314,8 @@ class Graphs:
         self._capture_seconds += self._backend.seconds() - started - graph.eager_seconds
         return sums
 
-    def update(self, factor: float) -> tuple[bool, Tensor | None]:
-        """Replay the update if it can be.
-
-        Args:
-            factor: of the learning rates.
+    def update(self, factor: float, beta2s: Beta2s | None = None) -> tuple[bool, Tensor | None]:
+        """Replay the update if it can be, with the rates times a factor and the beta2 of each group if they change.
 
         Returns:
             Whether it was replayed, and the norm of the gradient before clipping.
@@ -330,7 +328,7 @@ class Graphs:
             return False, None
         self._attach([place for place, parameter in enumerate(work.parameters) if parameter.grad is not None])
         start = time.perf_counter()
-        is_captured = self._updates.prepare(work.parameters)
+        is_captured = self._updates.prepare(work.parameters, beta2s)
         if self._updates.is_new:
             self._capture_seconds += time.perf_counter() - start
             self.held_bytes = self._backend.pool_bytes()
@@ -382,7 +380,7 @@ class Graphs:
     def summary(self) -> GraphSummary:
         """Return the figures so far."""
         reasons = dict(self._reasons.counts)
-        for reason in (self._off, self._updates.reason):
+        for reason in (self._off, self._updates.reason or self._updates.note):
             if reason is not None:
                 reasons.setdefault(reason, 0)
         return GraphSummary(

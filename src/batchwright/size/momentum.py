@@ -1,0 +1,134 @@
+"""Adam's beta2 inside one step: what a rule makes of it for a batch size, and the betas as they were afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, final
+
+from .._checks import as_number
+from ..errors import ArgumentError
+from .learning_rate import Beta2Rule, in_step, innermost
+
+# The beta2 of each group of an optimizer, None for a group without one.
+Beta2s: TypeAlias = "tuple[float | None, ...]"
+
+
+def check_beta2(optimizer: Any) -> None:
+    """Refuse an optimizer none of whose groups has ``betas``."""
+    inner = innermost(optimizer)
+    if all(beta2 is None for beta2 in beta2s_of(inner)):
+        raise ArgumentError(
+            f"beta2_rule changes the second of betas, but no group of {type(inner).__name__} has betas; leave "
+            "beta2_rule out, or use an optimizer like Adam"
+        )
+
+
+def beta2s_of(optimizer: Any) -> Beta2s:
+    """Return the beta2 of each group, None for one without.
+
+    >>> from types import SimpleNamespace
+    >>> beta2s_of(SimpleNamespace(param_groups=[{"betas": (0.9, 0.99)}, {"momentum": 0.9}]))
+    (0.99, None)
+    """
+    return tuple(_beta2_of(group) for group in optimizer.param_groups)
+
+
+def _beta2_of(group: dict[str, Any]) -> float | None:
+    betas = group.get("betas")
+    return float(betas[1]) if isinstance(betas, (list, tuple)) and len(betas) > 1 else None
+
+
+def beta2s_for(optimizer: Any, rule: Beta2Rule, batch_size: int, base_size: int) -> Beta2s:
+    """Return the beta2 of each group for a batch of some size, each 0 or more and below 1."""
+    found = []
+    for beta2 in beta2s_of(innermost(optimizer)):
+        name = f"beta2_rule({batch_size}, {base_size}, {beta2}), the new beta2,"
+        value = None if beta2 is None else as_number(name, rule(batch_size, base_size, beta2), least=0, below=1)
+        found.append(value)
+    return tuple(found)
+
+
+@contextmanager
+def changed_beta2(optimizer: Any, values: Sequence[float | None] | None) -> Iterator[None]:
+    """Give the groups another beta2 in the optimizer's step, and put theirs back before anyone looks.
+
+    Hooks and checkpoints see the betas as they were, as with ``scaled_lr``.
+
+    Args:
+        optimizer: a ``torch.optim.Optimizer``, or anything with its ``param_groups``.
+        values: a beta2 per group, None where nothing changes; None changes nothing at all.
+
+    Raises:
+        ArgumentError: the step itself changed the betas.
+
+    >>> from types import SimpleNamespace
+    >>> optimizer = SimpleNamespace(param_groups=[{"betas": (0.9, 0.99)}])
+    >>> with changed_beta2(optimizer, [0.5]):
+    ...     optimizer.param_groups[0]["betas"]
+    (0.9, 0.5)
+    >>> optimizer.param_groups[0]["betas"]
+    (0.9, 0.99)
+    """
+    inner = innermost(optimizer)
+    if values is None or tuple(values) == beta2s_of(inner):
+        yield
+        return
+    with in_step(inner, ChangedBeta2(inner, values)):
+        yield
+
+
+@final
+class ChangedBeta2:
+    """The beta2 of an optimizer's groups, changed from ``__enter__`` to ``__exit__``.
+
+    Args:
+        optimizer: has ``param_groups``.
+        values: a beta2 per group, None where nothing changes; None changes nothing at all.
+    """
+
+    def __init__(self, optimizer: Any, values: Sequence[float | None] | None) -> None:
+        self._optimizer, self._values = optimizer, values
+        self._depth = 0  # hooks run twice if a step calls the step of its base class
+        self._held: list[tuple[dict[str, Any], Any, Any, Any]] = []
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth > 1 or self._values is None:
+            return
+        for group, value in zip(self._optimizer.param_groups, self._values, strict=True):
+            if value is not None:
+                self._change(group, value)
+
+    def _change(self, group: dict[str, Any], value: float) -> None:
+        betas = group["betas"]
+        beta2 = betas[1]
+        if hasattr(beta2, "fill_"):  # a tensor stays the same object: compiled steps read it
+            before = next((held for _, mine, held, _ in self._held if mine[1] is beta2), None)
+            before = beta2.detach().clone() if before is None else before
+            beta2.detach().fill_(value)
+            self._held.append((group, betas, before, betas))
+        else:
+            changed = [betas[0], value, *betas[2:]]
+            group["betas"] = changed if isinstance(betas, list) else tuple(changed)
+            self._held.append((group, betas, None, group["betas"]))
+
+    def __exit__(self, *_: object) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            return
+        changed = [group["betas"] for group, _, _, mark in self._held if group["betas"] is not mark]
+        self.put_back()
+        if changed:
+            raise ArgumentError(
+                f"betas were changed to {changed[0]} inside the step of {type(self._optimizer).__name__} while "
+                "beta2_rule was at work; change them after the step, or leave beta2_rule out"
+            )
+
+    def put_back(self) -> None:
+        """Restore the betas of every group, after an error too."""
+        held, self._held, self._depth = self._held, [], 0
+        for group, betas, before, _ in held:
+            if before is not None:
+                betas[1].detach().copy_(before)
+            group["betas"] = betas

@@ -1,0 +1,1 @@
+"""What an update takes and what a batch size is worth, measured while a model trains."""
