@@ -11,7 +11,7 @@ from .._checks import as_number, as_state, read_number
 from ..errors import ArgumentError
 
 # An average over fewer updates than this says nothing about its own error.
-_MIN_UPDATES = 8.0
+MIN_UPDATES = 8.0
 # Squares of larger values overflow; NaN is not below it either.
 TOO_LARGE = 1e150
 
@@ -116,11 +116,15 @@ class NoiseAverage:
     @property
     def is_reliable(self) -> bool:
         """Return whether ``G2``, the noisier of the two, is at least two standard errors above 0."""
-        if self.num_updates < _MIN_UPDATES:
+        if self.num_updates < MIN_UPDATES:
             return False
+        return self.s > 0 and self.g2 > 2 * self.g2_error
+
+    @property
+    def g2_error(self) -> float:
+        """Return the standard error of ``G2``, infinite for fewer than two updates."""
         variance = max(0.0, self.g2_square - self.g2**2)
-        error = math.sqrt(variance / (self.num_updates - 1))
-        return self.s > 0 and self.g2 > 2 * error
+        return math.sqrt(variance / (self.num_updates - 1)) if self.num_updates > 1 else math.inf
 
     def to_state(self) -> dict[str, Any]:
         """Return the average as JSON values."""

@@ -298,7 +298,8 @@ def cyclic(inner: Policy, period: SupportsIndex, *, per: Unit = "epoch", every: 
     Args:
         inner: the policy of one cycle.
         period: indices per cycle.
-        per: the count that starts again: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``; the other counts go on.
+        per: the count that starts again: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``; the other counts go
+            on.
         every: units per index, ``i = count // every``; ``inner`` still counts units.
 
     >>> policy = cyclic(linear(32, 32), 4)

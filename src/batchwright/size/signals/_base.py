@@ -34,7 +34,8 @@ class Period(Part):
     An epoch ends with the observation in which the count of completed epochs has risen, and what that observation
     holds belongs to the epoch that it ends. So one observation per epoch is a period by itself, and observations of
     every update are gathered.
-    A period of examples or tokens has at least ``every``: the surplus of its last batch is not carried to the next period.
+    A period of examples or tokens has at least ``every``: the surplus of its last batch is not carried to the next
+    period.
 
     >>> period = Period("step", 2)
     >>> mean, state = period.gather(period.init(), Observation(batch_size=3), 1.0, by="an example")

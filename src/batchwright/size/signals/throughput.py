@@ -4,60 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, SupportsIndex, final
+from typing import SupportsIndex, final, get_args
 
 import numpy as np
-import numpy.typing as npt
 
-from ..._checks import as_number, as_whole, check_order
+from ..._checks import as_number, as_whole, check_choice, check_order
 from ..._types import FloatArray, IntArray
 from ...errors import ArgumentError
 from ..observation import Observation
-from ..policy import Answer, Part, Policy, State, ask, hold, options, show, word
+from ..policy import Answer, Policy, State, ask, hold, options, show
+from ._base import refuse_given
+from ._prediction import StepTime, TimePrediction
 from .noise_scale import HORIZON, ScalePolicy, as_horizon
+from .online import OnlineGoodput, SizeUnit
 
 _NUM_CANDIDATES = 50
 _MOST = 2**53
-
-
-class TimePrediction(Protocol):
-    """Predicts the seconds of a step, as ``TimeModel`` does."""
-
-    def predict(self, shapes: npt.ArrayLike, /) -> FloatArray:
-        """Return the seconds of each shape ``(num_items, length, …)``."""
-
-
-@final
-@dataclass(frozen=True)
-class StepTime(Part):
-    """The seconds of an update of ``B`` examples: shared by ranks, in pieces of at most ``max_items``."""
-
-    model: TimePrediction
-    lengths: tuple[int, ...]
-    world_size: int = 1
-    max_items: int | None = None
-
-    def seconds(self, sizes: IntArray) -> FloatArray:
-        """Return the seconds of an update of each size."""
-        share = -(-sizes // self.world_size)
-        if self.max_items is None:
-            return self._predict(share)
-        num_full, rest = np.divmod(share, self.max_items)
-        full = self._predict(np.full_like(share, self.max_items))
-        return num_full * full + np.where(rest > 0, self._predict(np.maximum(rest, 1)), 0.0)
-
-    def _predict(self, num_items: IntArray) -> FloatArray:
-        lengths = np.broadcast_to(np.array(self.lengths, dtype=np.int64), (len(num_items), len(self.lengths)))
-        seconds = np.asarray(self.model.predict(np.column_stack([num_items, lengths])), dtype=np.float64)
-        if seconds.shape != num_items.shape or not (np.isfinite(seconds) & (seconds > 0)).all():
-            raise ArgumentError(f"time_model must predict seconds above 0, one number per shape, got {seconds}")
-        return seconds
-
-    def arguments(self) -> list[str]:
-        """Return the arguments of the call."""
-        length = self.lengths[0] if len(self.lengths) == 1 else self.lengths
-        split = options(world_size=(self.world_size, 1), max_items=(self.max_items, None))
-        return [word(self.model), f"length={length}", *split]
 
 
 @final
@@ -107,17 +69,18 @@ class Goodput(ScalePolicy):
 
 
 def goodput(
-    time_model: TimePrediction,
+    time_model: TimePrediction | None = None,
     *,
-    length: SupportsIndex | Sequence[SupportsIndex],
-    base_size: SupportsIndex,
+    length: SupportsIndex | Sequence[SupportsIndex] | None = None,
+    base_size: SupportsIndex | None = None,
     smallest: SupportsIndex | None = None,
     largest: SupportsIndex | None = None,
     num_candidates: SupportsIndex = _NUM_CANDIDATES,
     world_size: SupportsIndex = 1,
     max_items: SupportsIndex | None = None,
-    horizon: float = HORIZON,
+    horizon: float | None = None,
     gain: float = 1.05,
+    unit: SizeUnit = "examples",
 ) -> Policy:
     """Ask for the batch that makes the most progress per second (Pollux, Qiao et al. 2021).
 
@@ -127,26 +90,38 @@ def goodput(
         throughput(B) = B / seconds(B)            efficiency(B) = (N + B0) / (N + B)
 
     A larger batch runs more examples per second, but each of them is worth less. The size changes only for a goodput of
-    more than ``gain`` times the goodput of the size in force, so it does not swing. It holds until the noise is
-    reliable.
+    more than ``gain`` times the goodput of the size in force, so it does not swing.
 
-    Couple the learning rate to the size, e.g. ``Stepper(lr_rule="adascale", base_size=…)``: the formula of the
-    efficiency assumes a rate that follows.
+    Without a ``time_model`` the seconds are learned from the updates themselves: the base, twice and four times the
+    base run for a few updates each, then every update that runs is read. A size is at most four times larger or smaller
+    than those that were timed. While the noise is not reliable, the size grows only if that pays at the least noise
+    scale that is likely, ``S / (G2 + 2 standard errors)``; otherwise it holds.
+
+    Couple the learning rate to the size, e.g. ``Stepper(lr_rule="sqrt", beta2_rule="half_life", base_size=…)`` for Adam:
+    the formula of the efficiency assumes a rate that follows.
 
     Args:
-        time_model: predicts seconds from shapes ``(num_items, length)``, such as a ``TimeModel``.
-        length: the padded length of a typical batch, one number per axis.
-        base_size: ``B0``, the size that the learning rate was chosen for, and the first size.
-        smallest: the smallest size to consider; None is ``base_size``.
-        largest: the largest; None is 64 × ``base_size``.
+        time_model: predicts seconds from shapes ``(num_items, length)``, such as a ``TimeModel``; None learns them.
+        length: with a time model: the padded length of a typical batch, one number per axis; None takes the tokens per
+            example that are observed.
+        base_size: ``B0``, the size that the learning rate was chosen for, and the first size; None takes the first size
+            in force.
+        smallest: the smallest size to consider; None is ``base_size`` if a time model, a length and a base size are
+            given, else an eighth of the base.
+        largest: the largest; None is 64 × the base.
         num_candidates: how many sizes between them to compare, spaced by equal factors.
-        world_size: ranks that share an update.
-        max_items: the most examples that a rank runs at once; more are run in pieces. None runs all at once.
-        horizon: examples over which the averages of the noise forget; well above four times the largest batch.
+        world_size: with a time model: ranks that share an update.
+        max_items: with a time model: the most examples that a rank runs at once; more are run in pieces. None runs all
+            at once.
+        horizon: examples over which the averages of the noise forget; well above four times the largest batch. None is
+            100,000 if a time model, a length and a base size are given, else 64 measured updates of the size that runs.
         gain: how many times better another size must be, 1 or more.
+        unit: what sizes count: ``"examples"``, or ``"tokens"`` per update; the noise scale is converted by the tokens
+            per example that are observed.
 
     Returns:
-        A policy that needs ``noise_s``, ``noise_g2`` and ``batch_size``.
+        A policy that needs ``noise_s``, ``noise_g2`` and ``batch_size``; ``seconds`` without a time model; and tokens if
+        it counts in them or asks a time model without a length.
 
     >>> class Seconds:
     ...     def predict(self, shapes):
@@ -157,19 +132,57 @@ def goodput(
     ...     size, state = policy.update(state, Observation(batch_size=64, noise_s=800.0, noise_g2=2.0))
     >>> size  # the candidate nearest to sqrt(400 × 0.1 / 0.001) = 200
     193.0
+
+    The same device, whose seconds nobody knows:
+
+    >>> from ..controller import BatchSizeController
+    >>> controller = BatchSizeController(goodput(), min_size=16, max_size=4096, initial=64)
+    >>> for _ in range(40):
+    ...     size = controller.size
+    ...     _ = controller.observe(batch_size=size, noise_s=800.0, noise_g2=2.0, seconds=0.1 + 0.001 * size)
+    >>> print(*(decision.new for decision in controller.history))
+    128 256
     """
-    first = _as_count("base_size", base_size)
-    low = first if smallest is None else _as_count("smallest", smallest)
-    high = 64 * first if largest is None else _as_count("largest", largest)
-    check_order("smallest", low, "largest", high)
+    check_choice("unit", unit, get_args(SizeUnit))
+    first = None if base_size is None else _as_count("base_size", base_size)
+    low, high = _as_limits(first, smallest, largest)
     num_candidates = as_whole("num_candidates", num_candidates, least=2)
-    steps = np.geomspace(low, high, num_candidates)
-    candidates = tuple(sorted(set(np.rint(steps).astype(np.int64).tolist())))
-    most = None if max_items is None else _as_count("max_items", max_items)
-    time = StepTime(time_model, _lengths(length), _as_count("world_size", world_size), most)
-    time.seconds(np.array(candidates, dtype=np.int64))  # a model that cannot predict these fails now, not in training
+    time = _as_time(time_model, length, _as_count("world_size", world_size), max_items)
     gain = as_number("gain", gain, least=1)
-    return Goodput(time, first, candidates, as_horizon(horizon), gain, num_candidates)
+    memory = None if horizon is None else as_horizon(horizon)
+    if time is None or not time.lengths or first is None or unit == "tokens":
+        return OnlineGoodput(time, first, low, high, num_candidates, memory, gain, unit)
+    steps = np.geomspace(first if low is None else low, 64 * first if high is None else high, num_candidates)
+    candidates = tuple(sorted(set(np.rint(steps).astype(np.int64).tolist())))
+    time.seconds(np.array(candidates, dtype=np.int64))  # a model that cannot predict these fails now, not in training
+    return Goodput(time, first, candidates, HORIZON if memory is None else memory, gain, num_candidates)
+
+
+def _as_limits(
+    first: int | None, smallest: SupportsIndex | None, largest: SupportsIndex | None
+) -> tuple[int | None, int | None]:
+    """Return the limits as they were given; None stands for the usual ones, which follow from the base."""
+    low = None if smallest is None else _as_count("smallest", smallest)
+    high = None if largest is None else _as_count("largest", largest)
+    least = first if low is None else low
+    most = high if high is not None or first is None else 64 * first
+    if least is not None and most is not None:
+        check_order("smallest", least, "largest", most)
+    return low, high
+
+
+def _as_time(
+    model: TimePrediction | None,
+    length: SupportsIndex | Sequence[SupportsIndex] | None,
+    world_size: int,
+    max_items: SupportsIndex | None,
+) -> StepTime | None:
+    if model is None:
+        given = {"length": length, "world_size": None if world_size == 1 else world_size, "max_items": max_items}
+        refuse_given(given, belong_to="a time_model")
+        return None
+    most = None if max_items is None else _as_count("max_items", max_items)
+    return StepTime(model, () if length is None else _lengths(length), world_size, most)
 
 
 def _lengths(length: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ...]:

@@ -1,0 +1,127 @@
+"""Timings: how long updates of each size took, learned from the updates themselves."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from statistics import median
+from typing import Any, TypedDict
+
+import numpy as np
+
+from ..._step_seconds import StepSeconds, fit_step_seconds
+from ..._types import FloatArray
+from ...errors import ArgumentError
+from .._states import check_number, check_numbers, check_record, optional
+
+# A size is timed once it has this many readings; the first one of all, which pays for new shapes, is never taken.
+ENOUGH = 5
+# What a state keeps: more sizes or readings would make it long and the times hardly better.
+_MOST_SIZES = 12
+_MOST_READINGS = 31
+_SAME_SIZE = math.log(1.2)
+# Readings that say whether the pace has changed, and the change, as a logarithm, that counts: the clock's own noise is
+# smaller.
+_RECENT = 15
+_CHANGE = 0.2
+
+
+class Timing(TypedDict):
+    """Readings at about one size; plain JSON.
+
+    Attributes:
+        work: the size, a moving mean.
+        seconds: the newest readings.
+        pace: the median that the pace is compared with, None until there is one.
+    """
+
+    work: float
+    seconds: list[float]
+    pace: float | None
+
+
+def add_reading(timings: list[Timing], work: float, seconds: float) -> list[Timing]:
+    """Return the timings with one more reading, the size that it belongs to last.
+
+    Sizes within a factor of 1.2 share their readings. The size that was not seen for longest is forgotten first.
+    A pace that has changed at one size, because the data or the device did, has changed at the others too: their
+    readings are scaled by as much, since they were not made since.
+
+    >>> timings = []
+    >>> for seconds in (9.0, 1.0, 1.2, 1.1):  # the first is left out
+    ...     timings = add_reading(timings, 64, seconds)
+    >>> timings
+    [{'work': 64.0, 'seconds': [1.0, 1.2, 1.1], 'pace': None}]
+    """
+    if not (math.isfinite(seconds) and seconds > 0):
+        return timings
+    mine = min(
+        (timing for timing in timings if _is_near(timing, work)), key=partial(_distance, work=work), default=None
+    )
+    others = [timing for timing in timings if timing is not mine][-(_MOST_SIZES - 1) :]
+    if mine is None:
+        return [*others, {"work": work, "seconds": [], "pace": None}]
+    readings, work = [*mine["seconds"], seconds][-_MOST_READINGS:], mine["work"] + (work - mine["work"]) / ENOUGH
+    if len(readings) < _RECENT:
+        return [*others, {"work": work, "seconds": readings, "pace": None}]
+    now = median(readings[-_RECENT:])
+    before = mine["pace"] or now
+    if abs(math.log(now / before)) > _CHANGE:
+        others = [_scale(timing, now / before) for timing in others]
+        readings, before = readings[-_RECENT:], now
+    return [*others, {"work": work, "seconds": readings, "pace": before}]
+
+
+def num_readings(timings: list[Timing], work: float) -> int:
+    """Return how many readings there are at about a size."""
+    return sum(len(timing["seconds"]) for timing in timings if _is_near(timing, work))
+
+
+def timed(timings: list[Timing]) -> list[Timing]:
+    """Return the sizes with enough readings, smallest first."""
+    return sorted((timing for timing in timings if len(timing["seconds"]) >= ENOUGH), key=lambda timing: timing["work"])
+
+
+def predict_seconds(timings: list[Timing], sizes: FloatArray) -> tuple[FloatArray, StepSeconds]:
+    """Return the seconds of an update of each size, and the curve that they follow; at least two sizes are timed.
+
+    The curve is ``max(launch, constant + per_unit × size)``. Where a size was timed, the reading counts more than the
+    curve, in the measure of its number of readings; between sizes the difference is interpolated.
+    """
+    known = timed(timings)
+    works = np.array([timing["work"] for timing in known], dtype=np.float64)
+    times = np.array([median(timing["seconds"]) for timing in known])
+    curve = fit_step_seconds(works, times)
+    trust = np.array([len(timing["seconds"]) / (len(timing["seconds"]) + ENOUGH) for timing in known])
+    off = trust * np.log(times / curve.predict(works))
+    return curve.predict(sizes) * np.exp(np.interp(np.log(sizes), np.log(works), off)), curve
+
+
+def check_timings(name: str, saved: Any) -> None:
+    """Refuse what is not a list of timings."""
+    if not isinstance(saved, list) or len(saved) > _MOST_SIZES:
+        raise ArgumentError(f"{name} must be a list of at most {_MOST_SIZES} timings, got {saved!r}")
+    checks = {
+        "work": _check_positive,
+        "seconds": lambda at, values: check_numbers(at, values, most=_MOST_READINGS, above=0),
+        "pace": optional(_check_positive),
+    }
+    for index, timing in enumerate(saved):
+        check_record(f"{name}[{index}]", timing, checks)
+
+
+def _check_positive(name: str, saved: Any) -> None:
+    check_number(name, saved, above=0)
+
+
+def _distance(timing: Timing, work: float) -> float:
+    return abs(math.log(timing["work"] / work))
+
+
+def _is_near(timing: Timing, work: float) -> bool:
+    return _distance(timing, work) <= _SAME_SIZE
+
+
+def _scale(timing: Timing, factor: float) -> Timing:
+    pace = None if timing["pace"] is None else timing["pace"] * factor
+    return {"work": timing["work"], "seconds": [value * factor for value in timing["seconds"]], "pace": pace}
