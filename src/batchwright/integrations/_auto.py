@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 # The largest batch: this many times the base, and so many updates per epoch that there is something to learn from.
 _MOST_TIMES = 64
 _LEAST_UPDATES = 20
-# Every how many updates noise is measured where that takes a cut of the batch; a measured update may take twice as long.
+# Every how many updates noise is measured where the batch has to be cut for it, which may take twice as long.
 NOISE_EVERY = 8
 
 
@@ -57,7 +57,7 @@ def make_controller(base_size: int, num_examples: int | None) -> BatchSizeContro
             _LEAST_UPDATES,
             largest,
         )
-    policy = goodput(base_size=base_size, largest=largest)
+    policy = goodput(base_size=base_size, smallest=base_size, largest=largest)
     return BatchSizeController(policy, min_size=base_size, max_size=largest)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import as_number, as_whole, check_choice, has_size, is_number, read_size
+from .._checks import as_interval, as_number, as_whole, check_choice, has_size, is_number, read_size
 from ..errors import ArgumentError
 from ..plan import Budget, MaxItems
 from ..size.learning_rate import Beta2Rule, Rule, get_beta2_rule, get_rule
@@ -62,7 +62,7 @@ class Settings:
         check_choice("existing_gradients", self.existing_gradients, ("clear", "add"))
         if self.tokens_of is not None and not callable(self.tokens_of):
             raise ArgumentError(f"tokens_of must be a function of a batch, got {self.tokens_of!r}")
-        self._keep("measure_noise", _as_interval(self.measure_noise))
+        self._keep("measure_noise", as_interval("measure_noise", self.measure_noise))
         if self.noise_parts is not None:
             self._keep("noise_parts", as_whole("noise_parts", self.noise_parts, least=2))
             if not self.measure_noise:
@@ -128,10 +128,3 @@ def _as_micro_batch(value: Any, lengths: Any) -> Any:
     if is_number(value):
         return as_whole("micro_batch", value, least=1)
     raise ArgumentError(f"micro_batch must be 'auto', a number of 1 or more, a budget or a controller, got {value!r}")
-
-
-def _as_interval(value: Any) -> int:
-    """Return the number of updates from one measurement of noise to the next, 0 for never."""
-    if isinstance(value, bool | np.bool_):
-        return int(value)
-    return as_whole("measure_noise, if not True or False,", value, least=0)

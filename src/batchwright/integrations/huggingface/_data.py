@@ -103,14 +103,18 @@ class TrainingData:
             curriculum=settings.curriculum,
             **options,
         )
-        is_random, curriculum = settings.measure_noise, settings.curriculum
-        return ResizableBatches(sampler, lengths, multiple, budget=budget, is_random=is_random, curriculum=curriculum)
+        every, curriculum = settings.measure_noise, settings.curriculum
+        return ResizableBatches(sampler, lengths, multiple, budget=budget, noise_every=every, curriculum=curriculum)
 
     def training_values(self, values: tuple[Any, ...], args: Any) -> tuple[Any, ...]:
         """Return the trainer's numbers of epochs, steps and examples, with the right number of updates."""
         assert self.batches is not None
         if args.max_steps > 0:
             return (sys.maxsize, *values[1:])  # as many epochs as it takes, as for data of unknown length
+        if self._settings.is_auto:
+            # The schedule follows the examples, at any size.
+            assert isinstance(self.batches, ResizableBatches)
+            return (*values[:-1], self.batches.num_updates(args.num_train_epochs, size=self._settings.base_size))
         num = self.batches.num_updates(args.num_train_epochs, args.gradient_accumulation_steps)
         if self._settings.controller is not None and args.process_index == 0:
             logger.warning(
