@@ -16,7 +16,7 @@ from ._settings import Settings
 from .measuring.stopwatch import Stopwatch
 from .memory.budget_tracker import Feedback
 from .memory.monitor import MemoryMonitor
-from .noise import GradientNorms, NoiseMeter
+from .noise import Meter, Norms
 from .oom import devices_of
 from .report import Pending, Summary, Totals, check_summary, check_weight, num_compilations
 from .splitting import LogicalBatch
@@ -42,7 +42,7 @@ class Gatherer:
         ranks: Ranks,
         trained: Trained,
         *,
-        meter: NoiseMeter | None,
+        meter: Meter | None,
         memory: MemoryMonitor | None,
         feedback: Feedback | None,
     ) -> None:
@@ -167,12 +167,12 @@ class Gatherer:
         if pending is None:
             gradients = self.trained.gradients
             self._is_warned |= gradients.begin(self._settings.existing_gradients, is_warned=self._is_warned)
-            is_due = self.meter is not None and self.num_updates % self._settings.measure_noise == 0
-            lap = self.stopwatch.start()
-            pending = Pending(gradients, lap, total_weight, noise_seed=self.num_updates if is_due else None)
+            index, rest = divmod(self.num_updates, self._settings.measure_noise or 1)
+            is_due = self.meter is not None and rest == 0
+            is_cut = self.meter is not None and is_due and self.meter.begin(index)
+            pending = Pending(gradients, self.stopwatch.start(), total_weight, is_measured=is_due)
+            pending.noise_seed = self.num_updates if is_cut else None
             pending.num_compiled_before = num_compilations()
-            if self.meter is not None:
-                self.meter.norms.reset()
             if self._memory is not None and self._feedback is None:
                 self._memory.reset_peak()
         if prepared.asked is not None:
@@ -196,8 +196,8 @@ class Gatherer:
         if self.meter is not None:
             self.meter.norms.reset(opened.measured_before)
 
-    def _norms(self, pending: Pending) -> GradientNorms | None:
-        return None if self.meter is None or pending.noise_seed is None else self.meter.norms
+    def _norms(self, pending: Pending) -> Norms | None:
+        return self.meter.norms if self.meter is not None and pending.is_measured else None
 
     def reduce(self, pending: Pending) -> None:
         """Turn sums into the gradient of the mean, on all ranks; after an error, the update is abandoned."""
@@ -217,8 +217,9 @@ class Gatherer:
 
     def _measure(self, pending: Pending, summary: Summary, weight: float) -> None:
         """Estimate gradient noise while ``.grad`` holds the gradient of the update."""
-        if self.meter is None or summary.squares is None or summary.num_micro_batches < 2:
+        if self.meter is None or summary.squares is None:
             return
+        self.meter.settle(self._ranks, self.device)
         # Hooks saw gradients of loss_sum / divisor; noise is that of the per-example gradients of B × loss / W.
         scale = 1.0 if self._settings.scaler is None else float(self._settings.scaler.get_scale())
         pending.noise = self.meter.add(
@@ -264,7 +265,7 @@ class Gatherer:
         self.num_updates += 1
         self.pending = None
         if self.meter is not None:
-            self.meter.norms.reset()
+            self.meter.finish()
 
     def abandon(self) -> None:
         """Drop the update that was begun, with its gradients; the next one can begin. Without one, nothing happens."""
@@ -274,7 +275,7 @@ class Gatherer:
         pending.gradients.drop()
         pending.gradients.put_existing_back()
         if self.meter is not None:
-            self.meter.norms.reset()
+            self.meter.finish()
         if self._settings.scaler is not None:
             forget_unscaling(self._settings.scaler, self.trained.optimizer)
 

@@ -20,7 +20,7 @@ from .graphs.graphed import Graphs
 from .losses import needs_whole_batch
 from .memory.budget_tracker import Feedback
 from .memory.fit_to_memory import MicroLimit
-from .noise import GradientNorms
+from .noise import Norms
 from .oom import Buffers, Snapshot, devices_of, free_memory, is_out_of_memory, split_doubts
 from .report import Copied, MicroSums, Pending, Totals, is_on_host, power_of_two
 from .splitting import LogicalBatch, Part, cost_of, near_equal, split
@@ -36,7 +36,7 @@ class _Turn(NamedTuple):
     logical: LogicalBatch
     pending: Pending
     totals: Totals
-    norms: GradientNorms | None
+    norms: Norms | None
 
 
 @final
@@ -101,7 +101,7 @@ class Runner:
         self._check(parts)
         return parts
 
-    def run(self, logical: LogicalBatch, pending: Pending, snapshot: Snapshot, norms: GradientNorms | None) -> Totals:
+    def run(self, logical: LogicalBatch, pending: Pending, snapshot: Snapshot, norms: Norms | None) -> Totals:
         """Add the gradient of a logical batch to that of an update and return its sums.
 
         Args:
@@ -111,7 +111,7 @@ class Runner:
             norms: measure gradient noise if not None.
         """
         measured = None if norms is None else norms.total
-        seed = None if norms is None else pending.noise_seed
+        seed = pending.noise_seed
         if self._feedback is not None:
             self._feedback.begin()
         num_replayed = 0
@@ -121,11 +121,15 @@ class Runner:
         versions, replayed_before = logical.versions(), pending.num_replayed
         while True:
             parts = self.cut(logical, seed)
+            num_cut = len(parts)
+            if norms is not None:
+                parts = norms.arrange(parts)
+                self._check(parts)
             num_parts = self._agree_on_parts(parts)
             outcome = self._attempt(logical, parts, num_parts, pending, norms)
             if isinstance(outcome, Totals) and not self._is_spoiled(outcome, logical, parts, pending):
                 is_replayed = self.graphs is not None and self.graphs.num_replayed > num_replayed
-                self._learn(logical, parts, is_cut=len(parts) > self._least_parts(seed), is_replayed=is_replayed)
+                self._learn(logical, parts, is_cut=num_cut > self._least_parts(seed), is_replayed=is_replayed)
                 return outcome
             if logical.versions() != versions:
                 raise ArgumentError(
@@ -210,7 +214,7 @@ class Runner:
         return int(most)
 
     def _attempt(
-        self, logical: LogicalBatch, parts: Parts, num_parts: int, pending: Pending, norms: GradientNorms | None
+        self, logical: LogicalBatch, parts: Parts, num_parts: int, pending: Pending, norms: Norms | None
     ) -> Totals | _Failure:
         """Run all micro-batches; return their sums, or the micro-batch that ran out of memory."""
         totals = Totals()
@@ -247,6 +251,8 @@ class Runner:
                 self._backward(self._forward(micro_batch), math.inf, None)
             return
         del micro_batch
+        if turn.norms is not None:
+            turn.norms.begin(counts[1])
         sums = self._forward(kept)
         del kept  # so that the inputs are freed before the backward pass
         num_measured = 0 if turn.norms is None else round(float(counts[0]))  # filler is no example
@@ -303,14 +309,13 @@ class Runner:
         with self._settings.precision(self._device):
             return MicroSums(self._settings.loss_fn(self._ranks.module, micro_batch))
 
-    def _backward(self, sums: MicroSums, divisor: float, norms: GradientNorms | None, *, num_measured: int = 0) -> None:
+    def _backward(self, sums: MicroSums, divisor: float, norms: Norms | None, *, num_measured: int = 0) -> None:
         loss: torch.Tensor = sums.loss / divisor
         if self._settings.scaler is not None:
             loss = self._settings.scaler.scale(loss)
         if norms is None:
             loss.backward()
             return
-        norms.begin()
         loss.backward()
         norms.end(num_measured)
 

@@ -46,6 +46,7 @@ class Settings:
     noise_parts: int | None = None
     beta2_rule: str | Beta2Rule | None = None
     tokens_of: Callable[[Any], int] | None = None
+    noise_from: str = "all"
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
@@ -67,7 +68,19 @@ class Settings:
             self._keep("noise_parts", as_whole("noise_parts", self.noise_parts, least=2))
             if not self.measure_noise:
                 raise ArgumentError("noise_parts needs measure_noise=True")
+        check_choice("noise_from", self.noise_from, ("all", "vectors"))
+        if self.noise_from == "vectors":
+            self._check_vectors()
         self._check_rate()
+
+    def _check_vectors(self) -> None:
+        if not self.measure_noise:
+            raise ArgumentError("noise_from='vectors' needs measure_noise=True, or a number of updates")
+        if self.noise_parts is not None:
+            raise ArgumentError(
+                "noise_parts counts micro-batches, but noise_from='vectors' measures single examples; leave it out, or "
+                "use noise_from='all'"
+            )
 
     def _check_rate(self) -> None:
         if self.base_size is not None:

@@ -309,7 +309,8 @@ class Pending:
         lap: times the update.
         total_weight: of the whole update, if a trainer knows it.
         asked_weight: what ``weight_of`` has counted so far on this rank, None without it.
-        noise_seed: seeds the random subsets that noise is measured on, None if it is not measured.
+        is_measured: whether gradient noise is measured.
+        noise_seed: seeds the random subsets that noise is measured on, None if it needs none.
         leaves_out: micro-batches of weight 0 and loss 0 have gradients that are no numbers, and are left out.
         divisor: backward runs on ``loss_sum / divisor``; the first micro-batch settles it.
         same_names: whether metrics have the same names on all ranks.
@@ -322,6 +323,7 @@ class Pending:
     lap: Lap
     total_weight: float | None = None
     asked_weight: float | None = None
+    is_measured: bool = False
     noise_seed: int | None = None
     leaves_out: bool = False
     divisor: float | None = None

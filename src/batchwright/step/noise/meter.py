@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
-from torch.utils.hooks import RemovableHandle
 
-from ..size.noise import NoiseAverage, estimate_noise
+from ..._ranks import Ranks
+from ...size.noise import NoiseAverage, estimate_noise
+from ._norms import GradientNorms, Norms
 
 # Unread samples are small tensors on the device; beyond this many they are read, even if nobody has asked for them.
 _MAX_UNREAD = 256
-# Gradients up to this size wait, so that one call takes the norms of many. Larger ones would hold too much memory.
-_SMALL_ON_CPU = 1 << 14
-_SMALL = 1 << 18
-_MAX_WAITING = 128
 
 
 @final
@@ -35,6 +31,9 @@ class NoiseReport:
         num_parts: how many gradients it was estimated from.
         reliable: whether the average over recent updates is large against its own error.
         groups: ``(s, g2)`` of each group of parameters, if ``noise_groups`` was given; they add up to the whole.
+        source: ``"all"``: from the whole gradient of micro-batches. ``"vectors"``: from single examples in a few
+            vectors, taken to have the scale of the whole. ``"vectors, scaled"``: the same, times how the two scales
+            differed where both were measured.
     """
 
     s: float
@@ -43,6 +42,7 @@ class NoiseReport:
     reliable: bool
     unit: str = "examples"
     groups: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    source: str = "all"
 
     @property
     def scale(self) -> float | None:
@@ -50,8 +50,94 @@ class NoiseReport:
         return self.s / self.g2 if self.g2 > 0 else None
 
 
+class Meter(ABC):
+    """Measures the noise of updates, keeps the average over them, and reads the device late.
+
+    Attributes:
+        norms: measures micro-batches.
+    """
+
+    norms: Norms
+
+    def __init__(self) -> None:
+        self._unread: list[Any] = []
+
+    @abstractmethod
+    def begin(self, index: int) -> bool:
+        """Begin a measured update, the first of which has index 0; return whether it must run in random parts."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Leave no trace of an update that is done or abandoned."""
+
+    @abstractmethod
+    def watch(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Measure these parameters from now on; the average over updates stays."""
+
+    @abstractmethod
+    def settle(self, ranks: Ranks, device: torch.device) -> None:
+        """Agree with the other ranks about what was found in this update, after its last micro-batch."""
+
+    @abstractmethod
+    def add(
+        self, q: Tensor, *, q_factor: float, gb_factor: float, num_examples: int, num_parts: int
+    ) -> Callable[[], NoiseReport] | None:
+        """Take the sums of one update, while ``.grad`` holds its gradient; return a function that reads its report.
+
+        Args:
+            q: what ``norms`` added up, over all ranks.
+            q_factor: turns it into sums over mean gradients.
+            gb_factor: turns squared norms of ``.grad`` into those of the update.
+            num_examples: of the update.
+            num_parts: micro-batches of the update; too few for an estimate return None.
+        """
+
+    @property
+    @abstractmethod
+    def average(self) -> NoiseAverage:
+        """Return the average over all updates so far."""
+
+    @average.setter
+    @abstractmethod
+    def average(self, value: NoiseAverage) -> None: ...
+
+    @abstractmethod
+    def _evaluate(self, sample: Any) -> NoiseReport:
+        """Read the measurements of an update, and take them into the average."""
+
+    def _keep(self, sample: Any) -> Callable[[], NoiseReport]:
+        self._unread.append(sample)
+        if len(self._unread) > _MAX_UNREAD:
+            self._read()
+        return lambda: self._report(sample)
+
+    def _report(self, sample: Any) -> NoiseReport:
+        if sample.report is None:
+            self._read()
+        report: NoiseReport = sample.report
+        return report
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        for sample in unread:
+            sample.report = self._evaluate(sample)
+
+    def to_state(self) -> dict[str, Any]:
+        """Return what else is to be saved, as JSON values."""
+        return {}
+
+    def read_state(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a saved state and return a function that takes it over."""
+        average = NoiseAverage.from_state(state["noise"])
+
+        def take() -> None:
+            self.average = average
+
+        return take
+
+
 @final
-class NoiseMeter:
+class NoiseMeter(Meter):
     """Measures micro-batches by hooks, keeps the average over updates, and reads the device late.
 
     Args:
@@ -62,11 +148,11 @@ class NoiseMeter:
     def __init__(
         self, named_parameters: Sequence[tuple[str, nn.Parameter]], group_of: Callable[[str], str] | None = None
     ) -> None:
+        super().__init__()
         self._group_of = group_of
         self._names: list[str] = []
-        self.norms = self._watch(named_parameters)
+        self.norms: GradientNorms = self._watch(named_parameters)
         self._average = NoiseAverage()
-        self._unread: list[_Sample] = []
 
     def _watch(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> GradientNorms:
         names = ["" if self._group_of is None else self._group_of(name) for name, _ in named_parameters]
@@ -83,6 +169,18 @@ class NoiseMeter:
         self.norms.close()
         self.norms = self._watch(named_parameters)
 
+    def begin(self, index: int) -> bool:
+        """Begin a measured update, which always runs in random parts."""
+        self.norms.reset()
+        return True
+
+    def finish(self) -> None:
+        """Leave no trace of an update that is done or abandoned."""
+        self.norms.reset()
+
+    def settle(self, ranks: Ranks, device: torch.device) -> None:
+        """Do nothing: there is nothing to agree about."""
+
     @property
     def average(self) -> NoiseAverage:
         """Return the average over all updates so far."""
@@ -95,26 +193,14 @@ class NoiseMeter:
 
     def add(
         self, q: Tensor, *, q_factor: float, gb_factor: float, num_examples: int, num_parts: int
-    ) -> Callable[[], NoiseReport]:
+    ) -> Callable[[], NoiseReport] | None:
         """Take the sums of one update, while ``.grad`` holds its gradient; return a function that reads its report."""
+        if num_parts < 2:
+            return None
         sample = _Sample(q, self.norms.of_gradients(), q_factor, gb_factor, num_examples, num_parts)
-        self._unread.append(sample)
-        if len(self._unread) > _MAX_UNREAD:
-            self._read()
-        return lambda: self._report(sample)
+        return self._keep(sample)
 
-    def _report(self, sample: _Sample) -> NoiseReport:
-        if sample.report is None:
-            self._read()
-        assert sample.report is not None
-        return sample.report
-
-    def _read(self) -> None:
-        unread, self._unread = self._unread, []
-        for sample in unread:
-            self._evaluate(sample)
-
-    def _evaluate(self, sample: _Sample) -> None:
+    def _evaluate(self, sample: _Sample) -> NoiseReport:
         counts: dict[str, Any] = {"num_examples": sample.num_examples, "num_parts": sample.num_parts}
         pairs = zip(sample.q.tolist(), sample.gb.tolist(), strict=True)
         noises = [estimate_noise(q * sample.q_factor, gb * sample.gb_factor, **counts) for q, gb in pairs]
@@ -122,7 +208,7 @@ class NoiseMeter:
         s, g2 = sum(noise[0] for noise in noises), sum(noise[1] for noise in noises)
         self._average = self._average.update(s, g2, num_examples=sample.num_examples)
         groups = dict(zip(self._names, noises, strict=True)) if len(self._names) > 1 else {}
-        sample.report = NoiseReport(s, g2, sample.num_parts, self._average.is_reliable, groups=groups)
+        return NoiseReport(s, g2, sample.num_parts, self._average.is_reliable, groups=groups)
 
 
 @final
@@ -168,7 +254,7 @@ class GradientNoise:
     @contextmanager
     def part(self, num_examples: int) -> Iterator[None]:
         """Measure the backward pass of a part inside the context."""
-        self.meter.norms.begin()
+        self.meter.norms.begin(num_examples)
         yield
         self.meter.norms.end(num_examples)
         self._num_parts += 1
@@ -208,132 +294,3 @@ class _Sample:
     num_examples: int
     num_parts: int
     report: NoiseReport | None = None
-
-
-@final
-class GradientNorms:
-    """Sums ``|h_i|² / b_i`` over micro-batches, where backward adds the gradient ``h_i`` for micro-batch ``i``.
-
-    A hook of a parameter fires once per backward, with the gradient of that backward before it is added to ``.grad``,
-    so no copy of the gradient is needed. Everything stays on the device.
-
-    Args:
-        parameters: the parameters to watch.
-        groups: the group of each parameter, 0, 1, …, with a sum each; None is one group for all.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], groups: Sequence[int] | None = None) -> None:
-        self.groups = [0] * len(parameters) if groups is None else list(groups)
-        self.num_groups = max(self.groups) + 1
-        self._parameters = list(parameters)
-        self._handles: list[RemovableHandle] = [
-            parameter.register_hook(_marked(partial(self._add, group)))
-            for parameter, group in zip(parameters, self.groups, strict=True)
-        ]
-        self._open: _Squares | None = None
-        self.total: Tensor | None = None  # one sum per group
-
-    def _add(self, group: int, gradient: Tensor) -> None:
-        if self._open is not None:
-            self._open.add(gradient, group)
-
-    def begin(self) -> None:
-        """Start a micro-batch."""
-        self._open = _Squares()
-
-    def end(self, num_examples: int) -> None:
-        """Close a micro-batch of some examples and add its share; one without examples adds nothing."""
-        squares, self._open = self._open, None
-        if squares is None or num_examples == 0:
-            return
-        found = squares.sums(self.num_groups)
-        if found is not None:
-            share = found / num_examples
-            self.total = share if self.total is None else self.total + share
-
-    def of_gradients(self) -> Tensor:
-        """Return the squared norm of the gradients that are there now, one per group."""
-        squares = _Squares()
-        for parameter, group in zip(self._parameters, self.groups, strict=True):
-            if parameter.grad is not None:
-                squares.add(parameter.grad, group)
-        found = squares.sums(self.num_groups)
-        return torch.zeros(self.num_groups, dtype=torch.float64) if found is None else found
-
-    def reset(self, total: Tensor | None = None) -> None:
-        """Forget the micro-batches so far, or go back to an earlier total."""
-        self._open, self.total = None, total
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-
-@final
-class _Squares:
-    """Collects the squared norms of gradients as they come, each with its group."""
-
-    def __init__(self) -> None:
-        self._squares: list[Tensor] = []
-        self._groups: list[int] = []
-        self._waiting: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
-        self._num_waiting = 0
-
-    def add(self, gradient: Tensor, group: int) -> None:
-        """Take the norm of a gradient, now or later together with others."""
-        if gradient.is_complex():
-            gradient = torch.view_as_real(gradient)
-        if gradient.numel() > (_SMALL_ON_CPU if gradient.is_cpu else _SMALL) or gradient.is_sparse:
-            self._squares.append(_square(gradient))
-            self._groups.append(group)
-            return
-        self._waiting.setdefault((group, gradient.device, gradient.dtype), []).append(gradient.detach())
-        self._num_waiting += 1
-        if self._num_waiting >= _MAX_WAITING:  # over all groups: there may be as many groups as parameters
-            self._flush()
-
-    def sums(self, num_groups: int) -> Tensor | None:
-        """Return the sum of each group, None if there was no gradient."""
-        self._flush()
-        squares = self._squares
-        if not squares:
-            return None
-        device = squares[0].device
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        if any(square.device != device or square.dtype != squares[0].dtype for square in squares):
-            squares = [square.to(device=device, dtype=wide) for square in squares]
-        stacked = torch.stack(squares)
-        if num_groups == 1:
-            return stacked.sum(0, keepdim=True, dtype=wide)
-        groups = torch.tensor(self._groups, device=device)
-        return stacked.new_zeros(num_groups, dtype=wide).index_add(0, groups, stacked.to(wide))
-
-    def _flush(self) -> None:
-        for (group, device, dtype), alike in self._waiting.items():
-            if device.type == "cpu":  # there a call costs more than a copy into one row
-                self._squares.append(_square(_flatten_dense_tensors(alike)))
-            else:
-                norms = torch.stack(torch._foreach_norm(alike, dtype=_wide(dtype)))
-                self._squares.append(torch.dot(norms, norms))
-            self._groups.append(group)
-        self._waiting, self._num_waiting = {}, 0
-
-
-def _marked(hook: Any) -> Any:
-    hook.is_batchwright = True  # hooks of users, which may change a gradient, lack this mark
-    return hook
-
-
-def _square(gradient: Tensor) -> Tensor:
-    """Return the squared norm of a gradient, in float32 or wider."""
-    if gradient.is_cpu and gradient.dtype is torch.float32 and gradient.is_contiguous():
-        flat = gradient.detach().view(-1)
-        return torch.dot(flat, flat)  # twice as fast as a norm on a CPU
-    dense = (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
-    return torch.linalg.vector_norm(dense, dtype=_wide(dense.dtype)).square()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type to square in: squares of half-precision gradients overflow."""
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
