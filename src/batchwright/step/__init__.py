@@ -24,6 +24,9 @@ from .inference.pieces import oom_safe as oom_safe  # noqa: E402
 from .losses import entropy_sum as entropy_sum  # noqa: E402
 from .losses import supervised_loss as supervised_loss  # noqa: E402
 from .losses import whole_batch as whole_batch  # noqa: E402
+from .measuring.experiment import measure_size as measure_size  # noqa: E402
+from .measuring.result import SizeBranch as SizeBranch  # noqa: E402
+from .measuring.result import SizeExperiment as SizeExperiment  # noqa: E402
 from .memory.budget_tracker import BudgetTracker as BudgetTracker  # noqa: E402
 from .memory.fit_to_memory import FitToMemory as FitToMemory  # noqa: E402
 from .memory.fit_to_memory import MemoryRule as MemoryRule  # noqa: E402
@@ -52,6 +55,8 @@ __all__ = [
     "NvmlMemory",
     "PackCollator",
     "PadCollator",
+    "SizeBranch",
+    "SizeExperiment",
     "StepReport",
     "Stepper",
     "calibrate",
@@ -62,6 +67,7 @@ __all__ = [
     "growing_shapes",
     "huggingface_loss",
     "is_out_of_memory",
+    "measure_size",
     "merge_padded",
     "oom_safe",
     "split_by_budget",

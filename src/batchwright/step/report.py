@@ -28,9 +28,9 @@ class StepReport:
     """The figures of one update, over all ranks.
 
     Losses, metrics, noise and the gradient's norm stay on the device until they are read. Memory is that of the fullest
-    rank. ``tokens`` is what ``tokens_of`` or ``lengths`` counted, None without them. ``beta2`` is what
-    ``beta2_rule`` made of it for the first group that has one. ``graphed`` says that every micro-batch of this rank was replayed from a
-    graph, and ``recompilations`` how many graphs torch.compile made on this rank in the meantime.
+    rank. ``tokens`` is what ``tokens_of`` or ``lengths`` counted, None without them. ``beta2`` is what ``beta2_rule``
+    made of it for the first group that has one. ``graphed`` says that every micro-batch of this rank was replayed from
+    a graph, and ``recompilations`` how many graphs torch.compile made on this rank in the meantime.
     """
 
     batch_size: int

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -29,9 +30,7 @@ def restored(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ())
     >>> model.weight.item() == before
     True
     """
-    modules, optimizers = list(modules), list(optimizers)
-    random_state = Snapshot(None, [device for module in modules for device in devices_of(module)])
-    held = _Held()
+    held = Held()
     for module in modules:
         held.add_module(module)
     for optimizer in optimizers:
@@ -40,18 +39,31 @@ def restored(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ())
         yield
     finally:
         held.put_back()
-        random_state.restore()
 
 
 @final
-class _Held:
-    """Values as they were; each tensor is copied once, however often it is referred to."""
+class Held:
+    """Values as they were; each tensor is copied once to host memory, however often it is referred to.
+
+    The random states of Python, NumPy, torch and the devices of the modules are held too. ``put_back`` may be called
+    as often as one likes.
+    """
 
     def __init__(self) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._actions: list[Callable[[], Any]] = []
+        self._devices: dict[torch.device, None] = {}
+        self._random = Snapshot(None, [])
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the host memory of the copies."""
+        return sum(value.nbytes for _, value in self._tensors.values() if value is not None)
 
     def add_module(self, module: nn.Module) -> None:
+        """Hold parameters, buffers, gradients and modes."""
+        self._devices.update(dict.fromkeys(devices_of(module)))
+        self._random = Snapshot(None, self._devices)
         for part in module.modules():
             self._actions.append(self._hold(part._parameters))
             self._actions.append(self._hold(part._buffers))
@@ -60,19 +72,47 @@ class _Held:
             self._add_parameter(parameter)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Hold the state, the groups and all parameters of an optimizer."""
         self._actions.append(self._hold(optimizer.state))
         self._actions.append(self._hold(optimizer.param_groups))
         for group in optimizer.param_groups:  # it may train parameters that are in none of the modules
             for parameter in group["params"]:
                 self._add_parameter(parameter)
 
+    def add_attributes(self, owner: Any, *, besides: Iterable[str] = ()) -> None:
+        """Hold the attributes of an object that are numbers, texts, tensors, generators, or lists and dicts of these.
+
+        Such attributes that come later are gone after ``put_back``. Others are left alone.
+
+        Args:
+            owner: has the attributes.
+            besides: names that are left alone.
+        """
+        values, left_out = vars(owner), frozenset(besides)
+        names = [name for name, value in values.items() if name not in left_out and _is_simple(value)]
+        known = frozenset(values)
+        kept = {name: self._hold(values[name]) for name in names}
+
+        def put_back() -> None:
+            for name in [name for name in values if name not in known and _is_simple(values[name])]:
+                del values[name]
+            values.update({name: value() for name, value in kept.items()})
+
+        self._actions.append(put_back)
+
     def put_back(self) -> None:
+        """Give everything its values back."""
         with torch.no_grad():
             for tensor, value in self._tensors.values():
                 if value is not None:
                     _local(tensor).copy_(value)
         for action in self._actions:
             action()
+        self.restore_random()
+
+    def restore_random(self) -> None:
+        """Give only the random states back."""
+        self._random.restore()
 
     def _add_parameter(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -92,8 +132,22 @@ class _Held:
         if isinstance(value, list | tuple):
             items = [self._hold(item) for item in value]
             return lambda: _reorder(value, [item() for item in items])
+        if isinstance(value, torch.Generator):
+            state = value.get_state()
+            return lambda: value.set_state(state)
         kept = copy.deepcopy(value)
         return lambda: kept
+
+
+def _is_simple(value: Any) -> bool:
+    """Say whether a value can be held: a number, a text, a tensor, a generator, or a list or dict of these."""
+    if isinstance(value, dict):
+        return all(map(_is_simple, value.values()))
+    if type(value) in (list, tuple):
+        return all(map(_is_simple, value))
+    if isinstance(value, Tensor):
+        return not value.requires_grad or value.is_leaf
+    return value is None or isinstance(value, bool | int | float | complex | str | torch.Generator)
 
 
 def _refill(value: dict[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from batchwright.errors import ArgumentError
 from batchwright.step._optimizers import step_of_zeros
-from batchwright.step.calibration.running import restored
+from batchwright.step.measuring.restoring import restored
 
 torch.set_num_threads(1)
 OPTIMIZERS = {

@@ -1,0 +1,381 @@
+"""measure_size: train briefly at several batch sizes from the same state, compare, and put everything back."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from ..._checks import as_whole
+from ..._ranks import mark_of
+from ...errors import ArgumentError
+from ...size.learning_rate import innermost, linear, sqrt
+from .._gradients import attempt
+from ..filler import ROW_WEIGHT, without_filler
+from ..losses import needs_whole_batch
+from ..memory.monitor import MemoryMonitor
+from ..oom import drop_gradients
+from ..report import MicroSums, StepReport
+from ..stepper import Stepper
+from ._joining import join
+from .restoring import Held
+from .result import SizeBranch, SizeExperiment
+
+# Names that a module has of itself; what else it has as numbers and tensors is put back.
+_OF_MODULES = frozenset(vars(nn.Module()))
+_OF_OPTIMIZERS = ("state", "param_groups", "defaults")
+
+
+def measure_size(
+    stepper: Stepper,
+    batches: Sequence[Any],
+    *,
+    factors: Sequence[int] = (1, 2, 4),
+    evaluate: Sequence[Any] | None = None,
+    repeats: int = 1,
+    restore: Sequence[nn.Module | Optimizer] = (),
+) -> SizeExperiment:
+    """Train on the same examples at several multiples of the batch size, and compare the losses that follow.
+
+    The branch of factor ``c`` joins ``c`` batches to one update, with the learning rate and beta2 that the rules of the
+    stepper give for that size. A stepper without ``lr_rule`` uses ``sqrt`` if its optimizer has betas and ``linear``
+    otherwise. All branches begin with the same state, and all are evaluated on the same held-out batches in eval mode,
+    with the same random numbers. Training then goes on as if nothing had happened, to the bit, also if a branch fails:
+    parameters, buffers, gradients, optimizer, scaler, random states, and what the stepper knows. Copies are kept in
+    host memory. Call it between updates, on all ranks.
+
+    Not put back are learning-rate schedulers and data loaders, which no branch touches, what ``loss_fn`` keeps outside
+    the model, and what torch.compile and graphs have compiled or captured for new sizes.
+
+    Args:
+        stepper: trains the model.
+        batches: of the size in force, as ``stepper.step`` takes them. Each branch trains on the first of them, and the
+            last ``m`` are held out, where ``m`` is the least common multiple of the factors. The number that is trained
+            on is a multiple of ``m × repeats``.
+        factors: of the batch size, different and rising.
+        evaluate: held-out batches; with them all ``batches`` are trained on.
+        repeats: branch so many times, on other batches each. Losses are then paired by repeats instead of held-out
+            batches, which also tells how much the order of examples matters.
+        restore: more modules and optimizers that training changes, such as averaged weights. With them, hooks of the
+            optimizer's step are allowed.
+
+    Raises:
+        ArgumentError: the numbers of batches do not fit, an update was begun, or something cannot be put back: shards
+            of FSDP2, and hooks of the optimizer's step without ``restore``.
+
+    >>> model = nn.Linear(2, 1)
+    >>> def loss_fn(model, batch):
+    ...     x, y = batch
+    ...     return (model(x) - y).square().sum(), len(x)
+    >>> stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
+    >>> batches = [(torch.randn(8, 2), torch.randn(8, 1)) for _ in range(12)]
+    >>> found = measure_size(stepper, batches)
+    >>> [(branch.factor, branch.num_updates, len(branch.losses)) for branch in found.branches]
+    [(1, 8, 4), (2, 4, 4), (4, 2, 4)]
+    """
+    started = time.perf_counter()
+    laboratory = _Laboratory(stepper, restore)
+    plan, error = attempt(lambda: _plan(batches, factors, evaluate, repeats))
+    laboratory.check(plan, error)
+    assert plan is not None
+    with laboratory.held():
+        before = laboratory.evaluate(plan.held_out)
+        branches = [laboratory.branch(plan, factor) for factor in plan.factors]
+        examples = laboratory.num_examples
+    return SizeExperiment(
+        branches=tuple(branches),
+        before=tuple(before),
+        examples=examples,
+        pairs="batch" if plan.num_repeats == 1 else "repeat",
+        lr_rule=laboratory.lr_name,
+        beta2_rule=laboratory.beta2_name,
+        notes=tuple(laboratory.notes),
+        total_seconds=time.perf_counter() - started,
+        copy_bytes=laboratory.copy_bytes,
+    )
+
+
+class _Plan(NamedTuple):
+    """What is run: the batches of every repeat, and those that are held out."""
+
+    factors: list[int]
+    repeats: list[list[Any]]
+    held_out: list[Any]
+
+    @property
+    def num_repeats(self) -> int:
+        return len(self.repeats)
+
+
+def _plan(batches: Any, factors: Any, evaluate: Any, repeats: Any) -> _Plan:
+    """Check the arguments and share the batches out."""
+    wanted = [as_whole("a factor", factor, least=1) for factor in factors]
+    if len(wanted) < 2 or sorted(set(wanted)) != wanted:
+        raise ArgumentError(f"factors must be two or more different whole numbers that rise, got {tuple(factors)}")
+    num_repeats, block = as_whole("repeats", repeats, least=1), math.lcm(*wanted)
+    for name, given in (("batches", batches), ("evaluate", evaluate)):
+        if given is not None and not isinstance(given, list | tuple):
+            raise ArgumentError(f"{name} must be a list of batches, got {type(given).__name__}; use list(…)")
+    held_out = list(batches[-block:] if evaluate is None else evaluate)
+    trained = list(batches[:-block] if evaluate is None else batches)
+    if not held_out:
+        raise ArgumentError("evaluate must hold at least one batch; None holds the last batches out")
+    if not trained or len(trained) % (block * num_repeats):
+        rest = "" if evaluate is not None else f", and {block} more to hold out"
+        raise ArgumentError(
+            f"factors {tuple(wanted)} and {num_repeats} repeats need a multiple of {block * num_repeats} batches to "
+            f"train on{rest}; got {len(batches)} batches"
+        )
+    size = len(trained) // num_repeats
+    return _Plan(wanted, [trained[start : start + size] for start in range(0, len(trained), size)], held_out)
+
+
+@final
+class _Laboratory:
+    """Runs branches on a stepper, each from the state at the beginning.
+
+    Args:
+        stepper: whose private parts are used here: this is a part of it that has a file of its own.
+        restore: more modules and optimizers to put back.
+    """
+
+    def __init__(self, stepper: Stepper, restore: Sequence[nn.Module | Optimizer]) -> None:
+        if not isinstance(stepper, Stepper):
+            raise ArgumentError(f"measure_size needs a Stepper, got {type(stepper).__name__}")
+        self._stepper, self._settings, self._ranks = stepper, stepper._settings, stepper._ranks
+        self._gatherer, self._device = stepper._gatherer, stepper._device
+        self._optimizer = innermost(stepper._optimizer)
+        self._modules = [self._ranks.module]
+        if isinstance(self._settings.loss_fn, nn.Module):
+            self._modules.append(self._settings.loss_fn)
+        self._more = _sorted_out(restore)
+        self._memory = stepper._memory
+        if self._memory is None and self._device.type == "cuda":
+            self._memory = MemoryMonitor(self._device)
+        self._held = Held()
+        self.notes: list[str] = []
+        self.num_examples = self.copy_bytes = 0
+        self.beta2_name = _name_of(self._settings.beta2_rule)
+        self.lr_name = _name_of(self._settings.lr_rule)
+
+    def check(self, plan: _Plan | None, error: Exception | None) -> None:
+        """Refuse, on all ranks alike, what cannot be run or put back."""
+        if error is None:
+            _, error = attempt(self._check_stepper)
+        marks = [] if plan is None else [mark_of([plan.factors, plan.num_repeats, *map(len, plan.repeats)])]
+        marks += [] if plan is None else [mark_of(len(plan.held_out))]
+        same = self._ranks.agree(error, self._device, marks=marks or [0, 0])
+        if not all(same):
+            raise ArgumentError("ranks have other numbers of batches, or other factors; give all ranks equally many")
+
+    def _check_stepper(self) -> None:
+        if self._gatherer.pending is not None:
+            raise ArgumentError("an update was begun; call update() or abandon() before measure_size")
+        if self._ranks.is_sharded:
+            raise ArgumentError("measure_size evaluates on its own, which shards of FSDP2 do not allow; use DDP")
+        inner = self._optimizer
+        hooks = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+        hooks += [getattr(inner, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
+        if any(hooks) and not self._more:
+            raise ArgumentError(
+                f"hooks of {type(inner).__name__}'s step would see the branches, and what they change is not put back; "
+                "name what they change in restore=, or remove them for the experiment"
+            )
+        free, needed = _free_bytes(), self._num_bytes()
+        if free is not None and needed > free:
+            raise ArgumentError(
+                f"measure_size keeps copies of {needed:,} bytes in host memory, of which {free:,} are free; "
+                "free some, or use a smaller model"
+            )
+
+    def _num_bytes(self) -> int:
+        tensors = [tensor for module in self._modules for tensor in [*module.parameters(), *module.buffers()]]
+        states = [
+            value for state in self._optimizer.state.values() if isinstance(state, dict) for value in state.values()
+        ]
+        return sum(value.nbytes for value in [*tensors, *states] if isinstance(value, torch.Tensor))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold everything, and put it back in the end, whatever happens."""
+        self._hold()
+        stepper, rule = self._stepper, self._stepper._lr_rule
+        try:
+            yield
+        finally:
+            stepper._lr_rule = rule
+            self._put_back()
+
+    def _hold(self) -> None:
+        held = self._held
+        modules, optimizers = self._more
+        for module in [*self._modules, *modules]:
+            held.add_module(module)
+            for part in module.modules():
+                held.add_attributes(part, besides=_OF_MODULES)
+        for optimizer in _with_inner([self._optimizer, *optimizers]):
+            held.add_optimizer(optimizer)
+            held.add_attributes(optimizer, besides=_OF_OPTIMIZERS)
+        if self._stepper._optimizer is not self._optimizer:  # a wrapper notes that it stepped
+            held.add_attributes(self._stepper._optimizer, besides=_OF_OPTIMIZERS)
+        if self._settings.scaler is not None:
+            held.add_attributes(self._settings.scaler)
+        self.copy_bytes = held.num_bytes
+        self._state = self._stepper.state_dict()
+        self._usual_weight = self._gatherer.runner.usual_weight
+
+    def _put_back(self) -> None:
+        self._stepper.abandon()
+        self._held.put_back()
+        self._stepper.load_state_dict(self._state)
+        self._gatherer.runner.usual_weight = self._usual_weight
+
+    def branch(self, plan: _Plan, factor: int) -> SizeBranch:
+        """Train at one factor, from the beginning in every repeat, and evaluate."""
+        groups = [[batches[at : at + factor] for at in range(0, len(batches), factor)] for batches in plan.repeats]
+        joined = self._joined(groups)
+        if self._memory is not None:
+            self._memory.reset_peak()
+        reports, seconds, losses = [], [], []
+        for group, whole in zip(groups, joined, strict=True):
+            self._put_back()
+            self._begin(plan)
+            found = [self._update(batches, one) for batches, one in zip(group, whole, strict=True)]
+            times = [report.seconds for report in found]
+            seconds += times[1:] or times
+            reports += found
+            losses.append(self.evaluate(plan.held_out))
+        sizes = [report.batch_size for report in reports]
+        self.num_examples = sum(sizes) // plan.num_repeats
+        peaks = [report.peak_bytes for report in reports if report.peak_bytes is not None]
+        return SizeBranch(
+            factor=factor,
+            batch_size=sum(sizes) / len(sizes),
+            num_updates=len(reports),
+            losses=tuple(losses[0] if plan.num_repeats == 1 else map(_mean, losses)),
+            seconds=float(np.median(seconds)) * len(groups[0]),
+            peak_bytes=max(peaks, default=None),
+            is_joined=factor == 1 or joined[0][0] is not None,
+            is_graphed=all(report.graphed for report in reports),
+        )
+
+    def _begin(self, plan: _Plan) -> None:
+        """Begin a branch: without gradients, and with a rule for the learning rate."""
+        drop_gradients([value for module in self._modules for value in module.parameters()])
+        drop_gradients(self._stepper._trained.parameters)
+        if self._stepper._lr_rule is not None:
+            return
+        rule = sqrt if any("betas" in group for group in self._optimizer.param_groups) else linear
+        base = self._base_size(plan)
+        self._stepper._lr_rule = lambda batch_size, _: rule(batch_size, base)
+        self.lr_name = f"{rule.__name__}, base_size {base}"
+        self.notes.append(
+            f"The stepper has no lr_rule, so branches scaled the rate by {rule.__name__}; before the size grows, give "
+            f"it lr_rule={rule.__name__!r} and base_size={base}."
+        )
+
+    def _base_size(self, plan: _Plan) -> int:
+        (num,) = self._ranks.sum([float(self._settings.wrap(plan.repeats[0][0]).num_examples)], self._device)
+        return round(num)
+
+    def _joined(self, groups: list[list[list[Any]]]) -> list[list[Any]]:
+        """Return every update's batches as one batch, or None for all of them where some rank cannot join one."""
+        made, error = attempt(lambda: [[join(batches, self._settings) for batches in group] for group in groups])
+        is_short = made is None or any(one is None for group in made for one in group)
+        if error is None and is_short and needs_whole_batch(self._settings.loss_fn):
+            error = ArgumentError(
+                "loss_fn needs the whole batch, and these batches cannot be joined to larger ones; give lists of "
+                "examples with collate=, or tensors of one width"
+            )
+        self._ranks.agree(error, self._device)
+        (is_short_anywhere,) = self._ranks.largest([float(is_short)], self._device)
+        if made is not None and not is_short_anywhere:
+            return made
+        note = "Batches could not be joined and ran one after the other: a joined batch may take fewer seconds."
+        self.notes += [] if note in self.notes else [note]
+        return [[None] * len(group) for group in groups]
+
+    def _update(self, batches: list[Any], whole: Any) -> StepReport:
+        if whole is not None:
+            return self._stepper.step(whole)
+        for batch in batches:
+            self._stepper.accumulate(batch)
+        return self._stepper.update()
+
+    def evaluate(self, batches: Sequence[Any]) -> list[float]:
+        """Return the mean loss of each batch over all ranks, infinite for one that is no number."""
+        self._held.restore_random()
+        for module in self._modules:
+            module.eval()
+        if callable(getattr(self._optimizer, "eval", None)):  # schedule-free optimizers evaluate at another point
+            self._optimizer.eval()
+        sums, error = attempt(lambda: [self._sums(batch) for batch in batches])
+        self._ranks.agree(error, self._device)
+        assert sums is not None
+        flat = self._ranks.sum([value for pair in sums for value in pair], self._device)
+        if not all(weight > 0 for weight in flat[1::2]):
+            raise ArgumentError("a held-out batch has weight 0, so it has no mean loss; leave it out")
+        means = [loss / weight for loss, weight in zip(flat[::2], flat[1::2], strict=True)]
+        return [mean if math.isfinite(mean) else math.inf for mean in means]
+
+    @torch.no_grad()
+    def _sums(self, batch: Any) -> tuple[float, float]:
+        """Return the summed loss and the weight of a batch on this rank, in micro-batches as training would run it."""
+        logical = self._settings.wrap(batch)
+        loss_sum = weight_sum = 0.0
+        for part in self._gatherer.runner.cut(logical, None):
+            micro_batch = logical.take(part)
+            if isinstance(micro_batch, dict) and ROW_WEIGHT in micro_batch:
+                micro_batch = without_filler(micro_batch)
+            with self._settings.precision(self._device):
+                returned = self._settings.loss_fn(self._ranks.module, micro_batch)
+            if not isinstance(returned, tuple):
+                MicroSums(returned)  # which says what to return instead
+            loss, weight, *_ = returned
+            if float(weight):
+                loss_sum, weight_sum = loss_sum + float(loss), weight_sum + float(weight)
+        return loss_sum, weight_sum
+
+
+def _sorted_out(restore: Any) -> tuple[list[nn.Module], list[Any]]:
+    given = [restore] if isinstance(restore, nn.Module | Optimizer) else list(restore)
+    modules = [one for one in given if isinstance(one, nn.Module)]
+    optimizers = [innermost(one) for one in given if isinstance(one, Optimizer)]
+    if len(modules) + len(optimizers) < len(given):
+        raise ArgumentError(f"restore must hold modules and optimizers only, got {restore!r}")
+    return modules, optimizers
+
+
+def _with_inner(optimizers: Sequence[Any]) -> list[Any]:
+    """Return optimizers and those that they hold as attributes, each once."""
+    found: dict[int, Any] = {}
+    waiting = list(optimizers)
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) not in found:
+            found[id(one)] = one
+            waiting += [value for value in vars(one).values() if isinstance(value, Optimizer)]
+    return list(found.values())
+
+
+def _name_of(rule: Any) -> str:
+    return "none" if rule is None else rule if isinstance(rule, str) else getattr(rule, "__name__", "a function")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _free_bytes() -> int | None:
+    """Return the host memory that is left, None if nobody can tell."""
+    monitor, error = attempt(lambda: MemoryMonitor("cpu"))
+    free, error = (None, error) if monitor is None else attempt(lambda: monitor.total_bytes - monitor.used_bytes)
+    return None if error is not None else free
