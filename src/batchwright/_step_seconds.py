@@ -16,7 +16,7 @@ _Masks: TypeAlias = npt.NDArray[np.bool_]
 _USUAL_ERROR = 0.02
 # Closer than this is no better: no step is timed so exactly.
 _LEAST_ERROR = 5e-4
-_NUM_ROUNDS = 20
+_NUM_ROUNDS = 12
 # A larger error has no more say in which form is kept: it is a slow moment of the machine, not the shape of the curve.
 _MOST_ERROR = 0.15
 _MAX_POINTS = 64
@@ -49,9 +49,9 @@ def fit_step_seconds(work: npt.ArrayLike, seconds: npt.ArrayLike) -> StepSeconds
     Repeats of an amount count as one, with their median. Three forms are tried: a line, ``max(launch, per_unit ×
     work)``, and ``max(launch, constant + per_unit × work)``, the last two with the corner between any two amounts. An
     error above 2 % counts less and less, so that one reading far off hardly moves the curve. The form kept has the
-    least ``log(mean error) + p / (n - p - 1)`` for ``n`` amounts and ``p`` numbers above 0, Akaike's criterion with its
-    correction for few readings: the corner must pay for itself. Two amounts give the line through them; where that
-    would be below 0 at no work, the smaller one is the launch and the larger one ``per_unit × work``.
+    least ``log(mean error) + p / (n - p)`` for ``n`` amounts and ``p`` numbers above 0: a corner must pay for itself,
+    the more so with few readings. Two amounts give the line through them; where that would be below 0 at no work, the
+    smaller one is the launch and the larger one ``per_unit × work``.
 
     Args:
         work: the work of each step, above 0, at least two different ones.
@@ -136,7 +136,9 @@ def _fit(amounts: Doubles, times: Doubles, launched: _Masks, *, constant: bool) 
         found = np.column_stack([launch, _lines(rest, ones, slopes, constant=constant)])
         # Each part has its own error: a launch above the line elsewhere is for the score to judge.
         parts = np.where(launched, launch[:, None] * ones, found[:, [1]] * ones + found[:, [2]] * slopes)
-        weights = 1 / np.maximum(np.abs(parts - 1), _USUAL_ERROR)
+        before, weights = weights, _USUAL_ERROR / np.maximum(np.abs(parts - 1), _USUAL_ERROR)
+        if np.abs(weights - before).max() < 1e-4:
+            break
     return found
 
 
