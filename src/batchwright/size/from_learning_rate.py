@@ -123,8 +123,8 @@ def seesaw(
     Args:
         schedule: the factor of the learning rate at index ``i``, as for ``torch.optim.lr_scheduler.LambdaLR``.
         start: the size before the decay; None takes the size in force at the first observation.
-        per: what ``i`` counts: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``; step the learning-rate scheduler as
-            often.
+        per: what ``i`` counts: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``; step the learning-rate
+            scheduler as often.
         every: units per index, ``i = count // every``.
         after: the index where the decay begins; until then the size stays and the rate follows the schedule.
         max_factor: the most that the size is multiplied by.

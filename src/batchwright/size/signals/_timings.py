@@ -102,15 +102,15 @@ def check_timings(name: str, saved: Any) -> None:
     if not isinstance(saved, list) or len(saved) > _MOST_SIZES:
         raise ArgumentError(f"{name} must be a list of at most {_MOST_SIZES} timings, got {saved!r}")
     checks = {
-        "work": _check_positive,
+        "work": check_positive,
         "seconds": lambda at, values: check_numbers(at, values, most=_MOST_READINGS, above=0),
-        "pace": optional(_check_positive),
+        "pace": optional(check_positive),
     }
     for index, timing in enumerate(saved):
         check_record(f"{name}[{index}]", timing, checks)
 
 
-def _check_positive(name: str, saved: Any) -> None:
+def check_positive(name: str, saved: Any) -> None:
     check_number(name, saved, above=0)
 
 

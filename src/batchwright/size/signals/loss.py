@@ -305,9 +305,9 @@ def loss_driven(
         divide: whether the variance is divided by ``K``.
         detrend: whether the variance is taken around a line.
         direction: 1, or −1 to exchange growing and shrinking.
-        per: a period: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``. If it is observed once per epoch, the policy decides
-            each time; if it is observed after every update, it gathers the mean, weighted by ``batch_size``, and
-            decides when ``epoch`` has risen.
+        per: a period: ``"epoch"``, ``"step"``, ``"examples"`` or ``"tokens"``. If it is observed once per epoch, the
+            policy decides each time; if it is observed after every update, it gathers the mean, weighted by
+            ``batch_size``, and decides when ``epoch`` has risen.
         every: units per period; needed for examples.
 
     Returns:

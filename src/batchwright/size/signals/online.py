@@ -16,7 +16,7 @@ from ..noise import MIN_UPDATES, NoiseAverage
 from ..observation import Observation
 from ..policy import Answer, ReasoningPolicy, State, ask, hold, options, show
 from ._prediction import StepTime
-from ._timings import ENOUGH, add_reading, check_timings, num_readings, predict_seconds, timed
+from ._timings import ENOUGH, add_reading, check_positive, check_timings, num_readings, predict_seconds, timed
 from .noise_scale import add_noise, check_average, lacks_noise
 
 SizeUnit: TypeAlias = Literal["examples", "tokens"]
@@ -26,10 +26,10 @@ _EXPLORED = (1.0, 2.0, 4.0, 0.5, 0.25)
 _NUM_EXPLORED = 3
 # Updates to wait for the readings of a size; loaders form batches ahead, and some sizes never come.
 _PATIENCE = 24
-# Updates between two looks: a fit takes about as long as a small update.
+# Updates between two looks, four times as many once a size has lasted: a fit takes about as long as a small update.
 _EVERY = 8
 # How far beyond the sizes that were timed a first step goes.
-_REACH = 4.0
+_REACH = 2.0
 # Measured updates over which averages of the noise forget, if no horizon in examples is given.
 _NUM_NOISE = 64.0
 # A noise that is not known stays below this many standard errors of the squared gradient.
@@ -71,6 +71,7 @@ class OnlineGoodput(ReasoningPolicy):
             "base": self.base_size,
             "average": NoiseAverage(first).to_state(),
             "has_noise": False,
+            "scale": None,
             "length": None,
             "timings": [],
             "explored": 0 if self.time is None else None,
@@ -88,7 +89,8 @@ class OnlineGoodput(ReasoningPolicy):
             "base": optional(check_size),
             "average": partial(_check_average, horizon=self.horizon),
             "has_noise": _check_flag,
-            "length": optional(lambda at, saved: check_number(at, saved, above=0)),
+            "scale": optional(check_positive),
+            "length": optional(check_positive),
             "timings": check_timings,
             "explored": optional(check_whole),
             "size": optional(check_size),
@@ -103,8 +105,9 @@ class OnlineGoodput(ReasoningPolicy):
         state = self._take_in(state, observation)
         if state["explored"] is not None:
             return self._explore(state, observation)
-        if state["waited"] % _EVERY:
-            return hold(observation, state, f"the next look comes after {_EVERY - state['waited'] % _EVERY} updates")
+        every = _EVERY if state["waited"] <= 4 * _EVERY else 4 * _EVERY
+        if state["waited"] % every:
+            return hold(observation, state, f"the next look comes after {every - state['waited'] % every} updates")
         return self._look(state, observation)
 
     def _take_in(self, state: State, observation: Observation) -> State:
@@ -164,12 +167,13 @@ class OnlineGoodput(ReasoningPolicy):
         """Compare sizes at the noise scale as far as it is known."""
         average = NoiseAverage(**state["average"])
         updates = f"{average.num_updates:.0f} updates"
-        scale, is_sure = _noise_scale(average)
+        scale, is_sure = self._scale(state, average)
         if scale is None:
             words = f"noise scale not reliable after {updates}"
             if is_first:
                 return ask(observation, state, state["base"], f"{words}, back to the base")
             return hold(observation, state, words)
+        state = {**state, "scale": scale if is_sure else None}
         if self.unit == "tokens":
             scale *= state["length"] or math.nan
         best = self._best(state, observation, scale)
@@ -179,6 +183,23 @@ class OnlineGoodput(ReasoningPolicy):
             return hold(observation, state, f"{words}, not above {show(self.gain)}")
         words = f"{name}: {best.speed:.2f} times the {self.unit} per second of {observation.current}"
         return ask(observation, state, best.size, f"{words}, each worth {best.worth:.2f}")
+
+    def _scale(self, state: State, average: NoiseAverage) -> tuple[float | None, bool]:
+        """Return the noise scale, and whether it was reliable; else what it is at least, None if nobody can tell.
+
+        A squared gradient that is lost in its own error is at most two standard errors above its average, so that the
+        noise scale is at least ``S / (G2 + 2 errors)``. A batch far below the noise scale never measures it; the bound
+        lets it grow until it does. A scale that was reliable once stands until the next one, or until the bound is
+        above it.
+        """
+        if average.is_reliable:
+            return average.scale, True
+        most = average.g2 + _SURE * average.g2_error
+        is_bound = average.num_updates >= MIN_UPDATES and average.s > 0 and most > 0
+        least, before = (average.s / most if is_bound else None), state["scale"]
+        if before is None or (least is not None and least > before):
+            return least, False
+        return before, True
 
     def _best(self, state: State, observation: Observation, scale: float) -> Comparison:
         sizes = np.array([float(observation.current), *self._candidates(state)])
@@ -227,20 +248,6 @@ class OnlineGoodput(ReasoningPolicy):
                 gain=(self.gain, 1.05),
             ),
         ]
-
-
-def _noise_scale(average: NoiseAverage) -> tuple[float | None, bool]:
-    """Return the noise scale, and whether it is reliable; else what it is at least, None if nobody can tell.
-
-    A squared gradient that is lost in its own error is at most two standard errors above its average, so that the noise
-    scale is at least ``S / (G2 + 2 errors)``. A batch far below the noise scale never measures it; the bound lets it
-    grow until it does.
-    """
-    if average.is_reliable:
-        return average.scale, True
-    most = average.g2 + _SURE * average.g2_error
-    is_known = average.num_updates >= MIN_UPDATES and average.s > 0 and most > 0
-    return (average.s / most if is_known else None), False
 
 
 def _mean(before: float | None, value: float) -> float:

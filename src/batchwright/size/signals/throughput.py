@@ -97,8 +97,8 @@ def goodput(
     than those that were timed. While the noise is not reliable, the size grows only if that pays at the least noise
     scale that is likely, ``S / (G2 + 2 standard errors)``; otherwise it holds.
 
-    Couple the learning rate to the size, e.g. ``Stepper(lr_rule="sqrt", beta2_rule="half_life", base_size=…)`` for Adam:
-    the formula of the efficiency assumes a rate that follows.
+    Couple the learning rate to the size, e.g. ``Stepper(lr_rule="sqrt", beta2_rule="half_life", base_size=…)`` for
+    Adam: the formula of the efficiency assumes a rate that follows.
 
     Args:
         time_model: predicts seconds from shapes ``(num_items, length)``, such as a ``TimeModel``; None learns them.
@@ -120,8 +120,8 @@ def goodput(
             per example that are observed.
 
     Returns:
-        A policy that needs ``noise_s``, ``noise_g2`` and ``batch_size``; ``seconds`` without a time model; and tokens if
-        it counts in them or asks a time model without a length.
+        A policy that needs ``noise_s``, ``noise_g2`` and ``batch_size``; ``seconds`` without a time model; and tokens
+        if it counts in them or asks a time model without a length.
 
     >>> class Seconds:
     ...     def predict(self, shapes):
