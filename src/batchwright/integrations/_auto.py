@@ -17,6 +17,8 @@ _MOST_TIMES = 64
 _LEAST_UPDATES = 20
 # Every how many updates noise is measured where the batch has to be cut for it, which may take twice as long.
 NOISE_EVERY = 8
+# Of so many first updates every second one is measured, so that the first decision does not wait.
+NOISE_FIRST = 32
 
 
 class Coupling(NamedTuple):

@@ -199,6 +199,7 @@ class ResizableBatches(BatchSource):
         budget: of a micro-batch.
         noise_every: every how many updates the micro-batches are random parts, at least two over all ranks, for
             gradient noise; 0 for never.
+        noise_first: of so many updates at the beginning of training every second one is measured.
         curriculum: of the sampler, which chooses the examples of an epoch; None takes all of them.
     """
 
@@ -212,12 +213,14 @@ class ResizableBatches(BatchSource):
         *,
         budget: Budget,
         noise_every: int,
+        noise_first: int = 0,
         curriculum: Any = None,
     ) -> None:
         super().__init__(sampler, lengths, pad_multiple_of)
         self._padded = pad_up(self.lengths, pad_multiple_of)
         self._budget = budget
         self._noise_every = noise_every
+        self._noise_first = noise_first
         self._curriculum = curriculum
         self._nums: dict[int, int] = {}  # examples by epoch
         self._controller = sampler.controller
@@ -239,7 +242,9 @@ class ResizableBatches(BatchSource):
 
     def _is_measured(self, start: int, size: int) -> bool:
         """Say whether the noise of a batch is measured; by its place, so that ranks and resumed runs agree."""
-        return self._noise_every > 0 and start // size % self._noise_every == 0
+        index = start // size
+        every = min(2, self._noise_every) if self.epoch == 0 and index < self._noise_first else self._noise_every
+        return every > 0 and index % every == 0
 
     def _cut(self, share: list[int], *, is_random: bool) -> list[list[int]]:
         order = None

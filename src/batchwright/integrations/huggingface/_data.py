@@ -20,6 +20,7 @@ from ...plan.grouping.sorting import WindowSort
 from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
 from ...step.oom import free_memory, is_out_of_memory
+from .._auto import NOISE_FIRST
 from .._devices import Devices
 from .._failures import raise_together
 from .._ranked import loader_options
@@ -103,8 +104,15 @@ class TrainingData:
             curriculum=settings.curriculum,
             **options,
         )
-        every, curriculum = settings.measure_noise, settings.curriculum
-        return ResizableBatches(sampler, lengths, multiple, budget=budget, noise_every=every, curriculum=curriculum)
+        return ResizableBatches(
+            sampler,
+            lengths,
+            multiple,
+            budget=budget,
+            noise_every=settings.measure_noise,
+            noise_first=NOISE_FIRST if settings.is_auto else 0,
+            curriculum=settings.curriculum,
+        )
 
     def training_values(self, values: tuple[Any, ...], args: Any) -> tuple[Any, ...]:
         """Return the trainer's numbers of epochs, steps and examples, with the right number of updates."""
