@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ..errors import ArgumentError
 from ..size.controller import BatchSizeController
 from ..size.learning_rate import innermost
+from ..size.schedules import constant
 from ..size.signals import goodput
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ def make_controller(base_size: int, num_examples: int | None) -> BatchSizeContro
             _LEAST_UPDATES,
             largest,
         )
+    if largest == base_size:
+        return BatchSizeController(constant(base_size), min_size=base_size, max_size=base_size)
     policy = goodput(base_size=base_size, smallest=base_size, largest=largest)
     return BatchSizeController(policy, min_size=base_size, max_size=largest)
 

@@ -115,6 +115,7 @@ class AdaptiveTrainerMixin:
     model: Any
     state: Any
     callback_handler: Any
+    control: Any
     data_collator: Any
     train_dataset: Any
     eval_dataset: Any
@@ -173,8 +174,10 @@ class AdaptiveTrainerMixin:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        is_due = self.control.should_log
         for change in self._batching.callback.take_changes():
             self.log({**change.figures(), "batch_size_reason": change.decision.reason})  # type: ignore[dict-item]
+        self.control.should_log = is_due  # a log of a change does not stand for that of the update
         return super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
     # The training data
