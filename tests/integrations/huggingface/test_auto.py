@@ -118,26 +118,34 @@ def test_an_accumulated_update_is_one_of_the_base_size(tmp_path, compute_bound):
     assert sorted(flat(seen)) == list(range(240))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_torch", "sgd", "adafactor"])
-def test_rate_and_beta2_follow_the_size_as_the_optimizer_needs(optimizer, tmp_path, launch_bound, monkeypatch):
-    inside = []
-    kinds = {"adamw_torch": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    kind = kinds.get(optimizer, Adafactor)
-    step = getattr(kind.step, "__wrapped__", kind.step)  # inside the hooks that torch puts around it
+def noted(kind, inside):
+    """Return a class of optimizers that note the rate and beta2 with which a step runs."""
 
-    def noted(self, *given, **options):
-        group = self.param_groups[0]
-        inside.append((float(group["lr"]), group.get("betas", (None, None))[1]))
-        return step(self, *given, **options)
+    class Noted(kind):
+        def step(self, *given, **options):
+            group = self.param_groups[0]
+            inside.append((float(group["lr"]), group.get("betas", (None, None))[1]))
+            return super().step(*given, **options)
 
-    monkeypatch.setattr(kind, "step", noted)
-    trainer, _ = train(tmp_path, optim=optimizer, lr_scheduler_type="constant", learning_rate=1e-4)
+    return Noted
+
+
+@pytest.mark.parametrize(
+    ("kind", "power", "beta2"),
+    [(torch.optim.AdamW, 0.5, 0.999), (torch.optim.SGD, 1.0, None), (Adafactor, 0.5, None)],
+    ids=["AdamW", "SGD", "Adafactor"],
+)
+def test_rate_and_beta2_follow_the_size_as_the_optimizer_needs(kind, power, beta2, tmp_path, launch_bound):
+    inside, model = [], make_model("t5")
+    options = {"relative_step": False} if kind is Adafactor else {}
+    optimizer = noted(kind, inside)(model.parameters(), lr=1e-4, **options)
+    trainer, _ = train(tmp_path, model=model, optimizers=(optimizer, None), lr_scheduler_type="constant")
     sizes = sizes_of(trainer)
     assert len(set(sizes)) > 3
-    for found, used in zip(inside, sizes, strict=True):
-        factor = used / BASE
-        assert found[0] == pytest.approx(1e-4 * (factor if optimizer == "sgd" else factor**0.5))
-        assert found[1] == (pytest.approx(0.999**factor) if optimizer == "adamw_torch" else None)
+    for (rate, found), used in zip(inside, sizes, strict=True):
+        assert rate == pytest.approx(1e-4 * (used / BASE) ** power)
+        assert found == (None if beta2 is None else pytest.approx(beta2 ** (used / BASE)))
+    assert optimizer.param_groups[0].get("betas", (None, None))[1] == beta2
 
 
 def test_a_schedule_over_epochs_follows_the_examples(tmp_path, launch_bound):
