@@ -24,6 +24,7 @@ from .signals import goodput as goodput
 from .signals import loss_below as loss_below
 from .signals import loss_driven as loss_driven
 from .signals import loss_settled as loss_settled
+from .signals import measured as measured
 from .signals import memory_driven as memory_driven
 from .signals import noise_driven as noise_driven
 from .signals import speed_driven as speed_driven
@@ -61,6 +62,7 @@ __all__ = [
     "loss_driven",
     "loss_settled",
     "maximum",
+    "measured",
     "memory_driven",
     "milestones",
     "minimum",

@@ -1,6 +1,7 @@
 """Policies driven by what training shows: loss, entropy, gradient noise, memory, seconds, or an expression of them."""
 
 from .entropy import entropy_driven as entropy_driven
+from .experiment import measured as measured
 from .expression import track as track
 from .loss import loss_driven as loss_driven
 from .loss_level import loss_below as loss_below
@@ -17,6 +18,7 @@ __all__ = [
     "loss_below",
     "loss_driven",
     "loss_settled",
+    "measured",
     "memory_driven",
     "noise_driven",
     "speed_driven",

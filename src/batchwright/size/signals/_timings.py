@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from ..._step_seconds import StepSeconds, fit_step_seconds
+from ..._step_seconds import fit_step_seconds
 from ..._types import FloatArray
 from ...errors import ArgumentError
 from .._states import check_number, check_numbers, check_record, optional
@@ -82,11 +82,13 @@ def timed(timings: list[Timing]) -> list[Timing]:
     return sorted((timing for timing in timings if len(timing["seconds"]) >= ENOUGH), key=lambda timing: timing["work"])
 
 
-def predict_seconds(timings: list[Timing], sizes: FloatArray) -> tuple[FloatArray, StepSeconds]:
-    """Return the seconds of an update of each size, and the curve that they follow; at least two sizes are timed.
+def predict_seconds(timings: list[Timing], sizes: FloatArray) -> FloatArray:
+    """Return the seconds of an update of each size; at least two sizes are timed.
 
     The curve is ``max(launch, constant + per_unit × size)``. Where a size was timed, the reading counts more than the
-    curve, in the measure of its number of readings; between sizes the difference is interpolated.
+    curve, in the measure of its number of readings; between sizes the difference is interpolated. Below all of them
+    nobody knows whether the time goes on falling: it is taken to fall as between the two smallest, so that a smaller
+    size is tried once where that would pay.
     """
     known = timed(timings)
     works = np.array([timing["work"] for timing in known], dtype=np.float64)
@@ -94,7 +96,10 @@ def predict_seconds(timings: list[Timing], sizes: FloatArray) -> tuple[FloatArra
     curve = fit_step_seconds(works, times)
     trust = np.array([len(timing["seconds"]) / (len(timing["seconds"]) + ENOUGH) for timing in known])
     off = trust * np.log(times / curve.predict(works))
-    return curve.predict(sizes) * np.exp(np.interp(np.log(sizes), np.log(works), off)), curve
+    seconds = curve.predict(sizes) * np.exp(np.interp(np.log(sizes), np.log(works), off))
+    slope = max(0.0, float((times[1] - times[0]) / (works[1] - works[0])))
+    falling = np.maximum(times[0] - slope * (works[0] - sizes), times[0] * sizes / works[0])
+    return np.where(sizes < works[0], np.minimum(seconds, falling), seconds)
 
 
 def check_timings(name: str, saved: Any) -> None:

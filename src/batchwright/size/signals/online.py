@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -16,18 +17,19 @@ from ..noise import MIN_UPDATES, NoiseAverage
 from ..observation import Observation
 from ..policy import Answer, ReasoningPolicy, State, ask, hold, options, show
 from ._prediction import StepTime
-from ._timings import ENOUGH, add_reading, check_positive, check_timings, num_readings, predict_seconds, timed
+from ._timings import ENOUGH, Timing, add_reading, check_positive, check_timings, num_readings, predict_seconds, timed
 from .noise_scale import add_noise, check_average, lacks_noise
 
 SizeUnit: TypeAlias = Literal["examples", "tokens"]
 
-# The sizes that are timed first, in parts of the base; two below it in case bounds leave no room above.
+# The sizes that are timed first, in parts of the base: those below it if larger ones are no faster, or out of bounds.
 _EXPLORED = (1.0, 2.0, 4.0, 0.5, 0.25)
 _NUM_EXPLORED = 3
+_FASTER = 1.25
 # Updates to wait for the readings of a size; loaders form batches ahead, and some sizes never come.
 _PATIENCE = 24
-# Updates between two looks, four times as many once a size has lasted: a fit takes about as long as a small update.
-_EVERY = 8
+# Looks come after 8, 16, 32 and 64 updates of a size, then every 64: a fit takes about as long as a small update.
+_FIRST_LOOK, _LOOK_EVERY = 8, 64
 # How far beyond the sizes that were timed a first step goes.
 _REACH = 2.0
 # Measured updates over which averages of the noise forget, if no horizon in examples is given.
@@ -105,9 +107,9 @@ class OnlineGoodput(ReasoningPolicy):
         state = self._take_in(state, observation)
         if state["explored"] is not None:
             return self._explore(state, observation)
-        every = _EVERY if state["waited"] <= 4 * _EVERY else 4 * _EVERY
-        if state["waited"] % every:
-            return hold(observation, state, f"the next look comes after {every - state['waited'] % every} updates")
+        left = _until_look(state["waited"])
+        if left:
+            return hold(observation, state, f"the next look comes after {left} updates")
         return self._look(state, observation)
 
     def _take_in(self, state: State, observation: Observation) -> State:
@@ -151,16 +153,20 @@ class OnlineGoodput(ReasoningPolicy):
         targets = [state["base"] * part for part in _EXPLORED]
         at, timings = state["explored"], state["timings"]
         while at < len(targets) and len(timed(timings)) < _NUM_EXPLORED:
+            if targets[at] > 2 * state["base"] and not _is_faster(timings, state["base"]):
+                at += 1  # the other end of the curve says more, and costs less
+                continue
             target, num = self._within(state, targets[at]), num_readings(timings, targets[at])
             is_there = observation.rounded(target) == observation.current
-            is_new = at > state["explored"]
-            if num < ENOUGH and (is_new or (is_there and state["waited"] < _PATIENCE)):
+            # Where not even the base is timed, nothing would be: another size is no use.
+            is_open = at == 0 or at > state["explored"] or (is_there and state["waited"] < _PATIENCE)
+            if num < ENOUGH and is_open:
                 words = f"timing {show(target)}, {num} of {ENOUGH} updates"
                 return ask(observation, {**state, "explored": at}, target, words)
             at += 1
         if len(timed(timings)) < 2:  # bounds or pauses kept the size; it may be free later
-            words = "no second size was timed"
-            return hold(observation, {**state, "explored": 0 if state["waited"] > _PATIENCE else at}, words)
+            again = {**state, "explored": 0 if state["waited"] > 4 * _PATIENCE else at}
+            return ask(observation, again, state["base"], "no second size was timed, back to the base")
         return self._look({**state, "explored": None}, observation, is_first=True)
 
     def _look(self, state: State, observation: Observation, *, is_first: bool = False) -> Answer:
@@ -228,7 +234,7 @@ class OnlineGoodput(ReasoningPolicy):
 
     def _seconds(self, state: State, sizes: FloatArray) -> FloatArray:
         if self.time is None:
-            return predict_seconds(state["timings"], sizes)[0]
+            return predict_seconds(state["timings"], sizes)
         each = state["length"] if self.unit == "tokens" else 1.0
         items = np.maximum(1, np.rint(sizes / each)).astype(np.int64)
         time = self.time if self.time.lengths else replace(self.time, lengths=(max(1, round(state["length"])),))
@@ -248,6 +254,22 @@ class OnlineGoodput(ReasoningPolicy):
                 gain=(self.gain, 1.05),
             ),
         ]
+
+
+def _is_faster(timings: list[Timing], base: float) -> bool:
+    """Return whether twice the base ran clearly more per second than the base; True if nobody can tell."""
+    paces = [timing["work"] / median(timing["seconds"]) for timing in timed(timings) if timing["work"] > base / 1.2]
+    return len(paces) < 2 or paces[1] > _FASTER * paces[0]
+
+
+def _until_look(waited: int) -> int:
+    """Return the updates until the next look; 0 is now."""
+    if waited >= _LOOK_EVERY:
+        return -waited % _LOOK_EVERY
+    look = _FIRST_LOOK
+    while look < waited:
+        look *= 2
+    return look - waited
 
 
 def _mean(before: float | None, value: float) -> float:

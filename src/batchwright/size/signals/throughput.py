@@ -93,9 +93,10 @@ def goodput(
     more than ``gain`` times the goodput of the size in force, so it does not swing.
 
     Without a ``time_model`` the seconds are learned from the updates themselves: the base, twice and four times the
-    base run for a few updates each, then every update that runs is read. A size is at most four times larger or smaller
-    than those that were timed. While the noise is not reliable, the size grows only if that pays at the least noise
-    scale that is likely, ``S / (G2 + 2 standard errors)``; otherwise it holds.
+    base run for a few updates each (half of the base, where twice the base is hardly faster), then every update that
+    runs is read. A size is at most twice as large or half as large as those that were timed. While the noise is not
+    reliable, the size grows only if that pays at the least noise scale that is likely,
+    ``S / (G2 + 2 standard errors)``; otherwise it holds.
 
     Couple the learning rate to the size, e.g. ``Stepper(lr_rule="sqrt", beta2_rule="half_life", base_size=…)`` for
     Adam: the formula of the efficiency assumes a rate that follows.
