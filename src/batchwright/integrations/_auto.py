@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
 
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from .._checks import as_state, read_whole
 from ..errors import ArgumentError
+from ..plan.sampler.resizable import ResizableBatchSampler
 from ..size.controller import BatchSizeController
 from ..size.learning_rate import innermost
 from ..size.schedules import constant
 from ..size.signals import goodput
+from ._ranked import check_no_stream, loader_options
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +28,11 @@ _LEAST_UPDATES = 20
 NOISE_EVERY = 8
 # Of so many first updates every second one is measured, so that the first decision does not wait.
 NOISE_FIRST = 32
+
+
+# From vectors noise costs nearly nothing.
+_VECTORS_EVERY = 2
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 class Coupling(NamedTuple):
@@ -85,3 +98,79 @@ def coupling_of(optimizer: Any) -> Coupling:
         return Coupling("linear", None)
     is_adam = any("adam" in name for name in names) and any("betas" in group for group in groups)
     return Coupling("sqrt", "half_life" if is_adam else None)
+
+
+def resizable_loader(loader: Any, world_size: int, *, base_size: int | None = None) -> tuple[Any, BatchSizeController]:
+    """Return a loader of the same data whose batches follow a controller, and the controller.
+
+    Args:
+        loader: a ``DataLoader`` with a ``batch_size``, which a rank would run per update.
+        world_size: ranks that share an update.
+        base_size: the first size over all ranks; None is ``batch_size × world_size``.
+    """
+    dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+    if not isinstance(loader, DataLoader) or size is None:
+        raise ArgumentError(
+            "controller='auto' makes the batches itself, from a DataLoader with a batch_size, but this one has batches "
+            "of its own; give DataLoader(dataset, batch_size=…, shuffle=True), or the controller of your sampler"
+        )
+    check_no_stream("controller='auto'", dataset)
+    drawn = loader.sampler
+    is_shuffled = (
+        isinstance(drawn, RandomSampler) and not drawn.replacement and drawn.num_samples == len(drawn.data_source)
+    )
+    if not (is_shuffled or isinstance(drawn, SequentialSampler)) or loader.drop_last:
+        name = "drop_last=True" if loader.drop_last else f"a {type(drawn).__name__}"
+        raise ArgumentError(
+            f"controller='auto' takes every example once per epoch, in order or shuffled, but the loader has {name}; "
+            "leave it out"
+        )
+    controller = make_controller(size * world_size if base_size is None else base_size, len(dataset))
+    seed = 0 if loader.generator is None else loader.generator.initial_seed()
+    sampler = ResizableBatchSampler(len(dataset), controller, shuffle=is_shuffled, seed=seed)
+    return DataLoader(dataset, batch_sampler=sampler, **loader_options(loader)), controller
+
+
+def stepper_options(given: Mapping[str, Any], model: nn.Module, optimizer: Any, base_size: int) -> dict[str, Any]:
+    """Return the options of a ``Stepper`` that ``"auto"`` stands for; what was given stays.
+
+    Noise comes from the vectors of norm layers where there are some and nothing mixes examples, else from the parts of
+    every 8th batch.
+    """
+    usual: dict[str, Any] = {**coupling_of(optimizer)._asdict(), "base_size": base_size, "measure_noise": NOISE_EVERY}
+    has_norms = any(isinstance(part, _NORMS) or type(part).__name__.endswith("RMSNorm") for part in model.modules())
+    mixes = any(isinstance(part, _BatchNorm) for part in model.modules())
+    if has_norms and not mixes and not given.keys() & {"noise_parts", "noise_groups", "noise_from", "measure_noise"}:
+        usual |= {"measure_noise": _VECTORS_EVERY, "noise_from": "vectors"}
+    return {**usual, **given}
+
+
+@final
+class Ticks:
+    """Says how often a schedule in updates of a fixed size advances, by the examples of updates of any size.
+
+    Args:
+        size: examples per tick.
+
+    >>> ticks = Ticks(8)
+    >>> [list(ticks.take(num)) for num in (8, 12, 12, 4)]
+    [[1], [2], [3, 4], []]
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._num_examples = 0
+
+    def take(self, num_examples: int) -> range:
+        """Count the examples of an update, and return the numbers of its ticks, from 1."""
+        before = self._num_examples // self._size
+        self._num_examples += num_examples
+        return range(before + 1, self._num_examples // self._size + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the examples counted so far."""
+        return {"examples": self._num_examples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue counting."""
+        self._num_examples = read_whole(as_state(state, of="a schedule"), "examples")
