@@ -127,8 +127,6 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "split=None, graphs=False, shapes=None, noise_parts=None, noise_from='all', beta2_rule=None, "
         "tokens_of=None), bases: none",
         "eight options came",
-        "split=None, graphs=False, shapes=None, noise_parts=None, noise_from='all'), bases: none",
-        "six options came",
     ),
     "batchwright.BatchSizeController": (
         "class(policy, *, min_size, max_size, initial=None), bases: none",
@@ -178,8 +176,18 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
     "batchwright.ResizableBatchSampler": (
         "class(num_examples, controller, *, lengths=None, budget=None, curriculum=None, shuffle=True, seed=0, rank=0, "
         "world_size=1), bases: none",
-        "class(num_examples, controller, *, lengths=None, budget=None, grouping=None, curriculum=None, shuffle=True, "
-        "seed=0, rank=0, world_size=1), bases: none",
+        "class(num_examples, controller, *, lengths=None, budget=None, grouping=None, size_unit='examples', "
+        "curriculum=None, shuffle=True, seed=0, rank=0, world_size=1), bases: none",
+        "two options came",
+    ),
+    "batchwright.regroup": (
+        "function(loader, controller, *, rank=0, world_size=1, drop_last=False)",
+        "function(loader, controller, *, rank=0, world_size=1, drop_last=False, length_of=None)",
+        "an option came",
+    ),
+    "batchwright.Regrouped": (
+        "class(loader, controller, *, rank=0, world_size=1, drop_last=False), bases: Generic",
+        "class(loader, controller, *, rank=0, world_size=1, drop_last=False, length_of=None), bases: Generic",
         "an option came",
     ),
     "batchwright.step.PadCollator": (
@@ -295,6 +303,7 @@ ADDED = {
     "batchwright.ResizableBatchSampler.num_in_epoch",
     "batchwright.ResizableBatchSampler.pad_to",
     "batchwright.ResizableBatchSampler.shapes",
+    "batchwright.ResizableBatchSampler.size_unit",
     "batchwright.errors.UpdateMemoryError.can_retry",
     "batchwright.errors.UpdateMemoryError.num_changed",
     *(

@@ -127,6 +127,17 @@ def as_flag(name: str, value: object) -> bool:
     raise ArgumentError(f"{name} must be True or False, got {value!r}")
 
 
+def as_interval(name: str, value: Any) -> int:
+    """Return every how many updates something is done: 1 for True, 0 for False, which is never.
+
+    >>> as_interval("measure_noise", True), as_interval("measure_noise", False), as_interval("measure_noise", 8)
+    (1, 0, 8)
+    """
+    if isinstance(value, bool | np.bool_):
+        return int(value)
+    return as_whole(f"{name}, if not True or False,", value, least=0)
+
+
 def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> None:
     """Refuse a value that is not one of the allowed words.
 

@@ -117,6 +117,11 @@ def controller_of(sampler: Any, controller: Any) -> Any:
     own = getattr(sampler, "controller", None)
     if controller is None:
         return own if hasattr(own, "observe") else None
+    if isinstance(controller, str) and controller == "auto":
+        raise ArgumentError(
+            "controller='auto' needs batches whose size it can change, and their gradient noise, which adaptive "
+            "trainers, prepare for Accelerate and AdaptiveBatching for Lightning have; pass a BatchSizeController here"
+        )
     if not (hasattr(controller, "observe") and hasattr(controller, "state_dict")):
         raise ArgumentError(
             f"controller needs observe and state_dict, as a BatchSizeController has, got {type(controller).__name__}"

@@ -37,6 +37,11 @@ class SizeLog:
         self._given.append(size)
         return size
 
+    @property
+    def newest(self) -> int:
+        """Return the size of the batch that was formed last."""
+        return self._given[-1]
+
     def __getattr__(self, name: str) -> Any:
         if name == "controller":  # not set yet while a copy is being made
             raise AttributeError(name)

@@ -1,3 +1,4 @@
+import html
 import json
 import re
 
@@ -32,7 +33,7 @@ def test_the_page_draws_what_was_trained(demo, browser):
 
 def test_the_table_agrees_with_the_figures(demo, page):
     arms = json.loads((demo / "results.json").read_text())["arms"]
-    assert len(arms) == 4
+    assert len(arms) == 5
     for arm in arms:
         assert f">{arm['loss']:.3f}</td>" in page
         assert f">{arm['num_steps']:,}</td>" in page
@@ -40,11 +41,21 @@ def test_the_table_agrees_with_the_figures(demo, page):
 
 
 def test_planned_batches_pad_less_and_update_less_often(demo):
-    shuffled, _, full, small = json.loads((demo / "results.json").read_text())["arms"]
+    shuffled, _, full, small, _ = json.loads((demo / "results.json").read_text())["arms"]
     assert full["padding"] < shuffled["padding"] / 2
     assert small["padding"] < shuffled["padding"] / 2
     assert full["num_steps"] < shuffled["num_steps"]
     assert shuffled["num_tokens"] == full["num_tokens"] == small["num_tokens"]
+
+
+def test_the_size_that_nobody_chose_is_explained(demo, page):
+    found = json.loads((demo / "results.json").read_text())["arms"][-1]
+    assert found["name"] == "size found on the way"
+    assert found["num_steps"] == found["num_updates"] <= len(found["shapes"])
+    assert found["reasons"]
+    for reason in found["reasons"]:
+        assert html.escape(reason) in page
+    assert "A size that nobody chose" in page
 
 
 def test_no_batch_of_any_arm_exceeds_the_budget(demo):

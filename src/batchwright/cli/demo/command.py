@@ -49,6 +49,7 @@ def add_demo(commands: Commands) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     """Train every arm, print a table, and write ``index.html`` and ``results.json``."""
     require("torch", extra="torch")
+    from .finding import train_without_size
     from .training import lengths_of, load_corpus, make_arms, make_model, train_arm
 
     start = time.perf_counter()
@@ -62,7 +63,9 @@ def _run(arguments: argparse.Namespace) -> None:
         num_parameters = sum(p.numel() for p in make_model(settings, len(corpus.vocabulary)).parameters())
         screen.show([_data_line(lengths, num_parameters, settings.max_tokens), ""])
         results = [train_arm(arm, corpus, settings) for arm in make_arms(corpus.train, settings)]
+        results.append(train_without_size(corpus, settings))
     screen.show(["", *render_table(RESULT_HEADER, result_rows(results)), ""])
+    screen.show([f"How the size was found, in tokens per update ({results[-1].name}):", *results[-1].reasons, ""])
     machine = f"{platform.system()} {platform.machine()}, one thread"
     run = Run(
         settings=settings,
@@ -128,6 +131,7 @@ def render_page(run: Run) -> str:
         _opening(run),
         f"<h2>The arms</h2>{_table(run.results)}",
         _reading(run),
+        _finding(run.results[-1]),
         f'<h2>Charts</h2>{_NO_SCRIPT}<div class="charts" id="charts"></div>',
         _settings(run),
     ]
@@ -188,7 +192,7 @@ def _opening(run: Run) -> str:
     items = "".join(f"<li><b>{html.escape(value)}</b>{html.escape(what)}</li>" for value, what in figures)
     return (
         '<p class="eyebrow">batchwright demo</p>'
-        "<h1>The same functions, the same model, the same memory: batched four ways</h1>"
+        "<h1>The same functions, the same model, the same memory: batched five ways</h1>"
         f"<p>A language model with {run.num_parameters / 1e6:.1f} million parameters reads {len(run.lengths):,} "
         "functions of Python&rsquo;s standard library once. No batch may hold more than "
         f"{run.settings.max_tokens:,} padded tokens. A fixed batch size must fit at the longest function, so it "
@@ -224,6 +228,19 @@ def _reading(run: Run) -> str:
         f"smaller budget keeps the number of updates ({steady.num_steps}), ends at {steady.loss:.2f} and still saves "
         "the padding. Here time grows with padded tokens, so the gain comes from grouping by length, also at a fixed "
         "size. A GPU that is idle during small steps gains more from the full budget.</p>"
+    )
+
+
+def _finding(result: ArmResult) -> str:
+    """Return why the size changed where a policy chose it, nothing elsewhere."""
+    if not result.reasons:
+        return ""
+    lines = "".join(f"<li>{html.escape(line)}</li>" for line in result.reasons)
+    return (
+        "<h2>A size that nobody chose</h2>"
+        f"<p>The arm &ldquo;{html.escape(result.name)}&rdquo; was given no batch size: <code>size.goodput</code> times "
+        "a few sizes, measures the noise of the gradient, and takes the tokens per update that make the most progress "
+        f"per second. The learning rate and Adam&rsquo;s second beta follow the size.</p><ol>{lines}</ol>"
     )
 
 

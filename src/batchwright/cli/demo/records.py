@@ -25,7 +25,7 @@ class DemoSettings:
         seed: the seed of the data order and the initial weights.
     """
 
-    num_train: int = 800
+    num_train: int = 700
     num_valid: int = 80
     max_length: int = 512
     max_tokens: int = 4096
@@ -74,6 +74,8 @@ class ArmResult:
         num_tokens: the real tokens trained on.
         checks: the validations, the last one after the last update.
         shapes: (examples, padded length) of every batch.
+        num_updates: how many updates there were, None if every batch was one.
+        reasons: why the size of batches changed, one line per change.
     """
 
     name: str
@@ -83,11 +85,13 @@ class ArmResult:
     num_tokens: int
     checks: tuple[Check, ...]
     shapes: tuple[tuple[int, int], ...]
+    num_updates: int | None = None
+    reasons: tuple[str, ...] = ()
 
     @property
     def num_steps(self) -> int:
         """Return the number of updates."""
-        return len(self.shapes)
+        return len(self.shapes) if self.num_updates is None else self.num_updates
 
     @property
     def padded_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The training of the demo: its corpus, four ways of batching it, a small transformer, and the training of an arm."""
+"""The training of the demo: its corpus, ways of batching it, a small transformer, and the training of an arm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PADDING, RARE, START, END = range(4)
 # One file in this many is kept for validation, so that no validated function has a sibling in training.
 _VALID_EVERY = 10
 # For Adam the learning rate grows with the square root of the tokens per update; this many get the base rate.
-_TOKENS_AT_BASE_RATE = 1000
+TOKENS_AT_BASE_RATE = 1000
 _WARM_UP = 0.2
 _LAST_RATE = 0.1
 
@@ -163,7 +163,7 @@ def train_arm(arm: Arm, corpus: Corpus, settings: DemoSettings) -> ArmResult:
     """
     model = make_model(settings, len(corpus.vocabulary))
     num_tokens = int(lengths_of(corpus.train).sum())
-    rate = settings.base_rate * math.sqrt(num_tokens / len(arm.loader) / _TOKENS_AT_BASE_RATE)
+    rate = settings.base_rate * math.sqrt(num_tokens / len(arm.loader) / TOKENS_AT_BASE_RATE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, len(arm.loader)))
     valid = valid_batches(corpus, settings)

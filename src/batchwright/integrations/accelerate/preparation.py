@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader
 from ...errors import ArgumentError
 from ...step import Stepper
 from ...step.losses import LossFunction
+from .._auto import Ticks, is_auto, resizable_loader
+from .._auto import stepper_options as auto_options
 from .._graphs import graph_options
 from .._observing import Change, History, LiveHistory, with_memory
 from .._options import check_options, move_after_collate
@@ -71,7 +73,10 @@ def prepare(
             a ``ResizableBatchSampler``, or a sampler made for this rank, once.
         controller: observes every update; None takes the sampler's. Its policy may read memory: the device's own is
             found without ``memory=``, on a CPU that of the process. Entropy is what ``loss_fn`` returns under that
-            name, as ``huggingface_loss(with_entropy=True)`` does.
+            name, as ``huggingface_loss(with_entropy=True)`` does. ``"auto"`` looks for the size that learns fastest,
+            by ``size.goodput``: the loader is a ``DataLoader`` with a ``batch_size``, and the size begins at that times
+            the ranks. Rate and beta2 follow the size as they should with the optimizer, gradient noise is measured,
+            and the scheduler advances once per ``batch_size`` examples; options given here stay.
         history: True prints a line per change of the size, with its reason, and logs figures with ``accelerator.log``;
             a function gets the line instead.
         **stepper_options: options of ``Stepper``, such as ``micro_batch``, ``clip_norm`` or ``collate``;
@@ -95,6 +100,11 @@ def prepare(
     """
     _check_accelerator(accelerator)
     check_options(stepper_options, "Accelerator(mixed_precision=…)")
+    ticks = None
+    if is_auto(controller):
+        base_size, ticks = stepper_options.get("base_size"), Ticks(getattr(loader, "batch_size", None) or 1)
+        loader, controller = resizable_loader(loader, accelerator.num_processes, base_size=base_size)
+        stepper_options = auto_options(stepper_options, model, optimizer, controller.min_size)
     sampler = _find_sampler(accelerator, loader)
     observer, live = controller_of(sampler, controller), LiveHistory(history)
     _check_scheduler(scheduler)
@@ -113,7 +123,7 @@ def prepare(
         scheduler = accelerator.prepare(scheduler)
         scheduler.split_batches |= sampler is not None and not is_divided  # then it advances once per update
     announce = functools.partial(_announce, accelerator, live) if live.is_wanted else None
-    accelerated = AcceleratedStepper(stepper, optimizer, prepared, scheduler, observer, announce=announce)
+    accelerated = AcceleratedStepper(stepper, optimizer, prepared, scheduler, observer, announce=announce, ticks=ticks)
     accelerator.register_for_checkpointing(accelerated)
     return Prepared(model, optimizer, prepared, accelerated)
 

@@ -14,6 +14,7 @@ from ..._checks import as_state, is_same, load_parts
 from ...errors import StateMismatchError
 from ...step import Stepper, StepReport
 from ...step.graphs.summary import GraphSummary
+from .._auto import Ticks
 from .._observing import Change, observe
 from .._ranked import is_at_end, num_batches
 
@@ -91,6 +92,7 @@ class AcceleratedStepper:
         controller: Any,
         *,
         announce: Callable[[Change], None] | None = None,
+        ticks: Ticks | None = None,
     ) -> None:
         self.stepper = stepper
         self.scheduler = scheduler
@@ -98,6 +100,7 @@ class AcceleratedStepper:
         self._optimizer = optimizer
         self._loader = loader if isinstance(loader, PreparedLoader) else None
         self._announce = announce
+        self._ticks = ticks
         self._num_applied = 0
         if optimizer.scaler is not None:  # only a scaler skips updates
             optimizer.optimizer.register_step_post_hook(self._count)
@@ -112,8 +115,9 @@ class AcceleratedStepper:
         if self._optimizer.scaler is not None:
             # accelerator.optimizer_step_was_skipped reads this, and so do prepared schedulers.
             self._optimizer._is_overflow = self._num_applied == before
-        if self.scheduler is not None:
-            self.scheduler.step()
+        for _ in range(1) if self._ticks is None else self._ticks.take(report.batch_size):
+            if self.scheduler is not None:
+                self.scheduler.step()
         if self.controller is not None:
             change = observe(self.controller, hints=_HINTS, **self._completed(), **report.observation())
             if change is not None and self._announce is not None:
@@ -150,7 +154,7 @@ class AcceleratedStepper:
 
     def _parts(self) -> dict[str, Any]:
         sampler = None if self._loader is None else self._loader.sampler
-        parts = {"sampler": sampler, "stepper": self.stepper, "controller": self.controller}
+        parts = {"sampler": sampler, "stepper": self.stepper, "controller": self.controller, "schedule": self._ticks}
         return {name: part for name, part in parts.items() if part is not None}
 
     def _completed(self) -> dict[str, int]:

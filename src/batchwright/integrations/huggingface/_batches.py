@@ -37,10 +37,26 @@ class Item(NamedTuple):
     Attributes:
         parts: the examples of each micro-batch.
         is_repeat: fewer examples than ranks were left, so this rank runs another rank's example with weight 0.
+        is_measured: the micro-batches are random parts, from which gradient noise is measured.
     """
 
     parts: list[list[int]]
     is_repeat: bool
+    is_measured: bool = False
+
+
+class Received(NamedTuple):
+    """What the trainer has received for an update.
+
+    Attributes:
+        counted: what its micro-batches hold, without repeats.
+        repeats: for each of them, whether it is a repeat that counts on another rank.
+        is_measured: gradient noise is measured.
+    """
+
+    counted: Counted
+    repeats: list[bool]
+    is_measured: bool
 
 
 class BatchSource(ABC):
@@ -103,13 +119,14 @@ class BatchSource(ABC):
             self._received.append(self._fetched.popleft())
             yield item
 
-    def take_received(self) -> tuple[Counted, list[bool]]:
-        """Return what was received since the last call, and for each of its micro-batches whether it is a repeat."""
+    def take_received(self) -> Received:
+        """Return what was received since the last call."""
         items, self._received = self._received, []
         found = [self.lengths[part] for item in items for part in item.parts if not item.is_repeat]
         padded = sum(len(rows) * sum(self._padded_lengths(rows)) for rows in found)
         repeats = [item.is_repeat for item in items for _ in item.parts]
-        return Counted(sum(map(len, found)), int(sum(rows.sum() for rows in found)), padded, len(repeats)), repeats
+        counted = Counted(sum(map(len, found)), int(sum(rows.sum() for rows in found)), padded, len(repeats))
+        return Received(counted, repeats, any(item.is_measured for item in items))
 
     def _padded_lengths(self, lengths: IntArray) -> Sequence[int]:
         """Return what the examples of a micro-batch are padded to, by axis."""
@@ -180,7 +197,9 @@ class ResizableBatches(BatchSource):
         lengths: of the examples.
         pad_multiple_of: of the collator.
         budget: of a micro-batch.
-        is_random: micro-batches are random parts, at least two over all ranks, for gradient noise.
+        noise_every: every how many updates the micro-batches are random parts, at least two over all ranks, for
+            gradient noise; 0 for never.
+        noise_first: of so many updates at the beginning of training every second one is measured.
         curriculum: of the sampler, which chooses the examples of an epoch; None takes all of them.
     """
 
@@ -193,13 +212,15 @@ class ResizableBatches(BatchSource):
         pad_multiple_of: int,
         *,
         budget: Budget,
-        is_random: bool,
+        noise_every: int,
+        noise_first: int = 0,
         curriculum: Any = None,
     ) -> None:
         super().__init__(sampler, lengths, pad_multiple_of)
         self._padded = pad_up(self.lengths, pad_multiple_of)
         self._budget = budget
-        self._is_random = is_random
+        self._noise_every = noise_every
+        self._noise_first = noise_first
         self._curriculum = curriculum
         self._nums: dict[int, int] = {}  # examples by epoch
         self._controller = sampler.controller
@@ -209,18 +230,28 @@ class ResizableBatches(BatchSource):
         self._num_received = 0
 
     def __iter__(self) -> Iterator[Any]:
+        start = self.position
         for share in self.sampler:
-            parts = self._cut(share)
+            size = max(self._sizes.newest, self.sampler.world_size)
+            is_measured = self._is_measured(start, size)
+            start += size
+            parts = self._cut(share, is_random=is_measured)
             # Only the last batch of an epoch can have fewer examples than ranks.
-            self._fetched.append(Item(parts, self._is_repeat(self.sampler.num_repeated)))
+            self._fetched.append(Item(parts, self._is_repeat(self.sampler.num_repeated), is_measured))
             yield parts
 
-    def _cut(self, share: list[int]) -> list[list[int]]:
+    def _is_measured(self, start: int, size: int) -> bool:
+        """Say whether the noise of a batch is measured; by its place, so that ranks and resumed runs agree."""
+        index = start // size
+        every = min(2, self._noise_every) if self.epoch == 0 and index < self._noise_first else self._noise_every
+        return every > 0 and index % every == 0
+
+    def _cut(self, share: list[int], *, is_random: bool) -> list[list[int]]:
         order = None
-        if self._is_random:
+        if is_random:
             # Seeded by the batch itself, so that a resumed run draws the same order.
             order = np.random.default_rng([self.epoch, len(share), *share[:4]]).permutation(len(share))
-        least = 2 if self._is_random and self.sampler.world_size == 1 else 1
+        least = 2 if is_random and self.sampler.world_size == 1 else 1
         places = split_by_budget(self._padded[share], self._budget, order=order, least_parts=least)
         return [[share[place] for place in part] for part in places]
 
@@ -231,10 +262,15 @@ class ResizableBatches(BatchSource):
         least = max(getattr(self._controller, "min_size", 1), self.sampler.world_size)
         return -(-self.num_left // least) + len(self._replay)
 
-    def num_updates(self, num_epochs: float, accumulation: int = 1) -> int:
-        """Return the number of updates in that many epochs if the size stays as it is."""
-        size, shares = read_size(self._controller), _shares_of(0, num_epochs)
+    def num_updates(self, num_epochs: float, accumulation: int = 1, *, size: int | None = None) -> int:
+        """Return the number of updates in that many epochs if the size stays as it is, or is a given one."""
+        size, shares = read_size(self._controller) if size is None else size, _shares_of(0, num_epochs)
         return sum(math.ceil(share * -(-self._num_in(epoch) // size)) for epoch, share in shares)
+
+    def num_updates_done(self, size: int) -> int:
+        """Return how many whole updates of a size the examples received so far would have been."""
+        shares = _shares_of(0, self.epochs_done)
+        return math.floor(sum(share * -(-self._num_in(epoch) // size) for epoch, share in shares) + 1e-6)
 
     def num_examples_left(self, num_epochs: float) -> int:
         """Return how many examples are left until that many epochs are done."""

@@ -20,6 +20,7 @@ from ...plan.grouping.sorting import WindowSort
 from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
 from ...step.oom import free_memory, is_out_of_memory
+from .._auto import NOISE_FIRST
 from .._devices import Devices
 from .._failures import raise_together
 from .._ranked import loader_options
@@ -103,14 +104,25 @@ class TrainingData:
             curriculum=settings.curriculum,
             **options,
         )
-        is_random, curriculum = settings.measure_noise, settings.curriculum
-        return ResizableBatches(sampler, lengths, multiple, budget=budget, is_random=is_random, curriculum=curriculum)
+        return ResizableBatches(
+            sampler,
+            lengths,
+            multiple,
+            budget=budget,
+            noise_every=settings.measure_noise,
+            noise_first=NOISE_FIRST if settings.is_auto else 0,
+            curriculum=settings.curriculum,
+        )
 
     def training_values(self, values: tuple[Any, ...], args: Any) -> tuple[Any, ...]:
         """Return the trainer's numbers of epochs, steps and examples, with the right number of updates."""
         assert self.batches is not None
         if args.max_steps > 0:
             return (sys.maxsize, *values[1:])  # as many epochs as it takes, as for data of unknown length
+        if self._settings.is_auto:
+            # The schedule follows the examples, at any size.
+            assert isinstance(self.batches, ResizableBatches)
+            return (*values[:-1], self.batches.num_updates(args.num_train_epochs, size=self._settings.base_size))
         num = self.batches.num_updates(args.num_train_epochs, args.gradient_accumulation_steps)
         if self._settings.controller is not None and args.process_index == 0:
             logger.warning(

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias, final, get_args
 
 import numpy.typing as npt
 
-from ..._checks import as_flag, as_whole, check_choice
+from ..._checks import as_flag, as_interval, as_whole, check_choice
 from ...errors import ArgumentError, MissingDependencyError
-from ...plan.budget import Budget, check_budget
+from ...plan.budget import Budget, MaxItems, check_budget
 from ...plan.grouping.base import Grouping, check_grouping
 from ...plan.plan import PlanSettings
-from ...size.learning_rate import Rule, get_rule
+from ...size.learning_rate import Beta2Rule, Rule, get_beta2_rule, get_rule
 from ...step.memory.fit_to_memory import FitToMemory
 from ...step.memory.monitor import MemoryMonitor
+from .._auto import NOISE_EVERY, is_auto, make_controller
 from .._devices import is_divided
 from .._graphs import Choice
 from .._observing import History, LiveHistory, reads
@@ -46,7 +48,7 @@ class Settings:
     micro_batch: FitToMemory | None
     lr_rule: str | Rule | None
     base_size: int | None
-    measure_noise: bool
+    measure_noise: int
     memory: MemoryMonitor | None
     eval_budget: Budget | Literal["same"] | None
     plan_options: Mapping[str, Any]
@@ -54,14 +56,18 @@ class Settings:
     curriculum: Any = None
     measure_entropy: bool | None = None
     history: History = False
+    beta2_rule: str | Beta2Rule | None = None
+    is_auto: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "measure_noise", as_interval("measure_noise", self.measure_noise))
         for budget in (self.budget, None if self.eval_budget == "same" else self.eval_budget):
             if budget is not None:
                 check_budget(budget)
         if self.controller is None and self.budget is None:
             raise ArgumentError("an adaptive trainer needs a budget such as MaxTokens(8192), a controller, or both")
-        controller_of(None, self.controller)
+        if not is_auto(self.controller):  # which is made as soon as the trainer's arguments are known
+            controller_of(None, self.controller)
         check_choice("weighting", self.weighting, get_args(Weighting))
         check_choice("on_oom", self.on_oom, get_args(OnOom))
         self._check_micro_batch()
@@ -73,6 +79,11 @@ class Settings:
     def rule(self) -> Rule | Literal["adascale"] | None:
         """Return how the learning rate follows the batch size, None if it does not."""
         return None if self.lr_rule == "none" else get_rule(self.lr_rule)
+
+    @property
+    def rule_of_beta2(self) -> Beta2Rule | None:
+        """Return how Adam's beta2 follows the batch size, None if it does not."""
+        return get_beta2_rule(self.beta2_rule)
 
     @property
     def wants_entropy(self) -> bool:
@@ -130,11 +141,12 @@ class Settings:
     def _check_rate_and_noise(self) -> None:
         if self.base_size is not None:
             object.__setattr__(self, "base_size", as_whole("base_size", self.base_size, least=1))
-        elif self.rule is not None:
+        elif (self.rule is not None or self.rule_of_beta2 is not None) and not is_auto(self.controller):
+            name = "beta2_rule" if self.rule is None else "lr_rule"
             raise ArgumentError(
-                "lr_rule needs base_size, the batch size over all ranks that learning_rate was chosen for"
+                f"{name} needs base_size, the batch size over all ranks that learning_rate was chosen for"
             )
-        if self.rule == "adascale" and not self.measure_noise:
+        if self.rule == "adascale" and not self.measure_noise and not is_auto(self.controller):
             raise ArgumentError("lr_rule='adascale' needs measure_noise=True")
         if self.measure_noise and self.controller is None:
             raise ArgumentError(
@@ -143,6 +155,38 @@ class Settings:
             )
         if self.measure_noise and self.on_oom == "skip":
             raise ArgumentError("measure_noise needs every example of a batch; use on_oom='split' or 'raise'")
+
+
+def with_controller(settings: Settings, trainer: Any) -> Settings:
+    """Return settings with the controller that ``"auto"`` stands for, and what belongs to it.
+
+    ``gradient_accumulation_steps`` becomes 1 in the trainer: the base size holds it.
+    """
+    args, base_size, budget = trainer.args, settings.base_size, settings.budget
+    if settings.on_oom == "skip":
+        raise ArgumentError("controller='auto' measures gradient noise, which needs every example; use on_oom='split'")
+    if is_divided(trainer):
+        raise ArgumentError("controller='auto' needs the whole model on every rank; leave it out, or use DDP")
+    if base_size is None:
+        base_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    dataset = trainer.train_dataset
+    num_examples = len(dataset) if isinstance(dataset, Sized) else None
+    controller = make_controller(base_size, num_examples)
+    if budget is None and (settings.on_oom == "raise" or args.gradient_accumulation_steps > 1):
+        budget = MaxItems(args.per_device_train_batch_size)
+    elif budget is None:
+        budget = MaxItems(controller.max_size)  # a larger batch is faster only if it runs at once
+    trainer.args = copy.copy(args)  # the user's own stay as they are
+    trainer.args.gradient_accumulation_steps = trainer.accelerator.gradient_accumulation_steps = 1
+    return replace(
+        settings,
+        controller=controller,
+        base_size=base_size,
+        budget=budget,
+        eval_budget=settings.evaluation_budget,
+        measure_noise=settings.measure_noise or NOISE_EVERY,
+        is_auto=True,
+    )
 
 
 def check_trainer_class(trainer_cls: type, version: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -13,9 +12,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ..._checks import as_state, read_whole
 from ..._ranks import Ranks
 from ...errors import ArgumentError
+from ...size.noise import NoiseAverage
 from ...step.memory.budget_tracker import FitFeedback
 from ...step.memory.monitor import MemoryMonitor
 from ...step.noise import GradientNoise
@@ -34,16 +33,14 @@ from .._safe_steps import (
     unreduced_parameters,
 )
 from .._trainer_step import WHOLE, as_logged
-from ._batches import Counted
+from ._batches import Counted, Received
+from ._figures import FAILED, PARTS, REFUSED, WEIGHT, TrainingFigures
 from ._graphs import TrainerGraphs
 from ._settings import Settings
 from ._weights import EntropyMeter, LossWeights, TrainerLoss, UpdateWeight, refuse, row_key
 
 # A retry begins with half of what did not fit; no smaller bound is set.
 _NO_BOUND = 1 << 31
-# Places in the sums of an update: its weight in labels or examples, examples, tokens, padded tokens, micro-batches, how
-# often a rank has run out of memory since training began, and how many ranks have failed or cannot weigh micro-batches.
-_WEIGHT, _EXAMPLES, _TOKENS, _PADDED, _PARTS, _OOMS, _FAILED, _REFUSED = range(8)
 
 
 @final
@@ -57,7 +54,7 @@ class Updates:
 
     Attributes:
         figures: of the updates so far.
-        noise: of their gradients, None if it is not measured.
+        noise: of the gradient of the running update, None if it is not measured.
         entropy: of the model's output.
         memory: of the device, None if nobody reads it.
         whole: the weight of the running update, None if the trainer's own rule holds.
@@ -66,6 +63,7 @@ class Updates:
     def __init__(self, settings: Settings, weights: LossWeights, graphs: TrainerGraphs) -> None:
         self.figures = TrainingFigures()
         self.noise: GradientNoise | None = None
+        self._meter: GradientNoise | None = None
         self.entropy = EntropyMeter(is_wanted=settings.wants_entropy)
         self.memory: MemoryMonitor | None = settings.memory
         self.whole: UpdateWeight | None = None
@@ -83,9 +81,20 @@ class Updates:
         """Begin a training: all counts at zero."""
         self.figures = TrainingFigures()
         self.entropy = EntropyMeter(is_wanted=self._settings.wants_entropy)
-        if self.noise is not None:
-            self.noise.meter.norms.close()
-        self.noise = GradientNoise(trained_parameters(model)) if self._settings.measure_noise else None
+        if self._meter is not None:
+            self._meter.meter.norms.close()
+        self.noise = None
+        self._meter = GradientNoise(trained_parameters(model)) if self._settings.measure_noise else None
+
+    @property
+    def noise_average(self) -> NoiseAverage | None:
+        """Return the noise of all updates that were measured so far, None if none ever is."""
+        return None if self._meter is None else self._meter.meter.average
+
+    def load_noise(self, average: NoiseAverage) -> None:
+        """Continue with the noise of another run, if it is measured here too."""
+        if self._meter is not None:
+            self._meter.meter.average = average
 
     def _fit(self, device: torch.device) -> FitFeedback | None:
         """Return what lets a ``FitToMemory`` follow memory, None without one."""
@@ -111,7 +120,7 @@ class Updates:
     def begin(
         self,
         batches: list[Any],
-        received: tuple[Counted, list[bool]],
+        received: Received,
         *,
         loss: TrainerLoss,
         devices: Devices,
@@ -121,12 +130,14 @@ class Updates:
 
         Args:
             batches: its micro-batches on this rank.
-            received: what they hold, and which of them are repeats that count on another rank.
+            received: what they hold, which of them are repeats that count on another rank, and whether gradient noise
+                is measured.
             loss: of the trainer.
             devices: whose micro-batches make one update together.
             optimizer: tells which parameters are trained.
         """
-        counted, repeats = received
+        counted, repeats, is_measured = received
+        self.noise = self._meter if is_measured else None
         self._devices, self._key = devices, row_key(batches[0], loss.model)
         if self._safe_steps is None and self._settings.on_oom != "raise":
             self._safe_steps = SafeSteps(
@@ -152,7 +163,7 @@ class Updates:
         sums = devices.add_up(mine)
         if failure is not None and devices.args.world_size == 1:
             raise failure
-        if sums[_FAILED] > 0:
+        if sums[FAILED] > 0:
             raise_gathered(failure)
         self.figures.begin(sums)
         self._shares = deque(shares)
@@ -171,15 +182,15 @@ class Updates:
 
     def _weight_of_update(self, sums: Tensor, mine: float, devices: Devices) -> UpdateWeight | None:
         """Return what the micro-batches are parts of; None if there is only one, whose weight nobody knows."""
-        refusal, num_parts = self._weights.refusal, round(float(sums[_PARTS]))
-        if sums[_REFUSED] > 0:
+        refusal, num_parts = self._weights.refusal, round(float(sums[PARTS]))
+        if sums[REFUSED] > 0:
             # Under DDP every rank may have a whole batch of its own, as in the trainer itself.
             is_declared = refusal == WHOLE
             if num_parts > (devices.world_size if is_declared else 1):
                 raise refuse(refusal or "another rank cannot tell", num_parts)
             if not is_declared:
                 return None
-        total = sums[_WEIGHT] if devices.args.average_tokens_across_devices else torch.tensor(mine)
+        total = sums[WEIGHT] if devices.args.average_tokens_across_devices else torch.tensor(mine)
         # A whole number: a total of a wide float type would widen half-precision losses.
         return UpdateWeight(total.clamp(min=1).round().long().to(devices.args.device), devices.num_replicas)
 
@@ -313,87 +324,3 @@ def _share_that_ran(left_out: float, weight: float) -> float:
     """Return the share of a weight that was not left out, NaN if nothing is left of it."""
     left = weight - left_out
     return 1.0 if left_out == 0 else left / weight if left > 0 else math.nan
-
-
-@final
-class TrainingFigures:
-    """Counts over all ranks; they stay on the device until someone reads them.
-
-    Attributes:
-        num_ooms: how often this rank has run out of memory since training began.
-        lr_factor: the factor of the learning rate in the update.
-        loss: of the update on this rank, as far as it was run.
-    """
-
-    def __init__(self) -> None:
-        self.num_ooms = 0
-        self.lr_factor = 1.0
-        self.loss: Tensor | float = 0.0
-        self._saved_ooms = 0  # of the runs before, from a checkpoint
-        self._sums = _no_sums()
-        self._all = _no_sums()
-        self._recent: Tensor | None = None
-        self._num_recent = 0
-        self._start = 0.0
-
-    def begin(self, sums: Tensor) -> None:
-        """Begin an update with its sums over all ranks."""
-        self._sums, self.loss, self._start = sums, 0.0, time.perf_counter()
-
-    def end(self) -> None:
-        """Count the update as done."""
-        self._all = self._all.to(self._sums.device) + self._sums
-        self._recent = self._sums if self._recent is None else self._recent + self._sums
-        self._num_recent += 1
-
-    @property
-    def weight(self) -> float:
-        """Return the weight of the update, in labels or examples."""
-        return float(self._sums[_WEIGHT])
-
-    @property
-    def batch_size(self) -> int:
-        """Return the number of examples of the update."""
-        return round(float(self._sums[_EXAMPLES]))
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds since the update began."""
-        return time.perf_counter() - self._start
-
-    def counts(self) -> dict[str, int]:
-        """Return the examples and tokens so far."""
-        values = self._all.tolist()
-        return {"examples": round(values[_EXAMPLES]), "tokens": round(values[_TOKENS])}
-
-    def take_recent(self) -> dict[str, float]:
-        """Return what to log of the updates since the last call; an empty dict if there were none."""
-        if self._recent is None:
-            return {}
-        sums, num = self._recent.tolist(), self._num_recent
-        self._recent, self._num_recent = None, 0
-        return {
-            "batch_size": sums[_EXAMPLES] / num,
-            "num_micro_batches": sums[_PARTS] / num,
-            "padding": 1 - sums[_TOKENS] / sums[_PADDED],
-            "ooms": self._all_ooms(),
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts as JSON values."""
-        return {**self.counts(), "ooms": self._all_ooms()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue counting from a state."""
-        state = as_state(state, of="the figures of a trainer")
-        examples, tokens, ooms = (read_whole(state, name) for name in ("examples", "tokens", "ooms"))
-        self._all, self._saved_ooms = _no_sums(), ooms
-        self._all[_EXAMPLES], self._all[_TOKENS] = float(examples), float(tokens)
-
-    def _all_ooms(self) -> int:
-        # The sums hold what other ranks had met before this update; their newest failures arrive with the next one.
-        return self._saved_ooms + max(round(float(self._sums[_OOMS])), self.num_ooms)
-
-
-def _no_sums() -> Tensor:
-    return torch.zeros(8, dtype=torch.float64)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib import import_module
 from typing import Any, final
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
 
 from ..._checks import as_state, as_whole, is_same, read_size, read_whole
 from ...errors import StateMismatchError
-from ...size.learning_rate import adascale, current_lr, scaled_lr
+from ...size.learning_rate import adascale, current_lr, get_beta2_rule, get_rule, scaled_lr
+from ...size.momentum import beta2s_for, changed_beta2, check_beta2
 from ...size.noise import NoiseAverage
+from .._auto import coupling_of
 from .._observing import Change, History, LiveHistory, observe
 from .._ranked import agree, controller_of
 from ._batches import ResizableBatches
@@ -73,25 +77,26 @@ class Batching:
         figures = {} if self.data.batches is None else self.updates.figures.take_recent()
         if not figures:
             return {}
-        if self.settings.rule is not None:
+        if self.callback.rule is not None:
             figures["lr_factor"] = self.updates.figures.lr_factor
         if self.settings.controller is not None:
             figures["batch_size_wanted"] = read_size(self.settings.controller)
-        scale = None if self.updates.noise is None else self.updates.noise.meter.average.scale
+        average = self.updates.noise_average
+        scale = None if average is None else average.scale
         more = {"noise_scale": scale, "entropy": self.updates.entropy.newest}
         return figures | {name: value for name, value in more.items() if value is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data and everything that was learned, as JSON values."""
         assert self.data.batches is not None
-        controller, noise = self.settings.controller, self.updates.noise
+        controller, noise = self.settings.controller, self.updates.noise_average
         # Older checkpoints hold the keys "feed" and "course", so they keep these names.
         return {
             "version": STATE_VERSION,
             "feed": self.data.batches.state_dict(),
             "course": self.updates.figures.state_dict(),
             "controller": None if controller is None else controller.state_dict(),
-            "noise": None if noise is None else noise.meter.average.to_state(),
+            "noise": None if noise is None else noise.to_state(),
             **self.updates.memory_state(),
         }
 
@@ -103,7 +108,7 @@ class Batching:
             epochs_trained: the epoch that the trainer found.
             ignores_place: begin the epoch again.
         """
-        batches, controller, noise = self.data.batches, self.settings.controller, self.updates.noise
+        batches, controller = self.data.batches, self.settings.controller
         assert batches is not None
         version = None if saved is None else as_state(saved, of="an adaptive trainer").get("version")
         if not is_same(version, STATE_VERSION):
@@ -122,8 +127,8 @@ class Batching:
         self.updates.figures.load_state_dict(saved["course"])
         if controller is not None and saved["controller"] is not None:
             controller.load_state_dict(saved["controller"])
-        if noise is not None and saved["noise"] is not None:
-            noise.meter.average = NoiseAverage.from_state(saved["noise"])
+        if saved["noise"] is not None:
+            self.updates.load_noise(NoiseAverage.from_state(saved["noise"]))
         self.updates.load_memory_state(saved.get("memory"))
         return batches.epoch
 
@@ -147,6 +152,7 @@ class UpdateCallback(TrainerCallback):
         self._updates = updates
         self._scaled = ExitStack()
         self._rate: float | None = None
+        self.rule, self.beta2_rule = settings.rule, settings.rule_of_beta2
         self._history = LiveHistory(settings.history)
         self._changes: list[Change] = []
 
@@ -155,18 +161,34 @@ class UpdateCallback(TrainerCallback):
         self._scaled.close()
         self._changes = []
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        """Find out how the learning rate and beta2 follow the size with this optimizer, where nobody has said so."""
+        settings = self._settings
+        if settings.is_auto:
+            usual = coupling_of(optimizer)
+            if settings.lr_rule is None:
+                self.rule = get_rule(usual.lr_rule)
+            if settings.beta2_rule is None:
+                self.beta2_rule = get_beta2_rule(usual.beta2_rule)
+        if self.beta2_rule is not None:
+            check_beta2(optimizer)
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Scale the learning rate."""
         factor = self._updates.figures.lr_factor = self.lr_factor()
         rate = current_lr(optimizer)
         self._rate = None if rate is None else rate * factor
         self._scaled.enter_context(scaled_lr(optimizer, factor))
+        rule, base_size = self.beta2_rule, self._settings.base_size
+        if rule is not None and base_size is not None:
+            beta2s = beta2s_for(optimizer, rule, self._updates.figures.batch_size, base_size)
+            self._scaled.enter_context(changed_beta2(optimizer, beta2s))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the learning rate before the schedule moves on."""
         self._scaled.close()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
         """Count the update, and let the controller decide the size of the next one."""
         batches, controller = self._data.batches, self._settings.controller
         if batches is None:
@@ -178,14 +200,24 @@ class UpdateCallback(TrainerCallback):
         epoch = batches.epoch + (batches.num_left == 0)  # completed ones
         figures = self._observation(args.device)
         change = observe(controller, hints=_HINTS, epoch=epoch, step=state.global_step, **figures)
-        if change is not None and self._history.is_wanted:
+        if change is not None and (self._history.is_wanted or self._settings.is_auto):
             self._changes.append(change)
             if state.is_world_process_zero:
                 self._history.show(change, _write)
         if args.max_steps <= 0:
             assert isinstance(batches, ResizableBatches)
+            if self._settings.is_auto:
+                assert self._settings.base_size is not None
+                self._advance(lr_scheduler, batches.num_updates_done(self._settings.base_size))
             left = batches.num_examples_left(args.num_train_epochs)
             state.max_steps = state.global_step + -(-left // read_size(controller))
+
+    def _advance(self, scheduler: Any, num_steps: int) -> None:
+        """Advance a schedule to where it would be with updates of the base size; one by a metric is left alone."""
+        if not hasattr(scheduler, "last_epoch") or isinstance(scheduler, ReduceLROnPlateau):
+            return
+        for _ in range(num_steps - scheduler.last_epoch):
+            scheduler.step()
 
     def take_changes(self) -> list[Change]:
         """Return the changes of the size that were not logged yet."""
@@ -194,14 +226,14 @@ class UpdateCallback(TrainerCallback):
 
     def lr_factor(self) -> float:
         """Return the factor of the learning rate in this update."""
-        rule, base_size = self._settings.rule, self._settings.base_size
+        rule, base_size = self.rule, self._settings.base_size
         if rule is None or base_size is None:
             return 1.0
         batch_size = self._updates.figures.batch_size
         if rule != "adascale":
             return float(rule(batch_size, base_size))
-        assert self._updates.noise is not None
-        average = self._updates.noise.meter.average
+        average = self._updates.noise_average
+        assert average is not None
         return adascale(batch_size, base_size, s=average.s, g2=average.g2) if average.is_reliable else 1.0
 
     def _observation(self, device: Any) -> dict[str, Any]:
@@ -216,10 +248,15 @@ class UpdateCallback(TrainerCallback):
             "noise_g2": None if noise is None else noise.g2,
             "noise_reliable": None if noise is None else noise.reliable,
             "noise_parts": None if noise is None else noise.num_parts,
-            "seconds": updates.figures.seconds,
+            "seconds": self._seconds(),
             "memory_fraction": None if memory is None else memory.peak_fraction,
         }
         return {**updates.figures.counts(), **agree(figures, device)}
+
+    def _seconds(self) -> float:
+        """Return the seconds of the update; NaN if it was cut for the noise, as most updates are not."""
+        is_usual = self._updates.noise is None or self._settings.measure_noise == 1
+        return self._updates.figures.seconds if is_usual else math.nan
 
 
 @final

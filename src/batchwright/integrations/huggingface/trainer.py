@@ -21,12 +21,13 @@ from ..._checks import shared_options
 from ...errors import ArgumentError
 from ...plan.budget import Budget
 from ...plan.grouping.base import Grouping
-from ...size.learning_rate import Rule
+from ...size.learning_rate import Beta2Rule, Rule
 from ...step.graphs.summary import GraphSummary
 from ...step.huggingface import unwrapped
 from ...step.losses import needs_whole_batch
 from ...step.memory.fit_to_memory import FitToMemory
 from ...step.memory.monitor import MemoryMonitor
+from .._auto import is_auto
 from .._devices import Devices, on_its_own, one_process, undivided
 from .._graphs import Choice, captured
 from .._observing import History
@@ -34,7 +35,7 @@ from .._ranked import check_no_stream
 from .._trial_loss import takes_own_loss
 from ._data import TrainLoader, fetch_together, micro_batches_of
 from ._evaluation import EvaluationPlan
-from ._settings import OnOom, Settings, Weighting, check_trainer, check_trainer_class
+from ._settings import OnOom, Settings, Weighting, check_trainer, check_trainer_class, with_controller
 from ._weights import TrainerLoss, UpdateWeight
 from .callbacks import Batching
 
@@ -66,7 +67,12 @@ class AdaptiveTrainerMixin:
         *args: of the trainer.
         budget: what runs at once on a device, e.g. ``MaxTokens(8192)``; with a controller, None takes
             ``per_device_train_batch_size`` examples.
-        controller: decides how many examples an update uses.
+        controller: decides how many examples an update uses. ``"auto"`` looks for the size that learns fastest, by
+            ``size.goodput``: from ``per_device_train_batch_size`` × ``gradient_accumulation_steps`` × ranks to 64 times
+            as many, and at most a twentieth of the data. Rate and beta2 follow the size as they should with the
+            optimizer (``lr_rule`` and ``beta2_rule`` say otherwise), a schedule over epochs follows the examples, and
+            every change is logged with its reason. Without a budget, a whole batch runs at once if it fits in memory;
+            ``per_device_train_batch_size`` examples if gradients are accumulated, or with ``on_oom="raise"``.
         grouping: which examples share a planned batch; None is ``WindowSort()``.
         lengths: of the training examples. None takes the column ``length_column_name``, or measures ``input_ids``, and
             ``labels`` if they have other lengths.
@@ -81,9 +87,11 @@ class AdaptiveTrainerMixin:
         micro_batch: a ``FitToMemory``, which lets at most ``.size`` examples of a micro-batch run at once and follows
             the memory in use; it reads ``memory``, or by itself a GPU. Not with ``on_oom="raise"``.
         lr_rule: ``"none"``, ``"linear"``, ``"sqrt"``, ``"adascale"`` or a function of ``(batch_size, base_size)``; it
-            applies only inside the optimizer's step.
-        base_size: the batch size over all ranks that ``learning_rate`` was chosen for; needed with ``lr_rule``.
-        measure_noise: estimate gradient noise; micro-batches are then random parts, which pad more. Needs a controller.
+            applies only inside the optimizer's step. None is ``"none"``, except with ``controller="auto"``.
+        base_size: the batch size over all ranks that ``learning_rate`` was chosen for; needed with ``lr_rule`` and
+            ``beta2_rule``.
+        measure_noise: estimate gradient noise; micro-batches are then random parts, which pad more. A number ``n``
+            measures only every n-th update. Needs a controller; ``"auto"`` measures every 8th.
         memory: reads the peak memory of every update, for policies that follow it; None finds the device's own if the
             policy is a ``memory_driven``. On a CPU that is the memory of the process.
         eval_budget: what a batch of evaluation may cost; ``"same"`` takes ``budget``, None does not plan evaluation.
@@ -97,6 +105,8 @@ class AdaptiveTrainerMixin:
             count. None measures it if the policy is an ``entropy_driven``, or says that it ``needs`` it.
         history: True prints a line per change of the size, with its reason, and logs it with the trainer's own ``log``;
             a function gets the line instead.
+        beta2_rule: ``"half_life"`` or a function of ``(batch_size, base_size, beta2)`` that returns another ``beta2``
+            for optimizers like Adam, only inside their step. None leaves it, except with ``controller="auto"``.
         **kwargs: of the trainer.
     """
 
@@ -105,6 +115,7 @@ class AdaptiveTrainerMixin:
     model: Any
     state: Any
     callback_handler: Any
+    control: Any
     data_collator: Any
     train_dataset: Any
     eval_dataset: Any
@@ -122,9 +133,9 @@ class AdaptiveTrainerMixin:
         weighting: Weighting = "tokens",
         on_oom: OnOom = "split",
         micro_batch: FitToMemory | None = None,
-        lr_rule: str | Rule | None = "none",
+        lr_rule: str | Rule | None = None,
         base_size: int | None = None,
-        measure_noise: bool = False,
+        measure_noise: bool | int = False,
         memory: MemoryMonitor | None = None,
         eval_budget: Budget | Literal["same"] | None = "same",
         plan_options: Mapping[str, Any] | None = None,
@@ -132,6 +143,7 @@ class AdaptiveTrainerMixin:
         curriculum: Any = None,
         measure_entropy: bool | None = None,
         history: History = False,
+        beta2_rule: str | Beta2Rule | None = None,
         **kwargs: Any,
     ) -> None:
         check_trainer_class(transformers.Trainer, transformers.__version__)
@@ -139,6 +151,9 @@ class AdaptiveTrainerMixin:
         settings = Settings(**shared_options(Settings, locals()))
         self._batching = Batching(settings)
         super().__init__(*args, **kwargs)
+        if is_auto(controller):
+            settings = with_controller(settings, self)
+            self._batching = Batching(settings)
         check_trainer(settings, self)
         has_controller, has_limit = controller is not None, micro_batch is not None
         self._batching.graphs.check(self, has_controller=has_controller, on_oom=on_oom, has_limit=has_limit)
@@ -159,8 +174,10 @@ class AdaptiveTrainerMixin:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        is_due = self.control.should_log
         for change in self._batching.callback.take_changes():
             self.log({**change.figures(), "batch_size_reason": change.decision.reason})  # type: ignore[dict-item]
+        self.control.should_log = is_due  # a log of a change does not stand for that of the update
         return super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
     # The training data

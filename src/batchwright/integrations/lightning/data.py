@@ -19,7 +19,8 @@ def planned_loader(loader: Any, trainer: Any, *, training: bool = True) -> Any:
     replace its sampler under DDP, so every example comes once per epoch over all ranks, in equally many steps.
 
     Args:
-        loader: a ``DataLoader`` with ``batch_sampler=`` a batchwright sampler, or what ``regroup`` made.
+        loader: a ``DataLoader`` with ``batch_sampler=`` a batchwright sampler, or what ``regroup`` made; with
+            ``AdaptiveBatching(controller="auto")`` one with a ``batch_size``.
         trainer: has an ``AdaptiveBatching`` among its callbacks.
         training: False for validation and tests, which run the same epoch each time. There may then be several loaders
             in a list or a dict, and as many are returned.
@@ -30,8 +31,9 @@ def planned_loader(loader: Any, trainer: Any, *, training: bool = True) -> Any:
         raise ArgumentError(
             "Trainer(overfit_batches=…) needs a sampler that Lightning can replace; plan a data set of few examples"
         )
-    planned = TrainLoader(loader, trainer)
-    find_callback(trainer).attach(planned)
+    callback = find_callback(trainer)
+    planned = TrainLoader(callback.resizable(loader, trainer.world_size), trainer)
+    callback.attach(planned)
     return planned
 
 

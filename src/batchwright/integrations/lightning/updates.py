@@ -17,6 +17,8 @@ from ...errors import ArgumentError, StateMismatchError
 from ...step import Stepper, StepReport
 from ...step.graphs.summary import GraphSummary
 from ...step.losses import LossFunction, Sums, needs_whole_batch, whole_batch
+from .._auto import Ticks, is_auto, resizable_loader
+from .._auto import stepper_options as auto_options
 from .._graphs import ReplayError, replayable
 from .._observing import Change, History, LiveHistory, observe, with_memory
 from .._options import check_options, move_after_collate
@@ -51,7 +53,10 @@ class AdaptiveBatching(Callback):
     Args:
         controller: observes every update; None takes the sampler's. Its policy may read memory: the device's own is
             found without ``memory=``, on a CPU that of the process. Entropy is what ``loss_sums`` returns in its third
-            place: ``{"entropy": entropy_sum(logits, targets)}``.
+            place: ``{"entropy": entropy_sum(logits, targets)}``. ``"auto"`` looks for the size that learns fastest, by
+            ``size.goodput``: the training data is a ``DataLoader`` with a ``batch_size``, and the size begins at that
+            times the ranks. Rate and beta2 follow the size as they should with the optimizer, gradient noise is
+            measured, and schedulers advance once per so many examples; options given here stay.
         prefix: goes before the logged names.
         history: True prints a line per change of the size, with its reason, and hands its figures to the Trainer's
             loggers; a function gets the line instead.
@@ -83,6 +88,17 @@ class AdaptiveBatching(Callback):
         self._prefix = prefix
         self._options = stepper_options
         self._loaded: dict[str, Any] = {}  # states that wait for the part they belong to
+        self._is_auto = is_auto(controller)
+        self._ticks: Ticks | None = None
+
+    def resizable(self, loader: Any, world_size: int) -> Any:
+        """Return the training data with batches of any size, if it is to be found; ``planned_loader`` calls it."""
+        if not self._is_auto:
+            return loader
+        base_size = self._options.get("base_size")
+        loader, self._given_controller = resizable_loader(loader, world_size, base_size=base_size)
+        self._ticks = Ticks(self._given_controller.min_size)
+        return loader
 
     def attach(self, loader: TrainLoader) -> None:
         """Take charge of the training data; ``planned_loader`` calls it."""
@@ -97,6 +113,8 @@ class AdaptiveBatching(Callback):
         if isinstance(pl_module, ExactUpdates):
             refuse_methods(pl_module)
             optimizer = _only_optimizer(pl_module).optimizer
+            if self._is_auto:
+                self._options = auto_options(self._options, pl_module, optimizer, self.controller.min_size)
             self._hooks = Hooks(trainer, pl_module, optimizer, has_scaler=_scaler_of(trainer) is not None)
             options = options_with_graphs(self._options, trainer, pl_module, self.loader)
             self.stepper = self._make_stepper(trainer, pl_module, self._hooks, options)
@@ -121,7 +139,7 @@ class AdaptiveBatching(Callback):
             except ReplayError as error:
                 self._leave_graphs(trainer, module, error)
                 report = self.report = self._step(batch)
-        _advance_schedulers(trainer, module)
+        _advance_schedulers(trainer, module, self._ticks, report.batch_size)
         self.num_ooms += report.ooms
         if self.controller is not None:
             completed = trainer.current_epoch + trainer.is_last_batch
@@ -210,7 +228,7 @@ class AdaptiveBatching(Callback):
         self._loaded = {name: state for name, state in self._loaded.items() if name not in parts}
 
     def _parts(self) -> dict[str, Any]:
-        parts = {"stepper": self.stepper, "controller": self.controller}
+        parts = {"stepper": self.stepper, "controller": self.controller, "schedule": self._ticks}
         return {name: part for name, part in parts.items() if part is not None}
 
 
@@ -286,15 +304,19 @@ def _counted(trainer: Any, module: Any) -> Iterator[None]:
     optimizer._on_after_step()
 
 
-def _advance_schedulers(trainer: Any, module: Any) -> None:
-    """Advance the schedulers of the learning rate as automatic optimisation does, by interval and frequency."""
-    counts = {"step": trainer.fit_loop.batch_idx + 1}
+def _advance_schedulers(trainer: Any, module: Any, ticks: Ticks | None, num_examples: int) -> None:
+    """Advance the schedulers of the learning rate as automatic optimisation does, by interval and frequency.
+
+    With ticks, the interval ``"step"`` counts updates of the base size, at any size.
+    """
+    step = trainer.fit_loop.batch_idx + 1
+    counts = {"step": range(step, step + 1) if ticks is None else ticks.take(num_examples)}
     if trainer.is_last_batch:
-        counts["epoch"] = trainer.current_epoch + 1
+        counts["epoch"] = range(trainer.current_epoch + 1, trainer.current_epoch + 2)
     for config in trainer.lr_scheduler_configs:
-        count = counts.get(config.interval)
-        if count is not None and count % config.frequency == 0 and not isinstance(config.scheduler, ReduceLROnPlateau):
-            module.lr_scheduler_step(config.scheduler, None)
+        for count in counts.get(config.interval, ()):
+            if count % config.frequency == 0 and not isinstance(config.scheduler, ReduceLROnPlateau):
+                module.lr_scheduler_step(config.scheduler, None)
 
 
 def _figures_of(report: StepReport) -> dict[str, float | None]:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar, final
+from typing import Any, Literal, TypeAlias, TypeVar, final, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import HasSize, as_sized, as_state, as_whole, check_ranks, check_same, peek_size, read_size
-from ..._lengths import as_lengths
-from ..._random import Purpose, bit_stream, permutation
-from ..._types import MAX_INT32
-from ...errors import ArgumentError, BudgetError, LengthsError
-from .._oversize import fits
+from ..._checks import HasSize, as_sized, as_state, check_choice, check_ranks, check_same, peek_size, read_size
+from ...errors import ArgumentError
 from .._settings import PlanSettings
-from ..budget import Budget, check_budget
+from ..budget import Budget
 from ..collating import PadTo
 from ..grouping.base import Grouping, check_grouping
 from ..grouping.sorting import WindowSort
-from ..plan import plan_epoch
+from ._ordering import EpochOrder, HasPrefix, Int32Array, make_ordering
 from ._progress import AbstractEpochs, Cursor, fingerprint, read_place
 
 Item = TypeVar("Item")
+SizeUnit: TypeAlias = Literal["examples", "tokens"]
 
 # The rules of plans by the usual grouping, and the version of their states: states from before there was a choice load.
 _FIRST_RULES = 1
@@ -50,6 +46,11 @@ class ResizableBatchSampler(AbstractEpochs):
     With ``grouping=Buckets(count)`` the micro-batches have few static shapes, one catalogue for all epochs: ``shapes``
     lists it, and a collator pads with ``pad_to``. ``split_by_shapes`` cuts a batch into these shapes again.
 
+    With ``size_unit="tokens"`` the size counts tokens: a batch takes the next examples as long as all their tokens
+    together are at most ``controller.size``, and at least one example per rank. The tokens of an example are its
+    length, without padding, added up over its axes. The order, the shares and the state stay as they are, counted in
+    examples. Lengths alone will do, without a budget; examples are then shuffled.
+
     Workers form batches ahead: with ``num_workers > 0`` a new size takes effect after the batches already prefetched.
     Where it must apply at once, use ``regroup``.
 
@@ -60,11 +61,12 @@ class ResizableBatchSampler(AbstractEpochs):
 
     Args:
         num_examples: indices are ``range(num_examples)``.
-        controller: a ``BatchSizeController``, anything else with a ``.size``, or a fixed number of examples.
-        lengths: as for ``plan_batches``, with ``budget``.
+        controller: a ``BatchSizeController``, anything else with a ``.size``, or a fixed size.
+        lengths: as for ``plan_batches``, with ``budget`` or ``size_unit="tokens"``.
         budget: what a micro-batch may cost, with ``lengths``; every example must fit it by itself.
         grouping: how examples are divided into micro-batches, with ``lengths`` and ``budget``; any but ``Packed``, by
             default ``WindowSort()``.
+        size_unit: what ``controller.size`` counts, ``"examples"`` or ``"tokens"``.
         curriculum: has ``num_examples`` and ``prefix(epoch)``, the indices that an epoch covers; a ``size.Curriculum``.
         shuffle: a new order every epoch; the order of the data, or of the prefix, otherwise.
         seed: the same seed and epoch give the same order on every machine.
@@ -80,6 +82,8 @@ class ResizableBatchSampler(AbstractEpochs):
     [0, 1]
     [2, 3, 4, 5]
     [6]
+    >>> list(ResizableBatchSampler(5, 8, lengths=[4, 4, 9, 1, 2], size_unit="tokens", shuffle=False))
+    [[0, 1], [2], [3, 4]]
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class ResizableBatchSampler(AbstractEpochs):
         lengths: npt.ArrayLike | None = None,
         budget: Budget | None = None,
         grouping: Grouping | None = None,
+        size_unit: SizeUnit = "examples",
         curriculum: HasPrefix | None = None,
         shuffle: bool = True,
         seed: int = 0,
@@ -98,10 +103,14 @@ class ResizableBatchSampler(AbstractEpochs):
     ) -> None:
         self.rank, self.world_size = check_ranks(rank, world_size)
         self.controller = as_sized("controller", controller)
+        check_choice("size_unit", size_unit, get_args(SizeUnit))
+        self.size_unit = size_unit
         self._settings = _settings_of(grouping, shuffle=shuffle, seed=seed)
         if grouping is not None and (lengths is None or budget is None):
             raise ArgumentError(f"grouping={grouping} divides examples by their lengths; give lengths and budget too")
-        self._ordering = make_ordering(num_examples, lengths, budget, curriculum, self._settings)
+        self._ordering = make_ordering(
+            num_examples, lengths, budget, curriculum, self._settings, counts_tokens=size_unit == "tokens"
+        )
         self._lengths_hash = None if self._ordering.lengths is None else fingerprint(self._ordering.lengths)
         super().__init__()
         self._order: EpochOrder | None = None
@@ -148,12 +157,27 @@ class ResizableBatchSampler(AbstractEpochs):
         return self._run(cursor, self._order_of(cursor.epoch).indices)
 
     def _run(self, cursor: Cursor, order: Int32Array) -> Iterator[list[int]]:
+        ends = self._token_ends(order)
         while cursor.given < len(order):
-            size = max(read_size(self.controller), self.world_size)
-            batch = order[cursor.given : cursor.given + size]
+            batch = order[cursor.given : self._next_stop(cursor.given, ends)]
             cursor.give(len(batch), num_repeated=max(0, self.world_size - len(batch)))
             yield self._share(batch).tolist()
         self._progress.end(cursor)
+
+    def _token_ends(self, order: Int32Array) -> npt.NDArray[np.int64] | None:
+        """Return the tokens of the epoch up to and with each of its examples, None where sizes count examples."""
+        lengths = self._ordering.lengths
+        if self.size_unit == "examples" or lengths is None:
+            return None
+        return lengths[order].sum(axis=1, dtype=np.int64).cumsum()
+
+    def _next_stop(self, start: int, ends: npt.NDArray[np.int64] | None) -> int:
+        """Return where the batch that begins at an example of the epoch ends."""
+        size = read_size(self.controller)
+        if ends is None:
+            return start + max(size, self.world_size)
+        before = int(ends[start - 1]) if start else 0
+        return max(start + self.world_size, int(np.searchsorted(ends, before + size, side="right")))
 
     def _share(self, batch: Int32Array) -> Int32Array:
         if len(batch) < self.world_size:
@@ -196,19 +220,22 @@ class ResizableBatchSampler(AbstractEpochs):
             "seed": self._settings.seed,
             "epoch": epoch,
             "position": self._progress.position,
+            # Left out at its usual value, so that states of examples stay those of earlier versions.
+            **({} if self.size_unit == "examples" else {"size_unit": self.size_unit}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken, on this or another world size.
 
         Raises:
-            StateMismatchError: the state is of other lengths, another budget, another curriculum, other settings or
+            StateMismatchError: the state is of other lengths, another budget, unit or curriculum, other settings or
                 another version; the sampler stays as it was.
         """
         mine = self.state_dict()
         saved = as_state(state, of="ResizableBatchSampler").get("settings")
         if isinstance(saved, Mapping):  # groupings have rules of their own, and a name says more than a version
             check_same("grouping", saved.get("grouping"), mine["settings"]["grouping"])
+        check_same("size_unit", state.get("size_unit", "examples"), self.size_unit)  # earlier states have no unit
         epoch, position = read_place(state, mine)
         order = self._order_of(epoch)
         check_same("curriculum", state.get("curriculum"), order.curriculum)
@@ -222,15 +249,13 @@ class ResizableBatchSampler(AbstractEpochs):
 
     def __repr__(self) -> str:
         budget = "" if self._ordering.budget is None else f"{self._ordering.budget}, "
-        size = f"size {peek_size(self.controller)}"
+        unit = " tokens" if self.size_unit == "tokens" else ""
+        size = f"size {peek_size(self.controller)}{unit}"
         place = f"epoch {self.epoch}, rank {self.rank} of {self.world_size}"
         return f"ResizableBatchSampler({self._ordering.num_examples:,} examples, {size}, {budget}{place})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_order": None}
-
-
-Int32Array = npt.NDArray[np.int32]
 
 
 def _settings_of(grouping: Grouping | None, *, shuffle: bool, seed: int) -> PlanSettings:
@@ -243,131 +268,3 @@ def _settings_of(grouping: Grouping | None, *, shuffle: bool, seed: int) -> Plan
             "Buckets(count), WindowSort() or Sorted(), or BatchSampler for packed rows"
         )
     return PlanSettings(grouping=grouping, shuffle=shuffle, seed=seed, balance_over=1)
-
-
-class HasPrefix(Protocol):
-    """A curriculum: which examples an epoch covers."""
-
-    @property
-    def num_examples(self) -> int:
-        """Return how many examples there are in all."""
-
-    def prefix(self, epoch: int) -> npt.ArrayLike:
-        """Return the indices that an epoch covers, each once."""
-
-
-@final
-class EpochOrder(NamedTuple):
-    """The examples of one epoch in order, and a fingerprint of the curriculum's choice, None without one."""
-
-    epoch: int
-    indices: Int32Array
-    curriculum: str | None
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Ordering:
-    """Puts the examples of an epoch in order.
-
-    Without lengths the order is shuffled. With them the epoch is planned into micro-batches of similar lengths under
-    the budget, and these follow each other in random order, each from its longest example to its shortest.
-    """
-
-    num_examples: int
-    settings: PlanSettings
-    lengths: Int32Array | None
-    budget: Budget | None
-    curriculum: HasPrefix | None
-
-    def of(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch."""
-        if self.curriculum is None:
-            return EpochOrder(epoch, self._order(self.num_examples, self.lengths, epoch), None)
-        prefix = _check_prefix(self.curriculum.prefix(epoch), epoch, self.num_examples)
-        if self.settings.grouping.is_static:
-            # Planned with the others, so that every epoch has the same static shapes.
-            order = self._order(self.num_examples, self.lengths, epoch)
-            return EpochOrder(epoch, order[np.isin(order, prefix)], fingerprint(prefix))
-        lengths = None if self.lengths is None else self.lengths[prefix]
-        return EpochOrder(epoch, prefix[self._order(len(prefix), lengths, epoch)], fingerprint(prefix))
-
-    def _order(self, num: int, lengths: Int32Array | None, epoch: int) -> Int32Array:
-        if lengths is not None and self.budget is not None:
-            return plan_epoch(lengths, self.budget, self.settings, epoch).indices
-        if not self.settings.shuffle:
-            return np.arange(num, dtype=np.int32)
-        stream = bit_stream(self.settings.seed, epoch, Purpose.ORDER)
-        return permutation(num, stream).astype(np.int32)
-
-    def pad_to(self) -> PadTo:
-        """Return what a collator pads with: the static shapes of the grouping and what fits at each, if it has any."""
-        if self.lengths is None or self.budget is None:
-            return PadTo()
-        return plan_epoch(self.lengths, self.budget, self.settings, 0).pad_to
-
-
-def make_ordering(
-    num_examples: int,
-    lengths: npt.ArrayLike | None,
-    budget: Budget | None,
-    curriculum: HasPrefix | None,
-    settings: PlanSettings,
-) -> Ordering:
-    """Check what an order is made of."""
-    num = as_whole("num_examples", num_examples, least=1)
-    if num > MAX_INT32:
-        raise ArgumentError(f"num_examples must be at most {MAX_INT32}, got {num}")
-    if (lengths is None) != (budget is None):
-        missing = "budget" if budget is None else "lengths"
-        raise ArgumentError(
-            f"lengths and budget go together, {missing} is missing; give both, or neither for a plain shuffle"
-        )
-    if curriculum is not None:
-        _check_curriculum(curriculum, num)
-    if lengths is None or budget is None:
-        return Ordering(num, settings, None, None, curriculum)
-    array = as_lengths(lengths).copy()  # a change of the caller's array must not change later epochs
-    settings.grouping.check_axes(array.shape[1])
-    _check_lengths(array, num, check_budget(budget), settings)
-    return Ordering(num, settings, array, budget, curriculum)
-
-
-def _check_lengths(lengths: Int32Array, num_examples: int, budget: Budget, settings: PlanSettings) -> None:
-    if len(lengths) != num_examples:
-        raise LengthsError(f"there are {len(lengths)} lengths but num_examples is {num_examples}; give one per example")
-    over = np.flatnonzero(~fits(lengths, budget, settings))
-    if len(over):
-        length = lengths[over[0]].tolist()
-        shown = length[0] if len(length) == 1 else tuple(length)
-        more = f" (and {len(over) - 1} more)" if len(over) > 1 else ""
-        raise BudgetError(
-            f"example {over[0]}{more} of length {shown} is over {budget} by itself; raise the budget or leave it out"
-        )
-
-
-def _check_curriculum(curriculum: HasPrefix, num_examples: int) -> None:
-    if not callable(getattr(curriculum, "prefix", None)) or not hasattr(curriculum, "num_examples"):
-        raise ArgumentError(
-            f"curriculum must have num_examples and prefix(epoch), as size.Curriculum has, got {curriculum!r}"
-        )
-    if curriculum.num_examples != num_examples:
-        raise ArgumentError(
-            f"the curriculum has {curriculum.num_examples} examples but num_examples is {num_examples}; "
-            "give one difficulty per example"
-        )
-
-
-def _check_prefix(prefix: npt.ArrayLike, epoch: int, num_examples: int) -> Int32Array:
-    array = np.asarray(prefix)
-    name = f"curriculum.prefix({epoch})"
-    if array.ndim != 1 or len(array) == 0 or not np.issubdtype(array.dtype, np.integer):
-        raise ArgumentError(f"{name} must be one or more whole numbers, got {array.dtype} of shape {array.shape}")
-    if array.min() < 0 or array.max() >= num_examples:
-        raise ArgumentError(
-            f"{name} must hold indices from 0 to {num_examples - 1}, got {array.min()} to {array.max()}"
-        )
-    counts = np.bincount(array, minlength=num_examples)
-    if counts.max() > 1:
-        raise ArgumentError(f"{name} must hold every index once, got {int(counts.argmax())} {counts.max()} times")
-    return array.astype(np.int32)

@@ -1,0 +1,176 @@
+"""What ``controller="auto"`` stands for: a policy, its bounds, and how rate and beta2 follow the size."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from .._checks import as_state, read_whole
+from ..errors import ArgumentError
+from ..plan.sampler.resizable import ResizableBatchSampler
+from ..size.controller import BatchSizeController
+from ..size.learning_rate import innermost
+from ..size.schedules import constant
+from ..size.signals import goodput
+from ._ranked import check_no_stream, loader_options
+
+logger = logging.getLogger(__name__)
+
+# The largest batch: this many times the base, and so many updates per epoch that there is something to learn from.
+_MOST_TIMES = 64
+_LEAST_UPDATES = 20
+# Every how many updates noise is measured where the batch has to be cut for it, which may take twice as long.
+NOISE_EVERY = 8
+# Of so many first updates every second one is measured, so that the first decision does not wait.
+NOISE_FIRST = 32
+
+
+# From vectors noise costs nearly nothing.
+_VECTORS_EVERY = 2
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+class Coupling(NamedTuple):
+    """How the learning rate and Adam's beta2 follow the size, by name."""
+
+    lr_rule: str
+    beta2_rule: str | None
+
+
+def is_auto(controller: Any) -> bool:
+    """Say whether a controller is to be made here."""
+    return isinstance(controller, str) and controller == "auto"
+
+
+def largest_size(base_size: int, num_examples: int | None) -> int:
+    """Return ``64 × base_size``, at most a twentieth of an epoch, and at least ``base_size``.
+
+    >>> largest_size(8, None), largest_size(8, 2_000), largest_size(8, 50)
+    (512, 100, 8)
+    """
+    most = _MOST_TIMES * base_size
+    return most if num_examples is None else max(base_size, min(most, num_examples // _LEAST_UPDATES))
+
+
+def make_controller(base_size: int, num_examples: int | None) -> BatchSizeController:
+    """Return a controller that looks for the size which makes the most progress per second, from a base upwards.
+
+    Args:
+        base_size: examples per update over all ranks, which the learning rate was chosen for.
+        num_examples: of an epoch, None if nobody knows.
+    """
+    largest = largest_size(base_size, num_examples)
+    if largest < 2 * base_size:
+        logger.warning(
+            "controller='auto' keeps the size near %d: an epoch of %s examples has room for %d updates of at most %d.",
+            base_size,
+            num_examples,
+            _LEAST_UPDATES,
+            largest,
+        )
+    if largest == base_size:
+        return BatchSizeController(constant(base_size), min_size=base_size, max_size=base_size)
+    policy = goodput(base_size=base_size, smallest=base_size, largest=largest)
+    return BatchSizeController(policy, min_size=base_size, max_size=largest)
+
+
+def coupling_of(optimizer: Any) -> Coupling:
+    """Return how rate and beta2 follow the size: linear for SGD, else the square root; beta2's half-life for Adam.
+
+    >>> from types import SimpleNamespace
+    >>> class AdamW(SimpleNamespace): ...
+    >>> coupling_of(AdamW(param_groups=[{"lr": 0.1, "betas": (0.9, 0.99)}]))
+    Coupling(lr_rule='sqrt', beta2_rule='half_life')
+    """
+    inner = innermost(optimizer)
+    groups, names = inner.param_groups, [kind.__name__.lower() for kind in type(inner).__mro__]
+    if any(group.get("lr") is None for group in groups):
+        raise ArgumentError(
+            f"controller='auto' scales the learning rate with the size, but a group of {type(inner).__name__} has "
+            "none; give the optimizer a rate (for Adafactor also relative_step=False), or pass a controller of your own"
+        )
+    if any("sgd" in name for name in names):
+        return Coupling("linear", None)
+    is_adam = any("adam" in name for name in names) and any("betas" in group for group in groups)
+    return Coupling("sqrt", "half_life" if is_adam else None)
+
+
+def resizable_loader(loader: Any, world_size: int, *, base_size: int | None = None) -> tuple[Any, BatchSizeController]:
+    """Return a loader of the same data whose batches follow a controller, and the controller.
+
+    Args:
+        loader: a ``DataLoader`` with a ``batch_size``, which a rank would run per update.
+        world_size: ranks that share an update.
+        base_size: the first size over all ranks; None is ``batch_size × world_size``.
+    """
+    dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+    if not isinstance(loader, DataLoader) or size is None:
+        raise ArgumentError(
+            "controller='auto' makes the batches itself, from a DataLoader with a batch_size, but this one has batches "
+            "of its own; give DataLoader(dataset, batch_size=…, shuffle=True), or the controller of your sampler"
+        )
+    check_no_stream("controller='auto'", dataset)
+    drawn = loader.sampler
+    is_shuffled = (
+        isinstance(drawn, RandomSampler) and not drawn.replacement and drawn.num_samples == len(drawn.data_source)
+    )
+    if not (is_shuffled or isinstance(drawn, SequentialSampler)) or loader.drop_last:
+        name = "drop_last=True" if loader.drop_last else f"a {type(drawn).__name__}"
+        raise ArgumentError(
+            f"controller='auto' takes every example once per epoch, in order or shuffled, but the loader has {name}; "
+            "leave it out"
+        )
+    controller = make_controller(size * world_size if base_size is None else base_size, len(dataset))
+    seed = 0 if loader.generator is None else loader.generator.initial_seed()
+    sampler = ResizableBatchSampler(len(dataset), controller, shuffle=is_shuffled, seed=seed)
+    return DataLoader(dataset, batch_sampler=sampler, **loader_options(loader)), controller
+
+
+def stepper_options(given: Mapping[str, Any], model: nn.Module, optimizer: Any, base_size: int) -> dict[str, Any]:
+    """Return the options of a ``Stepper`` that ``"auto"`` stands for; what was given stays.
+
+    Noise comes from the vectors of norm layers where there are some and nothing mixes examples, else from the parts of
+    every 8th batch.
+    """
+    usual: dict[str, Any] = {**coupling_of(optimizer)._asdict(), "base_size": base_size, "measure_noise": NOISE_EVERY}
+    has_norms = any(isinstance(part, _NORMS) or type(part).__name__.endswith("RMSNorm") for part in model.modules())
+    mixes = any(isinstance(part, _BatchNorm) for part in model.modules())
+    if has_norms and not mixes and not given.keys() & {"noise_parts", "noise_groups", "noise_from", "measure_noise"}:
+        usual |= {"measure_noise": _VECTORS_EVERY, "noise_from": "vectors"}
+    return {**usual, **given}
+
+
+@final
+class Ticks:
+    """Says how often a schedule in updates of a fixed size advances, by the examples of updates of any size.
+
+    Args:
+        size: examples per tick.
+
+    >>> ticks = Ticks(8)
+    >>> [list(ticks.take(num)) for num in (8, 12, 12, 4)]
+    [[1], [2], [3, 4], []]
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._num_examples = 0
+
+    def take(self, num_examples: int) -> range:
+        """Count the examples of an update, and return the numbers of its ticks, from 1."""
+        before = self._num_examples // self._size
+        self._num_examples += num_examples
+        return range(before + 1, self._num_examples // self._size + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the examples counted so far."""
+        return {"examples": self._num_examples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue counting."""
+        self._num_examples = read_whole(as_state(state, of="a schedule"), "examples")
