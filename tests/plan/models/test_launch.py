@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import batchwright as bw
@@ -110,6 +110,24 @@ def test_as_many_terms_as_probes_do_not_count_as_a_good_fit_of_a_launch_time():
     shapes = np.array([[1, 8], [8, 8], [8, 64], [64, 64]])
     seconds = np.array([0.01 + 1e-4 * b + 1e-5 * b * length + 1e-7 * b * length**2 for b, length in shapes])
     assert fit_launch(shapes, seconds)[0] == 0
+
+
+@pytest.mark.parametrize("seconds", [[2.0, 2.0, 2.0, 2.0], [2.0, 2.1, 1.9, 2.0], [2.0, 2.3, 1.9, 1.4]])
+def test_times_that_do_not_grow_are_one_time(seconds):
+    found = TimeModel.fit([[1, 16], [4, 16], [4, 32], [8, 32]], seconds)
+    assert found.predict([[1, 16], [2, 32], [8, 32]]) == pytest.approx([np.mean(seconds)] * 3, rel=0.15)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 4000), st.floats(1e-6, 1e4)), min_size=3, max_size=14))
+def test_whatever_was_measured_a_larger_batch_never_takes_less(rows):
+    shapes, seconds = [[items, length] for items, length, _ in rows], [time for *_, time in rows]
+    assume(len(set(map(tuple, shapes))) > 1)
+    found = TimeModel.fit(shapes, seconds)
+    grown = found.predict([[items, length] for items in (1, 2, 100, 10_000) for length in (1, 50, 5000)]).reshape(4, 3)
+    assert (grown > 0).all()
+    assert (np.diff(grown, axis=0) >= 0).all()
+    assert (np.diff(grown, axis=1) >= 0).all()
 
 
 def test_hundreds_of_probes_are_fitted_as_well():

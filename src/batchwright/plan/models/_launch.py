@@ -37,6 +37,8 @@ def fit_launch(shapes: IntArray, seconds: Doubles) -> tuple[float, Terms]:
     plain = fit_terms(shapes, seconds)
     plain_error, plain_score = _judge(0.0, plain, shapes, seconds)
     best, least = (0.0, plain), plain_score
+    if plain_error < _ROUNDING:
+        return best
     seen: set[bytes] = set()  # from the same division the same ones follow
     for start in _starts(seconds):
         for launch, terms in _alternate(start, shapes, seconds, seen):

@@ -149,6 +149,8 @@ def num_told_apart(terms: Terms, shapes: IntArray) -> int:
     >>> num_told_apart(Terms(1, (5.0, 1.0, 1.0, 1e-18)), np.array([[1, 64], [2, 64], [4, 64]]))
     2
     """
+    if not len(shapes):
+        return 0
     parts = _columns(shapes) * terms.values / terms.predict(shapes)[:, None]
     return int(np.linalg.matrix_rank(parts[:, parts.max(axis=0) > _ROUNDING], tol=_ROUNDING))
 

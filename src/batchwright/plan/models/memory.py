@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -127,7 +127,7 @@ class MemoryModel(FittedTerms):
 
     def to_json(self) -> str:
         """Return the model as JSON; ``from_json`` gives an equal one."""
-        other = {} if self.other is None else {"other": self.other.named()}
+        other: dict[str, Any] = {} if self.other is None else {"other": self.other.named()}
         return dump_terms("MemoryModel", self.terms, margin=self.margin, **other)
 
     @classmethod

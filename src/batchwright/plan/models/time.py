@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -145,7 +145,9 @@ class TimeModel(FittedTerms):
 
     def to_json(self) -> str:
         """Return the model as JSON; ``from_json`` gives an equal one."""
-        launch = {"version": _LAUNCH_VERSION, "launch_seconds": self.launch_seconds} if self.launch_seconds else {}
+        launch: dict[str, Any] = {}
+        if self.launch_seconds:
+            launch = {"version": _LAUNCH_VERSION, "launch_seconds": self.launch_seconds}
         return dump_terms("TimeModel", self.terms, first_visit_seconds=self.first_visit_seconds, **launch)
 
     @classmethod
