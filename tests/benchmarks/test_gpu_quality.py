@@ -636,3 +636,83 @@ def test_without_data_the_preparation_is_named(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu_quality"])
     with pytest.raises(SystemExit, match="--prepare"):
         script("gpu_quality").main()
+
+
+# Arms whose level changes on the way
+
+
+@pytest.fixture
+def levels(script, make_run):
+    """Return a function that makes an arm of levels around 128 tokens, and its run."""
+
+    def make(kind):
+        run = make_run(f"{kind}-2-128", seconds=1.0)
+        return run, run.train
+
+    return make
+
+
+def test_a_new_level_is_a_new_stepper_with_its_rate_and_half_life(levels):
+    run, arm = levels("warmup")
+    found = []
+    for gone in (0.05, 0.13, 0.26, 0.51):
+        arm.step(gone)
+        arm.step(gone)  # the size decided after the first update
+        group = run.optimizer.param_groups[0]
+        found.append((arm._level, float(group["lr"]) / run.rate(gone), group["betas"][1]))
+    assert [level for level, *_ in found] == [128, 256, 512, 1024]
+    np.testing.assert_allclose([rate for _, rate, _ in found], [1, 2**0.5, 2, 8**0.5], rtol=1e-5)
+    np.testing.assert_allclose([beta for *_, beta in found], [0.98, 0.98**2, 0.98**4, 0.98**8], rtol=1e-12)
+    assert [level for _, level in arm.changes] == [128, 256, 512, 1024]
+    assert len(arm.trained) == 8
+
+
+def test_batches_of_a_level_hold_at_most_its_tokens(levels):
+    _, arm = levels("warmup")
+    for level, made in arm._made.items():
+        assert max(batch.padded_tokens for batch in made) <= level
+    assert list(arm._made) == [64, 128, 256, 512, 1024]
+
+
+def test_a_ramp_in_place_of_a_decay_keeps_rate_and_half_life(levels):
+    run, arm = levels("smith")
+    for gone in (0.05, 0.525, 0.525):
+        arm.step(gone)
+    # Half of the decay: for Adam the batch grows by 4, and the rate of 0.1 stays.
+    assert arm._level == 512
+    assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
+    assert run.optimizer.param_groups[0]["betas"] == (0.9, 0.98)
+
+
+def test_seesaw_lowers_the_rate_by_the_root(levels):
+    run, arm = levels("seesaw")
+    for gone in (0.05, 0.525, 0.525):
+        arm.step(gone)
+    assert arm._level == 256
+    assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(0.1 * 0.5**0.5)
+
+
+def test_goodput_times_every_level_before_it_trains(levels, script):
+    _, arm = levels("goodput")
+    arm.step(0.05)
+    row = arm.describe()
+    assert row["probe_updates"] == 5 * script("_quality.levels").NUM_PROBES
+    assert row["levels"] == [(0.05, 128)]  # no noise is known yet, so the base is kept
+    assert row["num_captures"] >= 5
+
+
+def test_experiments_of_a_level_are_charged_and_read(levels):
+    _, arm = levels("measured")
+    for gone in (0.05, 0.11, 0.12):
+        arm.step(gone)
+    row = arm.describe()
+    assert row["experiment_seconds"] > 0
+    assert arm._experiments == [0.3]
+
+
+def test_an_arm_of_levels_runs_like_any_other(make_run):
+    row = make_run("warmup-2-128", task="decoder").run()
+    assert row["updates"] > 0
+    assert row["repeated_updates"] is None
+    assert row["examples"] > 0
+    assert row["capture_seconds"] > 0
