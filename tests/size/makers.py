@@ -59,7 +59,6 @@ def figures(step):
     return {
         "epoch": (step + 1) // 4,
         "batch_size": 60 + step,
-        "batch_tokens": 600 + 7 * step,
         "loss": 2 * 0.95**step + 0.1 * wave,
         "lr": 0.1,
         "entropy": 2 * 0.9**step,

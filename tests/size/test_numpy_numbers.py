@@ -148,6 +148,7 @@ WITHOUT_NUMBERS = {
     "Transform",
     "chain",
     "learning_rate",
+    "momentum",
     "maximum",
     "minimum",
     "monotone",
@@ -191,7 +192,7 @@ def run(policy, kind=None):
     for step in range(12):
         controller.observe(**{
             name: value if kind is None else (np.float64(value) if isinstance(value, float) else kind(value))
-            for name, value in figures(step).items()
+            for name, value in {**figures(step), "batch_tokens": 600 + step}.items()
         })  # fmt: skip
     return json.dumps(controller.state_dict(), allow_nan=False)
 

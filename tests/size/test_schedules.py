@@ -245,7 +245,7 @@ def test_the_factor_of_seesaw_fits_a_scheduler_of_torch():
         (lambda: linear(32, math.nan), "slope must be a number, got nan"),
         (lambda: linear(32, "8"), "slope must be a number, got '8'"),
         (lambda: linear(32, 8, every=0), "every must be a whole number of 1 or more, got 0"),
-        (lambda: linear(32, 8, per="week"), "per must be one of 'epoch', 'step', 'examples', got 'week'"),
+        (lambda: linear(32, 8, per="week"), "per must be one of 'epoch', 'step', 'examples', 'tokens', got 'week'"),
         (lambda: exponential(32, 0), "factor must be a number above 0, got 0"),
         (lambda: exponential(32, -2), "factor must be a number above 0, got -2"),
         (lambda: exponential(math.inf, 2), "start must be a number of 1 or more, got inf"),
