@@ -299,6 +299,7 @@ ADDED = {
     "batchwright.lab.strategies.RunSettings",
     "batchwright.size.learning_rate.Change",
     "batchwright.size.learning_rate.current_lr",
+    "batchwright.size.momentum",
     "batchwright.size.learning_rate.in_step",
     "batchwright.size.learning_rate.innermost",
     "batchwright.size.learning_rate.scaled_lr",
