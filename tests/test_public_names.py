@@ -336,6 +336,7 @@ ADDED = {
     "batchwright.size.learning_rate.get_beta2_rule",
     "batchwright.size.learning_rate.half_life",
     "batchwright.size.learning_rate.Change",
+    "batchwright.size.momentum",
     "batchwright.size.learning_rate.in_step",
     "batchwright.size.learning_rate.innermost",
     "batchwright.size.learning_rate.scaled_lr",
