@@ -111,6 +111,11 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "_metric_sums, _noise=None, _grad_norm=None, graphed=False, recompilations=0), bases: none",
         "four fields came",
     ),
+    "batchwright.step.NoiseReport": (
+        "class(s, g2, num_parts, reliable, unit='examples', groups=<factory>), bases: none",
+        "class(s, g2, num_parts, reliable, unit='examples', groups=<factory>, source='all'), bases: none",
+        "it says what it was measured in",
+    ),
     "batchwright.step.Stepper": (
         "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
         "weight_of=None, clip_norm=None, autocast=None, scaler=None, on_oom='split', measure_noise=False, "
@@ -293,6 +298,7 @@ ADDED = {
     "batchwright.size.learning_rate.current_lr",
     "batchwright.size.learning_rate.innermost",
     "batchwright.size.learning_rate.scaled_lr",
+    "batchwright.step.NoiseReport.source",
     "batchwright.step.PadCollator.fill_rows",
     "batchwright.step.PadCollator.label_fields",
     "batchwright.step.split_by_budget",
