@@ -117,6 +117,11 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "bases: none",
         "six fields came, and seconds are read from the device when somebody asks",
     ),
+    "batchwright.step.NoiseReport": (
+        "class(s, g2, num_parts, reliable, unit='examples', groups=<factory>), bases: none",
+        "class(s, g2, num_parts, reliable, unit='examples', groups=<factory>, source='all'), bases: none",
+        "it says what it was measured in",
+    ),
     "batchwright.step.Stepper": (
         "class(model, optimizer, loss_fn, *, micro_batch='auto', lengths=None, collate=None, trim=None, "
         "weight_of=None, clip_norm=None, autocast=None, scaler=None, on_oom='split', measure_noise=False, "
@@ -344,6 +349,7 @@ ADDED = {
         f"batchwright.size.momentum.{name}"
         for name in ("ChangedBeta2", "beta2s_for", "beta2s_of", "changed_beta2", "check_beta2")
     ),
+    "batchwright.step.NoiseReport.source",
     "batchwright.step.PadCollator.fill_rows",
     "batchwright.step.PadCollator.label_fields",
     "batchwright.step.split_by_budget",

@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import ArgumentError
-from ._norms import GradientNorms, Norms, Squares, marked
 from ._vectors import Tap
+from .meter import GradientNorms, Norms, Squares, marked
 
 # How far the sum over examples may be off the gradient of a vector: rounding, by the type that gradients come in.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}

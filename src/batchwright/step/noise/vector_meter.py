@@ -14,11 +14,10 @@ from ..._checks import as_state
 from ..._ranks import Ranks
 from ...errors import ArgumentError, StateMismatchError
 from ...size.noise import NoiseAverage, estimate_noise
-from ._norms import GradientNorms
 from ._ratio import NoiseRatio
 from ._taps import INSTEAD, Vector, VectorNorms
 from ._vectors import find_taps
-from .meter import Meter, NoiseReport
+from .meter import GradientNorms, Meter, NoiseReport
 
 # Every so many measured updates the whole gradient is measured too; at first more often.
 _WHOLE_EVERY = 64
