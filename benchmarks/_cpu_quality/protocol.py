@@ -1,7 +1,8 @@
 """Which runs are made: a sweep of constant sizes and rates, the best of it again, and strategies at longer horizons.
 
 1. Every size and rate of the sweep runs with the seeds of the sweep, for the task's seconds T.
-2. The best cells by their mean loss run with other seeds. The lower mean is the loss to reach, L*.
+2. The best cells by their mean loss run with other seeds. The lower mean is the loss to reach, L*. The best size at
+   the task's own rate runs with them too, for comparison.
 3. A strategy runs for T with the seeds of step 2. If it reaches L*, shorter horizons are tried, else longer ones, until
    one horizon of the ladder reaches L* and the one below does not.
 
@@ -71,6 +72,13 @@ def best_cells(plan: Plan, rows: Sequence[Row]) -> list[str] | None:
     return sorted(losses, key=lambda cell: losses[cell] or math.inf)[:NUM_BEST]
 
 
+def best_at_rate(plan: Plan, rows: Sequence[Row]) -> str | None:
+    """Return the best cell at the task's own rate, None before the sweep has ended."""
+    losses = {cell: mean_loss(plan, rows, cell, 1.0, SWEEP_SEEDS) for cell in cells(plan) if cell.endswith("x1")}
+    known = {cell: loss for cell, loss in losses.items() if loss is not None}
+    return min(known, key=lambda cell: known[cell]) if len(known) == len(losses) else None
+
+
 def target(plan: Plan, rows: Sequence[Row]) -> tuple[str, float] | None:
     """Return the best constant and its mean loss L* over the seeds that are compared, None before it is known."""
     again = best_cells(plan, rows)
@@ -109,8 +117,10 @@ def wanted(plan: Plan, rows: Sequence[Row]) -> Iterator[Unit]:
     again = best_cells(plan, rows)
     if again is None:
         return
-    # A strategy runs for T in any case.
-    yield from (plan.unit(arm, 1.0, seed) for arm in [*again, *arms(plan)] for seed in plan.seeds)
+    # A strategy runs for T in any case, and so does the best size at its rate: it tells the size from the rate.
+    own = best_at_rate(plan, rows)
+    at_once = dict.fromkeys([*again, *([] if own is None else [own]), *arms(plan)])
+    yield from (plan.unit(arm, 1.0, seed) for arm in at_once for seed in plan.seeds)
     found = target(plan, rows)
     if found is None:
         return

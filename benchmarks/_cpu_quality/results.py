@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from _gpu import markdown
 
-from .protocol import FACTORS, SWEEP_SEEDS, Plan, arms, cells, mean_loss, target
+from .protocol import FACTORS, SWEEP_SEEDS, Plan, arms, best_at_rate, mean_loss, target
 from .tasks import TASKS
 from .training import Row
 
@@ -76,19 +76,16 @@ def _losses(plan: Plan, rows: Sequence[Row], arm: str, horizon: float) -> np.nda
     return np.array([next(float(row["loss"]) for row in rows if unit.is_of(row)) for unit in units])
 
 
-def best_at_rate(plan: Plan, rows: Sequence[Row]) -> tuple[str, float] | None:
-    """Return the best constant at the task's own rate, by the seeds of the sweep: what the size alone is worth."""
-    losses = {cell: mean_loss(plan, rows, cell, 1.0, SWEEP_SEEDS) for cell in cells(plan) if cell.endswith("x1")}
-    known = {cell: loss for cell, loss in losses.items() if loss is not None}
-    return min(known.items(), key=lambda item: item[1]) if known else None
-
-
 def summarize(plan: Plan, rows: Sequence[Row]) -> list[Row]:
     """Return one row per arm, the best constant first."""
     found = target(plan, rows)
     if found is None:
         return []
     table = [_describe(plan, rows, found[0]) | {"ratio": "1", "name": f"best constant, {found[0]}"}]
+    own = best_at_rate(plan, rows)
+    if own is not None and mean_loss(plan, rows, own, 1.0, plan.seeds) is not None:
+        # What the size alone is worth; the rest of the way to the best constant is the learning rate.
+        table.append(_describe(plan, rows, own) | {"name": f"best constant at the task's rate, {own}"})
     for arm in arms(plan):
         ratio = ratio_of(plan, rows, arm)
         if ratio is None:
