@@ -205,9 +205,10 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "lr_rule='none', base_size=None, measure_noise=False, memory=None, eval_budget='same', plan_options=None, "
         "**kwargs), bases: none",
         "class(*args, budget=None, controller=None, grouping=None, lengths=None, weighting='tokens', on_oom='split', "
-        "micro_batch=None, lr_rule='none', base_size=None, measure_noise=False, memory=None, eval_budget='same', "
-        "plan_options=None, graphs=False, curriculum=None, measure_entropy=None, history=False, **kwargs), bases: none",
-        "five options came",
+        "micro_batch=None, lr_rule=None, base_size=None, measure_noise=False, memory=None, eval_budget='same', "
+        "plan_options=None, graphs=False, curriculum=None, measure_entropy=None, history=False, beta2_rule=None, "
+        "**kwargs), bases: none",
+        "six options came; None as the rule is 'none', and what controller='auto' may fill in",
     ),
     "batchwright.integrations.huggingface.BatchSizeCallback": (
         "class(controller, *, batch_size=None), bases: TrainerCallback",
@@ -223,8 +224,8 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
     ),
     "batchwright.integrations.accelerate.AcceleratedStepper": (
         "class(stepper, optimizer, loader, scheduler, controller), bases: none",
-        "class(stepper, optimizer, loader, scheduler, controller, *, announce=None), bases: none",
-        "an option came",
+        "class(stepper, optimizer, loader, scheduler, controller, *, announce=None, ticks=None), bases: none",
+        "two options came",
     ),
     "batchwright.integrations.lightning.AdaptiveBatching": (
         "class(*, controller=None, prefix='batchwright/', **stepper_options), bases: Callback",
@@ -290,6 +291,7 @@ ADDED = {
     "batchwright.integrations.dynabatch.DynaBatchSampler.for_training",
     "batchwright.integrations.huggingface.AdaptiveTrainerMixin.graph_summary",
     "batchwright.integrations.lightning.AdaptiveBatching.graph_summary",
+    "batchwright.integrations.lightning.AdaptiveBatching.resizable",
     "batchwright.step.CompileCounter",
     "batchwright.step.FitToMemory.accumulating",
     "batchwright.step.GraphSummary",

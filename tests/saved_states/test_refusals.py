@@ -97,7 +97,7 @@ def huggingface_planned():
 
 def huggingface_resizable():
     sampler = bw.ResizableBatchSampler(8, 2, lengths=LENGTHS, budget=bw.MaxTokens(12))
-    return ResizableBatches(sampler, LENGTHS, 1, budget=bw.MaxTokens(12), is_random=False)
+    return ResizableBatches(sampler, LENGTHS, 1, budget=bw.MaxTokens(12), noise_every=0)
 
 
 def prepared():

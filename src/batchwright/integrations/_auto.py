@@ -108,7 +108,8 @@ def resizable_loader(loader: Any, world_size: int, *, base_size: int | None = No
         world_size: ranks that share an update.
         base_size: the first size over all ranks; None is ``batch_size × world_size``.
     """
-    dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+    dataset: Any = getattr(loader, "dataset", None)
+    size = getattr(loader, "batch_size", None)
     if not isinstance(loader, DataLoader) or size is None:
         raise ArgumentError(
             "controller='auto' makes the batches itself, from a DataLoader with a batch_size, but this one has batches "

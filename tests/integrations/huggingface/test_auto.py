@@ -82,7 +82,7 @@ def test_a_launch_bound_training_grows_and_logs_why(tmp_path, launch_bound):
 
 def test_a_compute_bound_training_stays_at_the_base_after_a_look_around(tmp_path, compute_bound):
     sizes = sizes_of(train(tmp_path)[0])
-    assert set(sizes) == {BASE, 2 * BASE, 4 * BASE}
+    assert {BASE, 2 * BASE} <= set(sizes) <= {BASE, 2 * BASE, 4 * BASE}
     assert sizes[-40:] == [BASE] * 40
 
 

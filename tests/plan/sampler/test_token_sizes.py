@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import batchwright as bw
+from batchwright import size
 from batchwright.errors import ArgumentError, StateMismatchError
 
 LENGTHS = [4, 4, 9, 1, 2, 3]
@@ -136,6 +137,18 @@ def test_tokens_need_lengths():
 def test_an_unknown_unit_is_refused():
     with pytest.raises(ArgumentError, match="size_unit must be"):
         bw.ResizableBatchSampler(6, 8, lengths=LENGTHS, size_unit="words")
+
+
+def test_a_policy_that_counts_the_other_unit_is_refused():
+    controllers = {
+        unit: bw.BatchSizeController(size.goodput(unit=unit), min_size=4, max_size=64)
+        for unit in ("examples", "tokens")
+    }
+    with pytest.raises(ArgumentError, match="counts tokens, but size_unit is 'examples'"):
+        bw.ResizableBatchSampler(6, controllers["tokens"])
+    with pytest.raises(ArgumentError, match="counts examples, but size_unit is 'tokens'"):
+        make(controllers["examples"])
+    assert list(make(controllers["tokens"], shuffle=False)) == [[0], [1], [2], [3, 4], [5]]
 
 
 def test_lengths_without_a_budget_are_still_refused_where_examples_are_counted():

@@ -101,7 +101,7 @@ class _Run:
         self._stepper = step.Stepper(
             self._model,
             self._optimizer,
-            loss_sum,
+            cast("Any", loss_sum),
             micro_batch=_budget(corpus),
             lengths=_length,
             collate=self._collate,

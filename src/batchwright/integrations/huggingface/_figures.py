@@ -11,6 +11,12 @@ from torch import Tensor
 
 from ..._checks import as_state, read_whole
 
+# Where figures come from in a trainer, for the error of a policy that does without one.
+HINTS = {
+    "entropy": "pass measure_entropy=True to the trainer",
+    "noise": "pass measure_noise=True to the trainer",
+    "memory_fraction": "pass memory=MemoryMonitor() to the trainer, from batchwright.step",
+}
 # Places in the sums of an update: its weight in labels or examples, examples, tokens, padded tokens, micro-batches, how
 # often a rank has run out of memory since training began, and how many ranks have failed or cannot weigh micro-batches.
 WEIGHT, EXAMPLES, TOKENS, PADDED, PARTS, OOMS, FAILED, REFUSED = range(8)

@@ -22,6 +22,7 @@ from .._ranked import agree, controller_of
 from ._batches import ResizableBatches
 from ._data import TrainingData
 from ._evaluation import Evaluation
+from ._figures import HINTS
 from ._graphs import TrainerGraphs
 from ._lengths import LengthCache
 from ._settings import Settings
@@ -31,12 +32,6 @@ from ._weights import LossWeights
 _CONTROLLER_NAME = "batchwright_controller"
 # Raise it when an older state can no longer be read.
 STATE_VERSION = 1
-# Where figures come from in a trainer, for the error of a policy that does without one.
-_HINTS = {
-    "entropy": "pass measure_entropy=True to the trainer",
-    "noise": "pass measure_noise=True to the trainer",
-    "memory_fraction": "pass memory=MemoryMonitor() to the trainer, from batchwright.step",
-}
 
 
 def _write(line: str) -> None:
@@ -199,7 +194,7 @@ class UpdateCallback(TrainerCallback):
             return
         epoch = batches.epoch + (batches.num_left == 0)  # completed ones
         figures = self._observation(args.device)
-        change = observe(controller, hints=_HINTS, epoch=epoch, step=state.global_step, **figures)
+        change = observe(controller, hints=HINTS, epoch=epoch, step=state.global_step, **figures)
         if change is not None and (self._history.is_wanted or self._settings.is_auto):
             self._changes.append(change)
             if state.is_world_process_zero:

@@ -114,7 +114,7 @@ class AdaptiveBatching(Callback):
             refuse_methods(pl_module)
             optimizer = _only_optimizer(pl_module).optimizer
             if self._is_auto:
-                self._options = auto_options(self._options, pl_module, optimizer, self.controller.min_size)
+                self._options = auto_options(self._options, trainer.strategy.model, optimizer, self.controller.min_size)
             self._hooks = Hooks(trainer, pl_module, optimizer, has_scaler=_scaler_of(trainer) is not None)
             options = options_with_graphs(self._options, trainer, pl_module, self.loader)
             self.stepper = self._make_stepper(trainer, pl_module, self._hooks, options)

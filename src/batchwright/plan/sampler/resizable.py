@@ -104,6 +104,7 @@ class ResizableBatchSampler(AbstractEpochs):
         self.rank, self.world_size = check_ranks(rank, world_size)
         self.controller = as_sized("controller", controller)
         check_choice("size_unit", size_unit, get_args(SizeUnit))
+        _check_unit(self.controller, size_unit)
         self.size_unit = size_unit
         self._settings = _settings_of(grouping, shuffle=shuffle, seed=seed)
         if grouping is not None and (lengths is None or budget is None):
@@ -256,6 +257,15 @@ class ResizableBatchSampler(AbstractEpochs):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_order": None}
+
+
+def _check_unit(controller: Any, size_unit: SizeUnit) -> None:
+    """Refuse a policy that says that it counts something else, as ``goodput(unit="tokens")`` does."""
+    unit = getattr(getattr(controller, "policy", None), "unit", size_unit)
+    if unit != size_unit:
+        raise ArgumentError(
+            f"the policy of the controller counts {unit}, but size_unit is {size_unit!r}; let both count the same"
+        )
 
 
 def _settings_of(grouping: Grouping | None, *, shuffle: bool, seed: int) -> PlanSettings:
