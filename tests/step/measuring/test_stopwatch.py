@@ -111,6 +111,7 @@ def test_an_update_of_several_batches_is_timed_from_the_first():
 
 
 @pytest.mark.needs_cuda
+@pytest.mark.filterwarnings("ignore:forward and backward are replayed, the update runs eagerly")
 @pytest.mark.parametrize("options", [{}, {"graphs": True, "shapes": [(4, 3)]}], ids=["eager", "graphs"])
 def test_a_step_of_50_ms_on_the_device_says_so(options):
     def slow(model, batch):

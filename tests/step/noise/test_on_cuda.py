@@ -23,6 +23,7 @@ def test_noise_is_that_of_one_backward_pass_per_example(autocast):
     assert found == pytest.approx(expected, rel=1e-3 if autocast is None else 0.03)
 
 
+@pytest.mark.filterwarnings("ignore:forward and backward are replayed, the update runs eagerly")
 def test_measured_updates_run_eagerly_beside_graphs():
     model, batch = make(8)
     stepper = make_stepper(model, token_loss, measure_noise=4, graphs=True, weight_of=lambda b: (b[1] >= 0).sum())
@@ -33,6 +34,7 @@ def test_measured_updates_run_eagerly_beside_graphs():
     assert found["average"]["s"] == pytest.approx(exact_noise(model, token_loss, batch, found["names"])[0], rel=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_an_update_of_vectors_launches_few_kernels_more():
     model, batch = make(8)
     counts = {}
