@@ -347,10 +347,6 @@ ADDED = {
     "batchwright.size.learning_rate.in_step",
     "batchwright.size.learning_rate.innermost",
     "batchwright.size.learning_rate.scaled_lr",
-    *(
-        f"batchwright.size.momentum.{name}"
-        for name in ("ChangedBeta2", "beta2s_for", "beta2s_of", "changed_beta2", "check_beta2")
-    ),
     "batchwright.step.NoiseReport.source",
     "batchwright.step.PadCollator.fill_rows",
     "batchwright.step.PadCollator.label_fields",
@@ -359,6 +355,11 @@ ADDED = {
     *(f"batchwright.{name}.__bool__" for name in (*_BUDGETS, "StreamBatcher")),
     *(f"batchwright.{name}.to_state" for name in _BUDGETS),
     "batchwright.StreamBatcher.__len__",
+    "batchwright.size.noise.NoiseRatio",
+    *(
+        f"batchwright.size.noise.NoiseRatio.{name}"
+        for name in ("factors", "g2_square", "g2_vectors", "trust", "weight")
+    ),
     "batchwright.size.noise.NoiseAverage.from_state",
     "batchwright.size.noise.NoiseAverage.g2_error",
     *(f"batchwright.BatchSizeController.{name}" for name in ("max_history", "num_changes")),

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 import batchwright as bw
 from batchwright.errors import ArgumentError, StateMismatchError
-from batchwright.plan.models._launch import fit_launch
 from batchwright.plan.models._terms import Terms, fit_terms, num_told_apart
-from batchwright.plan.models.time import TimeModel
+from batchwright.plan.models.time import TimeModel, fit_launch
 
 PROBES = np.array([[items, length] for length in (16, 64, 256) for items in (1, 4, 16, 64, 256)])
 HELD_OUT = np.array([[items, length] for length in (32, 128) for items in (2, 8, 32, 128)])

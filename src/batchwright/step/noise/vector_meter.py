@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ..._checks import as_state
 from ..._ranks import Ranks
 from ...errors import ArgumentError, StateMismatchError
-from ...size.noise import NoiseAverage, estimate_noise
-from ._ratio import NoiseRatio
+from ...size.noise import NoiseAverage, NoiseRatio, estimate_noise
 from ._taps import INSTEAD, Vector, VectorNorms
 from ._vectors import find_taps
 from .meter import GradientNorms, Meter, NoiseReport
