@@ -15,6 +15,7 @@ goodput-16-4096            graphs-16-4096 at first; size.goodput decides the tok
 measured-16-4096           the same by size.measured, which reads experiments of step.measure_size
 smith-16-4096              the same by a schedule: the batch grows where the rate would fall
 seesaw-16-4096             the batch grows, and the rate falls by the root
+auto-32                    32 texts of like length at first, run eagerly; size.goodput decides how many
 warmup-16-4096             the batch doubles after an eighth, a quarter and half of the time
 """
 
@@ -33,12 +34,12 @@ from .corpus import Corpus, Part, Update
 
 _NUMBERS = {
     "fixed": 1, "grouped": 1, "group_by_length": 1, "batch_rebalance": 2, "dynabatch": 1, "max_tokens": 1,
-    "goodput": 2, "measured": 2, "smith": 2, "seesaw": 2, "warmup": 2,
+    "auto": 1, "goodput": 2, "measured": 2, "smith": 2, "seesaw": 2, "warmup": 2,
     "buckets": 2, "graphs": 2, "compile": 2, "compile_apart": 2, "compile_dynamic": 2, "compile_dynamic_apart": 2,
 }  # fmt: skip
 _OF_OTHERS = ("group_by_length", "batch_rebalance", "dynabatch")
 _LEVELLED = ("goodput", "measured", "smith", "seesaw", "warmup")
-_WINDOW = 50  # batches, as transformers' sampler has
+WINDOW = 50  # batches, as transformers' sampler has
 
 
 @final
@@ -141,7 +142,7 @@ def _of_fixed_size(arm: Arm, corpus: Corpus, seed: int) -> Iterator[Update]:
     while True:
         order = rng.permutation(len(lengths))
         if arm.kind == "grouped":
-            keys = (*lengths[order].T[::-1], np.arange(len(order)) // (_WINDOW * size))
+            keys = (*lengths[order].T[::-1], np.arange(len(order)) // (WINDOW * size))
             order = order[np.lexsort(keys)]
         batches = np.split(order, range(size, len(order), size))
         if arm.kind == "grouped":

@@ -14,6 +14,7 @@ from torch import nn
 from batchwright.step import Stepper
 
 from .arms import Arm, make_sampler, updates_of
+from .auto import Auto
 from .corpus import Batch, Corpus, Made
 from .levels import Levels
 from .tasks import loss_sum, make_model, sums, validation_loss
@@ -157,7 +158,7 @@ class Run:
         self.twin = make_model(corpus.task, corpus.vocabulary, device.name, seed=seed, small=settings.small)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=BETAS, fused=True)
         self.levels = self._make_levels() if arm.is_levelled else None
-        self.updates = [] if arm.is_levelled else self._make_updates()
+        self.updates = [] if arm.is_levelled or arm.kind == "auto" else self._make_updates()
         self.held_out = [_sent(part, device) for part in corpus.held_out(512 if settings.small else 16_384)]
         self.extra: Row = {}
         self.train = self._make_training()
@@ -183,6 +184,11 @@ class Run:
     def _make_training(self) -> Trains | Levels:
         if self.levels is not None:
             return self.levels
+        if self.arm.kind == "auto":
+            return Auto(
+                self.arm, self.corpus, self.device, model=self.model, optimizer=self.optimizer, loss_fn=sums,
+                clip_norm=CLIP_NORM, seed=self.seed,
+            )  # fmt: skip
         if not self.arm.is_ours:
             return Loop(self.model, self.optimizer, self.device)
         if self.arm.is_compiled:
@@ -247,7 +253,15 @@ class Run:
         rate = self.rate(clock.seconds)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.train(self.updates[number % len(self.updates)])
+        self.train(self._next(number, clock))
+
+    def _next(self, number: int, clock: Clock) -> tuple[Made, ...]:
+        if not isinstance(self.train, Auto):
+            return self.updates[number % len(self.updates)]
+        clock.pause()  # nobody knew the size, so the batch is made now
+        update = (self.train.take(),)
+        clock.start()
+        return update
 
     def _validate(self) -> float:
         """Take the validation loss of a twin, so that evaluation leaves the trained model and its graphs alone."""
@@ -258,7 +272,7 @@ class Run:
         return validation_loss(self.twin, self.held_out, self.device.name)
 
     def _trained(self, num_updates: int) -> list[Made]:
-        if isinstance(self.train, Levels):
+        if isinstance(self.train, (Levels, Auto)):
             return self.train.trained
         return [part for number in range(num_updates) for part in self.updates[number % len(self.updates)]]
 
@@ -277,7 +291,7 @@ class Run:
             "repeated_updates": max(0, num_updates - len(self.updates)) if self.updates else None,
             "curve": curve,
             "loss": curve[-1][1],
-            **(self.train.describe() if isinstance(self.train, (Through, Levels)) else {}),
+            **(self.train.describe() if isinstance(self.train, (Through, Levels, Auto)) else {}),
         }
 
 

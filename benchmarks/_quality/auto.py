@@ -1,0 +1,106 @@
+"""The arm without a batch size: updates run eagerly, and ``size.goodput`` decides how many texts the next one has.
+
+Texts of about the same length share an update, as in the grouped arms. The rate follows the root of the size and Adam's
+second moment keeps its half-life, both meant for the first size. Batches are made while the clock stands still, as
+workers would make them; all that the policy costs (noise, reading the loss at every update) is inside the clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from _gpu import Device, Row
+from torch import nn
+
+import batchwright as bw
+from batchwright import size
+from batchwright.step import Stepper
+
+from .arms import WINDOW, Arm
+from .corpus import Corpus, Made, Part
+
+NOISE_EVERY = 2  # updates, as in quality.py
+LARGEST = 64  # times the first size
+
+
+@final
+class Auto:
+    """Trains at sizes that a controller decides.
+
+    Args:
+        arm: ``auto-32``: the first size.
+        corpus: what is trained on.
+        device: where.
+        model: that is trained.
+        optimizer: at the rate of the first size.
+        loss_fn: of ``Stepper``.
+        clip_norm: of ``Stepper``.
+        seed: of the order.
+    """
+
+    def __init__(
+        self,
+        arm: Arm,
+        corpus: Corpus,
+        device: Device,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Any,
+        clip_norm: float,
+        seed: int,
+    ) -> None:
+        (base,) = arm.numbers
+        self._corpus, self._device = corpus, device
+        self._rng = np.random.default_rng(seed)
+        self._left = np.empty(0, dtype=np.int64)
+        self._batches: deque[np.ndarray] = deque()
+        self._stepper = Stepper(
+            model, optimizer, loss_fn, clip_norm=clip_norm, autocast=torch.bfloat16, lr_rule="sqrt",
+            beta2_rule="half_life", base_size=base, measure_noise=NOISE_EVERY, noise_from="vectors",
+        )  # fmt: skip
+        limits = {"min_size": max(2, base // 8), "max_size": LARGEST * base, "initial": base}
+        self._controller = bw.BatchSizeController(size.goodput(), **limits)
+        self._size = 0
+        self.trained: list[Made] = []
+        self.peak_bytes = 0
+
+    def take(self) -> Made:
+        """Return the next batch: of a window of texts, sorted and cut, or of a new one where the size has changed."""
+        if self._controller.size != self._size or not self._batches:
+            self._cut(self._controller.size)
+        return self._corpus.make(Part(self._batches.popleft()))
+
+    def _cut(self, number: int) -> None:
+        rest = self._rng.permutation(np.concatenate([*self._batches, np.empty(0, dtype=np.int64)]))
+        self._left = np.concatenate([rest, self._left])
+        while len(self._left) < number:
+            self._left = np.concatenate([self._left, self._rng.permutation(len(self._corpus.lengths))])
+        num = min(len(self._left) // number, WINDOW) * number
+        window, self._left, self._size = self._left[:num], self._left[num:], number
+        order = window[np.lexsort(self._corpus.lengths[window].T[::-1])]
+        batches = np.split(order, range(number, num, number))
+        self._batches = deque(batches[place] for place in self._rng.permutation(len(batches)))
+
+    def __call__(self, update: Sequence[Made]) -> None:
+        """Run an update, and let the policy see it."""
+        (made,) = update
+        batch = {name: tensor.to(self._device.name, non_blocking=True) for name, tensor in made.batch.items()}
+        report = self._stepper.step(batch)
+        self._controller.observe(**report.observation())
+        self.trained.append(made)
+        self.peak_bytes = max(self.peak_bytes, report.peak_bytes or 0)
+
+    def describe(self) -> Row:
+        """Return the sizes and their reasons."""
+        sizes = [made.num_examples for made in self.trained]
+        starts = [place for place, number in enumerate(sizes) if place == 0 or number != sizes[place - 1]]
+        history = self._controller.history[:30]
+        return {
+            "sizes": [(place, sizes[place]) for place in starts][:60],
+            "reasons": [f"{change.old} to {change.new}: {change.reason}" for change in history],
+        }
