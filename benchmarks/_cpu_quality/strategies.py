@@ -140,11 +140,15 @@ def experiment(controller: bw.BatchSizeController, stepper: Stepper, take: Batch
     result = measure_size(stepper, take(num, size_before), factors=FACTORS, evaluate=take(num, size_before))
     observation = result.observation()
     if time_of is not None:
-        observation["experiment"]["seconds"] = {
-            str(branch.factor): time_of(num // branch.factor, num * size_before) for branch in result.branches
-        }
+        found = observation["experiment"]
+        for branch in result.branches:
+            whole = time_of(num // branch.factor, num * size_before)
+            found["seconds"][str(branch.factor)] = whole
+            found["curve"][str(branch.factor)] = [
+                [whole * seconds / branch.seconds, list(losses)] for seconds, losses in branch.curve
+            ]
     controller.observe(**observation)
-    # An evaluation is a forward pass, a third of a whole one; held-out batches run once before and after each branch.
-    evaluated = (1 + len(FACTORS)) * num / 3
+    # An evaluation is a forward pass, a third of a whole one; held-out batches run before, and along each branch.
+    evaluated = (1 + sum(len(branch.curve) for branch in result.branches)) * num / 3
     passes = sum(num // factor for factor in FACTORS) + evaluated
     return {"passes": round(passes), "examples": round((len(FACTORS) * num + evaluated) * size_before)}

@@ -60,15 +60,16 @@ class Held:
         """Return the host memory of the copies."""
         return sum(value.nbytes for _, value in self._tensors.values() if value is not None)
 
-    def add_module(self, module: nn.Module) -> None:
-        """Hold parameters, buffers, gradients and modes."""
+    def add_module(self, module: nn.Module, *, with_parameters: bool = True) -> None:
+        """Hold buffers and modes, and unless told otherwise parameters and gradients."""
         self._devices.update(dict.fromkeys(devices_of(module)))
         self._random = Snapshot(None, self._devices)
         for part in module.modules():
-            self._actions.append(self._hold(part._parameters))
+            if with_parameters:
+                self._actions.append(self._hold(part._parameters))
             self._actions.append(self._hold(part._buffers))
             self._actions.append(_setter(part, "training", part.training))
-        for parameter in module.parameters():
+        for parameter in module.parameters() if with_parameters else ():
             self._add_parameter(parameter)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:

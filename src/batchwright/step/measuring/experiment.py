@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ..._checks import as_whole
 from ..._ranks import mark_of
 from ..._tree import join
 from ...errors import ArgumentError
@@ -27,6 +26,7 @@ from ..oom import drop_gradients
 from ..report import MicroSums, StepReport
 from ..splitting import ExampleBatch, TensorBatch
 from ..stepper import Stepper
+from ._planning import Plan, make_plan
 from ._restoring import Held, with_inner
 from .result import SizeBranch, SizeExperiment
 
@@ -44,14 +44,16 @@ def measure_size(
     repeats: int = 1,
     restore: Sequence[nn.Module | Optimizer] = (),
 ) -> SizeExperiment:
-    """Train on the same examples at several multiples of the batch size, and compare the losses that follow.
+    """Train on the same examples at several multiples of the batch size, and compare the losses by the second.
 
     The branch of factor ``c`` joins ``c`` batches to one update, with the learning rate and beta2 that the rules of the
     stepper give for that size. A stepper without ``lr_rule`` uses ``sqrt`` if its optimizer has betas and ``linear``
     otherwise. All branches begin with the same state, and all are evaluated on the same held-out batches in eval mode,
-    with the same random numbers. Training then goes on as if nothing had happened, to the bit, also if a branch fails:
-    parameters, buffers, gradients, optimizer, scaler, random states, and what the stepper knows. Copies are kept in
-    host memory. Call it between updates, on all ranks.
+    with the same random numbers. With ``n`` batches to train on, a branch is evaluated after its last update, and after
+    the ``n / c`` updates of every branch ``c`` that is larger: a larger branch ends sooner, and its loss is to be
+    compared with what the smaller ones had reached by then. Training then goes on as if nothing had happened, to the
+    bit, also if a branch fails: parameters, buffers, gradients, optimizer, scaler, random states, and what the stepper
+    knows. Copies are kept in host memory. Call it between updates, on all ranks.
 
     Not put back are learning-rate schedulers and data loaders, which no branch touches, what ``loss_fn`` keeps outside
     the model, and what torch.compile and graphs have compiled or captured for new sizes.
@@ -84,7 +86,7 @@ def measure_size(
     """
     started = time.perf_counter()
     laboratory = _Laboratory(stepper, restore)
-    plan, error = attempt(lambda: _plan(batches, factors, evaluate, repeats))
+    plan, error = attempt(lambda: make_plan(batches, factors, evaluate, repeats))
     laboratory.check(plan, error)
     assert plan is not None
     with laboratory.held():
@@ -103,41 +105,6 @@ def measure_size(
         total_seconds=time.perf_counter() - started,
         copy_bytes=laboratory.copy_bytes,
     )
-
-
-class _Plan(NamedTuple):
-    """What is run: the batches of every repeat, and those that are held out."""
-
-    factors: list[int]
-    repeats: list[list[Any]]
-    held_out: list[Any]
-
-    @property
-    def num_repeats(self) -> int:
-        return len(self.repeats)
-
-
-def _plan(batches: Any, factors: Any, evaluate: Any, repeats: Any) -> _Plan:
-    """Check the arguments and share the batches out."""
-    wanted = [as_whole("a factor", factor, least=1) for factor in factors]
-    if len(wanted) < 2 or sorted(set(wanted)) != wanted:
-        raise ArgumentError(f"factors must be two or more different whole numbers that rise, got {tuple(factors)}")
-    num_repeats, block = as_whole("repeats", repeats, least=1), math.lcm(*wanted)
-    for name, given in (("batches", batches), ("evaluate", evaluate)):
-        if given is not None and not isinstance(given, list | tuple):
-            raise ArgumentError(f"{name} must be a list of batches, got {type(given).__name__}; use list(…)")
-    held_out = list(batches[-block:] if evaluate is None else evaluate)
-    trained = list(batches[:-block] if evaluate is None else batches)
-    if not held_out:
-        raise ArgumentError("evaluate must hold at least one batch; None holds the last batches out")
-    if not trained or len(trained) % (block * num_repeats):
-        rest = "" if evaluate is not None else f", and {block} more to hold out"
-        raise ArgumentError(
-            f"factors {tuple(wanted)} and {num_repeats} repeats need a multiple of {block * num_repeats} batches to "
-            f"train on{rest}; got {len(batches)} batches"
-        )
-    size = len(trained) // num_repeats
-    return _Plan(wanted, [trained[start : start + size] for start in range(0, len(trained), size)], held_out)
 
 
 @final
@@ -168,7 +135,7 @@ class _Laboratory:
         self.beta2_name = _name_of(self._settings.beta2_rule)
         self.lr_name = _name_of(self._settings.lr_rule)
 
-    def check(self, plan: _Plan | None, error: Exception | None) -> None:
+    def check(self, plan: Plan | None, error: Exception | None) -> None:
         """Refuse, on all ranks alike, what cannot be run or put back."""
         if error is None:
             _, error = attempt(self._check_stepper)
@@ -244,36 +211,47 @@ class _Laboratory:
         self._stepper.load_state_dict(self._state)
         self._gatherer.runner.usual_weight = self._usual_weight
 
-    def branch(self, plan: _Plan, factor: int) -> SizeBranch:
+    def branch(self, plan: Plan, factor: int) -> SizeBranch:
         """Train at one factor, from the beginning in every repeat, and evaluate."""
         groups = [[batches[at : at + factor] for at in range(0, len(batches), factor)] for batches in plan.repeats]
         joined = self._joined(groups)
         if self._memory is not None:
             self._memory.reset_peak()
         reports, seconds, losses = [], [], []
+        marks = plan.marks(factor)
         for group, whole in zip(groups, joined, strict=True):
             self._put_back()
             self._begin(plan)
-            found = [self._update(batches, one) for batches, one in zip(group, whole, strict=True)]
+            found = []
+            for batches, one in zip(group, whole, strict=True):
+                found.append(self._update(batches, one))
+                if len(found) in marks:
+                    losses.append(self._evaluate_aside(plan.held_out))
             times = [report.seconds for report in found]
             seconds += times[1:] or times
             reports += found
-            losses.append(self.evaluate(plan.held_out))
         sizes = [report.batch_size for report in reports]
         self.num_examples = sum(sizes) // plan.num_repeats
+        update = float(np.median(seconds))
+        curve = tuple(
+            (update * mark, tuple(found[0] if plan.num_repeats == 1 else map(_mean, found)))
+            for number, mark in enumerate(marks)
+            for found in [losses[number :: len(marks)]]  # one per repeat
+        )
         peaks = [report.peak_bytes for report in reports if report.peak_bytes is not None]
         return SizeBranch(
             factor=factor,
             batch_size=sum(sizes) / len(sizes),
             num_updates=len(reports),
-            losses=tuple(losses[0] if plan.num_repeats == 1 else map(_mean, losses)),
-            seconds=float(np.median(seconds)) * len(groups[0]),
+            losses=curve[-1][1],
+            seconds=curve[-1][0],
             peak_bytes=max(peaks, default=None),
             is_joined=factor == 1 or joined[0][0] is not None,
             is_graphed=all(report.graphed for report in reports),
+            curve=curve,
         )
 
-    def _begin(self, plan: _Plan) -> None:
+    def _begin(self, plan: Plan) -> None:
         """Begin a branch: without gradients, and with a rule for the learning rate."""
         drop_gradients([value for module in self._modules for value in module.parameters()])
         drop_gradients(self._stepper._trained.parameters)
@@ -288,7 +266,7 @@ class _Laboratory:
             f"it lr_rule={rule.__name__!r} and base_size={base}."
         )
 
-    def _base_size(self, plan: _Plan) -> int:
+    def _base_size(self, plan: Plan) -> int:
         (num,) = self._ranks.sum([float(self._settings.wrap(plan.repeats[0][0]).num_examples)], self._device)
         return round(num)
 
@@ -324,6 +302,20 @@ class _Laboratory:
         for batch in batches:
             self._stepper.accumulate(batch)
         return self._stepper.update()
+
+    def _evaluate_aside(self, batches: Sequence[Any]) -> list[float]:
+        """Evaluate between updates, and let the next one be what it would have been."""
+        held = Held()
+        for module in self._modules:
+            held.add_module(module, with_parameters=False)
+            for part in module.modules():
+                held.add_attributes(part, besides=_OF_MODULES)
+        if callable(getattr(self._optimizer, "eval", None)):  # it moves the parameters, and back only nearly
+            held.add_optimizer(self._optimizer)
+        try:
+            return self.evaluate(batches)
+        finally:
+            held.put_back()
 
     def evaluate(self, batches: Sequence[Any]) -> list[float]:
         """Return the mean loss of each batch over all ranks, infinite for one that is no number."""
