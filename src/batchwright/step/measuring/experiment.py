@@ -6,7 +6,8 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from statistics import fmean
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ..._checks import as_whole
 from ..._ranks import mark_of
 from ..._tree import join
 from ...errors import ArgumentError
@@ -26,12 +28,9 @@ from ..oom import drop_gradients
 from ..report import MicroSums, StepReport
 from ..splitting import ExampleBatch, TensorBatch
 from ..stepper import Stepper
-from ._planning import Plan, make_plan
-from ._restoring import Held, with_inner
+from ._restoring import Held, sorted_out, with_inner
 from .result import SizeBranch, SizeExperiment
 
-# Names that a module has of itself; what else it has as numbers and tensors is put back.
-_OF_MODULES = frozenset(vars(nn.Module()))
 _OF_OPTIMIZERS = ("state", "param_groups", "defaults")
 
 
@@ -86,7 +85,7 @@ def measure_size(
     """
     started = time.perf_counter()
     laboratory = _Laboratory(stepper, restore)
-    plan, error = attempt(lambda: make_plan(batches, factors, evaluate, repeats))
+    plan, error = attempt(lambda: _plan(batches, factors, evaluate, repeats))
     laboratory.check(plan, error)
     assert plan is not None
     with laboratory.held():
@@ -96,7 +95,7 @@ def measure_size(
     return SizeExperiment(
         branches=tuple(branches),
         # Every repeat begins with the same losses.
-        before=tuple(before if plan.num_repeats == 1 else [_mean(before)] * plan.num_repeats),
+        before=tuple(before if plan.num_repeats == 1 else [fmean(before)] * plan.num_repeats),
         examples=examples,
         pairs="batch" if plan.num_repeats == 1 else "repeat",
         lr_rule=laboratory.lr_name,
@@ -105,6 +104,47 @@ def measure_size(
         total_seconds=time.perf_counter() - started,
         copy_bytes=laboratory.copy_bytes,
     )
+
+
+@final
+class _Plan(NamedTuple):
+    """What is run: the batches of every repeat, and those that are held out."""
+
+    factors: list[int]
+    repeats: list[list[Any]]
+    held_out: list[Any]
+
+    @property
+    def num_repeats(self) -> int:
+        """Return how many times every branch is run."""
+        return len(self.repeats)
+
+    def marks(self, factor: int) -> list[int]:
+        """Return after how many updates a branch is evaluated: those of each larger branch, and its own."""
+        return [len(self.repeats[0]) // other for other in reversed(self.factors) if other >= factor]
+
+
+def _plan(batches: Any, factors: Any, evaluate: Any, repeats: Any) -> _Plan:
+    """Check the arguments and share the batches out."""
+    wanted = [as_whole("a factor", factor, least=1) for factor in factors]
+    if len(wanted) < 2 or sorted(set(wanted)) != wanted:
+        raise ArgumentError(f"factors must be two or more different whole numbers that rise, got {tuple(factors)}")
+    num_repeats, block = as_whole("repeats", repeats, least=1), math.lcm(*wanted)
+    for name, given in (("batches", batches), ("evaluate", evaluate)):
+        if given is not None and not isinstance(given, list | tuple):
+            raise ArgumentError(f"{name} must be a list of batches, got {type(given).__name__}; use list(…)")
+    held_out = list(batches[-block:] if evaluate is None else evaluate)
+    trained = list(batches[:-block] if evaluate is None else batches)
+    if not held_out:
+        raise ArgumentError("evaluate must hold at least one batch; None holds the last batches out")
+    if not trained or len(trained) % (block * num_repeats):
+        rest = "" if evaluate is not None else f", and {block} more to hold out"
+        raise ArgumentError(
+            f"factors {tuple(wanted)} and {num_repeats} repeats need a multiple of {block * num_repeats} batches to "
+            f"train on{rest}; got {len(batches)} batches"
+        )
+    size = len(trained) // num_repeats
+    return _Plan(wanted, [trained[start : start + size] for start in range(0, len(trained), size)], held_out)
 
 
 @final
@@ -125,7 +165,7 @@ class _Laboratory:
         self._modules = [self._ranks.module]
         if isinstance(self._settings.loss_fn, nn.Module):
             self._modules.append(self._settings.loss_fn)
-        self._more = _sorted_out(restore)
+        self._more = sorted_out(restore)
         self._memory = stepper._memory
         if self._memory is None and self._device.type == "cuda":
             self._memory = MemoryMonitor(self._device)
@@ -135,7 +175,7 @@ class _Laboratory:
         self.beta2_name = _name_of(self._settings.beta2_rule)
         self.lr_name = _name_of(self._settings.lr_rule)
 
-    def check(self, plan: Plan | None, error: Exception | None) -> None:
+    def check(self, plan: _Plan | None, error: Exception | None) -> None:
         """Refuse, on all ranks alike, what cannot be run or put back."""
         if error is None:
             _, error = attempt(self._check_stepper)
@@ -187,9 +227,7 @@ class _Laboratory:
         held = self._held
         modules, optimizers = self._more
         for module in [*self._modules, *modules]:
-            held.add_module(module)
-            for part in module.modules():
-                held.add_attributes(part, besides=_OF_MODULES)
+            held.add_module(module, with_attributes=True)
         for optimizer in with_inner([self._optimizer, *optimizers]):
             held.add_optimizer(optimizer)
             held.add_attributes(optimizer, besides=_OF_OPTIMIZERS)
@@ -211,7 +249,7 @@ class _Laboratory:
         self._stepper.load_state_dict(self._state)
         self._gatherer.runner.usual_weight = self._usual_weight
 
-    def branch(self, plan: Plan, factor: int) -> SizeBranch:
+    def branch(self, plan: _Plan, factor: int) -> SizeBranch:
         """Train at one factor, from the beginning in every repeat, and evaluate."""
         groups = [[batches[at : at + factor] for at in range(0, len(batches), factor)] for batches in plan.repeats]
         joined = self._joined(groups)
@@ -234,7 +272,7 @@ class _Laboratory:
         self.num_examples = sum(sizes) // plan.num_repeats
         update = float(np.median(seconds))
         curve = tuple(
-            (update * mark, tuple(found[0] if plan.num_repeats == 1 else map(_mean, found)))
+            (update * mark, tuple(found[0] if plan.num_repeats == 1 else map(fmean, found)))
             for number, mark in enumerate(marks)
             for found in [losses[number :: len(marks)]]  # one per repeat
         )
@@ -251,7 +289,7 @@ class _Laboratory:
             curve=curve,
         )
 
-    def _begin(self, plan: Plan) -> None:
+    def _begin(self, plan: _Plan) -> None:
         """Begin a branch: without gradients, and with a rule for the learning rate."""
         drop_gradients([value for module in self._modules for value in module.parameters()])
         drop_gradients(self._stepper._trained.parameters)
@@ -266,7 +304,7 @@ class _Laboratory:
             f"it lr_rule={rule.__name__!r} and base_size={base}."
         )
 
-    def _base_size(self, plan: Plan) -> int:
+    def _base_size(self, plan: _Plan) -> int:
         (num,) = self._ranks.sum([float(self._settings.wrap(plan.repeats[0][0]).num_examples)], self._device)
         return round(num)
 
@@ -307,9 +345,7 @@ class _Laboratory:
         """Evaluate between updates, and let the next one be what it would have been."""
         held = Held()
         for module in self._modules:
-            held.add_module(module, with_parameters=False)
-            for part in module.modules():
-                held.add_attributes(part, besides=_OF_MODULES)
+            held.add_module(module, with_parameters=False, with_attributes=True)
         if callable(getattr(self._optimizer, "eval", None)):  # it moves the parameters, and back only nearly
             held.add_optimizer(self._optimizer)
         try:
@@ -352,21 +388,8 @@ class _Laboratory:
         return loss_sum, weight_sum
 
 
-def _sorted_out(restore: Any) -> tuple[list[nn.Module], list[Any]]:
-    given = [restore] if isinstance(restore, nn.Module | Optimizer) else list(restore)
-    modules = [one for one in given if isinstance(one, nn.Module)]
-    optimizers = [innermost(one) for one in given if isinstance(one, Optimizer)]
-    if len(modules) + len(optimizers) < len(given):
-        raise ArgumentError(f"restore must hold modules and optimizers only, got {restore!r}")
-    return modules, optimizers
-
-
 def _name_of(rule: Any) -> str:
     return "none" if rule is None else rule if isinstance(rule, str) else getattr(rule, "__name__", "a function")
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _free_bytes() -> int | None:

@@ -45,10 +45,10 @@ class SizeBranch:
 
     def by(self, seconds: float) -> float:
         """Return the mean loss after some seconds, on straight lines between evaluations; beyond them, the nearest."""
-        points = [(moment, sum(losses) / len(losses)) for moment, losses in self.curve]
-        if not all(math.isfinite(loss) for _, loss in points):
+        means = [sum(losses) / len(losses) for _, losses in self.curve]
+        if not all(map(math.isfinite, means)):
             return math.inf
-        return float(np.interp(seconds, *zip(*points, strict=True)))
+        return float(np.interp(seconds, [moment for moment, _ in self.curve], means))
 
     @property
     def has_diverged(self) -> bool:
