@@ -101,7 +101,7 @@ def test_a_straight_line_joins_two_evaluations():
     assert answer(make({1: BASE, 2: [2.401] * 4}, seconds=seconds, on_the_way=on_the_way)) == 64
 
 
-def test_before_the_first_evaluation_its_loss_counts_which_favours_nobody():
+def test_before_the_first_evaluation_its_loss_counts():
     on_the_way, seconds = {1: [[4.0, [2.5] * 4]]}, {1: 8.0, 2: 3.0}
     # A line from 3 before the experiment would say 2.625 after 3 s, and let 2.65 pass.
     assert answer(make({1: BASE, 2: [2.65] * 4}, seconds=seconds, on_the_way=on_the_way)) == 64

@@ -95,7 +95,7 @@ def measured(*, level: float = _LEVEL, tolerance: float = _TOLERANCE) -> Policy:
     not taken. Where the loss had not fallen by then, a larger factor must be surely better. Factors are tested from the
     smallest to the first that fails, each against the size in force and against all that passed before. A factor whose
     examples took longer than at a smaller one fails too. An experiment without a ``curve`` is compared with the end of
-    the smaller branch, which is stricter.
+    the smaller branch, which is stricter where the loss falls all the way.
 
     Pairs by held-out batch leave out that another order of the examples trains another model; repeats of the experiment
     take it in.
@@ -187,7 +187,7 @@ class _Experiment:
     def _at(self, factor: float, seconds: float) -> FloatArray:
         """Return the losses of a branch after some seconds; before its first evaluation, those of that one.
 
-        These are lower than they were by then, so that a branch that is compared with them is not favoured.
+        Where the loss falls, these are lower than by then, so that a branch that is compared with them is not favoured.
         """
         moments, losses = self._curves[factor]
         return np.array([np.interp(seconds, moments, column) for column in losses.T])
