@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from batchwright.step.noise._ratio import NoiseRatio
 from torch import nn
 
 from batchwright._stdlib_source import python_files, stdlib_folder
+from batchwright.size.noise import NoiseRatio
 from batchwright.step import Stepper
 
 RESULT = Path(__file__).parent / "results" / "noise_estimators.json"

@@ -199,7 +199,8 @@ class NoiseMeter(Meter):
 
     @average.setter
     def average(self, value: NoiseAverage) -> None:
-        self._unread, self._average = [], value
+        self._read()  # for reports that nobody has looked at yet
+        self._average = value
 
     def add(
         self, q: Tensor, *, q_factor: float, gb_factor: float, num_examples: int, num_parts: int

@@ -180,7 +180,8 @@ class VectorMeter(Meter):
 
     @average.setter
     def average(self, value: NoiseAverage) -> None:
-        self._unread, self._before = [], value
+        self._read()  # for reports that nobody has looked at yet
+        self._before = value
         self._average, self._ratio, self._names = NoiseAverage(), NoiseRatio(), None
 
     def hold(self) -> Callable[[], None]:
