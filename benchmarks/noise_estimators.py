@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from batchwright._stdlib_source import python_files, stdlib_folder
+from batchwright.size.noise import NoiseRatio
 from batchwright.step import Stepper
-from batchwright.step.noise._ratio import NoiseRatio
 
 RESULT = Path(__file__).parent / "results" / "noise_estimators.json"
 BATCH_SIZE = 32

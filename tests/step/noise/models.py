@@ -83,6 +83,18 @@ def tokens_of(num, length=7, seed=1):
     return tokens[:, :-1].contiguous(), labels
 
 
+def rows_of(num, width=6):
+    """Return rows of numbers and their classes."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(num, width, generator=generator), torch.randint(0, 5, (num,), generator=generator)
+
+
+def images_of(num, width=6):
+    """Return square images and their classes."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(num, 3, width, width, generator=generator), torch.randint(0, 5, (num,), generator=generator)
+
+
 def token_loss(model, batch):
     tokens, labels = batch
     output = model(tokens)

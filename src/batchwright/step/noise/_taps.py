@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import ArgumentError
-from ._vectors import Tap
-from .meter import GradientNorms, Norms, Squares, marked
+from ._squares import SMALL_ON_CPU, Squares, marked, square_of
+from ._vectors import Tap, compiled_parts
+from .meter import GradientNorms, Norms
 
 # How far the sum over examples may be off the gradient of a vector: rounding, by the type that gradients come in.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _USUAL_TOLERANCE = 2e-3
 INSTEAD = "use noise_from='all'"
+_COMPILED = "torch.compile runs its module without hooks"
+_ELSEWHERE = "its gradient does not come from a call of its module that runs hooks; compiled modules run none"
 
 
 @final
@@ -49,9 +52,10 @@ class Vector:
 class VectorNorms(Norms):
     """Sums ``|h_e|²`` over examples for every vector, and ``|h_i|² / b_i`` of the whole gradient where asked to.
 
-    Hooks are there only from ``begin`` to ``end``. A vector that several modules or calls use gets the sum of what they
-    show. Nothing waits for the device, except in updates that also measure the whole gradient: these compare the sum
-    over examples with the gradient of the vector itself.
+    Hooks are there only from ``begin`` to ``end``. Every micro-batch compares the sum over examples with the gradient
+    of the vector itself. Updates that also measure the whole gradient wait for the device to do so, and leave out what
+    is off. Others wait for nothing: the last entry of ``total`` counts the vectors that are off. A vector that is used
+    twice is left out: its rows may come in another order the second time, and the sum over them does not show that.
 
     Args:
         model: whose modules are tapped.
@@ -71,8 +75,8 @@ class VectorNorms(Norms):
         self._rows: list[Tensor | None] | None = None  # the gradient of every example in each vector, while open
         self._own: dict[int, Tensor] = {}  # gradients of the vectors themselves, by place
         self._dtypes: dict[int, torch.dtype] = {}
-        self._grads: list[tuple[int, int]] = []
         self._num_rows = 0
+        self._late: str | None = None  # what went wrong in this micro-batch, after vectors were checked
 
     def measure(self, taps: Sequence[Tap], vectors: Sequence[Vector]) -> None:
         """Measure these vectors from now on."""
@@ -92,8 +96,8 @@ class VectorNorms(Norms):
 
     @property
     def num_groups(self) -> int:
-        """Return how many sums there are: one, or that of the whole gradient and one of each vector."""
-        return 1 if self.whole is None else 1 + len(self.vectors)
+        """Return how many sums there are: of the whole gradient and each vector; or of all, and how many are off."""
+        return 2 if self.whole is None else 1 + len(self.vectors)
 
     def check_model(self) -> None:
         """Refuse a model that mixes the examples of a batch."""
@@ -101,6 +105,26 @@ class VectorNorms(Norms):
             raise ArgumentError(
                 f"BatchNorm mixes the examples of a batch, so none has a gradient of its own; {INSTEAD}, or GroupNorm"
             )
+
+    def leave_compiled_out(self) -> None:
+        """Note which vectors belong to compiled modules; hooks may run there at first, but not for every shape."""
+        compiled = compiled_parts(self._model)
+        for tap in self.taps:
+            if tap.module in compiled:
+                self._refuse(tap, _COMPILED)
+
+    def hold(self) -> Callable[[], None]:
+        """Return a function that puts back what is known about the vectors now."""
+        taps, vectors = list(self.taps), list(self.vectors)
+        known = [(one, one.reason, set(one.sizes)) for one in vectors]
+
+        def put_back() -> None:
+            if self.vectors != vectors:
+                self.measure(taps, vectors)
+            for one, reason, sizes in known:
+                one.reason, one.sizes = reason, set(sizes)
+
+        return put_back
 
     def arrange(self, parts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Return parts of at least two sizes while a vector waits for them: of equal ones, the last is cut again."""
@@ -114,70 +138,115 @@ class VectorNorms(Norms):
         """Put the hooks on the modules."""
         self._close()
         self._rows, self._own, self._num_rows = [None] * len(self.vectors), {}, num_rows
+        self._dtypes, self._late = {}, None
         self._handles = [tap.module.register_forward_hook(partial(self._look, tap)) for tap in self.taps]
+        self._handles += [
+            one.parameter.register_hook(marked(partial(self._note, place))) for place, one in enumerate(self.vectors)
+        ]
         if self.whole is not None:
-            self._handles += [one.parameter.register_hook(marked(partial(self._note, one))) for one in self.vectors]
             self.whole.begin(num_rows)
-        else:
-            self._grads = [_mark(one.parameter) for one in self.vectors]
 
     def _look(self, tap: Tap, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Ask for the gradient of a module's output."""
-        inputs = args[0] if args else None
         if not isinstance(output, Tensor) or not output.requires_grad:
             return  # the first pass of a reentrant checkpoint is one; the second comes during the backward pass
-        if output.dim() < 2 or len(output) != self._num_rows:
-            rows = tuple(output.shape)
-            self._refuse(tap, f"its output of shape {rows} does not have a row per example, of which there are")
+        if torch.compiler.is_compiling():
+            self._refuse(tap, _COMPILED)
+            return
+        inputs = args[0] if args else None
+        shape, width = output.shape, 0 if tap.vector is None else len(tap.vector)
+        if len(shape) < 2 or shape[0] != self._num_rows:
+            text = f"its output of shape {tuple(shape)} does not have a row per example, of which there are"
+            self._refuse(tap, f"{text} {self._num_rows}")
+        elif shape[tap.axis] != width:
+            self._refuse(tap, f"its output of shape {tuple(shape)} has no {width} features at axis {tap.axis}")
         elif tap.scale is None:
             output.register_hook(partial(self._take, tap, None, 0))
-        elif isinstance(inputs, Tensor) and inputs.shape == output.shape:
+        elif isinstance(inputs, Tensor) and inputs.shape == shape:
             output.register_hook(partial(self._take, tap, inputs.detach(), inputs._version))
 
     def _take(self, tap: Tap, inputs: Tensor | None, version: int, gradient: Tensor) -> None:
-        """Add the gradients of the examples in one call of a module."""
-        if self._rows is None:
+        """Keep the gradients of the examples in a call of a module."""
+        place = self._places.get(id(tap.vector))
+        if self._rows is None or place is None:
             return
         if inputs is not None and inputs._version != version:
-            self._refuse(tap, "its input was changed in place after it ran, in a micro-batch of rows:")
-            return
-        place = self._places.get(id(tap.vector))
-        if place is not None:
-            rows, before = tap.rows_of(gradient, inputs), self._rows[place]
-            self._rows[place] = rows if before is None else before + rows
+            self._refuse(tap, "its input was changed in place after it ran")
+        elif self._rows[place] is not None:
+            self._refuse(tap, "it is used more than once, and the rows of one call may be in another order")
+        else:
+            self._rows[place] = tap.rows_of(gradient, inputs)
             self._dtypes[place] = gradient.dtype
 
-    def _note(self, vector: Vector, gradient: Tensor) -> None:
+    def _note(self, place: int, gradient: Tensor) -> None:
         """Keep the gradient of a vector, to compare it with the sum over examples."""
         if self._rows is not None:
-            place = self._places[id(vector.parameter)]
             before = self._own.get(place)
-            self._own[place] = gradient.detach().clone() if before is None else before + gradient.detach()
+            # While somebody holds it, autograd adds it to others but changes it no more.
+            self._own[place] = gradient if before is None else before + gradient
 
     def _refuse(self, tap: Tap, reason: str) -> None:
-        """Leave the vectors of a module out while they are checked; later it is too late for that."""
-        text = f"{reason} {self._num_rows}"
+        """Leave the vector of a module out while it is checked; later it is too late for that."""
         place = self._places.get(id(tap.vector))
-        if place is not None and self.vectors[place].reason is None:
-            self.vectors[place].reason = text
+        if place is not None:
+            self._refuse_vector(self.vectors[place], reason)
+
+    def _refuse_vector(self, vector: Vector, reason: str) -> None:
+        if self.whole is None:
+            self._late = self._late or f"{vector.name} was measured before, but now {reason}; {INSTEAD}"
+        elif vector.reason is None:
+            vector.reason = reason
 
     def end(self, num_examples: int) -> None:
         """Take the hooks off, and add the sums of a micro-batch."""
         rows, whole = self._rows or [], self.whole
         self._close()
+        for place, vector in enumerate(self.vectors if rows else []):
+            if (rows[place] is None) != (place not in self._own):
+                self._refuse_vector(vector, _ELSEWHERE)
+        if self._late is not None:
+            raise ArgumentError(self._late)
+        compared = self._compare(rows)
+        self._own = {}
         if whole is not None:
             whole.end(num_examples)
-            self._check(rows)
-        else:
-            self._check_late(rows)
+            self._judge(compared)
         if num_examples == 0 or not rows:
             return
-        share = self._squares(rows)
-        if whole is not None:
+        if whole is None:
+            share = _sums_of(compared)
+        else:
+            share = self._squares(rows)
             first = share.new_zeros(1) if whole.total is None else whole.total.to(share)
             share = torch.cat([first, share])
             whole.reset()
         self.total = share if self.total is None else self.total + share
+
+    def _compare(self, rows: Sequence[Tensor | None]) -> list[_Compared]:
+        """Compare the sums over examples with the gradients of the vectors, those of one shape in one go."""
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for place, one in enumerate(rows):
+            if one is not None and place in self._own:
+                # What is large costs more to copy than a few calls more.
+                apart = place if one.numel() > SMALL_ON_CPU else None
+                tolerance = _TOLERANCE.get(self._dtypes[place], _USUAL_TOLERANCE)
+                alike.setdefault((one.shape, one.dtype, one.device, tolerance, apart), []).append(place)
+        return [
+            _Compared.of(places, [one for place in places if (one := rows[place]) is not None], self._own, key[3])
+            for key, places in alike.items()
+        ]
+
+    def _judge(self, compared: Sequence[_Compared]) -> None:
+        """Leave out the vectors whose examples do not add up; this waits for the device."""
+        for one in compared:
+            figures = torch.stack([one.gaps, one.sizes, one.bounds], dim=1).tolist()
+            for place, (gap, size, bound) in zip(one.places, figures, strict=True):
+                vector = self.vectors[place]
+                if math.isfinite(gap) and gap > bound:
+                    text = f"the gradients of its examples add up to one that is {gap:.2g} off {size:.2g}"
+                    self._refuse_vector(vector, text)
+                elif math.isfinite(gap):
+                    vector.sizes.add(self._num_rows)
 
     def _squares(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return the squared norm of each vector, or of all together where the whole gradient is not measured."""
@@ -193,30 +262,6 @@ class VectorNorms(Norms):
         """Return the squared norms of the gradients that are there now, in the order of ``total``."""
         squares = self._squares([one.parameter.grad for one in self.vectors])
         return squares if self.whole is None else torch.cat([self.whole.of_gradients().to(squares), squares])
-
-    def _check(self, seen: Sequence[Tensor | None]) -> None:
-        """Compare the sums over examples with the gradients of the vectors; this waits for the device."""
-        for place, (vector, rows) in enumerate(zip(self.vectors, seen, strict=False)):
-            own = self._own.get(place)
-            if vector.reason is not None or (rows is None and own is None):
-                continue
-            if rows is None or own is None:
-                vector.reason = "its gradient does not come from calls of its module alone"
-                continue
-            gap, size, spread = torch.stack([(rows.sum(0) - own).norm(), own.norm(), rows.norm()]).tolist()
-            bound = _TOLERANCE.get(self._dtypes[place], _USUAL_TOLERANCE) * (size + spread)
-            if math.isfinite(gap) and gap > bound:
-                vector.reason = f"the gradients of its examples add up to one that is {gap:.2g} off {size:.2g}"
-            elif math.isfinite(gap):
-                vector.sizes.add(self._num_rows)
-
-    def _check_late(self, seen: Sequence[Tensor | None]) -> None:
-        """Refuse what has changed since vectors were checked, as far as the host can see it."""
-        for vector, rows, mark in zip(self.vectors, seen, self._grads, strict=False):
-            if vector.reason is None and rows is None and _mark(vector.parameter) != mark:
-                vector.reason = "its module no longer shows the gradients of examples"
-            if vector.reason is not None:
-                raise ArgumentError(f"{vector.name} was measured before, but now {vector.reason}; {INSTEAD}")
 
     def reset(self, total: Tensor | None = None) -> None:
         """Forget the micro-batches so far, or go back to an earlier total."""
@@ -238,6 +283,39 @@ class VectorNorms(Norms):
         self._handles, self._rows = [], None
 
 
-def _mark(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return what changes when a backward pass reaches a parameter."""
-    return (0, 0) if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+class _Compared(NamedTuple):
+    """Some vectors, and how far the gradients of their examples are off their own."""
+
+    places: list[int]
+    squares: Tensor  # sum of |h_e|² of each
+    gaps: Tensor  # between the sum over examples and the gradient of the vector
+    sizes: Tensor  # of the latter
+    bounds: Tensor  # how large a gap may be
+
+    @classmethod
+    def of(cls, places: list[int], rows: list[Tensor], own: dict[int, Tensor], tolerance: float) -> _Compared:
+        """Compare vectors whose rows have one shape."""
+        if len(rows) == 1:
+            all_rows, squares = rows[0][None], square_of(rows[0])[None]
+            all_own = own[places[0]][None]
+        else:
+            all_rows = torch.stack(rows)
+            flat = all_rows.view(len(rows), -1)
+            squares = torch.linalg.vecdot(flat, flat)
+            all_own = torch.stack([own[place] for place in places])
+        own_in_kind = all_own.to(all_rows.dtype)
+        gaps = torch.linalg.vector_norm(all_rows.sum(1) - own_in_kind, dim=1)
+        sizes = torch.linalg.vector_norm(own_in_kind, dim=1)
+        return cls(places, squares, gaps, sizes, (sizes + squares.sqrt()) * tolerance)
+
+
+def _sums_of(compared: Sequence[_Compared]) -> Tensor:
+    """Return the sum of all squares and the number of vectors that are off, in one tensor."""
+    shares = [torch.stack([one.squares.sum(), (one.gaps > one.bounds).sum().to(one.squares)]) for one in compared]
+    if not shares:
+        return torch.zeros(2, dtype=torch.float64)
+    wide = torch.float32 if shares[0].device.type == "mps" else torch.float64
+    total = shares[0].to(wide)
+    for share in shares[1:]:
+        total = total + share.to(total)
+    return total

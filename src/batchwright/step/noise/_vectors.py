@@ -63,6 +63,16 @@ def find_taps(model: nn.Module, trained: Iterable[nn.Parameter]) -> list[Tap]:
     return _taps(modules, known, _norm_of) or _taps(modules, known, _layer_of)
 
 
+def compiled_parts(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that run inside of compiled ones, or are compiled themselves."""
+    return {inner for part in model.modules() if _is_compiled(part) for inner in part.modules()}
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    is_wrapper = "_orig_mod" in part._modules
+    return is_wrapper or part._compiled_call_impl is not None or hasattr(part.forward, "_torchdynamo_orig_callable")
+
+
 def _taps(modules: list[nn.Module], known: set[int], tap_of: Callable[[nn.Module], Tap | None]) -> list[Tap]:
     return [tap for found in map(tap_of, modules) if found is not None and (tap := found.of(known)).vector is not None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,8 @@ class VectorMeter(Meter):
         self._before = NoiseAverage()  # of the whole gradient, before there were vectors
         self._chosen: list[int] | None = None  # places of vectors that were right, None before that is known
         self._names: list[str] | None = None  # of the vectors that the averages belong to
+        self._must_check = False  # because examples did not add up in the newest update that was read
+        self._undo_check: Callable[[], None] | None = None  # forgets what an update has found that was not settled
         self.norms: VectorNorms = VectorNorms(model)
         weakref.finalize(self, self.norms.close)
         self._find(named_parameters)
@@ -70,14 +73,20 @@ class VectorMeter(Meter):
         self.finish()
         self.norms.check_model()
         num = index + 1
-        is_whole = self._chosen is None or num % _WHOLE_EVERY == 0 or (num < _WHOLE_EVERY and num & (num - 1) == 0)
+        is_due = num % _WHOLE_EVERY == 0 or (num < _WHOLE_EVERY and num & (num - 1) == 0)
+        is_whole = is_due or self._chosen is None or self._must_check
         if is_whole:
+            self._undo_check = self.norms.hold()
             self.norms.whole = GradientNorms(self._parameters)
+            self.norms.leave_compiled_out()
         return is_whole
 
     def finish(self) -> None:
         """Leave no hook of an update that is done or abandoned, and go on with the vectors that were right."""
         self.norms.close()
+        if self._undo_check is not None:  # a batch that was refused says nothing about the next one
+            self._undo_check()
+            self._undo_check = None
         vectors = self.norms.vectors
         if self._chosen is not None and len(self._chosen) < len(vectors):
             chosen = [vectors[place] for place in self._chosen]
@@ -95,6 +104,7 @@ class VectorMeter(Meter):
         good, bad = summed[: len(vectors)], summed[len(vectors) :]
         if all(bad):
             raise ArgumentError(f"noise_from='vectors' cannot be measured in this model: {self._reasons()}; {INSTEAD}")
+        self._undo_check, self._must_check = None, False
         right = [place for place in range(len(vectors)) if good[place] and not bad[place]]
         if not right:
             return  # batches were too small to see it
@@ -119,14 +129,33 @@ class VectorMeter(Meter):
         places = None if self._chosen is None else [1 + place for place in self._chosen]
         if self.norms.whole is None:
             places = [0]  # one sum of all vectors
+            if q.is_cpu and q[-1] > 0:
+                self._must_check = True
+                raise ArgumentError(self._off())
         sample = _Sample(
             q, self.norms.of_gradients(), q_factor, gb_factor, num_examples, num_parts if is_whole else 0, places
         )
         return self._keep(sample)
 
+    def _off(self) -> str:
+        names = ", ".join(self._names or ())
+        return (
+            f"the gradients of examples in {names} added up to those of the vectors before, but no longer do: a vector "
+            f"is used outside of its module now; {INSTEAD}"
+        )
+
+    def _report(self, sample: _Sample) -> NoiseReport:
+        report = super()._report(sample)
+        if sample.is_off:
+            raise ArgumentError(self._off())
+        return report
+
     def _evaluate(self, sample: _Sample) -> NoiseReport:
         whole, vectors = sample.whole(), sample.vectors()
         num = sample.num_examples
+        if sample.is_off:  # the next update leaves out what is wrong, or refuses
+            self._must_check = True
+            return NoiseReport(math.nan, math.nan, num, reliable=False, source="vectors")
         if vectors is None:
             assert whole is not None
             self._before = self._before.update(*whole, num_examples=num)
@@ -151,8 +180,24 @@ class VectorMeter(Meter):
 
     @average.setter
     def average(self, value: NoiseAverage) -> None:
-        self._unread, self._before = [], value
+        self._read()  # for reports that nobody has looked at yet
+        self._before = value
         self._average, self._ratio, self._names = NoiseAverage(), NoiseRatio(), None
+
+    def hold(self) -> Callable[[], None]:
+        """Return a function that puts back the averages of now, and what is known now about the vectors."""
+        self._read()
+        put_norms_back, state = self.norms.hold(), self.read_state(self.to_state())
+        chosen, parameters, must_check = self._chosen, self._parameters, self._must_check
+
+        def put_back() -> None:
+            self._undo_check = None
+            self.norms.close()
+            put_norms_back()
+            state()
+            self._chosen, self._parameters, self._must_check = chosen, parameters, must_check
+
+        return put_back
 
     def to_state(self) -> dict[str, Any]:
         """Return the averages of the vectors, as JSON values."""
@@ -188,7 +233,7 @@ class VectorMeter(Meter):
 class _Sample:
     """The measurements of one update, and its report after they were read."""
 
-    q: Tensor  # of all vectors; or of the whole gradient, then of each vector
+    q: Tensor  # of all vectors, then how many are off; or of the whole gradient, then of each vector
     gb: Tensor  # the same for the squared norm of the summed gradient
     q_factor: float
     gb_factor: float
@@ -196,6 +241,11 @@ class _Sample:
     num_parts: int  # of the whole gradient, 0 if it was not measured
     places: list[int] | None  # of the vectors that count
     report: NoiseReport | None = None
+
+    @property
+    def is_off(self) -> bool:
+        """Return whether examples did not add up, where vectors alone were measured."""
+        return self.places == [0] and float(self.q[-1]) > 0
 
     def whole(self) -> tuple[float, float] | None:
         """Return ``s`` and ``g2`` of the whole gradient, from micro-batches."""
