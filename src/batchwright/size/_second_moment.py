@@ -26,7 +26,8 @@ def is_corrected(optimizer: Any) -> bool | None:
 
     A class made from one of torch's counts as that one if it has the same ``step``.
     """
-    kind = type(optimizer)
+    kind: Any = type(optimizer)
+    base: Any
     for base in kind.__mro__:
         is_torch = base.__module__.startswith("torch.optim.")
         if is_torch and base.__name__ in _CORRECTED:
