@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, final
 
 from .._checks import as_number
 from ..errors import ArgumentError
+from ._second_moment import MARK, follow, is_corrected
 from .learning_rate import Beta2Rule, in_step, innermost
 
 # The beta2 of each group of an optimizer, None for a group without one.
@@ -15,13 +17,38 @@ Beta2s: TypeAlias = "tuple[float | None, ...]"
 
 
 def check_beta2(optimizer: Any) -> None:
-    """Refuse an optimizer none of whose groups has ``betas``."""
+    """Refuse an optimizer none of whose groups has ``betas``; warn if its bias correction is not known."""
     inner = innermost(optimizer)
     if all(beta2 is None for beta2 in beta2s_of(inner)):
         raise ArgumentError(
             f"beta2_rule changes the second of betas, but no group of {type(inner).__name__} has betas; leave "
             "beta2_rule out, or use an optimizer like Adam"
         )
+    if is_corrected(inner) is None:
+        warnings.warn(
+            f"beta2_rule does not know the bias correction of {type(inner).__name__}, if it has one: the steps after a "
+            "change of the batch size may be too large or too small early in training; Adam, AdamW, NAdam, RAdam and "
+            "SparseAdam of torch.optim are right",
+            stacklevel=3,
+        )
+
+
+def follow_beta2(optimizer: Any, values: Sequence[float | None] | None) -> None:
+    """Prepare Adam's averages of squared gradients for a step with another beta2 than the step before.
+
+    The step divides them by ``1 - beta2 ** step``, which is right for averages made with this beta2 alone. They are
+    multiplied so that the quotient stays what it was. A group notes for which beta2 they are right as
+    ``"exp_avg_sq_beta2"``, and checkpoints of the optimizer hold it.
+
+    Args:
+        optimizer: Adam, AdamW, NAdam, RAdam or SparseAdam of ``torch.optim``; others are left alone.
+        values: a beta2 per group, None for a group without one; None for those that the groups have.
+    """
+    inner = innermost(optimizer)
+    if values is not None:
+        follow(inner, values)
+    elif any(MARK in group for group in inner.param_groups):  # a rule was at work before, perhaps in another run
+        follow(inner, beta2s_of(inner))
 
 
 def beta2s_of(optimizer: Any) -> Beta2s:
@@ -53,11 +80,12 @@ def beta2s_for(optimizer: Any, rule: Beta2Rule, batch_size: int, base_size: int)
 def changed_beta2(optimizer: Any, values: Sequence[float | None] | None) -> Iterator[None]:
     """Give the groups another beta2 in the optimizer's step, and put theirs back before anyone looks.
 
-    Hooks and checkpoints see the betas as they were, as with ``scaled_lr``.
+    Hooks and checkpoints see the betas as they were, as with ``scaled_lr``. Averages follow as in ``follow_beta2``,
+    whether or not a step is taken.
 
     Args:
         optimizer: a ``torch.optim.Optimizer``, or anything with its ``param_groups``.
-        values: a beta2 per group, None where nothing changes; None changes nothing at all.
+        values: a beta2 per group, None where nothing changes; None if nothing does.
 
     Raises:
         ArgumentError: the step itself changed the betas.
@@ -71,6 +99,7 @@ def changed_beta2(optimizer: Any, values: Sequence[float | None] | None) -> Iter
     (0.9, 0.99)
     """
     inner = innermost(optimizer)
+    follow_beta2(inner, values)
     if values is None or tuple(values) == beta2s_of(inner):
         yield
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any, Literal, final
 
 import torch
@@ -83,7 +82,8 @@ class Stepper:
         shapes: the catalogue of ``graphs``: ``plan.shapes``, or the sampler; None captures shapes that come again.
             With a sampler of static shapes, lists of examples are cut into micro-batches of these shapes.
         beta2_rule: ``"half_life"`` or a function of ``(batch_size, base_size, beta2)`` that returns another ``beta2``
-            for the second of an optimizer's ``betas``, only inside ``optimizer.step``.
+            for the second of an optimizer's ``betas``, only inside ``optimizer.step``. Bias corrections of Adam, AdamW,
+            NAdam, RAdam and SparseAdam stay right when it changes; for others whose correction is unknown it warns.
         tokens_of: returns the tokens of a batch, for ``report.tokens``; None counts ``lengths`` where they are given.
 
     >>> model = nn.Linear(2, 1)
@@ -261,8 +261,7 @@ class Stepper:
                 scaler.unscale_(self._optimizer)
             pending.norm = None if clip_norm is None else clip(self._trained.parameters, clip_norm)
             pending.stage = "clipped"
-        has_beta2 = nullcontext() if beta2s is None else changed_beta2(self._optimizer, beta2s)
-        with scaled_lr(self._optimizer, factor), has_beta2:
+        with scaled_lr(self._optimizer, factor), changed_beta2(self._optimizer, beta2s):
             apply_update(self._optimizer, self._trained.parameters, scaler)
         self._gatherer.pending = None  # whatever fails from here on, the update is not applied again
         self._optimizer.zero_grad()

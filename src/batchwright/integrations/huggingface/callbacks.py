@@ -175,9 +175,10 @@ class UpdateCallback(TrainerCallback):
         self._rate = None if rate is None else rate * factor
         self._scaled.enter_context(scaled_lr(optimizer, factor))
         rule, base_size = self.beta2_rule, self._settings.base_size
+        beta2s = None
         if rule is not None and base_size is not None:
             beta2s = beta2s_for(optimizer, rule, self._updates.figures.batch_size, base_size)
-            self._scaled.enter_context(changed_beta2(optimizer, beta2s))
+        self._scaled.enter_context(changed_beta2(optimizer, beta2s))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the learning rate before the schedule moves on."""

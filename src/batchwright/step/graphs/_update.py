@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...size.learning_rate import innermost
-from ...size.momentum import Beta2s, ChangedBeta2
+from ...size.momentum import Beta2s, ChangedBeta2, follow_beta2
 from .._optimizers import clip, forget_unscaling
 from .._settings import Settings
 from ..oom import is_out_of_memory
@@ -270,6 +270,7 @@ class Updates:
         """Replay the update with the rates of the groups, times a factor; return the norm before clipping."""
         assert self._graph is not None
         self.num_replayed += 1
+        follow_beta2(self._optimizer, self._beta2s)  # in place, where the captured step reads
         with ChangedBeta2(self._optimizer, self._beta2s):
             return self._graph.run([group["lr"] * factor for group in self._optimizer.param_groups])
 

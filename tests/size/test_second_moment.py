@@ -1,0 +1,185 @@
+"""Adam's average of squared gradients when beta2 changes: with a constant gradient g, v / (1 - beta2 ** t) is g²."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from batchwright.size._second_moment import MARK, follow, is_corrected  # noqa: E402
+from batchwright.size.momentum import changed_beta2  # noqa: E402
+
+torch.set_num_threads(1)
+GRADIENT = torch.tensor([3.0, -0.5, 1e-2])
+BETA2S = (0.98, 0.5, 0.9999, 0.86, 0.86, 0.0, 0.92, 0.98, 0.7, 0.999, 0.3, 0.99)
+OPTIONS = {"lr": 0.25, "betas": (0.9, 0.98), "eps": 1e-12}
+KINDS = {
+    "adam": (torch.optim.Adam, {"foreach": False}),
+    "adam foreach": (torch.optim.Adam, {"foreach": True}),
+    "adam fused": (torch.optim.Adam, {"fused": True}),
+    "adam amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "adam amsgrad fused": (torch.optim.Adam, {"amsgrad": True, "fused": True}),
+    "adamw": (torch.optim.AdamW, {"weight_decay": 0.0}),
+    "nadam": (torch.optim.NAdam, {}),
+    "radam": (torch.optim.RAdam, {}),
+    "radam foreach": (torch.optim.RAdam, {"foreach": True}),
+}
+
+
+def run(optimizer, parameter, beta2s):
+    """Take a step with each beta2; yield it with the number of steps done."""
+    for num, beta2 in enumerate(beta2s, 1):
+        parameter.grad = GRADIENT.clone()
+        with changed_beta2(optimizer, [beta2]):
+            optimizer.step()
+        yield num, beta2
+
+
+def check_average(optimizer, parameter, num, beta2, rtol=2e-6):
+    state = optimizer.state[parameter]
+    for name in {"exp_avg_sq", "max_exp_avg_sq"} & state.keys():
+        expected = GRADIENT.double().square() * -math.expm1(num * math.log(beta2) if beta2 else -math.inf)
+        torch.testing.assert_close(state[name].double(), expected, rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_corrected_average_of_a_constant_gradient_is_its_square_at_every_beta2(name):
+    kind, more = KINDS[name]
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = kind([parameter], **OPTIONS, **more)
+    for num, beta2 in run(optimizer, parameter, BETA2S):
+        check_average(optimizer, parameter, num, beta2)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name.startswith("adam")])
+def test_adam_then_moves_by_the_rate_at_every_step(name):
+    kind, more = KINDS[name]
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = kind([parameter], **OPTIONS, **more)
+    for num, _ in run(optimizer, parameter, BETA2S):
+        torch.testing.assert_close(parameter.detach(), -0.25 * num * GRADIENT.sign(), rtol=1e-5, atol=0)
+
+
+def test_radam_moves_by_the_rate_times_the_rectification_of_the_beta2_in_force():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.RAdam([parameter], **OPTIONS)
+    before = torch.zeros(3)
+    for num, beta2 in run(optimizer, parameter, BETA2S * 2):
+        longest = 2 / (1 - beta2) - 1
+        length = longest - 2 * num * beta2**num / (1 - beta2**num)
+        if length > 5:
+            top, bottom = (length - 4) * (length - 2) * longest, (longest - 4) * (longest - 2) * length
+            expected = -0.25 * math.sqrt(top / bottom) * GRADIENT.sign()
+        else:
+            expected = -0.25 * GRADIENT
+        torch.testing.assert_close(parameter.detach() - before, expected, rtol=1e-4, atol=1e-6)
+        before = parameter.detach().clone()
+
+
+def test_sparse_adam_moves_by_the_rate_in_rows_that_come_at_every_step():
+    weight = torch.nn.Parameter(torch.zeros(2, 3))
+    optimizer = torch.optim.SparseAdam([weight], **OPTIONS)
+    for num, beta2 in enumerate(BETA2S, 1):
+        weight.grad = torch.sparse_coo_tensor([[1]], GRADIENT[None], (2, 3))
+        with changed_beta2(optimizer, [beta2]):
+            optimizer.step()
+        torch.testing.assert_close(weight[1].detach(), -0.25 * num * GRADIENT.sign(), rtol=1e-5, atol=0)
+
+
+@given(st.lists(st.floats(0.0, 0.99999), min_size=1, max_size=12))
+@settings(deadline=None)
+def test_any_sequence_of_beta2_keeps_the_corrected_average(beta2s):
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.Adam([parameter], **OPTIONS)
+    for num, beta2 in run(optimizer, parameter, beta2s):
+        check_average(optimizer, parameter, num, beta2, rtol=1e-5)
+
+
+def test_parameters_count_their_own_steps_and_those_without_a_step_stay():
+    often, seldom, never = (torch.nn.Parameter(torch.zeros(3)) for _ in range(3))
+    optimizer = torch.optim.Adam([often, seldom, never], **OPTIONS)
+    for turn, beta2 in enumerate((0.98, 0.8, 0.99, 0.5, 0.97)):
+        seldom.grad = GRADIENT.clone() if turn % 3 == 2 else None
+        list(run(optimizer, often, [beta2]))
+        check_average(optimizer, often, turn + 1, beta2)
+        if turn >= 2:
+            check_average(optimizer, seldom, 1, beta2)
+    assert never not in optimizer.state
+
+
+def test_groups_follow_their_own_beta2():
+    first, second = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    groups = [{"params": [first]}, {"params": [second], "betas": (0.9, 0.5)}]
+    optimizer = torch.optim.Adam(groups, **OPTIONS)
+    for num, pair in enumerate(((0.98, 0.5), (0.98, 0.7), (0.9, 0.7), (0.98, 0.5)), 1):
+        first.grad, second.grad = GRADIENT.clone(), GRADIENT.clone()
+        with changed_beta2(optimizer, pair):
+            optimizer.step()
+        check_average(optimizer, first, num, pair[0])
+        check_average(optimizer, second, num, pair[1])
+
+
+def test_steps_on_a_device_are_never_read():
+    # Tensors without values: whoever asked for the number of steps would get an error.
+    weight = torch.nn.Parameter(torch.zeros(3, device="meta"))
+    optimizer = torch.optim.Adam([weight], **OPTIONS)
+    average = torch.zeros(3, device="meta")
+    optimizer.state[weight] = {"step": torch.zeros((), device="meta"), "exp_avg_sq": average}
+    version = average._version
+    follow(optimizer, [0.5])
+    assert (average._version, optimizer.param_groups[0][MARK]) == (version + 1, 0.5)
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.parametrize("more", [{"fused": True}, {"capturable": True}, {"foreach": True}])
+def test_steps_on_a_gpu_give_the_same_averages_without_synchronising(more):
+    weight = torch.nn.Parameter(torch.zeros(3, device="cuda"))
+    optimizer = torch.optim.Adam([weight], **OPTIONS, **more)
+    for num, beta2 in enumerate(BETA2S, 1):
+        weight.grad = GRADIENT.cuda()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            follow(optimizer, [beta2])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        with changed_beta2(optimizer, [beta2]):
+            optimizer.step()
+        expected = GRADIENT.double().square() * -math.expm1(num * math.log(beta2) if beta2 else -math.inf)
+        torch.testing.assert_close(
+            optimizer.state[weight]["exp_avg_sq"].cpu().double(), expected, rtol=1e-5, atol=0
+        )
+
+
+def test_the_same_beta2_again_changes_nothing_and_a_group_without_changes_gets_no_note():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.Adam([parameter], **OPTIONS)
+    list(run(optimizer, parameter, [0.98]))
+    assert MARK not in optimizer.param_groups[0]
+    follow(optimizer, [0.5])
+    average = optimizer.state[parameter]["exp_avg_sq"].clone()
+    follow(optimizer, [0.5])
+    assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], average)
+    follow(optimizer, [None])
+    assert optimizer.param_groups[0][MARK] == 0.5
+
+
+def test_optimizers_are_known_by_the_step_that_they_have():
+    class Same(torch.optim.AdamW):
+        pass
+
+    class Other(torch.optim.Adam):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    class Lion(torch.optim.Optimizer):
+        pass
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    corrected = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, Same)
+    assert [is_corrected(kind([parameter])) for kind in corrected] == [True] * 5
+    assert is_corrected(torch.optim.SparseAdam([parameter])) is True
+    assert is_corrected(torch.optim.Adamax([parameter])) is False
+    assert is_corrected(Lion([parameter], {})) is False
+    assert is_corrected(Other([parameter])) is None
