@@ -160,7 +160,7 @@ def test_a_run_on_a_stated_clock_repeats_to_the_digit(part, strategy):
     assert first == second
     assert math.isfinite(first["loss"])
     # No more time than what was under way at its end, an update or an experiment.
-    assert 0.27 <= first["seconds"] < 0.27 + (0.5 if strategy == "measured" else 0.1)
+    assert 0.27 <= first["seconds"] < 0.27 + (1.3 if strategy == "measured" else 0.1)
 
 
 def test_a_constant_run_takes_the_time_of_its_updates(part):
@@ -172,13 +172,13 @@ def test_a_constant_run_takes_the_time_of_its_updates(part):
 
 
 def test_experiments_are_charged(part):
-    """16 batches of 16, in 16 + 8 + 4 updates, and 4 evaluations of 16 batches at a third of a pass."""
+    """64 batches of 16, in 64 + 32 + 16 updates, and 7 evaluations of 8 batches of 64 at a third of a pass."""
     training = part("training")
     row = training.run(training.Unit("10,0.5", "teacher", "measured", 1.0, 0))
-    once = (10 * round(28 + 64 / 3) + 0.5 * round((48 + 64 / 3) * 16)) / 1000
-    assert row["sizes"] == [(0.0, 16)]
-    assert row["experiment_seconds"] == pytest.approx(2 * once)
-    assert row["updates"] == math.ceil((5.4 - 2 * once) / 0.018)
+    passes, examples = 112 + 56 / 3, (192 + 4 * 56 / 3) * 16
+    once = (10 * round(passes) + 0.5 * round(examples)) / 1000
+    assert row["experiment_seconds"] == pytest.approx(once)
+    assert row["seconds"] == pytest.approx(once + (10 * row["updates"] + 0.5 * row["examples"]) / 1000)
 
 
 # Which runs are made

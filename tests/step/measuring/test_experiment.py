@@ -240,6 +240,84 @@ def test_each_branch_is_the_training_that_a_loop_by_hand_does():
     assert (found.examples, found.pairs) == (64, "batch")
 
 
+def test_a_branch_is_evaluated_after_the_updates_of_every_larger_branch():
+    model, batches = plain_model(), batches_of(12)
+    found = measure_size(make(model=model), batches)
+    for branch, marks in zip(found.branches, ([2, 4, 8], [2, 4], [2]), strict=True):
+        assert [round(moment / branch.seconds * branch.num_updates, 6) for moment, _ in branch.curve] == marks
+        for mark, (_, losses) in zip(marks, branch.curve, strict=True):
+            trained_on = batches[: mark * branch.factor]
+            assert losses == pytest.approx(by_hand(model, trained_on, batches[8:], branch.factor), rel=1e-5)
+        assert branch.curve[-1] == (branch.seconds, branch.losses)
+    (first, after_two), (second, after_four), _ = found.branches[0].curve
+    middle = (sum(after_two) + sum(after_four)) / 8
+    assert found.branches[0].by((first + second) / 2) == pytest.approx(middle)
+    assert found.branches[0].by(first / 2) == pytest.approx(sum(after_two) / 4)
+
+
+def test_a_curve_over_repeats_pairs_the_means_of_each():
+    model, batches = plain_model(), batches_of(14)
+    found = measure_size(make(model=model), batches, factors=(1, 2), repeats=3)
+    (_, on_the_way), (_, in_the_end) = found.branches[0].curve
+    parts = [by_hand(model, batches[at : at + 2], batches[12:], 1) for at in (0, 4, 8)]
+    assert on_the_way == pytest.approx([sum(part) / 2 for part in parts], rel=1e-5)
+    assert in_the_end == found.branches[0].losses
+
+
+class Wandering(nn.Module):
+    """Draws and counts in eval mode too."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.num_calls = nn.Linear(4, 1), 0
+        self.register_buffer("seen", torch.zeros(1))
+        self.generator = torch.Generator().manual_seed(7)
+
+    def forward(self, x):
+        self.num_calls += 1
+        self.seen.add_(1)
+        draw = torch.rand(1) + torch.rand(1, generator=self.generator) + random.random()
+        return self.inner(x) * (1 + 0.1 * draw + 0.01 * self.seen)
+
+
+def test_an_evaluation_on_the_way_changes_nothing_of_the_branch():
+    def last_losses(factors):
+        torch.manual_seed(0)
+        stepper = make("sgd", model=Wandering())
+        seed_all()
+        found = measure_size(stepper, batches_of(8), factors=factors, evaluate=batches_of(4, first=50))
+        return found.branches[0].losses
+
+    # With factors 1 and 8 the first branch is evaluated once on the way, with 1, 2, 4 and 8 three times.
+    assert last_losses((1, 8)) == last_losses((1, 2, 4, 8))
+
+
+class Swapping(torch.optim.SGD):
+    """Evaluates at another point, as schedule-free optimizers do, and comes back only nearly."""
+
+    def eval(self):
+        self._scale(1.1)
+
+    def train(self):
+        raise AssertionError("the parameters are put back, not computed back")
+
+    @torch.no_grad()
+    def _scale(self, factor):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(factor)
+
+
+def test_an_optimizer_that_evaluates_at_another_point_trains_on_from_its_own():
+    def last_losses(factors):
+        model = plain_model()
+        stepper = Stepper(model, Swapping(model.parameters(), lr=0.05), loss_fn)
+        found = measure_size(stepper, batches_of(8), factors=factors, evaluate=batches_of(4, first=50))
+        return found.branches[0].losses
+
+    assert last_losses((1, 8)) == last_losses((1, 2, 4, 8))
+
+
 def test_held_out_batches_of_ones_own_leave_all_others_for_training():
     model, batches = plain_model(), batches_of(8)
     held_out = batches_of(3, first=50)
@@ -299,6 +377,8 @@ def test_seconds_are_those_of_the_device_without_the_first_update_of_a_branch():
     found = measure_size(stepper, batches_of(24), factors=(1, 2, 4))
     # Twenty batches of 8 examples: 20 × 0.58, 10 × 0.66, 5 × 0.82.
     assert [branch.seconds for branch in found.branches] == pytest.approx([11.6, 6.6, 4.1])
+    # Evaluations do not count: after 5, 10 and 20 updates.
+    assert [moment for moment, _ in found.branches[0].curve] == pytest.approx([2.9, 5.8, 11.6])
 
 
 def test_memory_of_branches_and_copies_is_charged():
@@ -339,6 +419,7 @@ def test_the_observation_is_plain_json_and_names_no_update():
     assert json.loads(json.dumps(observed)) == observed
     assert observed["experiment"]["factors"] == [1, 2, 4]
     assert observed["experiment"]["examples"] == 64
+    assert [len(points) for points in observed["experiment"]["curve"].values()] == [3, 2, 1]
     assert json.loads(json.dumps(found.to_dict()))["branches"][1]["factor"] == 2
 
 
@@ -377,14 +458,16 @@ def test_the_table_has_a_row_per_factor():
         "batch",
         "size",
         "updates",
-        "loss",
-        "fall",
-        "per",
-        "second",
         "seconds",
+        "loss",
+        "at",
+        "1",
+        "by",
+        "then",
         "peak",
     ]
     assert [line.split()[:3] for line in lines[1:4]] == [["1", "8", "8"], ["2", "16", "4"], ["4", "32", "2"]]
+    assert lines[1].split()[4] == lines[1].split()[5]  # by its own end
     assert lines[4].startswith("4 pairs by batch, loss ")
 
 
@@ -401,7 +484,9 @@ def test_lists_of_examples_are_joined_before_they_are_collated():
     batches = [[{name: value[row] for name, value in batch.items()} for row in range(8)] for batch in batches_of()]
     found = measure_size(make(model=plain_model(), collate=collate), batches)
     assert all(branch.is_joined for branch in found.branches)
-    assert sizes == [8] * 4 + ([8] * 8 + [8] * 4) + ([16] * 4 + [8] * 4) + ([32] * 2 + [8] * 4)
+    held_out = [8] * 4
+    first = [8] * 2 + held_out + [8] * 2 + held_out + [8] * 4 + held_out
+    assert sizes == held_out + first + ([16] * 2 + held_out + [16] * 2 + held_out) + ([32] * 2 + held_out)
 
 
 def of_widths(batch, width):
@@ -454,8 +539,8 @@ def test_whatever_a_branch_raises_comes_out_after_everything_was_put_back(error,
 
     def fails(model, batch):
         num_calls[0] += is_on[0]
-        # In the second branch: after 4 evaluations, 8 updates and 4 evaluations.
-        if num_calls[0] > (18 if while_training else 21) and model.training is while_training:
+        # In the second branch, after 4 evaluations and the first branch: 2 updates, 4 evaluations, 2 updates, 4 more.
+        if num_calls[0] > 4 + (8 + 3 * 4) + (7 if while_training else 3) and model.training is while_training:
             raise error
         return loss_fn(model, batch)
 

@@ -24,24 +24,27 @@ _MOST_FREEDOM = 200
 
 
 class Verdict(NamedTuple):
-    """What an experiment says about one factor, in shares of the fall of the loss."""
+    """How a factor compares with a smaller one after the same seconds; harm is how much higher its loss is."""
 
-    factor: float
+    rival: str
+    loss: float
     harm: float
     reach: float
-    speed: float
+    limit: float
 
-    def words(self, tolerance: float) -> str:
-        """Say what was found, and the smallest harm that could have been seen."""
-        if not math.isfinite(self.harm):
-            return f"{show(self.factor)} diverged"
-        found = f"{show(self.factor)} gives up {_percent(self.harm)} of the fall of the loss"
-        limit = f"at most {_percent(self.harm + self.reach)}, allowed {_percent(tolerance)}"
-        return f"{found} ({limit}) at {self.speed:.2f} times the speed"
+    @property
+    def is_good(self) -> bool:
+        """Return whether the harm is surely within the limit; without a fall that limits it, surely no harm."""
+        most = self.harm + self.reach
+        return most <= self.limit if self.limit > 0 else most < 0
 
-    def is_good(self, tolerance: float) -> bool:
-        """Return whether the harm is surely within the tolerance, and the examples took no longer."""
-        return self.harm + self.reach <= tolerance and self.speed >= 1
+    @property
+    def words(self) -> str:
+        """Say what was found, the most harm that it leaves possible, and what is allowed."""
+        most = self.harm + self.reach
+        surely = f"at most {show(most)} higher" if most > 0 else f"at least {show(-most)} lower"
+        allowed = f"{show(self.limit)} allowed" if self.limit > 0 else "as the loss did not fall, it must be lower"
+        return f"{show(self.loss)} at {self.rival} ({surely}, {allowed})"
 
 
 @final
@@ -57,21 +60,19 @@ class Measured(ReasoningPolicy):
         if observation.experiment is None:
             return hold(observation, state, "no experiment was made since the last observation")
         found = _Experiment(observation.experiment)
-        if len(found.base) < _MIN_PAIRS:
-            words = f"{len(found.base)} pairs of losses cannot show what is not worse, {_MIN_PAIRS} are the fewest"
+        if found.num_pairs < _MIN_PAIRS:
+            words = f"{found.num_pairs} pairs of losses cannot show what is not worse, {_MIN_PAIRS} are the fewest"
             return hold(observation, state, words)
-        if not found.fall > 0:
-            words = f"the loss did not fall in the experiment ({show(found.before.mean())} before), nothing to compare"
-            return hold(observation, state, words)
-        best, said = 1.0, []
+        taken, said = [1.0], []
         for factor in found.larger:
-            verdict = found.judge(factor, level=self.level, tolerance=self.tolerance)
-            said.append(verdict.words(self.tolerance))
+            is_good, about = found.judge(factor, taken, level=self.level, tolerance=self.tolerance)
+            said.append(about)
             # Tested one after the other up to the first that fails, all of them together err as seldom as one.
-            if not verdict.is_good(self.tolerance):
+            if not is_good:
                 break
-            best = factor
-        words = f"{len(found.base)} pairs at level {show(self.level)}: {'; '.join(said)}"
+            taken.append(factor)
+        best = taken[-1]
+        words = f"{found.num_pairs} pairs at level {show(self.level)}: {'; '.join(said)}"
         if best == 1:
             return hold(observation, state, words)
         size = observation.exact * best
@@ -79,34 +80,40 @@ class Measured(ReasoningPolicy):
 
 
 def measured(*, level: float = _LEVEL, tolerance: float = _TOLERANCE) -> Policy:
-    """Grow to the largest batch that an experiment found not worse; it never shrinks the batch.
+    """Grow to the largest batch that an experiment found not worse by the second; it never shrinks the batch.
 
     ``step.measure_size`` trains from one state at several multiples of the batch, on the same examples, and measures
-    the losses on the same held-out batches. A factor ``c`` that makes fewer updates gives up a share ``h`` of the fall
-    of the loss. With the losses ``L0`` before, ``L1`` at the size in force and ``Lc`` at ``c`` times that::
+    the losses on the same held-out batches. A factor ``c`` ends after fewer seconds. Its losses ``Lc`` are compared
+    with those that a smaller factor had reached by then, ``L1``, on a straight line between two evaluations of that
+    branch. The loss falls fast at first, so to divide each fall by its own seconds would favour the branch that ends
+    sooner. With the losses ``L0`` before::
 
-        h = mean(Lc − L1) / mean(L0 − L1)
         not worse:   mean(e) + t · error(e) <= 0,   e = (Lc − L1) − tolerance · (L0 − L1)
 
     ``t`` is the quantile ``1 − level`` of Student's distribution. So a factor whose true harm is the tolerance or more
     passes in at most ``level`` of all experiments, however few the pairs or noisy the losses: what cannot be told is
-    not taken. Factors are tested from the smallest to the first that fails. A factor whose examples took longer than at
-    the size in force fails too.
+    not taken. Where the loss had not fallen by then, a larger factor must be surely better. Factors are tested from the
+    smallest to the first that fails, each against the size in force and against all that passed before. A factor whose
+    examples took longer than at a smaller one fails too. An experiment without a ``curve`` is compared with the end of
+    the smaller branch, which is stricter where the loss falls all the way.
 
     Pairs by held-out batch leave out that another order of the examples trains another model; repeats of the experiment
     take it in.
 
     Args:
         level: how often a factor at the limit of the tolerance may pass, above 0 and below 0.5.
-        tolerance: the share of the fall of the loss that a larger batch may give up, above 0 and below 1.
+        tolerance: the share of the fall of the loss in the same seconds that a larger batch may give up, above 0 and
+            below 1. Of sizes that differ less, the larger is taken.
 
     Returns:
         A policy that holds the size until an ``experiment`` is observed:
         ``controller.observe(**measure_size(stepper, batches).observation())``.
 
-    >>> losses = {1: [2.0, 2.2, 1.9, 2.1], 2: [2.0, 2.21, 1.9, 2.1], 4: [2.3, 2.5, 2.3, 2.3]}
-    >>> experiment = {"factors": [1, 2, 4], "losses": losses, "seconds": {1: 8.0, 2: 5.0, 4: 3.0}, "examples": 4096}
+    >>> losses = {1: [2.0, 2.2, 1.9, 2.1], 2: [2.0, 2.21, 1.9, 2.1], 4: [2.4, 2.6, 2.4, 2.4]}
+    >>> experiment = {"factors": [1, 2, 4], "losses": losses, "seconds": {1: 8.0, 2: 5.0, 4: 4.0}, "examples": 4096}
     >>> experiment["before"] = [2.5, 2.7, 2.4, 2.6]
+    >>> experiment["curve"] = {factor: [[experiment["seconds"][factor], losses[factor]]] for factor in (1, 2, 4)}
+    >>> experiment["curve"][1].insert(0, [4.0, [2.1, 2.3, 2.0, 2.2]])
     >>> measured().update(None, Observation(size=64, experiment=experiment))[0]
     128.0
     """
@@ -140,30 +147,63 @@ class _Experiment:
             factor: as_number(f"the seconds of factor {show(factor)}", found, above=0)
             for factor, found in _by_factor("seconds", given, factors).items()
         }
-        self.base, self.before = self._losses[1.0], _losses("the losses before", given["before"])
+        self.before = _losses("the losses before", given["before"])
+        self.num_pairs = len(self._losses[1.0])
         if len({len(losses) for losses in self._losses.values()}) > 1:
             counts = {show(factor): len(losses) for factor, losses in self._losses.items()}
             raise ArgumentError(
                 f"every factor needs as many losses, paired by what they were measured on, got {counts}"
             )
+        ends = {factor: [[self._seconds[factor], self._losses[factor].tolist()]] for factor in factors}
+        self._curves = {
+            factor: _curve(factor, found, end=ends[factor][0])
+            for factor, found in _by_factor("curve", {"curve": ends, **given}, factors).items()
+        }
 
-    @property
-    def fall(self) -> float:
-        """Return by how much the loss fell at the size in force; NaN or below 0 if it did not."""
-        return float(self.before.mean() - self.base.mean())
+    def judge(self, factor: float, rivals: Sequence[float], *, level: float, tolerance: float) -> tuple[bool, str]:
+        """Return whether a factor is not worse than smaller ones after the same seconds, and what was found."""
+        name, losses, seconds = f"{show(factor)} times the size", self._losses[factor], self._seconds[factor]
+        if not np.isfinite(losses).all():
+            return False, f"{name} diverged"
+        slower = [rival for rival in rivals if seconds > self._seconds[rival]]
+        if slower:
+            than = f"{show(self._seconds[slower[0]])} s at {show(slower[0])}"
+            return False, f"{name} took longer for the same examples, {show(seconds)} s and not {than}"
+        bases = [self._at(rival, seconds) for rival in rivals]
+        if not np.isfinite([self.before.sum(), *map(np.sum, bases)]).all():
+            return False, "the loss was infinite before or at a smaller size, nothing to compare"
+        found = [
+            _compare(losses, base, self.before, rival=self._name(rival, seconds), level=level, tolerance=tolerance)
+            for rival, base in zip(rivals, bases, strict=True)
+        ]
+        about = ", ".join(verdict.words for verdict in found)
+        is_good = all(verdict.is_good for verdict in found)
+        return is_good, f"after {show(seconds)} s: {show(losses.mean())} at {name}, {about}"
 
-    def judge(self, factor: float, *, level: float, tolerance: float) -> Verdict:
-        """Return what a factor gives up, and how far that may be off."""
-        speed = self._seconds[1.0] / self._seconds[factor]
-        worse = self._losses[factor] - self.base
-        if not np.isfinite(worse).all():
-            return Verdict(factor, math.inf, 0.0, speed)
-        # Paired by batch if they can be: batches differ far more than branches do.
-        before = self.before if len(self.before) == len(self.base) else self.before.mean()
-        excess = worse - tolerance * (before - self.base)
-        error = float(excess.std(ddof=1)) / math.sqrt(len(excess))
-        reach = t_quantile(level, len(excess) - 1) * error
-        return Verdict(factor, float(worse.mean()) / self.fall, reach / self.fall, speed)
+    def _name(self, factor: float, seconds: float) -> str:
+        first = self._curves[factor][0][0]
+        return show(factor) if first <= seconds else f"{show(factor)} after {show(first)} s"
+
+    def _at(self, factor: float, seconds: float) -> FloatArray:
+        """Return the losses of a branch after some seconds; before its first evaluation, those of that one.
+
+        Where the loss falls, these are lower than by then, so that a branch that is compared with them is not favoured.
+        """
+        moments, losses = self._curves[factor]
+        return np.array([np.interp(seconds, moments, column) for column in losses.T])
+
+
+def _compare(
+    losses: FloatArray, base: FloatArray, before: FloatArray, *, rival: str, level: float, tolerance: float
+) -> Verdict:
+    # Paired by batch if they can be: batches differ far more than branches do.
+    fall = (before if len(before) == len(base) else before.mean()) - base
+    # What did not fall sets no limit to what may be given up: the larger size must be better.
+    limit = max(0.0, tolerance * float(fall.mean()))
+    excess = losses - base - (tolerance * fall if limit > 0 else 0.0)
+    error = float(excess.std(ddof=1)) / math.sqrt(len(excess))
+    reach = t_quantile(level, len(excess) - 1) * error
+    return Verdict(rival, float(base.mean()), float((losses - base).mean()), reach, limit)
 
 
 @cache
@@ -219,5 +259,15 @@ def _losses(name: str, given: Any) -> FloatArray:
     return np.array(given, dtype=np.float64)
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+def _curve(factor: float, given: Any, *, end: list[Any]) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds of evaluations, and the losses of each."""
+    name = f"the curve of factor {show(factor)}"
+    if not isinstance(given, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 2 for one in given):
+        raise ArgumentError(f"{name} must be a list of [seconds, losses], got {given!r}")
+    moments = [as_number(f"the seconds of {name}", moment, above=0) for moment, _ in given]
+    losses = [_losses(f"the losses of {name}", found) for _, found in given]
+    if not moments or sorted(set(moments)) != moments or not math.isclose(moments[-1], end[0], rel_tol=1e-9):
+        raise ArgumentError(f"{name} must rise in seconds and end with those of the factor, {end[0]}, got {moments}")
+    if any(len(found) != len(end[1]) for found in losses) or not np.array_equal(losses[-1], end[1], equal_nan=True):
+        raise ArgumentError(f"{name} must have the factor's pairs of losses, and end with its losses, got {given!r}")
+    return np.array(moments), np.array(losses)

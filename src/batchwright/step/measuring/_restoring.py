@@ -13,7 +13,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ...errors import ArgumentError
+from ...size.learning_rate import innermost
 from ..oom import Snapshot, devices_of
+
+# Names that a module has of itself; what else it has as numbers and tensors is put back.
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 @contextmanager
@@ -60,15 +64,18 @@ class Held:
         """Return the host memory of the copies."""
         return sum(value.nbytes for _, value in self._tensors.values() if value is not None)
 
-    def add_module(self, module: nn.Module) -> None:
-        """Hold parameters, buffers, gradients and modes."""
+    def add_module(self, module: nn.Module, *, with_parameters: bool = True, with_attributes: bool = False) -> None:
+        """Hold buffers and modes; with parameters, gradients too; with attributes, what ``add_attributes`` holds."""
         self._devices.update(dict.fromkeys(devices_of(module)))
         self._random = Snapshot(None, self._devices)
         for part in module.modules():
-            self._actions.append(self._hold(part._parameters))
+            if with_parameters:
+                self._actions.append(self._hold(part._parameters))
             self._actions.append(self._hold(part._buffers))
             self._actions.append(_setter(part, "training", part.training))
-        for parameter in module.parameters():
+            if with_attributes:
+                self.add_attributes(part, besides=_OF_MODULES)
+        for parameter in module.parameters() if with_parameters else ():
             self._add_parameter(parameter)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -191,3 +198,13 @@ def with_inner(optimizers: Sequence[Any]) -> list[Any]:
             found[id(one)] = one
             waiting += [value for value in vars(one).values() if isinstance(value, Optimizer)]
     return list(found.values())
+
+
+def sorted_out(restore: Any) -> tuple[list[nn.Module], list[Any]]:
+    """Return the modules and the innermost optimizers of what a user names."""
+    given = [restore] if isinstance(restore, nn.Module | Optimizer) else list(restore)
+    modules = [one for one in given if isinstance(one, nn.Module)]
+    optimizers = [innermost(one) for one in given if isinstance(one, Optimizer)]
+    if len(modules) + len(optimizers) < len(given):
+        raise ArgumentError(f"restore must hold modules and optimizers only, got {restore!r}")
+    return modules, optimizers

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -27,11 +28,9 @@ from ..oom import drop_gradients
 from ..report import MicroSums, StepReport
 from ..splitting import ExampleBatch, TensorBatch
 from ..stepper import Stepper
-from ._restoring import Held, with_inner
+from ._restoring import Held, sorted_out, with_inner
 from .result import SizeBranch, SizeExperiment
 
-# Names that a module has of itself; what else it has as numbers and tensors is put back.
-_OF_MODULES = frozenset(vars(nn.Module()))
 _OF_OPTIMIZERS = ("state", "param_groups", "defaults")
 
 
@@ -44,14 +43,16 @@ def measure_size(
     repeats: int = 1,
     restore: Sequence[nn.Module | Optimizer] = (),
 ) -> SizeExperiment:
-    """Train on the same examples at several multiples of the batch size, and compare the losses that follow.
+    """Train on the same examples at several multiples of the batch size, and compare the losses by the second.
 
     The branch of factor ``c`` joins ``c`` batches to one update, with the learning rate and beta2 that the rules of the
     stepper give for that size. A stepper without ``lr_rule`` uses ``sqrt`` if its optimizer has betas and ``linear``
     otherwise. All branches begin with the same state, and all are evaluated on the same held-out batches in eval mode,
-    with the same random numbers. Training then goes on as if nothing had happened, to the bit, also if a branch fails:
-    parameters, buffers, gradients, optimizer, scaler, random states, and what the stepper knows. Copies are kept in
-    host memory. Call it between updates, on all ranks.
+    with the same random numbers. With ``n`` batches to train on, a branch is evaluated after its last update, and after
+    the ``n / c`` updates of every branch ``c`` that is larger: a larger branch ends sooner, and its loss is to be
+    compared with what the smaller ones had reached by then. Training then goes on as if nothing had happened, to the
+    bit, also if a branch fails: parameters, buffers, gradients, optimizer, scaler, random states, and what the stepper
+    knows. Copies are kept in host memory. Call it between updates, on all ranks.
 
     Not put back are learning-rate schedulers and data loaders, which no branch touches, what ``loss_fn`` keeps outside
     the model, and what torch.compile and graphs have compiled or captured for new sizes.
@@ -94,7 +95,7 @@ def measure_size(
     return SizeExperiment(
         branches=tuple(branches),
         # Every repeat begins with the same losses.
-        before=tuple(before if plan.num_repeats == 1 else [_mean(before)] * plan.num_repeats),
+        before=tuple(before if plan.num_repeats == 1 else [fmean(before)] * plan.num_repeats),
         examples=examples,
         pairs="batch" if plan.num_repeats == 1 else "repeat",
         lr_rule=laboratory.lr_name,
@@ -105,6 +106,7 @@ def measure_size(
     )
 
 
+@final
 class _Plan(NamedTuple):
     """What is run: the batches of every repeat, and those that are held out."""
 
@@ -114,7 +116,12 @@ class _Plan(NamedTuple):
 
     @property
     def num_repeats(self) -> int:
+        """Return how many times every branch is run."""
         return len(self.repeats)
+
+    def marks(self, factor: int) -> list[int]:
+        """Return after how many updates a branch is evaluated: those of each larger branch, and its own."""
+        return [len(self.repeats[0]) // other for other in reversed(self.factors) if other >= factor]
 
 
 def _plan(batches: Any, factors: Any, evaluate: Any, repeats: Any) -> _Plan:
@@ -158,7 +165,7 @@ class _Laboratory:
         self._modules = [self._ranks.module]
         if isinstance(self._settings.loss_fn, nn.Module):
             self._modules.append(self._settings.loss_fn)
-        self._more = _sorted_out(restore)
+        self._more = sorted_out(restore)
         self._memory = stepper._memory
         if self._memory is None and self._device.type == "cuda":
             self._memory = MemoryMonitor(self._device)
@@ -220,9 +227,7 @@ class _Laboratory:
         held = self._held
         modules, optimizers = self._more
         for module in [*self._modules, *modules]:
-            held.add_module(module)
-            for part in module.modules():
-                held.add_attributes(part, besides=_OF_MODULES)
+            held.add_module(module, with_attributes=True)
         for optimizer in with_inner([self._optimizer, *optimizers]):
             held.add_optimizer(optimizer)
             held.add_attributes(optimizer, besides=_OF_OPTIMIZERS)
@@ -251,26 +256,37 @@ class _Laboratory:
         if self._memory is not None:
             self._memory.reset_peak()
         reports, seconds, losses = [], [], []
+        marks = plan.marks(factor)
         for group, whole in zip(groups, joined, strict=True):
             self._put_back()
             self._begin(plan)
-            found = [self._update(batches, one) for batches, one in zip(group, whole, strict=True)]
+            found = []
+            for batches, one in zip(group, whole, strict=True):
+                found.append(self._update(batches, one))
+                if len(found) in marks:
+                    losses.append(self._evaluate_aside(plan.held_out))
             times = [report.seconds for report in found]
             seconds += times[1:] or times
             reports += found
-            losses.append(self.evaluate(plan.held_out))
         sizes = [report.batch_size for report in reports]
         self.num_examples = sum(sizes) // plan.num_repeats
+        update = float(np.median(seconds))
+        curve = tuple(
+            (update * mark, tuple(found[0] if plan.num_repeats == 1 else map(fmean, found)))
+            for number, mark in enumerate(marks)
+            for found in [losses[number :: len(marks)]]  # one per repeat
+        )
         peaks = [report.peak_bytes for report in reports if report.peak_bytes is not None]
         return SizeBranch(
             factor=factor,
             batch_size=sum(sizes) / len(sizes),
             num_updates=len(reports),
-            losses=tuple(losses[0] if plan.num_repeats == 1 else map(_mean, losses)),
-            seconds=float(np.median(seconds)) * len(groups[0]),
+            losses=curve[-1][1],
+            seconds=curve[-1][0],
             peak_bytes=max(peaks, default=None),
             is_joined=factor == 1 or joined[0][0] is not None,
             is_graphed=all(report.graphed for report in reports),
+            curve=curve,
         )
 
     def _begin(self, plan: _Plan) -> None:
@@ -325,6 +341,18 @@ class _Laboratory:
             self._stepper.accumulate(batch)
         return self._stepper.update()
 
+    def _evaluate_aside(self, batches: Sequence[Any]) -> list[float]:
+        """Evaluate between updates, and let the next one be what it would have been."""
+        held = Held()
+        for module in self._modules:
+            held.add_module(module, with_parameters=False, with_attributes=True)
+        if callable(getattr(self._optimizer, "eval", None)):  # it moves the parameters, and back only nearly
+            held.add_optimizer(self._optimizer)
+        try:
+            return self.evaluate(batches)
+        finally:
+            held.put_back()
+
     def evaluate(self, batches: Sequence[Any]) -> list[float]:
         """Return the mean loss of each batch over all ranks, infinite for one that is no number."""
         self._held.restore_random()
@@ -360,21 +388,8 @@ class _Laboratory:
         return loss_sum, weight_sum
 
 
-def _sorted_out(restore: Any) -> tuple[list[nn.Module], list[Any]]:
-    given = [restore] if isinstance(restore, nn.Module | Optimizer) else list(restore)
-    modules = [one for one in given if isinstance(one, nn.Module)]
-    optimizers = [innermost(one) for one in given if isinstance(one, Optimizer)]
-    if len(modules) + len(optimizers) < len(given):
-        raise ArgumentError(f"restore must hold modules and optimizers only, got {restore!r}")
-    return modules, optimizers
-
-
 def _name_of(rule: Any) -> str:
     return "none" if rule is None else rule if isinstance(rule, str) else getattr(rule, "__name__", "a function")
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _free_bytes() -> int | None:

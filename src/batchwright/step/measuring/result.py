@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
+import numpy as np
+
 
 @final
 @dataclass(frozen=True)
@@ -18,10 +20,12 @@ class SizeBranch:
         num_updates: that were run, over all repeats.
         losses: on held-out batches after the branch, one per pair; infinite where training diverged.
         seconds: that the examples of one repeat take, from the median update. The first update of a repeat does not
-            count where there are more.
+            count where there are more, and evaluations do not.
         peak_bytes: the most memory at once, None if it was not measured.
         is_joined: whether batches were joined before they ran; if not, they ran one after the other.
         is_graphed: whether all micro-batches were replayed from graphs.
+        curve: seconds of training and the losses by then, one pair of them per evaluation; the last one is ``seconds``
+            and ``losses``.
     """
 
     factor: int
@@ -32,11 +36,19 @@ class SizeBranch:
     peak_bytes: int | None
     is_joined: bool
     is_graphed: bool
+    curve: tuple[tuple[float, tuple[float, ...]], ...]
 
     @property
     def loss(self) -> float:
         """Return the mean of the losses."""
         return sum(self.losses) / len(self.losses)
+
+    def by(self, seconds: float) -> float:
+        """Return the mean loss after some seconds, on straight lines between evaluations; beyond them, the nearest."""
+        means = [sum(losses) / len(losses) for _, losses in self.curve]
+        if not all(map(math.isfinite, means)):
+            return math.inf
+        return float(np.interp(seconds, [moment for moment, _ in self.curve], means))
 
     @property
     def has_diverged(self) -> bool:
@@ -91,6 +103,10 @@ class SizeExperiment:
                 "seconds": {str(branch.factor): branch.seconds for branch in self.branches},
                 "examples": self.examples,
                 "before": list(self.before),
+                "curve": {
+                    str(branch.factor): [[seconds, list(losses)] for seconds, losses in branch.curve]
+                    for branch in self.branches
+                },
             }
         }
 
@@ -100,13 +116,17 @@ class SizeExperiment:
 
     def __str__(self) -> str:
         start = sum(self.before) / len(self.before)
-        rows = [("factor", "batch size", "updates", "loss", "fall per second", "seconds", "peak")]
+        least = self.branches[0]
+        rows = [("factor", "batch size", "updates", "seconds", "loss", f"at {least.factor} by then", "peak")]
         for branch in self.branches:
-            fall = (start - branch.loss) / branch.seconds if branch.seconds > 0 else math.nan
             peak = "" if branch.peak_bytes is None else f"{branch.peak_bytes / 2**20:,.0f} MiB"
-            loss, rate = ("diverged", "") if branch.has_diverged else (f"{branch.loss:.4f}", f"{fall:.3g}")
+            loss, by_then = (
+                "diverged" if math.isinf(one) else f"{one:.4f}" for one in (branch.loss, least.by(branch.seconds))
+            )
             size = f"{branch.batch_size:g}"
-            rows.append((f"{branch.factor}", size, f"{branch.num_updates}", loss, rate, f"{branch.seconds:.3g}", peak))
+            rows.append(
+                (f"{branch.factor}", size, f"{branch.num_updates}", f"{branch.seconds:.3g}", loss, by_then, peak)
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         about = (
