@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...errors import ArgumentError
 from ...size.learning_rate import innermost
@@ -290,6 +291,16 @@ def copied(batch: Any) -> Any:
             f"a batch is copied for every branch, but its {type(batch).__name__} cannot be copied: {error}; give "
             "tensors, arrays and plain values"
         ) from error
+
+
+def hooked_step(optimizers: Iterable[Any]) -> str | None:
+    """Return whose step has hooks, None if there are none."""
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return "every optimizer's"
+    for one in optimizers:
+        if getattr(one, "_optimizer_step_pre_hooks", {}) or getattr(one, "_optimizer_step_post_hooks", {}):
+            return f"{type(one).__name__}'s"
+    return None
 
 
 def sorted_out(restore: Any) -> tuple[list[nn.Module], list[Any]]:

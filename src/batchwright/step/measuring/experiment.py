@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..._checks import as_whole
 from ..._ranks import mark_of
@@ -24,11 +23,12 @@ from .._gradients import attempt
 from ..filler import ROW_WEIGHT, without_filler
 from ..losses import needs_whole_batch
 from ..memory.monitor import MemoryMonitor
+from ..noise import VectorMeter
 from ..oom import drop_gradients
 from ..report import MicroSums, StepReport
 from ..splitting import ExampleBatch, TensorBatch
 from ..stepper import Stepper
-from ._restoring import Held, copied, sorted_out
+from ._restoring import Held, copied, hooked_step, sorted_out
 from .result import SizeBranch, SizeExperiment
 
 
@@ -192,13 +192,10 @@ class _Laboratory:
         if self._ranks.is_sharded:
             raise ArgumentError("measure_size evaluates on its own, which shards of FSDP2 do not allow; use DDP")
         self._look()
-        hooks: dict[str, Any] = {"all optimizers": [*_global_optimizer_pre_hooks, *_global_optimizer_post_hooks]}
-        for one in self._held.optimizers:
-            hooks[type(one).__name__] = [*one._optimizer_step_pre_hooks, *one._optimizer_step_post_hooks]
-        hooked = next((name for name, found in hooks.items() if found), None)
+        hooked = hooked_step(self._held.optimizers)
         if hooked is not None and not any(self._more):
             raise ArgumentError(
-                f"hooks of {hooked}'s step would see the branches, and what they change is not put back; "
+                f"hooks of {hooked} step would see the branches, and what they change is not put back; "
                 "name what they change in restore=, or remove them for the experiment"
             )
         free, needed = _free_bytes(), self._held.num_bytes
@@ -233,12 +230,14 @@ class _Laboratory:
         self.copy_bytes = self._held.num_bytes
         self._state = self._stepper.state_dict()
         self._usual_weight = self._gatherer.runner.usual_weight
-        self._put_meter_back = (lambda: None) if self._gatherer.meter is None else self._gatherer.meter.hold()
+        meter = self._gatherer.meter
+        self._put_vectors_back = meter.hold() if isinstance(meter, VectorMeter) else None
 
     def _put_back(self) -> None:
         self._stepper.abandon()
         self._held.put_back()
-        self._put_meter_back()
+        if self._put_vectors_back is not None:
+            self._put_vectors_back()
         self._stepper.load_state_dict(self._state)
         self._gatherer.runner.usual_weight = self._usual_weight
 

@@ -127,10 +127,6 @@ class Meter(ABC):
         for sample in unread:
             sample.report = self._evaluate(sample)
 
-    def hold(self) -> Callable[[], None]:
-        """Return a function that puts back what is known beside the state that is saved."""
-        return lambda: None
-
     def to_state(self) -> dict[str, Any]:
         """Return what else is to be saved, as JSON values."""
         return {}

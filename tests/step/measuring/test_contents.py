@@ -1,6 +1,8 @@
-"""measure_size puts everything back to the bit, or refuses: what models and optimizers hold in other forms."""
+"""What models and optimizers hold in other forms than tensors and numbers is put back to the bit, or refused."""
 
 import collections
+import itertools
+import random
 import threading
 
 import numpy as np
@@ -10,7 +12,6 @@ from torch import nn
 
 from batchwright.errors import ArgumentError
 from batchwright.step import Stepper, measure_size
-from batchwright.step.measuring import experiment
 
 torch.set_num_threads(1)
 
@@ -43,13 +44,9 @@ def trained(make_stepper, *, with_experiment):
     return [stepper.step(batch_of(number)).loss for number in range(3, 7)]
 
 
-def goes_on_or_is_refused(make_stepper):
-    """Check that training goes on to the bit, unless the experiment is refused."""
-    try:
-        found = trained(make_stepper, with_experiment=True)
-    except ArgumentError:
-        return
-    assert found == trained(make_stepper, with_experiment=False)
+def goes_on(make_stepper):
+    """Say whether training goes on to the bit as if there had been no experiment."""
+    return trained(make_stepper, with_experiment=True) == trained(make_stepper, with_experiment=False)
 
 
 Count = collections.namedtuple("Count", "num")
@@ -57,6 +54,13 @@ Count = collections.namedtuple("Count", "num")
 
 class Settings:
     temperature = 1.0
+
+
+class Slots:
+    __slots__ = ("later", "value")
+
+    def __init__(self):
+        self.value = 1.0
 
 
 def next_draw(model):
@@ -98,6 +102,50 @@ def next_of_object(model):
     return model.settings.temperature
 
 
+def next_of_slots(model):
+    model.slots.value *= 0.99
+    model.slots.later = 1
+    return model.slots.value
+
+
+def next_of_python(model):
+    return 1 + 0.1 * model.random.random()
+
+
+def next_of_method(model):
+    return 1 + 0.1 * model.draw()
+
+
+def next_of_counter(model):
+    return 1 + 0.01 * next(model.counter)
+
+
+def next_of_ring(model):
+    model.ring["num"] += 1
+    return 1 + 0.01 * model.ring["ring"]["num"]
+
+
+def next_of_objects(model):
+    model.objects[0] = model.objects[0] + 1
+    return 1 + 0.01 * model.objects[0]
+
+
+def next_of_bytes(model):
+    model.bytes[0] += 1
+    return 1 + 0.01 * model.bytes[0]
+
+
+def next_of_hidden_module(model):
+    with torch.no_grad():
+        model.hidden[0].weight.mul_(0.99)
+    return model.hidden[0].weight.item()
+
+
+def next_of_swapped_memory(model):
+    model.swapped.data = model.swapped.data * 0.99
+    return float(model.swapped)
+
+
 STATES = {
     "a generator of NumPy": next_draw,
     "a deque of numbers": next_of_deque,
@@ -107,6 +155,15 @@ STATES = {
     "a named tuple of a number": next_of_tuple,
     "a set of numbers": next_of_set,
     "a number of an object": next_of_object,
+    "a number in slots": next_of_slots,
+    "a generator of Python": next_of_python,
+    "a method of a generator": next_of_method,
+    "a counter that can only be copied": next_of_counter,
+    "a dict that holds itself": next_of_ring,
+    "an array of objects": next_of_objects,
+    "bytes": next_of_bytes,
+    "a module in a list": next_of_hidden_module,
+    "a tensor with other memory": next_of_swapped_memory,
 }
 
 
@@ -117,7 +174,13 @@ class WithState(nn.Module):
         self.factor = factor
         self.draws, self.recent = np.random.default_rng(0), collections.deque([0.0], maxlen=3)
         self.array, self.number, self.mixed = np.zeros(1), np.float32(1), {"num": 0, "array": np.zeros(1)}
-        self.count, self.seen, self.settings = Count(0), set(), Settings()
+        self.count, self.seen, self.settings, self.slots = Count(0), set(), Settings(), Slots()
+        self.random, self.draw, self.counter = random.Random(0), np.random.default_rng(1).random, itertools.count()
+        self.ring, self.objects = {"num": 0}, np.array([0, None], dtype=object)
+        self.ring["ring"] = self.ring
+        self.bytes, self.swapped, one = bytearray(1), torch.ones(1), nn.Linear(1, 1, bias=False)
+        nn.init.ones_(one.weight)
+        self.hidden = [one]
 
     def forward(self, x):
         hidden = self.last(torch.tanh(self.first(x)))
@@ -125,14 +188,12 @@ class WithState(nn.Module):
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_what_a_module_holds_is_put_back_or_refused(name):
-    # Expected (docs/stepping.md): "Afterwards the next update is the one that it would have been, to the bit"; the
-    # table of what is not put back lists nothing of a module. Found: left as the last branch made it, silently.
+def test_what_a_module_holds_is_put_back(name):
     def make():
         model = WithState(STATES[name])
         return Stepper(model, torch.optim.Adam(model.parameters(), lr=0.01), loss_fn)
 
-    goes_on_or_is_refused(make)
+    assert goes_on(make)
 
 
 class Recurrent(nn.Module):
@@ -150,14 +211,12 @@ class Recurrent(nn.Module):
         return self.last(hidden)
 
 
-def test_a_tensor_with_a_graph_that_a_module_holds_is_put_back_or_refused():
-    # Expected: "numbers and tensors that modules hold as attributes" are put back. Found: a tensor that is no leaf is
-    # not, and training goes on from the hidden state of the last branch.
+def test_a_tensor_with_a_graph_that_a_module_holds_is_put_back():
     def make():
         model = Recurrent()
         return Stepper(model, torch.optim.SGD(model.parameters(), lr=0.05), loss_fn)
 
-    goes_on_or_is_refused(make)
+    assert goes_on(make)
 
 
 class Rotating(nn.Module):
@@ -177,13 +236,12 @@ class Rotating(nn.Module):
         return self.last(hidden)
 
 
-def test_modules_that_training_replaces_are_put_back_or_refused():
-    # Expected: to the bit, or refused. Found: the modules of the last branch stay in place.
+def test_modules_that_training_replaces_are_put_back():
     def make():
         model = Rotating()
         return Stepper(model, torch.optim.SGD(model.parameters(), lr=0.05), loss_fn)
 
-    goes_on_or_is_refused(make)
+    assert goes_on(make)
 
 
 class Average:
@@ -218,15 +276,13 @@ class OwnState(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", ["object", "array", "deque"])
 def test_objects_in_the_state_of_an_optimizer_are_put_back_each_time(kind):
-    # Expected: to the bit, and every branch begins with the same state. Found: the copy itself is put into the state
-    # before the first branch, which changes it; all further branches and training go on with that.
     def make():
         model = net()
         optimizer = OwnState(model.parameters(), lr=0.05)
         optimizer.kind = kind
         return Stepper(model, optimizer, loss_fn)
 
-    goes_on_or_is_refused(make)
+    assert goes_on(make)
 
 
 class Several(torch.optim.Optimizer):
@@ -242,16 +298,14 @@ class Several(torch.optim.Optimizer):
             optimizer.step()
 
 
-def test_optimizers_that_one_holds_in_a_list_are_put_back_or_refused():
-    # Expected: to the bit, or refused. Found: only optimizers that are attributes themselves are held; the averages of
-    # those in a list are those of the last branch.
+def test_optimizers_that_one_holds_in_a_list_are_put_back():
     def make():
         model = net()
         matrices = torch.optim.Adam([one for one in model.parameters() if one.dim() > 1], lr=0.01)
         vectors = torch.optim.SGD([one for one in model.parameters() if one.dim() < 2], lr=0.01, momentum=0.9)
         return Stepper(model, Several([matrices, vectors]), loss_fn)
 
-    goes_on_or_is_refused(make)
+    assert goes_on(make)
 
 
 class Plain:
@@ -267,128 +321,58 @@ class Plain:
         self.inner.zero_grad()
 
 
-def test_an_optimizer_without_a_state_of_its_own_is_measured_or_refused_with_a_sentence():
-    # Found: AttributeError: 'Plain' object has no attribute 'state'.
+def test_an_optimizer_without_a_state_of_its_own_is_measured():
     def make():
         model = net()
         return Stepper(model, Plain(torch.optim.Adam(model.parameters(), lr=0.01)), loss_fn)
 
-    goes_on_or_is_refused(make)
+    assert goes_on(make)
 
 
-def test_a_group_with_an_object_that_cannot_be_copied_is_measured_or_refused_with_a_sentence():
-    # Found: TypeError: cannot pickle '_thread.lock' object.
+def test_a_lock_in_a_group_of_the_optimizer_is_left_alone():
     def make():
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         optimizer.param_groups[0]["lock"] = threading.Lock()
         return Stepper(model, optimizer, loss_fn)
 
-    goes_on_or_is_refused(make)
+    assert goes_on(make)
 
 
-def test_a_loss_that_changes_its_batch_in_place_is_refused_or_gets_copies():
-    # Expected: every branch trains on the same examples and is evaluated on the same batches, or a refusal as after
-    # out of memory. Found: factor 1 gets the batches themselves; each evaluation and branch sees other values, and
-    # the batches of the caller are changed.
-    def doubling(model, batch):
-        batch["x"].mul_(1.5)
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (lambda: (number for number in range(9)), "Sequential.stream is a generator"),
+        (lambda: {"parts": [(one for one in ())]}, "Sequential.stream.parts.0 is a generator"),
+        (lambda: (itertools.count(),), "Sequential.stream.0 is a count"),
+    ],
+    ids=["a generator", "a generator in a list of a dict", "what can only be copied, in a tuple"],
+)
+def test_what_cannot_be_put_back_is_refused_by_name_before_anything_runs(value, name):
+    model, calls = net(), []
+    model.stream = value()
+
+    def counted(model, batch):
+        calls.append(1)
         return loss_fn(model, batch)
 
-    def copying(model, batch):
-        return loss_fn(model, {**batch, "x": batch["x"] * 1.5})
-
-    def experiment_of(loss):
-        model = net()
-        return measure_size(Stepper(model, torch.optim.SGD(model.parameters(), lr=0.01), loss), batches_of())
-
-    try:
-        found = experiment_of(doubling)
-    except ArgumentError:
-        return
-    assert [one.losses for one in found.branches] == [one.losses for one in experiment_of(copying).branches]
-
-
-class InChunks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1)
-
-    def forward(self, x):
-        return torch.cat([self.last(torch.tanh(self.norm(self.first(part)))) for part in x.split(8)])
-
-
-def test_after_a_branch_whose_noise_was_refused_training_goes_on():
-    # Expected: "That holds also if a branch fails; the error is raised afterwards." Found: the reason stays with the
-    # vector, and every measured update after the experiment raises it.
-    model = InChunks()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    stepper = Stepper(model, optimizer, loss_fn, measure_noise=True, noise_from="vectors")
-    for number in range(4):
-        stepper.step(batch_of(number))
-    with pytest.raises(ArgumentError):
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.05), counted)
+    with pytest.raises(ArgumentError, match=f"{name}, which training may change and which cannot be put back"):
         measure_size(stepper, batches_of())
-    stepper.step(batch_of(4))
+    assert not calls
 
 
-class OtherPath(nn.Module):
-    """Uses a vector once more in large batches."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
-        self.norm, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
-
-    def forward(self, x):
-        hidden = self.second(torch.tanh(self.norm(self.first(x))))
-        return self.last(hidden + self.second.bias if len(x) > 12 else hidden)
-
-
-def test_what_a_branch_finds_about_vectors_does_not_stay():
-    # Expected: "what the stepper knows about memory and noise" is put back. Found: a vector that a branch found wrong
-    # is left out afterwards, and the noise of further updates is another one.
-    def noise_of(*, with_experiment):
-        torch.manual_seed(0)
-        model = OtherPath()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        stepper = Stepper(model, optimizer, loss_fn, measure_noise=True, noise_from="vectors")
-        for number in range(3):
-            stepper.step(batch_of(number))
-        if with_experiment:
-            measure_size(stepper, batches_of())
-        return [(noise.s, noise.g2) for noise in (stepper.step(batch_of(number)).noise for number in range(3, 8))]
-
-    assert noise_of(with_experiment=True) == noise_of(with_experiment=False)
-
-
-def test_copies_of_what_restore_names_count_as_host_memory(monkeypatch):
-    # Expected: "Copies lie in host memory (`found.copy_bytes`; refused if there is too little)". Found: 4 MB of copies
-    # with 100 kB free: only the model and the optimizer are counted, no gradients and nothing in restore=.
-    monkeypatch.setattr(experiment, "_free_bytes", lambda: 100_000)
+def test_hooks_of_an_optimizer_in_a_list_are_refused():
     model = net()
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn)
-    with pytest.raises(ArgumentError, match="host memory"):
-        measure_size(stepper, batches_of(), restore=[nn.Linear(1000, 1000)])
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    inner.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ArgumentError, match="hooks of SGD's step would see the branches"):
+        measure_size(Stepper(model, Several([inner]), loss_fn), batches_of())
 
 
-def test_an_experiment_inside_of_the_loss_is_refused():
-    # Expected: refused, as a loss that calls step is. Found: RecursionError, as the evaluation calls the loss again.
-    model, steppers = net(), []
-
-    def measuring(model, batch):
-        measure_size(steppers[0], batches_of())
-        return loss_fn(model, batch)
-
-    steppers.append(Stepper(model, torch.optim.SGD(model.parameters(), lr=0.01), measuring))
-    with pytest.raises(ArgumentError):
-        steppers[0].step(batch_of(0))
-
-
-def test_a_count_of_tokens_per_row_is_refused_with_a_sentence():
-    # Expected: "tokens_of(batch) must be a whole number of 0 or more, got …". Found: RuntimeError of torch, "a Tensor
-    # with 8 elements cannot be converted to Scalar".
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    stepper = Stepper(model, optimizer, loss_fn, tokens_of=lambda batch: torch.ones(len(batch["x"])))
-    with pytest.raises(ArgumentError, match="tokens_of"):
-        stepper.step(batch_of(0))
+def test_objects_stay_the_same_objects():
+    model = WithState(next_of_object)
+    before = [model.settings, model.recent, model.array, model.draws, model.hidden[0]]
+    measure_size(Stepper(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn), batches_of())
+    after = [model.settings, model.recent, model.array, model.draws, model.hidden[0]]
+    assert list(map(id, after)) == list(map(id, before))
