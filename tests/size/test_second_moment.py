@@ -147,9 +147,7 @@ def test_steps_on_a_gpu_give_the_same_averages_without_synchronising(more):
         with changed_beta2(optimizer, [beta2]):
             optimizer.step()
         expected = GRADIENT.double().square() * -math.expm1(num * math.log(beta2) if beta2 else -math.inf)
-        torch.testing.assert_close(
-            optimizer.state[weight]["exp_avg_sq"].cpu().double(), expected, rtol=1e-5, atol=0
-        )
+        torch.testing.assert_close(optimizer.state[weight]["exp_avg_sq"].cpu().double(), expected, rtol=1e-5, atol=0)
 
 
 def test_the_same_beta2_again_changes_nothing_and_a_group_without_changes_gets_no_note():

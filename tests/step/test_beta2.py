@@ -254,6 +254,14 @@ def test_an_optimizer_without_betas_is_refused(kind):
         Stepper(model, kind(model.parameters(), lr=0.1), loss_fn, beta2_rule="half_life", base_size=8)
 
 
+def test_a_second_beta_of_none_is_no_beta():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["betas"] = (0.9, None)
+    with pytest.raises(ArgumentError, match="no group of SGD has betas; leave beta2_rule out"):
+        Stepper(model, optimizer, loss_fn, beta2_rule="half_life", base_size=8)
+
+
 def test_a_rule_without_a_base_size_or_with_an_unknown_name_is_refused():
     model = make_model()
     optimizer = OPTIMIZERS["adam"](model.parameters())

@@ -99,3 +99,8 @@ def test_a_container_whose_attributes_may_belong_to_examples():
     stepper = make_stepper(lambda model, bag: mean_squares(model, bag["x"]), micro_batch=2)
     with pytest.raises(ArgumentError, match="a Bag holds 'more' besides its fields"):
         stepper.step(Bag({"x": rows()}, more=torch.ones(4)))
+
+
+def test_a_count_of_tokens_per_row():
+    with pytest.raises(ArgumentError, match=r"tokens_of\(batch\) must be a whole number of 0 or more, got tensor"):
+        make_stepper(mean_squares, tokens_of=lambda batch: torch.ones(len(batch))).step(rows())

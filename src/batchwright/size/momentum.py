@@ -17,7 +17,7 @@ Beta2s: TypeAlias = "tuple[float | None, ...]"
 
 
 def check_beta2(optimizer: Any) -> None:
-    """Refuse an optimizer none of whose groups has ``betas``; warn if its bias correction is not known."""
+    """Refuse an optimizer none of whose groups has a second of ``betas``; warn if its bias correction is not known."""
     inner = innermost(optimizer)
     if all(beta2 is None for beta2 in beta2s_of(inner)):
         raise ArgumentError(
@@ -63,7 +63,8 @@ def beta2s_of(optimizer: Any) -> Beta2s:
 
 def _beta2_of(group: dict[str, Any]) -> float | None:
     betas = group.get("betas")
-    return float(betas[1]) if isinstance(betas, (list, tuple)) and len(betas) > 1 else None
+    has_second = isinstance(betas, (list, tuple)) and len(betas) > 1 and betas[1] is not None
+    return float(betas[1]) if has_second else None
 
 
 def beta2s_for(optimizer: Any, rule: Beta2Rule, batch_size: int, base_size: int) -> Beta2s:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -38,6 +39,7 @@ class Gatherer:
         pending: the update that was begun, None between updates.
         num_updates: that were applied so far.
         device: that the first parameter lies on.
+        is_running: whether ``loss_fn`` runs a batch.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Gatherer:
         self._memory = memory
         self._feedback = feedback
         self._is_warned = False
-        self._is_running = False
+        self.is_running = False
         self.trained = trained
         self.device = trained.parameters[0].device
         self.runner = Runner(settings, ranks, self.device, feedback)
@@ -69,13 +71,19 @@ class Gatherer:
 
     def add(self, batch: Any, total_weight: float | None) -> None:
         """Run a batch and add its gradient; if it fails on any rank, leave everything as it was, and raise on all."""
-        if self._is_running:
+        if self.is_running:
             raise ArgumentError("a Stepper runs one batch at a time; loss_fn and other threads must not call it")
-        self._is_running = True
-        try:
+        with self.running():
             self._add(batch, total_weight)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Refuse batches that come before this one has run."""
+        self.is_running = True
+        try:
+            yield
         finally:
-            self._is_running = False
+            self.is_running = False
 
     def _add(self, batch: Any, total_weight: float | None) -> None:
         snapshot = self.runner.snapshot()

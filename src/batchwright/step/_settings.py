@@ -106,7 +106,8 @@ class Settings:
         """Return the tokens of a batch: as ``tokens_of`` counts them, else the sum of lengths, else None."""
         if self.tokens_of is not None:
             found = self.tokens_of(batch)
-            return as_whole("tokens_of(batch)", found.item() if isinstance(found, Tensor) else found, least=0)
+            found = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
+            return as_whole("tokens_of(batch)", found, least=0)
         return None if logical.lengths is None else int(logical.lengths.sum(dtype=np.int64))
 
     @property

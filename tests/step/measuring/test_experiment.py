@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -655,3 +656,103 @@ def test_ranks_agree_and_train_on_as_if_there_had_been_no_experiment_and_fail_to
     assert "failed: only here" in outputs[1]
     assert "refused: ranks have other numbers of batches" in outputs[0]
     assert "refused: rank 1: factors (1, 2, 4)" in outputs[0]
+
+
+def test_a_loss_that_changes_its_batch_in_place_gets_copies():
+    def growing(model, batch):
+        batch["x"].mul_(1.5)
+        return loss_fn(model, batch)
+
+    def copying(model, batch):
+        return loss_fn(model, {**batch, "x": batch["x"] * 1.5})
+
+    batches = batches_of()
+    found = measure_size(make(loss=growing), batches)
+    expected = measure_size(make(loss=copying), batches_of())
+    assert [one.losses for one in found.branches] == [one.losses for one in expected.branches]
+    assert all(torch.equal(one["x"], other["x"]) for one, other in zip(batches, batches_of(), strict=True))
+
+
+def test_a_batch_that_cannot_be_copied_is_refused():
+    batches = [{**batch, "lock": threading.Lock()} for batch in batches_of()]
+    options = {"split": lambda batch, rows: len(batch["x"]) if rows is None else batch}
+    with pytest.raises(ArgumentError, match="a batch is copied for every branch, but its lock cannot be copied"):
+        measure_size(make(**options), batches)
+
+
+class InChunks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return torch.cat([self.last(torch.tanh(self.norm(self.first(part)))) for part in x.split(8)])
+
+
+def test_after_a_branch_whose_noise_was_refused_training_goes_on():
+    model = InChunks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    stepper = Stepper(model, optimizer, loss_fn, measure_noise=True, noise_from="vectors")
+    for number in range(4):
+        stepper.step(batch_of(number))
+    with pytest.raises(ArgumentError):
+        measure_size(stepper, batches_of())
+    stepper.step(batch_of(4))
+
+
+class OtherPath(nn.Module):
+    """Uses a vector once more in large batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.norm, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        hidden = self.second(torch.tanh(self.norm(self.first(x))))
+        return self.last(hidden + self.second.bias if len(x) > 12 else hidden)
+
+
+def test_what_a_branch_finds_about_vectors_does_not_stay():
+    def noise_of(*, with_experiment):
+        torch.manual_seed(0)
+        model = OtherPath()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        stepper = Stepper(model, optimizer, loss_fn, measure_noise=True, noise_from="vectors")
+        for number in range(3):
+            stepper.step(batch_of(number))
+        if with_experiment:
+            measure_size(stepper, batches_of())
+        return [(noise.s, noise.g2) for noise in (stepper.step(batch_of(number)).noise for number in range(3, 8))]
+
+    assert noise_of(with_experiment=True) == noise_of(with_experiment=False)
+
+
+def test_copies_of_what_restore_names_count_as_host_memory(monkeypatch):
+    monkeypatch.setattr(experiment, "_free_bytes", lambda: 100_000)
+    with pytest.raises(ArgumentError, match="host memory"):
+        measure_size(make(), batches_of(), restore=[nn.Linear(1000, 1000)])
+
+
+def test_an_experiment_inside_of_the_loss_is_refused():
+    steppers = []
+
+    def measuring(model, batch):
+        measure_size(steppers[0], batches_of())
+        return loss_fn(model, batch)
+
+    steppers.append(make(loss=measuring))
+    for run in (lambda: steppers[0].step(batch_of(0)), lambda: measure_size(steppers[0], batches_of())):
+        with pytest.raises(ArgumentError, match="loss_fn and other threads must not call it"):
+            run()
+
+
+def test_copies_of_gradients_and_of_objects_in_states_count_as_host_memory(monkeypatch):
+    stepper = make()
+    before = measure_size(stepper, batches_of()).copy_bytes
+    stepper._ranks.module.extra = {"array": np.zeros(1000), "parts": [torch.zeros(500)]}
+    stepper._ranks.module.first.weight.grad = torch.zeros(8, 4)
+    assert measure_size(stepper, batches_of()).copy_bytes == before + 8000 + 2000 + 128
+    monkeypatch.setattr(experiment, "_free_bytes", lambda: before + 8000)
+    with pytest.raises(ArgumentError, match="host memory"):
+        measure_size(stepper, batches_of())

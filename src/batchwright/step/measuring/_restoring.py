@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...errors import ArgumentError
 from ...size.learning_rate import innermost
 from ..oom import Snapshot, devices_of
-
-# Names that a module has of itself; what else it has as numbers and tensors is put back.
-_OF_MODULES = frozenset(vars(nn.Module()))
+from ._contents import PLAIN, Contents, attributes_of, contents_of, is_left_alone
 
 
 @contextmanager
@@ -34,11 +35,12 @@ def restored(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ())
     >>> model.weight.item() == before
     True
     """
-    held = Held()
+    held = Held(attributes=False)
     for module in modules:
         held.add_module(module)
     for optimizer in optimizers:
-        held.add_optimizer(optimizer)
+        held.add(optimizer)
+    held.keep()
     try:
         yield
     finally:
@@ -47,157 +49,258 @@ def restored(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ())
 
 @final
 class Held:
-    """Values as they were; each tensor is copied once to host memory, however often it is referred to.
+    """Objects as they were, with all that they refer to; each is held once, however often it is referred to.
 
-    The random states of Python, NumPy, torch and the devices of the modules are held too. ``put_back`` may be called
-    as often as one likes.
+    ``add`` looks, ``keep`` copies tensors and arrays to host memory, and ``put_back``, as often as one likes, gives
+    everything its values back in place: no object is replaced, except those that can only be copied. The random states
+    of Python, NumPy, torch and the devices of the modules are held too.
+
+    Args:
+        parameters: hold the values of parameters and their gradients too.
+        attributes: hold all attributes of modules and optimizers; False holds only parameters, buffers, parts, modes,
+            states and groups.
     """
 
-    def __init__(self) -> None:
-        self._tensors: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._actions: list[Callable[[], Any]] = []
+    def __init__(self, *, parameters: bool = True, attributes: bool = True) -> None:
+        self._with_parameters, self._with_attributes = parameters, attributes
+        self._seen: dict[int, Any] = {}
+        self._values: list[_Tensor | _Array] = []
+        self._contents: list[Contents] = []
+        self._gradients: list[Callable[[], None]] = []
+        self._closed: dict[int, tuple[Any, bytes]] = {}  # objects that show nothing, and what they were
         self._devices: dict[torch.device, None] = {}
         self._random = Snapshot(None, [])
 
     @property
     def num_bytes(self) -> int:
-        """Return the host memory of the copies."""
-        return sum(value.nbytes for _, value in self._tensors.values() if value is not None)
+        """Return the host memory that the copies take."""
+        return sum(value.num_bytes for value in self._values) + sum(len(data) for _, data in self._closed.values())
 
-    def add_module(self, module: nn.Module, *, with_parameters: bool = True, with_attributes: bool = False) -> None:
-        """Hold buffers and modes; with parameters, gradients too; with attributes, what ``add_attributes`` holds."""
+    @property
+    def optimizers(self) -> list[Any]:
+        """Return the optimizers that were found, wherever they are."""
+        return [value for value in self._seen.values() if isinstance(value, Optimizer)]
+
+    def add_module(self, module: nn.Module) -> None:
+        """Hold a module, and the random states of its devices."""
         self._devices.update(dict.fromkeys(devices_of(module)))
         self._random = Snapshot(None, self._devices)
-        for part in module.modules():
-            if with_parameters:
-                self._actions.append(self._hold(part._parameters))
-            self._actions.append(self._hold(part._buffers))
-            self._actions.append(_setter(part, "training", part.training))
-            if with_attributes:
-                self.add_attributes(part, besides=_OF_MODULES)
-        for parameter in module.parameters() if with_parameters else ():
-            self._add_parameter(parameter)
+        self.add(module)
+        for tensor in [*module.parameters(), *module.buffers()]:  # scripted modules have them elsewhere
+            self.add(tensor)
 
-    def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Hold the state, the groups and all parameters of an optimizer."""
-        self._actions.append(self._hold(optimizer.state))
-        self._actions.append(self._hold(optimizer.param_groups))
-        for group in optimizer.param_groups:  # it may train parameters that are in none of the modules
-            for parameter in group["params"]:
-                self._add_parameter(parameter)
+    def add(self, value: Any) -> None:
+        """Hold an object and all that it refers to.
 
-    def add_attributes(self, owner: Any, *, besides: Iterable[str] = ()) -> None:
-        """Hold the attributes of an object that are numbers, texts, tensors, generators, or lists and dicts of these.
-
-        Such attributes that come later are gone after ``put_back``. Others are left alone.
-
-        Args:
-            owner: has the attributes.
-            besides: names that are left alone.
+        Raises:
+            ArgumentError: something in it can neither be put back nor copied.
         """
-        values, left_out = vars(owner), frozenset(besides)
-        names = [name for name, value in values.items() if name not in left_out and _is_simple(value)]
-        known = frozenset(values)
-        kept = {name: self._hold(values[name]) for name in names}
+        waiting: list[tuple[Any, _Place, bool]] = [(value, (None, type(value).__name__), True)]
+        while waiting:
+            one, place, is_fixed = waiting.pop()
+            if type(one) in PLAIN:
+                continue
+            if id(one) in self._closed and is_fixed:
+                raise _cannot_hold(one, place)
+            if id(one) in self._seen or (one is not value and not isinstance(one, Tensor) and is_left_alone(one)):
+                continue
+            self._seen[id(one)] = one
+            for contents in self._look_at(one, place, is_fixed=is_fixed):
+                if contents.put_back is not None:
+                    self._contents.append(contents)
+                is_tuple = contents.put_back is None
+                waiting += [(item, (place, name), is_tuple) for name, item in contents.items if type(item) not in PLAIN]
 
-        def put_back() -> None:
-            for name in [name for name in values if name not in known and _is_simple(values[name])]:
-                del values[name]
-            values.update({name: value() for name, value in kept.items()})
+    def _look_at(self, value: Any, place: _Place, *, is_fixed: bool) -> list[Contents]:
+        if isinstance(value, Tensor):
+            return self._look_at_tensor(value)
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            self._values.append(_Array(value))
+            return list(attributes_of(value))
+        found = contents_of(value, attributes=self._with_attributes)
+        if found is None:
+            data = _pickled(value)
+            if data is None or is_fixed:
+                raise _cannot_hold(value, place)
+            self._closed[id(value)] = (value, data)
+        return found or []
 
-        self._actions.append(put_back)
+    def _look_at_tensor(self, tensor: Tensor) -> list[Contents]:
+        if is_lazy(tensor):
+            raise ArgumentError("a lazy module has no parameters yet; run one batch through the model first")
+        if isinstance(tensor, nn.Parameter) and not self._with_parameters:
+            return []
+        self._values.append(_Tensor(tensor))
+        found = list(attributes_of(tensor))
+        if tensor.is_leaf:
+            needed, gradient = tensor.requires_grad, tensor.grad
+            self._gradients.append(lambda: _set_gradient(tensor, needed, gradient))
+            found.append(Contents([("grad", gradient)], None))
+        return found
+
+    def keep(self) -> None:
+        """Copy tensors and arrays; call it once, after all objects were added."""
+        for value in self._values:
+            value.keep()
 
     def put_back(self) -> None:
         """Give everything its values back."""
         with torch.no_grad():
-            for tensor, value in self._tensors.values():
-                if value is not None:
-                    _local(tensor).copy_(value)
-        for action in self._actions:
-            action()
+            for value in self._values:
+                value.put_back()
+        fresh = {key: pickle.loads(data) for key, (one, data) in self._closed.items() if _pickled(one) != data}
+        for contents in self._contents:
+            assert contents.put_back is not None
+            contents.put_back(lambda one: fresh.get(id(one), one))
+        for set_gradient in self._gradients:
+            set_gradient()
         self.restore_random()
 
     def restore_random(self) -> None:
         """Give only the random states back."""
         self._random.restore()
 
-    def _add_parameter(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self._hold(parameter.grad)
-        self._actions.append(_setter(parameter, "requires_grad", parameter.requires_grad))
-        self._actions.append(_setter(parameter, "grad", parameter.grad))
 
-    def _hold(self, value: Any) -> Callable[[], Any]:
-        """Return a function that gives the value back as it was, and as the same object if it can be changed."""
-        if isinstance(value, Tensor):
-            if id(value) not in self._tensors:
-                self._tensors[id(value)] = (value, _host_copy(value))
-            return lambda: value
-        if isinstance(value, dict):
-            entries = {key: self._hold(item) for key, item in value.items()}
-            return lambda: _refill(value, {key: item() for key, item in entries.items()})
-        if isinstance(value, list | tuple):
-            items = [self._hold(item) for item in value]
-            return lambda: _reorder(value, [item() for item in items])
-        if isinstance(value, torch.Generator):
-            state = value.get_state()
-            return lambda: value.set_state(state)
-        kept = copy.deepcopy(value)
-        return lambda: kept
+@final
+class _Tensor:
+    """A tensor, the memory that it lies in, and its values; one that nothing can write to has no copy."""
 
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._memory = tensor, _local(tensor)
+        self._value: Tensor | None = None
+        self._is_fixed = self._memory.is_meta or _overlaps(self._memory)
 
-def _is_simple(value: Any) -> bool:
-    """Say whether a value can be held: a number, a text, a tensor, a generator, or a list or dict of these."""
-    if isinstance(value, dict):
-        return all(map(_is_simple, value.values()))
-    if type(value) in (list, tuple):
-        return all(map(_is_simple, value))
-    if isinstance(value, Tensor):
-        return not value.requires_grad or value.is_leaf
-    return value is None or isinstance(value, bool | int | float | complex | str | torch.Generator)
+    @property
+    def num_bytes(self) -> int:
+        if self._is_fixed:
+            return 0
+        memory = self._memory
+        if memory.layout is torch.sparse_coo:
+            return int(memory._indices().nbytes + memory._values().nbytes)
+        return memory.numel() * memory.element_size()
 
+    def keep(self) -> None:
+        self._value = None if self._is_fixed else self._memory.to("cpu", copy=True)
 
-def _refill(value: dict[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:
-    value.clear()
-    value.update(entries)
-    return value
+    def put_back(self) -> None:
+        tensor, memory = self._tensor, self._memory
+        if self._value is None:
+            return
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            if memory.layout is not torch.strided:
+                tensor.copy_(self._value)
+                return
+            memory.copy_(self._value)
+            if not hasattr(tensor, "to_local") and not _is_same_memory(tensor, memory):
+                tensor.data = memory  # it was given another one
 
 
-def _reorder(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    if isinstance(value, list):
-        value[:] = items
-    return value  # a tuple holds the same tensors as before, which have their values back
+@final
+class _Array:
+    """An array of NumPy and its values; one that nobody may write to has no copy."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        self._value: np.ndarray | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self._array.nbytes if self._array.flags.writeable else 0
+
+    def keep(self) -> None:
+        self._value = np.array(self._array, copy=True) if self._array.flags.writeable else None
+
+    def put_back(self) -> None:
+        if self._value is None:
+            return
+        if self._array.shape != self._value.shape:
+            self._array.resize(self._value.shape, refcheck=False)
+        self._array[...] = self._value
 
 
-def _setter(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    return lambda: setattr(owner, name, value)
+# Where an object was found: where the one that refers to it was, and its name there.
+_Place = tuple[Any, Any]
 
 
-def _host_copy(tensor: Tensor) -> Tensor | None:
-    """Return a copy in host memory; None for a tensor that cannot be written to, and so cannot change."""
-    if is_lazy(tensor):
-        raise ArgumentError("a lazy module has no parameters yet; run one batch through the model first")
-    local = _local(tensor)
-    shares_memory = any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
-    return None if local.is_meta or shares_memory else local.to("cpu", copy=True)
+def _cannot_hold(value: Any, place: _Place) -> ArgumentError:
+    names: list[str] = []
+    at: Any = place
+    while at is not None:
+        at, name = at
+        names.insert(0, str(name))
+    return ArgumentError(
+        f"{'.'.join(names)} is a {type(value).__name__}, which training may change and which cannot be put back; keep "
+        "it outside of the model and the optimizer, or in a type that can be copied"
+    )
+
+
+def _pickled(value: Any) -> bytes | None:
+    """Return an object that shows no contents as bytes, to compare and to copy it; None if that is not possible."""
+    try:
+        return pickle.dumps(value)
+    except Exception:  # each type has its own way to refuse
+        return None
+
+
+def _set_gradient(tensor: Tensor, needed: bool, gradient: Tensor | None) -> None:
+    if not tensor.is_leaf:
+        tensor.detach_()
+    if tensor.requires_grad != needed:
+        tensor.requires_grad = needed
+    if tensor.grad is not gradient:
+        tensor.grad = gradient
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def _is_same_memory(tensor: Tensor, memory: Tensor) -> bool:
+    return (tensor.data_ptr(), tensor.shape, tensor.stride()) == (memory.data_ptr(), memory.shape, memory.stride())
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, or any other tensor itself; detached."""
-    detached = tensor.detach()
+    """Return this rank's part of a sharded tensor, or any other tensor itself; detached.
+
+    What writes to it does not count as a change for a graph that the tensor is a part of.
+    """
+    detached = tensor.detach() if tensor.grad_fn is None else tensor.data
     return detached.to_local() if hasattr(detached, "to_local") else detached
 
 
-def with_inner(optimizers: Sequence[Any]) -> list[Any]:
-    """Return optimizers and those that they hold as attributes, each once."""
-    found: dict[int, Any] = {}
-    waiting = list(optimizers)
-    while waiting:
-        one = waiting.pop(0)
-        if id(one) not in found:
-            found[id(one)] = one
-            waiting += [value for value in vars(one).values() if isinstance(value, Optimizer)]
-    return list(found.values())
+def copied(batch: Any) -> Any:
+    """Return a copy of a batch, so that what a loss changes in place stays as it was for others.
+
+    >>> batch = {"x": torch.zeros(2)}
+    >>> _ = copied(batch)["x"].add_(1)
+    >>> batch["x"].tolist()
+    [0.0, 0.0]
+    """
+    if isinstance(batch, Tensor):  # not all the memory that it may be a part of
+        return batch.detach().clone().requires_grad_(batch.requires_grad)
+    if type(batch) is dict:
+        return {name: copied(value) for name, value in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(map(copied, batch))
+    try:
+        return copy.deepcopy(batch)
+    except Exception as error:  # each type has its own way to refuse
+        raise ArgumentError(
+            f"a batch is copied for every branch, but its {type(batch).__name__} cannot be copied: {error}; give "
+            "tensors, arrays and plain values"
+        ) from error
+
+
+def hooked_step(optimizers: Iterable[Any]) -> str | None:
+    """Return whose step has hooks, None if there are none."""
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return "every optimizer's"
+    for one in optimizers:
+        if getattr(one, "_optimizer_step_pre_hooks", {}) or getattr(one, "_optimizer_step_post_hooks", {}):
+            return f"{type(one).__name__}'s"
+    return None
 
 
 def sorted_out(restore: Any) -> tuple[list[nn.Module], list[Any]]:

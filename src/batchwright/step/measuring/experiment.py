@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..._checks import as_whole
 from ..._ranks import mark_of
@@ -24,14 +23,13 @@ from .._gradients import attempt
 from ..filler import ROW_WEIGHT, without_filler
 from ..losses import needs_whole_batch
 from ..memory.monitor import MemoryMonitor
+from ..noise import VectorMeter
 from ..oom import drop_gradients
 from ..report import MicroSums, StepReport
 from ..splitting import ExampleBatch, TensorBatch
 from ..stepper import Stepper
-from ._restoring import Held, sorted_out, with_inner
+from ._restoring import Held, copied, hooked_step, sorted_out
 from .result import SizeBranch, SizeExperiment
-
-_OF_OPTIMIZERS = ("state", "param_groups", "defaults")
 
 
 def measure_size(
@@ -71,7 +69,8 @@ def measure_size(
 
     Raises:
         ArgumentError: the numbers of batches do not fit, an update was begun, or something cannot be put back: shards
-            of FSDP2, and hooks of the optimizer's step without ``restore``.
+            of FSDP2, hooks of the optimizer's step without ``restore``, and objects in the model or the optimizer that
+            can be neither read nor copied.
 
     >>> model = nn.Linear(2, 1)
     >>> def loss_fn(model, batch):
@@ -161,6 +160,8 @@ class _Laboratory:
             raise ArgumentError(f"measure_size needs a Stepper, got {type(stepper).__name__}")
         self._stepper, self._settings, self._ranks = stepper, stepper._settings, stepper._ranks
         self._gatherer, self._device = stepper._gatherer, stepper._device
+        if self._gatherer.is_running:
+            raise ArgumentError("a Stepper runs one batch at a time; loss_fn and other threads must not call it")
         self._optimizer = innermost(stepper._optimizer)
         self._modules = [self._ranks.module]
         if isinstance(self._settings.loss_fn, nn.Module):
@@ -190,27 +191,28 @@ class _Laboratory:
             raise ArgumentError("an update was begun; call update() or abandon() before measure_size")
         if self._ranks.is_sharded:
             raise ArgumentError("measure_size evaluates on its own, which shards of FSDP2 do not allow; use DDP")
-        inner = self._optimizer
-        hooks = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
-        hooks += [getattr(inner, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
-        if any(hooks) and not any(self._more):
+        self._look()
+        hooked = hooked_step(self._held.optimizers)
+        if hooked is not None and not any(self._more):
             raise ArgumentError(
-                f"hooks of {type(inner).__name__}'s step would see the branches, and what they change is not put back; "
+                f"hooks of {hooked} step would see the branches, and what they change is not put back; "
                 "name what they change in restore=, or remove them for the experiment"
             )
-        free, needed = _free_bytes(), self._num_bytes()
+        free, needed = _free_bytes(), self._held.num_bytes
         if free is not None and needed > free:
             raise ArgumentError(
                 f"measure_size keeps copies of {needed:,} bytes in host memory, of which {free:,} are free; "
                 "free some, or use a smaller model"
             )
 
-    def _num_bytes(self) -> int:
-        tensors = [tensor for module in self._modules for tensor in [*module.parameters(), *module.buffers()]]
-        states = [
-            value for state in self._optimizer.state.values() if isinstance(state, dict) for value in state.values()
-        ]
-        return sum(value.nbytes for value in [*tensors, *states] if isinstance(value, torch.Tensor))
+    def _look(self) -> None:
+        """Find everything that is to be put back; what cannot be is refused here."""
+        modules, optimizers = self._more
+        for module in [*self._modules, *modules]:
+            self._held.add_module(module)
+        # A wrapper notes that it stepped.
+        for one in [self._stepper._optimizer, self._optimizer, *optimizers, self._settings.scaler]:
+            self._held.add(one)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -224,28 +226,18 @@ class _Laboratory:
             self._put_back()
 
     def _hold(self) -> None:
-        held = self._held
-        modules, optimizers = self._more
-        for module in [*self._modules, *modules]:
-            held.add_module(module, with_attributes=True)
-        for optimizer in with_inner([self._optimizer, *optimizers]):
-            held.add_optimizer(optimizer)
-            held.add_attributes(optimizer, besides=_OF_OPTIMIZERS)
-        if self._stepper._optimizer is not self._optimizer:  # a wrapper notes that it stepped
-            held.add_attributes(self._stepper._optimizer, besides=_OF_OPTIMIZERS)
-        if self._settings.scaler is not None:
-            held.add_attributes(self._settings.scaler)
-        self.copy_bytes = held.num_bytes
+        self._held.keep()
+        self.copy_bytes = self._held.num_bytes
         self._state = self._stepper.state_dict()
         self._usual_weight = self._gatherer.runner.usual_weight
-        self._is_unchecked = getattr(self._gatherer.meter, "_chosen", ()) is None
+        meter = self._gatherer.meter
+        self._put_vectors_back = meter.hold() if isinstance(meter, VectorMeter) else None
 
     def _put_back(self) -> None:
         self._stepper.abandon()
         self._held.put_back()
-        if self._is_unchecked and self._gatherer.meter is not None:
-            # The first update that measures vectors checks them, in one more micro-batch: so will the next one.
-            self._gatherer.meter.watch(self._stepper._trained.named())
+        if self._put_vectors_back is not None:
+            self._put_vectors_back()
         self._stepper.load_state_dict(self._state)
         self._gatherer.runner.usual_weight = self._usual_weight
 
@@ -336,18 +328,26 @@ class _Laboratory:
 
     def _update(self, batches: list[Any], whole: Any) -> StepReport:
         if whole is not None:
-            return self._stepper.step(whole)
+            return self._stepper.step(self._copied(whole))
         for batch in batches:
-            self._stepper.accumulate(batch)
+            self._stepper.accumulate(self._copied(batch))
         return self._stepper.update()
+
+    def _copied(self, batch: Any) -> Any:
+        """Return a copy of a batch, as other branches and the caller need it as it is."""
+        found, error = attempt(lambda: copied(batch))
+        self._ranks.agree(error, self._device)
+        return found
 
     def _evaluate_aside(self, batches: Sequence[Any]) -> list[float]:
         """Evaluate between updates, and let the next one be what it would have been."""
-        held = Held()
+        moves = callable(getattr(self._optimizer, "eval", None))  # it moves the parameters, and back only nearly
+        held = Held(parameters=moves)
         for module in self._modules:
-            held.add_module(module, with_parameters=False, with_attributes=True)
-        if callable(getattr(self._optimizer, "eval", None)):  # it moves the parameters, and back only nearly
-            held.add_optimizer(self._optimizer)
+            held.add_module(module)
+        if moves:
+            held.add(self._optimizer)
+        held.keep()
         try:
             return self.evaluate(batches)
         finally:
@@ -360,7 +360,8 @@ class _Laboratory:
             module.eval()
         if callable(getattr(self._optimizer, "eval", None)):  # schedule-free optimizers evaluate at another point
             self._optimizer.eval()
-        sums, error = attempt(lambda: [self._sums(batch) for batch in batches])
+        with self._gatherer.running():
+            sums, error = attempt(lambda: [self._sums(batch) for batch in batches])
         self._ranks.agree(error, self._device)
         assert sums is not None
         flat = self._ranks.sum([value for pair in sums for value in pair], self._device)
@@ -372,7 +373,7 @@ class _Laboratory:
     @torch.no_grad()
     def _sums(self, batch: Any) -> tuple[float, float]:
         """Return the summed loss and the weight of a batch on this rank, in micro-batches as training would run it."""
-        logical = self._settings.wrap(batch)
+        logical = self._settings.wrap(copied(batch))
         loss_sum = weight_sum = 0.0
         for part in self._gatherer.runner.cut(logical, None):
             micro_batch = logical.take(part)
