@@ -408,11 +408,11 @@ def test_an_experiment_puts_the_averages_and_their_beta2_back():
 
 
 def test_an_optimizer_whose_correction_is_unknown_is_used_with_a_warning():
-    class Own(torch.optim.Adam):
+    class Own(torch.optim.Optimizer):
         def step(self, closure=None):
-            return super().step(closure)
+            pass
 
     model = Line()
     match = "does not know the bias correction of Own, if it has one: the steps after a change of the batch size may"
     with pytest.warns(UserWarning, match=match):
-        line_stepper(model, Own(model.parameters(), lr=0.25, betas=(0.9, 0.98))).step(torch.zeros(16))
+        line_stepper(model, Own(model.parameters(), {"lr": 0.25, "betas": (0.9, 0.98)})).step(torch.zeros(16))

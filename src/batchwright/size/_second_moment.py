@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -24,15 +23,12 @@ _Factors: TypeAlias = "list[tuple[Any, Any]]"
 def is_corrected(optimizer: Any) -> bool | None:
     """Say whether an optimizer divides by ``1 - beta2 ** step``, None if nobody can tell.
 
-    A class made from one of torch's counts as that one if it has the same ``step``.
+    A class made from one of torch's counts as that one.
     """
-    kind: Any = type(optimizer)
-    base: Any
-    for base in kind.__mro__:
-        is_torch = base.__module__.startswith("torch.optim.")
-        if is_torch and base.__name__ in _CORRECTED:
-            return True if inspect.unwrap(kind.step) is inspect.unwrap(base.step) else None
-    return False if any(base.__name__ in _UNCORRECTED for base in kind.__mro__) else None
+    kinds = type(optimizer).__mro__
+    if any(kind.__name__ in _CORRECTED and kind.__module__.startswith("torch.optim.") for kind in kinds):
+        return True
+    return False if any(kind.__name__ in _UNCORRECTED for kind in kinds) else None
 
 
 def follow(optimizer: Any, values: Sequence[float | None]) -> None:

@@ -146,6 +146,9 @@ def test_rate_and_beta2_follow_the_size_as_the_optimizer_needs(kind, power, beta
         assert rate == pytest.approx(1e-4 * (used / BASE) ** power)
         assert found == (None if beta2 is None else pytest.approx(beta2 ** (used / BASE)))
     assert optimizer.param_groups[0].get("betas", (None, None))[1] == beta2
+    # The averages of squared gradients are made for the beta2 of the last step, as its bias correction needs.
+    made_for = optimizer.param_groups[0].get("exp_avg_sq_beta2")
+    assert made_for == (None if beta2 is None else pytest.approx(beta2 ** (sizes[-1] / BASE)))
 
 
 def test_a_schedule_over_epochs_follows_the_examples(tmp_path, launch_bound):

@@ -52,6 +52,40 @@ def test_with_a_scaler_too():
     assert sum(replays(twins, [4, 4, 4, 8, 8, 8, 4, 8])) > 0
 
 
+class Line(torch.nn.Module):
+    """Its loss has the same gradient at every point: Adam moves each weight by the rate, whatever beta2 is."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(6))
+
+    def forward(self, x):
+        slopes = torch.tensor([3.0, -0.5, 0.01, -2.0, 1.0, 7.0], device=x.device)
+        return (self.weight * slopes).sum() + 0.0 * x.sum(1)
+
+
+def line_loss(model, batch):
+    weight = batch["row_weight"].to(torch.float32)
+    return (model(batch["x"]) * weight).sum(), weight.sum()
+
+
+def line_twins(backend, **options):
+    make = lambda parameters: adamw(parameters, lr=0.25, betas=(0.9, 0.98), eps=1e-12, weight_decay=0.0)  # noqa: E731
+    options = {"beta2_rule": "half_life", "base_size": 4, **options}
+    return Twins(backend, Line(), line_loss, [(size, 6) for size in SIZES], make_optimizer=make, **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_replayed_update_after_a_change_corrects_the_averages_of_the_beta2_before(backend):
+    twins = line_twins(backend)
+    signs = torch.tensor([1.0, -1, 1, -1, 1, 1], device=twins.device)
+    for done, size in enumerate([4, 4, 4, 8, 8, 4, 8, 4, 4, 8], 1):
+        twins.step(models.tables((size, 6), seed=done))
+        for side in twins.sides:
+            torch.testing.assert_close(side.model.weight.detach(), -0.25 * done * signs, rtol=1e-5, atol=0)
+    assert twins.graphed.stepper.graph_summary().num_updates_replayed >= 5
+
+
 def test_a_beta2_that_comes_once_is_not_captured():
     twins = twins_of(sizes=(4, 8, 12))
     found = replays(twins, [4, 4, 4, 4, 8, 4, 12, 4])
