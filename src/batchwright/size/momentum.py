@@ -63,8 +63,8 @@ def beta2s_of(optimizer: Any) -> Beta2s:
 
 def _beta2_of(group: dict[str, Any]) -> float | None:
     betas = group.get("betas")
-    has_second = isinstance(betas, (list, tuple)) and len(betas) > 1 and betas[1] is not None
-    return float(betas[1]) if has_second else None
+    second = betas[1] if isinstance(betas, (list, tuple)) and len(betas) > 1 else None
+    return None if second is None else float(second)
 
 
 def beta2s_for(optimizer: Any, rule: Beta2Rule, batch_size: int, base_size: int) -> Beta2s:

@@ -680,54 +680,6 @@ def test_a_batch_that_cannot_be_copied_is_refused():
         measure_size(make(**options), batches)
 
 
-class InChunks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1)
-
-    def forward(self, x):
-        return torch.cat([self.last(torch.tanh(self.norm(self.first(part)))) for part in x.split(8)])
-
-
-def test_after_a_branch_whose_noise_was_refused_training_goes_on():
-    model = InChunks()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    stepper = Stepper(model, optimizer, loss_fn, measure_noise=True, noise_from="vectors")
-    for number in range(4):
-        stepper.step(batch_of(number))
-    with pytest.raises(ArgumentError):
-        measure_size(stepper, batches_of())
-    stepper.step(batch_of(4))
-
-
-class OtherPath(nn.Module):
-    """Uses a vector once more in large batches."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
-        self.norm, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
-
-    def forward(self, x):
-        hidden = self.second(torch.tanh(self.norm(self.first(x))))
-        return self.last(hidden + self.second.bias if len(x) > 12 else hidden)
-
-
-def test_what_a_branch_finds_about_vectors_does_not_stay():
-    def noise_of(*, with_experiment):
-        torch.manual_seed(0)
-        model = OtherPath()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        stepper = Stepper(model, optimizer, loss_fn, measure_noise=True, noise_from="vectors")
-        for number in range(3):
-            stepper.step(batch_of(number))
-        if with_experiment:
-            measure_size(stepper, batches_of())
-        return [(noise.s, noise.g2) for noise in (stepper.step(batch_of(number)).noise for number in range(3, 8))]
-
-    assert noise_of(with_experiment=True) == noise_of(with_experiment=False)
-
-
 def test_copies_of_what_restore_names_count_as_host_memory(monkeypatch):
     monkeypatch.setattr(experiment, "_free_bytes", lambda: 100_000)
     with pytest.raises(ArgumentError, match="host memory"):

@@ -1,14 +1,15 @@
-"""What an object refers to, and how it gets that back in place: for every kind of object that training may change."""
+"""Contents of objects: what one refers to, how it gets that back in place, and copies where it must not change."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import random
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from io import IOBase
 from threading import Lock, RLock
@@ -18,6 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from ...errors import ArgumentError
 
 # Returns what stands for an object now: itself, or a copy of one that cannot get its values back in place.
 Current: TypeAlias = "Callable[[Any], Any]"
@@ -229,3 +233,36 @@ _READERS: dict[Any, Callable[[Any], Contents]] = {
     types.MethodType: lambda value: Contents([("__self__", value.__self__)], None),
     types.BuiltinFunctionType: lambda value: Contents([("__self__", value.__self__)], None),
 }
+
+
+def copied(batch: Any) -> Any:
+    """Return a copy of a batch, so that what a loss changes in place stays as it was for others.
+
+    >>> batch = {"x": torch.zeros(2)}
+    >>> _ = copied(batch)["x"].add_(1)
+    >>> batch["x"].tolist()
+    [0.0, 0.0]
+    """
+    if isinstance(batch, Tensor):  # not all the memory that it may be a part of
+        return batch.detach().clone().requires_grad_(batch.requires_grad)
+    if type(batch) is dict:
+        return {name: copied(value) for name, value in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(map(copied, batch))
+    try:
+        return copy.deepcopy(batch)
+    except Exception as error:  # each type has its own way to refuse
+        raise ArgumentError(
+            f"a batch is copied for every branch, but its {type(batch).__name__} cannot be copied: {error}; give "
+            "tensors, arrays and plain values"
+        ) from error
+
+
+def hooked_step(optimizers: Iterable[Any]) -> str | None:
+    """Return whose step has hooks, None if there are none."""
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return "every optimizer's"
+    for one in optimizers:
+        if getattr(one, "_optimizer_step_pre_hooks", {}) or getattr(one, "_optimizer_step_post_hooks", {}):
+            return f"{type(one).__name__}'s"
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...errors import ArgumentError
 from ...size.learning_rate import innermost
@@ -268,39 +266,6 @@ def _local(tensor: Tensor) -> Tensor:
     """
     detached = tensor.detach() if tensor.grad_fn is None else tensor.data
     return detached.to_local() if hasattr(detached, "to_local") else detached
-
-
-def copied(batch: Any) -> Any:
-    """Return a copy of a batch, so that what a loss changes in place stays as it was for others.
-
-    >>> batch = {"x": torch.zeros(2)}
-    >>> _ = copied(batch)["x"].add_(1)
-    >>> batch["x"].tolist()
-    [0.0, 0.0]
-    """
-    if isinstance(batch, Tensor):  # not all the memory that it may be a part of
-        return batch.detach().clone().requires_grad_(batch.requires_grad)
-    if type(batch) is dict:
-        return {name: copied(value) for name, value in batch.items()}
-    if type(batch) in (list, tuple):
-        return type(batch)(map(copied, batch))
-    try:
-        return copy.deepcopy(batch)
-    except Exception as error:  # each type has its own way to refuse
-        raise ArgumentError(
-            f"a batch is copied for every branch, but its {type(batch).__name__} cannot be copied: {error}; give "
-            "tensors, arrays and plain values"
-        ) from error
-
-
-def hooked_step(optimizers: Iterable[Any]) -> str | None:
-    """Return whose step has hooks, None if there are none."""
-    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-        return "every optimizer's"
-    for one in optimizers:
-        if getattr(one, "_optimizer_step_pre_hooks", {}) or getattr(one, "_optimizer_step_post_hooks", {}):
-            return f"{type(one).__name__}'s"
-    return None
 
 
 def sorted_out(restore: Any) -> tuple[list[nn.Module], list[Any]]:

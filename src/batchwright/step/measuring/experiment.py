@@ -28,7 +28,8 @@ from ..oom import drop_gradients
 from ..report import MicroSums, StepReport
 from ..splitting import ExampleBatch, TensorBatch
 from ..stepper import Stepper
-from ._restoring import Held, copied, hooked_step, sorted_out
+from ._contents import copied, hooked_step
+from ._restoring import Held, sorted_out
 from .result import SizeBranch, SizeExperiment
 
 
@@ -231,13 +232,12 @@ class _Laboratory:
         self._state = self._stepper.state_dict()
         self._usual_weight = self._gatherer.runner.usual_weight
         meter = self._gatherer.meter
-        self._put_vectors_back = meter.hold() if isinstance(meter, VectorMeter) else None
+        self._put_vectors_back = meter.hold() if isinstance(meter, VectorMeter) else lambda: None
 
     def _put_back(self) -> None:
         self._stepper.abandon()
         self._held.put_back()
-        if self._put_vectors_back is not None:
-            self._put_vectors_back()
+        self._put_vectors_back()
         self._stepper.load_state_dict(self._state)
         self._gatherer.runner.usual_weight = self._usual_weight
 
