@@ -188,6 +188,8 @@ def count_on(counts: Counts, observed: Mapping[str, Any]) -> Counts:
 def tokens_of_update(before: Counts, after: Counts, observed: Mapping[str, Any]) -> int | None:
     """Return the tokens of the update that just ran: as given, or by how much the count of one update rose.
 
+    The first count has none before it: the tokens of that update are not known, and count as 0.
+
     >>> count = {"epoch": None, "step": 3, "examples": 9, "tokens": 70}
     >>> tokens_of_update(count, {**count, "step": 4, "tokens": 95}, {"batch_size": 3})
     25
@@ -196,7 +198,11 @@ def tokens_of_update(before: Counts, after: Counts, observed: Mapping[str, Any])
         given: int = observed["batch_tokens"]
         return given
     steps, tokens = ((before[name], after[name]) for name in ("step", "tokens"))
-    if "batch_size" not in observed or tokens[0] is None or tokens[1] is None or tokens[1] <= tokens[0]:
+    if "batch_size" not in observed or tokens[1] is None:
+        return None
+    if tokens[0] is None:
+        return 0
+    if tokens[1] <= tokens[0]:
         return None
     # A count that was given after several updates does not tell the tokens of one.
     return tokens[1] - tokens[0] if steps[1] == (steps[0] or 0) + 1 else None

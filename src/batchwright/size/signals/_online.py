@@ -199,12 +199,11 @@ class OnlineGoodput(ReasoningPolicy):
             target = self._within(state, targets[at])
             is_there = observation.rounded(target) == observation.current
             num = self._num_readings(state, observation, target, is_there=is_there)
-            # Where not even the base is timed, nothing would be: another size is no use. A base that cannot run, which
-            # others stand for, is no reason to wait.
-            is_open = at > state["explored"] or state["waited"] < (
-                _PATIENCE if is_there else _SETTLED if at == 0 else 0
-            )
-            if num < ENOUGH and (is_open or (at == 0 and not timed(timings))):
+            # A size that is not reached is waited for only as long as the size in force still moves.
+            patience = _PATIENCE if is_there else _SETTLED if at == 0 else 2
+            # Where not even the base is timed, nothing would be: another size is no use.
+            is_open = at > state["explored"] or state["waited"] < patience or (at == 0 and not timed(timings))
+            if num < ENOUGH and is_open:
                 words = f"timing {show(target)}, {num} of {ENOUGH} updates"
                 return ask(observation, {**state, "explored": at}, target, words)
             at += 1

@@ -94,8 +94,8 @@ def goodput(
 
     Without a ``time_model`` the seconds are learned from the updates themselves: the base, twice and four times the
     base run for a few updates each (half of the base, where twice the base is hardly faster), then every update that
-    runs is read. A size is at most twice as large or half as large as those that were timed, and the time of such a size
-    is taken to rise by as little as the readings allow. While the noise is not reliable, the size grows only if that
+    runs is read. A size is at most twice as large or half as large as those that were timed, and its time is taken to
+    rise by as little as the readings allow. While the noise is not reliable, the size grows only if that
     pays at the least noise scale that is likely, ``S / (G2 + 2 standard errors)``; otherwise it holds. Where ``G2`` has
     surely left its average, as it does early in training, the newest twelve measured updates count alone.
 
