@@ -144,3 +144,10 @@ def test_thousands_of_different_amounts_are_fitted_as_well():
 def test_readings_that_cannot_be_fitted_are_refused(work, seconds, words):
     with pytest.raises(ArgumentError, match=words):
         fit_step_seconds(work, seconds)
+
+
+@pytest.mark.parametrize("last", [0.01, 0.01006, 0.0102])
+def test_a_rise_within_the_error_of_a_clock_is_no_corner(last):
+    # A corner at the last size would make 128 take twice as long as 64, which nothing has shown.
+    fit = fit_step_seconds([16, 32, 64], [0.0100, 0.0100, last])
+    assert fit.predict([128])[0] < 1.05 * last

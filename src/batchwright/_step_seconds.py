@@ -50,8 +50,9 @@ def fit_step_seconds(work: npt.ArrayLike, seconds: npt.ArrayLike) -> StepSeconds
     work)``, and ``max(launch, constant + per_unit × work)``, the last two with the corner between any two amounts. An
     error above 2 % counts less and less, so that one reading far off hardly moves the curve. The form kept has the
     least ``log(mean error) + p / (n - p)`` for ``n`` amounts and ``p`` numbers above 0: a corner must pay for itself,
-    the more so with few readings. Two amounts give the line through them; where that would be below 0 at no work, the
-    smaller one is the launch and the larger one ``per_unit × work``.
+    the more so with few readings. A corner whose rise is within that 2 % is no corner: what the largest step took above
+    the others would decide alone how steep the curve goes on. Two amounts give the line through them; where that would
+    be below 0 at no work, the smaller one is the launch and the larger one ``per_unit × work``.
 
     Args:
         work: the work of each step, above 0, at least two different ones.
@@ -136,6 +137,8 @@ def _best(amounts: Doubles, times: Doubles) -> Doubles:
     )
     errors = np.clip(np.abs(_predict(found, amounts) / times - 1), 0, _MOST_ERROR).mean(axis=1)
     scores = form_scores(errors, num_found=(found > 0).sum(axis=1), num_readings=num)
+    rises = found[:, 1] + found[:, 2] * amounts[-1] > (1 + _USUAL_ERROR) * found[:, 0]
+    scores = np.where(rises | (found[:, 0] == 0), scores, np.inf)
     return np.asarray(found[int(np.argmin(scores))])
 
 

@@ -23,7 +23,7 @@ from batchwright.size.controller import BatchSizeController
 from batchwright.size.observation import Observation
 from batchwright.size.policy import Policy, Transform
 from batchwright.size.schedules import constant, exponential, from_lr, linear, milestones
-from batchwright.size.signals import loss_driven, memory_driven, speed_driven, step_time
+from batchwright.size.signals import goodput, loss_driven, memory_driven, speed_driven, step_time
 
 
 class Wish(Policy):
@@ -344,3 +344,13 @@ def test_the_smallest_multiple_is_a_bound_that_is_not_passed_in_secret():
     losses = [1, 2, 3, 4, 5, 6, 7, 8, 7, 6, 5]
     assert sizes_of(multiple_of(64), losses) == sizes_of(clamp(64, 4096), losses)
     assert sizes_of(multiple_of(64), losses)[-3:] == [128, 256, 512]
+
+
+@pytest.mark.parametrize("combine", [maximum, minimum, lambda *policies: switch(dict(enumerate(policies)))])
+def test_sizes_of_tokens_and_of_examples_are_not_combined(combine):
+    with pytest.raises(ArgumentError, match="got policies that count examples and tokens; let all of them count"):
+        combine(goodput(unit="tokens"), goodput())
+    with pytest.raises(ArgumentError, match="count examples and tokens"):
+        combine(chain(goodput(unit="tokens"), multiple_of(8)), constant(8), goodput())
+    assert combine(goodput(unit="tokens"), constant(512)).unit == "tokens"
+    assert combine(constant(64), constant(512)).unit is None

@@ -130,3 +130,16 @@ def test_a_history_holds_tokens_only_where_they_were_counted():
         state["history"][0]["tokens"] = -1
         with pytest.raises(StateMismatchError, match="tokens must be a whole number of 0 or more, got -1"):
             other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [size.loss_driven(per="tokens", every=1000), size.noise_driven(per="tokens", every=1000)],
+    ids=["loss", "noise"],
+)
+def test_the_count_of_tokens_with_every_update_is_enough_for_a_period_of_tokens(policy):
+    controller = size.BatchSizeController(policy, min_size=16, max_size=64)
+    for step in range(1, 30):
+        figures = {"loss": 1.0 / step, "noise_s": 800.0, "noise_g2": 2.0}
+        controller.observe(batch_size=16, tokens=160 * step, **figures)
+    assert controller.num_changes > 0

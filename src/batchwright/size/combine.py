@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, SupportsIndex, final
 
 from ..errors import ArgumentError
-from ._states import Check, check_parts
+from ._states import check_parts
 from .observation import Observation, Unit, check_counting
-from .policy import Named, Policy, State, as_size, check_policies, show, word
+from .policy import Named, Policy, State, as_size, check_policies, checker_of, show, unit_of, word
 from .schedules import Counting, as_pairs, find_last
 from .transforms import chain, clamp, cooldown, hysteresis, monotone, multiple_of, rate_limit, smooth
 
@@ -36,6 +36,11 @@ class Switch(Counting, Policy):
 
     policies: tuple[tuple[int, Policy], ...]
 
+    @property
+    def unit(self) -> str | None:
+        """Return what sizes count, None if no policy says."""
+        return unit_of(self.name, [policy for _, policy in self.policies])
+
     def init(self) -> State:
         """Return the states of all policies."""
         return [policy.init() for _, policy in self.policies]
@@ -60,7 +65,7 @@ class Switch(Counting, Policy):
 
     def check_state(self, state: State, name: str = "policy_state") -> None:
         """Check the state of each policy."""
-        check_parts(name, state, [_checker(policy) for _, policy in self.policies])
+        check_parts(name, state, [checker_of(policy) for _, policy in self.policies])
 
     def _active(self, observation: Observation) -> int:
         return find_last(self.policies, self.index(observation))
@@ -92,11 +97,8 @@ def switch(policies: Mapping[int, Policy], *, per: Unit = "epoch", every: Suppor
     blocks = check_counting(per, every, by="switch")
     pairs = as_pairs("switch", policies, example="{0: linear(32, 8), 10: constant(256)}")
     check_policies("switch", tuple(policy for _, policy in pairs))
+    unit_of("switch", [policy for _, policy in pairs])
     return Switch(tuple(pairs), per=per, every=blocks)
-
-
-def _checker(policy: Policy) -> Check:
-    return lambda at, saved: policy.check_state(saved, at)
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,6 +111,11 @@ class Extreme(Named, Policy):
 
     choose: ClassVar[Callable[[Iterable[float]], float]]
     policies: tuple[Policy, ...]
+
+    @property
+    def unit(self) -> str | None:
+        """Return what sizes count, None if no policy says."""
+        return unit_of(self.name, self.policies)
 
     def init(self) -> State:
         """Return the states of all policies."""
@@ -134,7 +141,7 @@ class Extreme(Named, Policy):
 
     def check_state(self, state: State, name: str = "policy_state") -> None:
         """Check the state of each policy."""
-        check_parts(name, state, [_checker(policy) for policy in self.policies])
+        check_parts(name, state, [checker_of(policy) for policy in self.policies])
 
     def arguments(self) -> list[str]:
         """Return the policies."""
@@ -193,3 +200,4 @@ def _check_some(name: str, policies: tuple[Policy, ...]) -> None:
     if not policies:
         raise ArgumentError(f"{name} needs at least one policy, got none")
     check_policies(name, policies)
+    unit_of(name, policies)

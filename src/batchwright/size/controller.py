@@ -131,9 +131,10 @@ class BatchSizeController:
         observed = read_fields(figures)
         counts = count_on(self._counts, observed)
         ends_epoch = list(observed) == ["epoch"] and self._counts["step"] is not None
+        begins_tokens = self._counts["tokens"] is None and counts["tokens"] is not None
         filled_in = {"size": self.size, "exact_size": self._exact, "ends_epoch": ends_epoch}
-        tokens = tokens_of_update(self._counts, counts, observed)
-        observation = Observation(**{**observed, **counts, **filled_in, "batch_tokens": tokens})
+        tokens = {"begins_tokens": begins_tokens, "batch_tokens": tokens_of_update(self._counts, counts, observed)}
+        observation = Observation(**{**observed, **counts, **filled_in, **tokens})
         answer, after = self.policy.update(self._state, observation)
         last = (self._state, observation, answer)
         exact = self._fit(as_size(answer), self._exact)

@@ -67,6 +67,8 @@ class Observation:
             it in. Figures of updates are not to be expected then, and their policies hold the size.
         takes_over: whether a policy that has seen nothing takes over with it, in the middle of training; ``switch``
             fills it in. What it holds belongs to an epoch of the policy before.
+        begins_tokens: whether its count of tokens is the first, so that nobody can tell the tokens of the update; the
+            controller fills it in.
         multiples: what the answer will be rounded to multiples of, first to last; ``chain`` fills it in.
 
     >>> Observation(epoch=3, loss=0.5).need("loss")
@@ -93,6 +95,7 @@ class Observation:
     exact_size: float | None = None
     ends_epoch: bool = False
     takes_over: bool = False
+    begins_tokens: bool = False
     multiples: tuple[int, ...] = ()
 
     def need(self, name: str, *, by: str = "this policy") -> Any:
@@ -136,7 +139,7 @@ def nearest_multiple(size: float, number: int) -> float:
 
 _LEAST = {**dict.fromkeys(COUNTS, 0), "batch_size": 1, "batch_tokens": 0, "noise_parts": 1}
 # What the controller itself fills in.
-FILLED_IN = ("size", "exact_size", "ends_epoch", "takes_over", "multiples")
+FILLED_IN = ("size", "exact_size", "ends_epoch", "takes_over", "begins_tokens", "multiples")
 _KNOWN = tuple(item.name for item in fields(Observation) if item.name not in FILLED_IN)
 
 

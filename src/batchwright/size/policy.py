@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import MISSING, Field, fields, is_dataclass
 from numbers import Integral
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from .._checks import is_number
 from ..errors import ArgumentError
-from ._states import check_form, check_none
+from ._states import Check, check_form, check_none
 from .observation import Observation
 
 State: TypeAlias = Any  # a plain JSON value: None, a number, a list or a dict of them
@@ -104,6 +105,24 @@ def check_policies(name: str, policies: tuple[Any, ...]) -> None:
     for policy in policies:
         if not isinstance(policy, Policy):
             raise ArgumentError(f"{name} needs policies, got {policy!r}; a fixed size is constant(64)")
+
+
+def checker_of(part: Policy | Transform) -> Check:
+    """Return the check of a part's saved state, the name first as ``check_parts`` gives it."""
+    return lambda at, saved: part.check_state(saved, at)
+
+
+def unit_of(name: str, policies: Iterable[Policy]) -> str | None:
+    """Return what the sizes of policies count, None if none of them says so; refuse different ones.
+
+    Args:
+        name: of what is made of the policies, for the message.
+        policies: one that says what it counts has a ``unit``, as ``goodput`` has.
+    """
+    units = sorted({unit for policy in policies if (unit := getattr(policy, "unit", None)) is not None})
+    if len(units) > 1:
+        raise ArgumentError(f"{name} got policies that count {' and '.join(units)}; let all of them count the same")
+    return units[0] if units else None
 
 
 class Part:

@@ -12,7 +12,7 @@ from .._checks import as_number, as_whole, check_choice
 from ..errors import ArgumentError
 from .from_learning_rate import from_lr, seesaw
 from .observation import Observation, Unit, blocks_of_one, check_counting, index_of, when
-from .policy import TIMES, Answer, Named, Policy, ReasoningPolicy, State, as_size, grow, show
+from .policy import TIMES, Answer, Named, Policy, ReasoningPolicy, State, as_size, grow, show, unit_of
 
 __all__ = ["constant", "cyclic", "exponential", "from_lr", "linear", "milestones", "seesaw", "warm_up"]
 
@@ -265,6 +265,11 @@ class Cyclic(Counting, Policy):
 
     inner: Policy
     period: int
+
+    @property
+    def unit(self) -> str | None:
+        """Return what sizes count, None if the inner policy does not say."""
+        return unit_of(self.name, [self.inner])
 
     def init(self) -> State:
         """Return the inner policy's state."""

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, SupportsIndex, final
 
 from .._checks import as_number, as_whole
 from ..errors import ArgumentError, MissingSignalError
-from ._states import Check, check_none, check_number, check_parts, check_record, check_size, check_whole, optional
+from ._states import check_none, check_number, check_parts, check_record, check_size, check_whole, optional
 from .observation import Observation, Unit, nearest_multiple
-from .policy import Named, Policy, State, Transform, as_size, check_policies, show, word
+from .policy import Named, Policy, State, Transform, as_size, check_policies, checker_of, show, unit_of, word
 
 _BEGINNING = Observation(epoch=0, step=0, examples=0, tokens=0)
 
@@ -30,6 +30,11 @@ class Chain(Named, Policy):
 
     policy: Policy
     transforms: tuple[Transform, ...]
+
+    @property
+    def unit(self) -> str | None:
+        """Return what sizes count, None if the policy does not say."""
+        return unit_of(self.name, [self.policy])
 
     def init(self) -> State:
         """Return the states of all parts."""
@@ -82,7 +87,7 @@ class Chain(Named, Policy):
         sizes = {"from": check_number, "to": check_number}
         checks = {
             "policy": lambda at, saved: self.policy.check_state(saved, at),
-            "transforms": lambda at, saved: check_parts(at, saved, [_checker(part) for part in self.transforms]),
+            "transforms": lambda at, saved: check_parts(at, saved, [checker_of(part) for part in self.transforms]),
             "rounded": lambda at, saved: check_record(at, saved, sizes),
         }
         check_record(name, state, checks, may_lack=["rounded"])
@@ -101,10 +106,6 @@ class Chain(Named, Policy):
     def arguments(self) -> list[str]:
         """Return the policy and its transforms."""
         return [word(part) for part in (self.policy, *self.transforms)]
-
-
-def _checker(transform: Transform) -> Check:
-    return lambda at, saved: transform.check_state(saved, at)
 
 
 def chain(policy: Policy, *transforms: Transform) -> Policy:

@@ -216,3 +216,31 @@ def test_regrouped_tokens_need_one_rank():
 def test_lengths_that_are_not_whole_are_refused(length_of, said):
     with pytest.raises(ArgumentError, match=said):
         list(bw.regroup([["1.5", "2.5"]], 8, length_of=length_of))
+
+
+def controller_of(policy):
+    return size.BatchSizeController(policy, min_size=64, max_size=4096)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        size.chain(size.goodput(unit="tokens"), size.multiple_of(8)),
+        size.switch({0: size.goodput(unit="tokens")}),
+        size.minimum(size.goodput(unit="tokens"), size.constant(512)),
+    ],
+    ids=repr,
+)
+def test_a_policy_that_counts_tokens_inside_another_is_refused_by_a_sampler_of_examples(policy):
+    with pytest.raises(ArgumentError, match="counts tokens, but size_unit is 'examples'"):
+        bw.ResizableBatchSampler(1000, controller_of(policy))
+
+
+def test_regroup_refuses_a_policy_that_counts_tokens_without_length_of():
+    with pytest.raises(ArgumentError, match="counts tokens, but without length_of a size counts examples; let both"):
+        bw.regroup([list(range(100))], controller_of(size.goodput(unit="tokens")))
+
+
+def test_regroup_refuses_a_policy_that_counts_examples_with_length_of():
+    with pytest.raises(ArgumentError, match="counts examples, but with length_of a size counts tokens; let both"):
+        bw.regroup([["a", "b"]], controller_of(size.goodput()), length_of=len)

@@ -24,7 +24,7 @@ from ..._checks import (
 from ...errors import ArgumentError, StateMismatchError
 from ._progress import AbstractEpochs, Cursor
 from .planned import BatchSampler
-from .resizable import ResizableBatchSampler
+from .resizable import ResizableBatchSampler, check_length_of
 
 Example = TypeVar("Example")
 STATE_VERSION = 2
@@ -100,8 +100,8 @@ class Regrouped(AbstractEpochs, Generic[Example]):
     ) -> None:
         self.rank, self.world_size = check_ranks(rank, world_size)
         self.drop_last = as_flag("drop_last", drop_last)
-        self._length_of = _check_length_of(length_of, self.world_size)
         self.controller = as_sized("controller", controller)
+        self._length_of = check_length_of(length_of, self.controller, self.world_size)
         self._source = Source(loader, rank=self.rank, world_size=self.world_size)
         super().__init__()
 
@@ -390,11 +390,3 @@ def _check_ranks(batch_sampler: Any, sampler: Any, rank: int, world_size: int) -
                 f"the loader is sampled for rank {found[0]} of {found[1]}, regroup was told {told[0]} of {told[1]}; "
                 "pass the same rank and world_size"
             )
-
-
-def _check_length_of(length_of: Any, world_size: int) -> Any:
-    if length_of is not None and not callable(length_of):
-        raise ArgumentError(f"length_of must be a function of an example, got {length_of!r}")
-    if length_of is not None and world_size > 1:
-        raise ArgumentError("length_of counts tokens on one rank only; ResizableBatchSampler does so on several")
-    return length_of

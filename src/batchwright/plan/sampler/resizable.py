@@ -104,7 +104,7 @@ class ResizableBatchSampler(AbstractEpochs):
         self.rank, self.world_size = check_ranks(rank, world_size)
         self.controller = as_sized("controller", controller)
         check_choice("size_unit", size_unit, get_args(SizeUnit))
-        _check_unit(self.controller, size_unit)
+        _check_unit(self.controller, size_unit, f"size_unit is {size_unit!r}")
         self.size_unit = size_unit
         self._settings = _settings_of(grouping, shuffle=shuffle, seed=seed)
         if grouping is not None and (lengths is None or budget is None):
@@ -259,13 +259,24 @@ class ResizableBatchSampler(AbstractEpochs):
         return {**self.__dict__, "_order": None}
 
 
-def _check_unit(controller: Any, size_unit: SizeUnit) -> None:
+def _check_unit(controller: Any, size_unit: SizeUnit, told: str) -> None:
     """Refuse a policy that says that it counts something else, as ``goodput(unit="tokens")`` does."""
-    unit = getattr(getattr(controller, "policy", None), "unit", size_unit)
-    if unit != size_unit:
-        raise ArgumentError(
-            f"the policy of the controller counts {unit}, but size_unit is {size_unit!r}; let both count the same"
-        )
+    unit = getattr(getattr(controller, "policy", None), "unit", None)
+    if unit not in (None, size_unit):
+        raise ArgumentError(f"the policy of the controller counts {unit}, but {told}; let both count the same")
+
+
+def check_length_of(length_of: Any, controller: HasSize, world_size: int) -> Any:
+    """Return the ``length_of`` of ``regroup``, or refuse one that the policy or the ranks do not go with."""
+    if length_of is None:
+        _check_unit(controller, "examples", "without length_of a size counts examples")
+        return None
+    if not callable(length_of):
+        raise ArgumentError(f"length_of must be a function of an example, got {length_of!r}")
+    _check_unit(controller, "tokens", "with length_of a size counts tokens")
+    if world_size > 1:
+        raise ArgumentError("length_of counts tokens on one rank only; ResizableBatchSampler does so on several")
+    return length_of
 
 
 def _settings_of(grouping: Grouping | None, *, shuffle: bool, seed: int) -> PlanSettings:

@@ -120,7 +120,9 @@ class Period(Part):
             # A count that falls belongs to a new run or cycle, which is followed from there.
             return ends, epoch if ends or epoch < count else count
         amount = {"step": None, "examples": "batch_size", "tokens": "batch_tokens"}[self.per]
-        count += 1 if amount is None else int(observation.need(amount, by=by))
+        is_unknown = self.per == "tokens" and observation.batch_tokens is None and observation.begins_tokens
+        if not is_unknown:  # the first count of tokens has none before it, and the next one tells
+            count += 1 if amount is None else int(observation.need(amount, by=by))
         return count >= self.every, 0 if count >= self.every else count
 
 

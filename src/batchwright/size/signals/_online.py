@@ -12,14 +12,26 @@ import numpy as np
 
 from ..._checks import as_number
 from ..._types import FloatArray
-from ...errors import ArgumentError
-from .._states import Check, check_record, check_size, check_whole, optional
-from ..noise import MIN_UPDATES, NoiseAverage
-from ..observation import Observation
+from ...errors import ArgumentError, MissingSignalError
+from .._states import Check, check_number, check_record, check_whole, optional
+from ..noise import NoiseAverage
+from ..observation import SOURCES, Observation
 from ..policy import Answer, ReasoningPolicy, State, ask, hold, options, show
 from ._prediction import StepTime
-from ._timings import ENOUGH, Timing, add_reading, check_positive, check_timings, num_readings, predict_seconds, timed
-from .noise_scale import add_noise, check_average, lacks_noise
+from ._recent_noise import Evidence, RecentNoise, add_recent, check_recent
+from ._timings import (
+    ENOUGH,
+    FEWEST,
+    LARGEST_SIZE,
+    Timing,
+    add_reading,
+    check_positive,
+    check_timings,
+    num_readings,
+    predict_seconds,
+    timed,
+)
+from .noise_scale import add_noise, check_average, lacks_noise, need_two
 
 SizeUnit: TypeAlias = Literal["examples", "tokens"]
 
@@ -29,14 +41,22 @@ _NUM_EXPLORED = 3
 _FASTER = 1.25
 # Updates to wait for the readings of a size; loaders form batches ahead, and some sizes never come.
 _PATIENCE = 24
+# Updates after which what runs is what the size in force gives; a loader may fill a part of it, and others are none.
+_SETTLED = 12
+# Updates to wait before sizes are tried again where none was timed beside the base; four times that for each change of
+# the size that was of no use.
+_TRY_AGAIN = 4 * _PATIENCE
+_MOST_MOVES = 8
 # Looks come after 8, 16, 32 and 64 updates of a size, then every 64: a fit takes about as long as a small update.
 _FIRST_LOOK, _LOOK_EVERY = 8, 64
 # How far beyond the sizes that were timed a first step goes.
 _REACH = 2.0
 # Measured updates over which averages of the noise forget, if no horizon in examples is given.
 _NUM_NOISE = 64.0
-# A noise that is not known stays below this many standard errors of the squared gradient.
-_SURE = 2.0
+# Updates of several examples that may lack noise after a single one, which cannot say whether noise is measured at all.
+_GRACE = 256
+# What states of earlier versions do not have, and what it was.
+_LATER: dict[str, Any] = {"recent": [], "moves": 0, "grace": 0}
 
 
 class Comparison(NamedTuple):
@@ -80,32 +100,38 @@ class OnlineGoodput(ReasoningPolicy):
             "explored": 0 if self.time is None else None,
             "size": None,
             "waited": 0,
+            **_LATER,
         }
 
     def start(self) -> float | None:
-        """Return ``base_size``; None leaves the first size to the controller."""
-        return None if self.base_size is None else float(self.base_size)
+        """Return ``base_size`` within the limits; None leaves the first size to the controller."""
+        return None if self.base_size is None else float(self._within({"base": self.base_size}, self.base_size))
 
     def check_state(self, state: State, name: str = "policy_state") -> None:
         """Check the averages, the timings and how far the search is."""
         checks: dict[str, Check] = {
-            "base": optional(check_size),
+            "base": optional(_check_size),
             "average": partial(_check_average, horizon=self.horizon),
             "has_noise": _check_flag,
             "scale": optional(check_positive),
             "length": optional(check_positive),
             "timings": check_timings,
             "explored": optional(check_whole),
-            "size": optional(check_size),
+            "size": optional(_check_size),
             "waited": check_whole,
+            "recent": check_recent,
+            "moves": check_whole,
+            "grace": check_whole,
         }
-        check_record(name, state, checks)
+        check_record(name, state, checks, may_lack=list(_LATER))
+        if self.time is None and state["explored"] is None and len(timed(state["timings"])) < FEWEST:
+            raise ArgumentError(f"{name}['timings'] must hold {FEWEST} timed sizes after the search, got fewer")
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Take in the update; then time a size, or compare sizes every few updates."""
         if observation.ends_epoch or (observation.batch_size is None and state["size"] is not None):
             return hold(observation, state, "no batch ran")
-        state = self._take_in(state, observation)
+        state = self._take_in({**_LATER, **state}, observation)
         if state["explored"] is not None:
             return self._explore(state, observation)
         left = _until_look(state["waited"])
@@ -119,26 +145,38 @@ class OnlineGoodput(ReasoningPolicy):
         num_tokens = self._tokens(observation)
         now = observation.current
         waited = state["waited"] + 1 if state["size"] == now else 1
-        after = {**state, "base": state["base"] or now, "size": now, "waited": waited}
+        moves = min(state["moves"] + (state["size"] not in (None, now)), _MOST_MOVES)
+        base = state["base"] or min(now, int(LARGEST_SIZE))
+        after = {**state, "base": base, "size": now, "waited": waited, "moves": moves}
         if num_tokens:
             after["length"] = _mean(state["length"], num_tokens / num_examples)
+        if self._needs_tokens and after["length"] is None and waited >= _FIRST_LOOK:
+            raise MissingSignalError(
+                f"{self.name} needs the tokens of updates, and {waited} updates told none; {SOURCES['batch_tokens']}"
+            )
         if self.time is None:
-            seconds = float(observation.need("seconds", by=self.name))
-            amount = num_examples if self.unit == "examples" else num_tokens
+            seconds, amount = float(observation.need("seconds", by=self.name)), self._amount(observation)
             if amount:
                 after["timings"] = add_reading(state["timings"], amount, seconds)
         return self._take_noise(after, observation)
 
     def _tokens(self, observation: Observation) -> int | None:
         """Return the tokens of an update, or refuse if they are needed and never come."""
-        needs = self.unit == "tokens" or (self.time is not None and not self.time.lengths)
-        if needs and observation.tokens is None:
+        if self._needs_tokens and observation.tokens is None:
             observation.need("batch_tokens", by=self.name)
         return observation.batch_tokens
 
+    @property
+    def _needs_tokens(self) -> bool:
+        return self.unit == "tokens" or (self.time is not None and not self.time.lengths)
+
+    def _amount(self, observation: Observation) -> int:
+        """Return the size of the batch that ran in the unit of sizes, 0 if it is not known."""
+        return (observation.batch_size if self.unit == "examples" else observation.batch_tokens) or 0
+
     def _take_noise(self, state: State, observation: Observation) -> State:
-        if lacks_noise(observation) or (observation.noise_s is None and state["has_noise"]):
-            return state
+        if observation.noise_s is None and (state["has_noise"] or state["grace"] > 0 or lacks_noise(observation)):
+            return {**state, "grace": _GRACE if lacks_noise(observation) else max(0, state["grace"] - 1)}
         average = NoiseAverage(**state["average"])
         if self.horizon is None:
             # The average forgets after so many updates of the size that runs, and an update counts by its examples.
@@ -147,7 +185,8 @@ class OnlineGoodput(ReasoningPolicy):
             weights = {"weight": average.weight * part, "weight_square": average.weight_square * part**2}
             average = replace(average, horizon=horizon, **weights)
         average = add_noise(average.to_state(), observation, by=self.name)
-        return {**state, "average": average.to_state(), "has_noise": True}
+        recent = add_recent(state["recent"], float(observation.noise_s or 0.0), float(observation.noise_g2 or 0.0))
+        return {**state, "average": average.to_state(), "recent": recent, "has_noise": True}
 
     def _explore(self, state: State, observation: Observation) -> Answer:
         """Time a few sizes, each for a few updates; they are ordinary updates of training."""
@@ -157,29 +196,40 @@ class OnlineGoodput(ReasoningPolicy):
             if targets[at] > 2 * state["base"] and not _is_faster(timings, state["base"]):
                 at += 1  # the other end of the curve says more, and costs less
                 continue
-            target, num = self._within(state, targets[at]), num_readings(timings, targets[at])
+            target = self._within(state, targets[at])
             is_there = observation.rounded(target) == observation.current
+            num = self._num_readings(state, observation, target, is_there=is_there)
+            # A size that is not reached is waited for only as long as the size in force still moves.
+            patience = _PATIENCE if is_there else _SETTLED if at == 0 else 2
             # Where not even the base is timed, nothing would be: another size is no use.
-            is_open = at == 0 or at > state["explored"] or (is_there and state["waited"] < _PATIENCE)
+            is_open = at > state["explored"] or state["waited"] < patience or (at == 0 and not timed(timings))
             if num < ENOUGH and is_open:
                 words = f"timing {show(target)}, {num} of {ENOUGH} updates"
                 return ask(observation, {**state, "explored": at}, target, words)
             at += 1
-        if len(timed(timings)) < 2:  # bounds or pauses kept the size; it may be free later
-            again = {**state, "explored": 0 if state["waited"] > 4 * _PATIENCE else at}
-            return ask(observation, again, state["base"], "no second size was timed, back to the base")
+        if len(timed(timings)) < FEWEST:  # bounds or pauses kept the size; it may be free later
+            is_due = state["waited"] > _TRY_AGAIN * 4 ** state["moves"]
+            again = {**state, "explored": 0 if is_due else at}
+            return ask(observation, again, self._home(state), "no second size was timed, back to the base")
         return self._look({**state, "explored": None}, observation, is_first=True)
+
+    def _num_readings(self, state: State, observation: Observation, target: float, *, is_there: bool) -> int:
+        """Return how often a size was timed, as itself or as what batches of it are after a while."""
+        num = num_readings(state["timings"], float(observation.rounded(target)))
+        ran = self._amount(observation)
+        if is_there and ran and state["waited"] > _SETTLED:
+            return max(num, num_readings(state["timings"], ran))
+        return num
 
     def _look(self, state: State, observation: Observation, *, is_first: bool = False) -> Answer:
         """Compare sizes at the noise scale as far as it is known."""
-        average = NoiseAverage(**state["average"])
-        updates = f"{average.num_updates:.0f} updates"
-        scale, is_sure = self._scale(state, average)
+        scale, is_sure, num_updates = _find_scale(state)
+        updates = f"{num_updates:.0f} updates"
         if scale is None:
             words = f"noise scale not reliable after {updates}"
             if is_first:
-                return ask(observation, state, state["base"], f"{words}, back to the base")
-            return hold(observation, state, words)
+                return ask(observation, state, self._home(state), f"{words}, back to the base")
+            return need_two(observation, state) if lacks_noise(observation) else hold(observation, state, words)
         state = {**state, "scale": scale if is_sure else None}
         if self.unit == "tokens":
             scale *= state["length"] or math.nan
@@ -190,23 +240,6 @@ class OnlineGoodput(ReasoningPolicy):
             return hold(observation, state, f"{words}, not above {show(self.gain)}")
         words = f"{name}: {best.speed:.2f} times the {self.unit} per second of {observation.current}"
         return ask(observation, state, best.size, f"{words}, each worth {best.worth:.2f}")
-
-    def _scale(self, state: State, average: NoiseAverage) -> tuple[float | None, bool]:
-        """Return the noise scale, and whether it was reliable; else what it is at least, None if nobody can tell.
-
-        A squared gradient that is lost in its own error is at most two standard errors above its average, so that the
-        noise scale is at least ``S / (G2 + 2 errors)``. A batch far below the noise scale never measures it; the bound
-        lets it grow until it does. A scale that was reliable once stands until the next one, or until the bound is
-        above it.
-        """
-        if average.is_reliable:
-            return average.scale, True
-        most = average.g2 + _SURE * average.g2_error
-        is_bound = average.num_updates >= MIN_UPDATES and average.s > 0 and most > 0
-        least, before = (average.s / most if is_bound else None), state["scale"]
-        if before is None or (least is not None and least > before):
-            return least, False
-        return before, True
 
     def _best(self, state: State, observation: Observation, scale: float) -> Comparison:
         sizes = np.array([float(observation.current), *self._candidates(state)])
@@ -226,8 +259,13 @@ class OnlineGoodput(ReasoningPolicy):
 
     def _limits(self, state: State) -> tuple[int, int]:
         base = state["base"]
-        low = max(1, round(base / 8)) if self.smallest is None else self.smallest
-        return low, max(low, round(64 * base) if self.largest is None else self.largest)
+        high = min(round(64 * base), int(LARGEST_SIZE)) if self.largest is None else self.largest
+        low = self.smallest or max(1, round(min(base, 8 * high) / 8))
+        return low, max(low, high)
+
+    def _home(self, state: State) -> float:
+        """Return the base within the limits, and at least two examples: one alone has no noise to measure."""
+        return self._within(state, max(2, state["base"]) if self.unit == "examples" else state["base"])
 
     def _within(self, state: State, size: float) -> float:
         low, high = self._limits(state)
@@ -257,6 +295,19 @@ class OnlineGoodput(ReasoningPolicy):
         ]
 
 
+def _find_scale(state: State) -> Evidence:
+    """Return the noise scale; a bound where it is not reliable, and None where nobody can tell.
+
+    A batch far below the noise scale never measures it; the bound lets it grow until it does. A scale that was reliable
+    once stands until the next one, or until the bound is above it.
+    """
+    found = RecentNoise.of(state["recent"]).weigh(NoiseAverage(**state["average"]))
+    before = state["scale"]
+    if found.is_sure or before is None or (found.scale is not None and found.scale > before):
+        return found
+    return found._replace(scale=before, is_sure=True)
+
+
 def _is_faster(timings: list[Timing], base: float) -> bool:
     """Return whether twice the base ran clearly more per second than the base; True if nobody can tell."""
     paces = [timing["work"] / median(timing["seconds"]) for timing in timed(timings) if timing["work"] > base / 1.2]
@@ -282,6 +333,10 @@ def _check_average(name: str, saved: Any, *, horizon: float | None) -> None:
     given = saved.get("horizon") if isinstance(saved, dict) else None
     mine = as_number(f"{name}['horizon']", given, above=0)
     check_average(name, saved, horizon=mine if horizon is None else horizon)
+
+
+def _check_size(name: str, saved: Any) -> None:
+    check_number(name, saved, least=1, most=LARGEST_SIZE)
 
 
 def _check_flag(name: str, saved: Any) -> None:

@@ -84,7 +84,7 @@ class Readings:
             ends, count = self.period.count(count, observation, by=by)
         if refusal is None and value is not None:
             values = [*values, value][-_MOST:]
-        found = _summarize(values) if ends and values else None
+        found = summarize(values) if ends and values else None
         # A size is known as soon as a batch of it ran, not when it was decided: the first reading is still to come.
         seen = size if not is_new or _ran(observation) else state["size"]
         num_seen = 0 if ends else state["num_seen"] + (value is not None)
@@ -118,7 +118,8 @@ def _refuse(observation: Observation, value: float | None, *, is_new: bool) -> s
     return "the first batch of a size is left out" if is_new else None
 
 
-def _summarize(values: list[float]) -> Reading:
+def summarize(values: list[float]) -> Reading:
+    """Return the median of readings and its standard error as a share of it."""
     middle = median(values)
     spread = 1.4826 * median(abs(value - middle) for value in values)
     # The standard error of a median is 1.25 times that of a mean; both factors are those of a normal distribution. A

@@ -13,6 +13,7 @@ from ..._step_seconds import fit_step_seconds
 from ..._types import FloatArray
 from ...errors import ArgumentError
 from .._states import check_number, check_numbers, check_record, optional
+from ._readings import summarize
 
 # A size is timed once it has this many readings; the first one of all, which pays for new shapes, is never taken.
 ENOUGH = 5
@@ -24,6 +25,13 @@ _SAME_SIZE = math.log(1.2)
 # smaller.
 _RECENT = 15
 _CHANGE = 0.2
+# How far a reading may be off: so many of its standard errors, at most this share of it.
+_SURE = 2.0
+_MOST_OFF = 0.1
+# Larger numbers are not exact as floats.
+LARGEST_SIZE = 2.0**53
+# The least number of sizes that a curve goes through.
+FEWEST = 2
 
 
 class Timing(TypedDict):
@@ -43,7 +51,8 @@ class Timing(TypedDict):
 def add_reading(timings: list[Timing], work: float, seconds: float) -> list[Timing]:
     """Return the timings with one more reading, the size that it belongs to last.
 
-    Sizes within a factor of 1.2 share their readings. The size that was not seen for longest is forgotten first.
+    Sizes within a factor of 1.2 share their readings. The size that was not seen for longest is forgotten first, but
+    not the last two that are timed.
     A pace that has changed at one size, because the data or the device did, has changed at the others too: their
     readings are scaled by as much, since they were not made since.
 
@@ -58,7 +67,7 @@ def add_reading(timings: list[Timing], work: float, seconds: float) -> list[Timi
     mine = min(
         (timing for timing in timings if _is_near(timing, work)), key=partial(_distance, work=work), default=None
     )
-    others = [timing for timing in timings if timing is not mine][-(_MOST_SIZES - 1) :]
+    others = _newest([timing for timing in timings if timing is not mine])
     if mine is None:
         return [*others, {"work": work, "seconds": [], "pace": None}]
     readings, work = [*mine["seconds"], seconds][-_MOST_READINGS:], mine["work"] + (work - mine["work"]) / ENOUGH
@@ -88,7 +97,8 @@ def predict_seconds(timings: list[Timing], sizes: FloatArray) -> FloatArray:
     The curve is ``max(launch, constant + per_unit × size)``. Where a size was timed, the reading counts more than the
     curve, in the measure of its number of readings; between sizes the difference is interpolated. Below all of them
     nobody knows whether the time goes on falling: it is taken to fall as between the two smallest, so that a smaller
-    size is tried once where that would pay.
+    size is tried once where that would pay. Above all of them it is taken to rise by as little as the readings of the
+    two largest allow: a try costs a few updates, and a curve taken for too steep costs the rest of the run.
     """
     known = timed(timings)
     works = np.array([timing["work"] for timing in known], dtype=np.float64)
@@ -99,7 +109,27 @@ def predict_seconds(timings: list[Timing], sizes: FloatArray) -> FloatArray:
     seconds = curve.predict(sizes) * np.exp(np.interp(np.log(sizes), np.log(works), off))
     slope = max(0.0, float((times[1] - times[0]) / (works[1] - works[0])))
     falling = np.maximum(times[0] - slope * (works[0] - sizes), times[0] * sizes / works[0])
-    return np.where(sizes < works[0], np.minimum(seconds, falling), seconds)
+    seconds = np.where(sizes < works[0], np.minimum(seconds, falling), seconds)
+    rising = times[-1] + _least_rise(known) * (sizes - works[-1])
+    return np.where(sizes > works[-1], np.minimum(seconds, rising), seconds)
+
+
+def _least_rise(known: list[Timing]) -> float:
+    """Return the least seconds per unit of work between the two largest sizes that their readings allow."""
+    last = known[-1]
+    before = [timing for timing in known[:-1] if not _is_near(timing, last["work"])] or known[:1]
+    (low, low_off), (high, high_off) = (summarize(timing["seconds"]) for timing in (before[-1], last))
+    low_off, high_off = (min(_SURE * off, _MOST_OFF) for off in (low_off, high_off))
+    return max(0.0, (high * (1 - high_off) - low * (1 + low_off)) / (last["work"] - before[-1]["work"]))
+
+
+def _newest(timings: list[Timing]) -> list[Timing]:
+    """Return the timings that are kept beside the size that runs."""
+    while len(timings) >= _MOST_SIZES:
+        spare = [timing for timing in timings if len(timing["seconds"]) < ENOUGH]
+        oldest = timings[0] if len(timings) - len(spare) > FEWEST or not spare else spare[0]
+        timings = [timing for timing in timings if timing is not oldest]
+    return timings
 
 
 def check_timings(name: str, saved: Any) -> None:
@@ -116,7 +146,8 @@ def check_timings(name: str, saved: Any) -> None:
 
 
 def check_positive(name: str, saved: Any) -> None:
-    check_number(name, saved, above=0)
+    """Refuse what is not a number above 0, or too large for a size."""
+    check_number(name, saved, above=0, most=LARGEST_SIZE)
 
 
 def _distance(timing: Timing, work: float) -> float:

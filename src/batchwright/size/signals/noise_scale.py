@@ -29,8 +29,10 @@ class ScalePolicy(ReasoningPolicy):
         horizon: examples over which the averages forget.
         num_examples: size of the training set; None for an endless source.
         period: after which it decides; None decides after every update.
+        unit: what sizes count: a noise scale is a number of examples.
     """
 
+    unit: ClassVar[str] = "examples"
     horizon: float
     num_examples: int | None = None
     period: Period | None = None

@@ -94,9 +94,10 @@ def goodput(
 
     Without a ``time_model`` the seconds are learned from the updates themselves: the base, twice and four times the
     base run for a few updates each (half of the base, where twice the base is hardly faster), then every update that
-    runs is read. A size is at most twice as large or half as large as those that were timed. While the noise is not
-    reliable, the size grows only if that pays at the least noise scale that is likely,
-    ``S / (G2 + 2 standard errors)``; otherwise it holds.
+    runs is read. A size is at most twice as large or half as large as those that were timed, and its time is taken to
+    rise by as little as the readings allow. While the noise is not reliable, the size grows only if that
+    pays at the least noise scale that is likely, ``S / (G2 + 2 standard errors)``; otherwise it holds. Where ``G2`` has
+    surely left its average, as it does early in training, the newest twelve measured updates count alone.
 
     Couple the learning rate to the size, e.g. ``Stepper(lr_rule="sqrt", beta2_rule="half_life", base_size=…)`` for
     Adam: the formula of the efficiency assumes a rate that follows.
@@ -108,7 +109,7 @@ def goodput(
         base_size: ``B0``, the size that the learning rate was chosen for, and the first size; None takes the first size
             in force.
         smallest: the smallest size to consider; None is ``base_size`` if a time model, a length and a base size are
-            given, else an eighth of the base.
+            given, else an eighth of the base, or ``largest`` if that is less.
         largest: the largest; None is 64 × the base.
         num_candidates: how many sizes between them to compare, spaced by equal factors.
         world_size: with a time model: ranks that share an update.
@@ -146,12 +147,13 @@ def goodput(
     """
     check_choice("unit", unit, get_args(SizeUnit))
     first = None if base_size is None else _as_count("base_size", base_size)
-    low, high = _as_limits(first, smallest, largest)
     num_candidates = as_whole("num_candidates", num_candidates, least=2)
     time = _as_time(time_model, length, _as_count("world_size", world_size), max_items)
     gain = as_number("gain", gain, least=1)
     memory = None if horizon is None else as_horizon(horizon)
-    if time is None or not time.lengths or first is None or unit == "tokens":
+    is_online = time is None or not time.lengths or first is None or unit == "tokens"
+    low, high = _as_limits(first, smallest, largest, is_online=is_online)
+    if time is None or first is None or is_online:
         return OnlineGoodput(time, first, low, high, num_candidates, memory, gain, unit)
     steps = np.geomspace(first if low is None else low, 64 * first if high is None else high, num_candidates)
     candidates = tuple(sorted(set(np.rint(steps).astype(np.int64).tolist())))
@@ -160,12 +162,12 @@ def goodput(
 
 
 def _as_limits(
-    first: int | None, smallest: SupportsIndex | None, largest: SupportsIndex | None
+    first: int | None, smallest: SupportsIndex | None, largest: SupportsIndex | None, *, is_online: bool
 ) -> tuple[int | None, int | None]:
     """Return the limits as they were given; None stands for the usual ones, which follow from the base."""
     low = None if smallest is None else _as_count("smallest", smallest)
     high = None if largest is None else _as_count("largest", largest)
-    least = first if low is None else low
+    least = first if low is None and not is_online else low
     most = high if high is not None or first is None else 64 * first
     if least is not None and most is not None:
         check_order("smallest", least, "largest", most)
@@ -183,7 +185,20 @@ def _as_time(
         refuse_given(given, belong_to="a time_model")
         return None
     most = None if max_items is None else _as_count("max_items", max_items)
+    if length is None:
+        _check_one_axis(model)
     return StepTime(model, () if length is None else _lengths(length), world_size, most)
+
+
+def _check_one_axis(model: TimePrediction) -> None:
+    """Refuse a model that cannot be asked at tokens per example, which are one number."""
+    try:
+        StepTime(model, (128,)).seconds(np.array([1], dtype=np.int64))
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"time_model cannot be asked at the tokens per example that are observed: {error}; give length, one number "
+            "per axis"
+        ) from error
 
 
 def _lengths(length: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ...]:
