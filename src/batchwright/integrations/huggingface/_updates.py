@@ -77,14 +77,17 @@ class Updates:
         self._safe_steps: SafeSteps | None = None
         self._is_warned = False
 
-    def start(self, model: nn.Module) -> None:
+    def start(self, model: nn.Module, optimizer: Any = None) -> None:
         """Begin a training: all counts at zero."""
+        trained = trained_parameters(model, optimizer)
+        if not trained:
+            raise ArgumentError("no parameter is trained; set requires_grad on those of the model that should be")
         self.figures = TrainingFigures()
         self.entropy = EntropyMeter(is_wanted=self._settings.wants_entropy)
         if self._meter is not None:
             self._meter.meter.norms.close()
         self.noise = None
-        self._meter = GradientNoise(trained_parameters(model)) if self._settings.measure_noise else None
+        self._meter = GradientNoise(trained) if self._settings.measure_noise else None
 
     @property
     def noise_average(self) -> NoiseAverage | None:
