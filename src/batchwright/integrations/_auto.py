@@ -31,6 +31,7 @@ NOISE_EVERY = 8
 NOISE_FIRST = 32
 # From vectors noise costs nearly nothing.
 _VECTORS_EVERY = 2
+_NOISE_OPTIONS = {"noise_parts", "noise_groups", "noise_from", "measure_noise"}
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -66,8 +67,8 @@ def make_controller(base_size: int, num_examples: int | None) -> BatchSizeContro
     largest = largest_size(base_size, num_examples)
     if largest < 2 * base_size:
         logger.warning(
-            "controller='auto' keeps the size near %d: a larger one may be at most a twentieth of the data, which is %g "
-            "of %d examples.",
+            "controller='auto' keeps the size near %d: a larger one may be at most a twentieth of the data, which is "
+            "%g of %d examples.",
             base_size,
             (num_examples or 0) / _LEAST_UPDATES,
             num_examples,
@@ -160,12 +161,12 @@ def stepper_options(given: Mapping[str, Any], model: nn.Module, optimizer: Any, 
     """Return the options of a ``Stepper`` that ``"auto"`` stands for; what was given stays.
 
     Noise comes from the vectors of norm layers where there are some and nothing mixes examples, else from the parts of
-    every 8th batch.
+    every 8th batch. Whether vectors can be measured shows only when they are; ``VectorFallback`` sees to that.
     """
     usual: dict[str, Any] = {**coupling_of(optimizer)._asdict(), "base_size": base_size, "measure_noise": NOISE_EVERY}
     has_norms = any(isinstance(part, _NORMS) or type(part).__name__.endswith("RMSNorm") for part in model.modules())
     mixes = any(isinstance(part, _BatchNorm) for part in model.modules())
-    if has_norms and not mixes and not given.keys() & {"noise_parts", "noise_groups", "noise_from", "measure_noise"}:
+    if has_norms and not mixes and not given.keys() & _NOISE_OPTIONS:
         usual |= {"measure_noise": _VECTORS_EVERY, "noise_from": "vectors"}
     return {**usual, **given}
 

@@ -77,17 +77,14 @@ class Updates:
         self._safe_steps: SafeSteps | None = None
         self._is_warned = False
 
-    def start(self, model: nn.Module, optimizer: Any = None) -> None:
+    def start(self, model: nn.Module) -> None:
         """Begin a training: all counts at zero."""
-        trained = trained_parameters(model, optimizer)
-        if not trained:
-            raise ArgumentError("no parameter is trained; set requires_grad on those of the model that should be")
         self.figures = TrainingFigures()
         self.entropy = EntropyMeter(is_wanted=self._settings.wants_entropy)
         if self._meter is not None:
             self._meter.meter.norms.close()
         self.noise = None
-        self._meter = GradientNoise(trained) if self._settings.measure_noise else None
+        self._meter = GradientNoise(trained_parameters(model)) if self._settings.measure_noise else None
 
     @property
     def noise_average(self) -> NoiseAverage | None:
@@ -152,13 +149,16 @@ class Updates:
         drop_gradients(foreign_parameters(loss.model, optimizer))
         shares, failure = [], None
         try:
-            check_hooks(trained_parameters(loss.model, optimizer), len(batches))
+            trained = trained_parameters(loss.model, optimizer)
+            if not trained:
+                raise ArgumentError("no parameter is trained; set requires_grad on those of the model that should be")
+            check_hooks(trained, len(batches))
             if len(batches) > 1 and not self._is_warned:
                 self._is_warned = warn_of_split(loss.model)
             shares = [1.0] * len(batches) if devices.is_divided else self._weigh(batches, repeats, loss)
             if self.noise is not None:
                 self._check_rows(batches, repeats, counted)
-                self.noise.begin(trained_parameters(loss.model, optimizer))
+                self.noise.begin(trained)
         except Exception as error:  # raised below, on all ranks
             failure = error
         flags = [failure is not None, bool(self._weights.refusal)]

@@ -210,7 +210,7 @@ class AdaptiveTrainerMixin:
         epochs_trained, num_skipped = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
         if self._batching.data.batches is None:
             return epochs_trained, num_skipped
-        self._batching.updates.start(self.model, self.optimizer)
+        self._batching.updates.start(self.model)
         self._batching.data.begin_at(self.state.global_step)
         if self.state.global_step == 0:
             return epochs_trained, num_skipped
