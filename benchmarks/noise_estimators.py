@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from batchwright.step.noise._ratio import NoiseRatio
 from torch import nn
 
 from batchwright._stdlib_source import python_files, stdlib_folder
 from batchwright.step import Stepper
-from batchwright.step.noise._ratio import NoiseRatio
 
 RESULT = Path(__file__).parent / "results" / "noise_estimators.json"
 BATCH_SIZE = 32

@@ -171,6 +171,11 @@ def stepper_options(given: Mapping[str, Any], model: nn.Module, optimizer: Any, 
     return {**usual, **given}
 
 
+def chose_vectors(options: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    """Say whether ``stepper_options`` chose to measure noise in vectors, and not the user."""
+    return options.get("noise_from") == "vectors" and "noise_from" not in given
+
+
 @final
 class Ticks:
     """Says how often a schedule in updates of a fixed size advances, by the examples of updates of any size.

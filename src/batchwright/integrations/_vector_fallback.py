@@ -30,24 +30,24 @@ class VectorFallback:
 
     Args:
         model: that is trained.
-        make: makes a stepper, that of vectors or that of parts, from a function of its options.
+        make: makes a stepper that measures parts.
     """
 
-    def __init__(self, model: nn.Module, make: Callable[[Callable[[Mapping[str, Any]], dict[str, Any]]], Stepper]) -> None:
+    def __init__(self, model: nn.Module, make: Callable[[], Stepper]) -> None:
         self._model = model
         self._make = make
         self._is_checked = False  # vectors were right at least once
         self._is_left = False
 
-    def make_first(self) -> Stepper:
-        """Return the stepper to begin with; a model in which no vector is trained shows it here."""
+    def first(self, make: Callable[[], Stepper]) -> Stepper:
+        """Return the stepper to begin with, that of vectors; a model in which none is trained shows it here."""
         try:
-            return self._make(dict)
+            return make()
         except ArgumentError as error:
             if not refuses_vectors(error):
                 raise
             self._warn(error)
-        return self._make(in_parts)
+        return self._make()
 
     def run(self, stepper: Stepper, update: Callable[[Stepper], StepReport]) -> tuple[Stepper, StepReport]:
         """Run an update, and return its report with the stepper for the next one."""
@@ -76,7 +76,7 @@ class VectorFallback:
         return stepper if self._is_left or is_of_vectors else self._in_parts(stepper.state_dict())
 
     def _in_parts(self, state: Mapping[str, Any]) -> Stepper:
-        stepper = self._make(in_parts)
+        stepper = self._make()
         stepper.load_state_dict(state)
         self._is_left = True
         return stepper

@@ -9,4 +9,13 @@ from .parts import GradientNoise as GradientNoise
 from .vector_meter import VectorMeter as VectorMeter
 from .vector_meter import refuses_vectors as refuses_vectors
 
-__all__ = ["GradientNoise", "GradientNorms", "Meter", "NoiseMeter", "NoiseReport", "Norms", "VectorMeter", "refuses_vectors"]
+__all__ = [
+    "GradientNoise",
+    "GradientNorms",
+    "Meter",
+    "NoiseMeter",
+    "NoiseReport",
+    "Norms",
+    "VectorMeter",
+    "refuses_vectors",
+]
