@@ -66,7 +66,7 @@ def run(unit: Unit, scale: float = 1.0) -> Row:
     seconds = scale * unit.horizon * task.seconds[kind_of(unit.clock)]
     updates = examples = 0
     extra = 0.0  # seconds of experiments
-    weighted = 0.0
+    running = weighted = 0.0  # seconds of updates, and these times their sizes
     changes: list[tuple[float, int]] = [(0.0, strategy.size)]
 
     def take(num: int, size: int) -> list[Any]:
@@ -87,7 +87,8 @@ def run(unit: Unit, scale: float = 1.0) -> Row:
         clock.passed(passes=report.num_micro_batches, examples=size)
         now = clock.seconds
         strategy.after(report, seconds=now - began, gone=now / seconds)
-        updates, examples, weighted = updates + 1, examples + size, weighted + size * (now - began)
+        updates, examples = updates + 1, examples + size
+        running, weighted = running + now - began, weighted + size * (now - began)
         if strategy.size != changes[-1][1]:
             changes.append((now / seconds, strategy.size))
         if not math.isfinite(report.loss):
@@ -97,7 +98,7 @@ def run(unit: Unit, scale: float = 1.0) -> Row:
         "seconds": clock.seconds,
         "updates": updates,
         "examples": examples,
-        "mean_size": weighted / clock.seconds,
+        "mean_size": weighted / running,
         "experiment_seconds": extra,
         "sizes": changes[-200:],
         "reasons": [f"{change.old} → {change.new}: {change.reason}" for change in strategy.controller.history[:12]],

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
@@ -28,10 +29,9 @@ _LEAST_UPDATES = 20
 NOISE_EVERY = 8
 # Of so many first updates every second one is measured, so that the first decision does not wait.
 NOISE_FIRST = 32
-
-
 # From vectors noise costs nearly nothing.
 _VECTORS_EVERY = 2
+_NOISE_OPTIONS = {"noise_parts", "noise_groups", "noise_from", "measure_noise"}
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -67,11 +67,11 @@ def make_controller(base_size: int, num_examples: int | None) -> BatchSizeContro
     largest = largest_size(base_size, num_examples)
     if largest < 2 * base_size:
         logger.warning(
-            "controller='auto' keeps the size near %d: an epoch of %s examples has room for %d updates of at most %d.",
+            "controller='auto' keeps the size near %d: a larger one may be at most a twentieth of the data, which is "
+            "%g of %d examples.",
             base_size,
+            (num_examples or 0) / _LEAST_UPDATES,
             num_examples,
-            _LEAST_UPDATES,
-            largest,
         )
     if largest == base_size:
         return BatchSizeController(constant(base_size), min_size=base_size, max_size=base_size)
@@ -110,40 +110,70 @@ def resizable_loader(loader: Any, world_size: int, *, base_size: int | None = No
     """
     dataset: Any = getattr(loader, "dataset", None)
     size = getattr(loader, "batch_size", None)
-    if not isinstance(loader, DataLoader) or size is None:
+    if not isinstance(loader, DataLoader) or size is None or type(loader).__iter__ is not DataLoader.__iter__:
         raise ArgumentError(
             "controller='auto' makes the batches itself, from a DataLoader with a batch_size, but this one has batches "
             "of its own; give DataLoader(dataset, batch_size=…, shuffle=True), or the controller of your sampler"
         )
     check_no_stream("controller='auto'", dataset)
-    drawn = loader.sampler
-    is_shuffled = (
-        isinstance(drawn, RandomSampler) and not drawn.replacement and drawn.num_samples == len(drawn.data_source)
-    )
-    if not (is_shuffled or isinstance(drawn, SequentialSampler)) or loader.drop_last:
-        name = "drop_last=True" if loader.drop_last else f"a {type(drawn).__name__}"
+    _check_order(loader)
+    controller = make_controller(size * world_size if base_size is None else base_size, len(dataset))
+    is_shuffled = isinstance(loader.sampler, RandomSampler)
+    seed = _seed_of(loader, world_size) if is_shuffled else 0
+    sampler = ResizableBatchSampler(len(dataset), controller, shuffle=is_shuffled, seed=seed)
+    return DataLoader(dataset, batch_sampler=sampler, **loader_options(loader)), controller
+
+
+def _check_order(loader: DataLoader[Any]) -> None:
+    """Refuse a loader whose order is neither that of its data nor a shuffled one: a subclass may draw anything."""
+    drawn: Any = loader.sampler
+    dataset: Any = loader.dataset
+    name = None
+    if loader.drop_last:
+        name = "drop_last=True"
+    elif type(drawn) not in (RandomSampler, SequentialSampler) or getattr(drawn, "replacement", False):
+        name = f"a {type(drawn).__name__}" + (" with replacement" if type(drawn) is RandomSampler else "")
+    elif not len(drawn) == len(drawn.data_source) == len(dataset):
+        name = f"a {type(drawn).__name__} that draws {len(drawn)} examples, of {len(dataset)}"
+    if name is not None:
         raise ArgumentError(
             f"controller='auto' takes every example once per epoch, in order or shuffled, but the loader has {name}; "
             "leave it out"
         )
-    controller = make_controller(size * world_size if base_size is None else base_size, len(dataset))
-    seed = 0 if loader.generator is None else loader.generator.initial_seed()
-    sampler = ResizableBatchSampler(len(dataset), controller, shuffle=is_shuffled, seed=seed)
-    return DataLoader(dataset, batch_sampler=sampler, **loader_options(loader)), controller
+
+
+def _seed_of(loader: DataLoader[Any], world_size: int) -> int:
+    """Return the seed of the order, the same on all ranks: that of the generator that was given, or 0.
+
+    A seed from torch's own random state would differ in the process that resumes a run, unless that is seeded alike.
+    """
+    drawn: Any = loader.sampler
+    generator = loader.generator if drawn.generator is None else drawn.generator
+    seed = 0 if generator is None else int(generator.initial_seed())
+    if world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return seed
+    seeds = [seed]
+    dist.broadcast_object_list(seeds, src=0)
+    return seeds[0]
 
 
 def stepper_options(given: Mapping[str, Any], model: nn.Module, optimizer: Any, base_size: int) -> dict[str, Any]:
     """Return the options of a ``Stepper`` that ``"auto"`` stands for; what was given stays.
 
     Noise comes from the vectors of norm layers where there are some and nothing mixes examples, else from the parts of
-    every 8th batch.
+    every 8th batch. Whether vectors can be measured shows only when they are; ``VectorFallback`` sees to that.
     """
     usual: dict[str, Any] = {**coupling_of(optimizer)._asdict(), "base_size": base_size, "measure_noise": NOISE_EVERY}
     has_norms = any(isinstance(part, _NORMS) or type(part).__name__.endswith("RMSNorm") for part in model.modules())
     mixes = any(isinstance(part, _BatchNorm) for part in model.modules())
-    if has_norms and not mixes and not given.keys() & {"noise_parts", "noise_groups", "noise_from", "measure_noise"}:
+    if has_norms and not mixes and not given.keys() & _NOISE_OPTIONS:
         usual |= {"measure_noise": _VECTORS_EVERY, "noise_from": "vectors"}
     return {**usual, **given}
+
+
+def chose_vectors(options: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    """Say whether ``stepper_options`` chose to measure noise in vectors, and not the user."""
+    return options.get("noise_from") == "vectors" and "noise_from" not in given
 
 
 @final

@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader
 from ...errors import ArgumentError
 from ...step import Stepper
 from ...step.losses import LossFunction
-from .._auto import Ticks, is_auto, resizable_loader
+from .._auto import Ticks, chose_vectors, is_auto, resizable_loader
 from .._auto import stepper_options as auto_options
 from .._graphs import graph_options
 from .._observing import Change, History, LiveHistory, with_memory
 from .._options import check_options, move_after_collate
 from .._ranked import controller_of, give_rank, sampler_of
+from .._vector_fallback import VectorFallback, in_parts
 from .training import AcceleratedStepper, Prepared, PreparedLoader
 
 _REFUSED = {
@@ -100,11 +101,11 @@ def prepare(
     """
     _check_accelerator(accelerator)
     check_options(stepper_options, "Accelerator(mixed_precision=…)")
-    ticks = None
+    ticks, given = None, stepper_options
     if is_auto(controller):
         base_size, ticks = stepper_options.get("base_size"), Ticks(getattr(loader, "batch_size", None) or 1)
         loader, controller = resizable_loader(loader, accelerator.num_processes, base_size=base_size)
-        stepper_options = auto_options(stepper_options, model, optimizer, controller.min_size)
+        stepper_options = auto_options(given, model, optimizer, controller.min_size)
     sampler = _find_sampler(accelerator, loader)
     observer, live = controller_of(sampler, controller), LiveHistory(history)
     _check_scheduler(scheduler)
@@ -117,13 +118,17 @@ def prepare(
     padded_by = collate if has_examples else getattr(loader, "collate_fn", None)
     options = graph_options(stepper_options, sampler, padded_by, accelerator.device)
     options = with_memory(options, observer, accelerator.device)
-    stepper = _make_stepper(accelerator, model, optimizer, loss_fn, options)
+    make = functools.partial(_make_stepper, accelerator, model, optimizer, loss_fn)
+    fallback = VectorFallback(model, lambda: make(in_parts(options))) if chose_vectors(options, given) else None
+    stepper = make(options) if fallback is None else fallback.first(lambda: make(options))
     prepared = _prepare_loader(accelerator, loader, sampler, has_examples=has_examples)
     if scheduler is not None:
         scheduler = accelerator.prepare(scheduler)
         scheduler.split_batches |= sampler is not None and not is_divided  # then it advances once per update
     announce = functools.partial(_announce, accelerator, live) if live.is_wanted else None
-    accelerated = AcceleratedStepper(stepper, optimizer, prepared, scheduler, observer, announce=announce, ticks=ticks)
+    accelerated = AcceleratedStepper(
+        stepper, optimizer, prepared, scheduler, observer, announce=announce, ticks=ticks, fallback=fallback
+    )
     accelerator.register_for_checkpointing(accelerated)
     return Prepared(model, optimizer, prepared, accelerated)
 

@@ -17,6 +17,7 @@ from ...step.graphs.summary import GraphSummary
 from .._auto import Ticks
 from .._observing import Change, observe
 from .._ranked import is_at_end, num_batches
+from .._vector_fallback import VectorFallback
 
 STATE_VERSION = 1
 _HINTS = {
@@ -93,6 +94,7 @@ class AcceleratedStepper:
         *,
         announce: Callable[[Change], None] | None = None,
         ticks: Ticks | None = None,
+        fallback: VectorFallback | None = None,
     ) -> None:
         self.stepper = stepper
         self.scheduler = scheduler
@@ -101,6 +103,7 @@ class AcceleratedStepper:
         self._loader = loader if isinstance(loader, PreparedLoader) else None
         self._announce = announce
         self._ticks = ticks
+        self._fallback = fallback
         self._num_applied = 0
         if optimizer.scaler is not None:  # only a scaler skips updates
             optimizer.optimizer.register_step_post_hook(self._count)
@@ -111,7 +114,7 @@ class AcceleratedStepper:
         A scaler that finds infinities skips the update, and the scheduler waits with it.
         """
         before = self._num_applied
-        report = self.stepper.step(batch)
+        report = self._run(batch)
         if self._optimizer.scaler is not None:
             # accelerator.optimizer_step_was_skipped reads this, and so do prepared schedulers.
             self._optimizer._is_overflow = self._num_applied == before
@@ -122,6 +125,12 @@ class AcceleratedStepper:
             change = observe(self.controller, hints=_HINTS, **self._completed(), **report.observation())
             if change is not None and self._announce is not None:
                 self._announce(change)
+        return report
+
+    def _run(self, batch: Any) -> StepReport:
+        if self._fallback is None:
+            return self.stepper.step(batch)
+        self.stepper, report = self._fallback.run(self.stepper, lambda stepper: stepper.step(batch))
         return report
 
     def graph_summary(self) -> GraphSummary:
@@ -150,6 +159,8 @@ class AcceleratedStepper:
                 f"the checkpoint holds the states of {', '.join(saved)}, but this run has {', '.join(sorted(parts))}; "
                 "call prepare with the same parts"
             )
+        if self._fallback is not None:
+            self.stepper = parts["stepper"] = self._fallback.for_state(self.stepper, state["stepper"])
         load_parts(parts, state)
 
     def _parts(self) -> dict[str, Any]:

@@ -201,6 +201,9 @@ class ResizableBatches(BatchSource):
             gradient noise; 0 for never.
         noise_first: of so many updates at the beginning of training every second one is measured.
         curriculum: of the sampler, which chooses the examples of an epoch; None takes all of them.
+
+    Attributes:
+        num_updates_before: updates of the training that came before the next loop.
     """
 
     sampler: ResizableBatchSampler
@@ -228,23 +231,20 @@ class ResizableBatches(BatchSource):
         self.sampler.controller = self._sizes
         self._replay: list[int] = []  # sizes of the batches that a saved run had formed ahead
         self._num_received = 0
+        self.num_updates_before = 0
 
     def __iter__(self) -> Iterator[Any]:
-        start = self.position
-        for share in self.sampler:
-            size = max(self._sizes.newest, self.sampler.world_size)
-            is_measured = self._is_measured(start, size)
-            start += size
+        for number, share in enumerate(self.sampler, start=self.num_updates_before):
+            is_measured = self._is_measured(number)
             parts = self._cut(share, is_random=is_measured)
             # Only the last batch of an epoch can have fewer examples than ranks.
             self._fetched.append(Item(parts, self._is_repeat(self.sampler.num_repeated), is_measured))
             yield parts
 
-    def _is_measured(self, start: int, size: int) -> bool:
-        """Say whether the noise of a batch is measured; by its place, so that ranks and resumed runs agree."""
-        index = start // size
-        every = min(2, self._noise_every) if self.epoch == 0 and index < self._noise_first else self._noise_every
-        return every > 0 and index % every == 0
+    def _is_measured(self, number: int) -> bool:
+        """Say whether the noise of an update is measured; by its number, so that ranks and resumed runs agree."""
+        every = min(2, self._noise_every) if number < self._noise_first else self._noise_every
+        return every > 0 and number % every == 0
 
     def _cut(self, share: list[int], *, is_random: bool) -> list[list[int]]:
         order = None
@@ -290,6 +290,7 @@ class ResizableBatches(BatchSource):
         self._replay, self._num_received = [], 0
         for item in super().track(loader):
             self._num_received += 1
+            self.num_updates_before += 1
             yield item
 
     def state_dict(self) -> dict[str, Any]:

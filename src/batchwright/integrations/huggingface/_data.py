@@ -20,7 +20,6 @@ from ...plan.grouping.sorting import WindowSort
 from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
 from ...step.oom import free_memory, is_out_of_memory
-from .._auto import NOISE_FIRST
 from .._devices import Devices
 from .._failures import raise_together
 from .._ranked import loader_options
@@ -110,7 +109,7 @@ class TrainingData:
             multiple,
             budget=budget,
             noise_every=settings.measure_noise,
-            noise_first=NOISE_FIRST if settings.is_auto else 0,
+            noise_first=settings.noise_first,
             curriculum=settings.curriculum,
         )
 
@@ -133,6 +132,11 @@ class TrainingData:
                 self._settings.controller.size,
             )
         return (*values[:-1], num)
+
+    def begin_at(self, num_updates: int) -> None:
+        """Begin or continue a training after so many updates."""
+        if isinstance(self.batches, ResizableBatches):
+            self.batches.num_updates_before = num_updates
 
     def begin_epoch(self, arguments: dict[str, Any], accumulation: int) -> None:
         """Go to an epoch, and put its length into the arguments of the trainer's ``_run_epoch``."""

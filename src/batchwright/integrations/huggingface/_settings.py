@@ -18,7 +18,7 @@ from ...plan.plan import PlanSettings
 from ...size.learning_rate import Beta2Rule, Rule, get_beta2_rule, get_rule
 from ...step.memory.fit_to_memory import FitToMemory
 from ...step.memory.monitor import MemoryMonitor
-from .._auto import NOISE_EVERY, is_auto, make_controller
+from .._auto import NOISE_EVERY, NOISE_FIRST, is_auto, make_controller
 from .._devices import is_divided
 from .._graphs import Choice
 from .._observing import History, LiveHistory, reads
@@ -58,6 +58,9 @@ class Settings:
     history: History = False
     beta2_rule: str | Beta2Rule | None = None
     is_auto: bool = False
+    noise_first: int = 0  # of so many first updates every second one is measured
+    num_examples: int | None = None  # that bound the sizes of "auto"
+    runs_whole: bool = False  # the budget of "auto" is the largest size
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "measure_noise", as_interval("measure_noise", self.measure_noise))
@@ -169,24 +172,36 @@ def with_controller(settings: Settings, trainer: Any) -> Settings:
         raise ArgumentError("controller='auto' needs the whole model on every rank; leave it out, or use DDP")
     if base_size is None:
         base_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    dataset = trainer.train_dataset
-    num_examples = len(dataset) if isinstance(dataset, Sized) else None
-    controller = make_controller(base_size, num_examples)
-    if budget is None and (settings.on_oom == "raise" or args.gradient_accumulation_steps > 1):
+    runs_in_parts = settings.on_oom == "raise" or args.gradient_accumulation_steps > 1
+    if budget is None and runs_in_parts:
         budget = MaxItems(args.per_device_train_batch_size)
-    elif budget is None:
-        budget = MaxItems(controller.max_size)  # a larger batch is faster only if it runs at once
     trainer.args = copy.copy(args)  # the user's own stay as they are
     trainer.args.gradient_accumulation_steps = trainer.accelerator.gradient_accumulation_steps = 1
-    return replace(
+    settings = replace(
         settings,
-        controller=controller,
         base_size=base_size,
         budget=budget,
         eval_budget=settings.evaluation_budget,
         measure_noise=settings.measure_noise or NOISE_EVERY,
-        is_auto=True,
+        noise_first=0 if settings.measure_noise else NOISE_FIRST,
+        runs_whole=budget is None,
     )
+    return _bounded(settings, trainer.train_dataset)
+
+
+def for_data(settings: Settings, dataset: Any) -> Settings:
+    """Return settings whose controller, if ``"auto"`` made it, is bounded by this data; the same ones if it is."""
+    is_known = not isinstance(dataset, Sized) or len(dataset) == settings.num_examples
+    return settings if not settings.is_auto or is_known else _bounded(settings, dataset)
+
+
+def _bounded(settings: Settings, dataset: Any) -> Settings:
+    assert settings.base_size is not None
+    num_examples = len(dataset) if isinstance(dataset, Sized) else None
+    controller = make_controller(settings.base_size, num_examples)
+    # A larger batch is faster only if it runs at once.
+    budget = MaxItems(controller.max_size) if settings.runs_whole else settings.budget
+    return replace(settings, controller=controller, budget=budget, num_examples=num_examples, is_auto=True)
 
 
 def check_trainer_class(trainer_cls: type, version: str) -> None:

@@ -149,13 +149,16 @@ class Updates:
         drop_gradients(foreign_parameters(loss.model, optimizer))
         shares, failure = [], None
         try:
-            check_hooks(trained_parameters(loss.model, optimizer), len(batches))
+            trained = trained_parameters(loss.model, optimizer)
+            if not trained:
+                raise ArgumentError("no parameter is trained; set requires_grad on those of the model that should be")
+            check_hooks(trained, len(batches))
             if len(batches) > 1 and not self._is_warned:
                 self._is_warned = warn_of_split(loss.model)
             shares = [1.0] * len(batches) if devices.is_divided else self._weigh(batches, repeats, loss)
             if self.noise is not None:
                 self._check_rows(batches, repeats, counted)
-                self.noise.begin(trained_parameters(loss.model, optimizer))
+                self.noise.begin(trained)
         except Exception as error:  # raised below, on all ranks
             failure = error
         flags = [failure is not None, bool(self._weights.refusal)]

@@ -35,7 +35,7 @@ from .._ranked import check_no_stream
 from .._trial_loss import takes_own_loss
 from ._data import TrainLoader, fetch_together, micro_batches_of
 from ._evaluation import EvaluationPlan
-from ._settings import OnOom, Settings, Weighting, check_trainer, check_trainer_class, with_controller
+from ._settings import OnOom, Settings, Weighting, check_trainer, check_trainer_class, for_data, with_controller
 from ._weights import TrainerLoss, UpdateWeight
 from .callbacks import Batching
 
@@ -186,8 +186,17 @@ class AdaptiveTrainerMixin:
         """Return the trainer's own loader with the batches of this rank."""
         if self.train_dataset is not None:  # or the trainer complains itself
             check_no_stream("an adaptive trainer", self.train_dataset)
+        self._follow_data()
         base = super().get_train_dataloader()  # type: ignore[misc]
         return self._batching.data.loader(base, self.train_dataset, **self._loading())
+
+    def _follow_data(self) -> None:
+        """Bound the sizes of ``controller="auto"`` by the data that is trained on, if that was set later."""
+        before, settings = self._batching, for_data(self._batching.settings, self.train_dataset)
+        if settings is not before.settings:
+            self._batching = Batching(settings)
+            callbacks = self.callback_handler.callbacks
+            callbacks[callbacks.index(before.callback)] = self._batching.callback
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return SequentialSampler(self.train_dataset)  # of the trainer's own loader, whose batches are not used
@@ -202,6 +211,7 @@ class AdaptiveTrainerMixin:
         if self._batching.data.batches is None:
             return epochs_trained, num_skipped
         self._batching.updates.start(self.model)
+        self._batching.data.begin_at(self.state.global_step)
         if self.state.global_step == 0:
             return epochs_trained, num_skipped
         saved = self.state.stateful_callbacks.get(STATE_NAME)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -17,12 +18,13 @@ from ...errors import ArgumentError, StateMismatchError
 from ...step import Stepper, StepReport
 from ...step.graphs.summary import GraphSummary
 from ...step.losses import LossFunction, Sums, needs_whole_batch, whole_batch
-from .._auto import Ticks, is_auto, resizable_loader
+from .._auto import Ticks, chose_vectors, is_auto, resizable_loader
 from .._auto import stepper_options as auto_options
 from .._graphs import ReplayError, replayable
 from .._observing import Change, History, LiveHistory, observe, with_memory
 from .._options import check_options, move_after_collate
 from .._ranked import controller_of
+from .._vector_fallback import VectorFallback, in_parts
 from ._loaders import TrainLoader
 from ._package import Callback
 from .modules import ExactUpdates, Hooks, options_with_graphs, refuse_methods, without_graphs
@@ -86,7 +88,9 @@ class AdaptiveBatching(Callback):
         self._hooks: Hooks | None = None
         self._given_controller = controller
         self._prefix = prefix
-        self._options = stepper_options
+        self._options = stepper_options  # as given: every fit adds its own
+        self._in_use: dict[str, Any] = {}
+        self._fallback: VectorFallback | None = None
         self._loaded: dict[str, Any] = {}  # states that wait for the part they belong to
         self._is_auto = is_auto(controller)
         self._ticks: Ticks | None = None
@@ -95,9 +99,9 @@ class AdaptiveBatching(Callback):
         """Return the training data with batches of any size, if it is to be found; ``planned_loader`` calls it."""
         if not self._is_auto:
             return loader
-        base_size = self._options.get("base_size")
+        base_size, batch_size = self._options.get("base_size"), getattr(loader, "batch_size", None)
         loader, self._given_controller = resizable_loader(loader, world_size, base_size=base_size)
-        self._ticks = Ticks(self._given_controller.min_size)
+        self._ticks = Ticks((batch_size or 1) * world_size)
         return loader
 
     def attach(self, loader: TrainLoader) -> None:
@@ -113,11 +117,15 @@ class AdaptiveBatching(Callback):
         if isinstance(pl_module, ExactUpdates):
             refuse_methods(pl_module)
             optimizer = _only_optimizer(pl_module).optimizer
+            self._in_use, model = dict(self._options), trainer.strategy.model
             if self._is_auto:
-                self._options = auto_options(self._options, trainer.strategy.model, optimizer, self.controller.min_size)
+                self._in_use = auto_options(self._options, model, optimizer, self.controller.min_size)
             self._hooks = Hooks(trainer, pl_module, optimizer, has_scaler=_scaler_of(trainer) is not None)
-            options = options_with_graphs(self._options, trainer, pl_module, self.loader)
-            self.stepper = self._make_stepper(trainer, pl_module, self._hooks, options)
+            self._fallback = None
+            if chose_vectors(self._in_use, self._options):
+                self._fallback = VectorFallback(model, lambda: self._make_in_parts(trainer, pl_module))
+            make = partial(self._make_stepper, trainer, pl_module)
+            self.stepper = make() if self._fallback is None else self._fallback.first(make)
         elif self.controller is not None or self._options:
             raise ArgumentError(
                 f"{type(pl_module).__name__} runs its own updates; a controller and options of Stepper need exact "
@@ -135,10 +143,10 @@ class AdaptiveBatching(Callback):
         # A Trainer opens autocast around the whole step; Stepper opens it only in forward passes.
         with _counted(trainer, module), torch.autocast(module.device.type, enabled=False):
             try:
-                report = self.report = self._step(batch)
+                report = self.report = self._run(batch)
             except ReplayError as error:
                 self._leave_graphs(trainer, module, error)
-                report = self.report = self._step(batch)
+                report = self.report = self._run(batch)
         _advance_schedulers(trainer, module, self._ticks, report.batch_size)
         self.num_ooms += report.ooms
         if self.controller is not None:
@@ -155,35 +163,48 @@ class AdaptiveBatching(Callback):
         for logger in trainer.loggers:  # its methods do nothing on other ranks
             logger.log_metrics(figures, step=trainer.global_step)
 
-    def _make_stepper(self, trainer: Any, module: Any, hooks: Hooks, options: Mapping[str, Any]) -> Stepper:
-        return _make_stepper(trainer, module, hooks, with_memory(options, self.controller, module.device))
+    def _make_stepper(self, trainer: Any, module: Any) -> Stepper:
+        assert self._hooks is not None
+        options = options_with_graphs(self._in_use, trainer, module, self.loader)
+        return _make_stepper(trainer, module, self._hooks, with_memory(options, self.controller, module.device))
+
+    def _make_in_parts(self, trainer: Any, module: Any) -> Stepper:
+        self._in_use = in_parts(self._in_use)
+        return self._make_stepper(trainer, module)
 
     def _leave_graphs(self, trainer: Any, module: Any, error: ReplayError) -> None:
         """Go on eagerly with ``graphs="auto"``, after an update that has changed nothing; otherwise raise."""
-        if self.stepper is None or self._hooks is None or self._options.get("graphs") != "auto":
+        if self.stepper is None or self._in_use.get("graphs") != "auto":
             raise error
         warnings.warn(f"steps run eagerly, without graphs: {error}", stacklevel=4)
         self.stepper.abandon()
         state = self.stepper.state_dict()
-        self.stepper = self._make_stepper(trainer, module, self._hooks, without_graphs(self._options))
+        self._in_use = without_graphs(self._in_use)
+        self.stepper = self._make_stepper(trainer, module)
         self.stepper.load_state_dict(state)
 
     def graph_summary(self) -> GraphSummary:
         """Return what graphs did so far: shapes, how often they were replayed, memory, seconds spent and saved."""
         return GraphSummary() if self.stepper is None else self.stepper.graph_summary()
 
-    def _step(self, batch: Any) -> StepReport:
-        """Run one update and the hooks in it."""
+    def _run(self, batch: Any) -> StepReport:
         assert self.stepper is not None
+        if self._fallback is None:
+            return self._step(batch, self.stepper)
+        self.stepper, report = self._fallback.run(self.stepper, partial(self._step, batch))
+        return report
+
+    def _step(self, batch: Any, stepper: Stepper) -> StepReport:
+        """Run one update and the hooks in it."""
         assert self._hooks is not None
-        self.stepper.accumulate(batch)
-        self.stepper.reduce()
+        stepper.accumulate(batch)
+        stepper.reduce()
         try:
             self._hooks.after_backward()
             with self._hooks.around_step():
-                return self.stepper.update()
+                return stepper.update()
         except BaseException:
-            self.stepper.abandon()
+            stepper.abandon()
             raise
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -220,6 +241,8 @@ class AdaptiveBatching(Callback):
             raise
 
     def _hand_out(self) -> None:
+        if self._fallback is not None and self.stepper is not None and "stepper" in self._loaded:
+            self.stepper = self._fallback.for_state(self.stepper, self._loaded["stepper"])
         parts = self._parts()
         if self.loader is not None:
             parts = {"place": SimpleNamespace(state_dict=self.loader.place, load_state_dict=self.loader.go_to), **parts}

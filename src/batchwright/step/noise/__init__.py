@@ -7,5 +7,15 @@ from .meter import NoiseReport as NoiseReport
 from .meter import Norms as Norms
 from .parts import GradientNoise as GradientNoise
 from .vector_meter import VectorMeter as VectorMeter
+from .vector_meter import refuses_vectors as refuses_vectors
 
-__all__ = ["GradientNoise", "GradientNorms", "Meter", "NoiseMeter", "NoiseReport", "Norms", "VectorMeter"]
+__all__ = [
+    "GradientNoise",
+    "GradientNorms",
+    "Meter",
+    "NoiseMeter",
+    "NoiseReport",
+    "Norms",
+    "VectorMeter",
+    "refuses_vectors",
+]

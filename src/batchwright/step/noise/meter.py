@@ -281,7 +281,7 @@ class GradientNorms(Norms):
 
     def __init__(self, parameters: Sequence[nn.Parameter], groups: Sequence[int] | None = None) -> None:
         self.groups = [0] * len(parameters) if groups is None else list(groups)
-        self._num_groups = max(self.groups) + 1
+        self._num_groups = max(self.groups, default=0) + 1  # a trainer's optimizer may add the first ones later
         self._parameters = list(parameters)
         self._handles: list[RemovableHandle] = [
             parameter.register_hook(marked(partial(self._add, group)))

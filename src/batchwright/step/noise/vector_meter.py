@@ -26,6 +26,11 @@ _MAX_MODULES = 8
 _MAX_REASONS = 3
 
 
+def refuses_vectors(error: Exception) -> bool:
+    """Return whether an error says, on this rank or another, that vectors cannot be measured."""
+    return isinstance(error, ArgumentError) and INSTEAD in str(error)
+
+
 @final
 class VectorMeter(Meter):
     """Measures vectors in every measured update, and the whole gradient in the 1st, 2nd, 4th, … 64th, 128th, 192nd, ….

@@ -1,0 +1,67 @@
+"""Run by test_attack_auto in two processes: prepare(controller="auto") on DDP, whose clocks disagree."""
+
+import os
+import sys
+import time
+from itertools import chain
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader
+
+from batchwright.integrations.accelerate import prepare
+
+from ...processes import leave_group
+from ..dynabatch.trainer.ranks import agree_on_port
+
+NUM, BASE = 960, 2
+DRAW = torch.Generator().manual_seed(0)
+DATA = [{"x": torch.randn(6, generator=DRAW), "y": torch.randint(5, (), generator=DRAW), "i": i} for i in range(NUM)]
+
+
+def main(rank, world_size, folder, norm):
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    os.environ["MASTER_PORT"] = agree_on_port(folder / "store", rank)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), *([nn.LayerNorm(8)] if norm else []), nn.Tanh(), nn.Linear(8, 5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (NUM // BASE))
+
+    def loss_fn(module, batch):
+        time.sleep(0.002 + 0.002 * rank)  # one rank is slower, and launch-bound
+        return nn.functional.cross_entropy(module(batch["x"]), batch["y"], reduction="sum"), len(batch["x"])
+
+    loader = DataLoader(DATA, batch_size=BASE, shuffle=True)
+    prepared = prepare(
+        Accelerator(cpu=True), model, optimizer, loader, loss_fn=loss_fn, scheduler=scheduler, controller="auto"
+    )
+    seen, sizes = [], []
+    for batch in prepared.loader:
+        report = prepared.stepper.step(batch)
+        seen.append(batch["i"].tolist())
+        sizes.append(report.batch_size)
+    everyone = [None] * world_size
+    mine = (seen, sizes, prepared.stepper.controller.state_dict(), prepared.stepper.scheduler.get_last_lr())
+    dist.all_gather_object(everyone, mine)
+    shares, all_sizes, states, rates = zip(*everyone, strict=True)
+    assert sorted(chain.from_iterable(chain.from_iterable(shares))) == list(range(NUM))
+    assert all_sizes[0] == all_sizes[1]
+    assert states[0] == states[1], states
+    assert all_sizes[0][0] == BASE * world_size
+    assert max(all_sizes[0]) > BASE * world_size
+    assert abs(rates[0][0]) < 1e-12, rates
+    leave_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4] == "norm")
