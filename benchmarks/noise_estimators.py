@@ -21,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from batchwright.step.noise._ratio import NoiseRatio
 from torch import nn
 
 from batchwright._stdlib_source import python_files, stdlib_folder

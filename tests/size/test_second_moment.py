@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from batchwright.size._second_moment import MARK, follow, is_corrected  # noqa: E402
-from batchwright.size.momentum import changed_beta2  # noqa: E402
+from batchwright.size.momentum import (  # noqa: E402
+    MARK,
+    changed_beta2,
+    follow,
+    is_corrected,
+)
 
 torch.set_num_threads(1)
 GRADIENT = torch.tensor([3.0, -0.5, 1e-2])
@@ -78,6 +82,7 @@ def test_radam_moves_by_the_rate_times_the_rectification_of_the_beta2_in_force()
         before = parameter.detach().clone()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_adam_moves_by_the_rate_in_rows_that_come_at_every_step():
     weight = torch.nn.Parameter(torch.zeros(2, 3))
     optimizer = torch.optim.SparseAdam([weight], **OPTIONS)

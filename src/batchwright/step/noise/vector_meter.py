@@ -73,21 +73,6 @@ class VectorMeter(Meter):
         self._read()
         self._find(named_parameters)
 
-    def hold(self) -> Callable[[], None]:
-        """Return a function that puts back which vectors are measured, and what is known about each."""
-        parameters, chosen, taps = self._parameters, self._chosen, self.norms.taps
-        known = [(vector, set(vector.sizes), vector.reason) for vector in self.norms.vectors]
-
-        def put_back() -> None:
-            self._read()
-            self.norms.close()
-            self._parameters, self._chosen = parameters, chosen
-            for vector, sizes, reason in known:
-                vector.sizes, vector.reason = set(sizes), reason
-            self.norms.measure(taps, [vector for vector, _, _ in known])
-
-        return put_back
-
     def begin(self, index: int) -> bool:
         """Begin a measured update; return whether the whole gradient is measured too, in random parts."""
         self.finish()
