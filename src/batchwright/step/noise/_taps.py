@@ -13,9 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import ArgumentError
-from ._squares import SMALL_ON_CPU, Squares, marked, square_of
 from ._vectors import Tap, compiled_parts
-from .meter import GradientNorms, Norms
+from .meter import SMALL_ON_CPU, GradientNorms, Norms, Squares, marked, square_of
 
 # How far the sum over examples may be off the gradient of a vector: rounding, by the type that gradients come in.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
