@@ -129,8 +129,7 @@ class Meter(ABC):
 
     def hold(self) -> Callable[[], None]:
         """Return a function that puts back what was learned so far."""
-        average = self.average
-        return lambda: setattr(self, "average", average)
+        return partial(setattr, self, "average", self.average)
 
     def to_state(self) -> dict[str, Any]:
         """Return what else is to be saved, as JSON values."""
@@ -138,8 +137,7 @@ class Meter(ABC):
 
     def read_state(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """Check a saved state and return a function that takes it over."""
-        average = NoiseAverage.from_state(state["noise"])
-        return lambda: setattr(self, "average", average)
+        return partial(setattr, self, "average", NoiseAverage.from_state(state["noise"]))
 
 
 @final
