@@ -179,6 +179,13 @@ def test_experiments_are_charged(part):
     assert row["sizes"] == [(0.0, 16)]
     assert row["experiment_seconds"] == pytest.approx(2 * once)
     assert row["updates"] == math.ceil((5.4 - 2 * once) / 0.018)
+    assert row["mean_size"] == pytest.approx(16)  # of updates: experiments have no size
+
+
+def test_the_mean_size_leaves_out_the_seconds_of_experiments_in_a_short_run(part):
+    training = part("training")
+    row = training.run(training.Unit("graphs", "teacher", "measured", 1.0, 0), scale=0.02)
+    assert row["mean_size"] >= 15.9
 
 
 # Which runs are made

@@ -86,7 +86,9 @@ def test_data_that_is_given_after_the_trainer_was_made_bounds_the_size(tmp_path)
 def test_the_warning_about_small_data_says_what_bounds_the_size(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="batchwright"):
         make_trainer("t5", tmp_path, examples=numbered(9), **{**AUTO, "per_device_train_batch_size": 4})
-    assert "keeps the size near 4: a larger one may be at most a twentieth of the data, which is 0.45 of 9" in caplog.text
+    assert (
+        "keeps the size near 4: a larger one may be at most a twentieth of the data, which is 0.45 of 9" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("options", [AUTO, {}], ids=["auto", "planned batches"])
