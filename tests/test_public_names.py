@@ -146,7 +146,7 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "class(*, epoch=None, step=None, examples=None, tokens=None, batch_size=None, batch_tokens=None, loss=None, "
         "lr=None, entropy=None, noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, "
         "memory_fraction=None, experiment=None, "
-        "size=None, exact_size=None, ends_epoch=False, takes_over=False, multiples=()), bases: none",
+        "size=None, exact_size=None, ends_epoch=False, takes_over=False, begins_tokens=False, multiples=()), bases: none",
         "six fields came",
     ),
     "batchwright.size.Decision": (
@@ -224,8 +224,9 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
     ),
     "batchwright.integrations.accelerate.AcceleratedStepper": (
         "class(stepper, optimizer, loader, scheduler, controller), bases: none",
-        "class(stepper, optimizer, loader, scheduler, controller, *, announce=None, ticks=None), bases: none",
-        "two options came",
+        "class(stepper, optimizer, loader, scheduler, controller, *, announce=None, ticks=None, fallback=None), "
+        "bases: none",
+        "three options came",
     ),
     "batchwright.integrations.lightning.AdaptiveBatching": (
         "class(*, controller=None, prefix='batchwright/', **stepper_options), bases: Callback",
@@ -339,6 +340,7 @@ ADDED = {
     "batchwright.lab.strategies.Strategy.min_epochs",
     "batchwright.lab.strategies.RunSettings",
     "batchwright.size.Decision.tokens",
+    "batchwright.size.Observation.begins_tokens",
     "batchwright.size.learning_rate.current_lr",
     "batchwright.size.learning_rate.get_beta2_rule",
     "batchwright.size.learning_rate.half_life",

@@ -181,6 +181,12 @@ def test_experiments_are_charged(part):
     assert row["seconds"] == pytest.approx(once + (10 * row["updates"] + 0.5 * row["examples"]) / 1000)
 
 
+def test_the_mean_size_leaves_out_the_seconds_of_experiments_in_a_short_run(part):
+    training = part("training")
+    row = training.run(training.Unit("graphs", "teacher", "measured", 1.0, 0), scale=0.02)
+    assert row["mean_size"] >= 15.9
+
+
 # Which runs are made
 
 

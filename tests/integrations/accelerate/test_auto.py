@@ -6,13 +6,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 import batchwright as bw
 from batchwright.errors import ArgumentError
 from batchwright.integrations.accelerate import prepare
 from batchwright.step import StepReport
 
+from ...processes import run_ranks
 from .test_preparation import forget
 
 NUM, BASE = 480, 4
@@ -111,6 +112,101 @@ def test_a_model_with_batch_norm_is_measured_in_parts():
     assert [report.num_micro_batches for report in reports] == [2, 1, 1, 1, 1, 1, 1, 1, 2]
 
 
+class TimeFirst(nn.Module):
+    """An encoder layer as torch makes it by default: time comes before the batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lift = nn.Linear(1, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.layer(self.lift(x.t().unsqueeze(-1))).mean(dim=0))
+
+
+class GlobalQuery(nn.Module):
+    """Norms a query that all examples share."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lift, self.norm, self.head = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 5)
+        self.query = nn.Parameter(torch.ones(1, 8).normal_())
+
+    def forward(self, x):
+        return self.head(self.lift(x) * self.norm(self.query))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(TimeFirst, "does not have a row per example"), (GlobalQuery, r"shape \(1, 8\)")]
+)
+def test_norms_that_cannot_be_measured_leave_the_noise_to_parts_of_the_batch(kind, why):
+    _, prepared = make(model=kind())
+    with pytest.warns(UserWarning, match=f"in parts of every 8th batch: .*{why}") as caught:
+        reports = [report for _, report in run(prepared, stop_at=18)]
+    assert len(caught) == 1
+    assert [place for place, report in enumerate(reports) if report.noise is not None] == [0, 8, 16]
+    assert {report.noise.source for report in reports if report.noise is not None} == {"all"}
+
+
+class Dropping(GlobalQuery):
+    """Draws random numbers and counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(nn.functional.dropout(x))
+
+
+def test_an_update_that_is_refused_for_its_vectors_runs_again_as_it_was():
+    found = []
+    for options in ({}, {"measure_noise": 8}):
+        forget()
+        _, prepared = make(model=Dropping(), **options)
+        torch.manual_seed(1)
+        if options:
+            run(prepared, stop_at=3)
+        else:
+            with pytest.warns(UserWarning, match="in parts of every 8th batch"):
+                run(prepared, stop_at=3)
+        found.append(torch.cat([value.detach().flatten() for value in prepared.model.state_dict().values()]))
+    assert torch.equal(*found)
+
+
+def test_frozen_norms_leave_the_noise_to_parts_of_the_batch():
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.LayerNorm(8), nn.Linear(8, 5, bias=False))
+    model[1].requires_grad_(False)
+    with pytest.warns(UserWarning, match="in parts of every 8th batch: .* the model has none"):
+        _, prepared = make(model=model)
+    assert [report.noise is not None for _, report in run(prepared, stop_at=9)] == [True, *[False] * 7, True]
+
+
+def test_noise_from_vectors_that_is_asked_for_is_still_refused():
+    _, prepared = make(model=GlobalQuery(), noise_from="vectors", measure_noise=True)
+    with pytest.raises(ArgumentError, match="noise_from='vectors' cannot be measured in this model"):
+        run(prepared, stop_at=1)
+
+
+def test_a_resumed_training_goes_on_to_measure_parts(tmp_path):
+    accelerator, prepared = make(model=GlobalQuery())
+    with pytest.warns(UserWarning, match="in parts of every 8th batch"):
+        before = run(prepared, stop_at=9)
+    accelerator.save_state(str(tmp_path / "state"))
+    after = run(prepared, stop_at=9)
+    forget()
+    accelerator, resumed = make(model=GlobalQuery())
+    accelerator.load_state(str(tmp_path / "state"))
+    again = run(resumed, stop_at=9)  # a second warning would be an error
+    measured = [[report.noise is not None for _, report in updates] for updates in (before, again)]
+    assert measured == [[True, *[False] * 7, True], [*[False] * 7, True, False]]
+    assert len(after) == len(again)
+
+
 def test_a_schedule_advances_with_the_examples(launch_bound):
     steps = NUM // BASE
     _, prepared = make(schedule=lambda step: 1 - step / (2 * steps))
@@ -157,6 +253,32 @@ def test_options_that_are_given_stay(launch_bound):
     assert [report.noise is not None for report in reports[:6]] == [True, False, False] * 2
 
 
+def test_the_order_is_that_of_the_generator_of_the_loader_or_its_sampler():
+    def order(**options):
+        forget()
+        _, prepared = make(loader=DataLoader(DATA, batch_size=BASE, **options))
+        return list(chain.from_iterable(numbers for numbers, _ in run(prepared, stop_at=9)))
+
+    given = order(shuffle=True, generator=torch.Generator().manual_seed(5))
+    assert order(sampler=RandomSampler(DATA, generator=torch.Generator().manual_seed(5))) == given
+    assert order(shuffle=True) != given
+
+
+class Backwards(SequentialSampler):
+    """Goes through the data from its end."""
+
+    def __iter__(self):
+        return reversed(range(len(self.data_source)))
+
+
+class Twice(DataLoader):
+    """Gives every batch out twice."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield from (batch, batch)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         yield from DATA
@@ -172,6 +294,30 @@ REFUSED = {
     "weights": (
         lambda: DataLoader(DATA, batch_size=4, sampler=WeightedRandomSampler([1.0] * NUM, NUM)),
         "the loader has a WeightedRandomSampler",
+    ),
+    "an order of its own": (
+        lambda: DataLoader(DATA, batch_size=4, sampler=Backwards(DATA)),
+        "the loader has a Backwards; leave it out",
+    ),
+    "the first 40 in order": (
+        lambda: DataLoader(DATA, batch_size=4, sampler=SequentialSampler(range(40))),
+        "a SequentialSampler that draws 40 examples, of 480",
+    ),
+    "the first 40 shuffled": (
+        lambda: DataLoader(DATA, batch_size=4, sampler=RandomSampler(range(40))),
+        "a RandomSampler that draws 40 examples, of 480",
+    ),
+    "40 shuffled": (
+        lambda: DataLoader(DATA, batch_size=4, sampler=RandomSampler(DATA, num_samples=40)),
+        "a RandomSampler that draws 40 examples, of 480",
+    ),
+    "replacement": (
+        lambda: DataLoader(DATA, batch_size=4, sampler=RandomSampler(DATA, replacement=True)),
+        "a RandomSampler with replacement",
+    ),
+    "a loader's own loop": (
+        lambda: Twice(DATA, batch_size=4),
+        "this one has batches of its own",
     ),
 }
 
@@ -191,3 +337,8 @@ def test_an_optimizer_without_a_rate_is_refused():
 
     with pytest.raises(ArgumentError, match="scales the learning rate with the size, but a group of SGD has none"):
         make(kind=kind)
+
+
+@pytest.mark.parametrize("model", ["norm", "no norm", "shared norm"])
+def test_two_ranks_whose_clocks_disagree_choose_the_same_sizes(model, tmp_path):
+    run_ranks("tests.integrations.accelerate.auto_ranks", 2, tmp_path, model)

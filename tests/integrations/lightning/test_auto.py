@@ -1,5 +1,6 @@
 """AdaptiveBatching(controller="auto"): the size is found, and rate, beta2 and schedulers follow it."""
 
+import warnings
 from itertools import chain
 
 import lightning.pytorch as pl
@@ -49,8 +50,8 @@ class Guesser(Model):
         self.rates.append(self.optimizers().param_groups[0]["lr"])
 
 
-def make_loader():
-    return DataLoader(DATA, batch_size=BASE, shuffle=True)
+def make_loader(batch_size=BASE):
+    return DataLoader(DATA, batch_size=batch_size, shuffle=True)
 
 
 @pytest.mark.parametrize("norm", [True, False], ids=["norms", "no norms"])
@@ -104,3 +105,73 @@ def test_batches_of_its_own_are_refused():
     sampler = bw.BatchSampler([1] * NUM, bw.MaxItems(4))
     with pytest.raises(ArgumentError, match="makes the batches itself, from a DataLoader with a batch_size"):
         fit(Guesser(), DataLoader(DATA, batch_sampler=sampler), batching=AdaptiveBatching(controller="auto"))
+
+
+class Descending(Guesser):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+def fit_twice(first, second, sizes=(BASE, BASE)):
+    """Fit two modules with the same callback and return the reports of the second fit."""
+    batching = AdaptiveBatching(controller="auto")
+    fit(first, make_loader(sizes[0]), batching=batching, max_epochs=1)
+    return fit(second, make_loader(sizes[1]), batching=batching, max_epochs=1)[0].reports
+
+
+def test_a_second_fit_begins_at_the_batch_size_of_its_own_loader():
+    assert fit_twice(Guesser(), Guesser(), sizes=(4, 8))[0].batch_size == 8
+
+
+def test_a_second_fit_couples_rate_and_beta2_as_its_own_optimizer_needs():
+    reports = fit_twice(Descending(), Guesser())
+    assert max(report.batch_size for report in reports) > BASE
+    for report in reports:
+        factor = report.batch_size / BASE
+        assert report.lr == pytest.approx(0.01 * factor**0.5)
+        assert report.beta2 == pytest.approx(0.999**factor)
+
+
+def test_a_second_fit_with_sgd_is_not_refused_for_a_rule_that_nobody_gave():
+    for report in fit_twice(Guesser(), Descending()):
+        assert report.lr == pytest.approx(0.001 * report.batch_size / BASE)
+
+
+def test_with_a_base_size_schedulers_still_advance_once_per_batch_size_examples():
+    def schedulers(optimizer, trainer):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (NUM // BASE))
+        return [{"scheduler": scheduler, "interval": "step"}]
+
+    batching = AdaptiveBatching(controller="auto", base_size=8)
+    model, _ = fit(Guesser(schedulers), make_loader(), batching=batching, max_epochs=1)
+    assert model.rates[-1] == pytest.approx(0.0, abs=1e-12)
+
+
+class SharedNorm(Guesser):
+    """Norms a number that all examples share."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.query = nn.LayerNorm(4), nn.Parameter(torch.tensor([[1.0, -1.0, 2.0, 0.5]]))
+
+    def loss_sums(self, batch):
+        return super().loss_sums({**batch, "x": batch["x"] * self.norm(self.query)})
+
+
+def test_norms_that_cannot_be_measured_leave_the_noise_to_parts_of_the_batch(tmp_path):
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    with pytest.warns(UserWarning, match="in parts of every 8th batch: .*norm.bias: its output of shape"):
+        whole, _ = fit(
+            SharedNorm(), make_loader(), batching=AdaptiveBatching(controller="auto"), callbacks=[Save()], max_epochs=1
+        )
+    measured = [report.noise is not None for report in whole.reports]
+    assert measured == [place % 8 == 0 for place in range(len(measured))]
+    batching = AdaptiveBatching(controller="auto")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="noise is measured in parts")
+        resumed, _ = fit(SharedNorm(), make_loader(), batching=batching, ckpt_path=tmp_path / "9.ckpt", max_epochs=1)
+    assert [report.noise is not None for report in resumed.reports] == measured[9:]
+    assert torch.equal(parameters(resumed), parameters(whole))

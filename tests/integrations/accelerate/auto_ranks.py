@@ -1,4 +1,4 @@
-"""Run by test_attack_auto in two processes: prepare(controller="auto") on DDP, whose clocks disagree."""
+"""Run by test_auto in two processes: prepare(controller="auto") on DDP, whose clocks disagree."""
 
 import os
 import sys
@@ -22,7 +22,26 @@ DRAW = torch.Generator().manual_seed(0)
 DATA = [{"x": torch.randn(6, generator=DRAW), "y": torch.randint(5, (), generator=DRAW), "i": i} for i in range(NUM)]
 
 
-def main(rank, world_size, folder, norm):
+class SharedNorm(nn.Module):
+    """Norms a query that all examples share, whose vectors cannot be measured."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift, self.norm, self.head = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 5)
+        self.query = nn.Parameter(torch.ones(1, 8).normal_())
+
+    def forward(self, x):
+        return self.head(self.lift(x) * self.norm(self.query))
+
+
+def make_model(kind):
+    if kind == "shared norm":
+        return SharedNorm()
+    norms = [nn.LayerNorm(8)] if kind == "norm" else []
+    return nn.Sequential(nn.Linear(6, 8), *norms, nn.Tanh(), nn.Linear(8, 5))
+
+
+def main(rank, world_size, folder, kind):
     os.environ |= {
         "OMP_NUM_THREADS": "1",
         "RANK": str(rank),
@@ -33,7 +52,7 @@ def main(rank, world_size, folder, norm):
     os.environ["MASTER_PORT"] = agree_on_port(folder / "store", rank)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), *([nn.LayerNorm(8)] if norm else []), nn.Tanh(), nn.Linear(8, 5))
+    model = make_model(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (NUM // BASE))
 
@@ -64,4 +83,4 @@ def main(rank, world_size, folder, norm):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4] == "norm")
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
