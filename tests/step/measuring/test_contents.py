@@ -362,6 +362,13 @@ def test_what_cannot_be_put_back_is_refused_by_name_before_anything_runs(value, 
     assert not calls
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_a_scripted_module_is_refused_as_its_attributes_are_out_of_reach():
+    model = torch.jit.script(nn.Linear(4, 1))
+    with pytest.raises(ArgumentError, match="RecursiveScriptModule, which training may change"):
+        measure_size(Stepper(model, torch.optim.SGD(model.parameters(), lr=0.05), loss_fn), batches_of())
+
+
 def test_hooks_of_an_optimizer_in_a_list_are_refused():
     model = net()
     inner = torch.optim.SGD(model.parameters(), lr=0.01)

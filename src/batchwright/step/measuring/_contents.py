@@ -65,7 +65,8 @@ def is_left_alone(value: Any) -> bool:
     if isinstance(value, nn.Module | Optimizer | torch.Generator | torch.amp.GradScaler | dict | list | tuple):
         return False
     home = str(type(value).__module__)
-    return any(home == name or home.startswith(f"{name}.") for name in _FRAMES)
+    # In the front of torch itself are streams, and the types and methods of scripted modules.
+    return home == "torch" or any(home == name or home.startswith(f"{name}.") for name in _FRAMES)
 
 
 def contents_of(value: Any, *, attributes: bool = True) -> list[Contents] | None:
@@ -79,7 +80,8 @@ def contents_of(value: Any, *, attributes: bool = True) -> list[Contents] | None
     if not attributes and isinstance(value, nn.Module | Optimizer):
         return [_own_of(value)]
     kind = next((kind for kind in _READERS if isinstance(value, kind)), None)
-    if kind is None and not _is_open(value):
+    # A scripted module has its attributes and its mode where Python cannot write them.
+    if kind is None and (isinstance(value, torch.jit.ScriptModule) or not _is_open(value)):
         return None
     found = [] if kind is None else [_READERS[kind](value)]
     return [*found, *attributes_of(value)]
