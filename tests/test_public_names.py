@@ -146,7 +146,8 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "class(*, epoch=None, step=None, examples=None, tokens=None, batch_size=None, batch_tokens=None, loss=None, "
         "lr=None, entropy=None, noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, "
         "memory_fraction=None, experiment=None, "
-        "size=None, exact_size=None, ends_epoch=False, takes_over=False, begins_tokens=False, multiples=()), bases: none",
+        "size=None, exact_size=None, ends_epoch=False, takes_over=False, begins_tokens=False, "
+        "multiples=()), bases: none",
         "six fields came",
     ),
     "batchwright.size.Decision": (
