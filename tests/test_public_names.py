@@ -146,9 +146,9 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "class(*, epoch=None, step=None, examples=None, tokens=None, batch_size=None, batch_tokens=None, loss=None, "
         "lr=None, entropy=None, noise_s=None, noise_g2=None, noise_reliable=None, noise_parts=None, seconds=None, "
         "memory_fraction=None, experiment=None, "
-        "size=None, exact_size=None, ends_epoch=False, takes_over=False, begins_tokens=False, "
-        "multiples=()), bases: none",
-        "six fields came",
+        "size=None, exact_size=None, ends_epoch=False, takes_over=False, begins_tokens=False, multiples=()), bases: "
+        "none",
+        "seven fields came",
     ),
     "batchwright.size.Decision": (
         "class(*, epoch, step, examples, old, new, wanted, reason), bases: none",
@@ -358,6 +358,7 @@ ADDED = {
     *(f"batchwright.{name}.__bool__" for name in (*_BUDGETS, "StreamBatcher")),
     *(f"batchwright.{name}.to_state" for name in _BUDGETS),
     "batchwright.StreamBatcher.__len__",
+    *(f"batchwright.size.noise.{name}" for name in ("Evidence", "RecentNoise", "add_recent", "check_recent")),
     "batchwright.size.noise.NoiseRatio",
     *(
         f"batchwright.size.noise.NoiseRatio.{name}"
@@ -370,6 +371,7 @@ ADDED = {
         f"batchwright.size.Observation.{name}"
         for name in (
             "batch_tokens",
+            "begins_tokens",
             "ends_epoch",
             "exact",
             "exact_size",

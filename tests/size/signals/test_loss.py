@@ -269,7 +269,7 @@ def test_what_is_missing_is_named():
     [
         ({"measure": "median"}, "measure must be one of 'difference', 'ema', 'variance', got 'median'"),
         ({"mode": "cubic"}, "mode must be one of 'exponential', 'linear', got 'cubic'"),
-        ({"per": "batch"}, "per must be one of 'epoch', 'step', 'examples', got 'batch'"),
+        ({"per": "batch"}, "per must be one of 'epoch', 'step', 'examples', 'tokens', got 'batch'"),
         ({"per": "examples"}, "needs every"),
         ({"every": 0}, "every must be a whole number of 1 or more, got 0"),
         ({"alpha": 1.0}, "alpha must be a number above 0 and below 1, got 1.0"),

@@ -14,11 +14,10 @@ from ..._checks import as_number
 from ..._types import FloatArray
 from ...errors import ArgumentError, MissingSignalError
 from .._states import Check, check_number, check_record, check_whole, optional
-from ..noise import NoiseAverage
+from ..noise import Evidence, NoiseAverage, RecentNoise, add_recent, check_recent
 from ..observation import SOURCES, Observation
 from ..policy import Answer, ReasoningPolicy, State, ask, hold, options, show
 from ._prediction import StepTime
-from ._recent_noise import Evidence, RecentNoise, add_recent, check_recent
 from ._timings import (
     ENOUGH,
     FEWEST,

@@ -7,8 +7,7 @@ import pytest
 
 from batchwright.errors import ArgumentError
 from batchwright.size import BatchSizeController, goodput
-from batchwright.size.noise import NoiseAverage
-from batchwright.size.signals._recent_noise import RecentNoise, add_recent, check_recent
+from batchwright.size.noise import NoiseAverage, RecentNoise, add_recent, check_recent
 
 
 def weigh_all(squares, *, s=50.0):
