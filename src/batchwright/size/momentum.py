@@ -1,7 +1,8 @@
-"""Adam's beta2 inside one step: what a rule makes of it for a batch size, and the betas as they were afterwards."""
+"""Adam's beta2 inside one step: what a rule makes of it, averages that follow it, and the betas put back afterwards."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,11 +10,19 @@ from typing import Any, TypeAlias, final
 
 from .._checks import as_number
 from ..errors import ArgumentError
-from ._second_moment import MARK, follow, is_corrected
 from .learning_rate import Beta2Rule, in_step, innermost
 
 # The beta2 of each group of an optimizer, None for a group without one.
 Beta2s: TypeAlias = "tuple[float | None, ...]"
+# Of torch.optim: the average starts at 0, and the step divides it by ``1 - beta2 ** step``.
+_CORRECTED = frozenset({"Adam", "AdamW", "NAdam", "RAdam", "SparseAdam"})
+# The second beta is that of an average without a correction.
+_UNCORRECTED = frozenset({"Adamax", "Lion"})
+# The largest average that AMSGrad has seen is divided by the same correction.
+_AVERAGES = ("exp_avg_sq", "max_exp_avg_sq")
+# Where a group notes the beta2 whose correction its averages need. It belongs to them: whoever saves, loads, copies or
+# restores an optimizer takes both along.
+MADE_FOR = "exp_avg_sq_beta2"
 
 
 def check_beta2(optimizer: Any) -> None:
@@ -24,7 +33,7 @@ def check_beta2(optimizer: Any) -> None:
             f"beta2_rule changes the second of betas, but no group of {type(inner).__name__} has betas; leave "
             "beta2_rule out, or use an optimizer like Adam"
         )
-    if is_corrected(inner) is None:
+    if _is_corrected(inner) is None:
         warnings.warn(
             f"beta2_rule does not know the bias correction of {type(inner).__name__}, if it has one: the steps after a "
             "change of the batch size may be too large or too small early in training; Adam, AdamW, NAdam, RAdam and "
@@ -46,9 +55,9 @@ def follow_beta2(optimizer: Any, values: Sequence[float | None] | None) -> None:
     """
     inner = innermost(optimizer)
     if values is not None:
-        follow(inner, values)
-    elif any(MARK in group for group in inner.param_groups):  # a rule was at work before, perhaps in another run
-        follow(inner, beta2s_of(inner))
+        _follow(inner, values)
+    elif any(MADE_FOR in group for group in inner.param_groups):  # a rule was at work before, perhaps in another run
+        _follow(inner, beta2s_of(inner))
 
 
 def beta2s_of(optimizer: Any) -> Beta2s:
@@ -161,3 +170,77 @@ class ChangedBeta2:
             if before is not None:
                 betas[1].detach().copy_(before)
             group["betas"] = betas
+
+
+def _is_corrected(optimizer: Any) -> bool | None:
+    """Say whether an optimizer divides by ``1 - beta2 ** step``, None if nobody can tell.
+
+    A class made from one of torch's counts as that one.
+    """
+    kinds = type(optimizer).__mro__
+    if any(kind.__name__ in _CORRECTED and kind.__module__.startswith("torch.optim.") for kind in kinds):
+        return True
+    return False if any(kind.__name__ in _UNCORRECTED for kind in kinds) else None
+
+
+def _follow(optimizer: Any, values: Sequence[float | None]) -> None:
+    """Multiply averages by ``(1 - new ** t) / (1 - old ** t)`` in groups whose beta2 is not that of the update before.
+
+    Here ``t`` counts the steps of a parameter so far. Called again with the same values, it changes nothing. Steps on
+    the device are not waited for.
+
+    Args:
+        optimizer: without its wrappers; one whose correction is not known is left alone.
+        values: the beta2 of each group in the next step, None for a group without one.
+    """
+    if not _is_corrected(optimizer):
+        return
+    for group, value in zip(optimizer.param_groups, values, strict=True):
+        if value is None:
+            continue
+        before = group.get(MADE_FOR, float(group["betas"][1]))
+        if value != before:
+            found = [optimizer.state.get(parameter) for parameter in group["params"]]
+            _multiply([held for held in found if held and "step" in held], before, value)
+            group[MADE_FOR] = value
+
+
+def _multiply(states: list[dict[str, Any]], before: float, after: float) -> None:
+    """Multiply averages that are right for one beta2, so that they are for another."""
+    import torch
+
+    on_host: list[tuple[dict[str, Any], float]] = []
+    on_device: dict[Any, list[tuple[dict[str, Any], Any]]] = {}
+    for held in states:
+        step = _local(held["step"]) if hasattr(held["step"], "detach") else held["step"]
+        if getattr(step, "is_cpu", True):
+            on_host.append((held, _weight(float(step), after) / _weight(float(step), before)))
+        else:
+            on_device.setdefault(step.device, []).append((held, step))
+    # All factors before the first product, which needs no memory: either all averages change or none.
+    pairs = []
+    for members in on_device.values():
+        steps = torch.stack([step for _, step in members])
+        factors = (_weight(steps, after) / _weight(steps, before)).unbind()
+        pairs += [(held, factor) for (held, _), factor in zip(members, factors, strict=True)]
+    averages = [(_local(held[name]), factor) for held, factor in on_host for name in _AVERAGES if name in held]
+    if averages:
+        torch._foreach_mul_([average for average, _ in averages], [factor for _, factor in averages])
+    for held, factor in pairs:
+        for name in _AVERAGES:
+            if name in held:
+                _local(held[name]).mul_(factor)
+
+
+def _weight(step: Any, beta2: float) -> Any:
+    """Return ``1 - beta2 ** step`` to the last digit, for one step if there was none: the average is 0 then."""
+    rate = math.log(beta2) if beta2 > 0 else -math.inf
+    if isinstance(step, float):
+        return -math.expm1(max(step, 1) * rate)
+    return -(step.clamp(min=1) * rate).expm1()
+
+
+def _local(tensor: Any) -> Any:
+    """Return this rank's part of a sharded tensor, or any other tensor itself; detached."""
+    detached = tensor.detach()
+    return detached.to_local() if hasattr(detached, "to_local") else detached
