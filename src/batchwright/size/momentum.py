@@ -1,4 +1,4 @@
-"""Adam's beta2 inside one step: what a rule makes of it for a batch size, and the betas as they were afterwards."""
+"""Adam's beta2 inside one step: what a rule makes of it, averages that follow it, and the betas put back afterwards."""
 
 from __future__ import annotations
 
@@ -22,21 +22,18 @@ _UNCORRECTED = frozenset({"Adamax", "Lion"})
 _AVERAGES = ("exp_avg_sq", "max_exp_avg_sq")
 # Where a group notes the beta2 whose correction its averages need. It belongs to them: whoever saves, loads, copies or
 # restores an optimizer takes both along.
-MARK = "exp_avg_sq_beta2"
-
-# Averages, each with the factor it is multiplied by: a number, or a tensor where the steps are on the device.
-_Factors: TypeAlias = "list[tuple[Any, Any]]"
+MADE_FOR = "exp_avg_sq_beta2"
 
 
 def check_beta2(optimizer: Any) -> None:
-    """Refuse an optimizer none of whose groups has a second of ``betas``; warn if its bias correction is not known."""
+    """Refuse an optimizer none of whose groups has ``betas``; warn if its bias correction is not known."""
     inner = innermost(optimizer)
     if all(beta2 is None for beta2 in beta2s_of(inner)):
         raise ArgumentError(
             f"beta2_rule changes the second of betas, but no group of {type(inner).__name__} has betas; leave "
             "beta2_rule out, or use an optimizer like Adam"
         )
-    if is_corrected(inner) is None:
+    if _is_corrected(inner) is None:
         warnings.warn(
             f"beta2_rule does not know the bias correction of {type(inner).__name__}, if it has one: the steps after a "
             "change of the batch size may be too large or too small early in training; Adam, AdamW, NAdam, RAdam and "
@@ -58,9 +55,9 @@ def follow_beta2(optimizer: Any, values: Sequence[float | None] | None) -> None:
     """
     inner = innermost(optimizer)
     if values is not None:
-        follow(inner, values)
-    elif any(MARK in group for group in inner.param_groups):  # a rule was at work before, perhaps in another run
-        follow(inner, beta2s_of(inner))
+        _follow(inner, values)
+    elif any(MADE_FOR in group for group in inner.param_groups):  # a rule was at work before, perhaps in another run
+        _follow(inner, beta2s_of(inner))
 
 
 def beta2s_of(optimizer: Any) -> Beta2s:
@@ -75,8 +72,8 @@ def beta2s_of(optimizer: Any) -> Beta2s:
 
 def _beta2_of(group: dict[str, Any]) -> float | None:
     betas = group.get("betas")
-    second = betas[1] if isinstance(betas, (list, tuple)) and len(betas) > 1 else None
-    return None if second is None else float(second)
+    has_second = isinstance(betas, (list, tuple)) and len(betas) > 1 and betas[1] is not None
+    return float(betas[1]) if has_second else None
 
 
 def beta2s_for(optimizer: Any, rule: Beta2Rule, batch_size: int, base_size: int) -> Beta2s:
@@ -176,7 +173,7 @@ class ChangedBeta2:
             group["betas"] = betas
 
 
-def is_corrected(optimizer: Any) -> bool | None:
+def _is_corrected(optimizer: Any) -> bool | None:
     """Say whether an optimizer divides by ``1 - beta2 ** step``, None if nobody can tell.
 
     A class made from one of torch's counts as that one.
@@ -187,7 +184,7 @@ def is_corrected(optimizer: Any) -> bool | None:
     return False if any(kind.__name__ in _UNCORRECTED for kind in kinds) else None
 
 
-def follow(optimizer: Any, values: Sequence[float | None]) -> None:
+def _follow(optimizer: Any, values: Sequence[float | None]) -> None:
     """Multiply averages by ``(1 - new ** t) / (1 - old ** t)`` in groups whose beta2 is not that of the update before.
 
     Here ``t`` counts the steps of a parameter so far. Called again with the same values, it changes nothing. Steps on
@@ -197,50 +194,51 @@ def follow(optimizer: Any, values: Sequence[float | None]) -> None:
         optimizer: without its wrappers; one whose correction is not known is left alone.
         values: the beta2 of each group in the next step, None for a group without one.
     """
-    if not is_corrected(optimizer):
+    if not _is_corrected(optimizer):
         return
     for group, value in zip(optimizer.param_groups, values, strict=True):
         if value is None:
             continue
-        before = group.get(MARK, float(group["betas"][1]))
+        before = group.get(MADE_FOR, float(group["betas"][1]))
         if value != before:
-            factors = [one for held in _states(optimizer, group) for one in _factors(held, before, value)]
-            _multiply(factors)  # needs no memory, so that either all averages have changed or none
-            group[MARK] = value
+            found = [optimizer.state.get(parameter) for parameter in group["params"]]
+            _multiply([held for held in found if held and "step" in held], before, value)
+            group[MADE_FOR] = value
 
 
-def _states(optimizer: Any, group: dict[str, Any]) -> list[dict[str, Any]]:
-    found = [optimizer.state.get(parameter) for parameter in group["params"]]
-    return [held for held in found if held and "step" in held]
+def _multiply(states: list[dict[str, Any]], before: float, after: float) -> None:
+    """Multiply averages that are right for one beta2, so that they are for another."""
+    import torch
 
-
-def _factors(held: dict[str, Any], before: float, after: float) -> _Factors:
-    step = held["step"]
-    if hasattr(step, "detach"):
-        step = _local(step)
-        step = step if step.device.type != "cpu" else float(step)
-    factor = _weight(step, after) / _weight(step, before)
-    return [(_local(held[name]), factor) for name in _AVERAGES if name in held]
+    on_host: list[tuple[dict[str, Any], float]] = []
+    on_device: dict[Any, list[tuple[dict[str, Any], Any]]] = {}
+    for held in states:
+        step = _local(held["step"]) if hasattr(held["step"], "detach") else held["step"]
+        if getattr(step, "is_cpu", True):
+            on_host.append((held, _weight(float(step), after) / _weight(float(step), before)))
+        else:
+            on_device.setdefault(step.device, []).append((held, step))
+    # All factors before the first product, which needs no memory: either all averages change or none.
+    pairs = []
+    for members in on_device.values():
+        steps = torch.stack([step for _, step in members])
+        factors = (_weight(steps, after) / _weight(steps, before)).unbind()
+        pairs += [(held, factor) for (held, _), factor in zip(members, factors, strict=True)]
+    averages = [(_local(held[name]), factor) for held, factor in on_host for name in _AVERAGES if name in held]
+    if averages:
+        torch._foreach_mul_([average for average, _ in averages], [factor for _, factor in averages])
+    for held, factor in pairs:
+        for name in _AVERAGES:
+            if name in held:
+                _local(held[name]).mul_(factor)
 
 
 def _weight(step: Any, beta2: float) -> Any:
     """Return ``1 - beta2 ** step`` to the last digit, for one step if there was none: the average is 0 then."""
     rate = math.log(beta2) if beta2 > 0 else -math.inf
-    if isinstance(step, (int, float)):
+    if isinstance(step, float):
         return -math.expm1(max(step, 1) * rate)
     return -(step.clamp(min=1) * rate).expm1()
-
-
-def _multiply(factors: _Factors) -> None:
-    import torch
-
-    on_host = [(average, factor) for average, factor in factors if isinstance(factor, float)]
-    if on_host:
-        averages, numbers = zip(*on_host, strict=True)
-        torch._foreach_mul_(averages, numbers)
-    for average, factor in factors:
-        if not isinstance(factor, float):
-            average.mul_(factor)
 
 
 def _local(tensor: Any) -> Any:

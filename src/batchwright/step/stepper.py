@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal, final
 
 import torch
@@ -15,7 +15,7 @@ from .._ranks import Ranks
 from ..errors import ArgumentError
 from ..plan import Budget, PadTo
 from ..size.learning_rate import Beta2Rule, Rule, adascale, current_lr, get_beta2_rule, get_rule, scaled_lr
-from ..size.momentum import MARK, Beta2s, beta2s_for, changed_beta2, check_beta2
+from ..size.momentum import MADE_FOR, Beta2s, beta2s_for, changed_beta2, check_beta2, follow_beta2
 from ..size.noise import NoiseAverage
 from ._gathering import Gatherer
 from ._gradients import Existing, Trained, attempt
@@ -262,7 +262,8 @@ class Stepper:
                 scaler.unscale_(self._optimizer)
             pending.norm = None if clip_norm is None else clip(self._trained.parameters, clip_norm)
             pending.stage = "clipped"
-        with scaled_lr(self._optimizer, factor), self._with_beta2s(beta2s):
+        has_beta2 = nullcontext() if beta2s is None else changed_beta2(self._optimizer, beta2s)
+        with scaled_lr(self._optimizer, factor), has_beta2:
             apply_update(self._optimizer, self._trained.parameters, scaler)
         self._gatherer.pending = None  # whatever fails from here on, the update is not applied again
         self._optimizer.zero_grad()
@@ -332,13 +333,10 @@ class Stepper:
         average = self._meter.average
         return adascale(batch_size, base_size, s=average.s, g2=average.g2) if average.is_reliable else 1.0
 
-    def _with_beta2s(self, beta2s: Beta2s | None) -> AbstractContextManager[None]:
-        # Without a rule, an optimizer may come from a run that had one, and has its mark.
-        has_mark = any(MARK in group for group in self._optimizer.param_groups)
-        return changed_beta2(self._optimizer, beta2s) if beta2s is not None or has_mark else nullcontext()
-
     def _beta2s(self, batch_size: int) -> Beta2s | None:
         if self._beta2_rule is None:
+            if any(MADE_FOR in group for group in self._optimizer.param_groups):  # a run before had a rule
+                follow_beta2(self._optimizer, None)
             return None
         return beta2s_for(self._optimizer, self._beta2_rule, batch_size, self._settings.base_size or 1)
 
