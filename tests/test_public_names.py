@@ -224,7 +224,7 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
     ),
     "batchwright.integrations.accelerate.AcceleratedStepper": (
         "class(stepper, optimizer, loader, scheduler, controller), bases: none",
-        "class(stepper, optimizer, loader, scheduler, controller, *, announce=None, ticks=None), bases: none",
+        "class(stepper, optimizer, loader, scheduler, controller, *, announce=None, ticks=None, fallback=None), bases: none",
         "two options came",
     ),
     "batchwright.integrations.lightning.AdaptiveBatching": (
