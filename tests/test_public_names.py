@@ -224,8 +224,9 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
     ),
     "batchwright.integrations.accelerate.AcceleratedStepper": (
         "class(stepper, optimizer, loader, scheduler, controller), bases: none",
-        "class(stepper, optimizer, loader, scheduler, controller, *, announce=None, ticks=None, fallback=None), bases: none",
-        "two options came",
+        "class(stepper, optimizer, loader, scheduler, controller, *, announce=None, ticks=None, fallback=None), "
+        "bases: none",
+        "three options came",
     ),
     "batchwright.integrations.lightning.AdaptiveBatching": (
         "class(*, controller=None, prefix='batchwright/', **stepper_options), bases: Callback",
