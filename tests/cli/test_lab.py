@@ -237,5 +237,5 @@ def test_errors_about_a_file_name_the_options_of_the_command_line(tmp_path, caps
     path.write_text("city,age,label\n" + "".join(f"a town {i},{i},{i % 2}\n" for i in range(60)))
     code, _, err = run(capsys, "run", "--data", path, "--target", "label", "--folder", tmp_path / "out")
     assert code != 0
-    assert "--columns city, or choose only columns of numbers, --columns age" in err
+    assert "--columns city, or choose only columns of numbers or of few different words, --columns age" in err
     assert "columns=" not in err
