@@ -72,8 +72,9 @@ def beta2s_of(optimizer: Any) -> Beta2s:
 
 def _beta2_of(group: dict[str, Any]) -> float | None:
     betas = group.get("betas")
-    has_second = isinstance(betas, (list, tuple)) and len(betas) > 1 and betas[1] is not None
-    return float(betas[1]) if has_second else None
+    if not isinstance(betas, (list, tuple)) or len(betas) < 2 or betas[1] is None:
+        return None
+    return float(betas[1])
 
 
 def beta2s_for(optimizer: Any, rule: Beta2Rule, batch_size: int, base_size: int) -> Beta2s:
