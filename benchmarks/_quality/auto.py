@@ -23,7 +23,7 @@ from batchwright.step import Stepper
 from .arms import WINDOW, Arm
 from .corpus import Corpus, Made, Part
 
-NOISE_EVERY = 2  # updates, as in quality.py
+NOISE_EVERY = 4  # updates
 LARGEST = 64  # times the first size
 
 
