@@ -34,7 +34,7 @@ from .._observing import History
 from .._ranked import check_no_stream
 from .._trial_loss import takes_own_loss
 from ._data import TrainLoader, fetch_together, micro_batches_of
-from ._evaluation import EvaluationPlan
+from ._evaluating import PlannedEvaluation
 from ._settings import OnOom, Settings, Weighting, check_trainer, check_trainer_class, for_data, with_controller
 from ._weights import TrainerLoss, UpdateWeight
 from .callbacks import Batching
@@ -43,7 +43,7 @@ from .callbacks import Batching
 STATE_NAME = "batchwright"
 
 
-class AdaptiveTrainerMixin:
+class AdaptiveTrainerMixin(PlannedEvaluation):
     """Train on planned or resizable batches: ``class MyTrainer(AdaptiveTrainerMixin, Seq2SeqTrainer): ...``.
 
     Without a controller, each device runs one planned batch per micro step, and ``gradient_accumulation_steps`` of them
@@ -333,48 +333,6 @@ class AdaptiveTrainerMixin:
     def _track_num_input_tokens(self, inputs: Any) -> None:
         for part in micro_batches_of([inputs]):
             super()._track_num_input_tokens(part)  # type: ignore[misc]
-
-    # Evaluation
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Return the loader for evaluation, with planned batches if they can be planned."""
-        base = super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
-        return self._batching.evaluation.loader(base, dataset, **self._loading())
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """Return the loader for prediction, with planned batches if they can be planned."""
-        base = super().get_test_dataloader(test_dataset)  # type: ignore[misc]
-        return self._batching.evaluation.loader(base, test_dataset, **self._loading())
-
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader[Any],
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        """Run the trainer's loop; predictions, labels and the inputs of metrics come in the order of the data."""
-        given = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        plan, metrics = getattr(dataloader, "batch_sampler", None), self.compute_metrics
-        if not isinstance(plan, EvaluationPlan):
-            return super().evaluation_loop(*given)  # type: ignore[misc]
-        with self._batching.evaluation.running(plan) as run:
-            self.compute_metrics = run.metrics_in_order(metrics)
-            try:
-                output = super().evaluation_loop(*given)  # type: ignore[misc]
-            finally:
-                self.compute_metrics = metrics
-        return run.finish(output, metric_key_prefix, Devices.of(self).add_up)
-
-    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a batch; its loss counts by the labels or examples it is a mean over."""
-        step = super().prediction_step  # type: ignore[misc]
-        return self._batching.evaluation.step(
-            lambda part: step(model, part, *args, **kwargs), inputs, self._trainer_loss(), Devices.of(self)
-        )
 
 
 @functools.cache
