@@ -23,7 +23,7 @@ from batchwright.step import Stepper
 from .arms import WINDOW, Arm
 from .corpus import Corpus, Made, Part
 
-NOISE_EVERY = 4  # updates
+NOISE_EVERY = 8  # updates
 LARGEST = 64  # times the first size
 
 
@@ -59,9 +59,12 @@ class Auto:
         self._rng = np.random.default_rng(seed)
         self._left = np.empty(0, dtype=np.int64)
         self._batches: deque[np.ndarray] = deque()
+        # Padded tokens: padding takes time too. The labels of a decoder alone are its inputs.
+        columns = ("input_ids", "labels")[: len(corpus.columns)]
         self._stepper = Stepper(
             model, optimizer, loss_fn, clip_norm=clip_norm, autocast=torch.bfloat16, lr_rule="sqrt",
             beta2_rule="half_life", base_size=base, measure_noise=NOISE_EVERY, noise_from="vectors",
+            tokens_of=lambda batch: sum(batch[column].numel() for column in columns),
         )  # fmt: skip
         limits = {"min_size": max(2, base // 8), "max_size": LARGEST * base, "initial": base}
         self._controller = bw.BatchSizeController(size.goodput(), **limits)
