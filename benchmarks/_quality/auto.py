@@ -20,7 +20,7 @@ from torch import nn
 
 import batchwright as bw
 from batchwright import size
-from batchwright.step import Stepper, measure_size
+from batchwright.step import Stepper, StepReport, measure_size
 
 from .arms import WINDOW, Arm
 from .corpus import Batch, Corpus, Made, Part
@@ -77,6 +77,7 @@ class Auto:
         self._controller = bw.BatchSizeController(policy, **limits)
         self._experiments = list(EXPERIMENTS) if arm.kind == "trials" else []
         self._reasons: list[str] = []
+        self._report: StepReport | None = None
         self._size = 0
         self.trained: list[Made] = []
         self.peak_bytes = 0
@@ -126,9 +127,11 @@ class Auto:
     def __call__(self, update: Sequence[Made]) -> None:
         """Run an update, and let the policy see it."""
         (made,) = update
-        report = self._stepper.step(self._sent(made.batch))
-        if self._controller.policy.name == "goodput":
-            self._controller.observe(**report.observation())
+        report, before = self._stepper.step(self._sent(made.batch)), self._report
+        self._report = report
+        if before is not None and self._controller.policy.name == "goodput":
+            # That of the update before: its values are there, and the host need not wait for the device.
+            self._controller.observe(**before.observation())
         self.trained.append(made)
         self.peak_bytes = max(self.peak_bytes, report.peak_bytes or 0)
 
