@@ -262,9 +262,7 @@ def _losses(name: str, given: Any) -> FloatArray:
         raise ArgumentError(f"{name} must be a list of numbers, got {given!r}")
     values = [float_of(loss) for loss in given]
     if any(math.isinf(value) and value != loss for value, loss in zip(values, given, strict=True)):
-        raise ArgumentError(
-            f"{name} must be numbers that a float can hold, got one beyond {np.finfo(np.float64).max:.3g}"
-        )
+        raise ArgumentError(f"{name} must be numbers within the range of a float, got one beyond 1.8e308")
     return np.array(values)
 
 
