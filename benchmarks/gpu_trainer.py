@@ -27,8 +27,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
-import json
 import math
 import time
 import traceback
@@ -38,6 +36,7 @@ from pathlib import Path
 from _gpu import GIB, Device, Row, make_parser, markdown, write
 from _quality.corpus import END, Corpus, Texts
 from _quality.results import seconds_to
+from _resuming import check_alike, check_data, data_digest, read_report
 from _trainer_arms import PEER, Name
 from _trainer_run import Plan, run_arm
 
@@ -49,7 +48,8 @@ EXPECTED_OVERHEAD = 45.0  # seconds of an arm beside its training: weights, cali
 # What runs must have in common to stand in one table.
 ALIKE = ("seconds", "data", "smoke", "cap_gib", "device")
 COLUMNS = (
-    ("arm", "arm", ""), ("lr", "lr", "g"), ("updates", "updates", ",d"), ("examples/update", "examples_per_update", ",.0f"),
+    ("arm", "arm", ""), ("lr", "lr", "g"), ("updates", "updates", ",d"),
+    ("examples/update", "examples_per_update", ",.0f"),
     ("examples/s", "examples_per_second", ",.0f"), ("real tokens/s", "tokens_per_second", ",.0f"),
     ("padding", "padding", ".1%"), ("÷ fixed", "to_fixed", ".2f"), ("÷ dynabatch", "to_peer", ".2f"),
     ("OOMs", "ooms", "d"), ("peak/cap", "peak_of_cap", ".1%"), ("reserved/cap", "reserved_of_cap", ".1%"),
@@ -90,40 +90,8 @@ def drawn_corpus() -> Corpus:
     from _quality.preparing import with_batches
 
     rng = np.random.default_rng(0)
-    columns = tuple(
-        Texts.of([[*rng.integers(4, 60, rng.integers(2, 20)), END] for _ in range(220)]) for _ in range(2)
-    )
+    columns = tuple(Texts.of([[*rng.integers(4, 60, rng.integers(2, 20)), END] for _ in range(220)]) for _ in range(2))
     return with_batches(Corpus("translation", columns, 64, 20), ["a text"] * 220, FIRST_BATCH)
-
-
-def data_digest(path: Path | None) -> str:
-    """Return what tells a file of data from another."""
-    return "drawn" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def read_report(path: Path | None) -> Row:
-    """Return the results of earlier commands, empty ones where there are none."""
-    if path is None or not path.exists():
-        return {"commands": [], "rows": []}
-    try:
-        report = json.loads(path.read_text())
-    except ValueError as error:
-        raise SystemExit(f"{path} cannot be read: {error}; name a file that --output wrote") from error
-    if not isinstance(report, dict) or not {"commands", "rows"} <= report.keys():
-        raise SystemExit(f"{path} holds no commands and rows; name a file that --output wrote")
-    return report
-
-
-def check_alike(report: Row, command: Row) -> None:
-    """Refuse results whose arms cannot stand in one table with those of a command."""
-    for earlier in report["commands"]:
-        different = [name for name in ALIKE if earlier.get(name) != command[name]]
-        if different:
-            name = different[0]
-            raise SystemExit(
-                f"results differ in {name} ({earlier.get(name)}, {command[name]}), so they cannot be compared; name "
-                "another --output"
-            )
 
 
 def run_all(device: Device, corpus: Corpus, options: argparse.Namespace, started: float) -> list[Row]:
@@ -132,7 +100,7 @@ def run_all(device: Device, corpus: Corpus, options: argparse.Namespace, started
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     made_with = {"seconds": options.seconds, "data": data_digest(options.data), "smoke": options.smoke}
     command = {"id": now, **device.describe(), **made_with}
-    check_alike(report, command)
+    check_alike(report, command, ALIKE)
     report["commands"].append(command)
     rows: list[Row] = report["rows"]
     done = {(row["arm"], row["lr"]) for row in rows if "error" not in row}
@@ -242,7 +210,9 @@ def prepare(options: argparse.Namespace) -> None:
         raise SystemExit("--prepare needs --data, the file to write")
     corpus = prepare_pairs(options.prepare, first_batch=FIRST_BATCH)
     corpus.save(options.data)
-    print(f"{len(corpus.lengths):,} pairs, {corpus.num_held_out} held out, {options.data.stat().st_size / 2**20:.1f} MiB")
+    print(
+        f"{len(corpus.lengths):,} pairs, {corpus.num_held_out} held out, {options.data.stat().st_size / 2**20:.1f} MiB"
+    )
 
 
 def main() -> None:
@@ -254,10 +224,7 @@ def main() -> None:
     if options.report is not None:
         print(render(read_report(options.report)["rows"]))
         return
-    if options.data is None and not options.smoke:
-        raise SystemExit("--data must name the file that --prepare wrote; --smoke runs a tiny corpus on the CPU")
-    if options.data is not None and not options.data.exists():
-        raise SystemExit(f"{options.data} does not exist; name the file that --prepare wrote")
+    check_data(options.data, smoke=options.smoke)
     corpus = drawn_corpus() if options.data is None else Corpus.load(options.data)
     # A trial run does not count live tensors: that would take most of its time.
     device = Device(options.cap_gib * GIB, smoke=options.smoke, cudnn_attention=options.default_attention)
