@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -196,9 +197,10 @@ def train(trainer: Any, watch: Watch) -> Row:
     counter, start = Counter(trainer), time.perf_counter()
     trainer.train()
     wall, seconds = time.perf_counter() - start, watch.clock.seconds
+    # Our trainer's count since training began; the allocator's may lack what a library ran out of.
     logged = [row["ooms"] for row in trainer.state.log_history if "ooms" in row]
     found = watch.memory.result()
-    found["ooms"] = max(found["ooms"], int(sum(logged)), int(getattr(trainer, "_oom_failed_count", 0)))
+    found["ooms"] = max(found["ooms"], int(max(logged, default=0)), int(getattr(trainer, "_oom_failed_count", 0)))
     return {
         "seconds": seconds,
         "wall_seconds": wall,
@@ -208,8 +210,15 @@ def train(trainer: Any, watch: Watch) -> Row:
         "before": watch.before,
         "loss": watch.curve[-1][1],
         "curve": watch.curve,
+        **_found(trainer),
         **_graphs(trainer),
     }
+
+
+def _found(trainer: Any) -> Row:
+    """Return the budget that ``"auto"`` found."""
+    found = getattr(trainer, "found_budget", None)
+    return {} if found is None else {"found_budget": json.loads(found.to_json())}
 
 
 def _graphs(trainer: Any) -> Row:

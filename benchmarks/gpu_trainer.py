@@ -124,7 +124,7 @@ def run_all(device: Device, corpus: Corpus, options: argparse.Namespace, started
 
 def make_plan(options: argparse.Namespace) -> Plan:
     if options.smoke:
-        return Plan(options.seconds, (), least_updates=12)
+        return Plan(options.seconds, (), least_updates=2)
     return Plan(options.seconds, tuple(mark * options.seconds / 25 for mark in MARKS))
 
 
