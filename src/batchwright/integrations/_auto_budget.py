@@ -182,10 +182,12 @@ class BudgetFinder:
 
     Attributes:
         checkpoint: the folder that a training resumes from, None if it begins.
+        evaluation: budgets without a backward pass.
     """
 
     def __init__(self) -> None:
         self.checkpoint: str | None = None
+        self.evaluation: dict[Any, Budget] = {}  # by the longest lengths, and what is returned
         self._known: dict[str, FoundBudget] = {}
 
     def find(
@@ -252,7 +254,7 @@ def tell(budget: FoundBudget, lengths: IntArray, *, how: str, is_shown: bool) ->
     """Log the budget in one line: how many examples of the median and the longest length, and what limits them."""
     order = np.argsort(lengths.sum(axis=1, dtype=np.int64), kind="stable")
     rows = lengths[order[[len(order) // 2, -1]]]
-    shares = {row: _share_of(budget, row) for row in dict.fromkeys(map(tuple, rows.tolist()))}
+    shares = {row: _share_of(budget, row, len(lengths)) for row in dict.fromkeys(map(tuple, rows.tolist()))}
     reasons = list(dict.fromkeys(why for _, why in shares.values()))
     nums = [f"{num} examples of {' + '.join(map(str, row))} tokens" for row, (num, _) in shares.items()]
     line = f"budget='auto' ({how}): a batch is at most {' or '.join(nums)}, limited by {' and '.join(reasons)}"
@@ -261,10 +263,12 @@ def tell(budget: FoundBudget, lengths: IntArray, *, how: str, is_shown: bool) ->
         print(line, file=sys.stderr)
 
 
-def _share_of(budget: FoundBudget, row: tuple[int, ...]) -> tuple[int, str]:
+def _share_of(budget: FoundBudget, row: tuple[int, ...], num_examples: int) -> tuple[int, str]:
     """Return how many examples of some lengths a batch may have, and why no more."""
     lengths = np.array([row])
     num = int(budget.max_items(lengths)[0])
+    if num >= num_examples:
+        return num_examples, "the data"
     if budget.memory is not None and num >= int(budget.memory.max_items(lengths)[0]):
         return num, f"memory ({budget.memory.max_bytes / 2**30:.1f} GiB)"
     if budget.tokens is not None and num >= int(budget.tokens.max_items(lengths)[0]):

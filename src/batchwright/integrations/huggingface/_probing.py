@@ -17,10 +17,13 @@ from torch.utils.data import IterableDataset
 from ..._lengths import pad_up
 from ..._types import IntArray
 from ...errors import ArgumentError, StateMismatchError
-from ...plan.budget import MaxItems
+from ...plan.budget import Budget, MaxItems
 from ...size.learning_rate import innermost
 from ...step.calibration.finding import Probe, find_budget
 from ...step.calibration.found import FoundBudget
+from ...step.calibration.largest import largest_batch
+from ...step.calibration.searching import Row
+from ...step.oom import Snapshot
 from .._auto_budget import (
     BudgetFinder,
     agreement_of,
@@ -30,7 +33,7 @@ from .._auto_budget import (
     monitor_of,
     tell,
 )
-from .._devices import Devices, is_divided, on_its_own
+from .._devices import Devices, on_its_own
 from .._safe_steps import trained_parameters
 from ._batches import Counted, Received
 from ._data import ExampleLists
@@ -84,9 +87,10 @@ def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: Budge
     reserved = _bytes_of_ranks(trainer)
 
     def search() -> FoundBudget:
-        with _probing(trainer, settings, base) as probe:
+        quiet = replace(settings, budget=MaxItems(1), memory=None, micro_batch=None, graphs=False, is_probe=True)
+        with _probing(trainer, quiet) as model:
             return find_budget(
-                probe,
+                TrainerProbe(trainer, model, base),
                 lengths,
                 modules=[trainer.model],
                 optimizers=[innermost(trainer.optimizer)],
@@ -135,11 +139,6 @@ def _check(trainer: Any, base: Any) -> None:
     instead = "give a budget such as MaxTokens(8192)"
     if isinstance(base.dataset, IterableDataset) or not hasattr(base.dataset, "__len__"):
         raise ArgumentError(f"budget='auto' runs examples of the data, which a stream has no numbers for; {instead}")
-    if is_divided(trainer):
-        raise ArgumentError(
-            "budget='auto' measures every rank by itself, but ranks hold parts of the model or of an example; "
-            f"{instead}"
-        )
     model = trainer.model
     found = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(found) > 1:
@@ -190,31 +189,32 @@ def _as_text(value: Any) -> Any:
 
 
 @contextmanager
-def _probing(trainer: Any, settings: Settings, base: Any) -> Iterator[TrainerProbe]:
-    """Let a trainer run batches that leave no trace in it; parameters and random states are held by others."""
-    batching, model = trainer._batching, trainer.model
+def _probing(trainer: Any, settings: Settings) -> Iterator[Any]:
+    """Let a trainer run batches that leave no trace in it; parameters and random states are held by others.
+
+    Yields:
+        The model as it computes, without DDP.
+    """
+    batching, model, accelerator = trainer._batching, trainer.model, trainer.accelerator
     held = {name: _MISSING if name in _LEFT_ALONE else plain_copy(value) for name, value in vars(trainer).items()}
-    places = [(model, name, vars(model).get(name, _MISSING)) for name in ("forward", "_original_forward")]
-    prepared, scaler = list(trainer.accelerator._models), trainer.accelerator.scaler
+    places = [(name, vars(model).get(name, _MISSING)) for name in ("forward", "_original_forward")]
+    prepared, scaler, syncs = list(accelerator._models), accelerator.scaler, accelerator.sync_gradients
     scaler_state = None if scaler is None else dict(vars(scaler))
-    syncs = trainer.accelerator.sync_gradients
-    quiet = replace(settings, budget=MaxItems(1), memory=None, micro_batch=None, graphs=False, is_probe=True)
     try:
-        trainer._batching = Batching(quiet)
+        trainer._batching = Batching(settings)
         trainer.current_gradient_accumulation_steps = 1
-        trainer.accelerator.gradient_state._set_sync_gradients(True)
+        accelerator.gradient_state._set_sync_gradients(True)
         # Autocast and the conversion of outputs, but not DDP: ranks measure by themselves.
-        wrapped = trainer.accelerator.prepare_model(model, evaluation_mode=True)
-        yield TrainerProbe(trainer, wrapped, base)
+        yield model if prepared else accelerator.prepare_model(model, evaluation_mode=True)
     finally:
-        trainer.accelerator.gradient_state._set_sync_gradients(syncs)
-        trainer.accelerator._models[:] = prepared
-        for owner, name, value in places:
+        accelerator.gradient_state._set_sync_gradients(syncs)
+        accelerator._models[:] = prepared
+        for name, value in places:
             if value is not _MISSING:
-                vars(owner)[name] = value
+                vars(model)[name] = value
             else:
-                vars(owner).pop(name, None)
-        if scaler_state is not None:
+                vars(model).pop(name, None)
+        if scaler is not None and scaler_state is not None:
             vars(scaler).clear()
             vars(scaler).update(scaler_state)
         _put_back(trainer, held)
@@ -298,3 +298,59 @@ def _copied(collate: Any) -> Any:
         return copy.deepcopy(collate)
     except Exception:  # each type has its own way to refuse
         return collate
+
+
+def evaluation_budget_of_trainer(
+    trainer: Any, base: Any, lengths: IntArray, finder: BudgetFinder, *, loss_only: bool | None
+) -> Budget:
+    """Return the largest batches that a trainer evaluates, of what it evaluates; found once, and agreed by all ranks.
+
+    Args:
+        trainer: an adaptive one.
+        base: its own loader, with the data and the collator.
+        lengths: of the data, as padded.
+        finder: of the trainer.
+        loss_only: only the loss is returned; None leaves that to the trainer's arguments.
+    """
+    args, settings = trainer.args, trainer._batching.settings
+    loss_only = args.prediction_loss_only if loss_only is None else loss_only
+    pillars = tuple(dict.fromkeys(int(place) for place in lengths.argmax(axis=0)))
+    row = Row(tuple(int(length) for length in lengths.max(axis=0)), pillars)
+    key = (row.lengths, loss_only, type(trainer.model).__name__)
+    if key in finder.evaluation:
+        return finder.evaluation[key]
+    quiet = replace(settings, budget=MaxItems(1), memory=None, micro_batch=None, graphs=False, on_oom="raise")
+    before, examples, collate = Snapshot.of(trainer.model), ExampleLists(base.dataset), _copied(base.collate_fn)
+    modes = [(part, part.training) for part in trainer.model.modules()]
+    try:
+        with _probing(trainer, quiet) as model:
+            trainer.model.eval()
+
+            def run(shape: tuple[int, ...]) -> None:
+                batch = collate(examples[row.examples(shape[0], lengths)])
+                with on_its_own(trainer):
+                    found = trainer.prediction_step(model, dict(batch), loss_only, None)
+                # Results of all ranks are gathered on each of them.
+                _ = [nested(one, args.world_size) for one in found] if args.world_size > 1 else found
+
+            finder.evaluation[key] = largest_batch(
+                run,
+                lengths,
+                memory=monitor_of(args.device, settings.memory),
+                device=args.device,
+                agreement=agreement_of(args.device, args.world_size),
+            )
+    finally:
+        before.restore()
+        for part, mode in modes:
+            part.training = mode
+    return finder.evaluation[key]
+
+
+def nested(value: Any, num: int) -> Any:
+    """Return room for a result of several ranks: tensors that are larger so many times, nested as they came."""
+    if isinstance(value, Mapping):
+        return {name: nested(item, num) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [nested(item, num) for item in value]
+    return value.new_empty((num, *value.shape)) if isinstance(value, Tensor) else None

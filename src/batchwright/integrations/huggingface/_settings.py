@@ -267,6 +267,12 @@ def _check_devices(settings: Settings, trainer: Any) -> None:
         if settings.measure_noise and trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
             raise ArgumentError("measure_noise needs average_tokens_across_devices=True")
         return
+    if settings.finds_budget or settings.evaluation_budget == "auto":
+        name = "budget" if settings.finds_budget else "eval_budget"
+        raise ArgumentError(
+            f"{name}='auto' measures every rank by itself, but ranks hold parts of the model or of an example; give a "
+            "budget such as MaxTokens(8192)"
+        )
     if settings.on_oom != "raise":
         raise ArgumentError(
             "ranks that hold parts of a model cannot retry one by one, as the others wait inside their forward pass; "

@@ -21,9 +21,9 @@ from ..oom import drop_gradients, free_memory, is_out_of_memory
 from .found import FoundBudget
 from .result import Measurement, Shape
 from .running import USABLE, synchronize
-from .searching import REPEATS, Search, probe_rows
+from .searching import Search, probe_rows
 
-# Of steps that take little time together, more are timed.
+# Steps are timed until they have taken so long together, but so many at most.
 _MOST_REPEATS, _ENOUGH_SECONDS = 5, 0.25
 
 
@@ -166,7 +166,7 @@ class _Prober:
             if self._monitor is not None:
                 self._monitor.reset_peak()
             first = self._seconds(batch)
-            steady = [self._seconds(batch) for _ in range(REPEATS)]
+            steady = [self._seconds(batch)]
             # Short steps are noisy, and cheap.
             while len(steady) < _MOST_REPEATS and sum(steady) < _ENOUGH_SECONDS:
                 steady.append(self._seconds(batch))

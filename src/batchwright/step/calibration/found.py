@@ -8,6 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
+from ..._checks import as_whole
 from ..._types import MAX_INT32, FloatArray, IntArray
 from ...errors import ArgumentError
 from ...plan import Budget, MaxBytes, MaxTokens, MemoryModel, TimeModel
@@ -23,19 +24,21 @@ TOLERANCE = 0.05
 class FoundBudget(Budget):
     """As many items as fit in memory, but no more than throughput gains from: the smaller of the two.
 
-    ``n = min(memory, time.knee)``, and at least 1: an example that runs by itself is a batch.
+    ``n = min(memory, max(time.knee, least_tokens / tokens of an item))``, and at least 1: an example that runs by
+    itself is a batch.
 
     Args:
         memory: what a batch may take, None if memory was not measured.
         time: what a batch takes, by the sum of its padded lengths; None if throughput does not matter, as for
             micro-batches.
         tokens: the most padded tokens, where larger batches could not be measured.
+        least_tokens: a batch of so many padded tokens was measured to be slower than a larger one.
 
     >>> shapes = [[1, 64], [8, 64], [8, 128], [4, 256], [2, 512]]
     >>> time = TimeModel.fit(shapes, [0.08 + 1e-5 * num * length for num, length in shapes])
     >>> budget = FoundBudget(None, time)
     >>> budget.max_items(np.array([[32], [300]])).tolist()
-    [4750, 507]
+    [4751, 507]
     >>> FoundBudget.from_json(budget.to_json()) == budget
     True
     """
@@ -43,6 +46,7 @@ class FoundBudget(Budget):
     memory: MaxBytes | None
     time: TimeModel | None
     tokens: MaxTokens | None = None
+    least_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.memory is None and self.time is None:
@@ -61,7 +65,8 @@ class FoundBudget(Budget):
         if self.time is not None:
             best = None if self.memory is None else most
             totals = lengths.sum(axis=1, dtype=np.int64).astype(np.int32)
-            most = np.minimum(most, self.time.knee(totals, max_items=best, tolerance=TOLERANCE))
+            knee = self.time.knee(totals, max_items=best, tolerance=TOLERANCE)
+            most = np.minimum(most, np.maximum(knee, self.least_tokens // totals))
         if self.tokens is not None:
             most = np.minimum(most, self.tokens.max_items(lengths))
         return np.maximum(most, 1)
@@ -78,8 +83,8 @@ class FoundBudget(Budget):
         if self.memory is not None:
             memory = {"model": json.loads(self.memory.model.to_json()), "max_bytes": float(self.memory.max_bytes)}
         time = None if self.time is None else json.loads(self.time.to_json())
-        tokens = None if self.tokens is None else self.tokens.limit
-        return json.dumps({"kind": _KIND, "version": JSON_VERSION, "memory": memory, "time": time, "tokens": tokens})
+        limits = {"tokens": None if self.tokens is None else self.tokens.limit, "least_tokens": self.least_tokens}
+        return json.dumps({"kind": _KIND, "version": JSON_VERSION, "memory": memory, "time": time, **limits})
 
     @classmethod
     def from_json(cls, text: str) -> FoundBudget:
@@ -95,11 +100,13 @@ class FoundBudget(Budget):
             found,
             None if time is None else TimeModel.from_json(json.dumps(time)),
             None if tokens is None else MaxTokens(tokens),
+            as_whole("least_tokens", state["least_tokens"], least=0),
         )
 
     def __repr__(self) -> str:
         parts = {"memory": self.memory, "time": self.time, "tokens": self.tokens}
-        return f"FoundBudget({', '.join(f'{name}={part!r}' for name, part in parts.items() if part is not None)})"
+        shown = [f"{name}={part!r}" for name, part in parts.items() if part is not None]
+        return f"FoundBudget({', '.join([*shown, f'least_tokens={self.least_tokens}'])})"
 
 
 def _read(text: str) -> dict[str, Any]:
@@ -108,7 +115,7 @@ def _read(text: str) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"this is not the JSON of a FoundBudget: {error}") from error
     found = (state.get("kind"), state.get("version")) if isinstance(state, dict) else (state, None)
-    if found != (_KIND, JSON_VERSION) or not {"memory", "time", "tokens"} <= state.keys():
+    if found != (_KIND, JSON_VERSION) or not {"memory", "time", "tokens", "least_tokens"} <= state.keys():
         raise ArgumentError(
             f"expected the JSON of a {_KIND} of version {JSON_VERSION}, got {str(found)[:80]}; find the budget again"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
@@ -11,17 +11,17 @@ import numpy as np
 from ..._types import MAX_INT32, IntArray
 from ...errors import DoesNotFitError
 from ...plan import MaxTokens, MemoryModel, TimeModel
-from .found import FoundBudget
+from .found import TOLERANCE, FoundBudget
 from .result import Measurement, Shape
 
 # With the first look at small batches.
 _MOST_PROBES = 8
 _MOST_PROBES_PER_AXIS = 2  # more for every further axis, which has terms of its own
 _LEAST_ROWS = 3
-# Timed runs of a batch after the first.
-REPEATS = 2
 # A model fitted to small batches says little about far larger ones: a batch costs at most so many times the last.
 _GROWTH = 8
+# Throughput gains no more if a smaller batch has this share of it; until then batches grow by this factor.
+_FLAT, _STEP = 0.9, 4
 # A batch that is not this much larger than a measured one shows nothing new.
 _WORTHWHILE = 1.25
 # Where larger batches could not be measured, batches stay within this many times the largest that was.
@@ -30,8 +30,6 @@ _REACH = 2
 _MOST_SECONDS = 15.0
 # What the fit of a few probes may be wrong by.
 _LEAST_MARGIN, _MOST_MARGIN = 0.02, 0.1
-# After memory ran out at what the model says is so much, this share of it is planned for.
-_AFTER_OOM = 0.9
 
 
 @final
@@ -128,22 +126,27 @@ class Search:
         self._num_tried[shape[1:]] += 1
         if found is not None:
             self.found.append(found)
-            self._seconds += found.first_visit_seconds + REPEATS * found.seconds
+            self._seconds += found.first_visit_seconds + found.seconds
             return
         if self._limit is not None and len(self.found) >= _LEAST_ROWS:
             predicted = float(self._memory().predict([shape])[0])
-            known = max(float(row.peak_bytes or 0) for row in self.found)
-            self._limit = int(min(self._limit, max(known, _AFTER_OOM * predicted)))
+            # The limit lies between what ran and what did not.
+            self._limit = int(min(self._limit, max(self._largest_peak(), (self._largest_peak() + predicted) / 2)))
         self._failed.append(shape)
 
     def budget(self) -> FoundBudget:
         """Return what was found."""
+        if self._failed and self._limit is not None:
+            self._limit = int(min(self._limit, self._largest_peak()))
         found = self._fitted()
         if self._open_rows(found):
             # Not all was measured: there was no time, or memory ran out.
             largest = max(row.shape[0] * sum(row.shape[1:]) for row in self.found)
-            found = FoundBudget(found.memory, found.time, MaxTokens(_REACH * largest))
+            found = replace(found, tokens=MaxTokens(largest * (1 if self._failed else _REACH)))
         return found
+
+    def _largest_peak(self) -> float:
+        return max(float(row.peak_bytes or 0) for row in self.found)
 
     def _first_look(self) -> list[tuple[Row, int]]:
         """Return small batches, those of few tokens first; of one length only, more numbers of items."""
@@ -186,7 +189,32 @@ class Search:
         return rows
 
     def _wanted(self, row: Row, budget: FoundBudget) -> int:
-        return min(int(budget.max_items(np.array([row.lengths]))[0]), max(self._most_items, len(row.pillars)))
+        """Return how many items would be planned; more of the longest row, until throughput is seen to gain no more."""
+        lengths = np.array([row.lengths])
+        num = int(budget.max_items(lengths)[0])
+        if self._wants_knee and row is self._longest and not self._is_flat():
+            most = MAX_INT32 if budget.memory is None else int(budget.memory.max_items(lengths)[0])
+            num = max(num, min(_STEP * self._ran(row), most))
+        return min(num, max(self._most_items, len(row.pillars)))
+
+    def _is_flat(self) -> bool:
+        """Say whether a clearly smaller batch of the longest row was about as fast per item as the largest."""
+        rates = self._rates()
+        largest = max(rates)
+        return any(num * _WORTHWHILE <= largest and rate >= _FLAT * rates[largest] for num, rate in rates.items())
+
+    def _rates(self) -> dict[int, float]:
+        """Return the items per second of the longest row, by the number of items."""
+        return {
+            row.shape[0]: row.shape[0] / row.seconds for row in self.found if row.shape[1:] == self._longest.lengths
+        }
+
+    def _least_tokens(self) -> int:
+        """Return the tokens of the largest batch that was measured to be slower per item than a larger one."""
+        rates = self._rates()
+        slower = [num for num, rate in rates.items()
+                  if any(other > num and rate < (1 - TOLERANCE) * more for other, more in rates.items())]  # fmt: skip
+        return max(slower, default=0) * sum(self._longest.lengths)
 
     def _ran(self, row: Row) -> int:
         return max((probe.shape[0] for probe in self.found if probe.shape[1:] == row.lengths), default=0)
@@ -205,12 +233,14 @@ class Search:
 
     def _takes_too_long(self, shape: Shape) -> bool:
         model = self._time()
-        seconds = float(model.predict([[shape[0], sum(shape[1:])]])[0]) * (1 + REPEATS) + model.first_visit_seconds
+        seconds = float(model.predict([[shape[0], sum(shape[1:])]])[0]) * 2 + model.first_visit_seconds
         return self._seconds + seconds > _MOST_SECONDS
 
     def _fitted(self) -> FoundBudget:
         memory = None if self._limit is None else self._memory().budget(max(1, self._limit))
-        return FoundBudget(memory, self._time() if self._wants_knee else None)
+        if not self._wants_knee:
+            return FoundBudget(memory, None)
+        return FoundBudget(memory, self._time(), least_tokens=self._least_tokens())
 
     def _arrays(self) -> tuple[IntArray, list[float]]:
         return np.array([row.shape for row in self.found]), [float(row.peak_bytes or 0) for row in self.found]
