@@ -5,7 +5,9 @@ from .._optional import require
 require("torch", extra="torch")
 
 # After the check, so that its message is read.
+from .calibration.found import FoundBudget as FoundBudget  # noqa: E402
 from .calibration.huggingface import calibrate_huggingface as calibrate_huggingface  # noqa: E402
+from .calibration.largest import auto_batch as auto_batch  # noqa: E402
 from .calibration.result import Calibration as Calibration  # noqa: E402
 from .calibration.result import HeldOutErrors as HeldOutErrors  # noqa: E402
 from .calibration.running import calibrate as calibrate  # noqa: E402
@@ -45,6 +47,7 @@ __all__ = [
     "Calibration",
     "CompileCounter",
     "FitToMemory",
+    "FoundBudget",
     "GraphSummary",
     "HeldOutErrors",
     "MarkShapes",
@@ -59,6 +62,7 @@ __all__ = [
     "SizeExperiment",
     "StepReport",
     "Stepper",
+    "auto_batch",
     "calibrate",
     "calibrate_huggingface",
     "default_shapes",

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..._lengths import as_lengths, pad_up
 from ..._types import IntArray
 from ...errors import LengthsError
-from ...plan.budget import MaxItems
+from ...plan.budget import Budget, MaxItems
 from ...plan.grouping.sorting import WindowSort
 from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
@@ -65,10 +65,8 @@ class TrainingData:
             model: tells whether labels have lengths of their own.
             devices: the ranks that share the data.
         """
-        args, given = devices.args, self._settings.lengths
-        lengths = self._lengths.of(dataset, args, model) if given is None else as_lengths(given)
-        if len(lengths) != len(dataset):
-            raise LengthsError(f"lengths must give one row per example, {len(dataset)}, got {len(lengths)}")
+        args = devices.args
+        lengths = self.lengths(dataset, args, model)
         seed = int(args.seed if args.data_seed is None else args.data_seed)
         options = {
             "shuffle": getattr(args, "train_sampling_strategy", "random") != "sequential",
@@ -84,16 +82,25 @@ class TrainingData:
             self.batches.has_planned_shapes = self._graphs.is_wanted
         return TrainLoader(base, self.batches, seed=seed, collate=collate)
 
+    def lengths(self, dataset: Any, args: Any, model: Any) -> IntArray:
+        """Return the lengths of a data set, ``(N, axes)``."""
+        given = self._settings.lengths
+        lengths = self._lengths.of(dataset, args, model) if given is None else as_lengths(given)
+        if len(lengths) != len(dataset):
+            raise LengthsError(f"lengths must give one row per example, {len(dataset)}, got {len(lengths)}")
+        return lengths
+
     def _planned(self, lengths: IntArray, args: Any, multiple: int, options: dict[str, Any]) -> BatchSource:
         settings = self._settings
         options |= {"pad_multiple_of": multiple, "drop_last": args.dataloader_drop_last, **settings.plan_options}
-        assert settings.budget is not None
+        assert isinstance(settings.budget, Budget)
         sampler = BatchSampler(lengths, settings.budget, grouping=settings.grouping or WindowSort(), **options)
         return PlannedBatches(sampler, lengths, options["pad_multiple_of"])
 
     def _resizable(self, lengths: IntArray, args: Any, multiple: int, options: dict[str, Any]) -> BatchSource:
         settings = self._settings
         budget = MaxItems(args.per_device_train_batch_size) if settings.budget is None else settings.budget
+        assert isinstance(budget, Budget)
         group = MaxItems(max(_LEAST_GROUP, getattr(settings.controller, "min_size", 1)))
         sampler = ResizableBatchSampler(
             len(lengths),
