@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from .._devices import Devices
 from ._evaluation import EvaluationPlan
+from ._packing import padding
 from ._weights import TrainerLoss
 from .callbacks import Batching
 
@@ -29,14 +30,16 @@ class PlannedEvaluation:
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return the loader for evaluation, with planned batches if they can be planned."""
-        base = super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        with padding(self):
+            base = super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         return self._batching.evaluation.loader(base, dataset, **self._loading())
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """Return the loader for prediction, with planned batches if they can be planned."""
-        base = super().get_test_dataloader(test_dataset)  # type: ignore[misc]
+        with padding(self):
+            base = super().get_test_dataloader(test_dataset)  # type: ignore[misc]
         return self._batching.evaluation.loader(base, test_dataset, **self._loading())
 
     def evaluation_loop(

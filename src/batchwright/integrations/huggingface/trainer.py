@@ -188,7 +188,8 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
             check_no_stream("an adaptive trainer", self.train_dataset)
         self._follow_data()
         base = super().get_train_dataloader()  # type: ignore[misc]
-        return self._batching.data.loader(base, self.train_dataset, **self._loading())
+        own = self._uses_own_loss()
+        return self._batching.data.loader(base, self.train_dataset, has_own_loss=own, **self._loading())
 
     def _follow_data(self) -> None:
         """Bound the sizes of ``controller="auto"`` by the data that is trained on, if that was set later."""

@@ -130,6 +130,14 @@ def use_varlen(model: Any, *, dtype: torch.dtype | None = None, attend: Attend |
     Raises:
         ArgumentError: the model cannot run on flat batches, with the reason.
     """
+    found = try_varlen(model, dtype=dtype, attend=attend)
+    if isinstance(found, str):
+        raise ArgumentError(f"{type(unwrapped(model)).__name__} cannot train on flat batches: {found}; {INSTEAD}")
+    return found
+
+
+def try_varlen(model: Any, *, dtype: torch.dtype | None = None, attend: Attend | None = None) -> VarlenHandle | str:
+    """Do what ``use_varlen`` does, or return why that cannot be done."""
     base = unwrapped(model)
     reason = _reason_of(base)
     if reason is None and attend is None and not is_flash(base):
@@ -138,10 +146,15 @@ def use_varlen(model: Any, *, dtype: torch.dtype | None = None, attend: Attend |
     if reason is None:
         reason = _try_out(base)
     if reason is not None:
-        raise ArgumentError(f"{type(base).__name__} cannot train on flat batches: {reason}; {INSTEAD}")
+        return reason
     if is_flash(base) and attend is None:
         return VarlenHandle(base, base.config._attn_implementation)
     return VarlenHandle(base, NAME, attend or attend_on_cuda)
+
+
+def is_prepared(model: Any) -> bool:
+    """Return whether ``use_varlen`` was called for a model."""
+    return (getattr(getattr(unwrapped(model), "config", None), "_attn_implementation", None) or "").startswith(NAME)
 
 
 @final
