@@ -214,9 +214,9 @@ MASK = torch.tensor([[0, 1], [1, 1]])
         ({"inputs": IDS}, "no input_ids with a row per example"),
         (
             {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 2, 2)},
-            "does not say which tokens of each row are real",
+            "does not say which tokens of each row are",
         ),
-        ({"input_ids": IDS, "attention_mask": torch.zeros_like(IDS)}, "does not say which tokens of each row are real"),
+        ({"input_ids": IDS, "attention_mask": torch.zeros_like(IDS)}, "does not say which tokens of each row are"),
         ({"input_ids": IDS, "labels": torch.tensor([1, 2])}, r"labels of shape \(2,\), not a value per token"),
         ({"input_ids": IDS, "position_ids": IDS}, "position_ids that do not begin at 0"),
         # A padded model would predict token 5 from the padding before it.

@@ -91,9 +91,7 @@ def _reason_of_layers(text: Any) -> str | None:
     if size is not None and size > _MOST_HEAD_SIZE:
         return f"heads have at most {_MOST_HEAD_SIZE} numbers, and those of the model have {size}"
     if _windows_of(text) and not has_windows():
-        return (
-            f"torch {torch.__version__} has no windows in torch.nn.attention.varlen, and the model has sliding_window"
-        )
+        return f"torch {torch.__version__} has no windows in varlen_attn, and the model has sliding_window"
     return None
 
 
