@@ -131,9 +131,7 @@ def _rows(grouping: Grouping, collate: Collate, collator: PackCollator, model: A
     if is_flat and not is_prepared(model):
         found = try_varlen(model, dtype=_dtype(model, devices.args))
         if isinstance(found, str) and not collator.causal:
-            raise ArgumentError(
-                f"data_collator=PackCollator(layout='flat') cannot be used: {found}; use layout='block'"
-            )
+            raise ArgumentError(f"data_collator=PackCollator(layout='flat') cannot run: {found}; use layout='block'")
         if isinstance(found, str) and devices.args.process_index == 0:
             logger.warning("Flat batches run with a mask of all pairs of tokens, which is slow: %s.", found)
         handle = None if isinstance(found, str) else found
