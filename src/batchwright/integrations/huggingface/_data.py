@@ -16,6 +16,7 @@ from ..._lengths import as_lengths, pad_up
 from ..._types import IntArray
 from ...errors import LengthsError
 from ...plan.budget import Budget, MaxItems
+from ...plan.collating import Rows
 from ...plan.grouping.sorting import WindowSort
 from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
@@ -26,6 +27,7 @@ from .._ranked import loader_options
 from ._batches import BatchSource, PlannedBatches, ResizableBatches
 from ._graphs import TrainerGraphs
 from ._lengths import LengthCache, pad_multiple_of
+from ._packing import Packing, check_collator, choose_packing
 from ._settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -52,9 +54,17 @@ class TrainingData:
         self._settings = settings
         self._lengths = lengths
         self._graphs = graphs
+        self._packing: Packing | None = None
 
     def loader(
-        self, base: DataLoader[Any], dataset: Any, *, collator: Any, model: Any, devices: Devices
+        self,
+        base: DataLoader[Any],
+        dataset: Any,
+        *,
+        collator: Any,
+        model: Any,
+        devices: Devices,
+        has_own_loss: bool = True,
     ) -> DataLoader[Any]:
         """Return a loader with our batches, and all other options of the trainer's own loader.
 
@@ -64,6 +74,7 @@ class TrainingData:
             collator: may pad to a multiple.
             model: tells whether labels have lengths of their own.
             devices: the ranks that share the data.
+            has_own_loss: the trainer takes the loss of the model.
         """
         args = devices.args
         lengths = self.lengths(dataset, args, model)
@@ -74,9 +85,9 @@ class TrainingData:
             "rank": devices.rank,
             "world_size": devices.world_size,
         }
+        collate = self._pack(base, lengths, collator, model, devices, has_own_loss=has_own_loss)
         make = self._planned if self._settings.controller is None else self._resizable
         self.batches = make(lengths, args, pad_multiple_of(collator), options)
-        collate = base.collate_fn
         if isinstance(self.batches, PlannedBatches) and self._graphs.is_wanted:
             collate = self._graphs.catalogue(self.batches.sampler, collate, collator, base.dataset)
             self.batches.has_planned_shapes = self._graphs.is_wanted
@@ -90,12 +101,45 @@ class TrainingData:
             raise LengthsError(f"lengths must give one row per example, {len(dataset)}, got {len(lengths)}")
         return lengths
 
+    def _pack(
+        self, base: DataLoader[Any], lengths: IntArray, collator: Any, model: Any, devices: Devices, **known: bool
+    ) -> Callable[[list[Any]], Any]:
+        """Settle how the rows of ``Packed`` are collated, and return what collates a batch."""
+        grouping = self._settings.grouping
+        is_packed = grouping is not None and grouping.row_capacity is not None
+        check_collator(collator, is_packed=is_packed)
+        if grouping is None or not is_packed:
+            return base.collate_fn
+        is_said = self._packing is not None
+        self.release()
+        self._packing = choose_packing(
+            grouping,
+            dataset=base.dataset,
+            lengths=lengths,
+            collate=base.collate_fn,
+            collator=collator,
+            model=model,
+            devices=devices,
+            is_said=is_said,
+            **known,
+        )
+        return self._packing.collate
+
+    def release(self) -> None:
+        """Give the model its own attention back, at the end of a training."""
+        if self._packing is not None:
+            self._packing.close()
+
     def _planned(self, lengths: IntArray, args: Any, multiple: int, options: dict[str, Any]) -> BatchSource:
         settings = self._settings
         options |= {"pad_multiple_of": multiple, "drop_last": args.dataloader_drop_last, **settings.plan_options}
         assert isinstance(settings.budget, Budget)
-        sampler = BatchSampler(lengths, settings.budget, grouping=settings.grouping or WindowSort(), **options)
-        return PlannedBatches(sampler, lengths, options["pad_multiple_of"])
+        packing = self._packing
+        grouping = settings.grouping or WindowSort() if packing is None else packing.grouping
+        sampler = BatchSampler(lengths, settings.budget, grouping=grouping, **options)
+        batches = PlannedBatches(sampler, lengths, options["pad_multiple_of"])
+        batches.packing = packing if grouping.row_capacity is not None else None
+        return batches
 
     def _resizable(self, lengths: IntArray, args: Any, multiple: int, options: dict[str, Any]) -> BatchSource:
         settings = self._settings
@@ -173,6 +217,8 @@ class TrainLoader(DataLoader[Any]):
         self._seed = seed
         dataset, options = base.dataset, loader_options(base)
         options["collate_fn"] = TwiceCollated(base.collate_fn if collate is None else collate)
+        if isinstance(batches, PlannedBatches) and batches.packing is not None and batches.packing.takes_rows:
+            dataset = Rows(dataset)
         if isinstance(batches, ResizableBatches):
             dataset, options["collate_fn"] = ExampleLists(dataset), CollateParts(options["collate_fn"])
         super().__init__(dataset, batch_sampler=batches, generator=torch.Generator(), **options)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import nested_concat
 
 from ..._lengths import pad_up
+from ..._packed import is_packed
 from ..._types import IntArray
 from ...errors import ArgumentError, DoesNotFitError, LengthsError
 from ...plan.budget import Budget, MaxCost
@@ -25,7 +26,7 @@ from ...plan.grouping.sorting import Sorted
 from ...plan.plan import plan_batches
 from ...step.oom import devices_of, free_memory, is_out_of_memory
 from .._devices import Devices
-from .._inputs import Rows, Sequences, Whole, is_packed, num_rows
+from .._inputs import Rows, Sequences, Whole, num_rows
 from .._ranked import loader_options
 from .._safe_steps import does_not_fit
 from ._data import TwiceCollated

@@ -129,10 +129,7 @@ class Settings:
         if self.grouping is not None:
             check_grouping(self.grouping)
             if self.grouping.row_capacity is not None:
-                raise ArgumentError(
-                    "Packed makes rows of several examples, which a trainer's collator cannot take; use another "
-                    "grouping, or train on packed rows with Stepper"
-                )
+                self._check_packed()
         unknown = [name for name in self.plan_options if name not in _PLAN_OPTIONS]
         if unknown:
             raise ArgumentError(f"plan_options takes {', '.join(_PLAN_OPTIONS)}; got {', '.join(unknown)}")
@@ -143,6 +140,17 @@ class Settings:
         if self.controller is not None and (self.grouping is not None or self.plan_options):
             name = "grouping" if self.grouping is not None else "plan_options"
             raise ArgumentError(f"{name} belongs to planned batches; leave it out, or train without a controller")
+
+    def _check_packed(self) -> None:
+        if self.weighting == "examples":
+            raise ArgumentError(
+                "weighting='examples' needs a row per example, which Packed does not give; use 'tokens'"
+            )
+        if self.graphs:
+            raise ArgumentError(
+                "graphs replay batches of planned shapes, and those of Packed have as many tokens as came; use "
+                "grouping=Buckets(32), or leave graphs out"
+            )
 
     def _check_course(self) -> None:
         """Check what needs a controller: examples in play, entropy, and lines about its decisions."""

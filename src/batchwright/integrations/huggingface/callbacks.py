@@ -68,6 +68,7 @@ class Batching:
         self.updates.close()
         self.graphs.close()
         self.data.batches = None
+        self.data.release()
 
     def take_figures(self) -> dict[str, float]:
         """Return the figures of the updates since the last log; an empty dict if there were none."""

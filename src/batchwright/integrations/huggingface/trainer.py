@@ -197,7 +197,8 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
             check_no_stream("an adaptive trainer", self.train_dataset)
         base = super().get_train_dataloader()  # type: ignore[misc]
         self._follow_data(base)
-        return self._batching.data.loader(base, self.train_dataset, **self._loading())
+        own = self._uses_own_loss()
+        return self._batching.data.loader(base, self.train_dataset, has_own_loss=own, **self._loading())
 
     def _follow_data(self, base: Any) -> None:
         """Follow the data that is trained on: it bounds ``controller="auto"``, and ``budget="auto"`` is found on it."""
