@@ -478,3 +478,26 @@ def test_setting_the_pass_begins_it_and_keeps_a_place_in_it():
     assert list(stream) == list(plain)
     with pytest.raises(ArgumentError, match="epoch"):
         stream.set_epoch(-1)
+
+
+@pytest.mark.parametrize("kind", ["plain", "shuffled", "interleaved"])
+def test_a_stream_of_datasets_resumes_exactly_though_a_shuffle_buffer_is_not_in_its_state(kind):
+    datasets = pytest.importorskip("datasets")
+
+    def new():
+        stream = datasets.Dataset.from_dict({"number": NUMBERS}).to_iterable_dataset(num_shards=3)
+        if kind == "plain":
+            return stream
+        stream = stream.shuffle(seed=1, buffer_size=20)
+        return stream if kind == "shuffled" else datasets.interleave_datasets([stream.take(50), stream.skip(50)])
+
+    def make_stream():
+        return make(new(), length_of=lambda example: LENGTHS[example["number"]])
+
+    full = list(make_stream())
+    for num in (2, 7, 13):
+        stream, resumed = make_stream(), make_stream()
+        taken = list(islice(stream, num))
+        resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+        assert taken + list(resumed) == full
+        assert (stream.state_dict()["source"] is None) == (kind != "plain" or num == 2)

@@ -321,8 +321,21 @@ def kind(source: object) -> str:
 
 
 def is_stateful(source: object) -> bool:
-    """Say whether a source goes on from its state."""
-    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+    """Say whether a source goes on from its state with the very next example."""
+    has_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+    return has_state and not _loses_examples(source)
+
+
+def _loses_examples(source: object) -> bool:
+    """Say whether a stream of ``datasets`` holds a shuffle buffer, whose examples its state leaves out."""
+    parts = [getattr(source, "_ex_iterable", None)]
+    while parts:
+        part = parts.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        inner = getattr(part, "ex_iterable", None)
+        parts += [*([] if inner is None else [inner]), *(getattr(part, "ex_iterables", None) or [])]
+    return False
 
 
 def state_of(source: Any) -> Any:

@@ -45,9 +45,9 @@ class StreamBatcher(Generic[Example]):
 
     ``state_dict`` holds the state of the source where the current buffer begins, and the batches handed out since. A
     source with ``state_dict`` and ``load_state_dict`` continues there; any other is read again from its start and
-    skipped, which is exact when it yields the same examples again. A source with ``set_epoch`` is told the pass. The
-    state holds neither rank nor world size, and a pass goes on exactly on another number of ranks; the state of a
-    sharded stream belongs to its rank.
+    skipped, which is exact when it yields the same examples again; so is a stream of ``datasets`` with a shuffle
+    buffer, whose own state loses examples. A source with ``set_epoch`` is told the pass. The state holds neither rank
+    nor world size, and a pass goes on exactly on another number of ranks; that of a sharded stream belongs to its rank.
 
     Args:
         source: anything that can be iterated, or a function that returns it anew for every pass. What is its own
