@@ -220,10 +220,10 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         call = inspect.signature(super()._run_epoch).bind(*args, **kwargs)  # type: ignore[misc]
-        if isinstance(call.arguments["train_dataloader"], TrainLoader):
-            self._batching.data.begin_epoch(call.arguments, self.args.gradient_accumulation_steps)
         # An item of a stream is a whole update, so that the last one of a pass may have fewer batches.
         with accumulating(self, None if self._batching.data.accumulation is None else 1):
+            if isinstance(call.arguments["train_dataloader"], TrainLoader):
+                self._batching.data.begin_epoch(call.arguments, self.args.gradient_accumulation_steps)
             return super()._run_epoch(*call.args, **call.kwargs)  # type: ignore[misc]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
