@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,14 @@ def loader_options(loader: Any) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in _LOADER_OPTIONS if hasattr(loader, name)}
 
 
+def is_stream(dataset: Any) -> bool:
+    """Say whether a data set gives examples one after the other, and not by their number."""
+    return isinstance(dataset, IterableDataset) or (dataset is not None and not isinstance(dataset, Sized))
+
+
 def check_no_stream(name: str, dataset: Any) -> None:
     """Refuse a stream as the data set of ``name``, which draws examples by their number."""
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+    if is_stream(dataset):
         raise ArgumentError(
             f"{name} draws examples by their number, but a stream has no numbers; give a data set with a length, or "
             "batch the stream with batchwright.StreamBatcher"
@@ -143,3 +148,37 @@ def agree(figures: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     dist.all_reduce(packed, op=dist.ReduceOp.MAX)
     largest = [None if value < 0 else value for value in packed.tolist()]
     return {**figures, **dict(zip(_LOCAL, largest, strict=True))}
+
+
+@final
+class Meeting:
+    """Where ranks tell each other what they read; a single process meets nobody.
+
+    Args:
+        device: of the numbers that are sent.
+        world_size: processes.
+    """
+
+    def __init__(self, device: torch.device, world_size: int) -> None:
+        self._device = device
+        self._world_size = world_size
+
+    def bounds(self, value: int) -> tuple[int, int]:
+        """Return the least and the largest value of all ranks; a collective."""
+        if self._world_size == 1:
+            return value, value
+        found = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        least, most = found.tolist()
+        return least, -most
+
+    def all_have(self, has_batch: bool) -> bool:
+        """Say whether all ranks have a batch; a collective."""
+        return self.bounds(int(has_batch))[0] == 1
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all ranks; a collective."""
+        found: list[Any] = [value] * self._world_size
+        if self._world_size > 1:
+            dist.all_gather_object(found, value)
+        return found

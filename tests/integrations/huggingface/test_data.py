@@ -6,12 +6,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
 import batchwright as bw
 from batchwright import size
-from batchwright.errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
+from batchwright.errors import BudgetError, LengthsError, StateMismatchError
 
 from ...processes import run_ranks
 from ..dynabatch.trainer.training import make_args
@@ -302,16 +301,6 @@ def test_lengths_of_another_data_set_are_refused(tmp_path):
     trainer, *_ = make_trainer("t5", tmp_path, lengths=[3] * 20)
     with pytest.raises(LengthsError, match="24, got 20"):
         trainer.train()
-
-
-def test_a_stream_is_sent_to_the_stream_batcher(tmp_path):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            yield from numbered()
-
-    trainer, *_ = make_trainer("t5", tmp_path, examples=Stream(), max_steps=1)
-    with pytest.raises(ArgumentError, match="StreamBatcher"):
-        trainer.get_train_dataloader()
 
 
 def test_two_ranks_see_every_example_once_and_train_as_one_would(tmp_path):

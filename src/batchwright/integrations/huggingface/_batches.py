@@ -67,13 +67,13 @@ class BatchSource(ABC):
 
     Args:
         sampler: a ``BatchSampler`` or ``ResizableBatchSampler`` of this rank.
-        lengths: of the examples.
+        lengths: of the examples; None if the parts of items are lengths themselves.
         pad_multiple_of: of the collator.
     """
 
-    def __init__(self, sampler: Any, lengths: npt.ArrayLike, pad_multiple_of: int) -> None:
+    def __init__(self, sampler: Any, lengths: npt.ArrayLike | None, pad_multiple_of: int) -> None:
         self.sampler = sampler
-        self.lengths = as_lengths(lengths)
+        self.lengths = np.empty((0, 1), dtype=np.int32) if lengths is None else as_lengths(lengths)
         self._multiple = pad_multiple_of
         self._fetched: deque[Item] = deque()
         self._received: list[Item] = []
@@ -125,16 +125,20 @@ class BatchSource(ABC):
     def take_received(self) -> Received:
         """Return what was received since the last call."""
         items, self._received = self._received, []
-        found = [self.lengths[part] for item in items for part in item.parts if not item.is_repeat]
+        found = [self._lengths_of(part) for item in items for part in item.parts if not item.is_repeat]
         padded = sum(self._num_padded(item) for item in items if not item.is_repeat)
         repeats = [item.is_repeat for item in items for _ in item.parts]
         counted = Counted(sum(map(len, found)), int(sum(rows.sum() for rows in found)), padded, len(repeats))
         return Received(counted, repeats, any(item.is_measured for item in items))
 
+    def _lengths_of(self, part: Any) -> IntArray:
+        """Return the lengths of the examples of a micro-batch."""
+        return self.lengths[part]
+
     def _num_padded(self, item: Item) -> int:
         if item.num_padded is not None:
             return item.num_padded
-        found = (self.lengths[part] for part in item.parts)
+        found = (self._lengths_of(part) for part in item.parts)
         return sum(len(rows) * sum(self._padded_lengths(rows)) for rows in found)
 
     def _padded_lengths(self, lengths: IntArray) -> Sequence[int]:

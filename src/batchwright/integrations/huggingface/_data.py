@@ -14,21 +14,23 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..._lengths import as_lengths, pad_up
 from ..._types import IntArray
-from ...errors import LengthsError
+from ...errors import ArgumentError, LengthsError
 from ...plan.budget import Budget, MaxItems
 from ...plan.collating import Rows
 from ...plan.grouping.sorting import WindowSort
 from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
+from ...plan.sampler.stream import AsGiven
 from ...step.oom import free_memory, is_out_of_memory
 from .._devices import Devices
 from .._failures import raise_together
-from .._ranked import loader_options
+from .._ranked import is_stream, loader_options
 from ._batches import BatchSource, PlannedBatches, ResizableBatches
 from ._graphs import TrainerGraphs
 from ._lengths import LengthCache, pad_multiple_of
 from ._packing import Packing, check_collator, choose_packing
-from ._settings import Settings
+from ._settings import STREAM_OPTIONS, Settings
+from ._streams import StreamBatches, make_batches
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +79,6 @@ class TrainingData:
             has_own_loss: the trainer takes the loss of the model.
         """
         args = devices.args
-        lengths = self.lengths(dataset, args, model)
         seed = int(args.seed if args.data_seed is None else args.data_seed)
         options = {
             "shuffle": getattr(args, "train_sampling_strategy", "random") != "sequential",
@@ -85,13 +86,29 @@ class TrainingData:
             "rank": devices.rank,
             "world_size": devices.world_size,
         }
+        multiple = pad_multiple_of(collator)
+        if is_stream(dataset):
+            shared = {"devices": devices, "model": model, "pad_multiple_of": multiple}
+            self.batches = make_batches(dataset, self._settings, options=options, **shared)
+            return TrainLoader(base, self.batches, seed=seed)
+        lengths = self.lengths(dataset, args, model)
         collate = self._pack(base, lengths, collator, model, devices, has_own_loss=has_own_loss)
         make = self._planned if self._settings.controller is None else self._resizable
-        self.batches = make(lengths, args, pad_multiple_of(collator), options)
+        self.batches = make(lengths, args, multiple, options)
         if isinstance(self.batches, PlannedBatches) and self._graphs.is_wanted:
             collate = self._graphs.catalogue(self.batches.sampler, collate, collator, base.dataset)
             self.batches.has_planned_shapes = self._graphs.is_wanted
         return TrainLoader(base, self.batches, seed=seed, collate=collate)
+
+    @property
+    def accumulation(self) -> int | None:
+        """Return how many planned batches an item of a stream holds; None if the trainer accumulates items itself."""
+        return self.batches.accumulation if isinstance(self.batches, StreamBatches) else None
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the pass over a stream is over, and the trainer goes on to ask for items."""
+        return isinstance(self.batches, StreamBatches) and self.batches.has_ended
 
     def lengths(self, dataset: Any, args: Any, model: Any) -> IntArray:
         """Return the lengths of a data set, ``(N, axes)``."""
@@ -99,6 +116,8 @@ class TrainingData:
         lengths = self._lengths.of(dataset, args, model) if given is None else as_lengths(given)
         if len(lengths) != len(dataset):
             raise LengthsError(f"lengths must give one row per example, {len(dataset)}, got {len(lengths)}")
+        for name in [name for name in STREAM_OPTIONS if name in self._settings.plan_options]:
+            raise ArgumentError(f"plan_options={{{name!r}: …}} belongs to streams, this data set has a length")
         return lengths
 
     def _pack(
@@ -221,6 +240,8 @@ class TrainLoader(DataLoader[Any]):
             dataset = Rows(dataset)
         if isinstance(batches, ResizableBatches):
             dataset, options["collate_fn"] = ExampleLists(dataset), CollateParts(options["collate_fn"])
+        elif isinstance(batches, StreamBatches):
+            dataset, options["collate_fn"] = AsGiven(), CollateParts(options["collate_fn"])
         super().__init__(dataset, batch_sampler=batches, generator=torch.Generator(), **options)
 
     def set_epoch(self, epoch: int) -> None:
@@ -231,6 +252,8 @@ class TrainLoader(DataLoader[Any]):
         """Return the number of items in the epoch; with a controller, the number if the size stays as it is."""
         if isinstance(self.batches, ResizableBatches):
             return self.batches.num_updates(1)
+        if isinstance(self.batches, StreamBatches):
+            raise TypeError("the number of batches of a stream is not known before it is read")
         return self.batches.begin_epoch(self.batches.epoch)
 
     def __iter__(self) -> Any:

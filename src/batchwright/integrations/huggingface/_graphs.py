@@ -23,6 +23,7 @@ from ...step.graphs.loops import LoopGraphs
 from ...step.graphs.summary import GraphSummary
 from .._devices import Devices, is_divided
 from .._graphs import Choice, check_graphs, refuse_graphs, why_no_catalogue
+from .._ranked import is_stream
 from .._safe_steps import Replay
 from ._weights import UpdateWeight
 
@@ -192,6 +193,7 @@ def _why_not(trainer: Any, choice: Choice, *, has_controller: bool, on_oom: str)
     reasons = {
         "graphs need a model on a CUDA device": isinstance(choice, bool | str) and args.device.type != "cuda",
         "the shapes of batches are not planned with a controller": has_controller,
+        "the shapes of a stream are not known before it is read": is_stream(trainer.train_dataset),
         "ranks hold parts of the model or of an example, with FSDP, DeepSpeed or tensor parallelism, and meet inside "
         "the forward pass": is_divided(trainer),
         "on_oom='raise' leaves the backward pass to the trainer; use 'split' or 'skip'": on_oom == "raise",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -49,6 +50,68 @@ class LengthCache:
             self._found.pop(next(iter(self._found)))
         self._found[id(dataset)] = dataset, lengths
         return lengths
+
+
+@final
+class StreamLengths:
+    """Measures examples as they are read; an example has two lengths if labels are padded apart from the inputs.
+
+    The first example decides whether labels have lengths of their own, unless the model has a decoder.
+
+    Args:
+        column: of measured lengths.
+        has_decoder: labels are padded apart from the inputs, even if all lengths are equal.
+
+    Attributes:
+        num_axes: lengths of an example, None before the first.
+        digest: of everything that was read, so that ranks can compare it.
+
+    >>> lengths = StreamLengths("length", has_decoder=False)
+    >>> lengths({"input_ids": [5, 6, 7], "labels": [1]}), lengths({"input_ids": [5], "labels": [2]})
+    ((3, 1), (1, 1))
+    """
+
+    def __init__(self, column: str, *, has_decoder: bool) -> None:
+        self.num_axes: int | None = None
+        self.digest = 0
+        self._column = column
+        self._has_decoder = has_decoder
+
+    def __call__(self, example: Any) -> tuple[int, ...]:
+        """Return the lengths of an example that is read."""
+        found = self.of(example)
+        ids = example.get(_SOURCE)
+        head = np.asarray(ids[:8]).tobytes() if _is_sequence(ids) else b""
+        self.digest = zlib.crc32(np.asarray(found).tobytes() + head, self.digest)
+        return found
+
+    def of(self, example: Any) -> tuple[int, ...]:
+        """Return the lengths of an example."""
+        if not isinstance(example, Mapping):
+            raise LengthsError(f"the examples of a stream must be mappings, got {type(example).__name__}")
+        if self._column in example:
+            return (int(example[self._column]),)
+        ids, labels = example.get(_SOURCE), example.get(_TARGET)
+        if not _is_sequence(ids):
+            raise LengthsError(
+                f"an example of the stream has {', '.join(sorted(map(str, example))) or 'no columns'}, but neither "
+                f"{self._column!r} nor token ids under {_SOURCE!r}; add a column {self._column!r}, e.g. with map"
+            )
+        # An empty sequence is padded to at least one token.
+        source = max(1, len(ids))
+        target = max(1, len(labels)) if _is_sequence(labels) else None
+        if self.num_axes is None:
+            self.num_axes = 1 if target is None or (target == source and not self._has_decoder) else 2
+        if (target is None) if self.num_axes == 2 else (target not in (None, source)):
+            raise LengthsError(self._changed(source, target))
+        return (source,) if self.num_axes == 1 or target is None else (source, target)
+
+    def _changed(self, source: int, target: int | None) -> str:
+        before = "lengths of their own" if self.num_axes == 2 else "the lengths of the inputs"
+        return (
+            f"an example has {source} input_ids and {'no' if target is None else target} labels, but in the first "
+            f"example of the stream labels had {before}; add a column {self._column!r} to all of them, e.g. with map"
+        )
 
 
 def pad_multiple_of(collator: Any) -> int:

@@ -32,7 +32,9 @@ OnOom: TypeAlias = Literal["split", "skip", "raise"]
 _HOOKS = ("set_initial_training_values", "_init_training_state", "_run_epoch")
 # These are arguments of the trainer, or come from TrainingArguments; all others go into plan_options.
 _NOT_IN_PLAN_OPTIONS = ("grouping", "shuffle", "seed", "drop_last", "rules")
+STREAM_OPTIONS = ("buffer_size", "sharded")
 _PLAN_OPTIONS = [field.name for field in fields(PlanSettings) if field.name not in _NOT_IN_PLAN_OPTIONS]
+_PLAN_OPTIONS += STREAM_OPTIONS
 
 
 @final

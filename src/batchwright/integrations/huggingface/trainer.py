@@ -34,12 +34,12 @@ from .._auto_budget import BudgetChoice, BudgetFinder
 from .._devices import Devices, on_its_own, one_process, undivided
 from .._graphs import Choice, captured
 from .._observing import History
-from .._ranked import check_no_stream
 from .._trial_loss import takes_own_loss
 from ._data import TrainLoader, fetch_together, micro_batches_of
 from ._evaluating import PlannedEvaluation
 from ._probing import budget_of_trainer
 from ._settings import OnOom, Settings, Weighting, check_trainer, check_trainer_class, for_data, with_controller
+from ._streams import accumulating, check_stream
 from ._weights import TrainerLoss, UpdateWeight
 from .callbacks import Batching
 
@@ -163,6 +163,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
             settings = with_controller(settings, self)
             self._batching = Batching(settings)
         check_trainer(settings, self)
+        check_stream(settings, self)
         has_controller, has_limit = controller is not None, micro_batch is not None
         self._batching.graphs.check(self, has_controller=has_controller, on_oom=on_oom, has_limit=has_limit)
         # First, so that other callbacks see the epoch and the size that hold.
@@ -193,8 +194,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the trainer's own loader with the batches of this rank."""
-        if self.train_dataset is not None:  # or the trainer complains itself
-            check_no_stream("an adaptive trainer", self.train_dataset)
+        check_stream(self._batching.settings, self)  # it may have been set later
         base = super().get_train_dataloader()  # type: ignore[misc]
         self._follow_data(base)
         own = self._uses_own_loss()
@@ -244,14 +244,17 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         call = inspect.signature(super()._run_epoch).bind(*args, **kwargs)  # type: ignore[misc]
-        if isinstance(call.arguments["train_dataloader"], TrainLoader):
-            self._batching.data.begin_epoch(call.arguments, self.args.gradient_accumulation_steps)
-        return super()._run_epoch(*call.args, **call.kwargs)  # type: ignore[misc]
+        # An item of a stream is a whole update, so that the last one of a pass may have fewer batches.
+        with accumulating(self, None if self._batching.data.accumulation is None else 1):
+            if isinstance(call.arguments["train_dataloader"], TrainLoader):
+                self._batching.data.begin_epoch(call.arguments, self.args.gradient_accumulation_steps)
+            return super()._run_epoch(*call.args, **call.kwargs)  # type: ignore[misc]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         if self._batching.data.batches is not None:
             self.state.stateful_callbacks[STATE_NAME] = self._batching.state_dict()
-        return super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        with accumulating(self, self._batching.data.accumulation):  # which the saved arguments should hold
+            return super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _loading(self) -> dict[str, Any]:
         """Return what a loader of planned batches depends on, besides the data."""
@@ -262,6 +265,8 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Return the items of an update, and begin it."""
         batches = self._batching.data.batches
+        if self._batching.data.has_ended:
+            return [], None
         call = inspect.signature(super().get_batch_samples).bind(*args, **kwargs)  # type: ignore[misc]
         given = call.arguments
         if batches is not None:
