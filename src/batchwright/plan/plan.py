@@ -108,6 +108,7 @@ def plan_batches(
     remainder: Remainder = "spread",
     balance_over: int | None = None,
     cost: Cost | None = None,
+    groups: npt.ArrayLike | None = None,
 ) -> Plan:
     """Decide which examples share a batch, for one epoch.
 
@@ -131,6 +132,10 @@ def plan_batches(
             for every world size; those that divide it are balanced, but a step resembles the others of its run.
         cost: work of a batch as ``cost(num_items, padded_lengths)``, such as ``TimeModel.cost``: for ranks, where
             None takes ``tokens × (1 + L / 1024)``, and for choosing the shapes of ``Buckets``, where None takes tokens.
+        groups: one label per example, numbers or texts: examples of one label share a batch, whatever the other options
+            say, as the two texts of a preference or the answers to a prompt must. A group that is over the budget by
+            itself follows ``oversize`` as a whole. ``size_multiple_of`` and ``size_ladder`` hold where whole groups can
+            make such a size, and ``Buckets`` needs groups of one size.
 
     Returns:
         A plan: ``len(plan)``, ``plan[i]``, ``plan.indices``, ``plan.offsets``, ``plan.shapes``, ``plan.report()``.
@@ -150,6 +155,8 @@ def plan_batches(
 def plan_epoch(lengths: npt.NDArray[np.int32], budget: Budget, settings: PlanSettings, epoch: int) -> Plan:
     """Plan an epoch before it is divided over ranks; the settings are ``resolved``."""
     settings.grouping.check_axes(lengths.shape[1])
+    if settings.groups is not None:
+        settings.groups.check(len(lengths))
     admitted = admit(lengths, budget, settings)
     problem = make_problem(admitted, budget, settings, epoch)
     batches = make_batches(problem, admitted, settings)
