@@ -1,4 +1,4 @@
-"""Examples that stay together, whatever the grouping, the ranks and the options: 400 random plans, 10,000 in `make check`."""
+"""Examples that stay together, whatever the grouping, the ranks and the options."""
 
 import os
 from collections import Counter
@@ -11,31 +11,53 @@ from hypothesis import strategies as st
 import batchwright as bw
 from batchwright.errors import BudgetError
 
-from .strategies import cases
+from .strategies import Case, cases, quadratic
 
-_NUM_PLANS = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "check" else 400
-SORTING = [bw.InOrder(), bw.Sorted(), bw.WindowSort()]
+_IS_CHECK = os.environ.get("HYPOTHESIS_PROFILE") == "check"
+GROUPINGS = [bw.InOrder(), bw.Sorted(), bw.WindowSort(), bw.Buckets(8), bw.Packed(40)]
 
 
 def flat(batch):
     return list(chain.from_iterable(batch)) if batch and isinstance(batch[0], list) else batch
 
 
-def members_of(ids):
-    """Return the examples of each group by its label, by hand."""
-    found = {}
-    for example, label in enumerate(ids):
-        found.setdefault(label, []).append(example)
-    return found
-
-
-def assert_whole_groups(plan, ids):
+def assert_whole_groups(batches, ids):
     """Every batch holds all members of each of its groups, once."""
-    members = members_of(ids)
-    for batch in plan:
+    members = {}
+    for example, label in enumerate(ids):
+        members.setdefault(label, []).append(example)
+    for batch in batches:
         held = flat(batch)
-        expected = sorted(chain.from_iterable(members[label] for label in {ids[example] for example in held}))
-        assert sorted(held) == expected
+        assert sorted(held) == sorted(chain.from_iterable(members[label] for label in {ids[one] for one in held}))
+
+
+def assert_plan_is_right(case, ids, **options):
+    """Plan and check what holds for every plan with groups; return the plan, None where none was possible."""
+    lengths = np.asarray(case.lengths).reshape(len(case.lengths), -1)
+    try:
+        plan = case.plan(groups=ids, **options)
+    except BudgetError as error:
+        reasons = ("every group is over", "every example is over", "at one token each", "even one token", "is too few")
+        assert any(reason in str(error) for reason in reasons)  # noqa: PT017 - nothing else may be refused
+        return None
+    assert_whole_groups(plan, ids)
+    assert len(plan) % options["world_size"] == 0
+    counts = Counter(chain.from_iterable(map(flat, plan)))
+    assert sum(counts.values()) - len(counts) == plan.num_repeated
+    assert len(counts) + plan.num_dropped == len(ids)
+    may_drop = options["oversize"] == "drop" or options["drop_last"] or options["remainder"] == "drop"
+    assert plan.num_dropped == 0 or may_drop
+    planned = lengths if plan.truncate_to is None else plan.truncate_to.reshape(lengths.shape)
+    assert (planned <= lengths).all()
+    for batch, (num_items, *padded) in zip(plan, plan.shapes.tolist(), strict=True):
+        assert num_items == len(batch)
+        if plan.row_offsets is None:
+            assert (planned[batch].max(axis=0) <= padded).all()
+        else:
+            assert all(planned[row].sum() <= padded[0] for row in batch)
+        fits = case.budget.fraction(np.array([num_items]), np.array([padded]))[0] <= 1 + 1e-12
+        assert fits or (options["oversize"] == "alone" and len({ids[one] for one in flat(batch)}) == 1)
+    return plan
 
 
 @st.composite
@@ -46,16 +68,16 @@ def grouped_cases(draw):
     kind = draw(st.sampled_from(["pairs", "triples", "several", "one", "own"]))
     size = min(num, {"pairs": 2, "triples": 3, "several": 1, "one": num, "own": 1}[kind])
     ids = np.arange(num) // size
-    if kind == "several" and not isinstance(case.options["grouping"], bw.Buckets):
-        ids = np.array(draw(st.lists(st.integers(0, max(1, num // 2)), min_size=num, max_size=num)))
-    if isinstance(case.options["grouping"], bw.Buckets):  # groups of one size
+    if isinstance(case.options["grouping"], bw.Buckets):  # groups of one size only
         kept = num // size * size
-        ids, case = ids[:kept], type(case)(case.lengths[:kept], case.budget, case.options)
+        ids, case = ids[:kept], Case(case.lengths[:kept], case.budget, case.options)
+    elif kind == "several":
+        ids = np.array(draw(st.lists(st.integers(0, max(1, num // 2)), min_size=num, max_size=num)))
     order = draw(st.permutations(range(len(ids)))) if draw(st.booleans()) else range(len(ids))
     return case, [f"group {ids[place]}" for place in order]
 
 
-@settings(max_examples=_NUM_PLANS)
+@settings(max_examples=1500 if _IS_CHECK else 300)
 @given(
     grouped_cases(),
     st.sampled_from([1, 1, 2, 3, 8]),
@@ -64,27 +86,53 @@ def grouped_cases(draw):
     st.sampled_from(["spread", "spread", "drop"]),
 )
 def test_no_group_is_split_and_no_budget_is_exceeded(grouped, world_size, oversize, drop_last, remainder):
-    case, ids = grouped
-    lengths = np.asarray(case.lengths).reshape(len(case.lengths), -1)
-    if isinstance(case.options["grouping"], bw.Packed):
-        return
     options = {"world_size": world_size, "oversize": oversize, "drop_last": drop_last, "remainder": remainder}
-    try:
-        plan = case.plan(groups=ids, **options)
-    except BudgetError as error:
-        assert "every group is over" in str(error) or "at one token each" in str(error) or "is too few" in str(error)  # noqa: PT017
-        return
-    assert_whole_groups(plan, ids)
-    assert len(plan) % world_size == 0
-    counts = Counter(chain.from_iterable(map(flat, plan)))
-    assert sum(counts.values()) - len(counts) == plan.num_repeated
-    assert len(counts) + plan.num_dropped == len(ids)
-    if plan.num_dropped:
-        assert oversize == "drop" or drop_last or remainder == "drop"
-    planned = lengths if plan.truncate_to is None else plan.truncate_to.reshape(lengths.shape)
-    for batch, (num_items, *padded) in zip(plan, plan.shapes.tolist(), strict=True):
-        assert num_items == len(batch)
-        if plan.row_offsets is None:
-            assert (planned[batch].max(axis=0) <= padded).all()
-        fits = case.budget.fraction(np.array([num_items]), np.array([padded]))[0] <= 1 + 1e-12
-        assert fits or (oversize == "alone" and len({ids[example] for example in flat(batch)}) == 1)
+    assert_plan_is_right(*grouped, **options)
+
+
+def random_case(rng):
+    """Return a planning problem with 1 to 80 examples and their groups, drawn much faster than by hypothesis."""
+    axes = int(rng.choice([1, 1, 2]))
+    longest, pad = int(rng.choice([4, 30, 300])), int(rng.choice([1, 1, 8]))
+    padded = -(-longest // pad) * pad
+    size = int(rng.integers(0, 5))  # 0: of several sizes
+    num = int(rng.integers(1, 80)) if size == 0 else size * int(rng.integers(1, 80 // size + 1))
+    ids = rng.integers(0, max(1, num // 2), num) if size == 0 else np.arange(num) // size
+    kinds = [bw.InOrder(), bw.Sorted(), bw.WindowSort(int(rng.choice([1, 3, 256])))]
+    kinds += [] if size == 0 else [bw.Buckets(int(rng.choice([3, 64])))]
+    kinds += [bw.Packed(padded * int(rng.choice([1, 3])))] * 2 if axes == 1 else []
+    grouping = kinds[rng.integers(len(kinds))]
+    alone = grouping.capacity if isinstance(grouping, bw.Packed) else axes * padded
+    tokens = bw.MaxTokens(int(rng.integers(alone, 12 * alone + 1)))
+    limit = float(rng.uniform(1, 12)) * alone * (1 + alone / 50)
+    budgets = [tokens, tokens & bw.MaxItems(int(rng.integers(1, 20))), bw.MaxCost(quadratic, limit)]
+    options = {
+        "grouping": grouping,
+        "pad_multiple_of": pad,
+        "shuffle": bool(rng.integers(2)),
+        "seed": int(rng.integers(5)),
+        "size_multiple_of": int(rng.choice([1, 1, 2, 8])),
+        "size_ladder": [None, None, "pow2", "pow2x3"][rng.integers(4)],
+        "keep_first": int(rng.choice([0, 0, 2])),
+    }
+    lengths = rng.integers(1, longest + 1, (num, axes))
+    lengths = lengths[:, 0] if axes == 1 else lengths
+    return Case(lengths, budgets[rng.integers(3)], options), rng.permutation(ids).tolist() if rng.integers(2) else ids
+
+
+def test_many_random_plans_keep_their_groups():
+    """500 plans, 10,000 in ``make check``."""
+    rng = np.random.default_rng(20)
+    num_planned: Counter[str] = Counter()
+    for _ in range(10_000 if _IS_CHECK else 500):
+        case, ids = random_case(rng)
+        options = {
+            "world_size": int(rng.choice([1, 2, 3, 8])),
+            "oversize": str(rng.choice(["alone", "drop", "truncate"])),
+            "drop_last": bool(rng.integers(4) == 0),
+            "remainder": str(rng.choice(["spread", "spread", "drop"])),
+        }
+        if assert_plan_is_right(case, ids, **options) is not None:
+            num_planned[type(case.options["grouping"]).__name__] += 1
+    assert min(num_planned.values()) > 20  # each of them was there
+    assert len(num_planned) == 5

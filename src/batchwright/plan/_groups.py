@@ -16,6 +16,7 @@ from ..errors import ArgumentError, LengthsError
 from ._cost import Cost
 from ._order import gather, longest_of
 from .budget import Budget
+from .grouping._blocks import Members, group_blocks
 from .grouping.base import Catalogue, Grouping, Groups, Problem
 from .sampler._progress import fingerprint
 
@@ -67,6 +68,10 @@ class AtomicGroups:
     def longest(self, lengths: _Int32) -> _Int32:
         """Return the longest length of each group on each axis, ``(groups, axes)``."""
         return longest_of(lengths, self.members, self.offsets[:-1]).astype(np.int32, copy=False)
+
+    def members_of(self, lengths: _Int32) -> Members:
+        """Return the groups with the lengths of their members, of one axis."""
+        return Members(self.members, self.offsets, lengths[self.members, 0])
 
     def some(self, wanted: npt.NDArray[np.bool_]) -> AtomicGroups:
         """Return the wanted groups, with their members counted among the wanted examples only."""
@@ -170,15 +175,19 @@ _LOW_HALF = np.uint64(0xFFFFFFFF)
 
 def _partition(numbers: npt.NDArray[np.uint64], labels: Any) -> AtomicGroups:
     """Sort examples by the number of their group, all below 2**32, and the groups by their first members."""
-    keys = (numbers << np.uint64(32)) | np.arange(len(numbers), dtype=np.uint64)
-    keys.sort()
-    members = (keys & _LOW_HALF).astype(np.int32)
-    keys >>= np.uint64(32)
-    starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])) if len(keys) else np.empty(0, dtype=np.int64)
-    offsets = np.append(starts, len(keys))
+    members = np.arange(len(numbers), dtype=np.int32)
+    if (numbers[1:] < numbers[:-1]).any():
+        keys = (numbers << np.uint64(32)) | members.astype(np.uint64)
+        keys.sort()
+        members = (keys & _LOW_HALF).astype(np.int32)
+        numbers = keys >> np.uint64(32)
+    starts = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)])
+    offsets = np.append(starts, len(numbers))
     first = members[starts]
     if (first[1:] < first[:-1]).any():
-        order = np.argsort(first)
+        group_at = np.full(len(members), -1, dtype=np.int32)
+        group_at[first] = np.arange(len(first), dtype=np.int32)
+        order = group_at[group_at >= 0]
         members, offsets = gather(members, starts[order], np.diff(offsets)[order])
     return AtomicGroups(members, offsets, labels)
 
@@ -210,11 +219,11 @@ def group_together(problem: Problem, groups: AtomicGroups, grouping: Grouping) -
 
     Groups of one size are items under a budget that counts them; groups of several sizes have weights.
     """
-    if grouping.row_capacity is not None:
-        raise ArgumentError(f"groups cannot be planned with {grouping} yet")
-    size = groups.common_size
+    size, capacity = groups.common_size, grouping.row_capacity
     if size == 1:
         return grouping.group(problem)
+    if capacity is not None:
+        return _pack_together(problem, groups, grouping, capacity)
     lengths = groups.longest(problem.lengths)
     if size is None:
         _check_weights(groups, grouping)
@@ -230,6 +239,15 @@ def group_together(problem: Problem, groups: AtomicGroups, grouping: Grouping) -
     if batches.catalogue is None:
         return batches
     return replace(batches, catalogue=Catalogue(batches.catalogue.lengths, batches.catalogue.sizes * size))
+
+
+def _pack_together(problem: Problem, groups: AtomicGroups, grouping: Grouping, capacity: int) -> Groups:
+    """Pack groups into rows as if each were one example, but those that are longer than a row."""
+    members = groups.members_of(problem.lengths)
+    totals = members.totals
+    if (totals > capacity).any():
+        return group_blocks(problem, members, capacity)
+    return _expanded(grouping.group(replace(problem, lengths=totals.astype(np.int32)[:, None])), groups)
 
 
 def _check_weights(groups: AtomicGroups, grouping: Grouping) -> None:

@@ -14,6 +14,7 @@ from ..errors import BudgetError, LengthsError
 from ._groups import AtomicGroups
 from ._settings import PlanSettings
 from .budget import Budget
+from .grouping._blocks import rows_hold
 from .grouping.base import distinct, to_units
 
 
@@ -57,16 +58,16 @@ def fits(lengths: IntArray, budget: Budget, settings: PlanSettings) -> npt.NDArr
 def _admit_groups(
     lengths: npt.NDArray[np.int32], budget: Budget, settings: PlanSettings, groups: AtomicGroups
 ) -> Admitted:
-    """Treat whole groups: one is over the budget where it is padded to its longest member and does not fit."""
+    """Treat whole groups: one is over the budget where it does not fit, padded to its longest member."""
     none = np.empty(0, dtype=np.int64)
-    is_over = ~_groups_fit(groups.longest(lengths), groups.sizes, budget, settings)
+    is_over = ~_groups_fit(lengths, groups, budget, settings)
     over = np.flatnonzero(is_over)
     if len(over) == 0:
         return Admitted(lengths, none, groups=groups)
     if settings.oversize == "error":
-        raise BudgetError(_group_complaint(groups, over, groups.longest(lengths), budget))
+        raise BudgetError(_group_complaint(lengths, groups, over, budget, settings))
     if settings.oversize == "truncate":
-        cut = _truncated_groups(lengths, groups, over, budget, settings)
+        cut = _truncated_groups(lengths, groups, is_over, budget, settings)
         return Admitted(cut, none, num_truncated=int((cut < lengths).any(axis=1).sum()), groups=groups)
     if settings.oversize == "drop" and len(over) == len(groups.sizes):
         raise BudgetError(f"every group is over {budget}, so oversize='drop' leaves nothing; raise the budget")
@@ -80,35 +81,55 @@ def _admit_groups(
     )
 
 
-def _groups_fit(longest: IntArray, sizes: IntArray, budget: Budget, settings: PlanSettings) -> npt.NDArray[np.bool_]:
-    return budget.fraction(sizes, pad_up(longest, settings.pad_multiple_of)) <= 1
+def _groups_fit(
+    lengths: npt.NDArray[np.int32], groups: AtomicGroups, budget: Budget, settings: PlanSettings
+) -> npt.NDArray[np.bool_]:
+    """Return whether each group fits a batch by itself."""
+    capacity = settings.grouping.row_capacity
+    if capacity is None:
+        return budget.fraction(groups.sizes, pad_up(groups.longest(lengths), settings.pad_multiple_of)) <= 1
+    # Where not even one row fits, the grouping says so.
+    return rows_hold(groups.members_of(lengths), capacity, max(1, int(budget.max_items(np.array([[capacity]]))[0])))
 
 
-def _group_complaint(groups: AtomicGroups, over: IntArray, longest: IntArray, budget: Budget) -> str:
+def _group_complaint(
+    lengths: npt.NDArray[np.int32], groups: AtomicGroups, over: IntArray, budget: Budget, settings: PlanSettings
+) -> str:
+    first = int(over[0])
     more = f" (and {len(over) - 1} more)" if len(over) > 1 else ""
-    length = longest[over[0]].tolist()
+    length = groups.longest(lengths)[first].tolist()
     shown = length[0] if len(length) == 1 else tuple(length)
+    packed = f" in rows of {settings.grouping}" if settings.grouping.row_capacity is not None else ""
     return (
-        f"{groups.describe(int(over[0]))}{more}, padded to its longest of {shown}, is over {budget} by itself; raise "
+        f"{groups.describe(first)}{more} with a longest length of {shown} is over {budget}{packed} by itself; raise "
         'the limit, make the group smaller, or pass oversize="alone", "drop" or "truncate"'
     )
 
 
 def _truncated_groups(
-    lengths: npt.NDArray[np.int32], groups: AtomicGroups, over: IntArray, budget: Budget, settings: PlanSettings
+    lengths: npt.NDArray[np.int32],
+    groups: AtomicGroups,
+    is_over: npt.NDArray[np.bool_],
+    budget: Budget,
+    settings: PlanSettings,
 ) -> npt.NDArray[np.int32]:
     """Cut the longest axes of the members of each oversize group down to the largest common cap that fits."""
-    sizes, longest = groups.sizes[over], groups.longest(lengths)[over]
-    caps = _largest_caps(longest, lambda cut: _groups_fit(cut, sizes, budget, settings))
+    examples = np.sort(groups.members[np.repeat(is_over, groups.sizes)])
+    rows, some = lengths[examples], groups.some(is_over)
+
+    def cut(caps: IntArray) -> npt.NDArray[np.int32]:
+        return np.minimum(rows, caps[some.ids, None]).astype(np.int32)
+
+    caps = _largest_caps(some.longest(rows).max(axis=1), lambda caps: _groups_fit(cut(caps), some, budget, settings))
     if (caps < 1).any():
-        group = int(over[(caps < 1).argmax()])
+        group = int(np.flatnonzero(is_over)[(caps < 1).argmax()])
         raise BudgetError(
             f"{groups.describe(group)} does not fit {budget} even at one token each, so it cannot be cut to fit; raise "
             'the limit, make the group smaller, or pass oversize="alone" or "drop"'
         )
-    limits = np.full(len(groups.sizes), MAX_INT32)
-    limits[over] = caps
-    return np.minimum(lengths, limits[groups.ids, None]).astype(np.int32)
+    planned = lengths.copy()
+    planned[examples] = cut(caps)
+    return planned
 
 
 def _check_padded(lengths: npt.NDArray[np.int32], settings: PlanSettings) -> None:
@@ -149,9 +170,9 @@ def _complaint(lengths: IntArray, over: IntArray, budget: Budget, settings: Plan
 def _truncated(
     lengths: npt.NDArray[np.int32], over: IntArray, budget: Budget, settings: PlanSettings
 ) -> npt.NDArray[np.int32]:
-    """Cut the longest axes of each oversize example down to the largest common cap that fits, by bisection."""
+    """Cut the longest axes of each oversize example down to the largest common cap that fits."""
     rows = lengths[over]
-    caps = _largest_caps(rows, lambda cut: fits(cut, budget, settings))
+    caps = _largest_caps(rows.max(axis=1), lambda caps: fits(np.minimum(rows, caps[:, None]), budget, settings))
     if (caps < 1).any():
         raise BudgetError(f"not even one token of an example fits {budget}; raise the budget")
     cut = lengths.copy()
@@ -159,12 +180,12 @@ def _truncated(
     return cut
 
 
-def _largest_caps(rows: IntArray, fit: Callable[[IntArray], npt.NDArray[np.bool_]]) -> IntArray:
-    """Return the largest cap under which each of some lengths ``(M, axes)`` fits, 0 where none does."""
-    low = np.zeros(len(rows), dtype=np.int64)
-    high = rows.max(axis=1).astype(np.int64)
+def _largest_caps(longest: IntArray, fit: Callable[[IntArray], npt.NDArray[np.bool_]]) -> IntArray:
+    """Return the largest cap below each longest length under which all is well, 0 where none is: by bisection."""
+    low = np.zeros(len(longest), dtype=np.int64)
+    high = longest.astype(np.int64)
     while (high - low > 1).any():
         middle = (low + high) // 2
-        good = fit(np.minimum(rows, np.maximum(middle, 1)[:, None]))
+        good = fit(np.maximum(middle, 1))
         low, high = np.where(good, middle, low), np.where(good, high, middle)
     return low

@@ -261,7 +261,8 @@ class _WeightedChain:
         limit, total = limits[place], 0
         for stop in range(place, self._stop):
             total += weights[stop]
-            limit = min(limit, limits[stop])
+            if limits[stop] < limit:  # half the time of min()
+                limit = limits[stop]
             if total > limit:
                 return max(stop, place + 1)
         return self._stop
