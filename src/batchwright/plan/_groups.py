@@ -18,6 +18,7 @@ from ._order import gather, longest_of
 from .budget import Budget
 from .grouping._blocks import Members, group_blocks
 from .grouping.base import Catalogue, Grouping, Groups, Problem
+from .grouping.packed import rows_that_fit
 from .sampler._progress import fingerprint
 
 _Int32 = npt.NDArray[np.int32]
@@ -119,7 +120,7 @@ def as_groups(groups: Any) -> AtomicGroups | None:
     if isinstance(groups, list | tuple):
         return _from_objects(groups)
     if hasattr(groups, "is_floating_point") and groups.is_floating_point():
-        groups = groups.double()
+        groups = groups.detach().cpu().double().numpy()
     array = _as_labels(groups)
     if array.dtype.kind not in "biufSUmM":
         return _from_objects(array.tolist())
@@ -241,13 +242,21 @@ def group_together(problem: Problem, groups: AtomicGroups, grouping: Grouping) -
     return replace(batches, catalogue=Catalogue(batches.catalogue.lengths, batches.catalogue.sizes * size))
 
 
+# Rows are full enough: packing over several rows takes longer.
+_FULL = 0.97
+
+
 def _pack_together(problem: Problem, groups: AtomicGroups, grouping: Grouping, capacity: int) -> Groups:
-    """Pack groups into rows as if each were one example, but those that are longer than a row."""
+    """Pack groups into rows as if each were one example, or over several rows of a batch where that takes fewer."""
     members = groups.members_of(problem.lengths)
     totals = members.totals
     if (totals > capacity).any():
         return group_blocks(problem, members, capacity)
-    return _expanded(grouping.group(replace(problem, lengths=totals.astype(np.int32)[:, None])), groups)
+    plain = _expanded(grouping.group(replace(problem, lengths=totals.astype(np.int32)[:, None])), groups)
+    if rows_that_fit(problem, capacity) == 1 or int(totals.sum()) >= _FULL * capacity * len(plain.sizes):
+        return plain
+    blocks = group_blocks(problem, members, capacity)
+    return blocks if len(blocks.sizes) < len(plain.sizes) else plain
 
 
 def _check_weights(groups: AtomicGroups, grouping: Grouping) -> None:

@@ -41,7 +41,7 @@ class Plan(PlanArrays):
         pad_to: the lengths of a batch to the lengths it is padded to; the rule that ``shapes`` follow.
         row_offsets: where each packed row starts, None without packing.
         world_size: batches ``i × world_size`` to ``(i + 1) × world_size`` form step ``i``.
-        num_repeated: examples given out twice because fewer than ``world_size`` were left.
+        num_repeated: examples given out twice because fewer than ``world_size`` were left, or fewer groups.
         num_dropped: examples left out by ``drop_last``, ``remainder="drop"`` or ``oversize="drop"``.
         num_truncated: examples planned shorter than they are.
     """
@@ -69,6 +69,11 @@ class Plan(PlanArrays):
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))
+
+    @property
+    def num_repeated_batches(self) -> int:
+        """Return how many of the last batches hold repeated examples only: one for each rank without any of its own."""
+        return int((self.offsets[:-1] >= len(self.indices) - self.num_repeated).sum()) if self.num_repeated else 0
 
     @property
     def truncate_to(self) -> IntArray | None:

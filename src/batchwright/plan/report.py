@@ -28,7 +28,7 @@ class PlanReport:
         straggler_waste: share of time that ranks wait for the slowest of a step, by the cost of the plan.
         recurrence: probability that two examples sharing a batch share one again in the next epoch.
         order_correlation: correlation of the mean lengths of consecutive steps; near 0 is a random order.
-        repeated: examples given out twice because fewer than ``world_size`` were left.
+        repeated: examples given out twice because fewer than ``world_size`` were left, or fewer groups.
         dropped: examples left out.
         truncated: examples planned shorter than they are.
         world_size: ranks the straggler waste is for.

@@ -50,10 +50,14 @@ class _Block:
         self._capacity = capacity
         self._most_rows = most_rows
         self._rooms: list[tuple[int, int]] = []  # the room of each row and its number, ascending
+        self._room = most_rows * capacity
         self.rows: list[list[int]] = []
 
     def add(self, members: Sequence[tuple[int, int]]) -> bool:
         """Put each member of a group into the row that it fills best, or return False where one has no room."""
+        total = sum(length for length, _ in members)
+        if total > self._room:
+            return False
         rooms, num_rows = self._rooms.copy(), len(self.rows)
         chosen = []
         for length, _ in members:
@@ -68,6 +72,7 @@ class _Block:
             insort(rooms, (room - length, row))
             chosen.append(row)
         self._rooms = rooms
+        self._room -= total
         self.rows += [[] for _ in range(num_rows - len(self.rows))]
         for row, (_, example) in zip(chosen, members, strict=True):
             self.rows[row].append(example)
@@ -93,14 +98,18 @@ def rows_hold(members: Members, capacity: int, most_rows: int) -> npt.NDArray[np
     return held
 
 
+# Groups of at most a quarter of a row fill rows well as if each were one example.
+_NARROW = 4
+
+
 def group_blocks(problem: Problem, members: Members, capacity: int) -> Groups:
-    """Pack groups of which some need several rows: these first, the others into the room they leave and into new rows.
+    """Pack large groups over several rows first, the others into the room they leave and into new rows.
 
     A block is what the rows of such groups make together, at most a batch; new rows fill it up.
     """
     rows_per_batch = rows_that_fit(problem, capacity)
     totals = members.totals
-    is_wide = totals > capacity
+    is_wide = (totals > capacity // _NARROW) & (members.sizes > 1)
     stream = problem.stream(Purpose.ROWS)
     wide = np.flatnonzero(is_wide)
     wide = wide if stream is None else wide[permutation(len(wide), stream)]
@@ -125,14 +134,15 @@ def group_blocks(problem: Problem, members: Members, capacity: int) -> Groups:
     )
 
 
-def _fill_blocks(
-    members: Members, wide: IntArray, capacity: int, rows_per_batch: int, most_rows: int
-) -> list[_Block]:
-    """Add groups to a block as long as it is a batch at most; one that is larger by itself has its own."""
+_OPEN = 16  # blocks that a group may still go to
+
+
+def _fill_blocks(members: Members, wide: IntArray, capacity: int, rows_per_batch: int, most_rows: int) -> list[_Block]:
+    """Add each group to the first of the newest blocks that has room; one that is larger by itself has its own."""
     blocks: list[_Block] = []
     for group in wide.tolist():
         falling = members.falling(group)
-        if blocks and blocks[-1].add(falling):
+        if any(block.add(falling) for block in blocks[-_OPEN:]):
             continue
         for limit in (rows_per_batch, most_rows):
             block = _Block(capacity, limit)
@@ -161,9 +171,7 @@ def _lay_out(
     return indices, np.cumsum(sizes) - sizes, sizes
 
 
-def _deal(
-    blocks: list[int], new: list[int], rows_per_batch: int, problem: Problem
-) -> tuple[list[int], list[int], int]:
+def _deal(blocks: list[int], new: list[int], rows_per_batch: int, problem: Problem) -> tuple[list[int], list[int], int]:
     """Return the order of the rows, the rows of each batch, and how many batches the end of the data cut short."""
     order: list[int] = []
     rows: list[int] = []
