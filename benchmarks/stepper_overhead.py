@@ -22,6 +22,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import os
 import platform
 import random
 import statistics
@@ -218,7 +219,7 @@ def noise_arms(make: Callable[[int], tuple[nn.Module, Batch]], num_rows: int, nu
 
 
 def shown(row: dict[str, Any]) -> str:
-    text = "{model:12} {micro_batches:3} {arm:18} {ms:8.2f} ms {over_hand:+8.1%} ±{error:5.1%} {over_stepper:+8.1%}"
+    text = "{model:12} {rows:4} {micro_batches:3} {arm:18} {ms:8.2f} ms {over_hand:+8.1%} ±{error:5.1%} {over_stepper:+8.1%}"
     return (text + (" {first:+8.1%} {later:+8.1%}" if "first" in row else "")).format(**row)
 
 
@@ -232,7 +233,9 @@ def main() -> None:
     before = None if arguments.against is None else other_stepper(arguments.against)
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    print("model, micro-batches, arm, ms, over the loop by hand (error), over Stepper, first 64 measured, later")
+    machine = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    result = RESULT_NOISE if arguments.noise else RESULT if before is None else RESULT_AGAINST
+    print("model, rows, micro-batches, arm, ms, over the loop by hand (error), over Stepper, first 64 measured, later")
     for model_name, make in (("transformer", make_transformer), ("mlp", make_mlp)):
         for num_parts in (1, 4) if arguments.noise else (1, 2, 4):
             num_rows = rows_of(make, num_parts)
@@ -254,9 +257,8 @@ def main() -> None:
             for row in measured:
                 rows.append({"model": model_name, "rows": num_rows, "micro_batches": num_parts, **row})
                 print(shown(rows[-1]), flush=True)
-    machine = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    result = RESULT_NOISE if arguments.noise else RESULT if before is None else RESULT_AGAINST
-    result.write_text(json.dumps({"machine": machine, "num_steps": num_steps, "rows": rows}, indent=1) + "\n")
+            found_so_far = {"machine": machine, "num_steps": num_steps, "load": os.getloadavg(), "rows": rows}
+            result.write_text(json.dumps(found_so_far, indent=1) + "\n")
 
 
 if __name__ == "__main__":
