@@ -45,23 +45,22 @@ SizeUnit: TypeAlias = Literal["examples", "tokens"]
 
 # The sizes that are timed until two are, in parts of the base: those below it only if larger ones are out of bounds.
 _EXPLORED = (1.0, 2.0, 4.0, 0.5, 0.25)
-# Updates at the start of a run that are not read, as they pay for the start of the device: fewer where the first
-# reading of every size is left out too.
+# Updates at the start of a run that are not read; fewer where the first reading of every size is left out too.
 _START, _START_IN_TOKENS = 2, 3
-# Updates of the base, and of another size, before it is clear that lengths do not tell the curve.
+# Updates of the base, and of another size, after which lengths do not tell the curve.
 _LENGTHS_OF_BASE, _LENGTHS_OF_OTHER = 12, 6
 # Updates to wait for the readings of a size; loaders form batches ahead, and some sizes never come.
 _PATIENCE = 24
 # Updates after which what runs is what the size in force gives; a loader may fill a part of it, and others are none.
 _SETTLED = 12
-# Updates to wait before sizes are tried again where none was timed beside the base; four times that for each change of
-# the size that was of no use.
+# Updates to wait before sizes are tried again where no second one was timed; four times that for each useless change.
 _TRY_AGAIN = 4 * _PATIENCE
 _MOST_MOVES = 8
 # Looks come after 8, 16, 32 and 64 updates of a size, then every 64: a fit takes about as long as a small update.
 _FIRST_LOOK, _LOOK_EVERY = 8, 64
 # How far beyond the sizes that were timed a first step goes.
 _REACH = 2.0
+_USUAL = (0.1, 0.9)
 # How many times a noise scale that is only a bound must be allowed for before a smaller size is taken.
 _MORE = 4.0
 # Measured updates over which averages of the noise forget, if no horizon in examples is given.
@@ -139,6 +138,8 @@ class OnlineGoodput(ReasoningPolicy):
             "lengths": check_lengths,
         }
         check_record(name, state, checks, may_lack=list(_LATER))
+        if state.get("readings") and not state.get("lengths"):
+            raise ArgumentError(f"{name}['lengths'] must not be empty beside readings")
         if self.time is None and state["explored"] is None and len(_known({**_LATER, **state})) < FEWEST:
             raise ArgumentError(f"{name}['timings'] must hold {FEWEST} timed sizes after the search, got fewer")
 
@@ -147,6 +148,8 @@ class OnlineGoodput(ReasoningPolicy):
         if observation.ends_epoch or (observation.batch_size is None and state["size"] is not None):
             return hold(observation, state, "no batch ran")
         state = self._take_in({**_LATER, **state}, observation)
+        if self.time is None and state["explored"] is None and len(_known(state)) < FEWEST:
+            state = {**state, "explored": 0}  # groups of readings may divide anew
         if state["explored"] is not None:
             return self._explore(state, observation)
         left = _until_look(state["waited"])
@@ -299,8 +302,9 @@ class OnlineGoodput(ReasoningPolicy):
         candidates = np.unique(np.rint([*steps, self._home(state)]))
         if self.time is not None:
             return candidates
-        known, work = _known(state), candidates * np.mean(self._lengths(state))
-        return candidates[(work >= known[0]["work"] / _REACH) & (work <= known[-1]["work"] * _REACH)]
+        known, (short, long) = _known(state), np.quantile(self._lengths(state), _USUAL)
+        is_near = (candidates * short >= known[0]["work"] / _REACH) & (candidates * long <= known[-1]["work"] * _REACH)
+        return np.asarray(candidates[is_near])
 
     def _lengths(self, state: State) -> list[float]:
         """Return the work of one unit of a size in recent updates."""

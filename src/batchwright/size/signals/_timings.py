@@ -112,7 +112,7 @@ def predict_seconds(
     trust = np.array([len(timing["seconds"]) / (len(timing["seconds"]) + ENOUGH) for timing in known])
     off = trust * np.log(times / curve.predict(works))
     seconds = curve.predict(sizes) * np.exp(np.interp(np.log(sizes), np.log(works), off))
-    slope = max(0.0, float((times[1] - times[0]) / (works[1] - works[0])))
+    slope = max(0.0, float((times[1] - times[0]) / max(works[1] - works[0], 1e-9 * works[1])))
     falling = np.maximum(times[0] - slope * (works[0] - sizes), times[0] * sizes / works[0])
     seconds = np.where(sizes < works[0], np.minimum(seconds, falling), seconds)
     rising = times[-1] + _least_rise(known, most_off) * (sizes - works[-1])

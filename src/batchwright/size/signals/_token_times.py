@@ -22,12 +22,13 @@ _MOST_READINGS = 160
 _MOST_LENGTHS = 32
 # Readings within this factor are compared with one another.
 _WIDTH = math.log(1.5)
-# A group of readings is at least and at most so wide, and there are about so many groups.
+# A group of readings is at least and at most so wide, and there are about so many groups. The root of the widest stays
+# below what counts as slow.
 _NARROWEST, _WIDEST, _MOST_GROUPS = 1.2, 2.0, 12
 # Readings of a group that make it timed.
 ENOUGH_OF_TOKENS = 3
 # A reading this many times the lower quartile of its group paid for a new shape, or for something else that passes.
-_SLOW = 1.3
+_SLOW = 1.5
 # Lengths that differ so much give the whole curve, and no other size needs to be tried.
 _SPAN, _FEWEST_GROUPS = 4.0, 3
 # Newest readings that say whether the pace has changed, how many of them must be comparable, and the change, as a
