@@ -219,8 +219,8 @@ def noise_arms(make: Callable[[int], tuple[nn.Module, Batch]], num_rows: int, nu
 
 
 def shown(row: dict[str, Any]) -> str:
-    text = "{model:12} {rows:4} {micro_batches:3} {arm:18} {ms:8.2f} ms {over_hand:+8.1%} ±{error:5.1%} {over_stepper:+8.1%}"
-    return (text + (" {first:+8.1%} {later:+8.1%}" if "first" in row else "")).format(**row)
+    text = "{model:12} {rows:4} {micro_batches:3} {arm:18} {ms:8.2f} ms {over_hand:+8.1%} ±{error:5.1%}"
+    return (text + " {over_stepper:+8.1%}" + (" {first:+8.1%} {later:+8.1%}" if "first" in row else "")).format(**row)
 
 
 def main() -> None:

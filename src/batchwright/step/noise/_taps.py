@@ -166,7 +166,7 @@ class VectorNorms(Norms):
         elif shape[tap.axis] != width:
             self._refuse(tap, f"its output of shape {tuple(shape)} has no {width} features at axis {tap.axis}")
         elif tap.scale is None:
-            # The hook of a node sees what that of its output would, and takes a tenth of the time to make.
+            # The hook of a node sees what that of its output would, and costs less to make.
             node.register_prehook(partial(self._take, tap, None, 0, output.output_nr))
         elif isinstance(inputs, Tensor) and inputs.shape == shape:
             node.register_prehook(partial(self._take, tap, inputs.detach(), inputs._version, output.output_nr))
@@ -253,15 +253,14 @@ class VectorNorms(Norms):
         """Leave out the vectors whose examples do not add up; this waits for the device."""
         figures = found.T.tolist() if seen else []
         for place in seen:
-            vector, figure = self.vectors[place], figures[place]
-            if not math.isfinite(figure[1]):
+            squares, gap, own = figures[place]
+            if not math.isfinite(gap):
                 continue
-            if is_off(*figure, self.tolerances[place]):
-                gap, size = math.sqrt(figure[1]), math.sqrt(figure[2])
-                text = f"the gradients of its examples add up to one that is {gap:.2g} off {size:.2g}"
-                self._refuse_vector(vector, text)
+            if is_off(squares, gap, own, self.tolerances[place]):
+                off = f"{math.sqrt(gap):.2g} off {math.sqrt(own):.2g}"
+                self._refuse_vector(self.vectors[place], f"the gradients of its examples add up to one that is {off}")
             else:
-                vector.sizes.add(self._num_rows)
+                self.vectors[place].sizes.add(self._num_rows)
 
     def _squares(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return the squared norm of each vector, or of all together where the whole gradient is not measured."""

@@ -132,14 +132,14 @@ class VectorMeter(Meter):
         is_whole = self.norms.whole is not None and num_parts >= 2
         if num_examples < 2 or (self._chosen is None and not is_whole):
             return None
-        counts = {"num_examples": num_examples, "num_parts": num_parts if is_whole else 0}
+        num = num_parts if is_whole else 0
         if self.norms.whole is not None:
             places = None if self._chosen is None else [1 + place for place in self._chosen]
-            sample = _Sample(q, self.norms.of_gradients(), q_factor, gb_factor, **counts, places=places)
+            sample = _Sample(q, self.norms.of_gradients(), q_factor, gb_factor, num_examples, num, places)
             return self._keep(sample)
         # The gradient of the only micro-batch is that of the update, and its norms were taken.
         gb = None if num_parts == 1 else self.norms.of_gradients()
-        sample = _Sample(q, gb, q_factor, gb_factor, **counts, tolerances=list(self.norms.tolerances))
+        sample = _Sample(q, gb, q_factor, gb_factor, num_examples, num, tolerances=list(self.norms.tolerances))
         if q.is_cpu and sample.is_off:
             self._must_check = True
             raise ArgumentError(self._off())
@@ -268,7 +268,8 @@ class _Sample:
 
     def whole(self) -> tuple[float, float] | None:
         """Return ``s`` and ``g2`` of the whole gradient, from micro-batches."""
-        return self._estimate(*(values[0] for values in self._values), self.num_parts) if self.num_parts else None
+        q, gb = self._values
+        return self._estimate(q[0], gb[0], self.num_parts) if self.num_parts else None
 
     def vectors(self) -> tuple[float, float] | None:
         """Return ``s`` and ``g2`` of the vectors, from single examples."""
@@ -280,7 +281,8 @@ class _Sample:
             return self._estimate(sum(q[:num]), own if self.gb is None else gb[0], self.num_examples)
         if self.places is None:
             return None
-        return self._estimate(*(sum(values[place] for place in self.places) for values in (q, gb)), self.num_examples)
+        sums = [sum(values[place] for place in self.places) for values in (q, gb)]
+        return self._estimate(sums[0], sums[1], self.num_examples)
 
     def _estimate(self, q: float, gb: float, num_parts: int) -> tuple[float, float]:
         return estimate_noise(
