@@ -136,8 +136,17 @@ def test_a_batch_holds_the_longest_of_every_axis():
 
 
 def test_an_example_that_does_not_fit_by_itself_is_an_error_that_says_what_to_do():
-    with pytest.raises(DoesNotFitError, match=r"shape \(1, 512\).*gradient_checkpointing=True, or give a budget"):
+    message = r"one example of length \(512,\); shorten it, train with gradient_checkpointing=True, or give a budget"
+    with pytest.raises(DoesNotFitError, match=message):
         Machine(data(), total_bytes=2000).find()
+
+
+@pytest.mark.parametrize("lengths", [[9] * 50, [9, 8], [9, 7, 5, 3] * 10], ids=["one", "two", "many"])
+def test_where_one_example_fits_and_no_more_a_batch_is_one_example(lengths):
+    machine = Machine(lengths, total_bytes=1000 + 3 * 9)
+    budget = machine.find()
+    assert items(budget, 9) == 1
+    assert 3 * 5 * items(budget, 5) <= 3 * 9
 
 
 def test_memory_that_runs_out_before_the_model_says_so_lowers_the_limit():
@@ -269,5 +278,5 @@ def test_other_json_is_refused(text, message):
 
 
 def test_a_found_budget_needs_something():
-    with pytest.raises(ArgumentError, match="a budget of memory, a model of time, or both"):
+    with pytest.raises(ArgumentError, match="a budget of memory, a model of time, or the most tokens"):
         FoundBudget(None, None)

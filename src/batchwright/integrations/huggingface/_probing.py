@@ -58,6 +58,7 @@ _ARGUMENTS = (
     "torch_empty_cache_steps",
     "use_liger_kernel",
 )
+_SET_BY_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")
 _LEFT_ALONE = ("train_dataset", "eval_dataset")
 _MISSING = object()
 _MOST_VALUES = 10_000
@@ -197,7 +198,7 @@ def _probing(trainer: Any, settings: Settings) -> Iterator[Any]:
     """
     batching, model, accelerator = trainer._batching, trainer.model, trainer.accelerator
     held = {name: _MISSING if name in _LEFT_ALONE else plain_copy(value) for name, value in vars(trainer).items()}
-    places = [(name, vars(model).get(name, _MISSING)) for name in ("forward", "_original_forward")]
+    places = [(name, vars(model).get(name, _MISSING)) for name in _SET_BY_ACCELERATE]
     prepared, scaler, syncs = list(accelerator._models), accelerator.scaler, accelerator.sync_gradients
     scaler_state = None if scaler is None else dict(vars(scaler))
     try:

@@ -14,6 +14,7 @@ from torch import nn
 from ..._lengths import as_lengths
 from ..._progress import ProgressBar
 from ..._types import IntArray
+from ...errors import DoesNotFitError
 from .._optimizers import step_of_zeros
 from ..measuring._restoring import restored
 from ..memory.monitor import MemoryMonitor
@@ -174,7 +175,8 @@ class _Prober:
             return Measurement(shape, min(steady), first, peak), None
         except Exception as error:
             # Without its traceback, which holds activations.
-            return None, MemoryError() if is_out_of_memory(error) else error
+            is_oom = is_out_of_memory(error) or isinstance(error, DoesNotFitError)
+            return None, MemoryError() if is_oom else error
 
     def _seconds(self, batch: Any) -> float:
         drop_gradients(self._drop_gradients_of)

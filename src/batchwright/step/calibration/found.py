@@ -49,8 +49,8 @@ class FoundBudget(Budget):
     least_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.memory is None and self.time is None:
-            raise ArgumentError("FoundBudget needs a budget of memory, a model of time, or both")
+        if self.memory is None and self.time is None and self.tokens is None:
+            raise ArgumentError("FoundBudget needs a budget of memory, a model of time, or the most tokens")
 
     def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
         """Return ``num_items / max_items``."""

@@ -107,12 +107,16 @@ class Search:
         for row, num in self._first_look():
             if not self._has_failed((num, *row.lengths)):
                 yield row, num
-        if len(self.found) < _LEAST_ROWS or not self._runs_alone():
+        for row, num in self._second_look():
+            if len(self.found) < _LEAST_ROWS and not self._has_failed((num, *row.lengths)):
+                yield row, num
+        if self._ran(self._longest) == 0:
             raise DoesNotFitError(
-                f"budget='auto' ran out of memory on a batch of shape {self._failed[0] if self._failed else ()}, and a "
-                "smaller one would not hold the longest example; shorten it, train with gradient_checkpointing=True, "
-                "or give a budget"
+                f"budget='auto' ran out of memory on one example of length {self._longest.lengths}; shorten it, train "
+                "with gradient_checkpointing=True, or give a budget and on_oom='skip'"
             )
+        if len(self.found) < _LEAST_ROWS:
+            return
         self._num_tried = dict.fromkeys(self._num_tried, 0)
         most = _MOST_PROBES + _MOST_PROBES_PER_AXIS * (len(self._longest.lengths) - 1)
         for _ in range(most - len(self.found)):
@@ -136,6 +140,8 @@ class Search:
 
     def budget(self) -> FoundBudget:
         """Return what was found."""
+        if len(self.found) < _LEAST_ROWS:  # too few to fit anything to: batches no larger than these
+            return FoundBudget(None, None, MaxTokens(max(row.shape[0] * sum(row.shape[1:]) for row in self.found)))
         if self._failed and self._limit is not None:
             self._limit = int(min(self._limit, self._largest_peak()))
         found = self._fitted()
@@ -161,8 +167,11 @@ class Search:
             wanted += [(self._longest, 1), (self._longest, 3)]
         return sorted(wanted, key=lambda item: (item[1] * sum(item[0].lengths), item[0].lengths))
 
-    def _runs_alone(self) -> bool:
-        return any(row.shape[1:] == self._longest.lengths for row in self.found)
+    def _second_look(self) -> list[tuple[Row, int]]:
+        """Return the smallest batches of every row, for where hardly anything fits."""
+        ran = {probe.shape for probe in self.found}
+        wanted = [(row, num) for num in (1, 2) for row in self._rows if num >= len(row.pillars)]
+        return [(row, num) for row, num in wanted if (num, *row.lengths) not in ran]
 
     def _has_failed(self, shape: Shape) -> bool:
         return any(all(one >= two for one, two in zip(shape, other, strict=True)) for other in self._failed)
