@@ -285,6 +285,10 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
 ADDED = {
     "batchwright.BatchSampler.read_state",
     "batchwright.BatchSampler.start_of",
+    *(
+        f"batchwright.{name}.takes_weights"
+        for name in ("Buckets", "Grouping", "InOrder", "Packed", "Sorted", "WindowSort")
+    ),
     "batchwright.Plan.num_repeated_batches",
     "batchwright.Plan.pad_to",
     "batchwright.PlanReport.balance_over",

@@ -247,7 +247,8 @@ class _WeightedChain:
     def follow(self) -> tuple[IntArray, int]:
         """Return where batches start, and the first that the end of the data cut short."""
         reach = self._reach_by_table if self._problem.num_axes == 1 else self._reach_by_budget
-        starts, first_open, place = [], -1, 0
+        starts: list[int] = []
+        first_open, place = -1, 0
         while place < self._stop:
             stop = reach(place)
             if stop == self._stop and first_open < 0:
