@@ -81,7 +81,7 @@ class TrainingData:
             self.batches = make_batches(dataset, self._settings, options=options, **shared)
         else:
             make = self._planned if self._settings.controller is None else self._resizable
-            self.batches = make(self._lengths_of(dataset, args, model), args, multiple, options)
+            self.batches = make(self.lengths(dataset, args, model), args, multiple, options)
         collate = base.collate_fn
         if isinstance(self.batches, PlannedBatches) and self._graphs.is_wanted:
             collate = self._graphs.catalogue(self.batches.sampler, collate, collator, base.dataset)
@@ -98,17 +98,18 @@ class TrainingData:
         """Return whether the pass over a stream is over, and the trainer goes on to ask for items."""
         return isinstance(self.batches, StreamBatches) and self.batches.has_ended
 
-    def _lengths_of(self, dataset: Any, args: Any, model: Any) -> IntArray:
+    def lengths(self, dataset: Any, args: Any, model: Any) -> IntArray:
+        """Return the lengths of a data set, ``(N, axes)``."""
         given = self._settings.lengths
         lengths = self._lengths.of(dataset, args, model) if given is None else as_lengths(given)
         if len(lengths) != len(dataset):
             raise LengthsError(f"lengths must give one row per example, {len(dataset)}, got {len(lengths)}")
-        for name in [name for name in STREAM_OPTIONS if name in self._settings.plan_options]:
-            raise ArgumentError(f"plan_options={{{name!r}: …}} belongs to streams, this data set has a length")
         return lengths
 
     def _planned(self, lengths: IntArray, args: Any, multiple: int, options: dict[str, Any]) -> BatchSource:
         settings = self._settings
+        for name in [name for name in STREAM_OPTIONS if name in settings.plan_options]:
+            raise ArgumentError(f"plan_options={{{name!r}: …}} belongs to streams, this data set has a length")
         options |= {"pad_multiple_of": multiple, "drop_last": args.dataloader_drop_last, **settings.plan_options}
         assert settings.budget is not None
         sampler = BatchSampler(lengths, settings.budget, grouping=settings.grouping or WindowSort(), **options)
