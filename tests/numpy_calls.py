@@ -90,8 +90,15 @@ def regrouped(controller=3, make=bw.regroup, **options):
 
 
 def streamed(**options):
-    batcher = bw.StreamBatcher(LENGTHS, length_of=lambda example: np.int64(example), budget=bw.MaxTokens(64), **options)
+    agree = bool if np.any(options.get("sharded", False)) else None
+    batcher = bw.StreamBatcher(
+        LENGTHS, length_of=lambda example: np.int64(example), budget=bw.MaxTokens(64), agree=agree, **options
+    )
     return batcher, [list(batcher), batcher.state_dict()]
+
+
+def collated(num_workers):
+    return None, list(streamed()[0].loader(collate_fn=list, num_workers=num_workers))
 
 
 def measured(progress=False, **options):
@@ -296,7 +303,11 @@ CALLS = {
     "regroup": (regrouped, REGROUPING),
     "Regrouped": (lambda **options: regrouped(make=bw.Regrouped, **options), REGROUPING),
     "Regrouped.set_epoch": (at_epoch(lambda: regrouped()[0]), {"epoch": whole(0, 99)}),
-    "StreamBatcher": (streamed, {**PLANNING, "buffer_size": whole(1, 9)}),
+    "StreamBatcher": (
+        streamed, {**PLANNING, **RANKS, "buffer_size": whole(4, 9), "sharded": flag()},
+    ),
+    "StreamBatcher.set_epoch": (at_epoch(lambda: streamed()[0]), {"epoch": whole(0, 99)}),
+    "StreamBatcher.loader": (collated, {"num_workers": whole(0, 0)}),
     "measure_lengths": (
         measured, {"max_length": whole(1, 9, or_none=True), "num_workers": whole(0, 0), "batch_size": whole(1, 9),
                    "progress": flag()},

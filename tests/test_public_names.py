@@ -53,6 +53,14 @@ _PAD_COLLATOR = (
     "mask_field='attention_mask'"
 )
 CHANGED: dict[str, tuple[str, str | None, str]] = {
+    "batchwright.StreamBatcher": (
+        "class(source, *, length_of, budget, grouping=WindowSort(batches_per_window=256), buffer_size=20000, seed=0, "
+        "shuffle=True, size_multiple_of=1, size_ladder=None, pad_multiple_of=1, oversize='error'), bases: Generic",
+        "class(source, *, length_of, budget, grouping=WindowSort(batches_per_window=256), buffer_size=20000, seed=0, "
+        "shuffle=True, size_multiple_of=1, size_ladder=None, pad_multiple_of=1, oversize='error', remainder='spread', "
+        "rank=0, world_size=1, sharded=False, agree=None), bases: Generic",
+        "a stream is divided over ranks, or was before",
+    ),
     "batchwright.TimeModel": (
         "class(terms, first_visit_seconds=0.0), bases: none",
         "class(terms, first_visit_seconds=0.0, launch_seconds=0.0), bases: none",
@@ -366,6 +374,10 @@ ADDED = {
     *(f"batchwright.{name}.__bool__" for name in (*_BUDGETS, "StreamBatcher")),
     *(f"batchwright.{name}.to_state" for name in _BUDGETS),
     "batchwright.StreamBatcher.__len__",
+    *(
+        f"batchwright.StreamBatcher.{name}"
+        for name in ("loader", "num_repeated", "rank", "set_epoch", "track", "world_size")
+    ),
     *(f"batchwright.size.noise.{name}" for name in ("Evidence", "RecentNoise", "add_recent", "check_recent")),
     "batchwright.size.noise.NoiseRatio",
     *(

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
@@ -144,12 +145,8 @@ def check_refusals(rank, folder):
         (split_dataset_by_node(hub("t5"), rank, 2), {"sharded": False}, "must not say sharded=False"),
     ):
         trainer, *_ = make("t5", folder, stream, max_steps=3, plan_options={"buffer_size": 10, **options})
-        try:
+        with pytest.raises(ArgumentError, match=message):
             trainer.train()
-        except ArgumentError as error:
-            assert message in str(error), error
-        else:
-            raise AssertionError(message)
     print("refused")
 
 
@@ -162,12 +159,8 @@ def check_failure(rank, folder):
     for workers in (0, 1):
         options = {"plan_options": {"buffer_size": 10, "sharded": True}, "dataloader_num_workers": workers}
         trainer, *_ = make("t5", folder, Plain(mine), max_steps=20, data_collator=collate_ids, **options)
-        try:
+        with pytest.raises((BudgetError, RankError), match="in the buffer that begins at example 10"):
             trainer.train()
-        except (BudgetError, RankError) as error:
-            assert "in the buffer that begins at example 10" in str(error), error
-        else:
-            raise AssertionError("no error")
     print("failed together")
 
 

@@ -36,6 +36,7 @@ def test_measured_updates_run_eagerly_beside_graphs():
     assert found["average"]["s"] == pytest.approx(exact_noise(model, token_loss, batch, found["names"])[0], rel=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_wide_rows_launch_no_more_kernels_than_narrow_ones():
     # On a CPU rows of so many numbers are read one by one: a copy of them costs more than a call.
     rows = [torch.randn(256, 512, device="cuda") for _ in range(8)]

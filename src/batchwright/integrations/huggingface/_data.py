@@ -116,8 +116,6 @@ class TrainingData:
         lengths = self._lengths.of(dataset, args, model) if given is None else as_lengths(given)
         if len(lengths) != len(dataset):
             raise LengthsError(f"lengths must give one row per example, {len(dataset)}, got {len(lengths)}")
-        for name in [name for name in STREAM_OPTIONS if name in self._settings.plan_options]:
-            raise ArgumentError(f"plan_options={{{name!r}: …}} belongs to streams, this data set has a length")
         return lengths
 
     def _pack(
@@ -151,6 +149,8 @@ class TrainingData:
 
     def _planned(self, lengths: IntArray, args: Any, multiple: int, options: dict[str, Any]) -> BatchSource:
         settings = self._settings
+        for name in [name for name in STREAM_OPTIONS if name in settings.plan_options]:
+            raise ArgumentError(f"plan_options={{{name!r}: …}} belongs to streams, this data set has a length")
         options |= {"pad_multiple_of": multiple, "drop_last": args.dataloader_drop_last, **settings.plan_options}
         assert isinstance(settings.budget, Budget)
         packing = self._packing

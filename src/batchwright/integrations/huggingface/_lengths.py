@@ -91,7 +91,8 @@ class StreamLengths:
             raise LengthsError(f"the examples of a stream must be mappings, got {type(example).__name__}")
         if self._column in example:
             return (int(example[self._column]),)
-        ids, labels = example.get(_SOURCE), example.get(_TARGET)
+        ids: Any = example.get(_SOURCE)
+        labels: Any = example.get(_TARGET)
         if not _is_sequence(ids):
             raise LengthsError(
                 f"an example of the stream has {', '.join(sorted(map(str, example))) or 'no columns'}, but neither "

@@ -23,6 +23,7 @@ from ..._checks import (
 )
 from ...errors import ArgumentError, StateMismatchError
 from ._progress import AbstractEpochs, Cursor
+from ._reading import kind
 from .planned import BatchSampler
 from .resizable import ResizableBatchSampler, check_length_of
 
@@ -223,7 +224,7 @@ class Source(Generic[Example]):
 
     def __init__(self, loader: Iterable[Sequence[Example]], *, rank: int, world_size: int) -> None:
         if not isinstance(loader, Iterable):
-            raise ArgumentError(f"loader must be iterable, got {type(loader).__name__}")
+            raise ArgumentError(f"loader must be iterable, got {kind(loader)}")
         if getattr(getattr(loader, "collate_fn", None), "__name__", "") == "default_collate":
             raise ArgumentError("the loader must yield lists of examples, it has the default collate; collate_fn=list")
         self._loader = loader
@@ -234,7 +235,7 @@ class Source(Generic[Example]):
         _check_ranks(self._batch_sampler, self._sampler, rank, world_size)
 
     def __repr__(self) -> str:
-        return type(self._loader).__name__
+        return kind(self._loader)
 
     def open(self, epoch: int, num_consumed: int) -> Iterator[Sequence[Example]]:
         """Begin an epoch after the first ``num_consumed`` of its examples."""
