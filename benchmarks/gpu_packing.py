@@ -44,7 +44,7 @@ from _resuming import check_alike, check_data, data_digest, read_report
 from torch import Tensor
 
 import batchwright as bw
-from batchwright.step import PackCollator, PadCollator, Stepper, huggingface_loss, use_varlen
+from batchwright.step import PackCollator, PadCollator, Stepper, huggingface_loss
 from batchwright.testing import EagerGraphs
 
 ARMS = "padded,positions,flat,graphs"
@@ -138,6 +138,8 @@ def attention_of(arm: str, model: Any, device: Device) -> Iterator[None]:
     if arm != "flat":
         yield
         return
+    from batchwright.step import use_varlen
+
     handle = use_varlen(model, dtype=torch.bfloat16, attend=attend_plainly if device.is_cpu else None)
     try:
         yield
