@@ -20,7 +20,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 NUM_WORKERS = 4
 WARM_UP_UPDATES = 20
-HELD_OUT_TOKENS = 4_096  # that the held-out loss is taken on at once: less than any arm trains on
+HELD_OUT_TOKENS = 2_048  # that the held-out loss is taken on at once: less than any arm trains on
 
 
 class Plan(NamedTuple):

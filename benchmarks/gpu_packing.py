@@ -1,6 +1,6 @@
 """Decoder-only training on instructions: padded batches, packed rows with position ids, packed rows without padding.
 
-    python benchmarks/gpu_quality.py --prepare FOLDER --task decoder --data decoder.npz      # needs no GPU
+    python benchmarks/gpu_packing.py --prepare FOLDER --data decoder.npz      # needs no GPU
     python benchmarks/gpu_packing.py --data decoder.npz --output benchmarks/results/gpu_packing.json
     python benchmarks/gpu_packing.py --report benchmarks/results/gpu_packing.json
     python benchmarks/gpu_packing.py --smoke
@@ -44,7 +44,7 @@ from _resuming import check_alike, check_data, data_digest, read_report
 from torch import Tensor
 
 import batchwright as bw
-from batchwright.step import PackCollator, PadCollator, Stepper, huggingface_loss, use_varlen
+from batchwright.step import PackCollator, PadCollator, Stepper, huggingface_loss
 from batchwright.testing import EagerGraphs
 
 ARMS = "padded,positions,flat,graphs"
@@ -73,7 +73,8 @@ class Made(NamedTuple):
 
 def parse() -> argparse.Namespace:
     parser = make_parser(__doc__, cap_gib=120.0)
-    parser.add_argument("--data", type=Path, help="the file that gpu_quality.py --prepare wrote, --task decoder")
+    parser.add_argument("--data", type=Path, help="the file that --prepare wrote, or that of gpu_quality.py")
+    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="make --data from a folder of corpora, stop")
     parser.add_argument("--models", default=None, help="names with commas (default: 350M,1B)")
     parser.add_argument("--arms", default=ARMS, help="names with commas (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=16_384, help="of a step (default: %(default)s)")
@@ -138,6 +139,8 @@ def attention_of(arm: str, model: Any, device: Device) -> Iterator[None]:
     if arm != "flat":
         yield
         return
+    from batchwright.step import use_varlen
+
     handle = use_varlen(model, dtype=torch.bfloat16, attend=attend_plainly if device.is_cpu else None)
     try:
         yield
@@ -306,9 +309,22 @@ def render(rows: list[Row]) -> str:
     return "\n".join([markdown(done, COLUMNS), "", *failed])
 
 
+def prepare(options: argparse.Namespace) -> None:
+    from _quality.preparing import prepare as prepare_corpus
+
+    if options.data is None:
+        raise SystemExit("--prepare needs --data, the file to write")
+    corpus = prepare_corpus("decoder", options.prepare, with_peers=False)
+    corpus.save(options.data)
+    print(f"{len(corpus.lengths):,} texts, {options.data.stat().st_size / 2**20:.1f} MiB")
+
+
 def main() -> None:
     started = time.perf_counter()
     options = parse()
+    if options.prepare is not None:
+        prepare(options)
+        return
     if options.report is not None:
         print(render(read_report(options.report)["rows"]))
         return

@@ -24,12 +24,14 @@ FIXED_SIZES, FIRST_BATCHES, REBALANCED = (32, 128), (16, 64), ((64, 4),)
 RANGE = 5.0  # how far dynabatch may grow its first batch
 
 
-def prepare(task: str, folder: Path) -> Corpus:
-    """Return the corpus of a task, in a fixed random order, with the orders of peers."""
+def prepare(task: str, folder: Path, *, with_peers: bool = True) -> Corpus:
+    """Return the corpus of a task, in a fixed random order, with the orders of peers if they are wanted."""
     texts = list(_pairs(folder) if task == "translation" else _instructions(folder))
     texts = [texts[place] for place in np.random.default_rng(0).permutation(len(texts))]
     columns = _encode(task, texts)
     corpus = Corpus(task, columns, VOCABULARY[task], NUM_HELD_OUT[task])
+    if not with_peers:
+        return corpus
     first = [text[0] for text in texts[: -corpus.num_held_out]]
     return add_orders(corpus, np.array([len(text.split()) for text in first]), np.array([len(text) for text in first]))
 

@@ -222,14 +222,17 @@ def test_the_ignored_value_is_that_of_pad_values_and_the_label_fields_can_be_nam
     assert batch["labels"].tolist() == [[1, 2, *[-100] * 4]] * 4
 
 
-@pytest.mark.parametrize("label", [np.uint8(7), np.uint16(7), np.bool_(True), True], ids=repr)
-def test_a_label_whose_type_has_no_ignored_value_becomes_a_wider_number_in_every_batch(label):
+LABELS = [(np.uint8(7), torch.uint8), (np.uint16(7), torch.uint16), (np.bool_(True), torch.bool), (True, torch.bool)]
+
+
+@pytest.mark.parametrize(("label", "dtype"), LABELS, ids=["uint8", "uint16", "NumPy's bool", "bool"])
+def test_a_label_whose_type_has_no_ignored_value_becomes_a_wider_number_in_every_batch(label, dtype):
     short, full = (FILLING([{"input_ids": [5], "label": label}] * num)["label"] for num in (1, 4))
     assert short.tolist() == [int(label), -100, -100, -100]
     assert full.tolist() == [int(label)] * 4
     assert short.dtype == full.dtype == torch.int64
     plain = PadCollator(pad_to=CATALOGUE)([{"input_ids": [5], "label": label}])["label"]
-    assert plain.dtype == torch.as_tensor(label).dtype  # nothing is ignored
+    assert plain.dtype == dtype  # nothing is ignored
 
 
 def test_a_small_label_keeps_its_type_where_that_has_the_padding():

@@ -206,6 +206,8 @@ def _holds(dtype: torch.dtype, value: float) -> bool:
 def _as_tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, np.ndarray) and not value.flags.writeable:
         value = value.copy()  # torch warns about arrays that it cannot write to, such as memory-mapped ones
+    if isinstance(value, np.bool_):
+        value = bool(value)  # which NumPy 1.26 warns about inside torch
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
