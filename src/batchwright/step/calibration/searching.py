@@ -13,11 +13,14 @@ from ...errors import DoesNotFitError
 from ...plan import MaxTokens, MemoryModel, TimeModel
 from .found import TOLERANCE, FoundBudget
 from .result import Measurement, Shape
+from .running import USABLE
 
 # With the first look at small batches.
 _MOST_PROBES = 8
 _MOST_PROBES_PER_AXIS = 2  # more for every further axis, which has terms of its own
 _LEAST_ROWS = 3
+# Batches that may run out of memory on the way, each at most half as large as the one before.
+_MOST_FAILURES = 3
 # A model fitted to small batches says little about far larger ones: a batch costs at most so many times the last.
 _GROWTH = 8
 # Throughput gains no more if a smaller batch has this share of it; until then batches grow by this factor.
@@ -119,7 +122,9 @@ class Search:
             return
         self._num_tried = dict.fromkeys(self._num_tried, 0)
         most = _MOST_PROBES + _MOST_PROBES_PER_AXIS * (len(self._longest.lengths) - 1)
-        for _ in range(most - len(self.found)):
+        for _ in range(most - len(self.found) + _MOST_FAILURES):
+            if len(self.found) >= most or len(self._failed) > _MOST_FAILURES:
+                return
             wanted = self._next()
             if wanted is None:
                 return
@@ -132,27 +137,18 @@ class Search:
             self.found.append(found)
             self._seconds += found.first_visit_seconds + found.seconds
             return
-        if self._limit is not None and len(self.found) >= _LEAST_ROWS:
-            predicted = float(self._memory().predict([shape])[0])
-            # The limit lies between what ran and what did not.
-            self._limit = int(min(self._limit, max(self._largest_peak(), (self._largest_peak() + predicted) / 2)))
         self._failed.append(shape)
 
     def budget(self) -> FoundBudget:
         """Return what was found."""
         if len(self.found) < _LEAST_ROWS:  # too few to fit anything to: batches no larger than these
             return FoundBudget(None, None, MaxTokens(max(row.shape[0] * sum(row.shape[1:]) for row in self.found)))
-        if self._failed and self._limit is not None:
-            self._limit = int(min(self._limit, self._largest_peak()))
         found = self._fitted()
         if self._open_rows(found):
             # Not all was measured: there was no time, or memory ran out.
             largest = max(row.shape[0] * sum(row.shape[1:]) for row in self.found)
             found = replace(found, tokens=MaxTokens(largest * (1 if self._failed else _REACH)))
         return found
-
-    def _largest_peak(self) -> float:
-        return max(float(row.peak_bytes or 0) for row in self.found)
 
     def _first_look(self) -> list[tuple[Row, int]]:
         """Return small batches, those of few tokens first; of one length only, more numbers of items."""
@@ -255,8 +251,12 @@ class Search:
         return np.array([row.shape for row in self.found]), [float(row.peak_bytes or 0) for row in self.found]
 
     def _memory(self) -> MemoryModel:
+        """Return the fit to what ran, and to what did not: that would have taken all the memory there is, or more."""
         shapes, peaks = self._arrays()
         model = MemoryModel.fit(shapes, peaks)
+        if self._failed and self._limit is not None:
+            over = np.maximum(model.predict(self._failed), self._limit / USABLE).tolist()
+            model = MemoryModel.fit([*shapes.tolist(), *self._failed], [*peaks, *over])
         errors = np.array(peaks) / model.predict(shapes) - 1
         # The margin for shapes never seen is very wide with so few, but the largest batches were measured.
         margin = max(_LEAST_MARGIN, float(errors.max()), min(model.margin, _MOST_MARGIN))
