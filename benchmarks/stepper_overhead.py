@@ -8,9 +8,12 @@ return the weight as a tensor that is not the number of examples, so that gradie
 accelerate is measured where it is installed, and the loop by hand twice: what the second differs by is noise. Arms take
 turns of eight steps, in random order, after one step that is not counted: in training the step before was one of the
 same loop too. Medians of the ratios of processor seconds, turn by turn. ``--against`` measures the Stepper of another
-checkout (``git worktree add ../before <commit>``) in the same run. ``--noise`` measures only the arms of noise:
-every update or every fourth, from the whole gradient or from vectors. Vectors measure the whole gradient too in one of
-64 measured updates, which a median of turns does not show, so ratios of the sums over all turns stand beside it.
+checkout (``git worktree add ../before <commit>``) in the same run. ``--noise`` measures only the arms of noise, in one
+and in four micro-batches: every update, every fourth and every eighth, from vectors or from the whole gradient. Every
+row has the standard error of its median, and what it is over the Stepper without noise, also turn by turn. Vectors
+measure the whole gradient too in one of 64 measured updates, in 7 of the first 64. A median of turns does not show
+that, and a mean shows every burst of a busy machine, so the columns "first" and "later" add it: the part 7/64 or 1/64
+of what the arm "noise", which measures the whole gradient at every update, takes over "vectors".
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import os
 import platform
 import random
 import statistics
@@ -38,7 +42,8 @@ RESULT_AGAINST = RESULT.with_name("stepper_overhead_against.json")
 RESULT_NOISE = RESULT.with_name("stepper_overhead_noise.json")
 STEP_SECONDS = 0.020
 MAX_ROWS = 512
-STEPS_A_TURN = 8  # "noise/4" measures in two of them
+STEPS_A_TURN = 8  # "noise/4" measures in two of them, "noise/8" in one
+INTERVALS = (1, 4, 8)
 NUM_FIRST_TURNS = 2
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -163,33 +168,59 @@ def rows_of(make: Callable[[int], tuple[nn.Module, Batch]], num_parts: int) -> i
 
 
 def measure(arms: dict[str, Callable[[], object]], num_steps: int) -> list[dict[str, object]]:
-    """Return the milliseconds of each arm, and the median of its ratios to the loop by hand, turn by turn."""
+    """Return the milliseconds of each arm, and the medians of its ratios to other arms, turn by turn."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     rng = random.Random(0)
     for _ in range(NUM_FIRST_TURNS + num_steps // STEPS_A_TURN):
         for name in rng.sample(list(arms), len(arms)):
             arms[name]()  # brings its own model and code into the caches, as every step before does in training
             times[name].append(sum(seconds(arms[name]) for _ in range(STEPS_A_TURN)))
-    hand = times["hand"][NUM_FIRST_TURNS:]
-    rows = []
-    for name, values in times.items():
-        turns = values[NUM_FIRST_TURNS:]
-        ratio = statistics.median(turn / base for turn, base in zip(turns, hand, strict=True))
-        milliseconds = 1000 * statistics.median(turns) / STEPS_A_TURN
-        row = {"arm": name, "ms": milliseconds, "over_hand": ratio - 1, "sum_over_hand": sum(turns) / sum(hand) - 1}
-        rows.append(row)
-    return rows
+    return [_row(name, times) for name in times]
+
+
+def _row(name: str, times: dict[str, list[float]]) -> dict[str, object]:
+    turns, hand, plain = (times[arm][NUM_FIRST_TURNS:] for arm in (name, "hand", "stepper"))
+    ratios = [turn / base for turn, base in zip(turns, hand, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return {
+        "arm": name,
+        "ms": 1000 * statistics.median(turns) / STEPS_A_TURN,
+        "over_hand": statistics.median(ratios) - 1,
+        # 1.349 standard deviations of a normal distribution lie between its quartiles; a median spreads 1.253 of them.
+        "error": 1.253 * (high - low) / 1.349 / len(ratios) ** 0.5,
+        "over_stepper": statistics.median(turn / base for turn, base in zip(turns, plain, strict=True)) - 1,
+        "sum_over_hand": sum(turns) / sum(hand) - 1,
+    }
+
+
+def add_rare(rows: list[dict[str, object]]) -> None:
+    """Add what updates from vectors cost that measure the whole gradient too, over the Stepper without noise."""
+    costs: Any = {row["arm"]: row["over_stepper"] for row in rows}
+    rare = costs["stepper, noise"] - costs["stepper, vectors"]
+    for row in rows:
+        for interval in INTERVALS:
+            if row["arm"] == _name("vectors", interval):
+                cost = costs[row["arm"]]
+                row |= {"first": cost + rare * 7 / 64 / interval, "later": cost + rare / 64 / interval}
+
+
+def _name(kind: str, interval: int) -> str:
+    return f"stepper, {kind}" + ("" if interval == 1 else f"/{interval}")
 
 
 def noise_arms(make: Callable[[int], tuple[nn.Module, Batch]], num_rows: int, num_parts: int) -> dict[str, Any]:
     """Return the arms that measure gradient noise; one micro-batch is cut in two where the whole gradient is read."""
-    vectors = {"noise_from": "vectors"}
-    return {
-        "stepper, noise": stepper_arm(*make(num_rows), num_parts, measure_noise=True),
-        "stepper, noise/4": stepper_arm(*make(num_rows), num_parts, measure_noise=4),
-        "stepper, vectors": stepper_arm(*make(num_rows), num_parts, measure_noise=True, **vectors),
-        "stepper, vectors/4": stepper_arm(*make(num_rows), num_parts, measure_noise=4, **vectors),
-    }
+    arms = {}
+    for kind, options in (("noise", {}), ("vectors", {"noise_from": "vectors"})):
+        for interval in INTERVALS:
+            arm = stepper_arm(*make(num_rows), num_parts, measure_noise=interval, **options)
+            arms[_name(kind, interval)] = arm
+    return arms
+
+
+def shown(row: dict[str, Any]) -> str:
+    text = "{model:12} {rows:4} {micro_batches:3} {arm:18} {ms:8.2f} ms {over_hand:+8.1%} ±{error:5.1%}"
+    return (text + " {over_stepper:+8.1%}" + (" {first:+8.1%} {later:+8.1%}" if "first" in row else "")).format(**row)
 
 
 def main() -> None:
@@ -201,9 +232,12 @@ def main() -> None:
     num_steps = arguments.steps
     before = None if arguments.against is None else other_stepper(arguments.against)
     torch.set_num_threads(1)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    machine = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    result = RESULT_NOISE if arguments.noise else RESULT if before is None else RESULT_AGAINST
+    print("model, rows, micro-batches, arm, ms, over the loop by hand (error), over Stepper, first 64 measured, later")
     for model_name, make in (("transformer", make_transformer), ("mlp", make_mlp)):
-        for num_parts in (1, 2, 4):
+        for num_parts in (1, 4) if arguments.noise else (1, 2, 4):
             num_rows = rows_of(make, num_parts)
             arms: dict[str, Callable[[], object] | None] = {
                 "hand": hand_arm(*make(num_rows), num_parts),
@@ -218,17 +252,13 @@ def main() -> None:
                 arms["before"] = stepper_arm(*make(num_rows), num_parts, before)
                 arms["before, tokens"] = stepper_arm(*make(num_rows), num_parts, before, loss_fn=by_token)
             found = {name: arm for name, arm in arms.items() if arm is not None}
-            for row in measure(found, num_steps):
+            measured = measure(found, num_steps)
+            add_rare(measured)
+            for row in measured:
                 rows.append({"model": model_name, "rows": num_rows, "micro_batches": num_parts, **row})
-                print(
-                    "{model:12} {micro_batches:3} {arm:18} {ms:8.2f} ms {over_hand:+8.1%} {sum_over_hand:+8.1%}".format(
-                        **rows[-1]
-                    ),
-                    flush=True,
-                )
-    machine = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    result = RESULT_NOISE if arguments.noise else RESULT if before is None else RESULT_AGAINST
-    result.write_text(json.dumps({"machine": machine, "num_steps": num_steps, "rows": rows}, indent=1) + "\n")
+                print(shown(rows[-1]), flush=True)
+            found_so_far = {"machine": machine, "num_steps": num_steps, "load": os.getloadavg(), "rows": rows}
+            result.write_text(json.dumps(found_so_far, indent=1) + "\n")
 
 
 if __name__ == "__main__":

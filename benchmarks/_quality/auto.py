@@ -1,4 +1,6 @@
-"""The arm without a batch size: updates run eagerly, and ``size.goodput`` decides how many texts the next one has.
+"""The arms without a batch size: updates run eagerly, and a policy decides how many texts the next one has.
+
+``auto`` asks ``size.goodput``, ``trials`` asks ``size.measured``, which reads experiments of ``step.measure_size``.
 
 Texts of about the same length share an update, as in the grouped arms. The rate follows the root of the size and Adam's
 second moment keeps its half-life, both meant for the first size. Batches are made while the clock stands still, as
@@ -18,13 +20,17 @@ from torch import nn
 
 import batchwright as bw
 from batchwright import size
-from batchwright.step import Stepper
+from batchwright.step import Stepper, StepReport, measure_size
 
 from .arms import WINDOW, Arm
-from .corpus import Corpus, Made, Part
+from .corpus import Batch, Corpus, Made, Part
 
-NOISE_EVERY = 4  # updates
+NOISE: Row = {"measure_noise": 8, "noise_from": "vectors"}
 LARGEST = 64  # times the first size
+EXPERIMENTS = (0.1, 0.3)  # when, in parts of the time
+FACTORS = (1, 2, 4)
+# Batches to train on, and groups of them to compare losses on; batches of a group can be joined to one.
+EXPERIMENT_BATCHES, HELD_OUT = 16, 4
 
 
 @final
@@ -32,7 +38,7 @@ class Auto:
     """Trains at sizes that a controller decides.
 
     Args:
-        arm: ``auto-32``: the first size.
+        arm: ``auto-32`` or ``trials-32``: the first size.
         corpus: what is trained on.
         device: where.
         model: that is trained.
@@ -59,12 +65,19 @@ class Auto:
         self._rng = np.random.default_rng(seed)
         self._left = np.empty(0, dtype=np.int64)
         self._batches: deque[np.ndarray] = deque()
+        # Padded tokens: padding takes time too. The labels of a decoder alone are its inputs.
+        columns = ("input_ids", "labels")[: len(corpus.columns)]
         self._stepper = Stepper(
             model, optimizer, loss_fn, clip_norm=clip_norm, autocast=torch.bfloat16, lr_rule="sqrt",
-            beta2_rule="half_life", base_size=base, measure_noise=NOISE_EVERY, noise_from="vectors",
+            beta2_rule="half_life", base_size=base, **({} if arm.kind == "trials" else NOISE),
+            tokens_of=lambda batch: sum(batch[column].numel() for column in columns),
         )  # fmt: skip
         limits = {"min_size": max(2, base // 8), "max_size": LARGEST * base, "initial": base}
-        self._controller = bw.BatchSizeController(size.goodput(), **limits)
+        policy = size.measured() if arm.kind == "trials" else size.goodput()
+        self._controller = bw.BatchSizeController(policy, **limits)
+        self._experiments = list(EXPERIMENTS) if arm.kind == "trials" else []
+        self._reasons: list[str] = []
+        self._report: StepReport | None = None
         self._size = 0
         self.trained: list[Made] = []
         self.peak_bytes = 0
@@ -74,6 +87,31 @@ class Auto:
         if self._controller.size != self._size or not self._batches:
             self._cut(self._controller.size)
         return self._corpus.make(Part(self._batches.popleft()))
+
+    def take_experiment(self, gone: float) -> tuple[list[Batch], list[Batch]] | None:
+        """Return batches to train on and batches to compare losses on, if it is time for an experiment."""
+        if not self._experiments or gone < self._experiments[0]:
+            return None
+        self._experiments = [moment for moment in self._experiments if moment > gone]
+        number, most = self._controller.size, max(FACTORS)
+        groups = [self._take_group(number * most) for _ in range(EXPERIMENT_BATCHES // most + HELD_OUT)]
+        parts = [[_rows(group, at, number) for at in range(0, number * most, number)] for group in groups[HELD_OUT:]]
+        return [part for group in parts for part in group], groups[:HELD_OUT]
+
+    def _take_group(self, number: int) -> Batch:
+        self._cut(number)
+        return self._corpus.make(Part(self._batches.popleft())).batch
+
+    def experiment(self, batches: list[Batch], held_out: list[Batch]) -> None:
+        """Branch training at 1, 2 and 4 times the size in force, and let the policy read it."""
+        train, test = ([self._sent(batch) for batch in found] for found in (batches, held_out))
+        result = measure_size(self._stepper, train, factors=FACTORS, evaluate=test)
+        before = self._controller.size
+        self._controller.observe(**result.observation())
+        self._reasons.append(f"{before} to {self._controller.size} after {result.total_seconds:.2f} s: {result}")
+
+    def _sent(self, batch: Batch) -> Batch:
+        return {name: tensor.to(self._device.name, non_blocking=True) for name, tensor in batch.items()}
 
     def _cut(self, number: int) -> None:
         rest = self._rng.permutation(np.concatenate([*self._batches, np.empty(0, dtype=np.int64)]))
@@ -89,9 +127,11 @@ class Auto:
     def __call__(self, update: Sequence[Made]) -> None:
         """Run an update, and let the policy see it."""
         (made,) = update
-        batch = {name: tensor.to(self._device.name, non_blocking=True) for name, tensor in made.batch.items()}
-        report = self._stepper.step(batch)
-        self._controller.observe(**report.observation())
+        report, before = self._stepper.step(self._sent(made.batch)), self._report
+        self._report = report
+        if before is not None and self._controller.policy.name == "goodput":
+            # That of the update before: its values are there, and the host need not wait for the device.
+            self._controller.observe(**before.observation())
         self.trained.append(made)
         self.peak_bytes = max(self.peak_bytes, report.peak_bytes or 0)
 
@@ -102,5 +142,9 @@ class Auto:
         history = self._controller.history[:30]
         return {
             "sizes": [(place, sizes[place]) for place in starts][:60],
-            "reasons": [f"{change.old} to {change.new}: {change.reason}" for change in history],
+            "reasons": [*self._reasons, *(f"{change.old} to {change.new}: {change.reason}" for change in history)],
         }
+
+
+def _rows(batch: Batch, start: int, num: int) -> Batch:
+    return {name: tensor[start : start + num] for name, tensor in batch.items()}

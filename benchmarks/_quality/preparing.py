@@ -24,27 +24,57 @@ FIXED_SIZES, FIRST_BATCHES, REBALANCED = (32, 128), (16, 64), ((64, 4),)
 RANGE = 5.0  # how far dynabatch may grow its first batch
 
 
-def prepare(task: str, folder: Path) -> Corpus:
-    """Return the corpus of a task, in a fixed random order, with the orders of peers."""
+def prepare(task: str, folder: Path, *, with_peers: bool = True) -> Corpus:
+    """Return the corpus of a task, in a fixed random order, with the orders of peers if they are wanted."""
     texts = list(_pairs(folder) if task == "translation" else _instructions(folder))
     texts = [texts[place] for place in np.random.default_rng(0).permutation(len(texts))]
     columns = _encode(task, texts)
     corpus = Corpus(task, columns, VOCABULARY[task], NUM_HELD_OUT[task])
+    if not with_peers:
+        return corpus
     first = [text[0] for text in texts[: -corpus.num_held_out]]
     return add_orders(corpus, np.array([len(text.split()) for text in first]), np.array([len(text) for text in first]))
 
 
 def prepare_lengths(folder: Path) -> IntArray:
     """Return lengths of 40,000 real pairs of three corpora, German or Spanish to English, cut at 512 tokens."""
+    return prepare_pairs(folder).lengths
+
+
+def prepare_pairs(folder: Path, *, first_batch: int | None = None) -> Corpus:
+    """Return 40,000 real pairs of three corpora, German or Spanish to English, cut at 512 tokens, and some held out.
+
+    Args:
+        folder: of the corpora.
+        first_batch: the size of dynabatch's first batch, and of the parts of ``batch_rebalance``, whose batches are
+            kept with the pairs; None keeps none.
+    """
     rng = np.random.default_rng(0)
     pairs: list[list[str]] = []
+    held_out: list[list[str]] = []
     for name, num in PAIRS.items():
         found = [line.split("\t")[1::-1] for line in _lines(folder / name)]
-        pairs += [found[place] for place in rng.permutation(len(found))[:num]]
+        places = rng.permutation(len(found))
+        pairs += [found[place] for place in places[:num]]
+        held_out += [found[place] for place in places[num : num + num // 100]]
     tokenizer = train_bpe((text for pair in pairs for text in pair), 8_000)
-    columns = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (0, 1)]
-    lengths = np.array([[len(found.ids) + 1 for found in column] for column in columns]).T
-    return np.minimum(lengths, 512).astype(np.int64)[rng.permutation(len(pairs))]
+    pairs = [*(pairs[place] for place in rng.permutation(len(pairs))), *held_out]
+    columns = tuple(
+        Texts.of([[*row.ids[:511], END] for row in tokenizer.encode_batch([pair[side] for pair in pairs])])
+        for side in (0, 1)
+    )
+    corpus = Corpus("translation", columns, 8_000, len(held_out))
+    return corpus if first_batch is None else with_batches(corpus, [pair[0] for pair in pairs], first_batch)
+
+
+def with_batches(corpus: Corpus, texts: list[str], size: int) -> Corpus:
+    """Return the corpus with the batches of dynabatch and of ``batch_rebalance`` for the Trainer."""
+    lengths, first = corpus.lengths[:, 0], texts[: len(corpus.lengths)]
+    words, chars = np.array([len(text.split()) for text in first]), np.array([len(text) for text in first])
+    orders = planned_by_dynabatch(lengths, words, chars, size, seeds=(0,))
+    for name, found in rebalanced_by_transformers(lengths, 4 * size, 4, seeds=(0,)).items():
+        orders[name.replace(f"-{4 * size}-", f"-{size}-", 1)] = found  # named by the size of a part, as in the Trainer
+    return Corpus(corpus.task, corpus.columns, corpus.vocabulary, corpus.num_held_out, orders)
 
 
 def add_orders(corpus: Corpus, words: IntArray, chars: IntArray, *, small: bool = False) -> Corpus:
@@ -76,12 +106,14 @@ def grouped_by_transformers(lengths: IntArray, size: int) -> dict[str, list[Upda
     return orders
 
 
-def rebalanced_by_transformers(lengths: IntArray, size: int, parts: int) -> dict[str, list[Update]]:
+def rebalanced_by_transformers(
+    lengths: IntArray, size: int, parts: int, *, seeds: Iterable[int] = SEEDS
+) -> dict[str, list[Update]]:
     """Return the batches of ``train_sampling_strategy="batch_rebalance"``, which balances the parts of an update."""
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
     orders: dict[str, list[Update]] = {}
-    for seed in SEEDS:
+    for seed in seeds:
         sampler = BatchRebalanceSampler(lengths.tolist(), size, 1, parts, seed=42 + 100 * seed, drop_last=True)
         for epoch in (0, 1):
             sampler.set_epoch(epoch)
@@ -92,7 +124,9 @@ def rebalanced_by_transformers(lengths: IntArray, size: int, parts: int) -> dict
     return orders
 
 
-def planned_by_dynabatch(lengths: IntArray, words: IntArray, chars: IntArray, size: int) -> dict[str, list[Update]]:
+def planned_by_dynabatch(
+    lengths: IntArray, words: IntArray, chars: IntArray, size: int, *, seeds: Iterable[int] = SEEDS
+) -> dict[str, list[Update]]:
     """Return dynabatch's own batches, shuffled by itself; its first batch has ``size`` texts."""
     from dynabatch import dynabatch_sampler  # type: ignore[import-untyped]
 
@@ -102,7 +136,7 @@ def planned_by_dynabatch(lengths: IntArray, words: IntArray, chars: IntArray, si
         batch_size=size, max_batch_range=RANGE, shuffle=True,
     )  # fmt: skip
     orders: dict[str, list[Update]] = {}
-    for seed in SEEDS:
+    for seed in seeds:
         for epoch in (0, 1):  # it makes the same batches in every epoch and shuffles their order
             orders[f"dynabatch-{size}/{seed}/{epoch}"] = [(Part(np.array(batch)),) for batch in sampler]
     return orders

@@ -158,7 +158,7 @@ class Run:
         self.twin = make_model(corpus.task, corpus.vocabulary, device.name, seed=seed, small=settings.small)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=BETAS, fused=True)
         self.levels = self._make_levels() if arm.is_levelled else None
-        self.updates = [] if arm.is_levelled or arm.kind == "auto" else self._make_updates()
+        self.updates = [] if arm.is_levelled or arm.is_sized else self._make_updates()
         self.held_out = [_sent(part, device) for part in corpus.held_out(512 if settings.small else 16_384)]
         self.extra: Row = {}
         self.train = self._make_training()
@@ -184,7 +184,7 @@ class Run:
     def _make_training(self) -> Trains | Levels:
         if self.levels is not None:
             return self.levels
-        if self.arm.kind == "auto":
+        if self.arm.is_sized:
             return Auto(
                 self.arm, self.corpus, self.device, model=self.model, optimizer=self.optimizer, loss_fn=sums,
                 clip_norm=CLIP_NORM, seed=self.seed,
@@ -259,6 +259,11 @@ class Run:
         if not isinstance(self.train, Auto):
             return self.updates[number % len(self.updates)]
         clock.pause()  # nobody knew the size, so the batch is made now
+        found = self.train.take_experiment(clock.seconds / self.settings.seconds)
+        clock.start()
+        if found is not None:
+            self.train.experiment(*found)
+        clock.pause()
         update = (self.train.take(),)
         clock.start()
         return update

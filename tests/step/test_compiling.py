@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -19,6 +20,9 @@ from batchwright.step import CompileCounter, MarkShapes, PadCollator, Stepper
 from batchwright.step.compiling import num_compilations
 
 LIMIT = 8  # torch's own, unless it is changed
+IS_OLD = not hasattr(torch._dynamo.config, "recompile_limit")  # torch 2.6 has other names
+LIMIT_NAME = "cache_size_limit" if IS_OLD else "recompile_limit"
+FAILS_AT_LIMIT = "fail_on_cache_limit_hit" if IS_OLD else "fail_on_recompile_limit_hit"
 # Two full shapes, with one rest each.
 FEW = [[8, 16], [4, 32], [3, 32], [5, 16]]
 
@@ -136,12 +140,12 @@ def test_the_limit_of_torch_is_the_default_and_the_most():
     nine = [[rows, 64] for rows in range(1, LIMIT + 2)]
     assert not MarkShapes(nine).are_rows_static
     assert MarkShapes(nine[:-1]).are_rows_static
-    with torch._dynamo.config.patch(recompile_limit=9):
+    with torch._dynamo.config.patch({LIMIT_NAME: 9}):
         assert MarkShapes(nine).are_rows_static
         assert not MarkShapes(nine, max_compilations=8).are_rows_static
     with pytest.raises(
         ArgumentError,
-        match=r"at most torch's own limit of 8, got 9; .* so set torch._dynamo.config.recompile_limit = 9 first",
+        match=rf"at most torch's own limit of 8, got 9; .* so set torch._dynamo.config.{LIMIT_NAME} = 9 first",
     ):
         MarkShapes(nine, max_compilations=9)
 
@@ -386,7 +390,7 @@ def test_the_default_back_end_takes_the_marks():
 
 @contextmanager
 def failing_at_the_limit():
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+    with torch._dynamo.config.patch({FAILS_AT_LIMIT: True}):
         yield
 
 

@@ -178,7 +178,7 @@ class FailingSGD(torch.optim.SGD):
     def step(self, closure=None):
         for parameter in self.param_groups[0]["params"][: self.num_updated]:
             parameter.data.add_(1.0)
-            torch._C._autograd._unsafe_set_version_counter([parameter], [parameter._version + 1])
+            torch.autograd.graph.increment_version(parameter)
         raise torch.OutOfMemoryError("out of memory")
 
 

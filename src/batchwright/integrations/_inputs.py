@@ -10,13 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-import torch
-from torch import Tensor
-
 from .. import _tree
+from .._packed import PackedRow
 from ..errors import ArgumentError
-
-_IGNORED = -100
 
 
 def num_rows(batch: Mapping[str, Any], key: str) -> int:
@@ -37,6 +33,7 @@ def take_rows(batch: Mapping[str, Any], rows: Sequence[int], num: int) -> dict[s
     Tensors, arrays, lists and tuples are cut as ``_tree.take_rows`` says. A Series or a frame of pandas is cut by its
     rows, whatever its index; any other sequence of ``num`` entries, such as a column of a data set, gives a list.
 
+    >>> import torch
     >>> take_rows({"x": torch.arange(3), "numbers": range(3)}, [0, 2], 3)
     {'x': tensor([0, 2]), 'numbers': [0, 2]}
     """
@@ -54,11 +51,6 @@ def _is_column(value: Any) -> bool:
 
 def _entries(column: Any, rows: Sequence[int]) -> Any:
     return column.iloc[list(rows)] if hasattr(column, "iloc") else [column[row] for row in rows]
-
-
-# Where the sequences of a packed row begin and end, and how long the longest of them is.
-_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
-_LONGEST = ("max_length_q", "max_length_k")
 
 
 class Cut(ABC):
@@ -120,84 +112,18 @@ class Sequences(Cut):
 
     Args:
         batch: its inputs; ``position_ids`` begin again where a sequence does.
+        shifts: the loss predicts the next label, so that the first label of a sequence belongs to no token of it.
     """
 
     unit = "sequence"
 
-    def __init__(self, batch: dict[str, Any]) -> None:
+    def __init__(self, batch: dict[str, Any], *, shifts: bool = True) -> None:
         self.batch = batch
-        starts = sequence_starts(batch)
-        if starts is None:
-            raise ArgumentError("the batch is not a single row with position_ids that begin again at every sequence")
-        self._width = int(batch["position_ids"].shape[-1])
-        self._bounds = [*starts, self._width]
-        self.num = len(starts)
-        self._check(starts)
-
-    def _check(self, starts: list[int]) -> None:
-        for name in _BOUNDARIES:
-            if name in self.batch and self.batch[name].tolist() != self._bounds:
-                raise ArgumentError(f"{name} and position_ids disagree about where the sequences begin")
-        labels = self.batch.get("labels")
-        if isinstance(labels, Tensor) and "shift_labels" not in self.batch and starts[1:]:
-            if bool((labels[0, starts[1:]] != _IGNORED).any()):
-                # The token before it predicts it, which is gone when the row is cut there.
-                raise ArgumentError("the first label of a packed sequence counts, but a cut would drop it")
-
-    @property
-    def lengths(self) -> list[int]:
-        """Return the number of tokens of every sequence."""
-        return [end - start for start, end in zip(self._bounds, self._bounds[1:], strict=False)]
+        self._row = PackedRow(batch)
+        self.num = self._row.num
+        if shifts:
+            self._row.check_labels()
 
     def take(self, units: Sequence[int]) -> dict[str, Any]:
         """Return a row of some sequences, with the bounds that it has."""
-        spans = [range(self._bounds[unit], self._bounds[unit + 1]) for unit in units]
-        places = torch.tensor([place for span in spans for place in span])
-        return {name: self._taken(name, value, spans, places) for name, value in self.batch.items()}
-
-    def _taken(self, name: str, value: Any, spans: list[range], places: Tensor) -> Any:
-        lengths = torch.tensor([len(span) for span in spans])
-        if name in _BOUNDARIES:
-            return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(value)
-        if name in _LONGEST:
-            return lengths.max().to(value) if isinstance(value, Tensor) else int(lengths.max())
-        if not isinstance(value, Tensor) or value.ndim == 0:
-            return value
-        if name == "seq_idx":
-            return torch.repeat_interleave(torch.arange(len(spans)), lengths)[None].to(value)
-        axis = value.ndim - 1 if name.endswith("position_ids") else 1
-        if value.ndim < 2 or value.shape[axis] != self._width:
-            raise ArgumentError(
-                f"the tensor {name!r} of shape {tuple(value.shape)} does not run along the {self._width} tokens of a "
-                "packed row, so the row cannot be cut"
-            )
-        return value.index_select(axis, places.to(value.device))
-
-
-def is_packed(batch: Mapping[str, Any]) -> bool:
-    """Say whether rows hold several sequences, as far as the inputs tell.
-
-    >>> is_packed({"input_ids": torch.ones(1, 4), "position_ids": torch.tensor([[0, 1, 0, 1]])})
-    True
-    """
-    if any(name in batch for name in _BOUNDARIES):
-        return True
-    positions = batch.get("position_ids")
-    if not (isinstance(positions, Tensor) and positions.ndim >= 2) or isinstance(batch.get("attention_mask"), Tensor):
-        return False
-    return bool((positions.diff(dim=-1) != 1).any())
-
-
-def sequence_starts(batch: Mapping[str, Any]) -> list[int] | None:
-    """Return where the sequences of a single row begin; None if its ``position_ids`` do not tell.
-
-    Attention keeps sequences apart by ``position_ids``. Other bounds alone hold for some kinds of attention only.
-    """
-    positions = batch.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.ndim < 2 or isinstance(batch.get("attention_mask"), Tensor):
-        return None
-    rows = positions.flatten(0, -2)
-    is_single = positions.shape[-2] == 1
-    if not is_single or not bool((rows == rows[0]).all()):
-        return None
-    return [0, *((rows[0].diff() != 1).nonzero().flatten() + 1).tolist()]
+        return self._row.take(units)

@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from .._packed import is_packed
 from .._tree import leaves
 from ..errors import ArgumentError, DoesNotFitError
 from ..step.huggingface import (
@@ -22,15 +23,17 @@ from ..step.huggingface import (
     choose_rows,
     is_telling,
     label_views,
+    name_of_labels,
     num_labels,
     read_views,
     row_views,
     sample,
+    sequence_views,
     try_out,
     usual_reading,
 )
 from ..step.oom import devices_of, free_memory, is_out_of_memory
-from ._inputs import Cut, Rows, Sequences, Whole, is_packed, num_rows, take_rows
+from ._inputs import Cut, Rows, Sequences, Whole, num_rows, take_rows
 from ._trial_loss import Compute, TrialLoss
 
 WHOLE = "its loss was declared to need the whole batch"
@@ -101,7 +104,7 @@ class Weighing:
         if not self.cuts_sequences:
             return Whole(inputs, "it is a packed row, and its sequences were not found to be independent")
         try:
-            return Sequences(inputs)
+            return Sequences(inputs, shifts=self.reading is None or self.reading.shifts)
         except ArgumentError as error:
             return Whole(inputs, str(error))
 
@@ -257,7 +260,7 @@ def _of_sequences(loss: TrialLoss, inputs: Mapping[str, Any], key: str, *, is_ha
     apart = TrialLoss(loss.compute, loss.module, HALF_TOLERANCE if is_half else TOLERANCE, is_own=loss.is_own)
     cuts, read, views = False, None, None
     try:
-        views = _two_sequences(inputs)
+        views = sequence_views(inputs)
         read = None if views is None else _read(apart, views)
         cuts = views is not None and read is not None and _are_independent(apart, views)
     except (ArgumentError, DoesNotFitError):
@@ -276,7 +279,7 @@ def _of_sequences(loss: TrialLoss, inputs: Mapping[str, Any], key: str, *, is_ha
 
 def _are_independent(loss: TrialLoss, views: Views) -> bool:
     """Say whether the loss of the second of two sequences stays the same when the tokens of the first one change."""
-    tokens, name = views.both.get("input_ids"), _name_of_labels(views.both)
+    tokens, name = views.both.get("input_ids"), name_of_labels(views.both)
     if not isinstance(tokens, Tensor) or tokens.ndim != 2:
         return False
     num = views.first[name].shape[1]
@@ -307,34 +310,12 @@ def _two_rows(inputs: Mapping[str, Any], key: str) -> Views:
     return row_views(inputs, num, lambda others, rows: take_rows(others, rows, num))
 
 
-def _two_sequences(inputs: Mapping[str, Any]) -> Views | None:
-    """Return the two shortest sequences of a packed row that have three tokens, None if there are none."""
-    cut = Sequences(dict(inputs))
-    order = sorted((length, unit) for unit, length in enumerate(cut.lengths) if length >= 3)
-    if len(order) < 2:
-        return None
-    (num, first), (_, second) = order[:2]
-    name = _name_of_labels(inputs)
-    parts = [cut.take([first, second]), cut.take([first]), cut.take([second])]
-    filled = torch.where(parts[0][name] == IGNORED, inputs[name].max().clamp(min=0), parts[0][name])
-    thin = torch.full_like(filled, IGNORED)
-    for place in (num - 1, -2, -1):  # one label of the first sequence, two of the second
-        thin[0, place] = filled[0, place]
-    rows = [thin, thin[:, :num], thin[:, num:]]
-    both, alone, other = ({**part, name: row.contiguous()} for part, row in zip(parts, rows, strict=True))
-    return Views(both, alone, other, copies=1)
-
-
 def _has_two_sequences(inputs: Mapping[str, Any]) -> bool:
     """Say whether a packed row has two sequences that can be compared."""
     try:
-        return is_packed(inputs) and _two_sequences(inputs) is not None
+        return is_packed(inputs) and sequence_views(inputs) is not None
     except (ArgumentError, KeyError):
         return False
-
-
-def _name_of_labels(inputs: Mapping[str, Any]) -> str:
-    return "shift_labels" if isinstance(inputs.get("shift_labels"), Tensor) else "labels"
 
 
 def weighted(loss: Tensor, weight: Tensor, total: Tensor, num_replicas: int) -> Tensor:

@@ -5,13 +5,14 @@ from .._optional import require
 require("torch", extra="torch")
 
 # After the check, so that its message is read.
+from .calibration.found import FoundBudget as FoundBudget  # noqa: E402
 from .calibration.huggingface import calibrate_huggingface as calibrate_huggingface  # noqa: E402
+from .calibration.largest import auto_batch as auto_batch  # noqa: E402
 from .calibration.result import Calibration as Calibration  # noqa: E402
 from .calibration.result import HeldOutErrors as HeldOutErrors  # noqa: E402
 from .calibration.running import calibrate as calibrate  # noqa: E402
 from .calibration.shapes import default_shapes as default_shapes  # noqa: E402
 from .calibration.shapes import growing_shapes as growing_shapes  # noqa: E402
-from .collators import PackCollator as PackCollator  # noqa: E402
 from .collators import PadCollator as PadCollator  # noqa: E402
 from .compiling import CompileCounter as CompileCounter  # noqa: E402
 from .compiling import MarkShapes as MarkShapes  # noqa: E402
@@ -35,6 +36,9 @@ from .memory.sources import MemorySource as MemorySource  # noqa: E402
 from .memory.sources import NvmlMemory as NvmlMemory  # noqa: E402
 from .noise import NoiseReport as NoiseReport  # noqa: E402
 from .oom import is_out_of_memory as is_out_of_memory  # noqa: E402
+from .packing.attention import use_varlen as use_varlen  # noqa: E402
+from .packing.attention import why_not_varlen as why_not_varlen  # noqa: E402
+from .packing.collator import PackCollator as PackCollator  # noqa: E402
 from .report import StepReport as StepReport  # noqa: E402
 from .shape_splitting import split_by_shapes as split_by_shapes  # noqa: E402
 from .splitting import split_by_budget as split_by_budget  # noqa: E402
@@ -45,6 +49,7 @@ __all__ = [
     "Calibration",
     "CompileCounter",
     "FitToMemory",
+    "FoundBudget",
     "GraphSummary",
     "HeldOutErrors",
     "MarkShapes",
@@ -59,6 +64,7 @@ __all__ = [
     "SizeExperiment",
     "StepReport",
     "Stepper",
+    "auto_batch",
     "calibrate",
     "calibrate_huggingface",
     "default_shapes",
@@ -73,6 +79,8 @@ __all__ = [
     "split_by_budget",
     "split_by_shapes",
     "supervised_loss",
+    "use_varlen",
     "whole_batch",
+    "why_not_varlen",
     "without_filler",
 ]

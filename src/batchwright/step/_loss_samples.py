@@ -1,6 +1,6 @@
 """Parts of a batch that a loss is tried out on.
 
-- ``row_views``, ``label_views``: with few labels, which show what is counted.
+- ``row_views``, ``sequence_views``, ``label_views``: with few labels, which show what is counted.
 - ``choose_rows``, ``sample``, ``Novelty``: rows as they came, and which batches to look at.
 """
 
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
+
+from .._packed import PackedRow
 
 IGNORED = -100
 LABELS = ("labels", "shift_labels")
@@ -196,13 +198,35 @@ def _stand_in(labels: Tensor) -> Tensor:
     return labels.max().clamp(min=0)
 
 
+def sequence_views(batch: Mapping[str, Any]) -> Views | None:
+    """Return the two shortest sequences of a packed row that have three tokens, None if there are none."""
+    row, name = PackedRow(batch), name_of_labels(batch)
+    order = sorted((length, unit) for unit, length in enumerate(row.lengths) if length >= 3)
+    if len(order) < 2:
+        return None
+    (num, first), (_, second) = order[:2]
+    parts = [row.take([first, second]), row.take([first]), row.take([second])]
+    filled = torch.where(parts[0][name] == IGNORED, _stand_in(batch[name]), parts[0][name])
+    thin = torch.full_like(filled, IGNORED)
+    for place in (num - 1, -2, -1):  # one label of the first sequence, two of the second
+        thin[0, place] = filled[0, place]
+    rows = [thin, thin[:, :num], thin[:, num:]]
+    both, alone, other = ({**part, name: labels.contiguous()} for part, labels in zip(parts, rows, strict=True))
+    return Views(both, alone, other, copies=1)
+
+
+def name_of_labels(batch: Mapping[str, Any]) -> str:
+    """Return the field whose labels the loss uses."""
+    return "shift_labels" if isinstance(batch.get("shift_labels"), Tensor) else "labels"
+
+
 def label_views(batch: Mapping[str, Any]) -> Views | None:
     """Return a whole batch with few labels that count, for batches that cannot be cut; None if it is too short.
 
     One label counts in the first view, three others in the second. One of these is the first of a row, which tells
     whether the loss shifts labels. Labels that count in the batch are taken if there are enough of them.
     """
-    name = "shift_labels" if isinstance(batch.get("shift_labels"), Tensor) else "labels"
+    name = name_of_labels(batch)
     labels = batch[name]
     if not counts_tokens(labels) or labels.shape[1] < 4:
         return None

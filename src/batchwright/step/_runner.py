@@ -14,6 +14,7 @@ from .._ranks import Ranks
 from .._tree import leaves
 from ..errors import ArgumentError, DoesNotFitError
 from ..plan import PadTo
+from ._logical_batches import LogicalBatch, Part
 from ._settings import Settings
 from .filler import ROW_WEIGHT, Filler, count_rows
 from .graphs.graphed import Graphs
@@ -23,7 +24,7 @@ from .memory.fit_to_memory import MicroLimit
 from .noise import Norms
 from .oom import Buffers, Snapshot, devices_of, free_memory, is_out_of_memory, split_doubts
 from .report import Copied, MicroSums, Pending, Totals, is_on_host, power_of_two
-from .splitting import LogicalBatch, Part, cost_of, near_equal, split
+from .splitting import cost_of, near_equal, split
 
 Parts: TypeAlias = Sequence[Part]
 _Failure: TypeAlias = tuple[float, Part]  # cost and examples of the micro-batch that did not fit
@@ -365,11 +366,9 @@ class Runner:
             is_cut = is_cut and self.limit.ceiling < self._settings.asked
             self.limit = self.limit.after_success(largest, is_cut=is_cut)
         if self._feedback is not None and not is_replayed:
-            shapes = None
-            if logical.lengths is not None:
-                pad_to = PadTo() if self.pad_to is None else self.pad_to
-                shapes = [(len(part), *pad_to(logical.lengths[part])) for part in parts]
-            self._feedback.end([len(part) for part in parts], shapes)
+            pad_to = PadTo() if self.pad_to is None else self.pad_to
+            shapes = [shape for part in parts if (shape := logical.shape_of(part, pad_to)) is not None]
+            self._feedback.end([len(part) for part in parts], shapes or None)
 
     def _lower_limit(self, failure: _Failure, logical: LogicalBatch) -> None:
         """Lower the ceiling after a failed attempt, or say that one example does not fit."""

@@ -17,8 +17,8 @@ from ..errors import ArgumentError
 from ..plan import Budget, MaxItems
 from ..size.learning_rate import Beta2Rule, Rule, get_beta2_rule, get_rule
 from ._gradients import Existing
+from ._logical_batches import LogicalBatch, wrap_batch
 from .losses import LossFunction
-from .splitting import LogicalBatch, wrap_batch
 
 _ITEMS = MaxItems(1)
 
@@ -108,7 +108,7 @@ class Settings:
             found = self.tokens_of(batch)
             found = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
             return as_whole("tokens_of(batch)", found, least=0)
-        return None if logical.lengths is None else int(logical.lengths.sum(dtype=np.int64))
+        return logical.num_tokens
 
     @property
     def cost_budget(self) -> Budget | None:

@@ -102,14 +102,15 @@ class MarkShapes:
 def _limit(max_compilations: int | None) -> int:
     from torch._dynamo import config
 
-    limit: int = config.recompile_limit
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # so called before torch 2.7
+    limit: int = getattr(config, name)
     if max_compilations is None:
         return limit
     wanted = as_whole("max_compilations", max_compilations, least=1)
     if wanted > limit:
         raise ArgumentError(
             f"max_compilations must be at most torch's own limit of {limit}, got {wanted}; after that limit torch runs "
-            f"eagerly, so set torch._dynamo.config.recompile_limit = {wanted} first"
+            f"eagerly, so set torch._dynamo.config.{name} = {wanted} first"
         )
     return wanted
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._packed import PackedRow, is_flat
 from .._tree import num_examples, take
 from ..errors import ArgumentError
 from ._loss_probe import HALF_TOLERANCE as HALF_TOLERANCE
@@ -33,9 +34,11 @@ from ._loss_samples import choose_rows as choose_rows
 from ._loss_samples import counts_tokens as counts_tokens
 from ._loss_samples import is_telling as is_telling
 from ._loss_samples import label_views as label_views
+from ._loss_samples import name_of_labels as name_of_labels
 from ._loss_samples import num_labels as num_labels
 from ._loss_samples import row_views as row_views
 from ._loss_samples import sample as sample
+from ._loss_samples import sequence_views as sequence_views
 from .filler import ROW_WEIGHT, without_filler
 from .losses import LossFunction, Sums, entropy_sum
 
@@ -45,7 +48,8 @@ def huggingface_loss(*, with_entropy: bool = False) -> LossFunction:
 
     ``loss_sum = loss(num_items_in_batch=1)`` if the model honours it, else ``mean loss × labels that count``. Labels
     other than -100 count; if the model predicts the next token, the first label of a row does not. With one class per
-    example, or with floats as labels, examples count. Filler rows of ``PadCollator`` never count.
+    example, or with floats as labels, examples count. Filler rows of ``PadCollator`` never count. The examples of
+    flat batches, of ``PackCollator(layout="flat")``, count as if they had rows of their own.
 
     The first batch shows which of these holds: the losses of two of its examples, each on its own, must add up to the
     loss of both. They run without dropout and gradients, and leave no trace in random state and buffers. A loss that
@@ -107,6 +111,9 @@ class _HuggingFaceLoss:
             raise ModelLoss(model).complaint(
                 "this batch does not show it, as the loss is 0, not finite, or the same for all labels"
             )
+        shifts = usual_reading(model, labels).shifts if found is None else found.shifts
+        if is_flat(batch):
+            _check_flat(model, batch, shifts=shifts)
         if found is None:  # a later batch may tell
             return usual_reading(model, labels)
         self._known[model] = found
@@ -114,6 +121,20 @@ class _HuggingFaceLoss:
         if new:
             _check_rows(model, batch, found, new)
         return found
+
+
+def _check_flat(model: nn.Module, batch: Mapping[str, Any], *, shifts: bool) -> None:
+    """Refuse a flat batch whose sequences see each other, or whose labels are predicted across their bounds."""
+    row, base = PackedRow(batch), unwrapped(model)
+    if shifts:
+        row.check_labels()
+    attention = getattr(getattr(base, "config", None), "_attn_implementation", None)
+    keeps_apart = attention is None or "varlen" in attention or "flash" in attention
+    if not keeps_apart and not any(getattr(module, "is_causal", False) for module in base.modules()):
+        raise ArgumentError(
+            f"{type(base).__name__} would let the sequences of a flat batch see each other, as encoders do not look "
+            f"for their bounds with attn_implementation={attention!r}; call use_varlen(model) first"
+        )
 
 
 def _check_labels(batch: Any) -> None:
@@ -208,5 +229,8 @@ def _check_rows(model: nn.Module, batch: Mapping[str, Any], reading: LossReading
 def read_loss(model: nn.Module, batch: Mapping[str, Any], labels: Tensor) -> LossReading | None:
     """Find out from two examples how to read a loss; None if this batch cannot tell."""
     batch = {**batch, "labels": labels}
+    if is_flat(batch):
+        flat_views = sequence_views(batch) or label_views(batch)
+        return None if flat_views is None else read_views(ModelLoss(model), flat_views)
     views = row_views(batch, num_examples(batch), lambda inputs, rows: take(dict(inputs), rows))
     return read_views(ModelLoss(model), views)

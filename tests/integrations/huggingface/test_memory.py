@@ -8,8 +8,9 @@ import torch
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
 import batchwright as bw
+from batchwright._packed import PackedRow, is_packed
 from batchwright.errors import DoesNotFitError
-from batchwright.integrations._inputs import Sequences, Whole, is_packed
+from batchwright.integrations._inputs import Sequences, Whole
 
 from ...processes import run_ranks
 from ..dynabatch.failing import fail_above, raise_error
@@ -87,8 +88,9 @@ def packed_batch(**more):
 
 
 def test_some_sequences_of_a_row_make_a_row_with_their_own_bounds():
-    cut = Sequences(packed_batch(scale=torch.tensor(2.0), name="a"))
-    assert (cut.num, cut.lengths) == (3, [3, 2, 4])
+    batch = packed_batch(scale=torch.tensor(2.0), name="a")
+    cut = Sequences(batch)
+    assert (cut.num, PackedRow(batch).lengths) == (3, [3, 2, 4])
     found = cut.take([0, 2])
     assert found["input_ids"].tolist() == [[5, 6, 7, 3, 4, 5, 6]]
     assert found["labels"].tolist() == [[-100, 6, 7, -100, 4, 5, 6]]

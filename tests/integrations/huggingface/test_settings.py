@@ -26,7 +26,6 @@ from .trainers import make_controller, make_trainer
         ({"lr_rule": "adascale", "base_size": 4}, "needs measure_noise"),
         ({"measure_noise": True}, "needs a controller"),
         ({"measure_noise": True, "controller": make_controller(4), "on_oom": "skip"}, "every example"),
-        ({"grouping": bw.Packed(capacity=64)}, "Packed"),
         ({"grouping": bw.Sorted(), "controller": make_controller(4)}, "grouping belongs to planned"),
         ({"plan_options": {"seed": 3}}, "plan_options takes"),
         ({"plan_options": {"oversize": "truncate"}}, "truncate when tokenizing"),

@@ -136,9 +136,32 @@ def test_where_the_loss_did_not_fall_a_larger_size_must_be_surely_better():
 
 
 def test_a_smaller_size_that_diverged_or_an_infinite_loss_before_decides_nothing():
-    words = "the loss was infinite before or at a smaller size, nothing to compare: holds 64"
+    words = "the loss was not finite before or at a smaller size, nothing to compare: holds 64"
     for experiment in (make({1: [math.inf] * 4, 2: BASE}), make({1: BASE, 2: BASE}, before=[math.inf] * 4)):
         assert words in measured().explain(None, Observation(size=64, experiment=experiment))
+
+
+def explained(experiment):
+    return measured().explain(None, Observation(size=64, experiment=experiment))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_is_called_not_finite(bad):
+    words = "4 pairs at level 0.05: the loss was not finite before or at a smaller size, nothing to compare: holds 64"
+    assert explained(make({1: BASE, 2: BASE}, before=[3.0, 3.0, 3.0, bad])) == words
+    assert explained(make({1: [2.0, 2.0, 2.0, bad], 2: BASE})) == words
+
+
+def test_losses_whose_differences_overflow_are_not_compared():
+    experiment = make({1: [1.7e308] * 4, 2: [-1.7e308] * 4}, before=[1e308] * 4)
+    words = "the losses are too large to compare, their differences are not finite: holds 64"
+    assert explained(experiment) == f"4 pairs at level 0.05: {words}"
+
+
+@pytest.mark.parametrize("factors", [(1,), (1, 0.5)], ids=["one", "a smaller one"])
+def test_without_a_factor_above_1_the_reason_says_so(factors):
+    words = "4 pairs at level 0.05: no factor above 1 was tried, nothing to compare: holds 64"
+    assert explained(make(dict.fromkeys(factors, BASE))) == words
 
 
 def simulated(*, lr, noise, seconds_of, rule, num_batches=64, curvature=1.0, seed=0):
@@ -289,6 +312,10 @@ def test_a_larger_tolerance_or_level_never_takes_a_smaller_size(losses, toleranc
         ({"losses": {1: BASE}}, "the losses of an experiment must be a dict by factor, one for each of"),
         ({"losses": {1: BASE, 2: "abc"}}, "the losses of factor 2 must be a list of numbers, got 'abc'"),
         ({"losses": {1: BASE, 2: BASE[:3]}}, "every factor needs as many losses, paired by what they were measured on"),
+        ({"losses": {1: BASE, 2: [10**400] * 4}}, "the losses of factor 2 must be numbers within the range of a float"),
+        ({"before": [-(10**400)] * 4}, "the losses before must be numbers within the range of a float"),
+        ({"losses": {1: BASE, 10**400: BASE}}, "the losses of an experiment must be a dict by factor, one for each"),
+        ({"seconds": {1: 8.0, 10**400: 4.0}}, "the seconds of an experiment must be a dict by factor, one for each"),
         ({"seconds": {1: 1.0, 2: 0.0}}, "the seconds of factor 2 must be a number above 0, got 0.0"),
         ({"seconds": None}, "the seconds of an experiment must be a dict by factor"),
         ({"curve": None}, "the curve of an experiment must be a dict by factor"),

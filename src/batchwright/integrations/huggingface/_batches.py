@@ -20,6 +20,7 @@ from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
 from ...step.splitting import split_by_budget
 from .._size_log import SizeLog, read_sizes
+from ._packing import Packing
 
 
 class Counted(NamedTuple):
@@ -38,11 +39,13 @@ class Item(NamedTuple):
         parts: the examples of each micro-batch.
         is_repeat: fewer examples than ranks were left, so this rank runs another rank's example with weight 0.
         is_measured: the micro-batches are random parts, from which gradient noise is measured.
+        num_padded: the tokens of packed micro-batches, with padding; None if they are padded to their longest example.
     """
 
     parts: list[list[int]]
     is_repeat: bool
     is_measured: bool = False
+    num_padded: int | None = None
 
 
 class Received(NamedTuple):
@@ -123,7 +126,7 @@ class BatchSource(ABC):
         """Return what was received since the last call."""
         items, self._received = self._received, []
         found = [self._lengths_of(part) for item in items for part in item.parts if not item.is_repeat]
-        padded = sum(len(rows) * sum(self._padded_lengths(rows)) for rows in found)
+        padded = sum(self._num_padded(item) for item in items if not item.is_repeat)
         repeats = [item.is_repeat for item in items for _ in item.parts]
         counted = Counted(sum(map(len, found)), int(sum(rows.sum() for rows in found)), padded, len(repeats))
         return Received(counted, repeats, any(item.is_measured for item in items))
@@ -131,6 +134,12 @@ class BatchSource(ABC):
     def _lengths_of(self, part: Any) -> IntArray:
         """Return the lengths of the examples of a micro-batch."""
         return self.lengths[part]
+
+    def _num_padded(self, item: Item) -> int:
+        if item.num_padded is not None:
+            return item.num_padded
+        found = (self._lengths_of(part) for part in item.parts)
+        return sum(len(rows) * sum(self._padded_lengths(rows)) for rows in found)
 
     def _padded_lengths(self, lengths: IntArray) -> Sequence[int]:
         """Return what the examples of a micro-batch are padded to, by axis."""
@@ -158,10 +167,12 @@ class PlannedBatches(BatchSource):
 
     Attributes:
         has_planned_shapes: the collator pads to the lengths of the plan.
+        packing: how packed rows are collated and counted, None for batches of examples.
     """
 
     sampler: BatchSampler
     has_planned_shapes = False
+    packing: Packing | None = None
 
     def _padded_lengths(self, lengths: IntArray) -> Sequence[int]:
         return self.sampler.pad_to(lengths) if self.has_planned_shapes else super()._padded_lengths(lengths)
@@ -170,9 +181,16 @@ class PlannedBatches(BatchSource):
         plan = self.sampler.plan
         last = len(plan) // self.sampler.world_size - 1
         for step, batch in enumerate(self.sampler):
-            is_repeat = step == last and self._is_repeat(plan.num_repeated)
-            self._fetched.append(Item([batch], is_repeat))  # type: ignore[list-item]  # packed rows are refused
-            yield batch
+            is_repeat = step == last and self._is_repeat(plan.num_repeated_batches)
+            if self.packing is None:
+                self._fetched.append(Item([batch], is_repeat))  # type: ignore[list-item]  # these are no rows
+                yield batch
+                continue
+            rows: Any = batch
+            examples = [index for row in rows for index in row]
+            num_padded = self.packing.num_padded(rows, self.lengths)
+            self._fetched.append(Item([examples], is_repeat, num_padded=num_padded))
+            yield rows if self.packing.takes_rows else examples
 
     def begin_epoch(self, epoch: int) -> int:
         """Go to an epoch, and return how many items are left in it."""

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 from ..._lengths import as_lengths, pad_up
 from ..._types import IntArray
 from ...errors import ArgumentError, LengthsError
-from ...plan.budget import MaxItems
+from ...plan.budget import Budget, MaxItems
+from ...plan.collating import Rows
 from ...plan.grouping.sorting import WindowSort
 from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
@@ -27,6 +28,7 @@ from .._ranked import is_stream, loader_options
 from ._batches import BatchSource, PlannedBatches, ResizableBatches
 from ._graphs import TrainerGraphs
 from ._lengths import LengthCache, pad_multiple_of
+from ._packing import Packing, check_collator, choose_packing
 from ._settings import STREAM_OPTIONS, Settings
 from ._streams import StreamBatches, make_batches
 
@@ -54,9 +56,17 @@ class TrainingData:
         self._settings = settings
         self._lengths = lengths
         self._graphs = graphs
+        self._packing: Packing | None = None
 
     def loader(
-        self, base: DataLoader[Any], dataset: Any, *, collator: Any, model: Any, devices: Devices
+        self,
+        base: DataLoader[Any],
+        dataset: Any,
+        *,
+        collator: Any,
+        model: Any,
+        devices: Devices,
+        has_own_loss: bool = True,
     ) -> DataLoader[Any]:
         """Return a loader with our batches, and all other options of the trainer's own loader.
 
@@ -66,6 +76,7 @@ class TrainingData:
             collator: may pad to a multiple.
             model: tells whether labels have lengths of their own.
             devices: the ranks that share the data.
+            has_own_loss: the trainer takes the loss of the model.
         """
         args = devices.args
         seed = int(args.seed if args.data_seed is None else args.data_seed)
@@ -79,10 +90,11 @@ class TrainingData:
         if is_stream(dataset):
             shared = {"devices": devices, "model": model, "pad_multiple_of": multiple}
             self.batches = make_batches(dataset, self._settings, options=options, **shared)
-        else:
-            make = self._planned if self._settings.controller is None else self._resizable
-            self.batches = make(self.lengths(dataset, args, model), args, multiple, options)
-        collate = base.collate_fn
+            return TrainLoader(base, self.batches, seed=seed)
+        lengths = self.lengths(dataset, args, model)
+        collate = self._pack(base, lengths, collator, model, devices, has_own_loss=has_own_loss)
+        make = self._planned if self._settings.controller is None else self._resizable
+        self.batches = make(lengths, args, multiple, options)
         if isinstance(self.batches, PlannedBatches) and self._graphs.is_wanted:
             collate = self._graphs.catalogue(self.batches.sampler, collate, collator, base.dataset)
             self.batches.has_planned_shapes = self._graphs.is_wanted
@@ -106,18 +118,52 @@ class TrainingData:
             raise LengthsError(f"lengths must give one row per example, {len(dataset)}, got {len(lengths)}")
         return lengths
 
+    def _pack(
+        self, base: DataLoader[Any], lengths: IntArray, collator: Any, model: Any, devices: Devices, **known: bool
+    ) -> Callable[[list[Any]], Any]:
+        """Settle how the rows of ``Packed`` are collated, and return what collates a batch."""
+        grouping = self._settings.grouping
+        is_packed = grouping is not None and grouping.row_capacity is not None
+        check_collator(collator, is_packed=is_packed)
+        if grouping is None or not is_packed:
+            return base.collate_fn
+        is_said = self._packing is not None
+        self.release()
+        self._packing = choose_packing(
+            grouping,
+            dataset=base.dataset,
+            lengths=lengths,
+            collate=base.collate_fn,
+            collator=collator,
+            model=model,
+            devices=devices,
+            is_said=is_said,
+            **known,
+        )
+        return self._packing.collate
+
+    def release(self) -> None:
+        """Give the model its own attention back, at the end of a training."""
+        if self._packing is not None:
+            self._packing.close()
+
     def _planned(self, lengths: IntArray, args: Any, multiple: int, options: dict[str, Any]) -> BatchSource:
         settings = self._settings
         for name in [name for name in STREAM_OPTIONS if name in settings.plan_options]:
             raise ArgumentError(f"plan_options={{{name!r}: …}} belongs to streams, this data set has a length")
         options |= {"pad_multiple_of": multiple, "drop_last": args.dataloader_drop_last, **settings.plan_options}
-        assert settings.budget is not None
-        sampler = BatchSampler(lengths, settings.budget, grouping=settings.grouping or WindowSort(), **options)
-        return PlannedBatches(sampler, lengths, options["pad_multiple_of"])
+        assert isinstance(settings.budget, Budget)
+        packing = self._packing
+        grouping = settings.grouping or WindowSort() if packing is None else packing.grouping
+        sampler = BatchSampler(lengths, settings.budget, grouping=grouping, **options)
+        batches = PlannedBatches(sampler, lengths, options["pad_multiple_of"])
+        batches.packing = packing if grouping.row_capacity is not None else None
+        return batches
 
     def _resizable(self, lengths: IntArray, args: Any, multiple: int, options: dict[str, Any]) -> BatchSource:
         settings = self._settings
         budget = MaxItems(args.per_device_train_batch_size) if settings.budget is None else settings.budget
+        assert isinstance(budget, Budget)
         group = MaxItems(max(_LEAST_GROUP, getattr(settings.controller, "min_size", 1)))
         sampler = ResizableBatchSampler(
             len(lengths),
@@ -190,6 +236,8 @@ class TrainLoader(DataLoader[Any]):
         self._seed = seed
         dataset, options = base.dataset, loader_options(base)
         options["collate_fn"] = TwiceCollated(base.collate_fn if collate is None else collate)
+        if isinstance(batches, PlannedBatches) and batches.packing is not None and batches.packing.takes_rows:
+            dataset = Rows(dataset)
         if isinstance(batches, ResizableBatches):
             dataset, options["collate_fn"] = ExampleLists(dataset), CollateParts(options["collate_fn"])
         elif isinstance(batches, StreamBatches):

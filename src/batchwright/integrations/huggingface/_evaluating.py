@@ -8,8 +8,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ..._types import IntArray
+from ...plan.budget import Budget
+from .._auto_budget import BudgetFinder
 from .._devices import Devices
 from ._evaluation import EvaluationPlan
+from ._packing import padding
+from ._probing import evaluation_budget_of_trainer
 from ._weights import TrainerLoss
 from .callbacks import Batching
 
@@ -20,6 +25,7 @@ class PlannedEvaluation:
     eval_dataset: Any
     compute_metrics: Callable[..., Any] | None
     _batching: Batching
+    _finder: BudgetFinder
 
     @abstractmethod
     def _loading(self) -> dict[str, Any]: ...
@@ -29,15 +35,22 @@ class PlannedEvaluation:
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return the loader for evaluation, with planned batches if they can be planned."""
-        base = super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        with padding(self):
+            base = super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
-        return self._batching.evaluation.loader(base, dataset, **self._loading())
+        only_loss = None if self.compute_metrics is not None else True
+        return self._batching.evaluation.loader(base, dataset, **self._loading(), find=self._finding(base, only_loss))
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """Return the loader for prediction, with planned batches if they can be planned."""
-        base = super().get_test_dataloader(test_dataset)  # type: ignore[misc]
-        return self._batching.evaluation.loader(base, test_dataset, **self._loading())
+        with padding(self):
+            base = super().get_test_dataloader(test_dataset)  # type: ignore[misc]
+        return self._batching.evaluation.loader(base, test_dataset, **self._loading(), find=self._finding(base, None))
+
+    def _finding(self, base: Any, loss_only: bool | None) -> Callable[[IntArray], Budget]:
+        """Return what finds the budget of evaluation."""
+        return lambda lengths: evaluation_budget_of_trainer(self, base, lengths, self._finder, loss_only=loss_only)
 
     def evaluation_loop(
         self,

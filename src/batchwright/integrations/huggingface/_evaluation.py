@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import nested_concat
 
+from ..._lengths import pad_up
+from ..._packed import is_packed
 from ..._types import IntArray
 from ...errors import ArgumentError, DoesNotFitError, LengthsError
 from ...plan.budget import Budget, MaxCost
@@ -24,7 +26,7 @@ from ...plan.grouping.sorting import Sorted
 from ...plan.plan import plan_batches
 from ...step.oom import devices_of, free_memory, is_out_of_memory
 from .._devices import Devices
-from .._inputs import Rows, Sequences, Whole, is_packed, num_rows
+from .._inputs import Rows, Sequences, Whole, num_rows
 from .._ranked import loader_options
 from .._safe_steps import does_not_fit
 from ._data import TwiceCollated
@@ -53,7 +55,14 @@ class Evaluation:
         self._loaders: WeakKeyDictionary[Any, DataLoader[Any]] = WeakKeyDictionary()
 
     def loader(
-        self, base: DataLoader[Any], dataset: Any, *, collator: Any, model: Any, devices: Devices
+        self,
+        base: DataLoader[Any],
+        dataset: Any,
+        *,
+        collator: Any,
+        model: Any,
+        devices: Devices,
+        find: Callable[[IntArray], Budget],
     ) -> DataLoader[Any]:
         """Return a loader with planned batches, or the trainer's own loader if they cannot be planned.
 
@@ -63,6 +72,7 @@ class Evaluation:
             collator: may pad to a multiple.
             model: tells whether labels have lengths of their own.
             devices: the ranks that share the data.
+            find: finds the budget that "auto" stands for, by the padded lengths.
         """
         args, budget = devices.args, self._settings.evaluation_budget
         # The order can be restored only in one array of all results. Metrics per batch need the trainer's own batches.
@@ -76,12 +86,13 @@ class Evaluation:
         except (LengthsError, TypeError) as error:
             logger.info("Evaluation is left to the trainer: %s", error)
             return base
+        multiple = pad_multiple_of(collator)
         plan = plan_evaluation(
             lengths,
-            budget,
+            budget if isinstance(budget, Budget) else find(pad_up(lengths, multiple)),
             rank=devices.rank,
             world_size=devices.world_size,
-            pad_multiple_of=pad_multiple_of(collator),
+            pad_multiple_of=multiple,
         )
         loader = self._loaders[base] = DataLoader(
             base.dataset,

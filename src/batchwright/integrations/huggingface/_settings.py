@@ -19,6 +19,7 @@ from ...size.learning_rate import Beta2Rule, Rule, get_beta2_rule, get_rule
 from ...step.memory.fit_to_memory import FitToMemory
 from ...step.memory.monitor import MemoryMonitor
 from .._auto import NOISE_EVERY, NOISE_FIRST, is_auto, make_controller
+from .._auto_budget import BudgetChoice, is_auto_budget
 from .._devices import is_divided
 from .._graphs import Choice
 from .._observing import History, LiveHistory, reads
@@ -41,7 +42,7 @@ _PLAN_OPTIONS += STREAM_OPTIONS
 class Settings:
     """The arguments of an adaptive trainer; see ``AdaptiveTrainerMixin``."""
 
-    budget: Budget | None
+    budget: BudgetChoice | None
     controller: Any
     grouping: Grouping | None
     lengths: npt.ArrayLike | None
@@ -52,7 +53,7 @@ class Settings:
     base_size: int | None
     measure_noise: int
     memory: MemoryMonitor | None
-    eval_budget: Budget | Literal["same"] | None
+    eval_budget: Budget | Literal["same", "auto"] | None
     plan_options: Mapping[str, Any]
     graphs: Choice = False
     curriculum: Any = None
@@ -63,14 +64,21 @@ class Settings:
     noise_first: int = 0  # of so many first updates every second one is measured
     num_examples: int | None = None  # that bound the sizes of "auto"
     runs_whole: bool = False  # the budget of "auto" is the largest size
+    finds_budget: bool = False  # budget="auto" was asked for
+    is_probe: bool = False  # batches are measured: what runs out of memory is not tried again
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "measure_noise", as_interval("measure_noise", self.measure_noise))
+        if is_auto_budget(self.budget):
+            object.__setattr__(self, "finds_budget", True)
+            self._check_auto_budget()
         for budget in (self.budget, None if self.eval_budget == "same" else self.eval_budget):
-            if budget is not None:
+            if budget is not None and not is_auto_budget(budget):
                 check_budget(budget)
         if self.controller is None and self.budget is None:
-            raise ArgumentError("an adaptive trainer needs a budget such as MaxTokens(8192), a controller, or both")
+            raise ArgumentError(
+                "an adaptive trainer needs a budget such as MaxTokens(8192) or 'auto', a controller, or both"
+            )
         if not is_auto(self.controller):  # which is made as soon as the trainer's arguments are known
             controller_of(None, self.controller)
         check_choice("weighting", self.weighting, get_args(Weighting))
@@ -96,9 +104,17 @@ class Settings:
         return reads(self.controller, "entropy") if self.measure_entropy is None else self.measure_entropy
 
     @property
-    def evaluation_budget(self) -> Budget | None:
+    def evaluation_budget(self) -> BudgetChoice | None:
         """Return what a batch of evaluation may cost, None if evaluation is left to the trainer."""
-        return self.budget if self.eval_budget == "same" else self.eval_budget
+        if self.eval_budget != "same":
+            return self.eval_budget
+        return "auto" if self.finds_budget else self.budget  # without a backward pass more fits
+
+    def _check_auto_budget(self) -> None:
+        if self.grouping is not None and getattr(self.grouping, "row_capacity", None) is not None:
+            raise ArgumentError(
+                "budget='auto' measures batches of single examples, not of packed rows; give MaxTokens(8 * capacity)"
+            )
 
     def _check_micro_batch(self) -> None:
         if self.micro_batch is None:
@@ -115,10 +131,7 @@ class Settings:
         if self.grouping is not None:
             check_grouping(self.grouping)
             if self.grouping.row_capacity is not None:
-                raise ArgumentError(
-                    "Packed makes rows of several examples, which a trainer's collator cannot take; use another "
-                    "grouping, or train on packed rows with Stepper"
-                )
+                self._check_packed()
         unknown = [name for name in self.plan_options if name not in _PLAN_OPTIONS]
         if unknown:
             raise ArgumentError(f"plan_options takes {', '.join(_PLAN_OPTIONS)}; got {', '.join(unknown)}")
@@ -129,6 +142,17 @@ class Settings:
         if self.controller is not None and (self.grouping is not None or self.plan_options):
             name = "grouping" if self.grouping is not None else "plan_options"
             raise ArgumentError(f"{name} belongs to planned batches; leave it out, or train without a controller")
+
+    def _check_packed(self) -> None:
+        if self.weighting == "examples":
+            raise ArgumentError(
+                "weighting='examples' needs a row per example, which Packed does not give; use 'tokens'"
+            )
+        if self.graphs:
+            raise ArgumentError(
+                "graphs replay batches of planned shapes, and those of Packed have as many tokens as came; use "
+                "grouping=Buckets(32), or leave graphs out"
+            )
 
     def _check_course(self) -> None:
         """Check what needs a controller: examples in play, entropy, and lines about its decisions."""
@@ -253,6 +277,12 @@ def _check_devices(settings: Settings, trainer: Any) -> None:
         if settings.measure_noise and trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
             raise ArgumentError("measure_noise needs average_tokens_across_devices=True")
         return
+    if settings.finds_budget or settings.evaluation_budget == "auto":
+        name = "budget" if settings.finds_budget else "eval_budget"
+        raise ArgumentError(
+            f"{name}='auto' measures every rank by itself, but ranks hold parts of the model or of an example; give a "
+            "budget such as MaxTokens(8192)"
+        )
     if settings.on_oom != "raise":
         raise ArgumentError(
             "ranks that hold parts of a model cannot retry one by one, as the others wait inside their forward pass; "

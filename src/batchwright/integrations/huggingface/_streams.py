@@ -44,6 +44,8 @@ def check_stream(settings: Settings, trainer: Any) -> None:
         "gradient_accumulation_steps above 1 on a stream needs the whole model on every rank; leave it at 1": (
             args.gradient_accumulation_steps > 1 and Devices.of(trainer).is_divided
         ),
+        'budget="auto" looks for a budget on batches of a data set with a length; give a budget to a stream, such as '
+        "MaxTokens(8192)": settings.finds_budget,
         "Packed needs a data set with a length in an adaptive trainer; use WindowSort or Buckets for a stream": (
             settings.grouping is not None and settings.grouping.row_capacity is not None
         ),

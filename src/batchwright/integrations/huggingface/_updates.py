@@ -297,6 +297,8 @@ class Updates:
                 return step(model, inputs)
 
     def _note_oom(self) -> None:
+        if self._settings.is_probe:
+            raise MemoryError("a batch that was tried out ran out of memory")
         self.figures.num_ooms += 1
         self.entropy.undo()
         self._graphs.make_room()

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..._packed import is_packed
 from ...errors import ArgumentError
 from ...step.huggingface import IGNORED, LABELS, Novelty, counts_tokens, output_entropy, usual_reading
 from .._devices import Devices
-from .._inputs import Cut, is_packed, num_rows
+from .._inputs import Cut, num_rows
 from .._trainer_step import UNSURE, WHAT_TO_DO, WHOLE, Weighing, check_rows, find_weighing, weighted, zero_of
 from .._trial_loss import Compute
 from ._settings import Weighting

@@ -16,6 +16,7 @@ from ...errors import StateMismatchError
 from ...size.learning_rate import adascale, current_lr, get_beta2_rule, get_rule, scaled_lr
 from ...size.momentum import beta2s_for, changed_beta2, check_beta2
 from ...size.noise import NoiseAverage
+from ...step.calibration.found import FoundBudget
 from .._auto import coupling_of
 from .._observing import Change, History, LiveHistory, observe
 from .._ranked import agree, controller_of
@@ -48,11 +49,12 @@ class Batching:
 
     Args:
         settings: what the user asked for.
+        lengths: of the data sets measured so far; None for none.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        lengths = LengthCache()
-        self.settings = settings
+    def __init__(self, settings: Settings, lengths: LengthCache | None = None) -> None:
+        lengths = LengthCache() if lengths is None else lengths
+        self.settings, self.lengths = settings, lengths
         self.weights = LossWeights(settings.weighting)
         self.graphs = TrainerGraphs(settings.graphs)
         self.data = TrainingData(settings, lengths, self.graphs)
@@ -66,6 +68,7 @@ class Batching:
         self.updates.close()
         self.graphs.close()
         self.data.batches = None
+        self.data.release()
 
     def take_figures(self) -> dict[str, float]:
         """Return the figures of the updates since the last log; an empty dict if there were none."""
@@ -93,7 +96,12 @@ class Batching:
             "controller": None if controller is None else controller.state_dict(),
             "noise": None if noise is None else noise.to_state(),
             **self.updates.memory_state(),
+            **self._budget_state(),
         }
+
+    def _budget_state(self) -> dict[str, Any]:
+        budget = self.settings.budget
+        return {"budget": budget.to_json()} if isinstance(budget, FoundBudget) and self.settings.finds_budget else {}
 
     def restore(self, saved: Mapping[str, Any] | None, epochs_trained: int, *, ignores_place: bool) -> int:
         """Continue from a state, and return the epoch to run.

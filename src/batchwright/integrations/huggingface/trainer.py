@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy.typing as npt
@@ -22,18 +23,21 @@ from ...errors import ArgumentError
 from ...plan.budget import Budget
 from ...plan.grouping.base import Grouping
 from ...size.learning_rate import Beta2Rule, Rule
+from ...step.calibration.found import FoundBudget
 from ...step.graphs.summary import GraphSummary
 from ...step.huggingface import unwrapped
 from ...step.losses import needs_whole_batch
 from ...step.memory.fit_to_memory import FitToMemory
 from ...step.memory.monitor import MemoryMonitor
 from .._auto import is_auto
+from .._auto_budget import BudgetChoice, BudgetFinder
 from .._devices import Devices, on_its_own, one_process, undivided
 from .._graphs import Choice, captured
 from .._observing import History
 from .._trial_loss import takes_own_loss
 from ._data import TrainLoader, fetch_together, micro_batches_of
 from ._evaluating import PlannedEvaluation
+from ._probing import budget_of_trainer
 from ._settings import OnOom, Settings, Weighting, check_trainer, check_trainer_class, for_data, with_controller
 from ._streams import accumulating, check_stream
 from ._weights import TrainerLoss, UpdateWeight
@@ -66,7 +70,10 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
     Args:
         *args: of the trainer.
         budget: what runs at once on a device, e.g. ``MaxTokens(8192)``; with a controller, None takes
-            ``per_device_train_batch_size`` examples.
+            ``per_device_train_batch_size`` examples. ``"auto"`` runs a few batches of the data when training begins,
+            and takes what fits in 0.9 of the memory, but no more than throughput gains 5 % from; with a controller
+            only memory counts, and on a CPU only throughput. Everything is put back, all ranks agree, and the result
+            is kept in ``~/.cache/batchwright`` and in checkpoints; ``found_budget`` returns it.
         controller: decides how many examples an update uses. ``"auto"`` looks for the size that learns fastest, by
             ``size.goodput``: from ``per_device_train_batch_size`` × ``gradient_accumulation_steps`` × ranks to 64 times
             as many, and at most a twentieth of the data. Rate and beta2 follow the size as they should with the
@@ -95,6 +102,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         memory: reads the peak memory of every update, for policies that follow it; None finds the device's own if the
             policy is a ``memory_driven``. On a CPU that is the memory of the process.
         eval_budget: what a batch of evaluation may cost; ``"same"`` takes ``budget``, None does not plan evaluation.
+            ``"auto"`` finds what fits without a backward pass, as ``"same"`` does with ``budget="auto"``.
         plan_options: further options of ``BatchSampler``, e.g. ``{"keep_first": 3}``.
         graphs: True captures forward and backward of every planned shape in CUDA graphs and replays them; use it with
             ``grouping=Buckets(32)``. Batches are padded to the planned lengths. Clipping and the optimizer's step stay
@@ -126,7 +134,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
     def __init__(
         self,
         *args: Any,
-        budget: Budget | None = None,
+        budget: BudgetChoice | None = None,
         controller: Any = None,
         grouping: Grouping | None = None,
         lengths: npt.ArrayLike | None = None,
@@ -137,7 +145,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         base_size: int | None = None,
         measure_noise: bool | int = False,
         memory: MemoryMonitor | None = None,
-        eval_budget: Budget | Literal["same"] | None = "same",
+        eval_budget: Budget | Literal["same", "auto"] | None = "same",
         plan_options: Mapping[str, Any] | None = None,
         graphs: Choice = False,
         curriculum: Any = None,
@@ -149,7 +157,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         check_trainer_class(transformers.Trainer, transformers.__version__)
         plan_options = dict(plan_options or {})
         settings = Settings(**shared_options(Settings, locals()))
-        self._batching = Batching(settings)
+        self._batching, self._finder = Batching(settings), BudgetFinder()
         super().__init__(*args, **kwargs)
         if is_auto(controller):
             settings = with_controller(settings, self)
@@ -167,6 +175,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._batching.close()
+            self._finder.checkpoint = None
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log; logs of training get the figures of their batches."""
@@ -186,17 +195,32 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the trainer's own loader with the batches of this rank."""
         check_stream(self._batching.settings, self)  # it may have been set later
-        self._follow_data()
         base = super().get_train_dataloader()  # type: ignore[misc]
-        return self._batching.data.loader(base, self.train_dataset, **self._loading())
+        self._follow_data(base)
+        own = self._uses_own_loss()
+        return self._batching.data.loader(base, self.train_dataset, has_own_loss=own, **self._loading())
 
-    def _follow_data(self) -> None:
-        """Bound the sizes of ``controller="auto"`` by the data that is trained on, if that was set later."""
+    def _follow_data(self, base: Any) -> None:
+        """Follow the data that is trained on: it bounds ``controller="auto"``, and ``budget="auto"`` is found on it."""
         before, settings = self._batching, for_data(self._batching.settings, self.train_dataset)
+        if settings.finds_budget and self.train_dataset is not None:
+            found = budget_of_trainer(self, settings, base, self._finder)
+            settings = settings if found == settings.budget else replace(settings, budget=found)
         if settings is not before.settings:
-            self._batching = Batching(settings)
+            self._batching = Batching(settings, before.lengths)
             callbacks = self.callback_handler.callbacks
             callbacks[callbacks.index(before.callback)] = self._batching.callback
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(super()._inner_training_loop).bind(*args, **kwargs)  # type: ignore[misc]
+        self._finder.checkpoint = call.arguments.get("resume_from_checkpoint")
+        return super()._inner_training_loop(*call.args, **call.kwargs)  # type: ignore[misc]
+
+    @property
+    def found_budget(self) -> FoundBudget | None:
+        """Return what ``budget="auto"`` found, to be given as ``budget`` elsewhere; None before training."""
+        found = self._batching.settings.budget
+        return found if isinstance(found, FoundBudget) else None
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return SequentialSampler(self.train_dataset)  # of the trainer's own loader, whose batches are not used

@@ -284,7 +284,8 @@ class Space(Search):
         return np.concatenate([self._needed, longest.T[longest[0] > 0]])
 
     def count(self, shelves: Shelves) -> IntArray:
-        return np.bincount(shelves.place(self._units), minlength=len(shelves.units))
+        # NumPy 1.26 does not count unsigned numbers.
+        return np.bincount(shelves.place(self._units).astype(np.int64), minlength=len(shelves.units))
 
 
 def largest_divisor(num_items: int, most: int, rounding: SizeRounding) -> int:

@@ -45,7 +45,7 @@ class BatchSampler(AbstractEpochs):
         rank: this process, from 0.
         world_size: processes.
         dataset: if given, checked to have one length per example; not kept.
-        grouping: and all other options: as for ``plan_batches``.
+        grouping: and all other options, ``groups`` too: as for ``plan_batches``.
 
     >>> from batchwright import InOrder, MaxTokens
     >>> sampler = BatchSampler([3, 5, 2, 9], MaxTokens(10), grouping=InOrder())
@@ -73,6 +73,7 @@ class BatchSampler(AbstractEpochs):
         remainder: Remainder = "spread",
         balance_over: int | None = None,
         cost: Cost | None = None,
+        groups: npt.ArrayLike | None = None,
     ) -> None:
         self.settings = PlanSettings.of(locals())
         self.rank, self.world_size = check_ranks(rank, world_size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -30,32 +29,46 @@ from ._timings import (
     predict_seconds,
     timed,
 )
+from ._token_times import (
+    ENOUGH_OF_TOKENS,
+    add_length,
+    add_tokens,
+    check_lengths,
+    check_token_readings,
+    mean_seconds,
+    spans_enough,
+    token_timings,
+)
 from .noise_scale import add_noise, check_average, lacks_noise, need_two
 
 SizeUnit: TypeAlias = Literal["examples", "tokens"]
 
-# The sizes that are timed first, in parts of the base: those below it if larger ones are no faster, or out of bounds.
+# The sizes that are timed until two are, in parts of the base: those below it only if larger ones are out of bounds.
 _EXPLORED = (1.0, 2.0, 4.0, 0.5, 0.25)
-_NUM_EXPLORED = 3
-_FASTER = 1.25
+# Updates at the start of a run that are not read; fewer where the first reading of every size is left out too.
+_START, _START_IN_TOKENS = 2, 3
+# Updates of the base, and of another size, after which lengths do not tell the curve.
+_LENGTHS_OF_BASE, _LENGTHS_OF_OTHER = 12, 6
 # Updates to wait for the readings of a size; loaders form batches ahead, and some sizes never come.
 _PATIENCE = 24
 # Updates after which what runs is what the size in force gives; a loader may fill a part of it, and others are none.
 _SETTLED = 12
-# Updates to wait before sizes are tried again where none was timed beside the base; four times that for each change of
-# the size that was of no use.
+# Updates to wait before sizes are tried again where no second one was timed; four times that for each useless change.
 _TRY_AGAIN = 4 * _PATIENCE
 _MOST_MOVES = 8
 # Looks come after 8, 16, 32 and 64 updates of a size, then every 64: a fit takes about as long as a small update.
 _FIRST_LOOK, _LOOK_EVERY = 8, 64
 # How far beyond the sizes that were timed a first step goes.
 _REACH = 2.0
+_USUAL = (0.1, 0.9)
+# How many times a noise scale that is only a bound must be allowed for before a smaller size is taken.
+_MORE = 4.0
 # Measured updates over which averages of the noise forget, if no horizon in examples is given.
 _NUM_NOISE = 64.0
 # Updates of several examples that may lack noise after a single one, which cannot say whether noise is measured at all.
 _GRACE = 256
 # What states of earlier versions do not have, and what it was.
-_LATER: dict[str, Any] = {"recent": [], "moves": 0, "grace": 0}
+_LATER: dict[str, Any] = {"recent": [], "moves": 0, "grace": 0, "readings": [], "lengths": []}
 
 
 class Comparison(NamedTuple):
@@ -121,9 +134,13 @@ class OnlineGoodput(ReasoningPolicy):
             "recent": check_recent,
             "moves": check_whole,
             "grace": check_whole,
+            "readings": check_token_readings,
+            "lengths": check_lengths,
         }
         check_record(name, state, checks, may_lack=list(_LATER))
-        if self.time is None and state["explored"] is None and len(timed(state["timings"])) < FEWEST:
+        if state.get("readings") and not state.get("lengths"):
+            raise ArgumentError(f"{name}['lengths'] must not be empty beside readings")
+        if self.time is None and state["explored"] is None and len(_known({**_LATER, **state})) < FEWEST:
             raise ArgumentError(f"{name}['timings'] must hold {FEWEST} timed sizes after the search, got fewer")
 
     def decide(self, state: State, observation: Observation) -> Answer:
@@ -131,6 +148,8 @@ class OnlineGoodput(ReasoningPolicy):
         if observation.ends_epoch or (observation.batch_size is None and state["size"] is not None):
             return hold(observation, state, "no batch ran")
         state = self._take_in({**_LATER, **state}, observation)
+        if self.time is None and state["explored"] is None and len(_known(state)) < FEWEST:
+            state = {**state, "explored": 0}  # groups of readings may divide anew
         if state["explored"] is not None:
             return self._explore(state, observation)
         left = _until_look(state["waited"])
@@ -149,15 +168,30 @@ class OnlineGoodput(ReasoningPolicy):
         after = {**state, "base": base, "size": now, "waited": waited, "moves": moves}
         if num_tokens:
             after["length"] = _mean(state["length"], num_tokens / num_examples)
+            after["lengths"] = add_length(state["lengths"], num_tokens / num_examples)
         if self._needs_tokens and after["length"] is None and waited >= _FIRST_LOOK:
             raise MissingSignalError(
                 f"{self.name} needs the tokens of updates, and {waited} updates told none; {SOURCES['batch_tokens']}"
             )
         if self.time is None:
-            seconds, amount = float(observation.need("seconds", by=self.name)), self._amount(observation)
-            if amount:
-                after["timings"] = add_reading(state["timings"], amount, seconds)
+            after |= self._time(after, observation, float(observation.need("seconds", by=self.name)))
         return self._take_noise(after, observation)
+
+    def _time(self, state: State, observation: Observation, seconds: float) -> State:
+        """Return what changes with the seconds of an update: by its tokens where they are told, else by its size.
+
+        A state that timed sizes before tokens were told goes on with these.
+        """
+        tokens, waited = observation.batch_tokens, state["waited"]
+        is_start = state["moves"] == 0 and state["explored"] == 0
+        if tokens and not timed(state["timings"]):
+            if waited <= (_START_IN_TOKENS if is_start else 1):
+                return {}
+            return {"readings": add_tokens(state["readings"], tokens, seconds), "timings": []}
+        amount = self._amount(observation)
+        if not amount or state["readings"] or (is_start and waited <= _START):
+            return {}
+        return {"timings": add_reading(state["timings"], amount, seconds)}
 
     def _tokens(self, observation: Observation) -> int | None:
         """Return the tokens of an update, or refuse if they are needed and never come."""
@@ -188,60 +222,75 @@ class OnlineGoodput(ReasoningPolicy):
         return {**state, "average": average.to_state(), "recent": recent, "has_noise": True}
 
     def _explore(self, state: State, observation: Observation) -> Answer:
-        """Time a few sizes, each for a few updates; they are ordinary updates of training."""
+        """Time a second size, unless lengths have shown the curve; what runs are ordinary updates of training."""
         targets = [state["base"] * part for part in _EXPLORED]
-        at, timings = state["explored"], state["timings"]
-        while at < len(targets) and len(timed(timings)) < _NUM_EXPLORED:
-            if targets[at] > 2 * state["base"] and not _is_faster(timings, state["base"]):
-                at += 1  # the other end of the curve says more, and costs less
-                continue
+        at, num_known = state["explored"], len(_known(state))
+        while at < len(targets) and not self._is_explored(state, at):
             target = self._within(state, targets[at])
             is_there = observation.rounded(target) == observation.current
-            num = self._num_readings(state, observation, target, is_there=is_there)
+            num, enough = self._num_readings(state, observation, target, is_there=is_there)
             # A size that is not reached is waited for only as long as the size in force still moves.
             patience = _PATIENCE if is_there else _SETTLED if at == 0 else 2
             # Where not even the base is timed, nothing would be: another size is no use.
-            is_open = at > state["explored"] or state["waited"] < patience or (at == 0 and not timed(timings))
-            if num < ENOUGH and is_open:
-                words = f"timing {show(target)}, {num} of {ENOUGH} updates"
+            is_open = at > state["explored"] or state["waited"] < patience or (at == 0 and not num_known)
+            if num < enough and is_open:
+                words = f"timing {show(target)}, {num} of {enough} updates"
                 return ask(observation, {**state, "explored": at}, target, words)
             at += 1
-        if len(timed(timings)) < FEWEST:  # bounds or pauses kept the size; it may be free later
+        if num_known < FEWEST:  # bounds or pauses kept the size; it may be free later
             is_due = state["waited"] > _TRY_AGAIN * 4 ** state["moves"]
             again = {**state, "explored": 0 if is_due else at}
             return ask(observation, again, self._home(state), "no second size was timed, back to the base")
         return self._look({**state, "explored": None}, observation, is_first=True)
 
-    def _num_readings(self, state: State, observation: Observation, target: float, *, is_there: bool) -> int:
-        """Return how often a size was timed, as itself or as what batches of it are after a while."""
+    def _is_explored(self, state: State, at: int) -> bool:
+        """Return whether the curve is known well enough to compare sizes, after ``at`` sizes were tried."""
+        if state["readings"] and at < 2:
+            return spans_enough(token_timings(state["readings"]))
+        return len(_known(state)) >= FEWEST
+
+    def _num_readings(
+        self, state: State, observation: Observation, target: float, *, is_there: bool
+    ) -> tuple[int, int]:
+        """Return how often a size was timed, as itself or as what its batches are after a while, and what is enough."""
+        if state["readings"]:
+            is_base = target <= self._within(state, state["base"])
+            enough = _LENGTHS_OF_BASE if is_base else _LENGTHS_OF_OTHER
+            return (min(state["waited"] - 1, len(state["readings"])) if is_there else 0), enough
         num = num_readings(state["timings"], float(observation.rounded(target)))
         ran = self._amount(observation)
         if is_there and ran and state["waited"] > _SETTLED:
-            return max(num, num_readings(state["timings"], ran))
-        return num
+            num = max(num, num_readings(state["timings"], ran))
+        return num, ENOUGH
 
     def _look(self, state: State, observation: Observation, *, is_first: bool = False) -> Answer:
-        """Compare sizes at the noise scale as far as it is known."""
-        scale, is_sure, num_updates = _find_scale(state)
-        updates = f"{num_updates:.0f} updates"
-        if scale is None:
-            words = f"noise scale not reliable after {updates}"
-            if is_first:
-                return ask(observation, state, self._home(state), f"{words}, back to the base")
-            return need_two(observation, state) if lacks_noise(observation) else hold(observation, state, words)
-        state = {**state, "scale": scale if is_sure else None}
-        if self.unit == "tokens":
-            scale *= state["length"] or math.nan
-        best = self._best(state, observation, scale)
-        name = f"noise scale {'' if is_sure else 'at least '}{show(scale)} over {updates}"
-        if best.gain <= self.gain or not (is_sure or is_first or best.size > observation.current):
+        """Compare sizes at the noise scale as far as it is known, else at the base size."""
+        found = _find_scale(state)
+        if found.scale is None and lacks_noise(observation):
+            return need_two(observation, state)
+        state = {**state, "scale": found.scale if found.is_sure else None}
+        each = (state["length"] or math.nan) if self.unit == "tokens" else 1.0
+        scale, is_known = (found.scale or 0.0) * each, found.is_sure
+        # A base is chosen near the noise scale or below it: far above it would waste.
+        is_guess = not is_known and not scale > state["base"]
+        if is_guess:
+            scale = float(state["base"])
+            name = f"noise scale not known yet, taken as the base size, {show(scale)}"
+        else:
+            name = f"noise scale {'' if is_known else 'at least '}{show(scale)} over {found.num_updates:.0f} updates"
+        best = self._best(state, observation, scale, least=self._home(state) if is_guess else 1.0)
+        if not (is_known or is_guess or is_first) and best.size < observation.current:
+            # What is at least so much may be more; the time must demand a smaller size at several times as much too.
+            best = self._best(state, observation, _MORE * scale, least=best.size)
+        if best.gain <= self.gain:
             words = f"{name}, {show(best.size)} promises {best.gain:.3f} of the progress per second"
             return hold(observation, state, f"{words}, not above {show(self.gain)}")
         words = f"{name}: {best.speed:.2f} times the {self.unit} per second of {observation.current}"
         return ask(observation, state, best.size, f"{words}, each worth {best.worth:.2f}")
 
-    def _best(self, state: State, observation: Observation, scale: float) -> Comparison:
-        sizes = np.array([float(observation.current), *self._candidates(state)])
+    def _best(self, state: State, observation: Observation, scale: float, *, least: float) -> Comparison:
+        candidates = self._candidates(state)
+        sizes = np.array([float(observation.current), *candidates[candidates >= least]])
         speed = sizes / self._seconds(state, sizes)
         worth = (scale + state["base"]) / (scale + sizes)
         best = int(np.argmax(speed * worth))
@@ -249,12 +298,17 @@ class OnlineGoodput(ReasoningPolicy):
 
     def _candidates(self, state: State) -> FloatArray:
         low, high = self._limits(state)
-        candidates = np.unique(np.rint(np.geomspace(low, high, self.num_candidates)))
+        steps = np.geomspace(low, high, self.num_candidates)
+        candidates = np.unique(np.rint([*steps, self._home(state)]))
         if self.time is not None:
             return candidates
-        known = timed(state["timings"])
-        near = (candidates >= known[0]["work"] / _REACH) & (candidates <= known[-1]["work"] * _REACH)
-        return candidates[near]
+        known, (short, long) = _known(state), np.quantile(self._lengths(state), _USUAL)
+        is_near = (candidates * short >= known[0]["work"] / _REACH) & (candidates * long <= known[-1]["work"] * _REACH)
+        return np.asarray(candidates[is_near])
+
+    def _lengths(self, state: State) -> list[float]:
+        """Return the work of one unit of a size in recent updates."""
+        return state["lengths"] if state["readings"] and self.unit == "examples" else [1.0]
 
     def _limits(self, state: State) -> tuple[int, int]:
         base = state["base"]
@@ -271,6 +325,8 @@ class OnlineGoodput(ReasoningPolicy):
         return min(max(size, low), high)
 
     def _seconds(self, state: State, sizes: FloatArray) -> FloatArray:
+        if self.time is None and state["readings"]:
+            return mean_seconds(token_timings(state["readings"]), sizes, self._lengths(state))
         if self.time is None:
             return predict_seconds(state["timings"], sizes)
         each = state["length"] if self.unit == "tokens" else 1.0
@@ -307,10 +363,11 @@ def _find_scale(state: State) -> Evidence:
     return found._replace(scale=before, is_sure=True)
 
 
-def _is_faster(timings: list[Timing], base: float) -> bool:
-    """Return whether twice the base ran clearly more per second than the base; True if nobody can tell."""
-    paces = [timing["work"] / median(timing["seconds"]) for timing in timed(timings) if timing["work"] > base / 1.2]
-    return len(paces) < 2 or paces[1] > _FASTER * paces[0]
+def _known(state: State) -> list[Timing]:
+    """Return the amounts of work that are timed, smallest first."""
+    if state["readings"]:
+        return timed(token_timings(state["readings"]), ENOUGH_OF_TOKENS)
+    return timed(state["timings"])
 
 
 def _until_look(waited: int) -> int:

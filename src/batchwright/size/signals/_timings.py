@@ -28,6 +28,8 @@ _CHANGE = 0.2
 # How far a reading may be off: so many of its standard errors, at most this share of it.
 _SURE = 2.0
 _MOST_OFF = 0.1
+# Sizes this far apart, if there are such, say how fast the time rises: between near ones the clock's noise is larger.
+_APART = 1.9
 # Larger numbers are not exact as floats.
 LARGEST_SIZE = 2.0**53
 # The least number of sizes that a curve goes through.
@@ -86,40 +88,44 @@ def num_readings(timings: list[Timing], work: float) -> int:
     return sum(len(timing["seconds"]) for timing in timings if _is_near(timing, work))
 
 
-def timed(timings: list[Timing]) -> list[Timing]:
+def timed(timings: list[Timing], enough: int = ENOUGH) -> list[Timing]:
     """Return the sizes with enough readings, smallest first."""
-    return sorted((timing for timing in timings if len(timing["seconds"]) >= ENOUGH), key=lambda timing: timing["work"])
+    return sorted((timing for timing in timings if len(timing["seconds"]) >= enough), key=lambda timing: timing["work"])
 
 
-def predict_seconds(timings: list[Timing], sizes: FloatArray) -> FloatArray:
+def predict_seconds(
+    timings: list[Timing], sizes: FloatArray, *, enough: int = ENOUGH, most_off: float = _MOST_OFF
+) -> FloatArray:
     """Return the seconds of an update of each size; at least two sizes are timed.
 
     The curve is ``max(launch, constant + per_unit × size)``. Where a size was timed, the reading counts more than the
     curve, in the measure of its number of readings; between sizes the difference is interpolated. Below all of them
     nobody knows whether the time goes on falling: it is taken to fall as between the two smallest, so that a smaller
     size is tried once where that would pay. Above all of them it is taken to rise by as little as the readings of the
-    two largest allow: a try costs a few updates, and a curve taken for too steep costs the rest of the run.
+    two largest allow, each off by ``most_off`` of it at most: a try costs a few updates, and a curve taken for too
+    steep costs the rest of the run.
     """
-    known = timed(timings)
+    known = timed(timings, enough)
     works = np.array([timing["work"] for timing in known], dtype=np.float64)
     times = np.array([median(timing["seconds"]) for timing in known])
     curve = fit_step_seconds(works, times)
     trust = np.array([len(timing["seconds"]) / (len(timing["seconds"]) + ENOUGH) for timing in known])
     off = trust * np.log(times / curve.predict(works))
     seconds = curve.predict(sizes) * np.exp(np.interp(np.log(sizes), np.log(works), off))
-    slope = max(0.0, float((times[1] - times[0]) / (works[1] - works[0])))
+    slope = max(0.0, float((times[1] - times[0]) / max(works[1] - works[0], 1e-9 * works[1])))
     falling = np.maximum(times[0] - slope * (works[0] - sizes), times[0] * sizes / works[0])
     seconds = np.where(sizes < works[0], np.minimum(seconds, falling), seconds)
-    rising = times[-1] + _least_rise(known) * (sizes - works[-1])
+    rising = times[-1] + _least_rise(known, most_off) * (sizes - works[-1])
     return np.where(sizes > works[-1], np.minimum(seconds, rising), seconds)
 
 
-def _least_rise(known: list[Timing]) -> float:
+def _least_rise(known: list[Timing], most_off: float) -> float:
     """Return the least seconds per unit of work between the two largest sizes that their readings allow."""
     last = known[-1]
-    before = [timing for timing in known[:-1] if not _is_near(timing, last["work"])] or known[:1]
+    apart = [timing for timing in known[:-1] if timing["work"] <= last["work"] / _APART]
+    before = apart or [timing for timing in known[:-1] if not _is_near(timing, last["work"])] or known[:1]
     (low, low_off), (high, high_off) = (summarize(timing["seconds"]) for timing in (before[-1], last))
-    low_off, high_off = (min(_SURE * off, _MOST_OFF) for off in (low_off, high_off))
+    low_off, high_off = (min(_SURE * off, most_off) for off in (low_off, high_off))
     return max(0.0, (high * (1 - high_off) - low * (1 + low_off)) / (last["work"] - before[-1]["work"]))
 
 

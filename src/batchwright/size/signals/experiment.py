@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from ..._checks import as_number, is_number
+from ..._checks import as_number, float_of, is_number
 from ..._types import FloatArray
 from ...errors import ArgumentError
 from ..observation import Observation
@@ -72,7 +72,8 @@ class Measured(ReasoningPolicy):
                 break
             taken.append(factor)
         best = taken[-1]
-        words = f"{found.num_pairs} pairs at level {show(self.level)}: {'; '.join(said)}"
+        about = "; ".join(said) or "no factor above 1 was tried, nothing to compare"
+        words = f"{found.num_pairs} pairs at level {show(self.level)}: {about}"
         if best == 1:
             return hold(observation, state, words)
         size = observation.exact * best
@@ -170,12 +171,15 @@ class _Experiment:
             than = f"{show(self._seconds[slower[0]])} s at {show(slower[0])}"
             return False, f"{name} took longer for the same examples, {show(seconds)} s and not {than}"
         bases = [self._at(rival, seconds) for rival in rivals]
-        if not np.isfinite([self.before.sum(), *map(np.sum, bases)]).all():
-            return False, "the loss was infinite before or at a smaller size, nothing to compare"
-        found = [
-            _compare(losses, base, self.before, rival=self._name(rival, seconds), level=level, tolerance=tolerance)
-            for rival, base in zip(rivals, bases, strict=True)
-        ]
+        if not all(np.isfinite(known).all() for known in (self.before, *bases)):
+            return False, "the loss was not finite before or at a smaller size, nothing to compare"
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is said in words
+            found = [
+                _compare(losses, base, self.before, rival=self._name(rival, seconds), level=level, tolerance=tolerance)
+                for rival, base in zip(rivals, bases, strict=True)
+            ]
+        if not all(math.isfinite(figure) for verdict in found for figure in verdict[1:]):
+            return False, "the losses are too large to compare, their differences are not finite"
         about = ", ".join(verdict.words for verdict in found)
         is_good = all(verdict.is_good for verdict in found)
         return is_good, f"after {show(seconds)} s: {show(losses.mean())} at {name}, {about}"
@@ -246,7 +250,7 @@ def _by_factor(name: str, given: Mapping[str, Any], factors: list[float]) -> dic
     """Return what is given by factor; JSON turns the keys into texts."""
     try:
         found = {float(factor): value for factor, value in given[name].items()}
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, OverflowError):
         found = {}
     if found.keys() != set(factors):
         raise ArgumentError(f"the {name} of an experiment must be a dict by factor, one for each of {factors}")
@@ -256,7 +260,10 @@ def _by_factor(name: str, given: Mapping[str, Any], factors: list[float]) -> dic
 def _losses(name: str, given: Any) -> FloatArray:
     if not isinstance(given, list | tuple) or not given or not all(map(is_number, given)):
         raise ArgumentError(f"{name} must be a list of numbers, got {given!r}")
-    return np.array(given, dtype=np.float64)
+    values = [float_of(loss) for loss in given]
+    if any(math.isinf(value) and value != loss for value, loss in zip(values, given, strict=True)):
+        raise ArgumentError(f"{name} must be numbers within the range of a float, got one beyond 1.8e308")
+    return np.array(values)
 
 
 def _curve(factor: float, given: Any, *, end: list[Any]) -> tuple[FloatArray, FloatArray]:

@@ -92,12 +92,17 @@ def goodput(
     A larger batch runs more examples per second, but each of them is worth less. The size changes only for a goodput of
     more than ``gain`` times the goodput of the size in force, so it does not swing.
 
-    Without a ``time_model`` the seconds are learned from the updates themselves: the base, twice and four times the
-    base run for a few updates each (half of the base, where twice the base is hardly faster), then every update that
-    runs is read. A size is at most twice as large or half as large as those that were timed, and its time is taken to
-    rise by as little as the readings allow. While the noise is not reliable, the size grows only if that
-    pays at the least noise scale that is likely, ``S / (G2 + 2 standard errors)``; otherwise it holds. Where ``G2`` has
-    surely left its average, as it does early in training, the newest twelve measured updates count alone.
+    Without a ``time_model`` the seconds are learned from the updates themselves. Where updates tell their tokens, the
+    time is learned as a function of them, and a size is expected to take the mean over the tokens per example of recent
+    updates; lengths that differ by a factor of 4 give the whole curve while the base runs. Otherwise the base and twice
+    the base run for a few updates each, then every update that runs is read. A size has at most twice as much work, or
+    half as much, as what was timed. Padding takes time too: let ``Stepper(tokens_of=…)`` count it, if batches differ in
+    it.
+
+    Until the noise is reliable, the noise scale is taken to be the base size, or the least that is likely,
+    ``S / (G2 + 2 standard errors)``, if that is more: whoever chose the base tried not to waste examples. A size below
+    the base is not taken before. Where ``G2`` has surely left its average, as it does early in training, the newest
+    twelve measured updates count alone.
 
     Couple the learning rate to the size, e.g. ``Stepper(lr_rule="sqrt", beta2_rule="half_life", base_size=…)`` for
     Adam: the formula of the efficiency assumes a rate that follows.
@@ -123,7 +128,7 @@ def goodput(
 
     Returns:
         A policy that needs ``noise_s``, ``noise_g2`` and ``batch_size``; ``seconds`` without a time model; and tokens
-        if it counts in them or asks a time model without a length.
+        if it counts in them or asks a time model without a length. It uses ``batch_tokens`` wherever they come.
 
     >>> class Seconds:
     ...     def predict(self, shapes):
@@ -141,9 +146,9 @@ def goodput(
     >>> controller = BatchSizeController(goodput(), min_size=16, max_size=4096, initial=64)
     >>> for _ in range(40):
     ...     size = controller.size
-    ...     _ = controller.observe(batch_size=size, noise_s=800.0, noise_g2=2.0, seconds=0.1 + 0.001 * size)
+    ...     _ = controller.observe(batch_size=size, noise_s=1600.0, noise_g2=2.0, seconds=0.1 + 0.001 * size)
     >>> print(*(decision.new for decision in controller.history))
-    128 256
+    128 249
     """
     check_choice("unit", unit, get_args(SizeUnit))
     first = None if base_size is None else _as_count("base_size", base_size)

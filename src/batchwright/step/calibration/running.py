@@ -206,14 +206,15 @@ class Prober:
 
     def _seconds(self, shape: Shape) -> float:
         drop_gradients(self._drop_gradients_of)
-        _synchronize(self._device)
+        synchronize(self._device)
         start = self._clock()
         self._run(shape)
-        _synchronize(self._device)
+        synchronize(self._device)
         return max(self._clock() - start, 1e-9)  # a clock may be too coarse to see it
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_module
 
 from ..._ranks import is_expanded
 from .._gradients import is_of_several
@@ -19,6 +19,10 @@ from ._reach import MODULE_OWN, PLAIN, Reach, is_same, names_in_installed
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
+# Hooks on all modules; torch changes these dicts in place. Its own function for this came with torch 2.8.
+_GLOBAL_HOOKS = tuple(
+    getattr(torch_module, f"_global_{name}_hooks") for name in ("backward_pre", "backward", "forward_pre", "forward")
+)
 _COLLECTING = "transformers.utils.output_capturing"
 _SHAPE, _REQUIRES_GRAD = attrgetter("shape"), attrgetter("requires_grad")
 _BACKWARD_HOOKS = attrgetter("_backward_hooks")
@@ -85,7 +89,7 @@ class Watch:
     @property
     def change(self) -> str | None:
         """Return what is not as it was, for people, or None."""
-        if (any(self._hooks) and any(map(_are_foreign, self._hooks))) or _has_any_global_hook():
+        if (any(self._hooks) and any(map(_are_foreign, self._hooks))) or any(_GLOBAL_HOOKS):
             return "hooks"
         if _shared_hooks(self._trained):
             return "hooks"
@@ -224,7 +228,7 @@ def hooks_of(module: nn.Module, trained: Sequence[nn.Parameter] = ()) -> str | N
     for name, part in module.named_modules():
         if any(_are_foreign(getattr(part, hooks, {})) for hooks in _HOOKS):
             return f"{name or type(part).__name__} has hooks, which do not run at a replay"
-    return "hooks on all modules do not run at a replay" if _has_any_global_hook() else None
+    return "hooks on all modules do not run at a replay" if any(_GLOBAL_HOOKS) else None
 
 
 def unfit(parameters: Sequence[Tensor]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from .meter import SMALL_ON_CPU, GradientNorms, Norms, Squares, marked, square_o
 # How far the sum over examples may be off the gradient of a vector: rounding, by the type that gradients come in.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _USUAL_TOLERANCE = 2e-3
+# Rows of one shape are copied into one tensor, so that a call takes the norms of all vectors. On a GPU a call costs
+# more than a copy of so many numbers; on a CPU that holds for fewer.
+_SMALL = 1 << 22
 INSTEAD = "use noise_from='all'"
 _COMPILED = "torch.compile runs its module without hooks"
 _ELSEWHERE = "its gradient does not come from a call of its module that runs hooks; compiled modules run none"
@@ -53,8 +56,9 @@ class VectorNorms(Norms):
 
     Hooks are there only from ``begin`` to ``end``. Every micro-batch compares the sum over examples with the gradient
     of the vector itself. Updates that also measure the whole gradient wait for the device to do so, and leave out what
-    is off. Others wait for nothing: the last entry of ``total`` counts the vectors that are off. A vector that is used
-    twice is left out: its rows may come in another order the second time, and the sum over them does not show that.
+    is off. Others wait for nothing: for every vector ``total`` holds ``sum |h_e|²``, then the square of the gap between
+    the two, then that of the vector's own gradient, and who reads them looks at the gap. A vector that is used twice is
+    left out: its rows may come in another order the second time, and the sum over them does not show that.
 
     Args:
         model: whose modules are tapped.
@@ -63,6 +67,7 @@ class VectorNorms(Norms):
         taps: the modules.
         vectors: their parameters.
         whole: measures the whole gradient too, None in most updates.
+        tolerances: how far the sum over examples may be off in each vector, as a share.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,7 +78,6 @@ class VectorNorms(Norms):
         self._handles: list[RemovableHandle] = []
         self._rows: list[Tensor | None] | None = None  # the gradient of every example in each vector, while open
         self._own: dict[int, Tensor] = {}  # gradients of the vectors themselves, by place
-        self._dtypes: dict[int, torch.dtype] = {}
         self._num_rows = 0
         self._late: str | None = None  # what went wrong in this micro-batch, after vectors were checked
 
@@ -83,6 +87,7 @@ class VectorNorms(Norms):
         self.taps = [tap for tap in taps if tap.vector is not None]
         self.vectors = list(vectors)
         self._places = {id(vector.parameter): place for place, vector in enumerate(self.vectors)}
+        self.tolerances = [_USUAL_TOLERANCE] * len(self.vectors)
 
     def spread(self, places: Sequence[int], num_modules: int) -> list[int]:
         """Return the places of vectors in at most so many modules, spread evenly over the model."""
@@ -95,8 +100,8 @@ class VectorNorms(Norms):
 
     @property
     def num_groups(self) -> int:
-        """Return how many sums there are: of the whole gradient and each vector; or of all, and how many are off."""
-        return 2 if self.whole is None else 1 + len(self.vectors)
+        """Return how many sums there are: three for each vector, or one and that of the whole gradient."""
+        return 3 * len(self.vectors) if self.whole is None else 1 + len(self.vectors)
 
     def check_model(self) -> None:
         """Refuse a model that mixes the examples of a batch."""
@@ -137,7 +142,7 @@ class VectorNorms(Norms):
         """Put the hooks on the modules."""
         self._close()
         self._rows, self._own, self._num_rows = [None] * len(self.vectors), {}, num_rows
-        self._dtypes, self._late = {}, None
+        self._late = None
         self._handles = [tap.module.register_forward_hook(partial(self._look, tap)) for tap in self.taps]
         self._handles += [
             one.parameter.register_hook(marked(partial(self._note, place))) for place, one in enumerate(self.vectors)
@@ -147,7 +152,8 @@ class VectorNorms(Norms):
 
     def _look(self, tap: Tap, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Ask for the gradient of a module's output."""
-        if not isinstance(output, Tensor) or not output.requires_grad:
+        node = output.grad_fn if isinstance(output, Tensor) else None
+        if node is None:
             return  # the first pass of a reentrant checkpoint is one; the second comes during the backward pass
         if torch.compiler.is_compiling():
             self._refuse(tap, _COMPILED)
@@ -160,14 +166,17 @@ class VectorNorms(Norms):
         elif shape[tap.axis] != width:
             self._refuse(tap, f"its output of shape {tuple(shape)} has no {width} features at axis {tap.axis}")
         elif tap.scale is None:
-            output.register_hook(partial(self._take, tap, None, 0))
+            # The hook of a node sees what that of its output would, and costs less to make.
+            node.register_prehook(partial(self._take, tap, None, 0, output.output_nr))
         elif isinstance(inputs, Tensor) and inputs.shape == shape:
-            output.register_hook(partial(self._take, tap, inputs.detach(), inputs._version))
+            node.register_prehook(partial(self._take, tap, inputs.detach(), inputs._version, output.output_nr))
 
-    def _take(self, tap: Tap, inputs: Tensor | None, version: int, gradient: Tensor) -> None:
-        """Keep the gradients of the examples in a call of a module."""
-        place = self._places.get(id(tap.vector))
-        if self._rows is None or place is None:
+    def _take(
+        self, tap: Tap, inputs: Tensor | None, version: int, number: int, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """Keep the gradients of the examples in a call of a module, from that of one of a node's outputs."""
+        place, gradient = self._places.get(id(tap.vector)), gradients[number]
+        if self._rows is None or place is None or gradient is None:
             return
         if inputs is not None and inputs._version != version:
             self._refuse(tap, "its input was changed in place after it ran")
@@ -175,14 +184,15 @@ class VectorNorms(Norms):
             self._refuse(tap, "it is used more than once, and the rows of one call may be in another order")
         else:
             self._rows[place] = tap.rows_of(gradient, inputs)
-            self._dtypes[place] = gradient.dtype
+            self.tolerances[place] = _TOLERANCE.get(gradient.dtype, _USUAL_TOLERANCE)
 
     def _note(self, place: int, gradient: Tensor) -> None:
         """Keep the gradient of a vector, to compare it with the sum over examples."""
         if self._rows is not None:
             before = self._own.get(place)
-            # While somebody holds it, autograd adds it to others but changes it no more.
-            self._own[place] = gradient if before is None else before + gradient
+            # Autograd would copy a gradient that somebody else holds; of this one it makes .grad itself. It changes
+            # that only if the same pass adds to it, and then the examples do not add up to it anyway.
+            self._own[place] = gradient.detach() if before is None else before + gradient
 
     def _refuse(self, tap: Tap, reason: str) -> None:
         """Leave the vector of a module out while it is checked; later it is too late for that."""
@@ -205,47 +215,52 @@ class VectorNorms(Norms):
                 self._refuse_vector(vector, _ELSEWHERE)
         if self._late is not None:
             raise ArgumentError(self._late)
-        compared = self._compare(rows)
+        seen = [place for place, one in enumerate(rows) if one is not None and place in self._own]
+        found = self._figures(rows, seen)
         self._own = {}
         if whole is not None:
             whole.end(num_examples)
-            self._judge(compared)
+            self._judge(found, seen)
         if num_examples == 0 or not rows:
             return
-        if whole is None:
-            share = _sums_of(compared)
-        else:
-            share = self._squares(rows)
-            first = share.new_zeros(1) if whole.total is None else whole.total.to(share)
-            share = torch.cat([first, share])
+        share = found.flatten()
+        if whole is not None:
+            first = found.new_zeros(1) if whole.total is None else whole.total.to(found)
+            share = torch.cat([first, found[0]])
             whole.reset()
         self.total = share if self.total is None else self.total + share
 
-    def _compare(self, rows: Sequence[Tensor | None]) -> list[_Compared]:
-        """Compare the sums over examples with the gradients of the vectors, those of one shape in one go."""
+    def _figures(self, rows: Sequence[Tensor | None], seen: Sequence[int]) -> Tensor:
+        """Return a row of each of the sums of ``total``, with a column per vector; those of one shape in one go."""
         alike: dict[tuple[Any, ...], list[int]] = {}
-        for place, one in enumerate(rows):
-            if one is not None and place in self._own:
-                # What is large costs more to copy than a few calls more.
-                apart = place if one.numel() > SMALL_ON_CPU else None
-                tolerance = _TOLERANCE.get(self._dtypes[place], _USUAL_TOLERANCE)
-                alike.setdefault((one.shape, one.dtype, one.device, tolerance, apart), []).append(place)
-        return [
-            _Compared.of(places, [one for place in places if (one := rows[place]) is not None], self._own, key[3])
-            for key, places in alike.items()
+        found = {place: one for place in seen if (one := rows[place]) is not None}
+        for place, one in found.items():
+            alike.setdefault((one.shape, one.dtype, one.device, self._own[place].dtype), []).append(place)
+        norms = [
+            _norms_of([found[place] for place in places], [self._own[place] for place in places])
+            for places in alike.values()
         ]
+        if len(norms) == 1 and len(seen) == len(rows):
+            return norms[0].to(_wide(norms[0].device)).square()
+        device = norms[0].device if norms else self.vectors[0].parameter.device
+        columns = [torch.zeros(3, dtype=_wide(device), device=device)] * len(self.vectors)
+        for places, one in zip(alike.values(), norms, strict=True):
+            for place, column in zip(places, one.to(columns[0]).unbind(1), strict=True):
+                columns[place] = column
+        return torch.stack(columns, dim=1).square()
 
-    def _judge(self, compared: Sequence[_Compared]) -> None:
+    def _judge(self, found: Tensor, seen: Sequence[int]) -> None:
         """Leave out the vectors whose examples do not add up; this waits for the device."""
-        for one in compared:
-            figures = torch.stack([one.gaps, one.sizes, one.bounds], dim=1).tolist()
-            for place, (gap, size, bound) in zip(one.places, figures, strict=True):
-                vector = self.vectors[place]
-                if math.isfinite(gap) and gap > bound:
-                    text = f"the gradients of its examples add up to one that is {gap:.2g} off {size:.2g}"
-                    self._refuse_vector(vector, text)
-                elif math.isfinite(gap):
-                    vector.sizes.add(self._num_rows)
+        figures = found.T.tolist() if seen else []
+        for place in seen:
+            squares, gap, own = figures[place]
+            if not math.isfinite(gap):
+                continue
+            if is_off(squares, gap, own, self.tolerances[place]):
+                off = f"{math.sqrt(gap):.2g} off {math.sqrt(own):.2g}"
+                self._refuse_vector(self.vectors[place], f"the gradients of its examples add up to one that is {off}")
+            else:
+                self.vectors[place].sizes.add(self._num_rows)
 
     def _squares(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return the squared norm of each vector, or of all together where the whole gradient is not measured."""
@@ -282,39 +297,24 @@ class VectorNorms(Norms):
         self._handles, self._rows = [], None
 
 
-class _Compared(NamedTuple):
-    """Some vectors, and how far the gradients of their examples are off their own."""
+def is_off(rows: float, gap: float, own: float, tolerance: float) -> bool:
+    """Return whether a vector's examples do not add up, from the three squares that ``VectorNorms.total`` has of it.
 
-    places: list[int]
-    squares: Tensor  # sum of |h_e|² of each
-    gaps: Tensor  # between the sum over examples and the gradient of the vector
-    sizes: Tensor  # of the latter
-    bounds: Tensor  # how large a gap may be
-
-    @classmethod
-    def of(cls, places: list[int], rows: list[Tensor], own: dict[int, Tensor], tolerance: float) -> _Compared:
-        """Compare vectors whose rows have one shape."""
-        if len(rows) == 1:
-            all_rows, squares = rows[0][None], square_of(rows[0])[None]
-            all_own = own[places[0]][None]
-        else:
-            all_rows = torch.stack(rows)
-            flat = all_rows.view(len(rows), -1)
-            squares = torch.linalg.vecdot(flat, flat)
-            all_own = torch.stack([own[place] for place in places])
-        own_in_kind = all_own.to(all_rows.dtype)
-        gaps = torch.linalg.vector_norm(all_rows.sum(1) - own_in_kind, dim=1)
-        sizes = torch.linalg.vector_norm(own_in_kind, dim=1)
-        return cls(places, squares, gaps, sizes, (sizes + squares.sqrt()) * tolerance)
+    Squares may be summed over micro-batches and ranks: what is within bounds in each of them stays so in their sum.
+    """
+    return math.sqrt(gap) > tolerance * (math.sqrt(own) + math.sqrt(rows))
 
 
-def _sums_of(compared: Sequence[_Compared]) -> Tensor:
-    """Return the sum of all squares and the number of vectors that are off, in one tensor."""
-    shares = [torch.stack([one.squares.sum(), (one.gaps > one.bounds).sum().to(one.squares)]) for one in compared]
-    if not shares:
-        return torch.zeros(2, dtype=torch.float64)
-    wide = torch.float32 if shares[0].device.type == "mps" else torch.float64
-    total = shares[0].to(wide)
-    for share in shares[1:]:
-        total = total + share.to(total)
-    return total
+def _norms_of(rows: Sequence[Tensor], own: Sequence[Tensor]) -> Tensor:
+    """Return the norms of the rows, of what their sum is off and of the own gradients, of vectors of one shape."""
+    if rows[0].numel() > (SMALL_ON_CPU if rows[0].is_cpu else _SMALL):
+        norms, sums = torch.stack([square_of(one) for one in rows]).sqrt(), torch.stack([one.sum(0) for one in rows])
+    else:
+        all_rows = torch.stack(tuple(rows))
+        norms, sums = torch.linalg.vector_norm(all_rows.flatten(1), dim=1), all_rows.sum(1)
+    mine = torch.stack(tuple(own)).to(sums.dtype)
+    return torch.stack([norms, *(torch.linalg.vector_norm(one, dim=1) for one in (sums.sub_(mine), mine))])
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # Metal has no float64

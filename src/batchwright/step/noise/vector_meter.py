@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -15,7 +16,7 @@ from ..._checks import as_state
 from ..._ranks import Ranks
 from ...errors import ArgumentError, StateMismatchError
 from ...size.noise import NoiseAverage, NoiseRatio, estimate_noise
-from ._taps import INSTEAD, Vector, VectorNorms
+from ._taps import INSTEAD, Vector, VectorNorms, is_off
 from ._vectors import find_taps
 from .meter import GradientNorms, Meter, NoiseReport
 
@@ -131,15 +132,17 @@ class VectorMeter(Meter):
         is_whole = self.norms.whole is not None and num_parts >= 2
         if num_examples < 2 or (self._chosen is None and not is_whole):
             return None
-        places = None if self._chosen is None else [1 + place for place in self._chosen]
-        if self.norms.whole is None:
-            places = [0]  # one sum of all vectors
-            if q.is_cpu and q[-1] > 0:
-                self._must_check = True
-                raise ArgumentError(self._off())
-        sample = _Sample(
-            q, self.norms.of_gradients(), q_factor, gb_factor, num_examples, num_parts if is_whole else 0, places
-        )
+        num = num_parts if is_whole else 0
+        if self.norms.whole is not None:
+            places = None if self._chosen is None else [1 + place for place in self._chosen]
+            sample = _Sample(q, self.norms.of_gradients(), q_factor, gb_factor, num_examples, num, places)
+            return self._keep(sample)
+        # The gradient of the only micro-batch is that of the update, and its norms were taken.
+        gb = None if num_parts == 1 else self.norms.of_gradients()
+        sample = _Sample(q, gb, q_factor, gb_factor, num_examples, num, tolerances=list(self.norms.tolerances))
+        if q.is_cpu and sample.is_off:
+            self._must_check = True
+            raise ArgumentError(self._off())
         return self._keep(sample)
 
     def _off(self) -> str:
@@ -238,33 +241,50 @@ class VectorMeter(Meter):
 class _Sample:
     """The measurements of one update, and its report after they were read."""
 
-    q: Tensor  # of all vectors, then how many are off; or of the whole gradient, then of each vector
-    gb: Tensor  # the same for the squared norm of the summed gradient
+    q: Tensor  # three sums of each vector; or of the whole gradient, then of each vector
+    gb: Tensor | None  # the squared norm of the summed gradient: of all vectors; or as in q. None: see q
     q_factor: float
     gb_factor: float
     num_examples: int
     num_parts: int  # of the whole gradient, 0 if it was not measured
-    places: list[int] | None  # of the vectors that count
+    places: list[int] | None = None  # of the vectors that count, where the whole gradient was measured
+    tolerances: list[float] | None = None  # of the vectors, where they alone were measured
     report: NoiseReport | None = None
 
-    @property
+    @cached_property
+    def _values(self) -> tuple[list[float], list[float]]:
+        """Return what was measured, in one copy from the device."""
+        both = self.q if self.gb is None else torch.cat([self.q, self.gb.to(self.q)])
+        values = both.tolist()
+        return values[: len(self.q)], values[len(self.q) :]
+
+    @cached_property
     def is_off(self) -> bool:
         """Return whether examples did not add up, where vectors alone were measured."""
-        return self.places == [0] and float(self.q[-1]) > 0
+        if self.tolerances is None:
+            return False
+        q, num = self._values[0], len(self.tolerances)
+        return any(map(is_off, q[:num], q[num : 2 * num], q[2 * num :], self.tolerances))
 
     def whole(self) -> tuple[float, float] | None:
         """Return ``s`` and ``g2`` of the whole gradient, from micro-batches."""
-        return self._estimate([0], self.num_parts) if self.num_parts else None
+        q, gb = self._values
+        return self._estimate(q[0], gb[0], self.num_parts) if self.num_parts else None
 
     def vectors(self) -> tuple[float, float] | None:
         """Return ``s`` and ``g2`` of the vectors, from single examples."""
-        return None if self.places is None else self._estimate(self.places, self.num_examples)
+        q, gb = self._values
+        if self.tolerances is not None:
+            num = len(self.tolerances)
+            # Sums over micro-batches carry q_factor, which has the square of the number of examples too much.
+            own = sum(q[2 * num :]) * self.q_factor / self.num_examples**2 / self.gb_factor
+            return self._estimate(sum(q[:num]), own if self.gb is None else gb[0], self.num_examples)
+        if self.places is None:
+            return None
+        sums = [sum(values[place] for place in self.places) for values in (q, gb)]
+        return self._estimate(sums[0], sums[1], self.num_examples)
 
-    def _estimate(self, places: list[int], num_parts: int) -> tuple[float, float]:
-        q, gb = self.q.tolist(), self.gb.tolist()
+    def _estimate(self, q: float, gb: float, num_parts: int) -> tuple[float, float]:
         return estimate_noise(
-            sum(q[place] for place in places) * self.q_factor,
-            sum(gb[place] for place in places) * self.gb_factor,
-            num_examples=self.num_examples,
-            num_parts=num_parts,
+            q * self.q_factor, gb * self.gb_factor, num_examples=self.num_examples, num_parts=num_parts
         )

@@ -1,0 +1,276 @@
+"""What ``budget="auto"`` needs besides the search: a cache on disk, ranks that agree, a line that tells the result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .._files import make_folder, write_atomic
+from .._types import IntArray
+from ..errors import ArgumentError, BatchwrightError
+from ..plan.budget import Budget
+from ..step.calibration.finding import ALONE, Agreement, limit_bytes
+from ..step.calibration.found import FoundBudget
+from ..step.memory.monitor import MemoryMonitor
+from ._failures import raise_together
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+BudgetChoice: TypeAlias = "Budget | Literal['auto']"
+
+_KIND, _VERSION = "batchwright.budget", 1
+_PACKAGES = ("batchwright", "torch", "transformers", "accelerate", "lightning")
+_QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+# With this much more memory than there was, larger batches have to be measured.
+_MORE_MEMORY = 1.1
+
+
+def is_auto_budget(budget: Any) -> bool:
+    """Say whether a budget is to be found; refuse any other text."""
+    if isinstance(budget, str) and budget != AUTO:
+        raise ArgumentError(f"budget must be a budget such as MaxTokens(8192), or 'auto', got {budget!r}")
+    return isinstance(budget, str)
+
+
+def cache_folder() -> Path:
+    """Return where budgets are kept: ``$XDG_CACHE_HOME/batchwright``, or ``~/.cache/batchwright``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # A relative path is to be ignored, says the specification.
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "batchwright"
+
+
+def agreement_of(device: torch.device, world_size: int) -> Agreement:
+    """Return how the ranks of the default process group agree."""
+    if world_size == 1:
+        return ALONE
+
+    def largest(values: list[float]) -> list[float]:
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        packed = torch.tensor(values, dtype=wide, device=device)
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+        return packed.tolist()
+
+    return Agreement(largest, lambda error: raise_together(error, device, world_size=world_size))
+
+
+def monitor_of(device: torch.device, given: MemoryMonitor | None) -> MemoryMonitor | None:
+    """Return what reads memory; on a CPU nothing does unless it is given, as running out there ends the process."""
+    return given if given is not None or device.type == "cpu" else MemoryMonitor(device)
+
+
+# The key
+
+
+def describe_model(model: nn.Module) -> dict[str, Any]:
+    """Return what the cost of a model depends on, as JSON values."""
+    config = getattr(model, "config", None)
+    text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else repr(config)
+    parameters = [
+        [name, list(parameter.shape), str(parameter.dtype), parameter.requires_grad]
+        for name, parameter in model.named_parameters()
+    ]
+    return {
+        "class": _name_of(type(model)),
+        "config": _digest(text),
+        "attention": str(getattr(config, "_attn_implementation", None)),
+        "parameters": _digest(json.dumps(parameters)),
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "gradient_checkpointing": bool(getattr(model, "is_gradient_checkpointing", False)),
+        "modules": _digest(json.dumps([[name, _name_of(type(part))] for name, part in model.named_modules()])),
+    }
+
+
+def describe_lengths(lengths: IntArray) -> dict[str, Any]:
+    """Return the quantiles of lengths, and the order of their number.
+
+    >>> describe_lengths(np.array([[3], [5], [9]]))
+    {'quantiles': [[3, 3, 3, 5, 9, 9, 9]], 'number': '2 bits'}
+    """
+    found = np.quantile(lengths, _QUANTILES, axis=0, method="inverted_cdf").astype(int)
+    return {"quantiles": found.T.tolist(), "number": f"{len(lengths).bit_length()} bits"}
+
+
+def describe_device(device: torch.device) -> list[Any]:
+    """Return the name of a device, and its memory or its threads."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return [found.name, found.total_memory]
+    return [device.type, f"{platform.machine()} {platform.processor()}", torch.get_num_threads(), os.cpu_count()]
+
+
+def describe_packages() -> dict[str, str | None]:
+    """Return the versions of what runs a step."""
+    return {name: _version_of(name) for name in _PACKAGES}
+
+
+def _version_of(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+# The cache
+
+
+def read_cached(key: Mapping[str, Any], limit: int | None) -> FoundBudget | None:
+    """Return the budget that was found under a key, None if there is none that can be used.
+
+    Args:
+        key: as JSON values.
+        limit: the memory there is now; with much more than there was, the budget is found again.
+    """
+    try:
+        entry = json.loads(_path_of(key).read_text(encoding="utf-8"))
+        if (entry["kind"], entry["version"], entry["key"]) != (_KIND, _VERSION, _plain(key)):
+            return None
+        before = entry["limit_bytes"]
+        if (before is None) != (limit is None) or (limit is not None and limit > _MORE_MEMORY * before):
+            return None
+        return FoundBudget.from_json(json.dumps(entry["budget"])).within(limit)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, BatchwrightError) as error:
+        logger.info("No budget was read from %s: %s", cache_folder(), error)
+        return None
+
+
+def write_cached(key: Mapping[str, Any], limit: int | None, budget: FoundBudget) -> None:
+    """Keep a budget under a key; a cache that cannot be written is no error."""
+    entry = {"kind": _KIND, "version": _VERSION, "key": key, "limit_bytes": limit}
+    try:
+        make_folder(_path_of(key).parent)
+        text = json.dumps({**entry, "budget": json.loads(budget.to_json())}, indent=1)
+        write_atomic(_path_of(key), text)
+    except (OSError, RuntimeError, BatchwrightError) as error:
+        logger.info("The budget is not kept: %s", error)
+
+
+def _path_of(key: Mapping[str, Any]) -> Path:
+    return cache_folder() / "budgets" / f"{_digest(json.dumps(_plain(key), sort_keys=True))}.json"
+
+
+def _plain(key: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(key, sort_keys=True))
+
+
+@final
+class BudgetFinder:
+    """Finds budgets: from this process, from the disk, or by a search; all ranks get the same one.
+
+    Attributes:
+        checkpoint: the folder that a training resumes from, None if it begins.
+        evaluation: budgets without a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.checkpoint: str | None = None
+        self.evaluation: dict[Any, Budget] = {}  # by the longest lengths, and what is returned
+        self._known: dict[str, FoundBudget] = {}
+
+    def find(
+        self,
+        key: Mapping[str, Any],
+        search: Callable[[], FoundBudget],
+        *,
+        device: torch.device,
+        monitor: MemoryMonitor | None,
+        reserved_bytes: int,
+        agreement: Agreement,
+        world_size: int,
+    ) -> tuple[FoundBudget, bool]:
+        """Return a budget, and whether it was known. A collective.
+
+        Args:
+            key: what the budget depends on, as JSON values, besides the devices.
+            search: measures batches; a collective.
+            device: of this rank.
+            monitor: of its memory.
+            reserved_bytes: what training needs besides batches.
+            agreement: of the ranks.
+            world_size: number of ranks.
+        """
+        keys = _gather({**_plain(key), "device": describe_device(device)}, world_size)
+        whole = {"world_size": world_size, "ranks": keys if any(one != keys[0] for one in keys) else keys[:1]}
+        limit = limit_bytes(monitor, reserved_bytes, agreement)
+        name = json.dumps([_plain(whole), limit])
+        text = None
+        if dist_rank(world_size) == 0:
+            known = self._known[name] if name in self._known else read_cached(whole, limit)
+            text = None if known is None else known.to_json()
+        (text,) = _broadcast([text], world_size)
+        is_known = text is not None
+        found = search() if text is None else FoundBudget.from_json(text)
+        self._known[name] = found
+        if not is_known and dist_rank(world_size) == 0:
+            write_cached(whole, limit, found)
+        return found, is_known
+
+
+def dist_rank(world_size: int) -> int:
+    """Return the rank of this process."""
+    return 0 if world_size == 1 else dist.get_rank()
+
+
+def _gather(value: Any, world_size: int) -> list[Any]:
+    found = [value] * world_size
+    if world_size > 1:
+        dist.all_gather_object(found, value)
+    return found
+
+
+def _broadcast(values: list[Any], world_size: int) -> list[Any]:
+    if world_size > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values
+
+
+# What is told
+
+
+def tell(budget: FoundBudget, lengths: IntArray, *, how: str, is_shown: bool) -> None:
+    """Log the budget in one line: how many examples of the median and the longest length, and what limits them."""
+    order = np.argsort(lengths.sum(axis=1, dtype=np.int64), kind="stable")
+    rows = lengths[order[[len(order) // 2, -1]]]
+    shares = {row: _share_of(budget, row, len(lengths)) for row in dict.fromkeys(map(tuple, rows.tolist()))}
+    reasons = list(dict.fromkeys(why for _, why in shares.values()))
+    nums = [f"{num} examples of {' + '.join(map(str, row))} tokens" for row, (num, _) in shares.items()]
+    line = f"budget='auto' ({how}): a batch is at most {' or '.join(nums)}, limited by {' and '.join(reasons)}"
+    logger.info(line)
+    if is_shown and sys.stderr is not None:
+        print(line, file=sys.stderr)
+
+
+def _share_of(budget: FoundBudget, row: tuple[int, ...], num_examples: int) -> tuple[int, str]:
+    """Return how many examples of some lengths a batch may have, and why no more."""
+    lengths = np.array([row])
+    num = int(budget.max_items(lengths)[0])
+    if num >= num_examples:
+        return num_examples, "the data"
+    if budget.memory is not None and num >= int(budget.memory.max_items(lengths)[0]):
+        return num, f"memory ({budget.memory.max_bytes / 2**30:.1f} GiB)"
+    if budget.tokens is not None and num >= int(budget.tokens.max_items(lengths)[0]):
+        return num, "what could be measured"
+    return num, "throughput (more gain less than 5 %)"

@@ -1,0 +1,357 @@
+"""``budget="auto"`` of a trainer: batches of its data run through its own training step, and leave no trace."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from ..._lengths import pad_up
+from ..._types import IntArray
+from ...errors import ArgumentError, StateMismatchError
+from ...plan.budget import Budget, MaxItems
+from ...size.learning_rate import innermost
+from ...step.calibration.finding import Probe, find_budget
+from ...step.calibration.found import FoundBudget
+from ...step.calibration.largest import largest_batch
+from ...step.calibration.searching import Row
+from ...step.oom import Snapshot
+from .._auto_budget import (
+    BudgetFinder,
+    agreement_of,
+    describe_lengths,
+    describe_model,
+    describe_packages,
+    monitor_of,
+    tell,
+)
+from .._devices import Devices, on_its_own
+from .._safe_steps import trained_parameters
+from ._batches import Counted, Received
+from ._data import ExampleLists
+from ._lengths import pad_multiple_of
+from ._settings import Settings
+from .callbacks import Batching
+
+_ARGUMENTS = (
+    "bf16",
+    "fp16",
+    "tf32",
+    "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+    "optim",
+    "optim_args",
+    "optim_target_modules",
+    "torch_compile",
+    "torch_compile_backend",
+    "torch_compile_mode",
+    "torch_empty_cache_steps",
+    "use_liger_kernel",
+)
+_SET_BY_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")
+_LEFT_ALONE = ("train_dataset", "eval_dataset")
+_MISSING = object()
+_MOST_VALUES = 10_000
+
+
+def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: BudgetFinder) -> FoundBudget:
+    """Return the budget that ``"auto"`` stands for: that of the checkpoint, a known one, or one that is measured now.
+
+    Args:
+        trainer: an adaptive one.
+        settings: what the user asked for.
+        base: the trainer's own loader, with the data and the collator.
+        finder: of the trainer.
+    """
+    if finder.checkpoint is not None:
+        saved = saved_budget(Path(finder.checkpoint), trainer.args.ignore_data_skip)
+        if saved is not None:
+            return saved
+    _check(trainer, base)
+    trainer.create_optimizer()  # as training does a moment later
+    _check_hooks(trained_parameters(trainer.model, trainer.optimizer))
+    args, device = trainer.args, trainer.args.device
+    lengths = trainer._batching.data.lengths(trainer.train_dataset, args, trainer.model)
+    lengths = pad_up(lengths, pad_multiple_of(trainer.data_collator))
+    agreement, monitor = agreement_of(device, args.world_size), monitor_of(device, settings.memory)
+    accumulates = settings.controller is not None or args.gradient_accumulation_steps > 1
+    reserved = _bytes_of_ranks(trainer)
+
+    def search() -> FoundBudget:
+        quiet = replace(settings, budget=MaxItems(1), memory=None, micro_batch=None, graphs=False, is_probe=True)
+        with _probing(trainer, quiet) as model:
+            return find_budget(
+                TrainerProbe(trainer, model, base),
+                lengths,
+                modules=[trainer.model],
+                optimizers=[innermost(trainer.optimizer)],
+                device=device,
+                monitor=monitor,
+                wants_knee=settings.controller is None,
+                accumulates=accumulates,
+                reserved_bytes=reserved,
+                agreement=agreement,
+                progress=not args.disable_tqdm and args.process_index == 0,
+            )
+
+    found, is_known = finder.find(
+        _key_of(trainer, settings, lengths, accumulates),
+        search,
+        device=device,
+        monitor=monitor,
+        reserved_bytes=reserved,
+        agreement=agreement,
+        world_size=args.world_size,
+    )
+    is_shown = not args.disable_tqdm and args.process_index == 0
+    tell(found, lengths, how="as found before" if is_known else "measured now", is_shown=is_shown)
+    return found
+
+
+def saved_budget(checkpoint: Path, ignores_place: bool) -> FoundBudget | None:
+    """Return the budget that a checkpoint holds, so that the same batches are planned; None if it holds none."""
+    path = checkpoint / "trainer_state.json"
+    if not path.is_file():
+        return None
+    state = json.loads(path.read_text(encoding="utf-8")).get("stateful_callbacks", {}).get("batchwright")
+    text = state.get("budget") if isinstance(state, Mapping) else None
+    if text is not None:
+        return FoundBudget.from_json(text)
+    if isinstance(state, Mapping) and not ignores_place:
+        raise StateMismatchError(
+            "the checkpoint was saved with a budget that was given, and budget='auto' would plan other batches; give "
+            "the same budget, or set ignore_data_skip=True to begin the epoch again"
+        )
+    return None
+
+
+def _check(trainer: Any, base: Any) -> None:
+    """Refuse what cannot be measured by each rank on its own."""
+    instead = "give a budget such as MaxTokens(8192)"
+    if isinstance(base.dataset, IterableDataset) or not hasattr(base.dataset, "__len__"):
+        raise ArgumentError(f"budget='auto' runs examples of the data, which a stream has no numbers for; {instead}")
+    model = trainer.model
+    found = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(found) > 1:
+        raise ArgumentError(f"budget='auto' measures one device, but the model lies on {', '.join(found)}; {instead}")
+    if trainer.args.world_size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()):
+        raise ArgumentError(f"budget='auto' measures every rank by itself, but ranks meet in SyncBatchNorm; {instead}")
+
+
+def _check_hooks(parameters: list[nn.Parameter]) -> None:
+    if any(parameter._post_accumulate_grad_hooks for parameter in parameters):
+        raise ArgumentError(
+            "budget='auto' runs batches that must not count, but a parameter has a hook of "
+            "register_post_accumulate_grad_hook, which may update it inside the backward pass; give a budget such as "
+            "MaxTokens(8192)"
+        )
+
+
+def _bytes_of_ranks(trainer: Any) -> int:
+    """Return what DDP takes besides the model: buckets for all gradients."""
+    if trainer.args.world_size == 1 or type(trainer.model_wrapped) is not type(trainer.model):
+        return 0  # or they are there already
+    trained = trained_parameters(trainer.model)
+    return sum(parameter.numel() * parameter.element_size() for parameter in trained)
+
+
+def _key_of(trainer: Any, settings: Settings, lengths: IntArray, accumulates: bool) -> dict[str, Any]:
+    args, loss = trainer.args, trainer.compute_loss_func
+    return {
+        "model": describe_model(trainer.model),
+        "lengths": describe_lengths(lengths),
+        "packages": describe_packages(),
+        "trainer": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__],
+        "loss": None if loss is None else getattr(loss, "__qualname__", type(loss).__qualname__),
+        "collator": [type(trainer.data_collator).__qualname__, pad_multiple_of(trainer.data_collator)],
+        "arguments": {name: _as_text(getattr(args, name, None)) for name in _ARGUMENTS},
+        "precision": str(trainer.accelerator.mixed_precision),
+        "optimizer": type(innermost(trainer.optimizer)).__qualname__,
+        "accumulates": accumulates,
+        "has_controller": settings.controller is not None,
+        "on_oom": settings.on_oom,
+        "weighting": settings.weighting,
+        "entropy": settings.wants_entropy,
+    }
+
+
+def _as_text(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+@contextmanager
+def _probing(trainer: Any, settings: Settings) -> Iterator[Any]:
+    """Let a trainer run batches that leave no trace in it; parameters and random states are held by others.
+
+    Yields:
+        The model as it computes, without DDP.
+    """
+    batching, model, accelerator = trainer._batching, trainer.model, trainer.accelerator
+    held = {name: _MISSING if name in _LEFT_ALONE else plain_copy(value) for name, value in vars(trainer).items()}
+    places = [(name, vars(model).get(name, _MISSING)) for name in _SET_BY_ACCELERATE]
+    prepared, scaler, syncs = list(accelerator._models), accelerator.scaler, accelerator.sync_gradients
+    scaler_state = None if scaler is None else dict(vars(scaler))
+    try:
+        trainer._batching = Batching(settings)
+        trainer.current_gradient_accumulation_steps = 1
+        accelerator.gradient_state._set_sync_gradients(True)
+        # Autocast and the conversion of outputs, but not DDP: ranks measure by themselves.
+        yield model if prepared else accelerator.prepare_model(model, evaluation_mode=True)
+    finally:
+        accelerator.gradient_state._set_sync_gradients(syncs)
+        accelerator._models[:] = prepared
+        for name, value in places:
+            if value is not _MISSING:
+                vars(model)[name] = value
+            else:
+                vars(model).pop(name, None)
+        if scaler is not None and scaler_state is not None:
+            vars(scaler).clear()
+            vars(scaler).update(scaler_state)
+        _put_back(trainer, held)
+        trainer._batching = batching
+
+
+def plain_copy(value: Any) -> Any:
+    """Return a copy of what consists of plain values, such as the sums that a trainer logs later; else nothing.
+
+    >>> plain_copy({"loss": [1.0, 2.0]})
+    {'loss': [1.0, 2.0]}
+    >>> plain_copy([object()]) is plain_copy(object())
+    True
+    """
+    return copy.deepcopy(value) if _is_plain(value, [_MOST_VALUES]) else _MISSING
+
+
+def _is_plain(value: Any, left: list[int]) -> bool:
+    left[0] -= 1
+    if left[0] < 0:
+        return False
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple | set | deque):
+        return all(_is_plain(item, left) for item in value)
+    if isinstance(value, Tensor):
+        return value.is_leaf and value.numel() <= _MOST_VALUES
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def _put_back(trainer: Any, held: Mapping[str, Any]) -> None:
+    for name in set(vars(trainer)) - set(held):
+        delattr(trainer, name)
+    for name, value in held.items():
+        if value is not _MISSING:
+            setattr(trainer, name, value)
+
+
+@final
+class TrainerProbe(Probe):
+    """Runs batches through a trainer's own training step.
+
+    Args:
+        trainer: is made ready by ``_probing``.
+        model: as it computes, without DDP.
+        base: the trainer's own loader.
+    """
+
+    def __init__(self, trainer: Any, model: Any, base: Any) -> None:
+        self._trainer, self._model = trainer, model
+        self._examples, self._collate = ExampleLists(base.dataset), _copied(base.collate_fn)
+        self._num_items: Any = None
+
+    def load(self, indices: list[int]) -> Any:
+        """Return the batch of some examples."""
+        self._num = len(indices)
+        return self._collate(self._examples[indices])
+
+    def begin(self, batch: Any) -> None:
+        """Begin an update of one micro-batch."""
+        trainer = self._trainer
+        trainer._batching.updates.begin(
+            [batch],
+            Received(Counted(self._num, 0, 0, 1), [False], False),
+            loss=trainer._trainer_loss(),
+            devices=Devices.of(trainer),
+            optimizer=trainer.optimizer,
+        )
+        with on_its_own(trainer):
+            self._num_items = trainer._get_num_items_in_batch([batch], trainer.args.device)
+
+    def run(self, batch: Any) -> None:
+        """Run forward and backward."""
+        with on_its_own(self._trainer):
+            self._trainer.training_step(self._model, dict(batch), self._num_items)
+
+
+def _copied(collate: Any) -> Any:
+    """Return a collator whose random numbers and counts do not move on; the collator itself if it cannot be copied."""
+    try:
+        return copy.deepcopy(collate)
+    except Exception:  # each type has its own way to refuse
+        return collate
+
+
+def evaluation_budget_of_trainer(
+    trainer: Any, base: Any, lengths: IntArray, finder: BudgetFinder, *, loss_only: bool | None
+) -> Budget:
+    """Return the largest batches that a trainer evaluates, of what it evaluates; found once, and agreed by all ranks.
+
+    Args:
+        trainer: an adaptive one.
+        base: its own loader, with the data and the collator.
+        lengths: of the data, as padded.
+        finder: of the trainer.
+        loss_only: only the loss is returned; None leaves that to the trainer's arguments.
+    """
+    args, settings = trainer.args, trainer._batching.settings
+    loss_only = args.prediction_loss_only if loss_only is None else loss_only
+    pillars = tuple(dict.fromkeys(int(place) for place in lengths.argmax(axis=0)))
+    row = Row(tuple(int(length) for length in lengths.max(axis=0)), pillars)
+    key = (row.lengths, loss_only, type(trainer.model).__name__)
+    if key in finder.evaluation:
+        return finder.evaluation[key]
+    quiet = replace(settings, budget=MaxItems(1), memory=None, micro_batch=None, graphs=False, on_oom="raise")
+    before, examples, collate = Snapshot.of(trainer.model), ExampleLists(base.dataset), _copied(base.collate_fn)
+    modes = [(part, part.training) for part in trainer.model.modules()]
+    try:
+        with _probing(trainer, quiet) as model:
+            trainer.model.eval()
+
+            def run(shape: tuple[int, ...]) -> None:
+                batch = collate(examples[row.examples(shape[0], lengths)])
+                with on_its_own(trainer):
+                    found = trainer.prediction_step(model, dict(batch), loss_only, None)
+                # Results of all ranks are gathered on each of them.
+                _ = [nested(one, args.world_size) for one in found] if args.world_size > 1 else found
+
+            finder.evaluation[key] = largest_batch(
+                run,
+                lengths,
+                memory=monitor_of(args.device, settings.memory),
+                device=args.device,
+                agreement=agreement_of(args.device, args.world_size),
+            )
+    finally:
+        before.restore()
+        for part, mode in modes:
+            part.training = mode
+    return finder.evaluation[key]
+
+
+def nested(value: Any, num: int) -> Any:
+    """Return room for a result of several ranks: tensors that are larger so many times, nested as they came."""
+    if isinstance(value, Mapping):
+        return {name: nested(item, num) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [nested(item, num) for item in value]
+    return value.new_empty((num, *value.shape)) if isinstance(value, Tensor) else None
