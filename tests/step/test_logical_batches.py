@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from batchwright.errors import ArgumentError
 from batchwright.step import Stepper
-from batchwright.step._logical_batches import CustomBatch, ExampleBatch, TensorBatch, WholeBatch, wrap_batch
+from batchwright.step._settings import wrap_batch
+from batchwright.step.splitting import CustomBatch, ExampleBatch, TensorBatch, WholeBatch
 
 torch.set_num_threads(1)
 NUM = 8

@@ -5,7 +5,7 @@ import torch
 
 from batchwright.errors import ArgumentError
 from batchwright.plan import MaxItems, MaxTokens
-from batchwright.step._logical_batches import wrap_batch
+from batchwright.step._settings import wrap_batch
 from batchwright.step.splitting import split, split_by_budget
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from .. import _tree
-from .._packed import PackedRow
 from ..errors import ArgumentError
+from ..step.packing.rows import PackedRow
 
 
 def num_rows(batch: Mapping[str, Any], key: str) -> int:

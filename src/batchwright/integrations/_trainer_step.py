@@ -10,7 +10,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from .._packed import is_packed
 from .._tree import leaves
 from ..errors import ArgumentError, DoesNotFitError
 from ..step.huggingface import (
@@ -33,6 +32,7 @@ from ..step.huggingface import (
     usual_reading,
 )
 from ..step.oom import devices_of, free_memory, is_out_of_memory
+from ..step.packing.rows import is_packed
 from ._inputs import Cut, Rows, Sequences, Whole, num_rows, take_rows
 from ._trial_loss import Compute, TrialLoss
 

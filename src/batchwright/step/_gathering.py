@@ -14,7 +14,6 @@ from torch import Tensor
 from .._ranks import Ranks, mark_of
 from ..errors import ArgumentError
 from ._gradients import Trained, attempt
-from ._logical_batches import LogicalBatch
 from ._optimizers import forget_unscaling
 from ._runner import Runner
 from ._settings import Settings
@@ -24,6 +23,7 @@ from .memory.monitor import MemoryMonitor
 from .noise import Meter, Norms
 from .oom import devices_of
 from .report import Pending, Summary, Totals, check_summary, check_weight, num_compilations
+from .splitting import LogicalBatch
 
 
 @final

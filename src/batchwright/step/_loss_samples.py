@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from .._packed import PackedRow
+from .packing.rows import PackedRow
 
 IGNORED = -100
 LABELS = ("labels", "shift_labels")

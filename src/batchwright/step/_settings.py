@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from .._checks import as_number, as_whole, check_choice, has_size, is_number, read_size
+from .._containers import fields_of
+from .._tree import CannotCutError
 from ..errors import ArgumentError
 from ..plan import Budget, MaxItems
 from ..size.learning_rate import Beta2Rule, Rule, get_beta2_rule, get_rule
 from ._gradients import Existing
-from ._logical_batches import LogicalBatch, wrap_batch
 from .losses import LossFunction
+from .packing.rows import BOUNDS, FlatBatch, is_flat
+from .splitting import CustomBatch, ExampleBatch, LogicalBatch, SplitFunction, TensorBatch, WholeBatch
 
 _ITEMS = MaxItems(1)
 
@@ -149,3 +152,42 @@ def _as_interval(value: Any) -> int:
     if isinstance(value, bool | np.bool_):
         return int(value)
     return as_whole("measure_noise, if not True or False,", value, least=0)
+
+
+def wrap_batch(
+    batch: Any,
+    *,
+    collate: Callable[[list[Any]], Any] | None,
+    lengths: Callable[[Any], Any] | None,
+    trim: Callable[[Any], Any] | None,
+    split: SplitFunction | None,
+) -> LogicalBatch:
+    """Return a batch as something that can be cut, or that runs whole.
+
+    Args:
+        batch: nested fields with one row per example, or a list of examples with ``collate``; anything with ``split``.
+        collate: makes a micro-batch from a list of examples.
+        lengths: of the examples of a batch, or of one example of a list.
+        trim: cuts padding off a micro-batch.
+        split: ``split(batch, None)`` returns the number of examples, ``split(batch, indices)`` some of them.
+
+    >>> import torch
+    >>> batch = wrap_batch((torch.zeros(3), ["a", "b", "c"]), collate=None, lengths=None, trim=None, split=None)
+    >>> batch.take([1])
+    (tensor([0.]), ['b'])
+    """
+    if split is not None:
+        if collate is not None:
+            raise ArgumentError("give collate= for lists of examples or split= for other batches, not both")
+        return CustomBatch(batch, split, lengths=lengths, trim=trim)
+    # The name is looked at first, as few batches are flat.
+    if isinstance(batch, Mapping) and BOUNDS[0] in batch and is_flat(batch):
+        return FlatBatch(batch, lengths=lengths)
+    if collate is not None and isinstance(batch, list):
+        return ExampleBatch(batch, collate, lengths)
+    if collate is not None and not isinstance(batch, Tensor) and fields_of(batch) is None:
+        raise ArgumentError(f"with collate= a batch is a list of examples, got {type(batch).__name__}; use list(batch)")
+    try:
+        return TensorBatch(batch, lengths=lengths, trim=trim)
+    except CannotCutError as error:
+        return WholeBatch(batch, error, lengths=lengths, trim=trim)

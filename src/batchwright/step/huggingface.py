@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._packed import PackedRow, is_flat
 from .._tree import num_examples, take
 from ..errors import ArgumentError
 from ._loss_probe import HALF_TOLERANCE as HALF_TOLERANCE
@@ -41,6 +40,7 @@ from ._loss_samples import sample as sample
 from ._loss_samples import sequence_views as sequence_views
 from .filler import ROW_WEIGHT, without_filler
 from .losses import LossFunction, Sums, entropy_sum
+from .packing.rows import PackedRow, is_flat
 
 
 def huggingface_loss(*, with_entropy: bool = False) -> LossFunction:

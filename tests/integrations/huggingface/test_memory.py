@@ -8,9 +8,9 @@ import torch
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
 import batchwright as bw
-from batchwright._packed import PackedRow, is_packed
 from batchwright.errors import DoesNotFitError
 from batchwright.integrations._inputs import Sequences, Whole
+from batchwright.step.packing.rows import PackedRow, is_packed
 
 from ...processes import run_ranks
 from ..dynabatch.failing import fail_above, raise_error

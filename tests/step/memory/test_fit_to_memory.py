@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batchwright.errors import ArgumentError
-from batchwright.step._logical_batches import TensorBatch
 from batchwright.step.memory.fit_to_memory import CLEAN_STEPS, FORGET_AFTER, FitToMemory, MemoryRule, MicroLimit
 from batchwright.step.memory.monitor import MemoryMonitor
-from batchwright.step.splitting import split
+from batchwright.step.splitting import TensorBatch, split
 from batchwright.step.stepper import Stepper
 from batchwright.testing import FakeMemory
 

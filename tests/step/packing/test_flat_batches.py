@@ -10,8 +10,9 @@ from transformers import DataCollatorWithFlattening
 import batchwright as bw
 from batchwright.errors import ArgumentError, DoesNotFitError
 from batchwright.step import PackCollator, PadCollator, Stepper, huggingface_loss, use_varlen
-from batchwright.step._logical_batches import FlatBatch, wrap_batch
+from batchwright.step._settings import wrap_batch
 from batchwright.step.packing._kernels import attend_plainly
+from batchwright.step.packing.rows import FlatBatch
 from batchwright.step.splitting import split
 
 from .models import ENCODERS, LENGTHS, gradient, make_examples, make_model

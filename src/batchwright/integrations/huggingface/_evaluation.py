@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import nested_concat
 
 from ..._lengths import pad_up
-from ..._packed import is_packed
 from ..._types import IntArray
 from ...errors import ArgumentError, DoesNotFitError, LengthsError
 from ...plan.budget import Budget, MaxCost
 from ...plan.grouping.sorting import Sorted
 from ...plan.plan import plan_batches
 from ...step.oom import devices_of, free_memory, is_out_of_memory
+from ...step.packing.rows import is_packed
 from .._devices import Devices
 from .._inputs import Rows, Sequences, Whole, num_rows
 from .._ranked import loader_options

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..._packed import is_packed
 from ...errors import ArgumentError
 from ...step.huggingface import IGNORED, LABELS, Novelty, counts_tokens, output_entropy, usual_reading
+from ...step.packing.rows import is_packed
 from .._devices import Devices
 from .._inputs import Cut, num_rows
 from .._trainer_step import UNSURE, WHAT_TO_DO, WHOLE, Weighing, check_rows, find_weighing, weighted, zero_of

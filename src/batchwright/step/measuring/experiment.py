@@ -20,13 +20,13 @@ from ..._tree import join
 from ...errors import ArgumentError
 from ...size.learning_rate import innermost, linear, sqrt
 from .._gradients import attempt
-from .._logical_batches import ExampleBatch, TensorBatch
 from ..filler import ROW_WEIGHT, without_filler
 from ..losses import needs_whole_batch
 from ..memory.monitor import MemoryMonitor
 from ..noise import VectorMeter
 from ..oom import drop_gradients
 from ..report import MicroSums, StepReport
+from ..splitting import ExampleBatch, TensorBatch
 from ..stepper import Stepper
 from ._contents import copied, hooked_step
 from ._restoring import Held, sorted_out

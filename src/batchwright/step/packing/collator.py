@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..._checks import as_flag, as_whole, check_choice
-from ..._packed import flat_lengths, is_flat
 from ...errors import ArgumentError
+from .rows import flat_lengths, is_flat
 
 Layout: TypeAlias = Literal["positions", "flat", "block"]
 Example: TypeAlias = "Mapping[str, Any]"

@@ -5,13 +5,17 @@ A packed row without padding is a *flat batch* if it says where its sequences be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError
+from ..._lengths import as_lengths
+from ...errors import ArgumentError
+from ...plan import PadTo
+from ..splitting import Lengths, LogicalBatch, Part, checked_lengths
 
 # Where the sequences of a packed row begin and end, and how long the longest of them is.
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -145,3 +149,40 @@ class PackedRow:
                 "packed row, so the row cannot be cut"
             )
         return value.index_select(axis, places.to(value.device))
+
+
+@final
+class FlatBatch(LogicalBatch):
+    """A row of examples without padding, with their bounds."""
+
+    is_flat = True
+    gains_from_sorting = False
+
+    def __init__(self, batch: Any, *, lengths: Callable[[Any], Any] | None) -> None:
+        self.source = self._batch = batch
+        self.num_examples = num_sequences(batch)
+        self._lengths = None if lengths is None else checked_lengths(lengths(batch), self.num_examples)
+
+    @cached_property
+    def lengths(self) -> Lengths:  # type: ignore[override]  # read from the device only where they are needed
+        """Return the tokens of every example."""
+        return as_lengths(flat_lengths(self._batch)) if self._lengths is None else self._lengths
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the length of the row."""
+        tokens = self._batch["input_ids"] if "input_ids" in self._batch else self._batch["inputs_embeds"]
+        return int(tokens.shape[1])
+
+    def shape_of(self, part: Part, pad_to: PadTo) -> tuple[int, ...]:
+        """Return the number of examples of a micro-batch, and the length they would have if all were equally long."""
+        return len(part), -(-int(self.lengths[part].sum()) // len(part))
+
+    def take(self, indices: Part) -> Any:
+        """Return the row of some examples; all of them in order are the batch itself."""
+        is_whole = list(indices) == list(range(self.num_examples))
+        return self._batch if is_whole else self._row.take(indices)
+
+    @cached_property
+    def _row(self) -> PackedRow:
+        return PackedRow(self._batch)
