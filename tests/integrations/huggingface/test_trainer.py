@@ -36,6 +36,7 @@ def test_the_mixin_can_be_inherited_from_and_losses_of_ones_own_are_weighed(tmp_
     check("llama", trainer, gradients, windows(seen, 2))
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")  # of transformers 5.3 itself
 def test_the_trainer_counts_the_tokens_of_all_micro_batches(tmp_path):
     options = {"controller": make_controller(12), "include_num_input_tokens_seen": "non_padding"}
     trainer, *_ = make_trainer("t5", tmp_path, **options)
