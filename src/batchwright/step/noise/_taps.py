@@ -152,13 +152,14 @@ class VectorNorms(Norms):
 
     def _look(self, tap: Tap, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Ask for the gradient of a module's output."""
-        node = output.grad_fn if isinstance(output, Tensor) else None
-        if node is None:
+        if not isinstance(output, Tensor) or not output.requires_grad:
             return  # the first pass of a reentrant checkpoint is one; the second comes during the backward pass
         if torch.compiler.is_compiling():
             self._refuse(tap, _COMPILED)
             return
-        inputs = args[0] if args else None
+        inputs, node = args[0] if args else None, output.grad_fn  # asking for it ends what the compiler traces
+        if node is None:
+            return
         shape, width = output.shape, 0 if tap.vector is None else len(tap.vector)
         if len(shape) < 2 or shape[0] != self._num_rows:
             text = f"its output of shape {tuple(shape)} does not have a row per example, of which there are"
