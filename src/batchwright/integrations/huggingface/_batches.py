@@ -66,7 +66,14 @@ class BatchSource(ABC):
         sampler: a ``BatchSampler`` or ``ResizableBatchSampler`` of this rank.
         lengths: of the examples.
         pad_multiple_of: of the collator.
+
+    Attributes:
+        is_flat: the collator joins the examples of a micro-batch without padding.
+        num_tokens: of every example, None if they are the sum of its lengths.
     """
+
+    is_flat: bool = False
+    num_tokens: IntArray | None = None
 
     def __init__(self, sampler: Any, lengths: npt.ArrayLike, pad_multiple_of: int) -> None:
         self.sampler = sampler
@@ -122,10 +129,13 @@ class BatchSource(ABC):
     def take_received(self) -> Received:
         """Return what was received since the last call."""
         items, self._received = self._received, []
-        found = [self.lengths[part] for item in items for part in item.parts if not item.is_repeat]
-        padded = sum(len(rows) * sum(self._padded_lengths(rows)) for rows in found)
+        parts = [part for item in items for part in item.parts if not item.is_repeat]
+        sizes = self.lengths if self.num_tokens is None else self.num_tokens
+        tokens = int(sum(sizes[part].sum() for part in parts))
+        found = [] if self.is_flat else [self.lengths[part] for part in parts]
+        padded = tokens if self.is_flat else sum(len(rows) * sum(self._padded_lengths(rows)) for rows in found)
         repeats = [item.is_repeat for item in items for _ in item.parts]
-        counted = Counted(sum(map(len, found)), int(sum(rows.sum() for rows in found)), padded, len(repeats))
+        counted = Counted(sum(map(len, parts)), tokens, padded, len(repeats))
         return Received(counted, repeats, any(item.is_measured for item in items))
 
     def _padded_lengths(self, lengths: IntArray) -> Sequence[int]:

@@ -25,7 +25,7 @@ from .._failures import raise_together
 from .._ranked import loader_options
 from ._batches import BatchSource, PlannedBatches, ResizableBatches
 from ._graphs import TrainerGraphs
-from ._lengths import LengthCache, pad_multiple_of
+from ._lengths import LengthCache, is_flat, pad_multiple_of
 from ._settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class TrainingData:
             devices: the ranks that share the data.
         """
         args, given = devices.args, self._settings.lengths
-        lengths = self._lengths.of(dataset, args, model) if given is None else as_lengths(given)
+        lengths = self._lengths.of(dataset, args, model, collator) if given is None else as_lengths(given)
         if len(lengths) != len(dataset):
             raise LengthsError(f"lengths must give one row per example, {len(dataset)}, got {len(lengths)}")
         seed = int(args.seed if args.data_seed is None else args.data_seed)
@@ -78,6 +78,8 @@ class TrainingData:
         }
         make = self._planned if self._settings.controller is None else self._resizable
         self.batches = make(lengths, args, pad_multiple_of(collator), options)
+        self.batches.is_flat = is_flat(collator)
+        self.batches.num_tokens = self._lengths.tokens_of(dataset) if given is None else None
         collate = base.collate_fn
         if isinstance(self.batches, PlannedBatches) and self._graphs.is_wanted:
             collate = self._graphs.catalogue(self.batches.sampler, collate, collator, base.dataset)
