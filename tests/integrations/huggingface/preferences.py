@@ -76,7 +76,7 @@ def make_preferences(kind, folder, *, wrap=adaptive, pairs=None, model=None, ref
         wrap: makes a class of the trainer's.
         pairs: to train on.
         model: to train.
-        reference: seed of the reference model; that of the model is 0, and None leaves it to the trainer.
+        reference: seed of the reference model; that of the model is 0.
         callbacks: of the trainer.
         **options: of the trainer or of its configuration.
     """
@@ -87,7 +87,7 @@ def make_preferences(kind, folder, *, wrap=adaptive, pairs=None, model=None, ref
         "rewards": (trl.RewardTrainer, trl.RewardConfig),
     }[kind]
     args = {name: options.pop(name) for name in list(options) if name in config.__dataclass_fields__}
-    if kind == "preferences" and reference is not None:
+    if kind == "preferences":
         options["ref_model"] = make_policy(kind, reference)
     gradients = Gradients()
     usual = {"bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 4, "max_length": None}
