@@ -137,7 +137,7 @@ def test_the_budget_holds_for_both_rows_of_every_pair(kind, multiple, most, tmp_
     trainer, _ = make_preferences(kind, tmp_path, budget=BUDGET, pad_to_multiple_of=multiple, max_length=most)
     seen = record(trainer)
     trainer.train()
-    collated = [trainer.data_collator([example for *_, example in batch]) for batch in seen]
+    collated = [trainer.data_collator([example for *_, example in batch]) for batch in list(seen)]
     sizes = [batch["input_ids"].numel() for batch in collated]
     assert max(sizes) <= 90
     assert max(sizes) > 45  # the budget is used
