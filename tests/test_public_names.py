@@ -32,7 +32,7 @@ _TASKED = {  # where task='generate' became task=None
 }
 _PLANNING = (
     "size_multiple_of=1, size_ladder=None, pad_multiple_of=1, keep_first=0, oversize='error', drop_last=False, "
-    "remainder='spread', balance_over={over}, cost=None)"
+    "remainder='spread', balance_over={over}, cost=None{more})"
 )
 _BALANCED = {  # where balance_over=64 became balance_over=None
     "BatchSampler": "class(lengths, budget, *, rank=0, world_size=1, dataset=None, "
@@ -65,9 +65,10 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
     ),
     **{
         f"batchwright.{name}": (
-            signature.format(over=64),
-            signature.format(over=None),
-            "None means the world size, so that one device has a random order; a state holds the number in use",
+            signature.format(over=64, more=""),
+            signature.format(over=None, more=", groups=None"),
+            "None means the world size, so that one device has a random order; a state holds the number in use. Groups "
+            "of examples stay together",
         )
         for name, signature in _BALANCED.items()
     },
@@ -78,8 +79,8 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
     ),
     "batchwright.PlanReport": (
         _REPORT.format(more=""),
-        _REPORT.format(more=", balance_over"),
-        "a report names the number in use",
+        _REPORT.format(more=", balance_over, num_groups=0, largest_group=0"),
+        "a report names the number in use, and the groups that stay together",
     ),
     **{
         f"batchwright.integrations.dynabatch.{name}": (
@@ -183,8 +184,8 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "class(num_examples, controller, *, lengths=None, budget=None, curriculum=None, shuffle=True, seed=0, rank=0, "
         "world_size=1), bases: none",
         "class(num_examples, controller, *, lengths=None, budget=None, grouping=None, size_unit='examples', "
-        "curriculum=None, shuffle=True, seed=0, rank=0, world_size=1), bases: none",
-        "two options came",
+        "curriculum=None, shuffle=True, seed=0, rank=0, world_size=1, groups=None), bases: none",
+        "three options came; groups are refused in a sentence",
     ),
     "batchwright.regroup": (
         "function(loader, controller, *, rank=0, world_size=1, drop_last=False)",
@@ -284,8 +285,11 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
 ADDED = {
     "batchwright.BatchSampler.read_state",
     "batchwright.BatchSampler.start_of",
+    "batchwright.Plan.num_repeated_batches",
     "batchwright.Plan.pad_to",
     "batchwright.PlanReport.balance_over",
+    "batchwright.PlanReport.largest_group",
+    "batchwright.PlanReport.num_groups",
     "batchwright.TimeModel.cost",
     "batchwright.TimeModel.launch_seconds",
     "batchwright.errors.RankError",

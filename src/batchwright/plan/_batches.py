@@ -12,7 +12,8 @@ from .._lengths import pad_up
 from .._random import Purpose, bit_stream, permutation
 from .._types import FloatArray, IntArray
 from ._cost import evaluate_finite
-from ._order import fitting_run, gather, most_demanding, order_batches, step_cost, sum_work
+from ._groups import AtomicGroups, group_together
+from ._order import fitting_run, gather, longest_of, most_demanding, order_batches, step_cost, sum_work
 from ._oversize import Admitted
 from ._settings import PlanSettings
 from .budget import Budget
@@ -39,16 +40,18 @@ class Batches(NamedTuple):
         """Return the batches with indices into all examples instead of the kept ones."""
         return self._replace(indices=kept[self.indices].astype(np.int32))
 
-    def joined(self, lone: npt.NDArray[np.int32], padded: IntArray) -> Batches:
-        """Return the batches, followed by others that hold one example each."""
-        ones = np.ones(len(lone), dtype=np.int64)
+    def joined(self, lone: npt.NDArray[np.int32], sizes: IntArray, padded: IntArray) -> Batches:
+        """Return the batches, followed by others with so many of the lone examples each, every one in its own row."""
+        num_units, unit_sizes = np.ones_like(sizes), sizes
+        if self.packed:
+            num_units, unit_sizes = sizes, np.ones(len(lone), dtype=np.int64)
         return Batches(
             indices=np.concatenate([self.indices, lone]),
-            unit_starts=np.concatenate([self.unit_starts, len(self.indices) + np.arange(len(lone))]),
-            unit_sizes=np.concatenate([self.unit_sizes, ones]),
-            first_unit=np.concatenate([self.first_unit, len(self.unit_sizes) + np.arange(len(lone))]),
-            num_units=np.concatenate([self.num_units, ones]),
-            num_items=np.concatenate([self.num_items, ones]),
+            unit_starts=np.concatenate([self.unit_starts, len(self.indices) + np.cumsum(unit_sizes) - unit_sizes]),
+            unit_sizes=np.concatenate([self.unit_sizes, unit_sizes]),
+            first_unit=np.concatenate([self.first_unit, len(self.unit_sizes) + np.cumsum(num_units) - num_units]),
+            num_units=np.concatenate([self.num_units, num_units]),
+            num_items=np.concatenate([self.num_items, sizes]),
             padded=np.concatenate([self.padded, padded]),
             packed=self.packed,
             pad_to=self.pad_to,
@@ -102,23 +105,26 @@ class OrderedBatches(NamedTuple):
 
 def make_batches(problem: Problem, admitted: Admitted, settings: PlanSettings) -> Batches:
     """Group the examples, drop the short batches if asked, and give oversize examples their own batches."""
-    batches = _group(problem, settings)
+    batches = _group(problem, admitted.groups, settings)
     if admitted.kept is not None:
         batches = batches.renumbered(admitted.kept)
     if settings.oversize == "alone" and len(admitted.oversize):
         lone = admitted.oversize.astype(np.int32)
-        batches = batches.joined(lone, pad_up(admitted.lengths[lone], settings.pad_multiple_of))
+        sizes = np.ones(len(lone), dtype=np.int64) if admitted.lone_sizes is None else admitted.lone_sizes
+        longest = longest_of(admitted.lengths, lone, np.cumsum(sizes) - sizes)
+        batches = batches.joined(lone, sizes, pad_up(longest, settings.pad_multiple_of))
     return batches
 
 
-def _group(problem: Problem, settings: PlanSettings) -> Batches:
+def _group(problem: Problem, together: AtomicGroups | None, settings: PlanSettings) -> Batches:
     if problem.num_examples == 0:
         empty = np.empty(0, dtype=np.int64)
         packed = settings.grouping.row_capacity is not None
         none = np.empty((0, problem.num_axes), dtype=np.int64)
         pad_to = _make_pad_to(problem, None, settings)
         return Batches(empty.astype(np.int32), empty, empty, empty, empty, empty, none, packed, pad_to)
-    groups = settings.grouping.group(problem)
+    grouping = settings.grouping
+    groups = grouping.group(problem) if together is None else group_together(problem, together, grouping)
     batches = _to_batches(groups, problem, _make_pad_to(problem, groups, settings))
     if settings.drop_last and groups.num_short:
         num = len(batches.num_items) - groups.num_short

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, final
 
 import numpy as np
@@ -10,8 +11,10 @@ import numpy.typing as npt
 from .._lengths import pad_up
 from .._types import MAX_INT32, IntArray
 from ..errors import BudgetError, LengthsError
+from ._groups import AtomicGroups
 from ._settings import PlanSettings
 from .budget import Budget
+from .grouping._blocks import rows_hold
 from .grouping.base import distinct, to_units
 
 
@@ -23,11 +26,15 @@ class Admitted(NamedTuple):
     oversize: IntArray  # the indices of those that are not grouped, empty where all are
     kept: IntArray | None = None  # the indices of those that are, None where that is all of them
     num_truncated: int = 0
+    groups: AtomicGroups | None = None  # of those that are grouped
+    lone_sizes: IntArray | None = None  # how many of ``oversize`` form each group, None where each stands for itself
 
 
 def admit(lengths: npt.NDArray[np.int32], budget: Budget, settings: PlanSettings) -> Admitted:
     """Find the examples over the budget and treat them as ``oversize`` says."""
     _check_padded(lengths, settings)
+    if settings.groups is not None and settings.groups.largest > 1:
+        return _admit_groups(lengths, budget, settings, settings.groups)
     over = _find_over(lengths, budget, settings)
     none = np.empty(0, dtype=np.int64)
     if len(over) == 0:
@@ -46,6 +53,83 @@ def fits(lengths: IntArray, budget: Budget, settings: PlanSettings) -> npt.NDArr
     if settings.grouping.row_capacity is not None:
         return np.all(lengths <= settings.grouping.row_capacity, axis=1)
     return budget.fraction(np.ones(len(lengths), dtype=np.int64), pad_up(lengths, settings.pad_multiple_of)) <= 1
+
+
+def _admit_groups(
+    lengths: npt.NDArray[np.int32], budget: Budget, settings: PlanSettings, groups: AtomicGroups
+) -> Admitted:
+    """Treat whole groups: one is over the budget where it does not fit, padded to its longest member."""
+    none = np.empty(0, dtype=np.int64)
+    is_over = ~_groups_fit(lengths, groups, budget, settings)
+    over = np.flatnonzero(is_over)
+    if len(over) == 0:
+        return Admitted(lengths, none, groups=groups)
+    if settings.oversize == "error":
+        raise BudgetError(_group_complaint(lengths, groups, over, budget, settings))
+    if settings.oversize == "truncate":
+        cut = _truncated_groups(lengths, groups, is_over, budget, settings)
+        return Admitted(cut, none, num_truncated=int((cut < lengths).any(axis=1).sum()), groups=groups)
+    if settings.oversize == "drop" and len(over) == len(groups.sizes):
+        raise BudgetError(f"every group is over {budget}, so oversize='drop' leaves nothing; raise the budget")
+    is_lone = np.repeat(is_over, groups.sizes)
+    return Admitted(
+        lengths,
+        groups.members[is_lone],
+        kept=np.sort(groups.members[~is_lone]),
+        groups=groups.some(~is_over),
+        lone_sizes=groups.sizes[over],
+    )
+
+
+def _groups_fit(
+    lengths: npt.NDArray[np.int32], groups: AtomicGroups, budget: Budget, settings: PlanSettings
+) -> npt.NDArray[np.bool_]:
+    """Return whether each group fits a batch by itself."""
+    capacity = settings.grouping.row_capacity
+    if capacity is None:
+        return budget.fraction(groups.sizes, pad_up(groups.longest(lengths), settings.pad_multiple_of)) <= 1
+    # Where not even one row fits, the grouping says so.
+    return rows_hold(groups.members_of(lengths), capacity, max(1, int(budget.max_items(np.array([[capacity]]))[0])))
+
+
+def _group_complaint(
+    lengths: npt.NDArray[np.int32], groups: AtomicGroups, over: IntArray, budget: Budget, settings: PlanSettings
+) -> str:
+    first = int(over[0])
+    more = f" (and {len(over) - 1} more)" if len(over) > 1 else ""
+    length = groups.longest(lengths)[first].tolist()
+    shown = length[0] if len(length) == 1 else tuple(length)
+    packed = f" in rows of {settings.grouping}" if settings.grouping.row_capacity is not None else ""
+    return (
+        f"{groups.describe(first)}{more} with a longest length of {shown} is over {budget}{packed} by itself; raise "
+        'the limit, make the group smaller, or pass oversize="alone", "drop" or "truncate"'
+    )
+
+
+def _truncated_groups(
+    lengths: npt.NDArray[np.int32],
+    groups: AtomicGroups,
+    is_over: npt.NDArray[np.bool_],
+    budget: Budget,
+    settings: PlanSettings,
+) -> npt.NDArray[np.int32]:
+    """Cut the longest axes of the members of each oversize group down to the largest common cap that fits."""
+    examples = np.sort(groups.members[np.repeat(is_over, groups.sizes)])
+    rows, some = lengths[examples], groups.some(is_over)
+
+    def cut(caps: IntArray) -> npt.NDArray[np.int32]:
+        return np.minimum(rows, caps[some.ids, None]).astype(np.int32)
+
+    caps = _largest_caps(some.longest(rows).max(axis=1), lambda caps: _groups_fit(cut(caps), some, budget, settings))
+    if (caps < 1).any():
+        group = int(np.flatnonzero(is_over)[(caps < 1).argmax()])
+        raise BudgetError(
+            f"{groups.describe(group)} does not fit {budget} even at one token each, so it cannot be cut to fit; raise "
+            'the limit, make the group smaller, or pass oversize="alone" or "drop"'
+        )
+    planned = lengths.copy()
+    planned[examples] = cut(caps)
+    return planned
 
 
 def _check_padded(lengths: npt.NDArray[np.int32], settings: PlanSettings) -> None:
@@ -86,16 +170,22 @@ def _complaint(lengths: IntArray, over: IntArray, budget: Budget, settings: Plan
 def _truncated(
     lengths: npt.NDArray[np.int32], over: IntArray, budget: Budget, settings: PlanSettings
 ) -> npt.NDArray[np.int32]:
-    """Cut the longest axes of each oversize example down to the largest common cap that fits, by bisection."""
+    """Cut the longest axes of each oversize example down to the largest common cap that fits."""
     rows = lengths[over]
-    low = np.zeros(len(rows), dtype=np.int64)
-    high = rows.max(axis=1).astype(np.int64)
-    while (high - low > 1).any():
-        middle = (low + high) // 2
-        good = fits(np.minimum(rows, np.maximum(middle, 1)[:, None]), budget, settings)
-        low, high = np.where(good, middle, low), np.where(good, high, middle)
-    if (low < 1).any():
+    caps = _largest_caps(rows.max(axis=1), lambda caps: fits(np.minimum(rows, caps[:, None]), budget, settings))
+    if (caps < 1).any():
         raise BudgetError(f"not even one token of an example fits {budget}; raise the budget")
     cut = lengths.copy()
-    cut[over] = np.minimum(rows, low[:, None])
+    cut[over] = np.minimum(rows, caps[:, None])
     return cut
+
+
+def _largest_caps(longest: IntArray, fit: Callable[[IntArray], npt.NDArray[np.bool_]]) -> IntArray:
+    """Return the largest cap below each longest length under which all is well, 0 where none is: by bisection."""
+    low = np.zeros(len(longest), dtype=np.int64)
+    high = longest.astype(np.int64)
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        good = fit(np.maximum(middle, 1))
+        low, high = np.where(good, middle, low), np.where(good, high, middle)
+    return low

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from .._types import IntArray
 from ._batches import PlanArrays
-from ._order import longest_of
+from ._order import gather, longest_of
 from .collating import pad_batches
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanArrays)
@@ -57,19 +57,34 @@ class _Tail(NamedTuple):
 
     unit_offsets: IntArray  # where a piece may begin
     group_bounds: IntArray  # a piece lies between two of these
-    pieces_are_rows: bool
+    row_offsets: IntArray | None  # where packed rows begin
 
 
 def _tail_of(plan: PlanArrays, tail: int) -> _Tail:
     start = int(plan.offsets[tail])
     bounds = plan.offsets[tail:] - start
-    examples = np.arange(bounds[-1] + 1)
+    places = _places_between_groups(plan, start)
     if plan.row_offsets is None:
-        return _Tail(examples, bounds, pieces_are_rows=False)
+        return _Tail(places, bounds, None)
     rows = plan.row_offsets[np.searchsorted(plan.row_offsets, start) :] - start
-    if len(rows) > plan.world_size:
-        return _Tail(rows, bounds, pieces_are_rows=False)
-    return _Tail(examples, rows, pieces_are_rows=True)  # fewer rows than ranks: rows are cut too
+    whole_rows = rows[np.isin(rows, places)]
+    if len(whole_rows) > plan.world_size:
+        return _Tail(whole_rows, bounds, rows)
+    return _Tail(places, whole_rows, rows)  # fewer rows than ranks: rows are cut too
+
+
+def _places_between_groups(plan: PlanArrays, start: int) -> IntArray:
+    """Return the places from ``start`` on, counted from there, before and after which no group has members."""
+    groups, num = plan.settings.groups, len(plan.indices) - start
+    if groups is None:
+        return np.arange(num + 1)
+    _, ids = np.unique(groups.ids[plan.indices[start:]], return_inverse=True)
+    first, last = np.full(num, num), np.zeros(num, dtype=np.int64)
+    np.minimum.at(first, ids, np.arange(num))
+    np.maximum.at(last, ids, np.arange(num))
+    # One more group is open from the place after its first member on, one fewer after its last.
+    num_open = np.bincount(first[ids] + 1, minlength=num + 1) - np.bincount(last[ids] + 1, minlength=num + 1)
+    return np.flatnonzero(np.cumsum(num_open) == 0)
 
 
 def _spread(plan: AnyPlan, tail: int) -> AnyPlan:
@@ -77,30 +92,42 @@ def _spread(plan: AnyPlan, tail: int) -> AnyPlan:
     start = int(plan.offsets[tail])
     parts = _tail_of(plan, tail)
     # Units per batch of the tail, cut into pieces; ``cuts`` are the borders of the pieces, counted in examples.
-    counts = np.diff(np.searchsorted(parts.unit_offsets, parts.group_bounds)).tolist()
+    units = parts.unit_offsets
+    counts = np.diff(np.searchsorted(units, parts.group_bounds)).tolist()
     pieces, missing = spread_tail(counts, plan.world_size)
-    cuts = start + parts.unit_offsets[np.concatenate([[0], np.cumsum(pieces)])]
-    # Ranks without a piece get one repeated example each, appended to the indices below.
-    cuts = np.concatenate([cuts, cuts[-1] + 1 + np.arange(missing)]).astype(np.int64)
-    rows = plan.row_offsets
-    if rows is not None and parts.pieces_are_rows:
-        rows = np.concatenate([rows[: np.searchsorted(rows, start)], cuts])
-    indices = plan.indices
-    if missing:
-        indices = np.concatenate([indices, np.resize(indices[start:], missing)])
-    num_items = np.ones(plan.world_size, dtype=np.int64)
-    if not parts.pieces_are_rows:
-        num_items[: len(pieces)] = pieces
-    longest = _longest(plan, indices, rows, cuts)
+    cuts = units[np.concatenate([[0], np.cumsum(pieces)])]
+    # Ranks without a piece get one repeated unit each, appended to the indices.
+    repeated = np.resize(np.arange(len(units) - 1), missing)
+    again, ends = gather(plan.indices[start:], units[repeated], np.diff(units)[repeated])
+    rows = None if parts.row_offsets is None else _cut_rows(parts.row_offsets, cuts, units, repeated)
+    indices = np.concatenate([plan.indices, again]) if missing else plan.indices
+    cuts = np.concatenate([cuts, cuts[-1] + ends[1:]]).astype(np.int64)
+    num_items = np.diff(cuts if rows is None else np.searchsorted(rows, cuts))
+    row_offsets = plan.row_offsets
+    if row_offsets is not None and rows is not None:
+        row_offsets = np.concatenate([row_offsets[: np.searchsorted(row_offsets, start)], start + rows])
+    cuts += start
+    longest = _longest(plan, indices, row_offsets, cuts)
     padded = pad_batches(plan.pad_to, num_items, longest)
     return replace(
         plan,
         indices=indices,
         offsets=np.concatenate([plan.offsets[:tail], cuts]),
         shapes=np.concatenate([plan.shapes[:tail], np.column_stack([num_items, padded]).astype(np.int32)]),
-        row_offsets=rows,
-        num_repeated=missing,
+        row_offsets=row_offsets,
+        num_repeated=len(again),
     )
+
+
+def _cut_rows(rows: IntArray, cuts: IntArray, units: IntArray, repeated: IntArray) -> IntArray:
+    """Return where the rows of the pieces begin, those of the repeated units at the end."""
+    parts, end = [np.union1d(rows, cuts)], int(cuts[-1])
+    for unit in repeated.tolist():
+        first, last = units[unit], units[unit + 1]
+        inside = parts[0][(parts[0] > first) & (parts[0] <= last)]
+        parts.append(end + inside - first)
+        end += int(last - first)
+    return np.concatenate(parts).astype(np.int64)
 
 
 def _longest(

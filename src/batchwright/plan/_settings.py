@@ -10,6 +10,7 @@ from typing import Any, Literal, final, get_args
 from .._checks import as_flag, as_whole, check_choice, check_same, read_whole, shared_options
 from ..errors import ArgumentError, StateMismatchError
 from ._cost import Cost, name_of, with_values
+from ._groups import AtomicGroups, as_groups
 from .grouping.base import Grouping, SizeLadder, SizeRounding, check_grouping
 from .grouping.buckets import Buckets
 from .grouping.sorting import WindowSort
@@ -43,6 +44,7 @@ class PlanSettings:
     remainder: Remainder = "spread"
     balance_over: int | None = None
     cost: Cost | None = None
+    groups: AtomicGroups | None = None
     # 1: long runs are shortened where an epoch has few batches, a run of one is drawn from batches sorted by cost, and
     # few rows are packed in one window. 3: Buckets counts shapes in all. 0 stands for the newest of the grouping.
     rules: int = 0
@@ -57,6 +59,7 @@ class PlanSettings:
             object.__setattr__(self, "balance_over", as_whole("balance_over", self.balance_over, least=1))
         if self.cost is not None and not callable(self.cost):
             raise ArgumentError(f"cost must be None or a function of (num_items, padded_lengths), got {self.cost!r}")
+        object.__setattr__(self, "groups", as_groups(self.groups))
         check_choice("oversize", self.oversize, get_args(Oversize))
         check_choice("remainder", self.remainder, get_args(Remainder))
         for name in ("shuffle", "drop_last"):
@@ -111,11 +114,13 @@ class PlanSettings:
 
     @cached_property
     def _state(self) -> dict[str, Any]:
-        return {item.name: _plain(getattr(self, item.name)) for item in fields(self) if item.name not in _NOT_IN_STATE}
+        state = {item.name: _plain(getattr(self, item.name)) for item in fields(self) if item.name not in _NOT_IN_STATE}
+        # Left out where there are none, so that states without groups stay those of earlier versions.
+        return state if self.groups is None else {**state, "groups": self.groups.key}
 
 
 # The seed stands beside the settings in a state, and the rules are its version.
-_NOT_IN_STATE = ("seed", "rules")
+_NOT_IN_STATE = ("seed", "rules", "groups")
 
 
 def _plain(value: Any) -> Any:

@@ -41,7 +41,7 @@ class Plan(PlanArrays):
         pad_to: the lengths of a batch to the lengths it is padded to; the rule that ``shapes`` follow.
         row_offsets: where each packed row starts, None without packing.
         world_size: batches ``i × world_size`` to ``(i + 1) × world_size`` form step ``i``.
-        num_repeated: examples given out twice because fewer than ``world_size`` were left.
+        num_repeated: examples given out twice because fewer than ``world_size`` were left, or fewer groups.
         num_dropped: examples left out by ``drop_last``, ``remainder="drop"`` or ``oversize="drop"``.
         num_truncated: examples planned shorter than they are.
     """
@@ -69,6 +69,11 @@ class Plan(PlanArrays):
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))
+
+    @property
+    def num_repeated_batches(self) -> int:
+        """Return how many of the last batches hold repeated examples only: one for each rank without any of its own."""
+        return int((self.offsets[:-1] >= len(self.indices) - self.num_repeated).sum()) if self.num_repeated else 0
 
     @property
     def truncate_to(self) -> IntArray | None:
@@ -108,6 +113,7 @@ def plan_batches(
     remainder: Remainder = "spread",
     balance_over: int | None = None,
     cost: Cost | None = None,
+    groups: npt.ArrayLike | None = None,
 ) -> Plan:
     """Decide which examples share a batch, for one epoch.
 
@@ -131,6 +137,10 @@ def plan_batches(
             for every world size; those that divide it are balanced, but a step resembles the others of its run.
         cost: work of a batch as ``cost(num_items, padded_lengths)``, such as ``TimeModel.cost``: for ranks, where
             None takes ``tokens × (1 + L / 1024)``, and for choosing the shapes of ``Buckets``, where None takes tokens.
+        groups: one label per example, numbers or texts: examples of one label share a batch, whatever the other options
+            say, as the two texts of a preference or the answers to a prompt must. A group that is over the budget by
+            itself follows ``oversize`` as a whole. ``size_multiple_of`` and ``size_ladder`` hold where whole groups can
+            make such a size, and ``Buckets`` needs groups of one size.
 
     Returns:
         A plan: ``len(plan)``, ``plan[i]``, ``plan.indices``, ``plan.offsets``, ``plan.shapes``, ``plan.report()``.
@@ -150,6 +160,8 @@ def plan_batches(
 def plan_epoch(lengths: npt.NDArray[np.int32], budget: Budget, settings: PlanSettings, epoch: int) -> Plan:
     """Plan an epoch before it is divided over ranks; the settings are ``resolved``."""
     settings.grouping.check_axes(lengths.shape[1])
+    if settings.groups is not None:
+        settings.groups.check(len(lengths))
     admitted = admit(lengths, budget, settings)
     problem = make_problem(admitted, budget, settings, epoch)
     batches = make_batches(problem, admitted, settings)

@@ -28,11 +28,13 @@ class PlanReport:
         straggler_waste: share of time that ranks wait for the slowest of a step, by the cost of the plan.
         recurrence: probability that two examples sharing a batch share one again in the next epoch.
         order_correlation: correlation of the mean lengths of consecutive steps; near 0 is a random order.
-        repeated: examples given out twice because fewer than ``world_size`` were left.
+        repeated: examples given out twice because fewer than ``world_size`` were left, or fewer groups.
         dropped: examples left out.
         truncated: examples planned shorter than they are.
         world_size: ranks the straggler waste is for.
         balance_over: how many batches of near-equal cost stand together.
+        num_groups: groups whose examples stay together, 0 where none are given.
+        largest_group: examples of the largest of them.
     """
 
     num_batches: int
@@ -48,6 +50,8 @@ class PlanReport:
     truncated: int
     world_size: int
     balance_over: int
+    num_groups: int = 0
+    largest_group: int = 0
 
     def to_dict(self) -> dict[str, float | int]:
         """Return the figures as plain numbers."""
@@ -66,6 +70,8 @@ class PlanReport:
             ("order correlation", f"{self.order_correlation:+.2f}"),
             ("repeated / dropped / truncated", f"{self.repeated:,} / {self.dropped:,} / {self.truncated:,}"),
         ]
+        if self.num_groups:
+            rows.append(("groups / examples of the largest", f"{self.num_groups:,} / {self.largest_group:,}"))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -77,6 +83,7 @@ def make_report(plan: PlanArrays, following: PlanArrays, *, world_size: int | No
     share = plan.budget.fraction(num_items, padded)
     total = float((num_items * padded.sum(axis=1)).sum())
     real = _batch_sums(plan, plan.lengths.sum(axis=1, dtype=np.float64))
+    groups = plan.settings.groups
     means = real / np.diff(plan.offsets)
     return PlanReport(
         num_batches=len(plan),
@@ -92,6 +99,8 @@ def make_report(plan: PlanArrays, following: PlanArrays, *, world_size: int | No
         truncated=plan.num_truncated,
         world_size=world_size,
         balance_over=run_length(plan.settings, len(plan)),
+        num_groups=0 if groups is None else len(groups.sizes),
+        largest_group=0 if groups is None else groups.largest,
     )
 
 

@@ -176,7 +176,7 @@ class PlannedBatches(BatchSource):
         plan = self.sampler.plan
         last = len(plan) // self.sampler.world_size - 1
         for step, batch in enumerate(self.sampler):
-            is_repeat = step == last and self._is_repeat(plan.num_repeated)
+            is_repeat = step == last and self._is_repeat(plan.num_repeated_batches)
             self._fetched.append(Item([batch], is_repeat))  # type: ignore[list-item]  # packed rows are refused
             yield batch
 

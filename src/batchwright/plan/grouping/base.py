@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Problem:
     rules: int  # of the plan: an epoch that began under earlier rules ends under them
     drop_last: bool = False
     cost: Cost | None = None  # work of a batch; None counts padded tokens
+    weights: IntArray | None = None  # how many each counts for, None where that is one
 
     @property
     def num_examples(self) -> int:
@@ -103,10 +105,11 @@ class Problem:
     @cached_property
     def num_batches(self) -> float:
         """Return about how many batches the examples need; with several axes, from a sample."""
-        if self.num_axes == 1:
+        if self.num_axes == 1 and self.weights is None:
             return self.table.num_batches
-        sample = self.padded(self.lengths[:: max(1, self.num_examples // _SAMPLE)])
-        return float((1 / self.sizes(sample)).mean()) * self.num_examples
+        step = max(1, self.num_examples // _SAMPLE)
+        weights = 1 if self.weights is None else self.weights[::step]
+        return float((weights / self.sizes(self.padded(self.lengths[::step]))).mean()) * self.num_examples
 
     @cached_property
     def table(self) -> LengthTable:
@@ -253,6 +256,32 @@ class SizeRounding:
             return num_items // self.multiple_of * self.multiple_of or num_items
         return int(self._on_ladder(np.array([num_items]))[0])
 
+    def per_group(self, size: int) -> SizeRounding:
+        """Return the rounding of a number of groups of so many examples, by the number of their examples.
+
+        Where no number of groups has a size on the ladder, there is no ladder.
+
+        >>> SizeRounding(multiple_of=8).per_group(2), SizeRounding(ladder="pow2x3").per_group(3)
+        (SizeRounding(multiple_of=4, ladder=None), SizeRounding(multiple_of=1, ladder='pow2'))
+        """
+        odd = size // (size & -size)
+        ladder = self.ladder if odd == 1 else None
+        if odd == 3 and self.ladder == "pow2x3":
+            ladder = "pow2"
+        return SizeRounding(self.multiple_of // math.gcd(self.multiple_of, size), ladder)
+
+    def best_of(self, sums: IntArray) -> int:
+        """Return which of ascending sums is the largest allowed size, of at least half the last; else the last.
+
+        >>> SizeRounding(multiple_of=4).best_of(np.array([4, 7, 12, 13])), SizeRounding(4).best_of(np.array([4, 7, 13]))
+        (2, 2)
+        """
+        if self.multiple_of == 1 and self.ladder is None:
+            return len(sums) - 1
+        least = max(-(-sums[-1] // 2), self.multiple_of if sums[-1] >= self.multiple_of else 1)
+        allowed = np.flatnonzero((sums >= least) & (self.round(sums) == sums))
+        return int(allowed[-1]) if len(allowed) else len(sums) - 1
+
     def _on_ladder(self, num_items: IntArray) -> IntArray:
         place = np.searchsorted(self._multiples, num_items, side="right") - 1
         any_rung = np.searchsorted(self._rungs, num_items, side="right") - 1
@@ -286,6 +315,11 @@ class Grouping(ABC):
     @property
     def is_static(self) -> bool:
         """Return whether the padded length of a batch is fixed in advance, whatever its examples."""
+        return False
+
+    @property
+    def takes_weights(self) -> bool:
+        """Return whether ``problem.weights`` are counted; otherwise groups of several sizes are refused."""
         return False
 
     @property

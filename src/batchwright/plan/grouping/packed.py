@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import Any, final
@@ -21,6 +21,8 @@ from ...errors import ArgumentError, BudgetError
 from ._cutting import cut_rest
 from .base import Grouping, Groups, Problem
 from .sorting import sort_windows
+
+Int32Array = npt.NDArray[np.int32]
 
 _LOW_HALF = 0 if sys.byteorder == "little" else 1
 _WINDOW_ROWS = 128  # rows a window is worth: at this many the rows of all three benchmark corpora are full
@@ -53,6 +55,21 @@ def group_rows(problem: Problem, capacity: int) -> Groups:
     )
 
 
+def narrow_rows(
+    problem: Problem, lengths: Int32Array, capacity: int, rooms: Sequence[int]
+) -> tuple[Int32Array, Int32Array]:
+    """Pack some lengths into the room that rows have, and into new rows.
+
+    Returns:
+        The lengths in the order they are packed in, by number, and the row of each; new rows follow the given ones.
+    """
+    if len(lengths) == 0:
+        return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32)
+    items = replace(problem, lengths=lengths[:, None])
+    keys = sort_windows(items, _num_windows(items, capacity), shuffle=problem.shuffle)
+    return keys.indices, _pack_plain(keys.values, capacity, rooms)
+
+
 def _num_windows(problem: Problem, capacity: int) -> int:
     """Return into how many windows the examples are divided by chance; none is worth less than a row."""
     num_rows = int(problem.lengths.sum(dtype=np.int64)) / capacity
@@ -80,9 +97,6 @@ def rows_that_fit(problem: Problem, capacity: int) -> int:
             f"a row of Packed(capacity={capacity}) does not fit {problem.budget}; lower it or raise the budget"
         )
     return int(problem.sizes(np.array([[capacity]]))[0])
-
-
-Int32Array = npt.NDArray[np.int32]
 
 
 def pack_rows(lengths: Int32Array, capacity: int, *, compiled: bool | None = None) -> Int32Array:
@@ -114,11 +128,14 @@ _WORTH_COMPILING = 100_000
 _MOST_ROOM = 1 << 24
 
 
-def _pack_plain(lengths: Int32Array, capacity: int) -> Int32Array:
+def _pack_plain(lengths: Int32Array, capacity: int, given: Sequence[int] = ()) -> Int32Array:
     row_of: list[int] = []
     with_room: dict[int, list[int]] = {}  # room -> rows that have it, the newest last
-    rooms: list[int] = []  # the keys of with_room, ascending
-    num_rows = 0
+    for row, room in enumerate(given):
+        with_room.setdefault(room, []).append(row)
+    with_room.pop(0, None)
+    rooms = sorted(with_room)  # its keys
+    num_rows = len(given)
     for length, group in groupby(lengths.tolist()):
         count = sum(1 for _ in group)
         while count:

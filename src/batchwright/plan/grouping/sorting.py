@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import final
 
 import numpy as np
@@ -36,6 +36,11 @@ class InOrder(Grouping):
         """Return True: data order is the point."""
         return True
 
+    @property
+    def takes_weights(self) -> bool:
+        """Return True: a batch ends by what its examples count."""
+        return True
+
 
 @final
 @dataclass(frozen=True)
@@ -47,6 +52,11 @@ class Sorted(Grouping):
         if problem.num_axes > 1:
             return group_strata(problem, 1, shuffle=False)
         return group_windows(problem, 1, shuffle=False)
+
+    @property
+    def takes_weights(self) -> bool:
+        """Return True: a batch ends by what its examples count."""
+        return True
 
 
 @final
@@ -69,6 +79,11 @@ class WindowSort(Grouping):
         if problem.num_axes > 1:
             return group_strata(problem, windows, shuffle=problem.shuffle)
         return group_windows(problem, windows, shuffle=problem.shuffle)
+
+    @property
+    def takes_weights(self) -> bool:
+        """Return True: a batch ends by what its examples count."""
+        return True
 
     def _num_windows(self, problem: Problem) -> int:
         num_batches = problem.num_batches
@@ -114,6 +129,8 @@ def sort_windows(problem: Problem, windows: int, *, shuffle: bool) -> SortedKeys
 def group_windows(problem: Problem, windows: int, *, shuffle: bool) -> Groups:
     """Cut every window into full batches; what fills none, its shortest examples, goes on to the next window."""
     keys = sort_windows(problem, windows, shuffle=shuffle)
+    if problem.weights is not None:
+        return cut_in_order(problem, _turning(keys))
     sizes_at = problem.table.sizes_of(keys.values)
     starts, rests = cut_falling(sizes_at, keys.group_offsets)
     carried = _Carried(keys.values, sizes_at)
@@ -132,6 +149,12 @@ def group_windows(problem: Problem, windows: int, *, shuffle: bool) -> Groups:
         padded=units.astype(np.int64)[:, None] * problem.pad_multiple_of,
         num_short=num_short,
     )
+
+
+def _turning(keys: SortedKeys) -> npt.NDArray[np.int32]:
+    """Return the examples with every second window turned round, so that a batch over two windows pads little."""
+    parts = [keys.indices[start:stop] for start, stop in pairwise(keys.group_offsets.tolist())]
+    return np.concatenate([part[::-1] if number % 2 else part for number, part in enumerate(parts)])
 
 
 @final
@@ -185,10 +208,12 @@ def group_strata(problem: Problem, windows: int, *, shuffle: bool) -> Groups:
 
 def cut_in_order(problem: Problem, indices: npt.NDArray[np.int32]) -> Groups:
     """Cut a sequence as it stands; the last batches are short when more would have fitted."""
-    starts, padded, first_open = cut_running(problem, _axes(problem.lengths).take(indices, axis=1))
+    weights = None if problem.weights is None else problem.weights[indices]
+    starts, padded, first_open = cut_running(problem, _axes(problem.lengths).take(indices, axis=1), weights)
     sizes = np.diff(np.append(starts, len(indices)))
+    num_items = sizes if weights is None else np.add.reduceat(weights, starts)
     # All batches from the first open one on are short, but that one itself may have been just full.
-    is_full = sizes[first_open] >= problem.sizes(padded)[first_open]
+    is_full = num_items[first_open] >= problem.sizes(padded)[first_open]
     return Groups(indices, starts, sizes, padded, num_short=len(starts) - first_open - int(is_full))
 
 
@@ -236,11 +261,13 @@ def _best_bounds(problem: Problem, windows: int) -> IntArray:
     values, counts = distinct(units)
     tokens: npt.NDArray[np.float64] = np.cumsum(values * counts, dtype=np.float64)
     per_window = max(1, problem.num_examples // windows)
-    sample = _axes(problem.lengths[:: max(1, problem.num_examples // min(per_window, _SAMPLE))])
+    step = max(1, problem.num_examples // min(per_window, _SAMPLE))
+    sample = _axes(problem.lengths[::step])
+    weights = None if problem.weights is None else problem.weights[::step]
     best, fewest = 1, math.inf
     strata = 1
     while strata <= min(_MAX_STRATA, len(values)):
-        padded = _padded_tokens(problem, sample, _equal_tokens(values, tokens, strata))
+        padded = _padded_tokens(problem, sample, weights, _equal_tokens(values, tokens, strata))
         if padded < fewest:
             best, fewest = strata, padded
         strata *= 2
@@ -255,8 +282,11 @@ def _equal_tokens(values: IntArray, tokens: npt.NDArray[np.float64], strata: int
     return np.unique(values[np.searchsorted(tokens, shares)])
 
 
-def _padded_tokens(problem: Problem, sample: npt.NDArray[np.int32], bounds: IntArray) -> float:
+def _padded_tokens(
+    problem: Problem, sample: npt.NDArray[np.int32], weights: IntArray | None, bounds: IntArray
+) -> float:
     order = _sort(problem, sample, 1, bounds, shuffle=False)
-    starts, padded, _ = cut_running(problem, sample.take(order, axis=1))
-    sizes = np.diff(np.append(starts, len(order)))
+    weights = None if weights is None else weights[order]
+    starts, padded, _ = cut_running(problem, sample.take(order, axis=1), weights)
+    sizes = np.diff(np.append(starts, len(order))) if weights is None else np.add.reduceat(weights, starts)
     return float((sizes * padded.sum(axis=1)).sum())

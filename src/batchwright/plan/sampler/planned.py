@@ -73,6 +73,7 @@ class BatchSampler(AbstractEpochs):
         remainder: Remainder = "spread",
         balance_over: int | None = None,
         cost: Cost | None = None,
+        groups: npt.ArrayLike | None = None,
     ) -> None:
         self.settings = PlanSettings.of(locals())
         self.rank, self.world_size = check_ranks(rank, world_size)

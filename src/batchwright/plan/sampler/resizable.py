@@ -72,6 +72,7 @@ class ResizableBatchSampler(AbstractEpochs):
         seed: the same seed and epoch give the same order on every machine.
         rank: this process, from 0.
         world_size: processes.
+        groups: refused, since such batches are cut; ``BatchSampler`` takes groups of examples that stay together.
 
     >>> from types import SimpleNamespace
     >>> controller = SimpleNamespace(size=2)
@@ -100,7 +101,13 @@ class ResizableBatchSampler(AbstractEpochs):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        groups: None = None,
     ) -> None:
+        if groups is not None:
+            raise ArgumentError(
+                "ResizableBatchSampler takes no groups: a controller counts examples, and Stepper cuts its batches "
+                "into micro-batches, so groups would be split; use BatchSampler(..., groups=...)"
+            )
         self.rank, self.world_size = check_ranks(rank, world_size)
         self.controller = as_sized("controller", controller)
         check_choice("size_unit", size_unit, get_args(SizeUnit))
