@@ -179,7 +179,9 @@ def test_lengths_are_those_of_the_tokens_that_the_collator_makes(encoder, tmp_pa
 def test_texts_without_a_mask_need_lengths(encoder, tmp_path):
     trainer, *_ = make_trainer(encoder, tmp_path, losses.MultipleNegativesRankingLoss, budget=BUDGET)
     preprocess = trainer.data_collator.preprocess_fn
-    trainer.data_collator.preprocess_fn = lambda texts, **options: {"input_ids": preprocess(texts, **options)["input_ids"]}
+    trainer.data_collator.preprocess_fn = lambda texts, **options: {
+        "input_ids": preprocess(texts, **options)["input_ids"]
+    }
     with pytest.raises(LengthsError, match=r"no attention_mask with a row per example.*pass lengths="):
         trainer.get_train_dataloader()
 

@@ -11,7 +11,7 @@ from .trainers import flat, flat_parameters, make_controller, relative_error
 
 pytest.importorskip("trl", reason="trl is not installed; it is in the group dev")
 
-from .preferences import (  # noqa: E402
+from .preferences import (
     NUM_PAIRS,
     loss_in_one_piece,
     make_pairs,
@@ -175,7 +175,10 @@ def test_evaluation_is_the_mean_over_all_pairs(kind, tmp_path):
     found = trainer.evaluate()
     reference = plain(kind, tmp_path, eval_dataset=pairs, per_device_eval_batch_size=NUM_PAIRS)
     expected = reference.evaluate()
-    counted = {"preferences": ["rewards/accuracies", "rewards/margins", "logps/chosen"], "rewards": ["accuracy", "margin"]}
+    counted = {
+        "preferences": ["rewards/accuracies", "rewards/margins", "logps/chosen"],
+        "rewards": ["accuracy", "margin"],
+    }
     for name in ["loss", *counted[kind]]:
         assert found[f"eval_{name}"] == pytest.approx(expected[f"eval_{name}"], rel=1e-4), name
     sizes = [len(batch) for batch in trainer.get_eval_dataloader().batch_sampler]

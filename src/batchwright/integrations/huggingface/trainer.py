@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import numpy.typing as npt
@@ -278,11 +278,11 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         weights, entropy = self._batching.weights, self._batching.updates.entropy
         labels = entropy.labels(inputs)
         with_outputs = return_outputs or labels is not None
-        found = weights.loss(compute, inputs, with_outputs=with_outputs)
-        if found is None:
-            with self._noted(inputs):
+        with self._batching.call_figures.noted(self, inputs, row_key(inputs, self.model)):
+            found = weights.loss(compute, inputs, with_outputs=with_outputs)
+            if found is None:
                 found = super().compute_loss(model, inputs, return_outputs=with_outputs, **kwargs)  # type: ignore[misc]
-            found = found if with_outputs else (found, None)
+                found = found if with_outputs else (found, None)
         if labels is not None:
             entropy.note(found[1], labels, shifts=weights.shifts(unwrapped(self.model), labels.get("labels")))
         return found if return_outputs else found[0]
@@ -303,14 +303,10 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
     def _loss_of_one_process(
         self, model: Any, inputs: dict[str, Any], num_items: Any, return_outputs: bool = False
     ) -> Any:
-        with one_process(self.args), self._noted(inputs):
+        with one_process(self.args):
             return super().compute_loss(  # type: ignore[misc]
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items
             )
-
-    def _noted(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
-        """Average what a call of the loss notes by the size of the call."""
-        return self._batching.call_figures.noted(self, inputs, row_key(inputs, self.model))
 
     def _tried_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Any:
         with on_its_own(self):
