@@ -171,9 +171,10 @@ def test_the_padding_of_a_planned_epoch_reaches_tensorboard(tmp_path):
 
 
 def test_updates_of_lightning_reach_wandb(wandb, tmp_path):
-    logger = WandbLogger(save_dir=str(tmp_path), offline=True)
+    logger = WandbLogger(experiment=wandb.init(mode="offline", dir=str(tmp_path)))
     model, _ = lightning_training.fit(logger=logger, **lightning_options())
-    wandb.finish()
+    logger.experiment.finish()
+    wandb.teardown()  # ends the process that writes
     found = {}
     for row in offline_history(tmp_path):
         for name, value in row.items():

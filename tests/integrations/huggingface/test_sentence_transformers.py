@@ -1,4 +1,4 @@
-"""sentence-transformers' trainer: lengths of texts, losses that compare the examples of a batch, and those that do not."""
+"""sentence-transformers' trainer: lengths of texts, and losses that compare the examples of a batch or do not."""
 
 import datasets
 import numpy as np
