@@ -12,6 +12,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+# Where losses of TRL and of sentence-transformers note figures of every call.
+_NOTED = ("_metrics", "_total_train_tokens", "accum_loss_components")
+
 
 def accelerators() -> list[torch.device]:
     """Return the accelerator that torch sees, an empty list if there is none."""
@@ -89,8 +92,9 @@ def one_process(args: Any) -> Iterator[None]:
 
 @contextmanager
 def on_its_own(trainer: Any) -> Iterator[None]:
-    """Let a loss be tried out: it gathers nothing from other ranks, and TRL's figures of calls stay as they were."""
-    accelerator, figures = trainer.accelerator, copy.deepcopy(getattr(trainer, "_metrics", None))
+    """Let a loss be tried out: it gathers nothing from other ranks, and what trainers note of calls stays as it was."""
+    accelerator = trainer.accelerator
+    noted = {name: copy.deepcopy(getattr(trainer, name)) for name in _NOTED if hasattr(trainer, name)}
     names = ("gather", "gather_for_metrics")
     for name in names:  # over the methods of its class
         setattr(accelerator, name, lambda tensor, *args, **kwargs: tensor)
@@ -99,8 +103,8 @@ def on_its_own(trainer: Any) -> Iterator[None]:
     finally:
         for name in names:
             delattr(accelerator, name)
-        if figures is not None:
-            trainer._metrics = figures
+        for name, value in noted.items():
+            setattr(trainer, name, value)
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+from torch import Tensor
+
 from .. import _tree
 from ..errors import ArgumentError
 from ..step.packing.rows import PackedRow
@@ -92,6 +94,43 @@ class Rows(Cut):
     def take(self, units: Sequence[int]) -> dict[str, Any]:
         """Return some rows with all of their padding, which a model without a mask sees."""
         return take_rows(self.batch, list(units), self.num)
+
+
+@final
+class Pairs(Cut):
+    """Pairs of rows: the first half of the rows holds one side of every pair, the second half the other.
+
+    Args:
+        batch: its inputs; values of as many entries as pairs belong to pairs.
+        key: the input whose length is the number of rows.
+    """
+
+    unit = "pair"
+
+    def __init__(self, batch: dict[str, Any], key: str) -> None:
+        rows = num_rows(batch, key)
+        if rows % 2:
+            raise ArgumentError(f"{key!r} has {rows} rows, but pairs of chosen and rejected rows need an even number")
+        self.batch, self.num = batch, rows // 2
+
+    def take(self, units: Sequence[int]) -> dict[str, Any]:
+        """Return some pairs, again one side before the other."""
+        rows = [*units, *(unit + self.num for unit in units)]
+        return {name: self._taken(name, value, list(units), rows) for name, value in self.batch.items()}
+
+    def first_sides(self) -> dict[str, Any]:
+        """Return the first rows of all pairs."""
+        whole = {name: value for name, value in self.batch.items() if isinstance(value, Tensor) and value.ndim}
+        return {name: value[: self.num] for name, value in whole.items()}
+
+    def _taken(self, name: str, value: Any, units: list[int], rows: list[int]) -> Any:
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        if len(value) not in (self.num, 2 * self.num):
+            raise ArgumentError(
+                f"the tensor {name!r} has {len(value)} entries for {self.num} pairs, so none can be cut"
+            )
+        return value[units if len(value) == self.num else rows]
 
 
 @final

@@ -33,7 +33,7 @@ from ..step.huggingface import (
 )
 from ..step.oom import devices_of, free_memory, is_out_of_memory
 from ..step.packing.rows import is_packed
-from ._inputs import Cut, Rows, Sequences, Whole, num_rows, take_rows
+from ._inputs import Cut, Pairs, Rows, Sequences, Whole, num_rows, take_rows
 from ._trial_loss import Compute, TrialLoss
 
 WHOLE = "its loss was declared to need the whole batch"
@@ -61,6 +61,7 @@ class Weighing:
         cuts_sequences: packed sequences were found to be independent, so a packed row may be cut between them.
         saw_rows: two rows were compared; one row does not show whether the loss compares examples.
         saw_sequences: two sequences of a packed row were compared.
+        has_pairs: an example is a pair of rows, and the first half of the rows holds one side of every pair.
     """
 
     reading: LossReading | None
@@ -70,11 +71,12 @@ class Weighing:
     cuts_sequences: bool = False
     saw_rows: bool = True
     saw_sequences: bool = False
+    has_pairs: bool = False
 
     def is_settled(self, inputs: Mapping[str, Any]) -> bool:
         """Say whether a micro-batch has nothing new to tell."""
-        if not self.is_sure:
-            return False
+        if not self.is_sure or self.has_pairs:
+            return self.is_sure
         if num_rows(inputs, self.key) > 1:
             return self.saw_rows
         return bool(self.refusal) or self.saw_sequences or not _has_two_sequences(inputs)
@@ -87,7 +89,7 @@ class Weighing:
     def count(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the weight of a micro-batch, on its device."""
         if self.reading is None:
-            return torch.tensor(num_rows(inputs, self.key))
+            return torch.tensor(num_rows(inputs, self.key) // (2 if self.has_pairs else 1))
         if not isinstance(inputs.get("labels"), Tensor):
             raise ArgumentError(
                 f"a micro-batch has no labels, only {sorted(inputs)}, but others were weighed by theirs; give every "
@@ -99,6 +101,8 @@ class Weighing:
         """Return how a micro-batch can be cut if it does not fit."""
         if self.refusal:
             return Whole(inputs, self.refusal)
+        if self.has_pairs:
+            return Pairs(inputs, self.key)
         if not is_packed(inputs) or num_rows(inputs, self.key) > 1:
             return Rows(inputs, self.key)
         if not self.cuts_sequences:
@@ -144,7 +148,7 @@ def find_weighing(
     except DoesNotFitError:
         raise
     except Exception as error:  # a loss may need more rows than a part has
-        return Weighing(None, True, key, refusal=_failed(loss, inputs, error))
+        return Weighing(None, True, key, refusal=failed(loss, inputs, error))
 
 
 def check_rows(
@@ -171,7 +175,7 @@ def check_rows(
         found = _adds_up(loss, inputs, weighing, new)
     except Exception as error:
         if not is_out_of_memory(error):
-            return _refused(weighing, _failed(loss, inputs, error))
+            return _refused(weighing, failed(loss, inputs, error))
         found = True  # two rows were compared before
     if found or (found is None and loss.is_usual):
         return weighing
@@ -200,7 +204,7 @@ def _what(weighing: Weighing) -> str:
     return "its examples" if weighing.reading is None else "its labels"
 
 
-def _failed(loss: TrialLoss, inputs: Mapping[str, Any], error: Exception) -> str:
+def failed(loss: TrialLoss, inputs: Mapping[str, Any], error: Exception) -> str:
     """Say that a part could not be tried out; if all of the batch cannot either, its error is raised."""
     try_out(loss, inputs, num_items_in_batch=1)
     return f"the loss of a part of the batch could not be tried out: {type(error).__name__}: {error}"

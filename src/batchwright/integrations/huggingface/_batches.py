@@ -69,7 +69,14 @@ class BatchSource(ABC):
         sampler: a ``BatchSampler`` or ``ResizableBatchSampler`` of this rank.
         lengths: of the examples; None if the parts of items are lengths themselves.
         pad_multiple_of: of the collator.
+
+    Attributes:
+        is_flat: the collator joins the examples of a micro-batch without padding.
+        num_tokens: of every example, None if they are the sum of its lengths.
     """
+
+    is_flat: bool = False
+    num_tokens: IntArray | None = None
 
     def __init__(self, sampler: Any, lengths: npt.ArrayLike | None, pad_multiple_of: int) -> None:
         self.sampler = sampler
@@ -125,15 +132,21 @@ class BatchSource(ABC):
     def take_received(self) -> Received:
         """Return what was received since the last call."""
         items, self._received = self._received, []
-        found = [self._lengths_of(part) for item in items for part in item.parts if not item.is_repeat]
-        padded = sum(self._num_padded(item) for item in items if not item.is_repeat)
+        given = [item for item in items if not item.is_repeat]
+        parts = [part for item in given for part in item.parts]
+        tokens = sum(self._tokens_of(part) for part in parts)
+        padded = tokens if self.is_flat else sum(map(self._num_padded, given))
         repeats = [item.is_repeat for item in items for _ in item.parts]
-        counted = Counted(sum(map(len, found)), int(sum(rows.sum() for rows in found)), padded, len(repeats))
+        counted = Counted(sum(map(len, parts)), tokens, padded, len(repeats))
         return Received(counted, repeats, any(item.is_measured for item in items))
 
     def _lengths_of(self, part: Any) -> IntArray:
         """Return the lengths of the examples of a micro-batch."""
         return self.lengths[part]
+
+    def _tokens_of(self, part: Any) -> int:
+        found = self._lengths_of(part) if self.num_tokens is None else self.num_tokens[part]
+        return int(found.sum())
 
     def _num_padded(self, item: Item) -> int:
         if item.num_padded is not None:

@@ -27,7 +27,7 @@ from .._failures import raise_together
 from .._ranked import is_stream, loader_options
 from ._batches import BatchSource, PlannedBatches, ResizableBatches
 from ._graphs import TrainerGraphs
-from ._lengths import LengthCache, pad_multiple_of
+from ._lengths import LengthCache, is_flat, pad_multiple_of
 from ._packing import Packing, check_collator, choose_packing
 from ._settings import STREAM_OPTIONS, Settings
 from ._streams import StreamBatches, make_batches
@@ -91,10 +91,12 @@ class TrainingData:
             shared = {"devices": devices, "model": model, "pad_multiple_of": multiple}
             self.batches = make_batches(dataset, self._settings, options=options, **shared)
             return TrainLoader(base, self.batches, seed=seed)
-        lengths = self.lengths(dataset, args, model)
+        lengths = self.lengths(dataset, args, model, collator)
         collate = self._pack(base, lengths, collator, model, devices, has_own_loss=has_own_loss)
         make = self._planned if self._settings.controller is None else self._resizable
         self.batches = make(lengths, args, multiple, options)
+        self.batches.is_flat = is_flat(collator)
+        self.batches.num_tokens = self._lengths.tokens_of(dataset) if self._settings.lengths is None else None
         if isinstance(self.batches, PlannedBatches) and self._graphs.is_wanted:
             collate = self._graphs.catalogue(self.batches.sampler, collate, collator, base.dataset)
             self.batches.has_planned_shapes = self._graphs.is_wanted
@@ -110,10 +112,10 @@ class TrainingData:
         """Return whether the pass over a stream is over, and the trainer goes on to ask for items."""
         return isinstance(self.batches, StreamBatches) and self.batches.has_ended
 
-    def lengths(self, dataset: Any, args: Any, model: Any) -> IntArray:
+    def lengths(self, dataset: Any, args: Any, model: Any, collator: Any = None) -> IntArray:
         """Return the lengths of a data set, ``(N, axes)``."""
         given = self._settings.lengths
-        lengths = self._lengths.of(dataset, args, model) if given is None else as_lengths(given)
+        lengths = self._lengths.of(dataset, args, model, collator) if given is None else as_lengths(given)
         if len(lengths) != len(dataset):
             raise LengthsError(f"lengths must give one row per example, {len(dataset)}, got {len(lengths)}")
         return lengths

@@ -31,6 +31,7 @@ from .._ranked import loader_options
 from .._safe_steps import does_not_fit
 from ._data import TwiceCollated
 from ._lengths import LengthCache, pad_multiple_of
+from ._sentences import reads_texts
 from ._settings import Settings
 from ._weights import LossWeights, TrainerLoss, row_key
 
@@ -77,12 +78,13 @@ class Evaluation:
         args, budget = devices.args, self._settings.evaluation_budget
         # The order can be restored only in one array of all results. Metrics per batch need the trainer's own batches.
         is_gathered = args.eval_do_concat_batches and not args.batch_eval_metrics
-        if budget is None or not is_gathered or devices.parallel_size > 1:
+        # Losses of sentence-transformers may compare the examples of a batch, so they keep the batches they know.
+        if budget is None or not is_gathered or devices.parallel_size > 1 or reads_texts(collator):
             return base
         if base in self._loaders:  # the trainer keeps its loader, so that workers persist
             return self._loaders[base]
         try:
-            lengths = self._lengths.of(dataset, args, model)
+            lengths = self._lengths.of(dataset, args, model, collator)
         except (LengthsError, TypeError) as error:
             logger.info("Evaluation is left to the trainer: %s", error)
             return base
@@ -147,11 +149,11 @@ class Evaluation:
             if not is_out_of_memory(error):
                 raise
         free_memory(devices_of(loss.model))
-        if isinstance(inputs.get("labels"), Tensor):
+        if isinstance(inputs.get("labels"), Tensor) or loss.pairs is not None:
             self._weights.learn(loss, [inputs])
         key = row_key(inputs, loss.model)
         cut = self._weights.cut(dict(inputs)) if self._weights.is_known else None
-        if cut is None or (isinstance(cut, Whole) and not is_packed(inputs)):
+        if cut is None or (isinstance(cut, Whole) and not is_packed(inputs) and loss.pairs is None):
             cut = Rows(dict(inputs), key)  # its outputs may be merged, if not its loss
         if cut.num == 1:
             raise DoesNotFitError(does_not_fit(cut, 0))

@@ -12,8 +12,10 @@ from ..._lengths import as_lengths
 from ..._progress import progress
 from ..._types import IntArray
 from ...errors import LengthsError
+from ._sentences import measure_texts, reads_texts
 
 _SOURCE, _TARGET = "input_ids", "labels"
+_PROMPT, _SIDES = "prompt_ids", ("chosen_ids", "rejected_ids")
 _ROWS_PER_READ = 1000
 # Enough for the data sets of training and evaluation.
 _MOST_DATASETS = 8
@@ -25,31 +27,42 @@ class LengthCache:
 
     def __init__(self) -> None:
         # The data set is kept with its lengths, so that no other object can get its id.
-        self._found: dict[int, tuple[Any, IntArray]] = {}
+        self._found: dict[int, tuple[Any, IntArray, IntArray | None]] = {}
 
-    def of(self, dataset: Any, args: Any, model: Any) -> IntArray:
+    def of(self, dataset: Any, args: Any, model: Any, collator: Any = None) -> IntArray:
         """Return the lengths of a data set, shape ``(N, axes)``.
 
         Args:
-            dataset: tokenized examples.
+            dataset: tokenized examples, or texts that the collator makes tokens of.
             args: the ``TrainingArguments``: the column of lengths, and whether to show a bar.
             model: tells by its config whether labels are padded apart from the inputs.
+            collator: may cut examples, or make tokens of texts.
         """
         found = self._found.get(id(dataset))
         if found is not None:
             return found[1]
-        lengths = as_lengths(
-            measure_examples(
+        shows, tokens = not args.disable_tqdm and args.process_index == 0, None
+        if has_pairs(dataset):
+            lengths, tokens = measure_pairs(dataset, most=getattr(collator, "max_length", None), show_progress=shows)
+        elif reads_texts(collator) and args.length_column_name not in _first(dataset):
+            lengths = measure_texts(dataset, collator, show_progress=shows)
+        else:
+            lengths = measure_examples(
                 dataset,
                 length_column=args.length_column_name,
                 has_decoder=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
-                show_progress=not args.disable_tqdm and args.process_index == 0,
+                show_progress=shows,
             )
-        )
+        lengths = as_lengths(lengths)
         if len(self._found) == _MOST_DATASETS:
             self._found.pop(next(iter(self._found)))
-        self._found[id(dataset)] = dataset, lengths
+        self._found[id(dataset)] = dataset, lengths, tokens
         return lengths
+
+    def tokens_of(self, dataset: Any) -> IntArray | None:
+        """Return the tokens of every example of a measured data set, None if they are the sum of its lengths."""
+        found = self._found.get(id(dataset))
+        return None if found is None else found[2]
 
 
 @final
@@ -119,6 +132,41 @@ def pad_multiple_of(collator: Any) -> int:
     """Return the multiple that a collator pads lengths to, 1 if it has none."""
     own = getattr(collator, "pad_to", None)  # of a PadCollator
     return int(getattr(collator, "pad_to_multiple_of", None) or getattr(own, "multiple_of", None) or 1)
+
+
+def is_flat(collator: Any) -> bool:
+    """Say whether a collator joins the examples of a batch to one row without padding."""
+    names = {kind.__name__ for kind in type(collator).__mro__}
+    return "DataCollatorWithFlattening" in names or getattr(collator, "padding_free", False) is True
+
+
+def has_pairs(dataset: Any) -> bool:
+    """Say whether examples are tokenized pairs, as ``DPOTrainer`` and ``RewardTrainer`` make them."""
+    first = _first(dataset)
+    return all(_is_sequence(first.get(name)) for name in _SIDES)
+
+
+def measure_pairs(dataset: Any, *, most: int | None = None, show_progress: bool = True) -> tuple[IntArray, IntArray]:
+    """Return the lengths of pairs of rows, shape ``(N, 2)``, and the tokens of each pair, shape ``(N,)``.
+
+    A batch holds the chosen and the rejected row of every pair, all padded to the longest of them. So both axes of a
+    pair have the length of its longer row, with the prompt.
+
+    Args:
+        dataset: examples with ``chosen_ids``, ``rejected_ids`` and maybe ``prompt_ids``.
+        most: tokens that the collator cuts a row to, None if it does not.
+        show_progress: show a bar.
+
+    >>> pairs = [{"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4, 5]}]
+    >>> lengths, tokens = measure_pairs(pairs, show_progress=False)
+    >>> lengths.tolist(), tokens.tolist()
+    ([[4, 4]], [7])
+    """
+    names = [*_SIDES, *([_PROMPT] if _PROMPT in _first(dataset) else [])]
+    found = np.array([[len(value) for value in row] for row in _rows(dataset, names, show_progress)])
+    rows = found[:, :2] + found[:, 2:].sum(axis=1, keepdims=True)
+    rows = np.maximum(1, rows if most is None else np.minimum(rows, most))
+    return np.repeat(rows.max(axis=1, keepdims=True), 2, axis=1), rows.sum(axis=1)
 
 
 def measure_examples(

@@ -81,7 +81,7 @@ def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: Budge
     trainer.create_optimizer()  # as training does a moment later
     _check_hooks(trained_parameters(trainer.model, trainer.optimizer))
     args, device = trainer.args, trainer.args.device
-    lengths = trainer._batching.data.lengths(trainer.train_dataset, args, trainer.model)
+    lengths = trainer._batching.data.lengths(trainer.train_dataset, args, trainer.model, trainer.data_collator)
     lengths = pad_up(lengths, pad_multiple_of(trainer.data_collator))
     agreement, monitor = agreement_of(device, args.world_size), monitor_of(device, settings.memory)
     accumulates = settings.controller is not None or args.gradient_accumulation_steps > 1

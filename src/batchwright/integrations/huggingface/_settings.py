@@ -74,6 +74,7 @@ class Settings:
             self._check_auto_budget()
         for budget in (self.budget, None if self.eval_budget == "same" else self.eval_budget):
             if budget is not None and not is_auto_budget(budget):
+                assert not isinstance(budget, str)
                 check_budget(budget)
         if self.controller is None and self.budget is None:
             raise ArgumentError(

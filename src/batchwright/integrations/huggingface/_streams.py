@@ -13,6 +13,7 @@ import numpy as np
 from ..._checks import as_state, read_whole
 from ..._types import IntArray
 from ...errors import ArgumentError, StateMismatchError
+from ...plan.budget import Budget
 from ...plan.grouping.sorting import WindowSort
 from ...plan.sampler.stream import StreamBatcher
 from .._devices import Devices
@@ -91,7 +92,7 @@ def make_batches(
     given = {"pad_multiple_of": pad_multiple_of, **settings.plan_options}
     given["sharded"] = _is_sharded(dataset, given.get("sharded"), devices)
     meeting = Meeting(args.device, args.world_size)
-    assert settings.budget is not None
+    assert isinstance(settings.budget, Budget)
     stream: StreamBatcher[Any] = StreamBatcher(
         _own_copy(dataset),
         length_of=lengths,

@@ -21,7 +21,6 @@ from ...step.noise import GradientNoise
 from ...step.oom import drop_gradients, warn_of_split
 from .._devices import Devices
 from .._failures import raise_gathered
-from .._inputs import num_rows
 from .._observing import monitor_for
 from .._safe_steps import (
     SafeSteps,
@@ -198,9 +197,8 @@ class Updates:
         return UpdateWeight(total.clamp(min=1).round().long().to(devices.args.device), devices.num_replicas)
 
     def _check_rows(self, batches: list[Any], repeats: list[bool], counted: Counted) -> None:
-        rows = sum(
-            num_rows(batch, self._key) for batch, is_repeat in zip(batches, repeats, strict=True) if not is_repeat
-        )
+        nums = [self._weights.num_examples(batch, self._key) for batch in batches]
+        rows = sum(num for num, is_repeat in zip(nums, repeats, strict=True) if not is_repeat)
         if rows != counted.examples:
             raise ArgumentError(
                 f"measure_noise needs a row per example, but {counted.examples} examples came in {rows} rows; use a "
@@ -290,7 +288,7 @@ class Updates:
         # A mean over no label may be NaN, and so may be its gradient, even times zero.
         is_idle = not (has_share and self._weights.has_weight(inputs))
         noise = self.noise if has_share else None
-        with noise.part(num_rows(inputs, self._key)) if noise else nullcontext():
+        with noise.part(self._weights.num_examples(inputs, self._key)) if noise else nullcontext():
             if is_idle and not runs_idle:
                 return torch.zeros((), device=whole.total.device)
             with self._weights.weighing(whole, is_idle=is_idle):

@@ -16,6 +16,7 @@ from ...step.huggingface import IGNORED, LABELS, Novelty, counts_tokens, output_
 from ...step.packing.rows import is_packed
 from .._devices import Devices
 from .._inputs import Cut, num_rows
+from .._pairs import PairLoss, find_pairs
 from .._trainer_step import UNSURE, WHAT_TO_DO, WHOLE, Weighing, check_rows, find_weighing, weighted, zero_of
 from .._trial_loss import Compute
 from ._settings import Weighting
@@ -33,6 +34,7 @@ class TrainerLoss(NamedTuple):
     needs_whole: bool = False  # it was declared to compare the examples of a batch
     is_own: bool = False  # it is the model's own, and not one that the trainer makes of its outputs
     smooths: bool = False  # the trainer smooths labels
+    pairs: PairLoss | None = None  # of a batch whose examples are pairs of rows
 
 
 class UpdateWeight(NamedTuple):
@@ -67,11 +69,13 @@ class LossWeights:
         key = row_key(batches[0], loss.model)
         self._smooths = loss.smooths
         if loss.needs_whole:
-            self._weighing = Weighing(None, True, key, refusal=WHOLE)
+            self._weighing = Weighing(None, True, key, refusal=WHOLE, has_pairs=loss.pairs is not None)
             return
         batch = max(batches, key=lambda batch: num_rows(batch, row_key(batch, loss.model)))
         if self._weighing is None or not self._weighing.is_settled(batch):
             self._weighing = self._find(loss, batch, key)
+        if self._weighing.has_pairs:
+            return
         has_tokens = any(self._labels_of_rows(other) is not None for other in batches)
         for other in [] if has_tokens else batches:  # means over rows are compared with the loss itself
             new = None if self._weighing.refusal else self._novelty.notice(other)
@@ -83,6 +87,8 @@ class LossWeights:
             raise refuse(UNSURE, len(batches))
 
     def _find(self, loss: TrainerLoss, batch: Mapping[str, Any], key: str) -> Weighing:
+        if loss.pairs is not None:
+            return find_pairs(loss.compute, loss.model, loss.prepare(dict(batch)), key=key, pairs=loss.pairs)
         if self._by_example and is_packed(batch):
             raise ArgumentError(
                 "weighting='examples' needs a row per example, but the rows of this batch hold several sequences; use "
@@ -117,6 +123,11 @@ class LossWeights:
         assert self._weighing is not None
         labels = self._labels_of_rows(inputs)
         return self._weighing.count(inputs) if labels is None else (labels != IGNORED).any(dim=1).sum()
+
+    def num_examples(self, inputs: Mapping[str, Any], key: str) -> int:
+        """Return the number of examples of a micro-batch: its rows, or its pairs of rows."""
+        has_pairs = self._weighing is not None and self._weighing.has_pairs
+        return num_rows(inputs, key) // (2 if has_pairs else 1)
 
     def has_weight(self, inputs: Mapping[str, Any]) -> bool:
         """Say whether a micro-batch counts at all."""

@@ -38,9 +38,11 @@ from .._trial_loss import takes_own_loss
 from ._data import TrainLoader, fetch_together, micro_batches_of
 from ._evaluating import PlannedEvaluation
 from ._probing import budget_of_trainer
+from ._sentences import check_sentences, losses_of
 from ._settings import OnOom, Settings, Weighting, check_trainer, check_trainer_class, for_data, with_controller
 from ._streams import accumulating, check_stream
-from ._weights import TrainerLoss, UpdateWeight
+from ._trl import check_can_be_planned, needs_whole, pair_loss, without_figures
+from ._weights import TrainerLoss, UpdateWeight, row_key
 from .callbacks import Batching
 
 # The key of the state in trainer_state.json, under stateful_callbacks.
@@ -155,6 +157,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         **kwargs: Any,
     ) -> None:
         check_trainer_class(transformers.Trainer, transformers.__version__)
+        check_can_be_planned(type(self))
         plan_options = dict(plan_options or {})
         settings = Settings(**shared_options(Settings, locals()))
         self._batching, self._finder = Batching(settings), BudgetFinder()
@@ -164,6 +167,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
             self._batching = Batching(settings)
         check_trainer(settings, self)
         check_stream(settings, self)
+        check_sentences(self)
         has_controller, has_limit = controller is not None, micro_batch is not None
         self._batching.graphs.check(self, has_controller=has_controller, on_oom=on_oom, has_limit=has_limit)
         # First, so that other callbacks see the epoch and the size that hold.
@@ -186,7 +190,8 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
         is_due = self.control.should_log
         for change in self._batching.callback.take_changes():
-            self.log({**change.figures(), "batch_size_reason": change.decision.reason})  # type: ignore[dict-item]
+            with without_figures(self):
+                self.log({**change.figures(), "batch_size_reason": change.decision.reason})  # type: ignore[dict-item]
         self.control.should_log = is_due  # a log of a change does not stand for that of the update
         return super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
@@ -302,10 +307,11 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         weights, entropy = self._batching.weights, self._batching.updates.entropy
         labels = entropy.labels(inputs)
         with_outputs = return_outputs or labels is not None
-        found = weights.loss(compute, inputs, with_outputs=with_outputs)
-        if found is None:
-            found = super().compute_loss(model, inputs, return_outputs=with_outputs, **kwargs)  # type: ignore[misc]
-            found = found if with_outputs else (found, None)
+        with self._batching.call_figures.noted(self, inputs, row_key(inputs, self.model)):
+            found = weights.loss(compute, inputs, with_outputs=with_outputs)
+            if found is None:
+                found = super().compute_loss(model, inputs, return_outputs=with_outputs, **kwargs)  # type: ignore[misc]
+                found = found if with_outputs else (found, None)
         if labels is not None:
             entropy.note(found[1], labels, shifts=weights.shifts(unwrapped(self.model), labels.get("labels")))
         return found if return_outputs else found[0]
@@ -344,6 +350,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
             needs_whole=self._needs_whole_batch(),
             is_own=self._uses_own_loss(),
             smooths=self.args.label_smoothing_factor > 0,
+            pairs=pair_loss(self, super().compute_loss),  # type: ignore[misc]
         )
 
     def _uses_own_loss(self) -> bool:
@@ -351,9 +358,10 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         return takes_own_loss(super().compute_loss, self.compute_loss_func)  # type: ignore[misc]
 
     def _needs_whole_batch(self) -> bool:
-        """Say whether ``whole_batch`` marks the trainer's ``compute_loss``, its ``compute_loss_func`` or the model."""
+        """Say whether ``whole_batch`` marks the trainer's ``compute_loss``, its losses or the model."""
         theirs = super().compute_loss  # type: ignore[misc]
-        return any(map(needs_whole_batch, (self.compute_loss, theirs, self.compute_loss_func, unwrapped(self.model))))
+        marked = (self.compute_loss, theirs, self.compute_loss_func, unwrapped(self.model), *losses_of(self))
+        return needs_whole(self) or any(map(needs_whole_batch, marked))
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the operations of an item."""

@@ -75,7 +75,8 @@ def attend_on_cuda(
     window: tuple[int, int] | None,
 ) -> Tensor:
     """Attend with torch's kernel; see ``Attend``."""
-    varlen, options = torch_varlen(), {"scale": scale}
+    varlen = torch_varlen()
+    options: dict[str, Any] = {"scale": scale}
     assert varlen is not None
     if "enable_gqa" in _names():  # older versions take grouped heads as they are
         options["enable_gqa"] = query.shape[1] != key.shape[1]
@@ -146,11 +147,12 @@ def attention(
     window = None
     if sliding_window is not None:  # transformers counts the token itself
         window = (sliding_window - 1, 0 if causal else sliding_window - 1)
-    states = (states[0].transpose(0, 1) for states in _in_one_type(query, key, value))
+    queries, keys, values = (states[0].transpose(0, 1) for states in _in_one_type(query, key, value))
     longest = int((bounds[1:] - bounds[:-1]).max() if longest is None else longest)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     bounds = bounds.to(query.device, torch.int32)
-    return attend(*states, bounds, longest, scale=scale, is_causal=causal, window=window)[None], None
+    mixed = attend(queries, keys, values, bounds, longest, scale=scale, is_causal=causal, window=window)
+    return mixed[None], None
 
 
 def _in_one_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:

@@ -146,7 +146,7 @@ def try_varlen(model: Any, *, dtype: torch.dtype | None = None, attend: Attend |
     if reason is not None:
         return reason
     if is_flash(base) and attend is None:
-        return VarlenHandle(base, base.config._attn_implementation)
+        return VarlenHandle(base, str(getattr(base.config, "_attn_implementation", "")))
     return VarlenHandle(base, NAME, attend or attend_on_cuda)
 
 
