@@ -86,3 +86,9 @@ def check_form(name: str, saved: Any, first: Any) -> None:
         check_form(name, saved, type(saved)())
     elif not (saved is None or isinstance(saved, str | bool)):
         as_number(name, saved, infinite=True)
+
+
+def check_flag(name: str, saved: Any) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(saved, bool):
+        raise ArgumentError(f"{name} must be True or False, got {saved!r}")

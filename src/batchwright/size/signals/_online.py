@@ -12,7 +12,7 @@ import numpy as np
 from ..._checks import as_number
 from ..._types import FloatArray
 from ...errors import ArgumentError, MissingSignalError
-from .._states import Check, check_number, check_record, check_whole, optional
+from .._states import Check, check_flag, check_number, check_record, check_whole, optional
 from ..noise import Evidence, NoiseAverage, RecentNoise, add_recent, check_recent
 from ..observation import SOURCES, Observation
 from ..policy import Answer, ReasoningPolicy, State, ask, hold, options, show
@@ -58,6 +58,8 @@ _TRY_AGAIN = 4 * _PATIENCE
 _MOST_MOVES = 8
 # Looks come after 8, 16, 32 and 64 updates of a size, then every 64: a fit takes about as long as a small update.
 _FIRST_LOOK, _LOOK_EVERY = 8, 64
+# What a smaller size must promise at first: the noise scale is low while the loss falls fast, and grows.
+_GAIN_DOWN, _EARLY = 1.15, 32  # measured updates
 # How far beyond the sizes that were timed a first step goes.
 _REACH = 2.0
 _USUAL = (0.1, 0.9)
@@ -124,7 +126,7 @@ class OnlineGoodput(ReasoningPolicy):
         checks: dict[str, Check] = {
             "base": optional(_check_size),
             "average": partial(_check_average, horizon=self.horizon),
-            "has_noise": _check_flag,
+            "has_noise": check_flag,
             "scale": optional(check_positive),
             "length": optional(check_positive),
             "timings": check_timings,
@@ -282,9 +284,11 @@ class OnlineGoodput(ReasoningPolicy):
         if not (is_known or is_guess or is_first) and best.size < observation.current:
             # What is at least so much may be more; the time must demand a smaller size at several times as much too.
             best = self._best(state, observation, _MORE * scale, least=best.size)
-        if best.gain <= self.gain:
+        is_early = best.size < observation.current and found.num_updates < _EARLY
+        least = max(self.gain, _GAIN_DOWN) if is_early else self.gain
+        if best.gain <= least:
             words = f"{name}, {show(best.size)} promises {best.gain:.3f} of the progress per second"
-            return hold(observation, state, f"{words}, not above {show(self.gain)}")
+            return hold(observation, state, f"{words}, not above {show(least)}")
         words = f"{name}: {best.speed:.2f} times the {self.unit} per second of {observation.current}"
         return ask(observation, state, best.size, f"{words}, each worth {best.worth:.2f}")
 
@@ -393,8 +397,3 @@ def _check_average(name: str, saved: Any, *, horizon: float | None) -> None:
 
 def _check_size(name: str, saved: Any) -> None:
     check_number(name, saved, least=1, most=LARGEST_SIZE)
-
-
-def _check_flag(name: str, saved: Any) -> None:
-    if not isinstance(saved, bool):
-        raise ArgumentError(f"{name} must be True or False, got {saved!r}")
