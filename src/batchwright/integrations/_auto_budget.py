@@ -77,7 +77,7 @@ def monitor_of(device: torch.device, given: MemoryMonitor | None) -> MemoryMonit
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
     """Return what the cost of a model depends on, as JSON values."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else repr(config)
     parameters = [
         [name, list(parameter.shape), str(parameter.dtype), parameter.requires_grad]

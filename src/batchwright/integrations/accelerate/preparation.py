@@ -138,7 +138,7 @@ def prepare(
         scheduler = accelerator.prepare(scheduler)
         scheduler.split_batches |= sampler is not None and not is_divided  # then it advances once per update
     announce = functools.partial(_announce, accelerator, live) if live.is_wanted else None
-    parts = {"announce": announce, "ticks": ticks, "fallback": fallback, "budget": found}
+    parts: dict[str, Any] = {"announce": announce, "ticks": ticks, "fallback": fallback, "budget": found}
     accelerated = AcceleratedStepper(stepper, optimizer, prepared, scheduler, observer, **parts)
     accelerator.register_for_checkpointing(accelerated)
     return Prepared(model, optimizer, prepared, accelerated)

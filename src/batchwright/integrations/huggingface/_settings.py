@@ -72,7 +72,7 @@ class Settings:
             self._check_auto_budget()
         for budget in (self.budget, None if self.eval_budget == "same" else self.eval_budget):
             if budget is not None and not is_auto_budget(budget):
-                check_budget(budget)
+                check_budget(budget)  # type: ignore[arg-type]
         if self.controller is None and self.budget is None:
             raise ArgumentError(
                 "an adaptive trainer needs a budget such as MaxTokens(8192) or 'auto', a controller, or both"

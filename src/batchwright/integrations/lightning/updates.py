@@ -28,10 +28,9 @@ from .._options import check_options, move_after_collate
 from .._planned_budget import PlannedBudget, check_sampler, wants_auto
 from .._ranked import controller_of
 from .._vector_fallback import VectorFallback, in_parts
-from ._budget import find_for_trainer
 from ._loaders import TrainLoader
 from ._package import Callback
-from .modules import ExactUpdates, Hooks, options_with_graphs, refuse_methods, without_graphs
+from .modules import ExactUpdates, Hooks, find_for_trainer, options_with_graphs, refuse_methods, without_graphs
 
 # Other precisions of Lightning do not use autocast.
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}

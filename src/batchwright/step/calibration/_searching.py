@@ -67,7 +67,9 @@ def probe_rows(lengths: IntArray) -> list[Row]:
     """
     totals = lengths.sum(axis=1, dtype=np.int64)
     order = np.argsort(totals, kind="stable")
-    chosen = [(int(order[int(share * (len(order) - 1))]),) for share in (0.1, 0.5)[: 3 - lengths.shape[1]]]
+    chosen: list[tuple[int, ...]] = [
+        (int(order[int(share * (len(order) - 1))]),) for share in (0.1, 0.5)[: 3 - lengths.shape[1]]
+    ]
     if lengths.shape[1] > 1:
         chosen.append(tuple(dict.fromkeys(int(place) for place in lengths.argmax(axis=0))))
         for column in lengths.T.astype(np.float64):
