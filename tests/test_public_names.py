@@ -229,19 +229,20 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "function(accelerator, model, optimizer, loader, *, loss_fn, scheduler=None, controller=None, "
         "**stepper_options)",
         "function(accelerator, model, optimizer, loader, *, loss_fn, scheduler=None, controller=None, history=False, "
-        "**stepper_options)",
-        "an option came",
+        "budget=None, **stepper_options)",
+        "two options came",
     ),
     "batchwright.integrations.accelerate.AcceleratedStepper": (
         "class(stepper, optimizer, loader, scheduler, controller), bases: none",
-        "class(stepper, optimizer, loader, scheduler, controller, *, announce=None, ticks=None, fallback=None), "
-        "bases: none",
-        "three options came",
+        "class(stepper, optimizer, loader, scheduler, controller, *, announce=None, ticks=None, fallback=None, "
+        "budget=None), bases: none",
+        "four options came",
     ),
     "batchwright.integrations.lightning.AdaptiveBatching": (
         "class(*, controller=None, prefix='batchwright/', **stepper_options), bases: Callback",
-        "class(*, controller=None, prefix='batchwright/', history=False, **stepper_options), bases: Callback",
-        "an option came",
+        "class(*, controller=None, prefix='batchwright/', history=False, budget=None, **stepper_options), "
+        "bases: Callback",
+        "two options came",
     ),
     "batchwright.lab.datasets.Dataset": (
         "class(*, name, task, train, validation, num_classes, vocabulary_size=None), bases: none",
@@ -305,13 +306,17 @@ ADDED = {
     "batchwright.TimeModel.cost",
     "batchwright.TimeModel.launch_seconds",
     "batchwright.errors.RankError",
+    "batchwright.integrations.accelerate.AcceleratedStepper.found_budget",
     "batchwright.integrations.accelerate.AcceleratedStepper.graph_summary",
     "batchwright.integrations.dynabatch.DynaBatchSampler.for_training",
+    "batchwright.integrations.huggingface.AdaptiveTrainerMixin.found_budget",
     "batchwright.integrations.huggingface.AdaptiveTrainerMixin.graph_summary",
+    "batchwright.integrations.lightning.AdaptiveBatching.found_budget",
     "batchwright.integrations.lightning.AdaptiveBatching.graph_summary",
     "batchwright.integrations.lightning.AdaptiveBatching.resizable",
     "batchwright.step.CompileCounter",
     "batchwright.step.FitToMemory.accumulating",
+    "batchwright.step.FoundBudget",
     "batchwright.step.GraphSummary",
     "batchwright.step.MarkShapes",
     "batchwright.step.SizeBranch",
@@ -322,6 +327,7 @@ ADDED = {
     "batchwright.step.StepReport.tokens",
     "batchwright.step.Stepper.abandon",
     "batchwright.step.Stepper.graph_summary",
+    "batchwright.step.auto_batch",
     "batchwright.step.measure_size",
     "batchwright.step.without_filler",
     "batchwright.testing.EagerGraphs",

@@ -5,9 +5,9 @@ from .._optional import require
 require("torch", extra="torch")
 
 # After the check, so that its message is read.
+from .calibration.finding import auto_batch as auto_batch  # noqa: E402
 from .calibration.found import FoundBudget as FoundBudget  # noqa: E402
 from .calibration.huggingface import calibrate_huggingface as calibrate_huggingface  # noqa: E402
-from .calibration.largest import auto_batch as auto_batch  # noqa: E402
 from .calibration.result import Calibration as Calibration  # noqa: E402
 from .calibration.result import HeldOutErrors as HeldOutErrors  # noqa: E402
 from .calibration.running import calibrate as calibrate  # noqa: E402

@@ -13,8 +13,8 @@ import batchwright as bw
 from batchwright.errors import ArgumentError, DoesNotFitError
 from batchwright.plan import MaxTokens, MemoryModel, TimeModel
 from batchwright.step import FoundBudget
+from batchwright.step.calibration._searching import probe_rows
 from batchwright.step.calibration.finding import Agreement, Probe, find_budget
-from batchwright.step.calibration.searching import probe_rows
 from batchwright.step.memory.monitor import MemoryMonitor
 from batchwright.testing import FakeClock, FakeMemory
 

@@ -13,9 +13,11 @@ from torch import nn
 from ..._checks import as_state, is_same, load_parts
 from ...errors import StateMismatchError
 from ...step import Stepper, StepReport
+from ...step.calibration.found import FoundBudget
 from ...step.graphs.summary import GraphSummary
 from .._auto import Ticks
 from .._observing import Change, observe
+from .._planned_budget import PlannedBudget
 from .._ranked import is_at_end, num_batches
 from .._vector_fallback import VectorFallback
 
@@ -95,6 +97,7 @@ class AcceleratedStepper:
         announce: Callable[[Change], None] | None = None,
         ticks: Ticks | None = None,
         fallback: VectorFallback | None = None,
+        budget: PlannedBudget | None = None,
     ) -> None:
         self.stepper = stepper
         self.scheduler = scheduler
@@ -104,6 +107,7 @@ class AcceleratedStepper:
         self._announce = announce
         self._ticks = ticks
         self._fallback = fallback
+        self._budget = budget
         self._num_applied = 0
         if optimizer.scaler is not None:  # only a scaler skips updates
             optimizer.optimizer.register_step_post_hook(self._count)
@@ -126,6 +130,11 @@ class AcceleratedStepper:
             if change is not None and self._announce is not None:
                 self._announce(change)
         return report
+
+    @property
+    def found_budget(self) -> FoundBudget | None:
+        """Return what ``budget="auto"`` found, None without it."""
+        return None if self._budget is None else self._budget.budget
 
     def _run(self, batch: Any) -> StepReport:
         if self._fallback is None:
@@ -165,7 +174,8 @@ class AcceleratedStepper:
 
     def _parts(self) -> dict[str, Any]:
         sampler = None if self._loader is None else self._loader.sampler
-        parts = {"sampler": sampler, "stepper": self.stepper, "controller": self.controller, "schedule": self._ticks}
+        place = sampler if self._budget is None else self._budget
+        parts = {"sampler": place, "stepper": self.stepper, "controller": self.controller, "schedule": self._ticks}
         return {name: part for name, part in parts.items() if part is not None}
 
     def _completed(self) -> dict[str, int]:

@@ -19,10 +19,8 @@ from ..._types import IntArray
 from ...errors import ArgumentError, StateMismatchError
 from ...plan.budget import Budget, MaxItems
 from ...size.learning_rate import innermost
-from ...step.calibration.finding import Probe, find_budget
+from ...step.calibration.finding import Probe, Row, find_budget, largest_batch
 from ...step.calibration.found import FoundBudget
-from ...step.calibration.largest import largest_batch
-from ...step.calibration.searching import Row
 from ...step.oom import Snapshot
 from .._auto_budget import (
     BudgetFinder,

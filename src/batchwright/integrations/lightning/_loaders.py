@@ -20,14 +20,15 @@ class TrainLoader:
     """
 
     def __init__(self, loader: Any, trainer: Any) -> None:
-        self._loader = loader
-        self._trainer = trainer
+        self.loader = self._loader = loader
+        self.trainer = self._trainer = trainer
         self.source = _find_sampler(loader)
         self._sizes = log_sizes(self.source)
         self._epoch = int(self.source.epoch)  # of the newest loop, or of a restored place
         self._num_before = 0  # batches of that epoch that ran before the loop began
         self._replay: list[int] = []
         self._states: dict[int, dict[str, Any]] = {}  # the sampler's states, by the number of batches fetched
+        self.before_plan: Callable[[], bool] | None = None  # called before the plan is read, until it returns True
 
     @property
     def controller(self) -> Any:
@@ -76,6 +77,8 @@ class TrainLoader:
 
     def _length(self) -> int | None:
         _give_rank_of(self._trainer, self.source, self._loader)
+        if self.before_plan is not None and self.before_plan():
+            self.before_plan = None
         left = num_batches(self.source)
         return None if left is None else self._num_before + left
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -16,18 +16,21 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ..._checks import as_state, load_parts
 from ...errors import ArgumentError, StateMismatchError
 from ...step import Stepper, StepReport
+from ...step.calibration.found import FoundBudget
 from ...step.graphs.summary import GraphSummary
 from ...step.losses import LossFunction, Sums, needs_whole_batch, whole_batch
 from .._auto import Ticks, chose_vectors, is_auto, resizable_loader
 from .._auto import stepper_options as auto_options
+from .._auto_budget import BudgetFinder
 from .._graphs import ReplayError, replayable
 from .._observing import Change, History, LiveHistory, observe, with_memory
 from .._options import check_options, move_after_collate
+from .._planned_budget import PlannedBudget, check_sampler, wants_auto
 from .._ranked import controller_of
 from .._vector_fallback import VectorFallback, in_parts
 from ._loaders import TrainLoader
 from ._package import Callback
-from .modules import ExactUpdates, Hooks, options_with_graphs, refuse_methods, without_graphs
+from .modules import ExactUpdates, Hooks, find_for_trainer, options_with_graphs, refuse_methods, without_graphs
 
 # Other precisions of Lightning do not use autocast.
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
@@ -62,6 +65,9 @@ class AdaptiveBatching(Callback):
         prefix: goes before the logged names.
         history: True prints a line per change of the size, with its reason, and hands its figures to the Trainer's
             loggers; a function gets the line instead.
+        budget: None keeps that of the ``BatchSampler``; ``"auto"`` finds one on batches of the data when training
+            begins: what fits in 0.9 of the memory, but no more than throughput gains 5 % from. Everything is put back,
+            all ranks agree, and the result is kept in ``~/.cache/batchwright`` and in checkpoints.
         **stepper_options: options of ``Stepper``, such as ``micro_batch``, ``clip_norm`` or ``collate``;
             ``precision="16-mixed"`` needs ``weight_of``. With ``graphs`` the shapes are those of the sampler, and
             ``loss_sums`` neither logs nor reads the Trainer.
@@ -75,7 +81,13 @@ class AdaptiveBatching(Callback):
     """
 
     def __init__(
-        self, *, controller: Any = None, prefix: str = "batchwright/", history: History = False, **stepper_options: Any
+        self,
+        *,
+        controller: Any = None,
+        prefix: str = "batchwright/",
+        history: History = False,
+        budget: Literal["auto"] | None = None,
+        **stepper_options: Any,
     ) -> None:
         super().__init__()
         self._history = LiveHistory(history)
@@ -94,6 +106,13 @@ class AdaptiveBatching(Callback):
         self._loaded: dict[str, Any] = {}  # states that wait for the part they belong to
         self._is_auto = is_auto(controller)
         self._ticks: Ticks | None = None
+        self._finds_budget, self._finder = wants_auto(budget), BudgetFinder()
+        self._budget: PlannedBudget | None = None
+
+    @property
+    def found_budget(self) -> FoundBudget | None:
+        """Return what ``budget="auto"`` found, None before training."""
+        return None if self._budget is None else self._budget.budget
 
     def resizable(self, loader: Any, world_size: int) -> Any:
         """Return the training data with batches of any size, if it is to be found; ``planned_loader`` calls it."""
@@ -106,10 +125,22 @@ class AdaptiveBatching(Callback):
 
     def attach(self, loader: TrainLoader) -> None:
         """Take charge of the training data; ``planned_loader`` calls it."""
-        self.loader = loader
+        self.loader, self._budget = loader, None
+        if self._finds_budget:
+            check_sampler(loader.source)
+            loader.before_plan = self._find_budget
         # Now, not when training starts: Lightning may fetch a batch earlier, at the size of a restored controller.
         self.controller = controller_of(loader, self._given_controller)
         self._hand_out()
+
+    def _find_budget(self) -> bool:
+        """Give the sampler the budget that is found, unless a checkpoint has given it one; return that it has one."""
+        assert self.loader is not None
+        if self._budget is None:
+            autocast = _DTYPES.get(self.loader.trainer.precision)
+            found = find_for_trainer(self._finder, self.loader.trainer, self.loader, self._options, autocast)
+            self._budget = PlannedBudget(self.loader.source, found)
+        return True
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the stepper: by now the Trainer has placed and wrapped the model and the optimizer."""
@@ -228,6 +259,8 @@ class AdaptiveBatching(Callback):
         state = dict(self._loaded)
         if self.loader is not None:
             state["place"] = self.loader.place()
+        if self._budget is not None:
+            state["budget"] = {"found": self._budget.budget.to_json()}
         state.update({name: part.state_dict() for name, part in self._parts().items()})
         return state
 
@@ -244,6 +277,10 @@ class AdaptiveBatching(Callback):
         if self._fallback is not None and self.stepper is not None and "stepper" in self._loaded:
             self.stepper = self._fallback.for_state(self.stepper, self._loaded["stepper"])
         parts = self._parts()
+        if self._finds_budget and self.loader is not None and "budget" in self._loaded:
+            # First, as the place is one in its plan.
+            found = as_state(self._loaded.pop("budget"), of="AdaptiveBatching", needs=["found"])["found"]
+            self._budget = PlannedBudget(self.loader.source, FoundBudget.from_json(found))
         if self.loader is not None:
             parts = {"place": SimpleNamespace(state_dict=self.loader.place, load_state_dict=self.loader.go_to), **parts}
         parts = {name: part for name, part in parts.items() if name in self._loaded}

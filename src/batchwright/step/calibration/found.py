@@ -51,6 +51,7 @@ class FoundBudget(Budget):
     def __post_init__(self) -> None:
         if self.memory is None and self.time is None and self.tokens is None:
             raise ArgumentError("FoundBudget needs a budget of memory, a model of time, or the most tokens")
+        object.__setattr__(self, "least_tokens", as_whole("least_tokens", self.least_tokens, least=0))
 
     def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:
         """Return ``num_items / max_items``."""
@@ -100,7 +101,7 @@ class FoundBudget(Budget):
             found,
             None if time is None else TimeModel.from_json(json.dumps(time)),
             None if tokens is None else MaxTokens(tokens),
-            as_whole("least_tokens", state["least_tokens"], least=0),
+            state["least_tokens"],
         )
 
     def __repr__(self) -> str:

@@ -1,0 +1,148 @@
+"""prepare(budget="auto"): the sampler gets the budget that is found, and checkpoints keep it."""
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader
+
+import batchwright as bw
+from batchwright.errors import ArgumentError, StateMismatchError
+from batchwright.integrations import _planned_budget
+from batchwright.integrations.accelerate import prepare
+from batchwright.step import FoundBudget, MemoryMonitor
+from batchwright.testing import FakeMemory
+
+from .test_preparation import forget
+
+LENGTHS = np.random.default_rng(0).integers(1, 30, size=60)
+DATA = [{"x": torch.full((int(length), 4), 1.0 + place), "index": place} for place, length in enumerate(LENGTHS)]
+
+
+ONE = bw.MaxItems(1)
+
+
+@pytest.fixture(autouse=True)
+def _apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    torch.set_num_threads(1)
+    forget()
+    yield
+    forget()
+
+
+def collate(examples):
+    rows = nn.utils.rnn.pad_sequence([example["x"] for example in examples], batch_first=True)
+    return {"x": rows, "index": torch.tensor([example["index"] for example in examples])}
+
+
+def make(budget="auto", *, sampler_budget=ONE, total_bytes=20_000, sampler=None, **options):
+    """Prepare a small model whose batches take 10 bytes per padded token of made-up memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    memory = FakeMemory(total_bytes, used_bytes=100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sampler = bw.BatchSampler(LENGTHS, sampler_budget) if sampler is None else sampler
+
+    def loss_fn(model, batch):
+        memory.run_batch(len(batch["x"]), batch["x"].shape[1], 10)
+        return model(batch["x"]).square().sum(), len(batch["x"])
+
+    accelerator = Accelerator(cpu=True)
+    loader = DataLoader(DATA, batch_sampler=sampler, collate_fn=collate)
+    options = {"loss_fn": loss_fn, "memory": MemoryMonitor(source=memory), "budget": budget, **options}
+    return accelerator, prepare(accelerator, model, optimizer, loader, **options), memory
+
+
+def train(prepared, num_epochs=1, *, stop_at=None):
+    seen = []
+    for _ in range(prepared.loader.epoch, num_epochs):
+        for batch in prepared.loader:
+            prepared.stepper.step(batch)
+            seen.append(batch["index"].tolist())
+            if len(seen) == stop_at:
+                return seen
+    return seen
+
+
+def weights(prepared):
+    return torch.cat([value.detach().flatten() for value in prepared.model.parameters()])
+
+
+def test_training_is_that_with_the_found_budget_given_to_the_sampler():
+    _, auto, memory = make()
+    found = auto.stepper.found_budget
+    memory.reset_peak()
+    seen = train(auto, 2)
+    assert memory.peak_bytes <= 0.9 * 20_000
+    forget()
+    _, given, _ = make(None, sampler_budget=found)
+    assert given.stepper.found_budget is None
+    assert train(given, 2) == seen
+    assert torch.equal(weights(given), weights(auto))
+    assert len(seen) < 60
+
+
+def test_a_known_budget_is_not_looked_for_again(monkeypatch):
+    _, first, _ = make()
+    forget()
+    monkeypatch.setattr(_planned_budget, "find_budget", None)
+    _, second, _ = make()
+    assert second.stepper.found_budget == first.stepper.found_budget
+    assert isinstance(second.stepper.found_budget, FoundBudget)
+
+
+def test_a_resumed_run_plans_the_same_batches_whatever_it_finds(tmp_path):
+    _, whole, _ = make(total_bytes=3_000)
+    seen = train(whole)
+    forget()
+    accelerator, first, _ = make(total_bytes=3_000)
+    begun = train(first, stop_at=2)
+    accelerator.save_state(str(tmp_path / "state"))
+    forget()
+    accelerator, second, _ = make(total_bytes=40_000)
+    assert second.stepper.found_budget != first.stepper.found_budget
+    accelerator.load_state(str(tmp_path / "state"))
+    assert second.stepper.found_budget == first.stepper.found_budget
+    assert begun + train(second) == seen
+
+
+def test_a_refused_state_leaves_the_plan_as_it_was():
+    _, prepared, _ = make()
+    part = prepared.stepper._parts()["sampler"]
+    before, plan = part.state_dict(), list(prepared.loader.sampler.plan)
+    other = {**before, "sampler": {**before["sampler"], "num_examples": 7}}
+    with pytest.raises(StateMismatchError):
+        part.load_state_dict(other)
+    assert part.state_dict() == before
+    assert list(prepared.loader.sampler.plan) == plan
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": bw.MaxTokens(64)}, r"takes 'auto' here, got MaxTokens\(64\); give any other budget to the Batch"),
+        ({"budget": "automatic"}, "or 'auto', got 'automatic'"),
+        ({"sampler": bw.BatchSampler(LENGTHS, bw.MaxItems(2), grouping=bw.Packed(32))}, "packed rows"),
+    ],
+    ids=["given", "word", "packed"],
+)
+def test_what_cannot_be_found_is_refused(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        make(**options)
+
+
+def test_batches_that_a_controller_sizes_are_left_to_the_stepper():
+    controller = bw.BatchSizeController(bw.size.constant(4), min_size=4, max_size=4)
+    sampler = bw.ResizableBatchSampler(len(DATA), controller)
+    with pytest.raises(ArgumentError, match="leave budget out: where a controller decides the size, Stepper"):
+        make(sampler=sampler)
+
+
+def test_a_loss_that_fails_raises_its_own_error():
+    def broken(model, batch):
+        raise KeyError("no such column")
+
+    with pytest.raises(KeyError, match="no such column"):
+        make(loss_fn=broken)
