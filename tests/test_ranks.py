@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from batchwright._ranks import Ranks
-from batchwright.errors import ArgumentError
+from batchwright.errors import ArgumentError, MissingDependencyError
 
 
 def test_a_plain_model_is_a_world_of_one():
@@ -23,3 +23,9 @@ def test_a_static_graph_is_refused(tmp_path):
             Ranks(model)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_torch_that_divides_the_gradients_of_shards_itself_is_refused(monkeypatch):
+    monkeypatch.setattr("batchwright._ranks.sharded_parts", lambda model: [model])  # without the method of newer ones
+    with pytest.raises(MissingDependencyError, match=r"FSDP2\) need torch 2.11 or newer, got .*; run: pip install -U"):
+        Ranks(nn.Linear(2, 1))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import errors
 from ._wrappers import groups_of_shards, sharded_parts, unwrap
-from .errors import ArgumentError, RankError
+from .errors import ArgumentError, MissingDependencyError, RankError
 
 _BUCKET_BYTES = 32 * 2**20
 _HALF = (torch.float16, torch.bfloat16)
@@ -42,6 +42,11 @@ class Ranks:
         sharded = sharded_parts(model)
         self.is_sharded = bool(sharded)
         for part in sharded:
+            if not hasattr(part, "set_gradient_divide_factor"):
+                raise MissingDependencyError(
+                    f"models of fully_shard (FSDP2) need torch 2.11 or newer, got {torch.__version__}, which divides "
+                    "gradients itself; run: pip install -U 'torch>=2.11', or use DDP"
+                )
             part.set_gradient_divide_factor(1.0)  # sums; Stepper divides them itself
             if hasattr(part, "set_force_sum_reduction_for_comms"):
                 part.set_force_sum_reduction_for_comms(True)  # not every back end multiplies while it sums
