@@ -52,6 +52,7 @@ _PAD_COLLATOR = (
     "class(*, pad_to=<factory>, axis_fields=('input_ids',), same_axis=<factory>, pad_values=<factory>, "
     "mask_field='attention_mask'"
 )
+_PACK_COLLATOR = "class(*, layout='positions', width=None, pad_id=0, mask_dtype=torch.bool"
 CHANGED: dict[str, tuple[str, str | None, str]] = {
     "batchwright.StreamBatcher": (
         "class(source, *, length_of, budget, grouping=WindowSort(batches_per_window=256), buffer_size=20000, seed=0, "
@@ -205,6 +206,11 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "class(loader, controller, *, rank=0, world_size=1, drop_last=False, length_of=None), bases: Generic",
         "an option came",
     ),
+    "batchwright.step.PackCollator": (
+        f"{_PACK_COLLATOR}), bases: none",
+        f"{_PACK_COLLATOR}, causal=True, token_fields=('token_type_ids',)), bases: none",
+        "encoders are packed too, and further fields of tokens",
+    ),
     "batchwright.step.PadCollator": (
         f"{_PAD_COLLATOR}), bases: none",
         f"{_PAD_COLLATOR}, fill_rows=False, label_fields=('labels', 'label', 'shift_labels')), bases: none",
@@ -329,6 +335,8 @@ ADDED = {
     "batchwright.step.Stepper.graph_summary",
     "batchwright.step.auto_batch",
     "batchwright.step.measure_size",
+    "batchwright.step.use_varlen",
+    "batchwright.step.why_not_varlen",
     "batchwright.step.without_filler",
     "batchwright.testing.EagerGraphs",
     "batchwright.ResizableBatchSampler.num_in_epoch",
@@ -373,6 +381,9 @@ ADDED = {
     "batchwright.size.learning_rate.innermost",
     "batchwright.size.learning_rate.scaled_lr",
     "batchwright.step.NoiseReport.source",
+    "batchwright.step.PackCollator.causal",
+    "batchwright.step.PackCollator.lengths",
+    "batchwright.step.PackCollator.token_fields",
     "batchwright.step.PadCollator.fill_rows",
     "batchwright.step.PadCollator.label_fields",
     "batchwright.step.split_by_budget",

@@ -82,7 +82,9 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
             optimizer (``lr_rule`` and ``beta2_rule`` say otherwise), a schedule over epochs follows the examples, and
             every change is logged with its reason. Without a budget, a whole batch runs at once if it fits in memory;
             ``per_device_train_batch_size`` examples if gradients are accumulated, or with ``on_oom="raise"``.
-        grouping: which examples share a planned batch; None is ``WindowSort()``.
+        grouping: which examples share a planned batch; None is ``WindowSort()``. ``Packed(capacity)`` trains without
+            padding where attention can run on flat batches: on CUDA in half precision, without dropout of attention.
+            Elsewhere batches are padded by ``WindowSort``, and the reason is logged once.
         lengths: of the training examples. None takes the column ``length_column_name``, or measures ``input_ids``, and
             ``labels`` if they have other lengths.
         weighting: ``"tokens"``: every label counts the same. ``"examples"``: every example counts the same, with the

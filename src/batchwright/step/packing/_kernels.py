@@ -76,8 +76,8 @@ def attend_on_cuda(
 ) -> Tensor:
     """Attend with torch's kernel; see ``Attend``."""
     varlen = torch_varlen()
-    options: dict[str, Any] = {"scale": scale}
     assert varlen is not None
+    options: dict[str, Any] = {"scale": scale}
     if "enable_gqa" in _names():  # older versions take grouped heads as they are
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     if has_windows():
@@ -147,12 +147,11 @@ def attention(
     window = None
     if sliding_window is not None:  # transformers counts the token itself
         window = (sliding_window - 1, 0 if causal else sliding_window - 1)
-    queries, keys, values = (states[0].transpose(0, 1) for states in _in_one_type(query, key, value))
-    longest = int((bounds[1:] - bounds[:-1]).max() if longest is None else longest)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    query, key, value = (states[0].transpose(0, 1) for states in _in_one_type(query, key, value))
+    longest = int((bounds[1:] - bounds[:-1]).max() if longest is None else longest)
     bounds = bounds.to(query.device, torch.int32)
-    mixed = attend(queries, keys, values, bounds, longest, scale=scale, is_causal=causal, window=window)
-    return mixed[None], None
+    return attend(query, key, value, bounds, longest, scale=scale, is_causal=causal, window=window)[None], None
 
 
 def _in_one_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
