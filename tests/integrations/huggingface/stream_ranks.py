@@ -50,6 +50,7 @@ def main(rank, world_size, folder):
         check_shards(rank, folder)
         check_refusals(rank, folder)
         check_failure(rank, folder)
+        check_auto(rank, folder)
         check_resume(folder / "whole", lambda: hub("t5"))
         check_resume(folder / "shards", lambda: split_dataset_by_node(hub("t5"), rank, 2))
     leave_group()
@@ -162,6 +163,24 @@ def check_failure(rank, folder):
         with pytest.raises((BudgetError, RankError), match="in the buffer that begins at example 10"):
             trainer.train()
     print("failed together")
+
+
+def check_auto(rank, folder):
+    """Both ranks find one budget on the first buffer; streams of their own would show them different batches."""
+    os.environ["XDG_CACHE_HOME"] = str(folder / f"cache{rank}")
+    trainer, *_ = make("t5", folder, hub("t5"), max_steps=3, budget="auto")
+    trainer.train()
+    assert len({str(state) for state in everyone(trainer.found_budget.to_state())}) == 1
+    examples = numbered(NUM)
+    mine = examples[:13] if rank == 0 else examples[13:]
+    for stream, message in (
+        (split_dataset_by_node(hub("t5"), rank, 2), "would measure different batches; give a budget"),
+        (Plain(mine), "ranks read different examples"),
+    ):
+        trainer, *_ = make("t5", folder, stream, max_steps=3, budget="auto")
+        with pytest.raises(ArgumentError, match=message):
+            trainer.train()
+    print("auto: agreed")
 
 
 def check_resume(folder, new_stream):

@@ -428,13 +428,6 @@ def test_a_model_on_several_devices_is_refused(tmp_path):
         trainer.train()
 
 
-def test_streams_have_no_examples_by_number(tmp_path):
-    trainer, *_ = auto_trainer(tmp_path, examples=numbered(4))
-    base = torch.utils.data.DataLoader(Stream())
-    with pytest.raises(ArgumentError, match="which a stream has no numbers for; give a budget"):
-        _probing.budget_of_trainer(trainer, trainer._batching.settings, base, trainer._finder)
-
-
 # Ranks
 
 

@@ -308,6 +308,35 @@ def test_evaluation_on_a_stream_is_left_to_the_trainer(tmp_path):
     assert found["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"])
 
 
+@pytest.mark.parametrize("kind", ["torch", "resumable", "shuffled"])
+def test_the_budget_is_found_on_the_first_buffer_and_the_stream_stays_unread(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = {"max_steps": 6, "learning_rate": 0.05, **OPTIONS}
+    found, seen, _ = make_trainer("t5", tmp_path, examples=stream(kind), budget="auto", **options)
+    found.train()
+    budget = found.found_budget
+    given, expected, _ = make_trainer("t5", tmp_path, examples=stream(kind), budget=budget, **options)
+    given.train()
+    assert seen[-len(expected) :] == expected  # after the batches that were measured
+    assert torch.equal(flat_parameters(found.model), flat_parameters(given.model))
+    assert sorted(flat(passes(expected)[0])) == list(range(NUM))
+
+
+def test_a_stream_that_looking_would_move_has_no_auto_budget(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    class Once(IterableDataset):
+        def __init__(self):
+            self.examples = iter(numbered())
+
+        def __iter__(self):
+            return self.examples
+
+    trainer, *_ = make_trainer("t5", tmp_path, examples=Once(), budget="auto", max_steps=2, **OPTIONS)
+    with pytest.raises(ArgumentError, match="it does not begin anew with them; give a budget"):
+        trainer.train()
+
+
 def test_a_stream_that_was_split_for_another_rank_is_refused(tmp_path):
     examples = split_dataset_by_node(hub(numbered(), 2), rank=0, world_size=2)
     trainer, *_ = make_trainer("t5", tmp_path, examples=examples, max_steps=2)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 from ..._lengths import pad_up
 from ..._types import IntArray
@@ -32,11 +31,13 @@ from .._auto_budget import (
     tell,
 )
 from .._devices import Devices, on_its_own
+from .._ranked import is_stream
 from .._safe_steps import trained_parameters
 from ._batches import Counted, Received
 from ._data import ExampleLists
 from ._lengths import pad_multiple_of
 from ._settings import Settings
+from ._streams import first_buffer
 from .callbacks import Batching
 
 _ARGUMENTS = (
@@ -75,11 +76,15 @@ def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: Budge
         saved = saved_budget(Path(finder.checkpoint), trainer.args.ignore_data_skip)
         if saved is not None:
             return saved
-    _check(trainer, base)
+    _check(trainer)
     trainer.create_optimizer()  # as training does a moment later
     _check_hooks(trained_parameters(trainer.model, trainer.optimizer))
     args, device = trainer.args, trainer.args.device
-    lengths = trainer._batching.data.lengths(trainer.train_dataset, args, trainer.model, trainer.data_collator)
+    examples, dataset = base.dataset, trainer.train_dataset
+    if is_stream(dataset):
+        examples, lengths = first_buffer(dataset, settings, Devices.of(trainer), trainer.model)
+    else:
+        lengths = trainer._batching.data.lengths(dataset, args, trainer.model, trainer.data_collator)
     lengths = pad_up(lengths, pad_multiple_of(trainer.data_collator))
     agreement, monitor = agreement_of(device, args.world_size), monitor_of(device, settings.memory)
     accumulates = settings.controller is not None or args.gradient_accumulation_steps > 1
@@ -89,7 +94,7 @@ def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: Budge
         quiet = replace(settings, budget=MaxItems(1), memory=None, micro_batch=None, graphs=False, is_probe=True)
         with _probing(trainer, quiet) as model:
             return find_budget(
-                TrainerProbe(trainer, model, base),
+                TrainerProbe(trainer, model, examples, base.collate_fn),
                 lengths,
                 modules=[trainer.model],
                 optimizers=[innermost(trainer.optimizer)],
@@ -133,11 +138,9 @@ def saved_budget(checkpoint: Path, ignores_place: bool) -> FoundBudget | None:
     return None
 
 
-def _check(trainer: Any, base: Any) -> None:
+def _check(trainer: Any) -> None:
     """Refuse what cannot be measured by each rank on its own."""
     instead = "give a budget such as MaxTokens(8192)"
-    if isinstance(base.dataset, IterableDataset) or not hasattr(base.dataset, "__len__"):
-        raise ArgumentError(f"budget='auto' runs examples of the data, which a stream has no numbers for; {instead}")
     model = trainer.model
     found = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(found) > 1:
@@ -259,12 +262,13 @@ class TrainerProbe(Probe):
     Args:
         trainer: is made ready by ``_probing``.
         model: as it computes, without DDP.
-        base: the trainer's own loader.
+        examples: that batches are made of.
+        collate: of the trainer's own loader.
     """
 
-    def __init__(self, trainer: Any, model: Any, base: Any) -> None:
+    def __init__(self, trainer: Any, model: Any, examples: Any, collate: Any) -> None:
         self._trainer, self._model = trainer, model
-        self._examples, self._collate = ExampleLists(base.dataset), _copied(base.collate_fn)
+        self._examples, self._collate = ExampleLists(examples), _copied(collate)
         self._num_items: Any = None
 
     def load(self, indices: list[int]) -> Any:

@@ -6,17 +6,20 @@ import json
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from ..._checks import as_state, read_whole
+from ..._lengths import as_lengths
 from ..._types import IntArray
 from ...errors import ArgumentError, StateMismatchError
 from ...plan.budget import Budget
 from ...plan.grouping.sorting import WindowSort
 from ...plan.sampler.stream import StreamBatcher
 from .._devices import Devices
+from .._failures import raise_together
 from .._ranked import Meeting, is_stream
 from ._batches import BatchSource, Item
 from ._lengths import StreamLengths
@@ -26,6 +29,11 @@ from ._settings import Settings
 _OF_EPOCHS = ("keep_first", "balance_over", "cost")
 # What a rank tells the others instead of what it has read.
 _FAILED, _ENDED = -2, -1
+_DIFFERENT = (
+    "ranks read different examples, so some would be lost; give every rank the same stream, or pass "
+    "plan_options={'sharded': True} if it was split beforehand, as split_by_node does"
+)
+_INSTEAD = "give a budget such as MaxTokens(8192)"
 
 
 def check_stream(settings: Settings, trainer: Any) -> None:
@@ -45,8 +53,6 @@ def check_stream(settings: Settings, trainer: Any) -> None:
         "gradient_accumulation_steps above 1 on a stream needs the whole model on every rank; leave it at 1": (
             args.gradient_accumulation_steps > 1 and Devices.of(trainer).is_divided
         ),
-        'budget="auto" looks for a budget on batches of a data set with a length; give a budget to a stream, such as '
-        "MaxTokens(8192)": settings.finds_budget,
         "Packed needs a data set with a length in an adaptive trainer; use WindowSort or Buckets for a stream": (
             settings.grouping is not None and settings.grouping.row_capacity is not None
         ),
@@ -87,8 +93,7 @@ def make_batches(
         options: of the batcher: seed, order, rank and world size.
     """
     args = devices.args
-    has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    lengths = StreamLengths(args.length_column_name, has_decoder=has_decoder)
+    lengths = _lengths_for(args, model)
     given = {"pad_multiple_of": pad_multiple_of, **settings.plan_options}
     given["sharded"] = _is_sharded(dataset, given.get("sharded"), devices)
     meeting = Meeting(args.device, args.world_size)
@@ -113,9 +118,63 @@ def make_batches(
     )
 
 
-def _own_copy(dataset: Any) -> Any:
+def first_buffer(dataset: Any, settings: Settings, devices: Devices, model: Any) -> tuple[list[Any], IntArray]:
+    """Return the first examples of a stream and their lengths, the same on all ranks; the stream stays unread.
+
+    Args:
+        dataset: the stream.
+        settings: what the user asked for.
+        devices: the ranks; a collective.
+        model: tells whether labels have lengths of their own.
+    """
+    args, options = devices.args, settings.plan_options
+    meeting, lengths = Meeting(args.device, args.world_size), _lengths_for(args, model)
+    examples: list[Any] = []
+    rows: list[tuple[int, ...]] = []
+    failure: Exception | None = None
+    try:
+        if _is_sharded(dataset, options.get("sharded"), devices) and devices.world_size > 1:
+            raise ArgumentError(f"ranks that read streams of their own would measure different batches; {_INSTEAD}")
+        examples = list(islice(_apart(dataset), options.get("buffer_size", 20_000)))
+        rows = [lengths(example) for example in examples]
+        _check_unread(dataset, examples, args, model)
+    except Exception as error:
+        failure = error
+    raise_together(failure, args.device, world_size=args.world_size)
+    least, most = meeting.bounds(lengths.digest)
+    if least != most:
+        raise ArgumentError(_DIFFERENT)
+    return examples, as_lengths(rows)
+
+
+def _check_unread(dataset: Any, examples: list[Any], args: Any, model: Any) -> None:
+    """Refuse a stream that was moved by looking at it, such as one around a generator."""
+    digests = []
+    for found in (examples[:1], list(islice(_apart(dataset), 1))):
+        lengths = _lengths_for(args, model)
+        for example in found:
+            lengths(example)
+        digests.append((len(found), lengths.digest))
+    if not examples or digests[0] != digests[1]:
+        raise ArgumentError(
+            "budget='auto' reads the first examples of the stream twice, and it does not begin anew with them; "
+            f"{_INSTEAD}"
+        )
+
+
+def _apart(dataset: Any) -> Iterable[Any]:
+    return () if isinstance(dataset, Iterator) else _own_copy(dataset, always=True)
+
+
+def _lengths_for(args: Any, model: Any) -> StreamLengths:
+    has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    return StreamLengths(args.length_column_name, has_decoder=has_decoder)
+
+
+def _own_copy(dataset: Any, *, always: bool = False) -> Any:
     """Return a stream that a state can be loaded into without a trace in the user's own."""
-    if not all(hasattr(dataset, name) for name in ("set_epoch", "state_dict", "load_state_dict")):
+    has_place = all(hasattr(dataset, name) for name in ("set_epoch", "state_dict", "load_state_dict"))
+    if not (has_place or always) or not hasattr(dataset, "__dict__"):
         return dataset
     own = object.__new__(type(dataset))  # copy.copy lets streams of datasets share their attributes
     own.__dict__.update(vars(dataset))
@@ -268,10 +327,7 @@ class StreamBatches(BatchSource):
     def _check_read(self, bounds: tuple[int, int], *, is_first: bool) -> None:
         is_same = bounds[0] == bounds[1]
         if not (self._is_sharded or is_same):
-            raise ArgumentError(
-                "ranks read different examples, so some would be lost; give every rank the same stream, or pass "
-                "plan_options={'sharded': True} if it was split beforehand, as split_by_node does"
-            )
+            raise ArgumentError(_DIFFERENT)
         if self._is_sharded and is_first and is_same and bounds[0] != _ENDED:
             raise ArgumentError(
                 "every rank reads the same examples, so each would be trained on several times; split the stream "
