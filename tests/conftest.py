@@ -15,6 +15,10 @@ settings.register_profile("check", deadline=None, max_examples=1500, suppress_he
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
 
 
+# Packages that tell somebody of their use, or look for models there, are to leave the network alone.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
 def pytest_configure(config):
     # A shell starts what runs in the background with SIGINT ignored, and processes under test would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -33,6 +37,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("needs_cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """Keep the budgets that a test finds out of the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture(scope="module")

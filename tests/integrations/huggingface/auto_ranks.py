@@ -48,10 +48,11 @@ def main(rank, world_size, folder):
     shares, states, weights = zip(*everyone, strict=True)
     assert sorted(flat(shares)) == list(range(NUM))
     assert states[0] == states[1]
-    assert states[0]["policy_state"]["timings"][0]["seconds"][0] > 0.059, states[0]["policy_state"]["timings"]
+    assert states[0]["policy_state"]["readings"][0][1] > 0.059, states[0]["policy_state"]["readings"]
     assert torch.equal(*weights)
     if rank == 0:
-        assert (sizes[0], max(sizes)) == (4, NUM // 20), sizes
+        assert sizes[0] == 4, sizes
+        assert 12 <= max(sizes) <= NUM // 20, sizes
     leave_group()
 
 

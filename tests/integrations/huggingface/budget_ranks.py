@@ -78,8 +78,7 @@ def agrees(rank, folder, case):
     buckets = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
     if case == "less":
         assert budget.memory.max_bytes == int(0.9 * (TOTAL * 2 // 3) - buckets)
-    else:
-        assert budget.memory.max_bytes <= 1000 + MOST_TOKENS * PER_TOKEN
+    # What ran out of memory in the search does not in training.
     assert trainer._batching.updates.figures.num_ooms == 0
 
 

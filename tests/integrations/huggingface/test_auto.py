@@ -11,7 +11,7 @@ import batchwright as bw
 from batchwright import size
 from batchwright.errors import ArgumentError
 from batchwright.integrations.huggingface import BatchSizeCallback
-from batchwright.integrations.huggingface._figures import TrainingFigures
+from batchwright.integrations.huggingface._figures import TOKENS, TrainingFigures
 from batchwright.step.losses import whole_batch
 
 from ...processes import run_ranks
@@ -37,8 +37,8 @@ def launch_bound(monkeypatch):
 
 @pytest.fixture
 def compute_bound(monkeypatch):
-    """Plant a clock on which an update takes 50 ms per example."""
-    monkeypatch.setattr(TrainingFigures, "seconds", property(lambda self: LAUNCH * self.batch_size))
+    """Plant a clock on which an update takes 5 ms per token."""
+    monkeypatch.setattr(TrainingFigures, "seconds", property(lambda self: LAUNCH / 10 * float(self._sums[TOKENS])))
 
 
 class Watch(TrainerCallback):

@@ -122,6 +122,7 @@ def test_every_update_and_every_change_reach_wandb(wandb, tmp_path):
     trainer, *_ = make_trainer("t5", tmp_path, report_to="wandb", **controlled())
     trainer.train()
     wandb.finish()
+    wandb.teardown()  # what is written is on the disk then
     rows = offline_history(tmp_path)
     updates = [row for row in rows if "train/loss" in row]
     for name in (*EVERY_UPDATE, "batch_size_wanted", "entropy", "lr_factor"):

@@ -69,11 +69,11 @@ def test_public_names():
     assert huggingface.__all__ == sorted(huggingface.__all__)
 
 
-def test_the_mixin_keeps_a_single_attribute_of_its_own(tmp_path):
+def test_the_mixin_keeps_two_attributes_of_its_own(tmp_path):
     trainer, *_ = make_trainer("t5", tmp_path, eval_dataset=numbered(5))
     plain = Trainer(trainer.model, trainer.args, trainer.data_collator, trainer.train_dataset)
-    assert set(vars(trainer)) - set(vars(plain)) == {"_batching"}
+    assert set(vars(trainer)) - set(vars(plain)) == {"_batching", "_finder"}
     trainer.train()
     trainer.evaluate()
     plain.train()
-    assert set(vars(trainer)) - set(vars(plain)) <= {"_batching"}
+    assert set(vars(trainer)) - set(vars(plain)) <= {"_batching", "_finder"}
