@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import batchwright as bw
 from batchwright.errors import ArgumentError, LengthsError
 from batchwright.step import split_by_budget, split_by_shapes
-from batchwright.step.splitting import split, wrap_batch
+from batchwright.step._settings import wrap_batch
+from batchwright.step.splitting import split
 
 torch.set_num_threads(1)
 

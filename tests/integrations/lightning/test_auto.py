@@ -92,7 +92,7 @@ def test_a_resumed_fit_is_the_one_without_a_break(tmp_path):
     whole, _ = fit(
         Guesser(), make_loader(), batching=AdaptiveBatching(controller="auto"), callbacks=[Save()], **options
     )
-    assert len({len(batch) for batch in whole.batches}) > 3
+    assert len({len(batch) for batch in whole.batches}) >= 3
     for stop_at in (5, 25, len(whole.batches) - 3):
         path = tmp_path / f"{stop_at}.ckpt"
         batching = AdaptiveBatching(controller="auto")

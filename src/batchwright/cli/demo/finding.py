@@ -72,7 +72,7 @@ def train_without_size(corpus: Corpus, settings: DemoSettings) -> ArmResult:
         checks=tuple(run.checks),
         shapes=tuple(run.shapes),
         num_updates=run.num_updates,
-        reasons=tuple(map(str, controller.history)),
+        reasons=tuple(map(str, controller.history)) or (f"{controller.size} all the time ({controller.explain()})",),
     )
 
 
