@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from .browser import Browser, find_chromium
 
 # `make test` runs the first, `make check` the second. No deadline: machines are noisy and tests assert behaviour.
-settings.register_profile("test", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("test", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("check", deadline=None, max_examples=1500, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
 
