@@ -53,7 +53,7 @@ types: .venv/.ready
 tests: .venv/.ready .venv/.system
 	$(BIN)/pytest --numprocesses $(HYPOTHESIS_JOBS)
 
-check: lint types ## the same with five times as many random cases
+check: lint types ## the same with many more random cases
 	HYPOTHESIS_PROFILE=check $(BIN)/pytest --numprocesses $(HYPOTHESIS_JOBS)
 
 # Not part of `make test`: another Python and another torch, about 3 GB from PyPI. Where a release has no torch.nn.attention.varlen
