@@ -161,6 +161,18 @@ def test_memory_that_runs_out_before_the_model_says_so_lowers_the_limit():
     assert 3 * items(budget, 20) * 20 <= 50_000
 
 
+def test_short_examples_that_run_out_of_memory_leave_long_ones_their_batches():
+    class DearItems(Machine):
+        def run(self, batch):
+            if batch[0] > 300:
+                raise torch.OutOfMemoryError("too many")
+            super().run(batch)
+
+    budget = DearItems(data(), total_bytes=400_000).find(wants_knee=False)
+    # 0.9 of the memory holds 233 of them; what runs out counts as all the memory there is, so they are fewer.
+    assert 80 <= items(budget, 512) <= 233
+
+
 def test_an_error_of_a_batch_is_raised_as_it_is():
     class Broken(Machine):
         def load(self, indices):
