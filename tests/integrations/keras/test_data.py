@@ -1,0 +1,282 @@
+"""Planned data in fit: every example once per epoch, static shapes, and epochs that resume where they stopped."""
+
+import json
+
+import numpy as np
+import pytest
+
+keras = pytest.importorskip("keras", reason="needs Keras; make test-keras runs this")
+
+from keras import layers  # noqa: E402
+
+import batchwright as bw  # noqa: E402
+from batchwright import size  # noqa: E402
+from batchwright.errors import ArgumentError, StateMismatchError  # noqa: E402
+from batchwright.integrations.keras import BatchSizeCallback, PlannedDataset, adaptive, pad_collate, to_tf_data  # noqa: E402
+
+from . import models  # noqa: E402
+
+needs_tensorflow = pytest.mark.skipif(models.BACKEND != "tensorflow", reason=models.NEEDS_TENSORFLOW)
+
+NUM = 60
+LENGTHS = np.random.default_rng(0).choice([4, 9, 17, 29], NUM)
+# Every token of an example is its number + 1, so that what was trained can be read from what the loss saw.
+EXAMPLES = [(np.full(length, index + 1), index) for index, length in enumerate(LENGTHS)]
+GROUPINGS = [bw.Buckets(3), bw.WindowSort(batches_per_window=2), bw.InOrder()]
+if models.BACKEND == "jax":  # compiles every shape for seconds
+    GROUPINGS = [bw.Buckets(2), bw.WindowSort(batches_per_window=2)]
+
+
+class Seen(keras.callbacks.Callback):
+    """Notes which examples were trained, in which batch: a weight per example says by how much it was moved."""
+
+    def __init__(self, stop_after=None):
+        super().__init__()
+        self.batches, self.epochs = [], []
+        self.before, self.stop_after = None, stop_after
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.before = self.table()
+        self.epochs.append([])
+
+    def table(self):
+        return np.array(self.model.get_layer("table").get_weights()[0])[1:, 0]
+
+    def on_train_batch_end(self, batch, logs=None):
+        now = self.table()
+        self.epochs[-1].append(sorted(np.flatnonzero(now != self.before).tolist()))
+        self.before = now
+        if self.stop_after is not None and len(self.epochs[-1]) == self.stop_after:
+            raise KeyboardInterrupt
+
+
+def joined(batches):
+    return [index for batch in batches for index in batch]
+
+
+def make():
+    """Return a model with a number per example that moves whenever the example is trained."""
+    keras.utils.set_random_seed(0)
+    ids = keras.Input((None,), dtype="int32")
+    values = layers.Embedding(NUM + 1, 1, embeddings_initializer="zeros", mask_zero=True, name="table")(ids)
+    model = keras.Model(ids, layers.GlobalAveragePooling1D()(values))
+    models.compile(model, keras.optimizers.SGD(1e-3), keras.losses.MeanSquaredError(reduction="sum"))
+    return model
+
+
+def collate(examples, lengths):
+    x, _ = pad_collate(examples, lengths)
+    return x, np.full((len(x), 1), 1e3, "float32")
+
+
+def planned(grouping, *, seed=0):
+    sampler = bw.BatchSampler(LENGTHS, bw.MaxTokens(90), grouping=grouping, seed=seed)
+    return PlannedDataset(sampler, EXAMPLES, collate=collate)
+
+
+def fit(data, *callbacks, model=None, **options):
+    model = make() if model is None else model
+    model.fit(data, callbacks=list(callbacks), shuffle=False, verbose=0, **options)
+    return model
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS, ids=str)
+@pytest.mark.parametrize("cut", [False, True])
+def test_every_example_is_trained_once_per_epoch_in_the_order_of_the_plan(grouping, cut):
+    if cut and not models.CAN_CUT:
+        pytest.skip(models.NEEDS_CUTTING)
+    data, seen = planned(grouping), Seen()
+    model = adaptive(make(), micro_batch=2) if cut else make()
+    fit(data, BatchSizeCallback(data), seen, model=model, epochs=3)
+    sampler = bw.BatchSampler(LENGTHS, bw.MaxTokens(90), grouping=grouping)
+    for epoch in seen.epochs:
+        assert epoch == [sorted(batch) for batch in sampler]
+        assert sorted(joined(epoch)) == list(range(NUM))
+    assert models.steps(model) == sum(map(len, seen.epochs))
+    assert data.sampler.epoch == 3
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS, ids=str)
+@pytest.mark.parametrize("stop_after", [1, 4] if models.BACKEND == "torch" else [4])
+def test_fit_resumes_in_mid_epoch_without_loss_or_repetition(grouping, stop_after):
+    whole = Seen()
+    data = planned(grouping)
+    reference = fit(data, BatchSizeCallback(data), whole, epochs=3)
+
+    data, first = planned(grouping), Seen(stop_after=None)
+    callback, model = BatchSizeCallback(data), make()
+    fit(data, callback, first, model=model, epochs=1)
+    first.stop_after = stop_after
+    with pytest.raises(KeyboardInterrupt):  # in the second epoch
+        fit(data, callback, first, model=model, epochs=2, initial_epoch=1)
+    state = json.loads(json.dumps(callback.state_dict()))
+
+    data, rest = planned(grouping), Seen()
+    callback = BatchSizeCallback(data)
+    callback.load_state_dict(state)
+    assert callback.epoch == 1
+    fit(data, callback, rest, model=model, epochs=3, initial_epoch=callback.epoch)
+    assert [*first.epochs[:1], first.epochs[1] + rest.epochs[0], *rest.epochs[1:]] == whole.epochs
+    assert models.difference(reference, model) == 0
+    assert models.steps(reference) == models.steps(model)
+
+
+def test_an_epoch_that_was_trained_whole_is_not_run_again():
+    data = planned(bw.Buckets(3))
+    callback = BatchSizeCallback(data)
+    fit(data, callback, epochs=1)
+    state = callback.state_dict()
+    assert (state["data"]["epoch"], state["data"]["position"]) == (1, 0)
+
+
+def test_another_sampler_is_not_resumed():
+    data = planned(bw.Buckets(3))
+    state = BatchSizeCallback(data).state_dict()
+    with pytest.raises(StateMismatchError, match="seed"):
+        BatchSizeCallback(planned(bw.Buckets(3), seed=1)).load_state_dict(state)
+
+
+def test_without_a_callback_an_epoch_is_the_current_one_of_the_sampler():
+    data, seen = planned(bw.WindowSort()), Seen()
+    fit(data, seen, epochs=2)
+    assert sorted(joined(seen.epochs[0])) == list(range(NUM))
+    assert seen.epochs[0] == seen.epochs[1]
+
+
+def test_a_shuffling_fit_trains_every_example_but_cannot_be_resumed():
+    data, seen = planned(bw.Buckets(3)), Seen()
+    callback, model = BatchSizeCallback(data), make()
+    model.fit(data, callbacks=[callback, seen], epochs=1, verbose=0, shuffle=True)
+    assert sorted(joined(seen.epochs[0])) == list(range(NUM))
+    seen.stop_after = len(seen.epochs[0]) - 1
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(data, callbacks=[callback, seen], initial_epoch=1, epochs=2, verbose=0, shuffle=True)
+    with pytest.raises(StateMismatchError, match="pass shuffle=False"):
+        callback.state_dict()
+
+
+def test_steps_per_epoch_would_cut_the_plan():
+    data = planned(bw.Buckets(3))
+    with pytest.raises(ArgumentError, match="steps_per_epoch=2 would cut planned epochs"):
+        fit(data, BatchSizeCallback(data), epochs=1, steps_per_epoch=2)
+
+
+def test_evaluate_takes_planned_data():
+    data = planned(bw.Buckets(3))
+    assert make().evaluate(data, verbose=0) == pytest.approx(1e6 * NUM / len(data.sampler), rel=0.5)
+
+
+def test_early_stopping_stops_after_its_epoch():
+    data, seen = planned(bw.WindowSort(batches_per_window=2)), Seen()
+    stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=1e9)
+    fit(data, BatchSizeCallback(data), stop, seen, epochs=5)
+    assert len(seen.epochs) == 2
+    assert data.sampler.epoch == 2
+
+
+def test_class_weights_reach_planned_batches():
+    sampler = bw.BatchSampler(LENGTHS, bw.MaxTokens(90), grouping=bw.Buckets(2))
+    weights = []
+
+    class Loss(keras.losses.MeanSquaredError):
+        def __call__(self, y_true, y_pred, sample_weight=None):
+            weights.append(sample_weight)
+            return super().__call__(y_true, y_pred, sample_weight)
+
+    def labelled(examples, lengths):
+        x, y = pad_collate(examples, lengths)
+        return x, y % 2
+
+    model = make()
+    models.compile(model, "sgd", Loss(), **({} if models.BACKEND == "jax" else {"run_eagerly": True}))
+    data = PlannedDataset(sampler, EXAMPLES, collate=labelled)
+    model.fit(data, class_weight={0: 1.0, 1: 3.0}, verbose=0, shuffle=False)
+    assert all(weight is not None for weight in weights)
+
+
+@pytest.mark.parametrize(
+    ("make_data", "words"),
+    [
+        (lambda: PlannedDataset(bw.ResizableBatchSampler(4, 2), [1, 2, 3, 4]), "takes a BatchSampler"),
+        (lambda: PlannedDataset(bw.BatchSampler([1, 2], bw.MaxTokens(4)), [1]), "1 examples, but the sampler plans 2"),
+        (
+            lambda: PlannedDataset(bw.BatchSampler([1, 2], bw.MaxTokens(4), grouping=bw.Packed(4)), [1, 2]),
+            "joins examples in rows",
+        ),
+        (lambda: BatchSizeCallback(bw.ResizableBatchSampler(4, 2)), "the sampler feeds no dataset yet"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(make_data, words):
+    with pytest.raises(ArgumentError, match=words):
+        make_data()
+
+
+def test_examples_longer_than_planned_are_refused():
+    with pytest.raises(ArgumentError, match="an example of length 3 does not fit the planned length 2"):
+        pad_collate([[1, 2, 3]], (2,))
+
+
+def test_two_axes_and_dicts_are_padded_by_their_own_length():
+    examples = [({"ids": [1, 2], "type": 0}, [1, 2, 3], [1.0, 1.0, 0.5]), ({"ids": [3], "type": 1}, [4], [1.0])]
+    x, y, weight = pad_collate(examples, (2, 4))
+    assert x["ids"].tolist() == [[1, 2], [3, 0]]
+    assert x["type"].tolist() == [0, 1]
+    assert y.tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
+    assert weight.tolist() == [[1, 1, 0.5, 0], [1, 0, 0, 0]]
+
+
+# tf.data
+
+
+@needs_tensorflow
+def test_buckets_give_static_lengths_and_equal_epochs():
+    sampler = bw.BatchSampler(LENGTHS, bw.MaxTokens(90), grouping=bw.Buckets(3))
+    data, seen = to_tf_data(sampler, EXAMPLES, collate=collate), Seen()
+    lengths = {int(x.shape[1]) for x, _ in data}
+    assert len(lengths) <= 3
+    assert lengths == {length for (length,) in sampler.pad_to.shapes}
+    sampler.set_epoch(0)
+    fit(data, seen, epochs=3)
+    assert [sorted(joined(epoch)) for epoch in seen.epochs] == [list(range(NUM))] * 3
+    assert sampler.epoch == 3
+    assert seen.epochs[0] != seen.epochs[1]
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_an_endless_stream_loses_nothing_between_epochs_and_resumes_exactly(prefetch):
+    def run(steps, *, state=None, model=None):
+        controller = bw.BatchSizeController(size.linear(4, 3), min_size=2, max_size=20)
+        sampler = bw.ResizableBatchSampler(NUM, controller)
+        data, seen = to_tf_data(sampler, EXAMPLES, collate=collate), Seen()
+        callback, model = BatchSizeCallback(sampler), make() if model is None else model
+        if state is not None:
+            callback.load_state_dict(json.loads(json.dumps(state)))
+        fit(data.prefetch(prefetch) if prefetch else data, callback, seen, model=model, steps_per_epoch=steps)
+        return joined(seen.epochs), callback.state_dict(), model
+
+    whole, _, reference = run(28)
+    first, state, model = run(11)
+    rest, _, model = run(17, state=state, model=model)
+    assert first + rest == whole
+    assert models.difference(reference, model) == 0
+    # Three epochs: every example three times, in batches that grow from epoch to epoch.
+    sizes = [len(batch) for batch in whole]
+    if not prefetch:
+        assert sizes[:24] == [4] * 15 + [7] * 8 + [4]
+    assert sorted(joined(whole[:15])) == list(range(NUM))
+
+
+@needs_tensorflow
+def test_epochs_of_different_lengths_are_not_offered_as_one_pass():
+    sampler = bw.BatchSampler(LENGTHS, bw.MaxTokens(90))
+    with pytest.raises(ArgumentError, match="differ in their number of batches"):
+        to_tf_data(sampler, EXAMPLES, collate=collate, endless=False)
+
+
+@needs_tensorflow
+def test_an_epoch_of_a_finite_pass_is_not_resumed_in_its_middle():
+    sampler = bw.BatchSampler(LENGTHS, bw.MaxTokens(90), grouping=bw.Buckets(3))
+    next(iter(sampler))
+    with pytest.raises(StateMismatchError, match="fewer batches than Keras was told"):
+        to_tf_data(sampler, EXAMPLES, collate=collate)
