@@ -25,7 +25,10 @@ from serving_arms import ARMS
 from serving_load import Load, Stub, drive, poisson, summarise, trace
 
 HERE = Path(__file__).parent
-OURS = ("ours", "greedy", "window", "ours-constant", "greedy-constant", "ours-slow", "ours-fast")
+OURS = (
+    *("ours", "ours-texts", "ours-unmeasured", "greedy", "window"),
+    *("ours-constant", "greedy-constant", "ours-slow", "ours-fast"),
+)
 TRACES = ("azure-llm-trace-conv-2023.csv.gz", "azure-llm-trace-code-2023.csv.gz")
 PACKAGES = ("batchwright", "numpy", "ray", "bentoml", "batched", "async-batcher")
 Row = dict[str, Any]

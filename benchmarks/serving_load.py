@@ -9,7 +9,7 @@ import gzip
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,12 @@ def read_trace(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class Answers:
-    """Seconds from the intended arrival to the answer, None where there was none, and why there was none."""
+    """Seconds from the intended arrival to the answer, None where there was none, and to the refusal, and its kind."""
 
     seconds: list[float | None]
     errors: Counter[str]
     lag_seconds: float = 0.0
+    refusals: list[float] = field(default_factory=list)
 
 
 async def drive(ask: Ask, load: Load) -> Answers:
@@ -99,6 +100,7 @@ async def drive(ask: Ask, load: Load) -> Answers:
             result = await ask(length)
         except Exception as error:  # shed, refused or failed: it has missed its deadline
             answers.errors[type(error).__name__] += 1
+            answers.refusals.append(loop.time() - due)
             return
         assert result == length, "an answer went to the wrong caller"
         answers.seconds[index] = loop.time() - due
@@ -135,6 +137,7 @@ def summarise(
         "throughput": len(done) / seconds,
         "goodput": in_time / seconds,
         "missed": 1 - in_time / len(counted),
+        "refusal_p50_ms": float(np.percentile(answers.refusals, 50) * 1e3) if answers.refusals else None,
         "mean_batch": float(np.mean(batches)) if batches else 0.0,
         "load_lag_p99_ms": answers.lag_seconds * 1e3,
         "errors": {name: count for name, count in answers.errors.items() if count},

@@ -22,7 +22,7 @@ from serving import Row, markdown, summary
 from serving_arms import ARMS
 from serving_load import DEADLINE_MS, WARM_UP_SECONDS, Answers, Load, Stub, poisson, stub_seconds, summarise
 
-from batchwright.serve import LatencyModel, Settings
+from batchwright.serve import DeadlineExceeded, LatencyModel, QueueFull, Settings
 from batchwright.serve._engine.calls import Outcome
 from batchwright.serve._engine.core import Core
 from batchwright.serve._engine.request import Request, State
@@ -52,12 +52,23 @@ def simulate(core: Core, load: Load, stub: Stub, device: Callable[[int, int], fl
     ]
     answers = Answers([None] * len(requests), Counter())
     now, upcoming = 0.0, 0
-    while upcoming < len(requests) or core.num_waiting:
-        while upcoming < len(requests) and requests[upcoming].arrival <= now:
-            core.add(requests[upcoming])
+
+    def arrive(until: float) -> None:
+        """Hand in what arrives until then, each request at its time: also while a batch runs."""
+        nonlocal upcoming
+        while upcoming < len(requests) and requests[upcoming].arrival <= until:
+            try:
+                core.add(requests[upcoming])
+            except (DeadlineExceeded, QueueFull) as error:
+                answers.refusals.append(0.0)
+                answers.errors[type(error).__name__] += 1
             upcoming += 1
+
+    while upcoming < len(requests) or core.num_waiting:
+        arrive(now)
         next_arrival = requests[upcoming].arrival if upcoming < len(requests) else math.inf
         turn = core.take(now)
+        answers.refusals += [now - request.arrival for request in turn.ended]
         if turn.call is None:
             wake = math.inf if turn.wake_seconds is None else now + turn.wake_seconds + 1e-9
             now = min(next_arrival, wake) if core.num_waiting or next_arrival < math.inf else now
@@ -66,6 +77,7 @@ def simulate(core: Core, load: Load, stub: Stub, device: Callable[[int, int], fl
         stub.batches.append(len(batch))
         seconds = device(len(batch), max(request.length for request in batch))
         now += seconds + OVERHEAD_SECONDS
+        arrive(now)
         for request in core.complete(turn.call, Outcome(values=batch), now, seconds).ended:
             if request.state is State.ANSWERED:
                 answers.seconds[request.item] = now - request.arrival

@@ -128,11 +128,55 @@ def test_a_batched_function_keeps_its_own_options_but_for_those_given(folder):
         assert httpx.get(f"{address}/live").json()["deadline_ms"] == 5000
 
 
-def test_a_name_of_another_machine_is_not_answered_unless_it_is_allowed(folder):
-    with serving(folder, "my_model:shout", "--allow-host", "inside.example") as (_, address):
-        hosts = ("evil.example", "inside.example", "localhost")
+@pytest.mark.parametrize("bound", ["127.0.0.1", "localhost", "0.0.0.0", "::1"])
+def test_a_name_of_another_machine_is_not_answered_unless_it_is_allowed(folder, bound):
+    allowed = ("--allow-host", "inside.example", "--allow-host", "*.own.example")
+    with serving(folder, "my_model:shout", "--host", bound, *allowed) as (_, address):
+        address = address.replace("0.0.0.0", "127.0.0.1")
+        hosts = ("evil.example", "inside.example", "a.own.example", "localhost", "127.0.0.1", "10.1.2.3")
         statuses = [httpx.get(f"{address}/healthz", headers={"Host": host}).status_code for host in hosts]
-    assert statuses == [400, 200, 200]
+        own = httpx.get(f"{address}/healthz", headers={"Host": socket.gethostname()}).status_code
+    assert statuses == [400, 200, 200, 200, 200, 200]
+    assert own == (200 if bound == "0.0.0.0" else 400)
+
+
+def test_a_page_of_another_site_is_refused_unless_it_is_allowed(folder):
+    with serving(folder, "my_model:shout", "--allow-origin", "https://app.example") as (_, address):
+        origins = ("https://evil.example", "https://app.example", address)
+        answers = [httpx.post(address, json="a", headers={"Origin": origin}) for origin in origins]
+    assert [answer.status_code for answer in answers] == [403, 200, 200]
+    assert answers[1].headers["Access-Control-Allow-Origin"] == "https://app.example"
+
+
+def test_several_functions_are_served_by_name(folder):
+    with serving(folder, "loud=my_model:shout", "numbers=my_model:embed", "--deadline-ms", "5000") as (_, address):
+        assert httpx.post(f"{address}/v1/loud", json="a").json() == "A"
+        assert httpx.post(f"{address}/v1/numbers/batch", json=["a", 3]).json()[0] == {"result": [1, 1]}
+        assert httpx.get(f"{address}/v1").json() == {"models": ["loud", "numbers"]}
+        assert httpx.get(f"{address}/live").json()["deadline_ms"] == 5000
+
+
+def test_a_tokenizer_can_be_named_and_limits_be_set(folder):
+    options = ("--tokenizer", "words", "--max-tokens", "3", "--max-request-items", "2", "--max-priority", "1")
+    with serving(folder, "my_model:embed", *options) as (_, address):
+        assert httpx.post(address, json="a banana").json() == [8, 4]
+        assert httpx.post(address, json="one two three four").json()["error"] == "TooLarge"
+        assert httpx.post(f"{address}/batch", json=["a"] * 3).json()["error"] == "TooManyItems"
+        assert httpx.post(address, json="a", headers={"X-Priority": "2"}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        (["my_model:embed", "my_model:shout"], "several functions need names"),
+        (["a=my_model:embed", "my_model:shout"], "several functions need names"),
+        (["a=my_model:embed", "a=my_model:shout"], "two functions are named 'a'"),
+        (["=my_model:embed"], "several functions need names"),
+        (["a/b=my_model:embed"], "a name of a batcher"),
+    ],
+)
+def test_names_of_functions_are_checked(folder, capsys, functions, message):
+    assert message in fails(capsys, *functions, "--port", "0")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +208,7 @@ def test_a_function_or_the_demo_must_be_named(capsys):
 
 def test_a_length_for_what_is_batched_already_is_refused(folder, capsys):
     said = fails(capsys, "my_model:shout", "--length-of", "my_model:count_tokens", "--port", "0")
-    assert "my_model:shout is already batched" in said
+    assert "my_model:shout is already batched; leave out --length-of" in said
 
 
 def test_an_option_without_a_meaning_for_the_demo_is_refused(capsys):

@@ -264,3 +264,50 @@ def test_no_other_answer_without_negatives_is_better(shapes, seed):
     # A tenth: so much the third and the fourth term must each remove before they are taken.
     for answer in np.abs(found + rng.normal(scale=0.1, size=(50, 4))):
         assert error(found) <= error(answer) / 0.9**2 + 1e-9
+
+
+def stub(n, length):
+    return 0.004 + 0.00025 / 64 * n * length
+
+
+def draw(rng):
+    return rng.randint(1, 40), max(1, min(512, int(rng.lognormvariate(3.5, 0.8))))
+
+
+CHECKED = ((1, 32), (8, 64), (24, 40), (40, 100))
+
+
+@pytest.mark.parametrize("factor", [1 / 20, 1 / 8, 1 / 3, 1 / 1.5, 1.5, 3, 8, 20])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_change_of_speed_is_followed_within_forty_batches(factor, seed):
+    model, rng = LatencyModel(), random.Random(seed)
+    for _ in range(300):
+        shape = draw(rng)
+        model.observe(*shape, stub(*shape) * rng.uniform(1, 1.04))
+    for number in range(200):
+        shape = draw(rng)
+        model.observe(*shape, factor * stub(*shape) * rng.uniform(1, 1.04))
+        if number >= 40:
+            assert all(model.predict(*one) == pytest.approx(1.02 * factor * stub(*one), rel=0.2) for one in CHECKED)
+    assert model.margin < 1.1  # the calls of the change do not count as noise
+
+
+@pytest.mark.parametrize(("share", "times"), [(0.05, 10), (0.05, 100), (0.02, 20)])
+@pytest.mark.parametrize("seed", range(3))
+def test_rare_slow_calls_do_not_make_the_prediction_jump(share, times, seed):
+    model, rng = LatencyModel(), random.Random(seed)
+    for number in range(1000):
+        shape = draw(rng)
+        is_slow = rng.random() < share
+        model.observe(*shape, stub(*shape) * rng.uniform(1, 1.04) * (times if is_slow else 1))
+        if number >= 100:
+            assert all(0.9 < model.predict(*one) / stub(*one) < 1.3 for one in CHECKED)
+
+
+def test_a_change_is_followed_among_rare_slow_calls_too():
+    model, rng = LatencyModel(), random.Random(0)
+    for number in range(360):
+        shape = draw(rng)
+        seconds = stub(*shape) * (8 if number >= 300 else 1) * (10 if rng.random() < 0.05 else 1)
+        model.observe(*shape, seconds)
+    assert model.predict(24, 40) == pytest.approx(8 * stub(24, 40), rel=0.25)

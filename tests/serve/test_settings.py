@@ -7,6 +7,7 @@ import pytest
 
 from batchwright.errors import ArgumentError
 from batchwright.serve import Batcher, Settings
+from batchwright.serve.settings import as_deadline, as_length
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,35 @@ def test_a_refused_change_leaves_the_settings_as_they_were():
     with pytest.raises(ArgumentError):
         batcher.configure(max_items=4, policy="fifo")
     assert batcher.settings.max_items == 8
+
+
+@pytest.mark.parametrize("length", [10**400, 2**64, 2**53 + 1, 10**5000], ids=int.bit_length)
+def test_a_length_beyond_every_sane_one_is_refused(length):
+    with pytest.raises(ArgumentError, match=r"the result of length_of must be at most 9007199254740992, got a whole"):
+        as_length(length)
+
+
+@pytest.mark.parametrize("length", [-1, True, 2.5, float("nan"), float("inf"), "3", None])
+def test_a_length_that_is_no_whole_number_is_refused(length):
+    with pytest.raises(ArgumentError, match="the result of length_of must be a whole number of 0 or more"):
+        as_length(length)
+
+
+@pytest.mark.parametrize("deadline", [1e300, 10**400, float("inf"), 1e12])
+def test_a_deadline_beyond_a_year_is_none(deadline):
+    assert as_deadline(deadline) == float("inf")
+    assert Settings(deadline_ms=deadline).deadline_ms == float("inf")
+
+
+@pytest.mark.parametrize("deadline", [float("nan"), -1, 0, "50", True])
+def test_a_deadline_that_is_no_time_is_refused(deadline):
+    with pytest.raises(ArgumentError, match="deadline_ms must be a number above 0"):
+        as_deadline(deadline)
+
+
+@pytest.mark.parametrize(
+    "option", [{"max_items": 10**400}, {"max_tokens": 10**400}, {"max_queue": 2**63}, {"max_wait_ms": 1e300}]
+)
+def test_limits_that_no_float_or_clock_holds_are_refused(option):
+    with pytest.raises(ArgumentError, match=f"{next(iter(option))} must be"):
+        Settings(**option)

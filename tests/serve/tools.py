@@ -1,8 +1,14 @@
 """What the tests of serving share: requests by hand, and a function whose calls can be held and looked at."""
 
+import subprocess
+import sys
+import textwrap
 import threading
+from pathlib import Path
 
 from batchwright.serve._engine.request import Request, State
+
+ROOT = Path(__file__).parents[2]
 
 
 def make_requests(lengths, *, gap_seconds=0.001, deadline_seconds=float("inf")):
@@ -39,6 +45,14 @@ class Recorder:
     @property
     def items_run(self):
         return [item for call in self.calls for item in call]
+
+
+def run_script(text):
+    """Run a program in another interpreter, where warnings are errors."""
+    code = textwrap.dedent(text)
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
 
 
 def finish(requests, state=State.ANSWERED):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 
 import numpy as np
-import torch
 
 from .._checks import read_size
 from ..errors import ArgumentError, MissingSignalError
@@ -16,7 +15,11 @@ from ..size.controller import Decision
 from ..size.policy import Policy, Transform
 from ..size.signals.entropy import EntropyDriven
 from ..size.signals.memory import MemoryDriven
-from ..step.memory.monitor import MemoryMonitor
+
+if TYPE_CHECKING:  # Keras on TensorFlow observes without torch
+    import torch
+
+    from ..step.memory.monitor import MemoryMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,8 @@ def monitor_for(controller: Any, device: torch.device | str) -> MemoryMonitor | 
 
     On a CPU that is the resident memory of the process, as a share of what the machine or its container can give it.
     """
+    from ..step.memory.monitor import MemoryMonitor
+
     return MemoryMonitor(device) if reads(controller, "memory_fraction") else None
 
 

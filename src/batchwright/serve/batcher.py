@@ -5,24 +5,33 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
 import inspect
 import math
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterable, Callable, Iterable
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar, final
 
-from .._checks import as_flag, as_number, as_whole, shared_options
+from .._checks import as_flag, as_number, as_whole, check_choice, shared_options
 from ..errors import ArgumentError
+from ._engine.child import may_be_named_later, pack_function
 from ._engine.core import Core
+from ._engine.processes import ProcessRunner
 from ._engine.request import Request
-from ._engine.waiters import Waiter, waiter_for_loop, waiter_for_thread
+from ._engine.runners import Runner, ThreadRunner
+from ._engine.waiters import Waiter, has_running_loop, waiter_for_loop, waiter_for_thread
 from ._engine.workers import Workers
+from .background import Background, as_background
+from .device import Device
 from .latency import LatencyModel
+from .lengths import AUTO, Guess, measure_for
 from .mapping import Mapped
 from .settings import Settings, as_deadline, as_priority
 from .stats import Stats
+
+WORKERS = ("thread", "process")
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -53,9 +62,19 @@ class Batcher(Generic[Item, Result]):
         deadline_ms: the time a request may take from submission to answer; None: no limit. A request that could not
             meet it even alone ends with ``DeadlineExceeded`` and is not run.
         length_of: returns the length of an item, called in the caller's thread; None: all items have the same length.
+            "auto" estimates it: the characters of texts, the number of token ids, the first axis of arrays and tensors.
+            An estimate refuses nothing: an item that is over ``max_tokens`` by it runs alone.
+        tokenizer: counts the tokens of texts, in place of ``length_of``: a tokenizer of transformers or tokenizers, or
+            a function from str to a number or a sequence of tokens.
         max_tokens: the most ``num_items × longest`` in a batch; None: no limit.
         max_queue: the most requests that wait; further requests are refused with ``QueueFull``.
         num_workers: how many batches may run at once.
+        worker: "thread", or "process": each worker calls the function in a process of its own, which is started anew
+            when it ends. The function, items and results must be picklable.
+        run_timeout_ms: the time that one call of the function may take; None: no limit. A call that takes longer ends
+            with ``RunTimeout``, and requests that still run at their deadline end with ``DeadlineExceeded``.
+        device: a ``Device`` that this batcher shares with others: one batch of all of them runs at a time.
+        background: batches of offline work, or a ``Background`` of them, that run while no request can.
         on_error: "bisect" finds the bad item and answers the others; "raise" fails the whole batch.
         on_oom: "split" runs a batch that ran out of memory in halves; "raise" treats it like any other error.
         time_model: a ``LatencyModel`` from an earlier run; None: a new one.
@@ -77,10 +96,15 @@ class Batcher(Generic[Item, Result]):
         max_items: int = 64,
         max_wait_ms: float = 10.0,
         deadline_ms: float | None = None,
-        length_of: Callable[[Item], int] | None = None,
+        length_of: Callable[[Item], int] | str | None = AUTO,
+        tokenizer: Any = None,
         max_tokens: int | None = None,
         max_queue: int = 1000,
         num_workers: int = 1,
+        worker: str = "thread",
+        run_timeout_ms: float | None = None,
+        device: Device | None = None,
+        background: Background[Item, Result] | Iterable[Sequence[Item]] | None = None,
         on_error: str = "bisect",
         on_oom: str = "split",
         time_model: LatencyModel | None = None,
@@ -91,12 +115,28 @@ class Batcher(Generic[Item, Result]):
             raise ArgumentError(f"run must be a function of a list of items, got {run!r}")
         self._name = getattr(run, "__qualname__", type(run).__qualname__)
         self._num_workers = as_whole("num_workers", num_workers, least=1)
-        self._length_of = length_of
-        self._is_coroutine = _is_coroutine_function(run)
+        self._measure = measure_for(length_of, tokenizer, name=self._name)
+        self._is_coroutine = worker == "thread" and _is_coroutine_function(run)
         self._time_model = LatencyModel() if time_model is None else time_model
-        core = Core(self._settings, self._time_model)
-        self._workers = Workers(core, run, num_workers=self._num_workers, clock=clock)
+        if device is not None and not isinstance(device, Device):
+            raise ArgumentError(f"device must be a Device that batchers share, or None, got {device!r}")
+        timeout = None if run_timeout_ms is None else as_number("run_timeout_ms", run_timeout_ms, above=0) / 1e3
+        self._background = as_background(background)
+        self._workers = Workers(
+            Core(self._settings, self._time_model, num_workers=self._num_workers),
+            _runner_maker(run, worker, timeout),
+            num_workers=self._num_workers,
+            clock=clock,
+            timeout_seconds=timeout,
+            device=None if device is None else device._turns,
+            background=None if self._background is None else self._background._units,
+        )
         weakref.finalize(self, self._workers.abandon)
+        if self._background is not None:
+            self._background._blocks_its_loop = self._is_coroutine
+            is_estimate = isinstance(self._measure, Guess)
+            self._background._units.start(self._measure, self._workers.wake, is_estimate=is_estimate)
+            self._workers.start()
 
     @property
     def settings(self) -> Settings:
@@ -112,6 +152,11 @@ class Batcher(Generic[Item, Result]):
     def time_model(self) -> LatencyModel:
         """Return what was learned about the time of a batch; ``to_json`` keeps it for the next process."""
         return self._time_model
+
+    @property
+    def background(self) -> Background[Item, Result] | None:
+        """Return the offline work; loop over it for the results."""
+        return self._background
 
     def __repr__(self) -> str:
         shown = ("policy", "max_items")
@@ -143,8 +188,7 @@ class Batcher(Generic[Item, Result]):
 
     def submit_sync(self, item: Item, *, deadline_ms: float | None = None, priority: float = 0) -> Result:
         """Return the answer to one item, from a thread without an event loop; options as in ``submit``."""
-        if self._is_coroutine and _has_running_loop():
-            raise ArgumentError("submit_sync would block the event loop that runs the function; await submit(item)")
+        self._check_thread("submit_sync", "await submit(item)")
         waiter = waiter_for_thread()
         request = self._enter(item, waiter, deadline_ms, priority)
         try:
@@ -181,7 +225,9 @@ class Batcher(Generic[Item, Result]):
 
         def enter(item: Any, waiter: Waiter) -> Request:
             request = self._enter(item, waiter, allowed, priority)
-            self._set_timer(request)
+            timer = self._set_timer(request)
+            if timer is not None:
+                waiter.future.add_done_callback(lambda future: timer.cancel())
             return request
 
         return Mapped(items, enter, self._forget, self._wait_in_thread, max_in_flight)
@@ -229,6 +275,8 @@ class Batcher(Generic[Item, Result]):
     def close_sync(self, *, drain: bool = True, timeout_seconds: float | None = None) -> None:
         """Do the same as ``close``, from a thread without an event loop."""
         timeout = _as_timeout(timeout_seconds)
+        if timeout is None and not self._workers.when_idle().done():
+            self._check_thread("close_sync", "await close()")
         self._workers.stop(drop=not as_flag("drain", drain))
         concurrent.futures.wait([self._workers.when_idle()], timeout=timeout)
         self._workers.stop(drop=True)
@@ -247,14 +295,12 @@ class Batcher(Generic[Item, Result]):
 
     def _enter(self, item: Any, waiter: Waiter, deadline_ms: float | None, priority: float) -> Request:
         """Measure and queue an item; what is wrong with it is raised here, only to its caller."""
-        length = 1
-        if self._length_of is not None:  # an empty item still takes a place
-            length = as_whole("the result of length_of", self._length_of(item), least=0) or 1
+        length = self._measure(item)
         allowed = self._settings.deadline_ms if deadline_ms is None else as_deadline(deadline_ms)
         priority = as_priority(priority)
         now = self._workers.clock()
         deadline = math.inf if allowed is None else now + allowed / 1e3
-        request = Request(item, length, now, deadline, priority, waiter)
+        request = Request(item, length, now, deadline, priority, waiter, is_estimate=isinstance(self._measure, Guess))
         self._workers.add(request)
         return request
 
@@ -265,7 +311,13 @@ class Batcher(Generic[Item, Result]):
             return None
         return loop.call_later(request.allowance, self._workers.expire, request)
 
+    def _check_thread(self, name: str, instead: str) -> None:
+        """Refuse to wait in the thread of the event loop that the function may run in: nothing would run there."""
+        if self._is_coroutine and has_running_loop():
+            raise ArgumentError(f"{name} would block the event loop that runs the function; {instead}")
+
     def _wait_in_thread(self, request: Request) -> None:
+        self._check_thread("a for loop", "write async for")
         future = request.waiter.future
         left = None if request.deadline == math.inf else max(0.0, request.deadline - self._workers.clock())
         if not concurrent.futures.wait([future], timeout=left).done:
@@ -279,6 +331,19 @@ class Batcher(Generic[Item, Result]):
         request.waiter.abandon()
 
 
+def _runner_maker(
+    run: Callable[[list[Any]], Any], worker: str, timeout: float | None
+) -> Callable[[Callable[[], bool]], Runner]:
+    """Return what makes the runner of a worker, given what says that nothing is left to run."""
+    check_choice("worker", worker, WORKERS)
+    if worker == "thread":
+        return lambda is_over: ThreadRunner(run, timeout_seconds=timeout)
+    packed = functools.cache(functools.partial(pack_function, run))
+    if not may_be_named_later(run):  # a function under a decorator is not in its module yet
+        packed()
+    return lambda is_over: ProcessRunner(packed(), timeout_seconds=timeout, is_over=is_over)
+
+
 def _is_coroutine_function(run: Any) -> bool:
     """Say whether a call of ``run`` must be awaited: a function, a method, or an object with such a ``__call__``."""
     unwrapped = inspect.unwrap(run)
@@ -290,12 +355,3 @@ def _as_timeout(seconds: float | None) -> float | None:
     if seconds is None:
         return None
     return min(max(0.0, as_number("timeout_seconds", seconds, infinite=True)), threading.TIMEOUT_MAX)
-
-
-def _has_running_loop() -> bool:
-    """Say whether an event loop runs in this thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

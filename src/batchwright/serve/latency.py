@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, final
 
@@ -30,6 +31,13 @@ REFIT_ALWAYS_BELOW = 32
 REFIT_EVERY = 8
 NUM_RATIOS = 128
 MAX_SHAPES = 65_536
+# If all but one of the latest 24 calls took more than 1.2 times the prediction, or all but one less than its inverse,
+# the device has changed. Calls that take longer now and then, or every second one, do not look like that.
+NUM_TO_NOTICE = 24
+MAX_ODD = 1
+CHANGE_RATIO = 1.2
+# What was known before a change counts as much as this many calls afterwards.
+WEIGHT_AFTER_CHANGE = 8.0
 _VERSION = 2
 
 
@@ -44,7 +52,9 @@ class LatencyModel:
     The fit is least squares of the relative error. Each new observation multiplies the weight of the earlier ones by
     ``decay``. An observation counts as 3 times the prediction at most, so that a hiccup is not taken for a trend. The
     first call of a shape is ignored if nothing similar ran before, or if it took more than twice the prediction and
-    that is rare.
+    that is rare. If 23 of the latest 24 calls were slower than 1.2 times the prediction, or faster than its inverse,
+    the device has changed: all coefficients are multiplied by the median of real over predicted time, and what was
+    learned before then counts little beside what follows.
 
     Args:
         decay: the share of its weight that an observation keeps with each later one, above 0 and at most 1.
@@ -60,16 +70,19 @@ class LatencyModel:
     def __init__(self, *, decay: float = 0.99) -> None:
         self._decay = as_number("decay", decay, above=0, most=1)
         self._learns = True
-        self._gram = np.zeros((4, 4))
-        self._moment = np.zeros(4)
+        # Plain lists: every batch adds to them, and on so few numbers an array operation costs more than they do.
+        self._gram = [[0.0] * 4 for _ in range(4)]
+        self._moment = [0.0] * 4
         self._total = 0.0
         self._num_observed = 0
         self._coefficients = (NOMINAL_TOKENS, 1.0, 0.0, 0.0)
+        self._constant = NOMINAL_TOKENS
         self._ratios: deque[float] = deque(maxlen=NUM_RATIOS)
         self._shapes: set[tuple[int, int]] = set()
         self._sizes: set[tuple[int, int]] = set()
         self._ignored: deque[bool] = deque(maxlen=NUM_LATEST)
         self._new: deque[bool] = deque(maxlen=NUM_LATEST)
+        self._latest: deque[tuple[int, int, bool, float]] = deque(maxlen=NUM_TO_NOTICE)
 
     @classmethod
     def fixed(cls, constant: float, per_token: float = 0.0, per_square: float = 0.0) -> LatencyModel:
@@ -90,6 +103,7 @@ class LatencyModel:
             raise ArgumentError("a model that predicts 0 seconds is of no use; give a coefficient above 0")
         model = cls()
         model._coefficients, model._learns = (a, b, c, 0.0), False
+        model._renew_constant()
         return model
 
     @property
@@ -110,8 +124,7 @@ class LatencyModel:
     @property
     def constant(self) -> float:
         """Return the seconds that any call takes, with new shapes as often as among the latest calls."""
-        new = self._coefficients[3]
-        return self._coefficients[0] + (new * sum(self._new) / len(self._new) if new and self._new else 0.0)
+        return self._constant
 
     @property
     def margin(self) -> float:
@@ -154,23 +167,81 @@ class LatencyModel:
         is_new, is_ignored = self._visit(num_items, length, seconds)
         self._new.append(is_new)
         self._ignored.append(is_ignored and self.is_ready)
-        if is_ignored:
-            return
+        if self.is_ready:  # also what is ignored: without slow calls, a device whose times vary would look faster
+            self._latest.append((num_items, length, is_new, seconds))
+        if not is_ignored:
+            self._learn(num_items, length, is_new, seconds)
+        self._renew_constant()
+
+    def _learn(self, num_items: int, length: int, is_new: bool, seconds: float) -> None:
+        if self.is_ready:
+            self._ratios.append(seconds / self._expected(num_items, length, is_new))
+        self._add(num_items, length, is_new, seconds)
+        self._num_observed += 1
+        if self._has_changed():
+            self._follow_change()
+        elif self._num_observed < REFIT_ALWAYS_BELOW or self._num_observed % REFIT_EVERY == 0:
+            self._refit()
+
+    def _renew_constant(self) -> None:
+        """Compute it once per batch: it is asked for with every request."""
+        new = self._coefficients[3]
+        share = new * sum(self._new) / len(self._new) if new and self._new else 0.0
+        self._constant = self._coefficients[0] + share
+
+    def _add(self, num_items: int, length: int, is_new: bool, seconds: float) -> None:
+        """Add an observation to the sums."""
         # Errors count relative to the prediction. Relative to the seconds themselves, short times would weigh most, and
         # a device whose times vary would be taken for a faster one.
         scale = self._expected(num_items, length, is_new) if self.is_ready else seconds
-        ratio = seconds / scale
-        if self.is_ready:
-            self._ratios.append(ratio)
-        ratio = min(ratio, MAX_RATIO)
-        row = np.array([1.0, num_items * length, num_items * length * float(length), is_new]) / scale
-        self._gram = self._gram * self._decay + np.outer(row, row)
-        self._moment = self._moment * self._decay + row * ratio
-        self._total = self._total * self._decay + ratio * ratio
-        self._num_observed += 1
-        if self._num_observed < REFIT_ALWAYS_BELOW or self._num_observed % REFIT_EVERY == 0:
-            a, b, c, new = fit_non_negative(self._gram, self._moment, self._total).tolist()
-            self._coefficients = (a, b, c, new)
+        ratio = min(seconds / scale, MAX_RATIO)
+        terms = (1.0, float(num_items * length), num_items * length * float(length), float(is_new))
+        row, decay = [term / scale for term in terms], self._decay
+        for gram, x in zip(self._gram, row, strict=True):
+            gram[:] = [old * decay + x * y for old, y in zip(gram, row, strict=True)]
+        self._moment = [old * decay + x * ratio for old, x in zip(self._moment, row, strict=True)]
+        self._total = self._total * decay + ratio * ratio
+
+    def _refit(self) -> None:
+        a, b, c, new = fit_non_negative(np.array(self._gram), np.array(self._moment), self._total).tolist()
+        self._coefficients = (a, b, c, new)
+
+    def _has_changed(self) -> bool:
+        """Say whether the latest calls agree that the device is slower or faster than it was."""
+        if len(self._latest) < NUM_TO_NOTICE:
+            return False
+        num_not_slower = num_not_faster = 0
+        for ratio in self._latest_ratios():
+            num_not_slower += not ratio > CHANGE_RATIO
+            num_not_faster += not ratio < 1 / CHANGE_RATIO
+            if num_not_slower > MAX_ODD and num_not_faster > MAX_ODD:
+                return False  # most often two calls are enough to say so
+        return True
+
+    def _latest_ratios(self) -> Iterator[float]:
+        return (seconds / self._expected(n, length, new) for n, length, new, seconds in self._latest)
+
+    def _follow_change(self) -> None:
+        """Scale the model to the latest calls, and learn from them anew.
+
+        The earlier observations become ones that agree with the scaled coefficients, with little weight: they still say
+        how the terms relate. The latest ones are in them with clipped ratios, which no longer count.
+        """
+        ratio = float(np.median(list(self._latest_ratios())))
+        scaled, gram = np.array(self._coefficients) * ratio, np.array(self._gram)
+        # Each observation adds about 1 to the sum of squared predictions, in units of the prediction at its time.
+        weight = float(scaled @ gram @ scaled) / ratio**2
+        gram *= min(1.0, WEIGHT_AFTER_CHANGE / weight) / ratio**2
+        self._gram, self._moment = gram.tolist(), (gram @ scaled).tolist()
+        self._total = float(scaled @ gram @ scaled)
+        a, b, c, new = scaled.tolist()
+        self._coefficients = (a, b, c, new)
+        for observation in self._latest:
+            self._add(*observation)
+        self._ratios.clear()
+        self._ratios.extend(self._latest_ratios())
+        self._latest.clear()
+        self._refit()
 
     def _expected(self, num_items: int, length: int, is_new: bool) -> float:
         """Return the expected seconds of a shape that is known to be new or not."""
@@ -199,12 +270,13 @@ class LatencyModel:
             "decay": self._decay,
             "learns": self._learns,
             "coefficients": list(self._coefficients),
-            "gram": self._gram.tolist(),
-            "moment": self._moment.tolist(),
+            "gram": self._gram,
+            "moment": self._moment,
             "total": self._total,
             "num_observed": self._num_observed,
             "ratios": list(self._ratios),
             "new": list(self._new),
+            "latest": [list(observation) for observation in self._latest],
         }
         return json.dumps(state)
 
@@ -220,10 +292,12 @@ class LatencyModel:
         model = cls(decay=state["decay"])
         model._learns = state["learns"]
         model._coefficients = tuple(state["coefficients"])
-        model._gram, model._moment = np.array(state["gram"]), np.array(state["moment"])
+        model._gram, model._moment = state["gram"], state["moment"]
         model._total, model._num_observed = state["total"], state["num_observed"]
         model._ratios.extend(state["ratios"])
         model._new.extend(state["new"])
+        model._latest.extend(tuple(observation) for observation in state.get("latest", []))
+        model._renew_constant()
         return model
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,6 +14,11 @@ ON_ERROR = ("bisect", "raise")
 ON_OOM = ("split", "raise")
 # Each step of priority halves or doubles the patience; a factor of 2**10 is as good as "always" or "never".
 MAX_PRIORITY = 10
+# Beyond these, sums and products of numbers would leave what a float holds, and times what a thread can wait for.
+MAX_WHOLE = 2**63 - 1
+MAX_LENGTH = 2**53
+MAX_WAIT_MS = 86_400_000.0
+MAX_DEADLINE_MS = 365 * MAX_WAIT_MS
 
 
 @final
@@ -50,12 +56,12 @@ class Settings:
         check_choice("on_error", self.on_error, ON_ERROR)
         check_choice("on_oom", self.on_oom, ON_OOM)
         plain: dict[str, Any] = {
-            "max_items": as_whole("max_items", self.max_items, least=1),
-            "max_queue": as_whole("max_queue", self.max_queue, least=1),
-            "max_wait_ms": as_number("max_wait_ms", self.max_wait_ms, least=0),
+            "max_items": as_whole("max_items", self.max_items, least=1, most=MAX_WHOLE),
+            "max_queue": as_whole("max_queue", self.max_queue, least=1, most=MAX_WHOLE),
+            "max_wait_ms": as_number("max_wait_ms", self.max_wait_ms, least=0, most=MAX_WAIT_MS),
         }
         if self.max_tokens is not None:
-            plain["max_tokens"] = as_whole("max_tokens", self.max_tokens, least=1)
+            plain["max_tokens"] = as_whole("max_tokens", self.max_tokens, least=1, most=MAX_WHOLE)
         if self.deadline_ms is not None:
             plain["deadline_ms"] = as_deadline(self.deadline_ms)
         for name, value in plain.items():
@@ -63,16 +69,28 @@ class Settings:
 
 
 def as_deadline(deadline_ms: Any) -> float:
-    """Return a deadline above 0 as a plain number; infinity means no deadline.
+    """Return a deadline above 0 as a plain number; infinity, and what is more than a year, means no deadline.
 
-    >>> as_deadline(50), as_deadline(float("inf"))
-    (50.0, inf)
+    >>> as_deadline(50), as_deadline(float("inf")), as_deadline(1e300)
+    (50.0, inf, inf)
     """
     # A shortcut for plain numbers, since every request may bring a deadline of its own.
     kind = type(deadline_ms)
-    if (kind is float and deadline_ms > 0) or (kind is int and 0 < deadline_ms <= MAX_INT32):
+    if (kind is float or kind is int) and 0 < deadline_ms <= MAX_INT32:
         return float(deadline_ms)
-    return as_number("deadline_ms", deadline_ms, above=0, infinite=True)
+    deadline = as_number("deadline_ms", deadline_ms, above=0, infinite=True)
+    return deadline if deadline <= MAX_DEADLINE_MS else math.inf
+
+
+def as_length(length: Any) -> int:
+    """Return the length of an item as a plain number of 1 or more: an empty item still takes a place.
+
+    >>> as_length(3), as_length(0)
+    (3, 1)
+    """
+    if type(length) is int and 0 < length <= MAX_INT32:
+        return length
+    return as_whole("the result of length_of", length, least=0, most=MAX_LENGTH) or 1
 
 
 def as_priority(priority: Any) -> float:

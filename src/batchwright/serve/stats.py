@@ -9,7 +9,7 @@ from typing import Any, final
 
 import numpy as np
 
-from ._engine.request import ENDED, Request, State, longest
+from ._engine.request import ENDED, Request, State, longest, num_tokens
 
 # Percentiles are taken over this many of the latest requests.
 NUM_RECENT = 1000
@@ -32,7 +32,7 @@ class Stats:
         num_cancelled: requests that their caller cancelled.
         num_closed: requests that ended with ``Closed``.
         num_missed: requests answered, but after their deadline.
-        num_refused: requests not taken in, by reason: "queue_full", "too_large", "closed".
+        num_refused: requests not taken in, by reason: "queue_full", "too_large", "closed", "deadline".
         num_batches: batches formed.
         num_calls: calls of the function; more than ``num_batches`` if batches failed and were run in parts.
         num_ooms: calls that ran out of memory.
@@ -48,6 +48,9 @@ class Stats:
         max_tokens: the limit now; lower than the setting after memory ran out.
         time_model: the coefficients in seconds, the margin that 95 % of batches stay below, and how many were learned
             from.
+        num_abandoned: threads given up in calls that took longer than ``run_timeout_ms``.
+        num_restarts: processes of workers that were started in place of one that ended.
+        failure: what ended the batcher by mistake; None while it works, and after it was closed on purpose.
     """
 
     num_waiting: int
@@ -73,6 +76,14 @@ class Stats:
     latency_ms: dict[str, float]
     max_tokens: int | None
     time_model: dict[str, Any]
+    num_abandoned: int = 0
+    num_restarts: int = 0
+    failure: str | None = None
+
+    @property
+    def is_healthy(self) -> bool:
+        """Say whether no mistake has ended the batcher; a batcher that was closed is healthy."""
+        return self.failure is None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain values, ready for JSON."""
@@ -101,7 +112,7 @@ class Counters:
         """Count a batch that begins."""
         self.reasons[reason] += 1
         self._num_items += len(batch)
-        self._num_tokens += sum(request.length for request in batch)
+        self._num_tokens += num_tokens(batch)
         self._num_padded += len(batch) * longest(batch)
         self._waits.extend([now - request.arrival for request in batch])
 

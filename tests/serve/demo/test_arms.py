@@ -45,6 +45,40 @@ def test_the_load_rests_when_nobody_looks_any_more(demo, monkeypatch):
     assert asyncio.run(main()) == [0, 0, 0]
 
 
+def test_the_demo_is_warm_before_anybody_can_look(demo):
+    async def main():
+        app = make_demo_app(demo)
+        async with app.router.lifespan_context(app):
+            return [arm.batcher.stats() for arm in demo.arms], demo.figures()["arms"]
+
+    stats, figures = asyncio.run(asyncio.wait_for(main(), 60))
+    # 1 + 2 + 4 + 8 + 16 requests, four times, and time models that are in use; no latency of them is shown.
+    assert [one.num_answered for one in stats] == [124] * 3
+    assert all(arm.batcher.time_model.is_ready for arm in demo.arms)
+    assert [arm["p99_ms"] for arm in figures] == [None] * 3
+
+
+def test_latencies_count_once_the_load_has_settled(demo, monkeypatch):
+    async def shown(settle_seconds):
+        monkeypatch.setattr(arms, "SETTLE_SECONDS", settle_seconds)
+        demo.set_rate(100)
+        driver = asyncio.create_task(demo.drive())
+        answered = demo.figures()["arms"][2]["answered"]
+        while demo.figures()["arms"][2]["answered"] < answered + 10:
+            await asyncio.sleep(0.01)
+        driver.cancel()
+        return demo.figures()["arms"][2]["p99_ms"]
+
+    async def main():
+        found = [await shown(1e9), await shown(0.0)]
+        await demo.close()
+        return found
+
+    first, second = asyncio.run(asyncio.wait_for(main(), 60))
+    assert first is None
+    assert second > 0
+
+
 def test_the_slider_of_the_demo_takes_rates_within_its_range_only(demo):
     async def main():
         transport = httpx.ASGITransport(make_demo_app(demo))

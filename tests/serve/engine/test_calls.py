@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright.errors import DoesNotFitError
-from batchwright.serve._engine.calls import Isolation, Outcome
+from batchwright.errors import DoesNotFitError, ResultError
+from batchwright.serve._engine.calls import ALWAYS_FAILS_AFTER, Faults, Isolation, Outcome
 from batchwright.serve._engine.request import Request, State
+from batchwright.serve._engine.results import as_results
 
 
 class Device:
@@ -53,33 +54,114 @@ class Device:
         return end.args == (item,) if item in self.bad else end == 10 * item
 
 
-def test_of_four_with_one_bad_the_three_mates_are_answered_with_three_more_calls():
+def test_of_four_with_one_bad_the_three_mates_are_answered_with_four_more_calls():
     device = Device(4, bad=[1])
     assert [device.ends[item] for item in (0, 2, 3)] == [0, 20, 30]
     assert isinstance(device.ends[1], ValueError)
-    assert len(device.calls) - 1 <= 3  # log2(4) + 1
+    assert device.calls == [[0, 1, 2, 3], [0, 1], [0], [1], [2, 3]]  # log2(4) + 2 more
 
 
 @pytest.mark.parametrize("num_items", [1, 2, 3, 5, 8, 17, 64, 100])
-def test_one_bad_item_anywhere_takes_at_most_log2_and_one_more_calls(num_items):
+def test_one_bad_item_anywhere_takes_at_most_log2_and_two_more_calls(num_items):
     for bad in range(num_items):
         device = Device(num_items, bad=[bad])
         assert all(map(device.is_right, range(num_items)))
-        assert len(device.calls) - 1 <= math.ceil(math.log2(num_items)) + 1
+        assert len(device.calls) - 1 <= math.ceil(math.log2(num_items)) + 2
 
 
-def test_a_function_that_always_fails_is_not_called_for_ever():
+def test_a_function_that_always_fails_is_given_up_after_sixteen_items_alone():
     device = Device(64, bad=range(64))
-    assert all(map(device.is_right, range(64)))
-    assert len(device.calls) <= 2.5 * 64
+    assert device.ends.keys() == set(range(64))
+    assert {type(end) for end in device.ends.values()} == {ValueError}
+    assert sum(len(call) == 1 for call in device.calls) == ALWAYS_FAILS_AFTER
+    assert len(device.calls) == 23  # 64, 32, …, 2, and 1; the other 63; 15 alone
+
+
+def test_of_later_batches_three_items_are_tried_until_a_call_works():
+    faults = Faults()
+    Device(64, bad=range(64), faults=faults)
+    again = Device(64, bad=range(64), faults=faults)
+    assert [len(call) for call in again.calls] == [64, 1, 1, 1]
+    mended = Device(64, bad=[0, 5, 9], faults=faults)  # one alone works, and then all are told apart again
+    assert all(map(mended.is_right, range(64)))
+    assert not faults.always
+
+
+def test_a_function_that_always_runs_out_of_memory_is_given_up_too():
+    device = Device(64, most=0)
+    assert device.ends.keys() == set(range(64))
+    assert all(isinstance(end, DoesNotFitError | MemoryError) for end in device.ends.values())
+    assert sum(len(call) == 1 for call in device.calls) == ALWAYS_FAILS_AFTER
 
 
 @given(st.integers(1, 70), st.integers(0, 2**31), st.sampled_from([1, 3, 10, 1000]))
-def test_any_number_of_bad_items_and_any_memory_gives_each_its_own_end(num_items, seed, most):
+def test_fewer_bad_items_than_prove_a_broken_function_and_any_memory_give_each_its_own_end(num_items, seed, most):
     rng = random.Random(seed)
-    device = Device(num_items, bad=rng.sample(range(num_items), rng.randint(0, num_items)), most=most)
+    num_bad = rng.randint(0, min(num_items, ALWAYS_FAILS_AFTER - 1))
+    device = Device(num_items, bad=rng.sample(range(num_items), num_bad), most=most)
     assert device.ends.keys() == set(range(num_items))
     assert all(map(device.is_right, range(num_items)))
+    assert len(device.calls) <= 2.5 * num_items + 1
+
+
+@given(st.integers(2, 70), st.integers(0, 2**31))
+def test_items_that_fail_only_together_fail_nobody(num_items, seed):
+    kinds = random.Random(seed).choices("abc", k=num_items)
+
+    class Mixed(Device):
+        def run(self, group):
+            if len({kinds[item] for item in group}) > 1:
+                return Outcome(error=ValueError("all arrays must have the same shape"))
+            return Outcome(values=[10 * item for item in group])
+
+    device = Mixed(num_items)
+    assert [device.ends[item] for item in range(num_items)] == [10 * item for item in range(num_items)]
+
+
+@pytest.mark.parametrize("num_values", [2, 3, 4])
+def test_a_function_that_returns_the_same_number_for_any_batch_is_never_taken_at_its_word(num_values):
+    class Constant(Device):
+        def run(self, group):
+            try:
+                return Outcome(values=as_results(list(range(num_values)), len(group)))
+            except ResultError as error:
+                return Outcome(error=error)
+
+    assert {type(end) for end in Constant(8).ends.values()} == {ResultError}
+
+
+def test_requests_that_may_not_stay_are_in_no_later_call():
+    def stay(group):
+        return [request for request in group if request.item % 2 == 0 or len(device_calls) == 0]
+
+    device_calls = []
+
+    class Leaving(Device):
+        def run(self, group):
+            device_calls.append(group)
+            return super().run(group)
+
+    device = Leaving(8, bad=[2], stay=stay)
+    assert device.calls[0] == list(range(8))
+    assert all(item % 2 == 0 for call in device.calls[1:] for item in call)
+
+
+@pytest.mark.parametrize(("bad", "most", "expected"), [((), 4, [8]), ((), 2, [4, 4]), ((3,), 1000, [])])
+def test_a_batch_was_too_large_only_if_both_halves_fit(bad, most, expected):
+    noted = []
+    Device(8, bad=bad, most=most, too_large=lambda group: noted.append(len(group)))
+    assert noted == expected
+
+
+def test_an_item_that_runs_out_of_memory_alone_says_nothing_about_the_size_of_batches():
+    class Huge(Device):
+        def run(self, group):
+            return Outcome(error=MemoryError(), is_oom=True) if 3 in group else Outcome(values=group)
+
+    noted = []
+    device = Huge(64, too_large=noted.append)
+    assert isinstance(device.ends[3], DoesNotFitError)
+    assert (noted, len(device.calls)) == ([], 13)  # 64, and two halves at each of six levels
 
 
 def test_a_passing_fault_fails_nobody():

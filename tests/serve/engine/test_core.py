@@ -5,7 +5,7 @@ import pytest
 from batchwright.errors import Closed, DeadlineExceeded, QueueFull, TooLarge
 from batchwright.serve import LatencyModel
 from batchwright.serve._engine.calls import Outcome
-from batchwright.serve._engine.core import MAX_SHED_IN_A_ROW, Core
+from batchwright.serve._engine.core import MAX_SHED_IN_A_ROW, PROBE_EVERY, Core
 from batchwright.serve._engine.request import Request, State
 from batchwright.serve.settings import Settings
 
@@ -114,25 +114,76 @@ def test_the_refusal_says_when_it_would_have_finished():
     assert "would have finished after 51.0 ms" in str(request.error)
 
 
-def test_a_prediction_that_gives_everything_up_is_tested_now_and_then():
+def is_taken_in(core, request):
+    try:
+        core.add(request)
+    except DeadlineExceeded:
+        return False
+    return True
+
+
+def test_a_request_that_cannot_make_its_deadline_is_refused_at_arrival_with_the_prediction():
+    core = make_core(model=LatencyModel.fixed(0.004, 4e-6))
+    with pytest.raises(
+        DeadlineExceeded, match=r"not taken in: it would have finished after 5\.0 ms, and 4\.5 ms"
+    ) as caught:
+        core.add(Request("hurried", 250, 1.0, 1.0045))
+    # 4 ms + 250 × 4 us alone, and nothing waits.
+    assert caught.value.predicted_seconds == pytest.approx(0.005)
+    assert caught.value.deadline_seconds == pytest.approx(0.0045)
+    assert core.stats().num_refused == {"deadline": 1}
+    core.add(Request("patient", 250, 1.0, 1.0055))
+
+
+def test_what_runs_and_what_waits_is_in_the_prediction():
+    core = make_core(make_requests([250], gap_seconds=0.0), model=LatencyModel.fixed(0.004, 4e-6), max_items=1)
+    core.take(0.0)
+    core.add(Request("second", 250, 0.0, 0.0125))
+    # 5 ms for what runs, 5 ms for what waits, and 5 ms of its own.
+    assert not is_taken_in(core, Request("third", 250, 0.0, 0.0149))
+    assert is_taken_in(core, Request("third", 250, 0.0, 0.0151))
+
+
+def test_an_urgent_request_is_taken_in_although_many_patient_ones_wait():
+    core = make_core(make_requests([50] * 500, gap_seconds=0.0), model=LatencyModel.fixed(0.004, 4e-6))
+    assert is_taken_in(core, Request("hurried", 50, 0.0, 0.05))
+    assert core.take(0.0).call.items.count("hurried") == 1
+
+
+@pytest.mark.parametrize("options", [{"policy": "greedy"}, {"policy": "window"}])
+def test_policies_without_predictions_refuse_nothing_by_prediction(options):
+    core = make_core(model=LatencyModel.fixed(10.0), **options)
+    assert is_taken_in(core, Request("hurried", 5, 0.0, 0.05))
+
+
+def test_a_prediction_that_refuses_everything_is_tested_now_and_then():
     core = make_core(model=LatencyModel.fixed(10.0))
-    calls = []
-    for number in range(MAX_SHED_IN_A_ROW):
-        core.add(Request(number, 5, float(number), number + 0.05))
-        calls.append(core.take(float(number)).call)
-    assert [call is not None for call in calls] == [False] * (MAX_SHED_IN_A_ROW - 1) + [True]
+    taken = [is_taken_in(core, Request(number, 5, float(number), number + 0.05)) for number in range(MAX_SHED_IN_A_ROW)]
+    assert taken == [False] * (MAX_SHED_IN_A_ROW - 1) + [True]
+    assert core.take(float(MAX_SHED_IN_A_ROW - 1)).call.items == [MAX_SHED_IN_A_ROW - 1]
     assert core.stats().reasons == {"probe": 1}
 
 
-def test_a_batch_that_runs_puts_off_the_next_test_of_the_prediction():
-    core = make_core(model=LatencyModel.fixed(10.0))
-    for number in range(2 * MAX_SHED_IN_A_ROW - 2):
-        if number == MAX_SHED_IN_A_ROW - 1:
-            core.add(Request("patient", 5, float(number)))
-            run_to_the_end(core, now=float(number))
-        core.add(Request(number, 5, float(number), number + 0.05))
-        core.take(float(number))
-    assert core.stats().reasons == {"all": 1}
+def test_while_a_batch_runs_one_in_32_is_taken_in_against_the_prediction():
+    core = make_core(make_requests([5]), model=LatencyModel.fixed(10.0))
+    core.take(0.0)
+    taken = [is_taken_in(core, Request(number, 5, 0.0, 0.05)) for number in range(4 * PROBE_EVERY)]
+    assert sum(taken) == 4
+
+
+def test_a_model_that_is_far_too_slow_at_first_does_not_refuse_for_ever():
+    core, now, answered = make_core(), 0.0, []
+    for _ in range(20):
+        core.model.observe(1, 32, 1.0)  # a second, as long as the device was cold
+    for number in range(2000):
+        now += 0.01
+        if is_taken_in(core, Request(number, 32, now, now + 0.05)):
+            call = core.take(now).call
+            if call is not None:
+                core.complete(call, answer(call), now + 0.005, 0.005)
+                answered.append(number)
+    assert len(answered) > 1000
+    assert set(range(1900, 2000)) <= set(answered)
 
 
 def test_running_out_of_memory_lowers_the_limit_and_splits_the_batch():
@@ -141,10 +192,11 @@ def test_running_out_of_memory_lowers_the_limit_and_splits_the_batch():
     turn = core.take(0.0)
     turn = core.complete(turn.call, Outcome(error=MemoryError(), is_oom=True), 0.1, 0.1)
     assert len(turn.call.requests) == 4
-    assert core.stats().max_tokens == 40
+    assert core.stats().max_tokens is None  # not known yet: one item may be too large by itself
     while turn.call is not None:
         turn = core.complete(turn.call, answer(turn.call), 0.2, 0.1)
     assert all(request.state is State.ANSWERED for request in requests)
+    assert core.stats().max_tokens == 40
     for request in make_requests([10] * 8):
         core.add(request)
     assert len(core.take(0.3).call.requests) == 4
@@ -160,6 +212,93 @@ def test_the_lowered_limit_grows_back():
             core.add(request)
         run_to_the_end(core)
     assert core.stats().max_tokens >= 70  # from 40; batches of 7 fit again, 8 are what failed
+
+
+def serve(core, requests, outcome_of, *, now=0.0):
+    """Run everything; a call takes a millisecond. Return the number of calls."""
+    for request in requests:
+        core.add(request)
+    num_calls = 0
+    while core.num_waiting:
+        turn = core.take(now)
+        while turn.call is not None:
+            now += 0.001
+            num_calls += 1
+            turn = core.complete(turn.call, outcome_of(turn.call), now, 0.001)
+    return num_calls
+
+
+def out_of_memory_with(item, *, alone=True):
+    def outcome_of(call):
+        is_out = item in call.items and (alone or len(call.items) > 1)
+        return Outcome(error=MemoryError(), is_oom=True) if is_out else answer(call)
+
+    return outcome_of
+
+
+def test_an_item_that_runs_out_of_memory_by_itself_leaves_the_limit_of_the_others():
+    core = make_core(max_tokens=32_768)
+    for _ in range(5):
+        serve(core, make_requests([40] * 64), out_of_memory_with(7))
+        assert core.stats().max_tokens == 32_768
+
+
+def test_an_item_that_runs_out_of_memory_in_company_leaves_the_limit_where_large_batches_fit_again():
+    core = make_core(max_tokens=32_768)
+    serve(core, make_requests([40] * 64), answer)
+    for _ in range(5):
+        serve(core, make_requests([40] * 64), out_of_memory_with(7, alone=False))
+        assert core.stats().max_tokens == 32_768
+
+
+def test_memory_that_became_short_lowers_the_limit_after_two_batches_that_were_too_large():
+    core = make_core()
+    serve(core, make_requests([10] * 64), answer)
+
+    def outcome_of(call):
+        return Outcome(error=MemoryError(), is_oom=True) if len(call.items) > 16 else answer(call)
+
+    serve(core, make_requests([10] * 64), outcome_of)
+    assert core.stats().max_tokens == 160
+    num_ooms = core.stats().num_ooms
+    serve(core, make_requests([10] * 64), outcome_of)
+    assert core.stats().num_ooms == num_ooms
+
+
+def test_those_past_their_deadline_leave_a_batch_that_is_run_again():
+    hurried, patient = make_requests([5], deadline_seconds=0.01), make_requests([5] * 3)
+    core = make_core(hurried + patient)
+    turn = core.complete(core.take(0.0).call, Outcome(error=ValueError("one of them")), 0.02, 0.02)
+    assert turn.ended == hurried
+    assert (hurried[0].state, type(hurried[0].error)) == (State.SHED, DeadlineExceeded)
+    assert "its batch failed" in str(hurried[0].error)
+    assert set(turn.call.requests) <= set(patient)
+
+
+def test_a_result_that_lies_about_its_class_is_handed_over_as_it_is():
+    class Proxy:
+        @property
+        def __class__(self):
+            raise RuntimeError("no object behind this proxy")
+
+    [request] = make_requests([5])
+    core = make_core([request])
+    proxy = Proxy()
+    core.complete(core.take(0.0).call, Outcome(values=[proxy]), 0.1, 0.1)
+    assert request.result is proxy
+
+
+def test_a_crash_is_said_in_the_figures():
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no text")
+
+        __repr__ = __str__
+
+    core = make_core()
+    assert core.stats().is_healthy
+    core.crash(Mute(), 0.0)
+    assert (core.stats().is_healthy, core.stats().failure) == (False, "Mute: an error whose text cannot be read")
 
 
 def test_an_exception_object_among_the_results_fails_that_item_alone():

@@ -1,6 +1,6 @@
 """The token limit of a batch falls when memory runs out, and rises again."""
 
-from batchwright.serve._engine.core import TokenLimit
+from batchwright.serve._engine.calls import TokenLimit
 
 
 def test_a_failed_size_halves_the_limit_and_a_larger_one_does_not_raise_it():
@@ -48,3 +48,13 @@ def test_the_smallest_limit_rises_too():
     for _ in range(400):
         limit.rise(limit.within(None))
     assert limit.within(None) > 2
+
+
+def test_a_failed_size_that_has_fitted_lowers_the_limit_only_if_it_fails_again():
+    limit = TokenLimit()
+    limit.rise(1000)
+    limit.lower(1000)
+    assert limit.within(None) is None
+    limit.rise(900)
+    limit.lower(1000)
+    assert limit.within(None) == 500

@@ -31,6 +31,7 @@ class World:
         self.free_workers, self.memory_tokens = NUM_WORKERS, 6000
         self.num_left = num_requests
         self.requests, self.refused, self.ends, self.num_runs = [], [], {}, {}
+        self.in_failed_batch = set()
         self.at(0.0, self.arrive)
 
     def at(self, seconds, action, *arguments):
@@ -55,7 +56,7 @@ class World:
         request = Request(number, length, self.clock(), self.clock() + allowed, priority)
         try:
             self.core.add(request)
-        except (Closed, QueueFull, TooLarge) as error:
+        except (Closed, DeadlineExceeded, QueueFull, TooLarge) as error:
             self.refused.append((request, error))
         else:
             self.accept(request, allowed)
@@ -116,6 +117,8 @@ class World:
         return Outcome(values=[KeyError(item) if item % 89 == 0 else 2 * item + 1 for item in items])
 
     def finish(self, call, outcome, seconds):
+        if outcome.error is not None:
+            self.in_failed_batch.update(call.items)
         turn = self.core.complete(call, outcome, self.clock(), seconds)
         self.end(turn.ended)
         if turn.call is None:
@@ -141,7 +144,7 @@ class World:
             assert not isinstance(error, DoesNotFitError) or request.length > 300, "it would have fitted any memory"
         elif request.state is State.SHED:
             assert isinstance(error, DeadlineExceeded)
-            assert item not in self.num_runs, "what is given up is not run"
+            assert item not in self.num_runs or item in self.in_failed_batch, "what is given up is not run"
         else:
             assert request.state is State.CANCELLED
 

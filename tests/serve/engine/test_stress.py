@@ -67,7 +67,11 @@ def test_every_caller_hears_its_own_answer_once():
     counts = (stats.num_answered, stats.num_failed, stats.num_shed, stats.num_cancelled, stats.num_closed)
     assert sum(counts) == stats.num_submitted
     batcher.close_sync()
-    assert not [thread for thread in threading.enumerate() if thread in batcher._workers._threads and _lives(thread)]
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread in [worker.thread for worker in batcher._workers._workers] and _lives(thread)
+    ]
 
 
 def _lives(thread):

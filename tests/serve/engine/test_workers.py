@@ -3,9 +3,6 @@
 import asyncio
 import gc
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import weakref
@@ -14,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from batchwright.errors import ArgumentError
-from batchwright.serve import Batcher, Closed
+from batchwright.serve import Batcher, Closed, RunInterrupted
 
-from ..tools import Recorder
+from ..tools import Recorder, run_script
 
 
 def run(coroutine):
@@ -131,7 +128,7 @@ def test_a_coroutine_function_that_cancels_itself_ends_its_requests():
             raise asyncio.CancelledError
 
         async with Batcher(cancelled) as batcher:
-            with pytest.raises(RuntimeError, match="CancelledError"):
+            with pytest.raises(RunInterrupted, match="CancelledError"):
                 await batcher.submit(1)
 
     run(main())
@@ -156,6 +153,13 @@ def test_a_function_that_submits_to_its_own_batcher_is_refused():
     batcher.close_sync()
 
 
+def test_a_function_that_reaches_its_own_batcher_through_another_is_refused():
+    with Batcher(lambda items: [outer.submit_sync(item) for item in items]) as inner:
+        with Batcher(lambda items: [inner.submit_sync(item) for item in items]) as outer:
+            with pytest.raises(ArgumentError, match="its own batcher"):
+                outer.submit_sync(1)
+
+
 def test_a_function_may_submit_to_another_batcher():
     with Batcher(lambda items: [item + 1 for item in items]) as inner:
         with Batcher(lambda items: [2 * inner.submit_sync(item) for item in items]) as outer:
@@ -165,7 +169,7 @@ def test_a_function_may_submit_to_another_batcher():
 def test_a_forgotten_batcher_ends_its_threads():
     batcher = Batcher(list)
     batcher.submit_sync(1)
-    [thread] = batcher._workers._threads
+    [thread] = [worker.thread for worker in batcher._workers._workers]
     gone = weakref.ref(batcher)
     del batcher
     gc.collect()
@@ -178,14 +182,10 @@ def test_the_threads_end_with_a_drain():
     batcher = Batcher(list, num_workers=3)
     batcher.submit_sync(1)
     batcher.close_sync()
-    for thread in batcher._workers._threads:
+    for worker in batcher._workers._workers:
+        thread = worker.thread
         thread.join(30)
         assert not thread.is_alive()
-
-
-def run_script(text):
-    code = textwrap.dedent(text)
-    return subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
 
 
 def test_the_interpreter_ends_with_work_pending():
@@ -267,7 +267,7 @@ def test_a_program_that_leaves_a_loop_with_requests_in_it_ends():
 def test_after_a_fork_the_child_is_told_and_does_not_hang():
     done = run_script("""
         import os
-        from batchwright.serve import Batcher, Closed
+        from batchwright.serve import Batcher, Closed, RunInterrupted
 
         batcher, unused = Batcher(list), Batcher(list)
         batcher.submit_sync(1)
@@ -283,6 +283,57 @@ def test_after_a_fork_the_child_is_told_and_does_not_hang():
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), batcher.submit_sync(4))
     """)
     assert (done.returncode, done.stdout) == (0, "7 4\n"), done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_in_a_bad_moment_leaves_figures_and_close_usable():
+    done = run_script("""
+        import os, sys, threading, time
+        from batchwright.serve import Batcher, Closed, Device
+
+        def slow(items):
+            time.sleep(0.5)
+            return items
+
+        device = Device()
+        batcher = Batcher(slow, device=device)
+        answer = []
+        thread = threading.Thread(target=lambda: answer.append(batcher.submit_sync(5)))
+        thread.start()
+        while not batcher.stats().num_running:
+            time.sleep(0.001)
+        with batcher._workers._changed, device._turns._changed:  # as another thread would hold them
+            child = os.fork()
+        if child == 0:
+            with Batcher(list, device=device) as other:
+                assert other.submit_sync(1) == 1
+            assert batcher.stats().num_running == 0
+            assert not batcher.is_open
+            try:
+                batcher.submit_sync(2)
+            except Closed as error:
+                assert "before a fork" in str(error)
+            batcher.close_sync()
+            sys.exit(7)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        thread.join()
+        print(code, answer, batcher.submit_sync(6))
+    """)
+    assert (done.returncode, done.stdout) == (0, "7 [5] 6\n"), done.stderr
+
+
+def test_a_worker_that_dies_is_said_to_have(monkeypatch):
+    def broken(*arguments):
+        raise MemoryError("no room for a decision")
+
+    batcher = Batcher(list)
+    monkeypatch.setattr(batcher._workers._core, "take", broken)
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    with pytest.raises(Closed, match="no room for a decision"):
+        batcher.submit_sync(1)
+    assert "no room for a decision" in batcher.stats().failure
+    assert not batcher.is_open
+    batcher.close_sync()
 
 
 def test_serving_imports_no_torch():

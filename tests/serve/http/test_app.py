@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from batchwright.errors import ArgumentError, MissingDependencyError
 from batchwright.serve import Batcher, LatencyModel, batched
 from batchwright.serve.http import make_app
-from batchwright.serve.http.app import Refused, _read_number, decode_json, encode_json
+from batchwright.serve.http._answering import decode_json, encode_json, read_number
+from batchwright.serve.http._errors import Refused
 from batchwright.serve.settings import as_deadline
 
 from ..tools import Recorder
@@ -231,7 +232,7 @@ def test_a_priority_is_handed_on():
         async with client_of(make_app(batcher)) as client:
             tasks = [asyncio.create_task(client.post("/", content="0"))]
             await asyncio.to_thread(recorder.started.wait, 30)
-            for item, priority in ((1, "0"), (2, "8")):
+            for item, priority in ((1, "0"), (2, "4")):
                 tasks.append(asyncio.create_task(client.post("/", content=str(item), headers={"X-Priority": priority})))
                 await until(lambda item=item: batcher.stats().num_waiting == item)
             recorder.gate.set()
@@ -249,7 +250,9 @@ def test_a_closed_batcher_is_unavailable():
         async with client_of(make_app(batcher)) as client:
             return [await client.post("/", content="1"), *[await client.get(path) for path in ("/readyz", "/healthz")]]
 
-    assert [response.status_code for response in run(main())] == [503, 503, 200]
+    responses = run(main())
+    assert [response.status_code for response in responses] == [503, 503, 503]
+    assert [response.json()["message"] for response in responses[1:]] == ["draining", "the batcher is closed"]
 
 
 def test_a_server_is_ready_when_it_says_so():
@@ -412,7 +415,7 @@ def test_every_json_value_comes_through_unchanged(value):
 def test_a_header_is_a_usable_number_or_refused(text):
     status = []
     try:
-        assert _read_number("X-Deadline-Ms", text, as_deadline) > 0
+        assert read_number("X-Deadline-Ms", text, as_deadline) > 0
     except Refused as error:
         status.append(error.status)
     assert status in ([], [400])

@@ -61,11 +61,25 @@ def test_the_page_of_a_server_draws_what_it_did(browser):
         for item in range(20):
             httpx.post(address, content=str(item))
         page.wait("document.querySelector('td[data-name=\"per batch\"]')?.textContent === '1.0'")
-        assert page.value("document.querySelectorAll('#charts svg').length") == 6
+        assert page.value("document.querySelectorAll('#charts svg').length") == 7
         assert "due within 5000 ms" in page.value("document.getElementById('about').textContent")
         assert page.value("document.getElementById('load').checkVisibility()") is False
         assert page.value("document.querySelector('td[data-name=\"padding\"]').textContent") == "0 %"
         assert page.value("document.querySelector('#charts .line').getAttribute('d')").startswith("M")
+        assert page.problems() == []
+
+
+def test_failed_requests_have_a_column_and_a_plot_and_models_a_row_each(browser):
+    app = make_app({"double": Batcher(Recorder(bad=range(100)), deadline_ms=50), "rank": Batcher(Recorder())})
+    with served(app) as address:
+        page = browser.open(address)
+        for item in range(20):
+            httpx.post(f"{address}/v1/{'double' if item % 2 else 'rank'}", content=str(item))
+        page.wait("document.querySelector('td.bad[data-name=\"failed\"]') !== null")
+        names = page.value("[...document.querySelectorAll('tbody td:first-child')].map((it) => it.textContent)")
+        assert names == ["double", "rank"]
+        assert page.value("document.querySelector('figcaption[data-key=failed]').textContent").startswith("Failed")
+        assert page.value("document.getElementById('about').textContent") == "Every model has its own deadline."
         assert page.problems() == []
 
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import final
 
-from ..._ceiling import Ceiling
+from ..._oom import text_of
 from ...errors import Closed, DeadlineExceeded, QueueFull, TooLarge
 from ..latency import LatencyModel
 from ..settings import Settings
 from ..stats import Counters, Stats
-from .calls import Call, Isolation, Outcome
+from .calls import Call, Faults, Group, Isolation, Outcome, TokenLimit
 from .policies import pick
-from .request import Request, State, longest
+from .request import Request, State, longest, num_tokens
+from .waiting import Backlog, Line
 
 # After this many requests were given up only by prediction, one is run all the same: a wrong prediction must not last.
 MAX_SHED_IN_A_ROW = 16
+# Of the requests that are refused by prediction, one in this many is taken in all the same.
+PROBE_EVERY = 32
 
 
 @final
@@ -43,16 +46,21 @@ class Core:
         model: how long batches take; it learns from every call that works.
     """
 
-    def __init__(self, settings: Settings, model: LatencyModel) -> None:
+    def __init__(self, settings: Settings, model: LatencyModel, *, num_workers: int = 1) -> None:
         self.settings = self._limited = settings
+        self._is_limited = False
         self.model = model
+        self._backlog = Backlog(model, num_workers)
         self.is_open = True
+        self.failure: str | None = None
         self.counters = Counters()
-        self._queue: dict[Request, None] = {}
+        self._queue = Line()
         self._running: dict[Request, None] = {}
         self._num_jobs = 0
         self._num_shed_in_a_row = 0
+        self._num_refused = 0
         self._token_limit = TokenLimit()
+        self._faults = Faults()
         self._ended: list[Request] = []
         self._now = 0.0
 
@@ -72,7 +80,7 @@ class Core:
         if not self.is_open:
             self.counters.refused["closed"] += 1
             raise Closed("the batcher is closed; make a new one")
-        if limit is not None and request.length > limit:
+        if limit is not None and request.is_over(limit):
             self.counters.refused["too_large"] += 1
             raise _too_large(request, limit)
         if len(self._queue) >= self.settings.max_queue:
@@ -80,8 +88,27 @@ class Core:
             raise QueueFull(
                 f"{len(self._queue)} requests wait, max_queue is {self.settings.max_queue}; try again later"
             )
+        self._admit(request)
         self.counters.num_submitted += 1
-        self._queue[request] = None
+        self._queue.add(request)
+        self._backlog.enter(request)
+
+    def _admit(self, request: Request) -> None:
+        """Refuse a request that is predicted to miss its deadline, but not the 32nd in a row."""
+        now = request.arrival
+        self._backlog.arrive(request, now)
+        if self.settings.policy != "adaptive" or request.deadline == math.inf or not self.model.is_ready:
+            return
+        predicted = self._backlog.predict(request, self._queue.share_before(request), now, self._limits())
+        if predicted <= request.allowance:
+            return
+        self._num_refused += 1
+        self._num_shed_in_a_row += 1
+        is_untested = not self._num_jobs and self._num_shed_in_a_row >= MAX_SHED_IN_A_ROW
+        if is_untested or self._num_refused % PROBE_EVERY == 0:
+            return
+        self.counters.refused["deadline"] += 1
+        raise _refused(request, predicted)
 
     def cancel(self, request: Request, now: float) -> None:
         """Drop a request: if it waits it is never run, if it runs its answer is dropped."""
@@ -89,15 +116,22 @@ class Core:
             self._end(request, State.CANCELLED, now)
             self._take_ended()  # nobody waits for it
 
-    def expire(self, request: Request, now: float) -> list[Request]:
-        """Give up a request that still waits at its deadline; a request that runs may finish."""
+    def expire(self, request: Request, now: float, *, running: bool = False) -> list[Request]:
+        """Give up a request that still waits at its deadline; one that runs may finish, unless ``running``."""
         if request.state is State.WAITING:
             self._shed(request, now)
+        elif request.state is State.RUNNING and running:
+            request.error = _still_running(request, now)
+            self._end(request, State.SHED, now)
         return self._take_ended()
+
+    def least_urgency(self) -> float:
+        """Return when the most urgent request that waits is due; ``inf``: none waits."""
+        return min((request.urgency for request in self._queue), default=math.inf)
 
     def take(self, now: float) -> Turn:
         """Decide what a free worker does."""
-        decision = pick(list(self._queue), now, self.model, self._limits())
+        decision = pick(self._queue, now, self.model, self._limits())
         shed, batch, reason = decision.shed, decision.batch, decision.reason
         if not batch and shed:
             batch, reason = self._probe(shed, now), "probe"
@@ -123,25 +157,27 @@ class Core:
         self._learn(call.requests, outcome, seconds)
         self._now = now
         try:
-            following = Call(call.steps.send(outcome), call.steps)
+            following = self._begin(call.steps.send(outcome), call.steps, now)
             self.counters.num_calls += 1
         except StopIteration:
             following = None
+            self._backlog.end(id(call.steps))
             self._num_jobs = max(0, self._num_jobs - 1)  # a crash has counted it as over
         return Turn(following, self._take_ended())
 
     def configure(self, settings: Settings, now: float) -> list[Request]:
         """Change the settings; requests that wait and no longer fit end with ``TooLarge``."""
         self.settings = self._limited = settings
+        self._is_limited = False
         limit = math.inf if settings.max_tokens is None else settings.max_tokens
-        for request in [request for request in self._queue if request.length > limit]:
+        for request in [request for request in self._queue if request.is_over(limit)]:
             request.error = _too_large(request, limit)
             self._end(request, State.FAILED, now)
         return self._take_ended()
 
     def stop(self) -> None:
         """Take no more requests; those that wait will still run."""
-        self.is_open = False
+        self.is_open = self._is_limited = False
 
     def drop(self, now: float) -> list[Request]:
         """End every request that waits with ``Closed``."""
@@ -151,7 +187,8 @@ class Core:
         """End every request with ``Closed``: the driver of the core has failed, and nothing would ever run."""
         self.stop()
         self._num_jobs = 0
-        return self._close({**self._queue, **self._running}, f"the batcher failed: {error!r}", now)
+        self.failure = f"{type(error).__name__}: {text_of(error)}"
+        return self._close([*self._queue, *self._running], f"the batcher failed: {self.failure}", now)
 
     def stats(self) -> Stats:
         """Return the figures so far."""
@@ -161,11 +198,15 @@ class Core:
             num_running=len(self._running),
             max_tokens=self._token_limit.within(self.settings.max_tokens),
             time_model=model,
+            failure=self.failure,
             **self.counters.figures(),
         )
 
     def _limits(self) -> Settings:
         """Return the settings with the limits of this moment: memory may be short, a closed batcher does not wait."""
+        if self._is_limited:
+            return self._limited
+        self._is_limited = True  # first: a batcher may be stopped meanwhile, without the lock
         tokens = self._token_limit.within(self.settings.max_tokens)
         wait = self.settings.max_wait_ms if self.is_open else 0.0
         if (self._limited.max_tokens, self._limited.max_wait_ms) != (tokens, wait):
@@ -181,35 +222,61 @@ class Core:
         return [min(candidates, key=lambda request: request.length)]
 
     def _start(self, batch: list[Request], reason: str, now: float) -> Call:
+        self._queue.remove(batch)
+        self._backlog.leave(batch)
         for request in batch:
-            del self._queue[request]
             self._running[request] = None
             request.state = State.RUNNING
         self._num_jobs += 1
         self._num_shed_in_a_row = 0
         self.counters.start(batch, reason, now)
         self.counters.num_calls += 1
+        self._now = now
         steps = Isolation(
-            self._settle, bisect=self.settings.on_error == "bisect", split_oom=self.settings.on_oom == "split"
+            self._settle,
+            bisect=self.settings.on_error == "bisect",
+            split_oom=self.settings.on_oom == "split",
+            stay=self._stay,
+            too_large=self._too_large,
+            faults=self._faults,
         ).run(batch)
-        return Call(next(steps), steps)
+        return self._begin(next(steps), steps, now)
+
+    def _begin(self, group: Group, steps: Generator[Group, Outcome, None], now: float) -> Call:
+        call = Call(group, steps)
+        self._backlog.start(id(steps), len(group), num_tokens(group), longest(group), now)
+        return call
+
+    def _stay(self, group: Group) -> Group:
+        """Return the requests that may run once more; a batch that failed keeps nobody past the deadline."""
+        now = self._now
+        for request in group:
+            if request.deadline <= now and request.is_live:
+                self._shed(request, now)
+        return [request for request in group if request.is_live]
+
+    def _too_large(self, group: Group) -> None:
+        self._token_limit.lower(len(group) * longest(group))
+        self._is_limited = False
 
     def _learn(self, group: list[Request], outcome: Outcome, seconds: float) -> None:
         length = longest(group)
         if outcome.error is None:
+            if self.model.is_ready:
+                self._backlog.learn(len(group), length, seconds)
             self.model.observe(len(group), length, seconds)
             self._token_limit.rise(len(group) * length)
+            self._is_limited = False
         elif outcome.is_oom:
             self.counters.num_ooms += 1
-            if len(group) > 1 and self.settings.on_oom == "split":
-                self._token_limit.lower(len(group) * length)
 
     def _settle(self, group: list[Request], outcome: Outcome) -> None:
         values = outcome.values if outcome.error is None else [outcome.error] * len(group)
         for request, value in zip(group, values, strict=True):
             if not request.is_live:
                 continue
-            if isinstance(value, BaseException):
+            # By the type: the results are the user's, and may say anything when they are asked for their class.
+            if issubclass(type(value), BaseException):
                 request.error = value
                 self._end(request, State.FAILED, self._now)
             else:
@@ -229,7 +296,8 @@ class Core:
     def _end(self, request: Request, state: State, now: float) -> None:
         assert request.is_live, f"{request} ended twice"
         if request.state is State.WAITING:
-            del self._queue[request]
+            self._queue.remove([request])
+            self._backlog.leave([request])
         else:
             del self._running[request]
         request.state = state
@@ -247,13 +315,23 @@ def _too_large(request: Request, limit: float) -> TooLarge:
     )
 
 
+def _refused(request: Request, predicted: float) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"not taken in: it would have finished after {predicted * 1e3:.1f} ms, and {request.allowance * 1e3:.1f} ms "
+        "are allowed; raise deadline_ms or send fewer requests",
+        deadline_seconds=request.allowance,
+        predicted_seconds=predicted,
+    )
+
+
 def _deadline_exceeded(request: Request, now: float, model: LatencyModel) -> DeadlineExceeded:
     waited, predicted, alone = now - request.arrival, None, ""
     if model.is_ready:
-        predicted = waited + model.predict(1, request.length)
+        predicted = waited + model.predict(1, request.least_length)
         alone = f"; even alone it would have finished after {predicted * 1e3:.1f} ms"
+    what = "not run" if request.state is State.WAITING else "not answered, its batch failed and time ran out"
     return DeadlineExceeded(
-        f"not run: waited {waited * 1e3:.1f} ms of the {request.allowance * 1e3:.1f} ms allowed{alone}; "
+        f"{what}: waited {waited * 1e3:.1f} ms of the {request.allowance * 1e3:.1f} ms allowed{alone}; "
         "raise deadline_ms or send fewer requests",
         waited_seconds=waited,
         deadline_seconds=request.allowance,
@@ -261,42 +339,11 @@ def _deadline_exceeded(request: Request, now: float, model: LatencyModel) -> Dea
     )
 
 
-# Only a batch that uses this share of the limit raises it: a smaller one says nothing about memory.
-_NEAR = 0.75
-_GROWTH = 1.01
-# It rises to just below what failed, and past it only after this many such batches: memory that is still short fails
-# again about that late, memory that is free again is used from then on.
-_BELOW_FAILURE = 0.95
-_FORGET_AFTER = 250
-
-
-@final
-class TokenLimit:
-    """The most padded tokens in a batch: halved when memory runs out, rising slowly while it does not.
-
-    >>> learned = TokenLimit()
-    >>> learned.lower(8192)
-    >>> learned.within(16_384), learned.within(1000), learned.within(None)
-    (4096, 1000, 4096)
-    """
-
-    def __init__(self) -> None:
-        self._ceiling = Ceiling()
-
-    def within(self, max_tokens: int | None) -> int | None:
-        """Return the smaller of this limit and the setting."""
-        if self._ceiling.limit == math.inf:
-            return max_tokens
-        tokens = int(self._ceiling.limit)
-        return tokens if max_tokens is None else min(tokens, max_tokens)
-
-    def lower(self, tokens: int) -> None:
-        """Note that a batch of this many tokens did not fit: half of it is the new limit, unless that is higher."""
-        self._ceiling = self._ceiling.fall(max(1.0, tokens / 2), failed_at=tokens)
-
-    def rise(self, tokens: int) -> None:
-        """Note that a batch of this many tokens fitted; near the limit it raises the limit a little."""
-        limit = self._ceiling.limit
-        if limit < math.inf and tokens >= _NEAR * int(limit):
-            counted = self._ceiling.count(forget_after=_FORGET_AFTER)
-            self._ceiling = counted.rise(limit * _GROWTH, share=_BELOW_FAILURE)
+def _still_running(request: Request, now: float) -> DeadlineExceeded:
+    taken = now - request.arrival
+    return DeadlineExceeded(
+        f"still running {taken * 1e3:.1f} ms after it was submitted, with {request.allowance * 1e3:.1f} ms allowed; "
+        "raise deadline_ms or send fewer requests",
+        waited_seconds=taken,
+        deadline_seconds=request.allowance,
+    )

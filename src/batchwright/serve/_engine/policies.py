@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import final
 
 from ..latency import LatencyModel
-from ..settings import Settings
+from ..settings import MAX_WHOLE, Settings
 from .request import Request, longest
+from .waiting import Line
 
 # The most urgent requests that one decision looks at; more would cost time and gain little.
 MAX_POOL = 256
@@ -51,11 +52,11 @@ class Decision:
     passed: Request | None = None
 
 
-def pick(queue: Sequence[Request], now: float, model: LatencyModel, settings: Settings) -> Decision:
+def pick(queue: Line | Iterable[Request], now: float, model: LatencyModel, settings: Settings) -> Decision:
     """Decide what a free worker does with the requests that wait.
 
     Args:
-        queue: the requests that wait, in any order.
+        queue: the requests that wait, in any order; a ``Line`` is not sorted again.
         now: the time in seconds, on the clock of the requests' arrival.
         model: how long batches take.
         settings: policy and limits.
@@ -71,64 +72,102 @@ def pick(queue: Sequence[Request], now: float, model: LatencyModel, settings: Se
     >>> [request.item for request in pick(queue, 0.004, LatencyModel(), Settings()).batch]
     ['a', 'b']
     """
-    due = [request for request in queue if request.deadline > now]
-    decision = _POLICIES[settings.policy](due, now, model, settings) if due else Decision()
-    if len(due) == len(queue):
-        return decision
-    expired = [request for request in queue if request.deadline <= now]
-    return replace(decision, shed=expired + decision.shed)
+    line = queue if isinstance(queue, Line) else Line(queue)
+    expired = line.expired(now)
+    if len(expired) == len(line):
+        return Decision(shed=expired)
+    decision = _POLICIES[settings.policy](line, now, model, settings)
+    return replace(decision, shed=expired + decision.shed) if expired else decision
 
 
-def window(queue: list[Request], now: float, model: LatencyModel, settings: Settings) -> Decision:
+def window(line: Line, now: float, model: LatencyModel, settings: Settings) -> Decision:
     """Collect requests for a fixed time after the first one, then run them in order.
 
     A full batch cannot collect more, so it runs before its time.
     """
+    queue, num_due = _due(line, now, settings.max_items)
     batch = _fill_in_order(queue, settings)
     left = min(map(_arrival, queue)) + settings.max_wait_ms / 1e3 - now
-    if len(batch) == settings.max_items or len(batch) < len(queue):
+    if len(batch) == settings.max_items or len(batch) < num_due:
         return Decision(batch, reason="full")
     if left <= 0:
         return Decision(batch, reason="window")
     return Decision(wake_seconds=min(left, min(map(_deadline, queue)) - now))
 
 
-def greedy(queue: list[Request], now: float, model: LatencyModel, settings: Settings) -> Decision:
+def greedy(line: Line, now: float, model: LatencyModel, settings: Settings) -> Decision:
     """Run the requests that wait, in order, as soon as a worker is free."""
+    queue, num_due = _due(line, now, settings.max_items)
     batch = _fill_in_order(queue, settings)
-    return Decision(batch, reason="all" if len(batch) == len(queue) else "full")
+    return Decision(batch, reason="all" if len(batch) == num_due else "full")
 
 
-def adaptive(queue: list[Request], now: float, model: LatencyModel, settings: Settings) -> Decision:
+def adaptive(line: Line, now: float, model: LatencyModel, settings: Settings) -> Decision:
     """Group by length, and run the whole batch that holds the most urgent request.
 
     A batch closes only when a worker is free to run it, so requests that arrive until then may still join. The requests
     that wait are sorted by length and cut into batches of least total time. The batch of the most urgent request goes
     first. Another batch goes before it only if more requests are then predicted to finish in time, and at most three
-    times over the same request. A request is given up only if it could not finish in time even alone.
+    times over the same request. Requests that would be late with their batch are left out of it while others wait. A
+    request is given up only if it could not finish in time even alone.
     """
-    hopeless = _find_hopeless(queue, now, model)
-    if hopeless:
-        gone = set(map(id, hopeless))
-        queue = [request for request in queue if id(request) not in gone]
-        if not queue:
-            return Decision(shed=hopeless)
-    pool = sorted(queue, key=_by_urgency)[:MAX_POOL]
+    pool, num_due, hopeless = _pool(line, now, model)
+    if not pool:
+        return Decision(shed=hopeless)
     head = pool[0]
+    if len(pool) == 1:
+        return Decision(pool, hopeless, reason="all" if num_due == 1 else "full")
     pool.sort(key=_by_length)
     batches = _cut(pool, head, model, settings)
     if len(batches) == 1:
-        return Decision(batches[0], hopeless, reason="all" if len(pool) == len(queue) else "full")
+        return Decision(batches[0], hopeless, reason="all" if len(pool) == num_due else "full")
     batches.sort(key=lambda batch: min(map(_by_urgency, batch)))
     chosen = 0
     if model.is_ready and head.passed_over < MAX_PASSED_OVER:
         chosen = _best_first(batches, now, model)
+    batch = _in_time(batches[chosen], now, model)
     if chosen == 0:
-        return Decision(batches[0], hopeless, reason="urgent")
-    return Decision(batches[chosen], hopeless, reason="rescue", passed=head)
+        return Decision(batch, hopeless, reason="urgent")
+    return Decision(batch, hopeless, reason="rescue", passed=head)
 
 
-_POLICIES: dict[str, Callable[[list[Request], float, LatencyModel, Settings], Decision]] = {
+def _due(line: Line, now: float, num: int) -> tuple[list[Request], int]:
+    """Return the most urgent requests that are not past their deadline, and how many of those wait in all."""
+    num_expired = len(line.expired(now))
+    queue = line.most_urgent(num + num_expired)
+    return [request for request in queue if request.deadline > now][:num], len(line) - num_expired
+
+
+def _pool(line: Line, now: float, model: LatencyModel) -> tuple[list[Request], int, list[Request]]:
+    """Return the most urgent requests that may be in time, how many others may be, and those without hope.
+
+    Only as many are looked at as it takes to fill the pool, so that a long line costs no more than a short one.
+    """
+    hopeless: list[Request] = []
+    num = MAX_POOL
+    while True:
+        queue, num_due = _due(line, now, num)
+        hopeless = _find_hopeless(queue, now, model) if queue else []
+        if not hopeless or len(queue) == num_due or len(queue) - len(hopeless) >= MAX_POOL:
+            break
+        num *= 2
+    gone = set(map(id, hopeless))
+    pool = [request for request in queue if id(request) not in gone] if gone else queue
+    return pool[:MAX_POOL], num_due - len(hopeless), hopeless
+
+
+def _in_time(batch: list[Request], now: float, model: LatencyModel) -> list[Request]:
+    """Return the requests of a batch that finish in time with it; all of them if none does.
+
+    Others wait for the worker: the seconds of those that would be late are theirs.
+    """
+    if not model.is_ready:
+        return batch
+    finish = now + model.predict(len(batch), batch[-1].length)
+    return [request for request in batch if request.deadline >= finish] or batch
+
+
+_POLICIES: dict[str, Callable[[Line, float, LatencyModel, Settings], Decision]] = {
     "adaptive": adaptive,
     "greedy": greedy,
     "window": window,
@@ -137,27 +176,27 @@ _POLICIES: dict[str, Callable[[list[Request], float, LatencyModel, Settings], De
 
 def _fill_in_order(queue: list[Request], settings: Settings) -> list[Request]:
     """Take from the front until the next request does not fit; nothing is passed over."""
-    ordered = sorted(queue, key=_by_urgency)[: settings.max_items]
     if settings.max_tokens is None:
-        return ordered
+        return queue
     length = 0
-    for count, request in enumerate(ordered, start=1):
+    for count, request in enumerate(queue, start=1):
         length = max(length, request.length)
         if count > 1 and count * length > settings.max_tokens:
-            return ordered[: count - 1]
-    return ordered
+            return queue[: count - 1]
+    return queue
 
 
 def _find_hopeless(queue: list[Request], now: float, model: LatencyModel) -> list[Request]:
     """Return the requests that could not finish in time even alone."""
     if not model.is_ready or now + model.predict(1, longest(queue)) <= min(map(_deadline, queue)):
         return []
-    return [request for request in queue if now + model.predict(1, request.length) > request.deadline]
+    return [request for request in queue if now + model.predict(1, request.least_length) > request.deadline]
 
 
 def _cut(pool: list[Request], head: Request, model: LatencyModel, settings: Settings) -> list[list[Request]]:
     lengths = list(map(_by_length, pool))
-    per_item = list(map(model.per_item, lengths))
+    _, per_token, per_square, _ = model._coefficients
+    per_item = [length * (per_token + per_square * length) for length in lengths]  # as ``model.per_item``
     limits = _limits(lengths, per_item, _longest_batch(head, model), settings)
     return [pool[start:stop] for start, stop in split(model.constant, per_item, limits)]
 
@@ -175,11 +214,11 @@ def _longest_batch(head: Request, model: LatencyModel) -> float:
 
 def _limits(lengths: list[int], per_item: list[float], seconds: float, settings: Settings) -> list[int]:
     """Return the most items in a batch that is padded to each length."""
-    most, tokens = settings.max_items, math.inf if settings.max_tokens is None else settings.max_tokens
+    most, tokens = settings.max_items, MAX_WHOLE if settings.max_tokens is None else settings.max_tokens
     if most * lengths[-1] <= tokens and most * per_item[-1] <= seconds:
         return [most] * len(lengths)
     return [
-        max(1, int(min(most, tokens / length, seconds / each if each else math.inf)))
+        max(1, int(min(most, tokens // length, seconds / each if each else math.inf)))
         for length, each in zip(lengths, per_item, strict=True)
     ]
 
@@ -226,9 +265,11 @@ def split(constant: float, per_item: Sequence[float], limits: Sequence[int]) -> 
         while places[start] < earliest:
             start += 1
         # totals[j] + constant + (stop - places[j]) × slope, without the terms that all candidates share.
-        candidates = [totals[j] - places[j] * slope for j in range(start, index)]
-        least = min(candidates)
-        start += candidates.index(least)  # the earliest of equals: the larger batch
+        least = totals[start] - places[start] * slope
+        for candidate in range(start + 1, index):
+            total = totals[candidate] - places[candidate] * slope
+            if total < least:  # the earliest of equals stays: the larger batch
+                least, start = total, candidate
         totals.append(least + stop * slope + constant)
         starts.append(start)
     return _walk_back(places, starts)

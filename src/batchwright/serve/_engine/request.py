@@ -26,6 +26,9 @@ class State(Enum):
     CANCELLED = "cancelled"
     CLOSED = "closed"
 
+    # There is one of each, and the hash of its name would be computed anew with every count.
+    __hash__ = object.__hash__
+
 
 ENDED = (State.ANSWERED, State.FAILED, State.SHED, State.CANCELLED, State.CLOSED)
 
@@ -36,7 +39,7 @@ class Request:
     """An item, when it arrived, when it is due, and how it ended.
 
     ``urgency = arrival + allowance × 2 ** -priority`` is fixed on arrival. Requests that arrive after that instant are
-    less urgent, so no request waits forever.
+    less urgent, so no request waits forever. A length that is only an estimate is no reason to refuse the item.
     """
 
     item: Any
@@ -50,6 +53,8 @@ class Request:
     result: Any = None
     error: BaseException | None = None
     urgency: float = 0.0
+    held_by: frozenset[Any] = frozenset()
+    is_estimate: bool = False
 
     def __post_init__(self) -> None:
         patience = PATIENCE_SECONDS if self.deadline == math.inf else self.allowance
@@ -61,9 +66,23 @@ class Request:
         return self.deadline - self.arrival
 
     @property
+    def least_length(self) -> int:
+        """Return the length that is certain: a text of unknown tokens may be cut to any length by the function."""
+        return 1 if self.is_estimate else self.length
+
+    def is_over(self, max_tokens: float) -> bool:
+        """Say whether the item alone is known to be over a limit."""
+        return self.length > max_tokens and not self.is_estimate
+
+    @property
     def is_live(self) -> bool:
         """Say whether the request has yet to end, and somebody still waits for the answer."""
         return self.state is State.WAITING or self.state is State.RUNNING
+
+
+def num_tokens(requests: Sequence[Request]) -> int:
+    """Return the sum of the lengths."""
+    return sum(map(_length, requests))
 
 
 def longest(requests: Sequence[Request]) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
+from ..._oom import text_of
 from .request import Request
 
 AnyFuture: TypeAlias = "asyncio.Future[Any] | concurrent.futures.Future[Any]"
@@ -48,6 +49,15 @@ def waiter_for_thread() -> Waiter:
     return Waiter(None, concurrent.futures.Future())
 
 
+def has_running_loop() -> bool:
+    """Say whether an event loop runs in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 def deliver(ended: Iterable[Request]) -> None:
     """Hand requests that ended to their callers, with one wake-up per event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = {}
@@ -77,8 +87,9 @@ def _settle(requests: list[Request]) -> None:
 
 def _raisable(error: BaseException) -> BaseException:
     """Return an error that a future accepts and that ends only the request."""
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+    kind = type(error)
+    if issubclass(kind, Exception) and not issubclass(kind, StopIteration):
         return error
-    wrapped = RuntimeError(f"the batched function raised {error!r}")
+    wrapped = RuntimeError(f"the batched function raised {kind.__name__}: {text_of(error)}")
     wrapped.__cause__ = error
     return wrapped

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import concurrent.futures
 import contextvars
+import dataclasses
 import gc
-import inspect
+import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable
 from typing import Any, final
 
-from ..._oom import is_out_of_memory
-from ...errors import ArgumentError, Closed, ResultError
+from ...errors import ArgumentError, Closed, RunTimeout, WorkerDied
 from ..settings import Settings
 from ..stats import Stats
 from .calls import Call, Outcome
-from .core import Core, Turn
+from .core import Core
+from .processes import most_lost
 from .request import Request
+from .runners import POLL_SECONDS, Runner, Worker, timed_out
+from .turns import Claim, Turns
 from .waiters import deliver
+from .work import Job, Units, Work
 
-# The workers whose function runs in this context: a function that waits for its own batcher would wait forever.
-_inside: contextvars.ContextVar[Workers | None] = contextvars.ContextVar("_inside", default=None)
+# The workers and devices that are busy until what runs in this context returns: its own, and those of the functions
+# that wait for it. A request that needs one of them would wait forever.
+_held: contextvars.ContextVar[frozenset[Workers | Turns]] = contextvars.ContextVar("_held", default=frozenset())
 
-_started: weakref.WeakSet[Workers] = weakref.WeakSet()
+_all: weakref.WeakSet[Workers] = weakref.WeakSet()
 # How long the end of the interpreter waits for batches that still run.
 EXIT_SECONDS = 5.0
 # A worker wakes at least this often: one whose batcher was forgotten in a bad moment ends then.
 MAX_SLEEP_SECONDS = 60.0
-# How often a worker checks that the event loop it waits for still runs, and how long a loop may stand still.
-POLL_SECONDS = 0.1
-STANDSTILL_SECONDS = 1.0
+# With this many threads in calls that never returned, no more are started: each keeps its memory, and maybe a device.
+MAX_HUNG = 8
 
 
 @final
@@ -42,31 +45,44 @@ class Workers:
     """Threads that take batches from a core and run them.
 
     They start with the first request and end once the core is closed and empty. A batch is taken only by a thread that
-    is free to run it.
+    is free to run it, and that has the device if there is one.
 
     Args:
         core: the state machine; only the workers move it, with a lock around every move.
-        run: the function that is given the batches.
+        make_runner: returns the runner of a worker, given what says that nothing is left to run.
         num_workers: how many batches may run at once.
         clock: returns seconds that never go back.
+        timeout_seconds: a call that takes longer is given up; None: no limit.
+        device: shared with other batchers; only one batch of all runs at a time.
+        background: runs while no request can.
     """
 
     def __init__(
         self,
         core: Core,
-        run: Callable[[list[Any]], Any],
+        make_runner: Callable[[Callable[[], bool]], Runner],
         *,
         num_workers: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        timeout_seconds: float | None = None,
+        device: Turns | None = None,
+        background: Units | None = None,
     ) -> None:
         self._core = core
-        self._run = run
+        self._work = Work(core, device=device, background=background)
+        self._make_runner = make_runner
         self._num_workers = num_workers
         self.clock = clock
+        self._timeout = timeout_seconds
+        self._device = device
         self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
+        self._workers: list[Worker] = []
+        self._hung: list[Worker] = []
+        self._num_abandoned = 0
+        self._watcher: threading.Thread | None = None
         self._pid = os.getpid()
         self._idle_futures: list[concurrent.futures.Future[None]] = []
+        _all.add(self)
 
     @property
     def is_open(self) -> bool:
@@ -75,13 +91,12 @@ class Workers:
 
     def add(self, request: Request) -> None:
         """Take a request in and wake a worker."""
-        if _inside.get() is self:
-            raise ArgumentError("the batched function submits to its own batcher and would wait for itself forever")
-        if self._threads and os.getpid() != self._pid:
+        request.held_by = self._check_nesting()
+        if self._workers and os.getpid() != self._pid:
             raise Closed(f"the batcher was started in process {self._pid} before a fork; make one in each process")
         with self._changed:
             self._start_threads()
-            self._core.add(request)
+            self._work.add(request)
             self._changed.notify()
 
     def cancel(self, request: Request) -> None:
@@ -91,9 +106,9 @@ class Workers:
             self._tell_if_idle()
 
     def expire(self, request: Request) -> None:
-        """Give up a request whose deadline has come, if it still waits."""
+        """Give up a request whose deadline has come, if it waits, or runs in a call that may hang."""
         with self._changed:
-            ended = self._core.expire(request, self.clock())
+            ended = self._core.expire(request, self.clock(), running=self._timeout is not None)
             self._tell_if_idle()
         deliver(ended)
 
@@ -107,19 +122,31 @@ class Workers:
     def stats(self) -> Stats:
         """Return the figures so far."""
         with self._changed:
-            return self._core.stats()
+            num_restarts = sum(max(0, worker.runner.num_starts - 1) for worker in self._workers)
+            return dataclasses.replace(self._core.stats(), num_abandoned=self._num_abandoned, num_restarts=num_restarts)
+
+    def start(self) -> None:
+        """Start the threads before the first request."""
+        with self._changed:
+            self._start_threads()
+
+    def wake(self) -> None:
+        """Have a worker look for something to run."""
+        with self._changed:
+            self._changed.notify()
 
     def stop(self, *, drop: bool) -> None:
-        """Take no more requests, and end those that wait if ``drop``."""
+        """Take no more requests, run no more background work, and end the requests that wait if ``drop``."""
         with self._changed:
             self._core.stop()
             ended = self._core.drop(self.clock()) if drop else []
             self._tell_if_idle()
             self._changed.notify_all()
+        self._work.stop_background()
         deliver(ended)
 
     def when_idle(self) -> concurrent.futures.Future[None]:
-        """Return a future that is done once nothing waits and nothing runs."""
+        """Return a future that is done once nothing waits, nothing runs, and no process of a worker is left."""
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
         with self._changed:
             self._idle_futures.append(future)
@@ -137,44 +164,95 @@ class Workers:
         """End everything, and wait for the threads until ``time.monotonic()`` reaches ``end_seconds``."""
         if os.getpid() == self._pid:
             self.stop(drop=True)
-            for thread in self._threads:
-                thread.join(max(0.0, end_seconds - time.monotonic()))
+            for worker in self._workers:
+                worker.thread.join(max(0.0, end_seconds - time.monotonic()))
+                if not worker.has_ended:
+                    worker.runner.kill()
+
+    def forget(self) -> None:
+        """Begin anew in the child of a fork: the threads are gone, and may have held the lock."""
+        self._changed = threading.Condition()
+        self._idle_futures, self._hung, self._watcher = [], [], None
+        if self._workers:
+            for worker in self._workers:
+                worker.has_ended = True
+                worker.runner.forget()
+            # The requests are the parent's. The core is a new one: a thread may have been in the middle of a move.
+            self._core = Core(self._core.settings, self._core.model)
+            self._core.stop()
+            self._work.forget_background()
+            self._work = Work(self._core, device=None, background=None)
+
+    def _check_nesting(self) -> frozenset[Workers | Turns]:
+        """Refuse what would wait for itself; return what is busy while the request waits."""
+        held = _held.get()
+        if self in held:
+            raise ArgumentError("the batched function submits to its own batcher and would wait for itself forever")
+        if self._device is not None:
+            self._device.check_inside([other for other in held if isinstance(other, Turns)])
+        return held
 
     def _start_threads(self) -> None:
-        if not self._threads:
+        if not self._core.is_open:
+            return
+        while len(self._workers) < self._num_workers:
             self._pid = os.getpid()
-            # Daemons: a function that never returns must not keep the interpreter from ending.
-            self._threads = [
-                threading.Thread(target=self._work, name=f"batchwright-serve-{index}", daemon=True)
-                for index in range(self._num_workers)
-            ]
-            for thread in self._threads:
-                thread.start()
-            _started.add(self)
+            self._workers.append(self._start_worker(None))
+        if self._timeout is not None and self._watcher is None and not self._workers[0].runner.is_process:
+            self._watcher = threading.Thread(target=self._watch, name="batchwright-serve-watch", daemon=True)
+            self._watcher.start()
 
-    def _work(self) -> None:
-        _inside.set(self)
-        runner = Runner(self._run)
+    def _start_worker(self, call: Call | None) -> Worker:
+        worker = Worker(self._make_runner(lambda: self._work.is_over), Claim(lambda: self._work.urgency))
+        # Daemons: a function that never returns must not keep the interpreter from ending.
+        name = f"batchwright-serve-{len(self._workers)}"
+        worker.thread = threading.Thread(target=self._serve, args=(worker, call), name=name, daemon=True)
+        worker.thread.start()
+        return worker
+
+    def _serve(self, worker: Worker, job: Job | None) -> None:
+        """Run one job after the other; the first may be what is left of a batch whose worker was given up."""
         try:
-            while (call := self._next()) is not None:
-                self._run_batch(call, runner)
+            if job is not None and self._device is not None:
+                self._device.acquire(worker.claim)
+            job = job or self._next(worker)
+            while job is not None:
+                self._run(worker, job)
+                job = None if worker.is_abandoned else self._next(worker)
         except BaseException as error:  # callers must hear of it, whatever it is
-            with self._changed:
-                ended = self._core.crash(error, self.clock())
-                self._tell_if_idle()
-                self._changed.notify_all()
-            deliver(ended)
+            self._crash(error)
             raise
         finally:
-            runner.close()
+            self._give_back(worker)
+            worker.runner.close()
+            self._end(worker)
 
-    def _next(self) -> Call | None:
-        """Wait for a batch; return None once there will be no more."""
+    def _end(self, worker: Worker) -> None:
+        with self._changed:
+            worker.has_ended = True
+            self._hung = [other for other in self._hung if other is not worker]
+            self._tell_if_idle()
+        if not self._core.is_open:
+            self._work.stop_background()
+
+    def _crash(self, error: BaseException) -> None:
+        with self._changed:
+            ended = self._core.crash(error, self.clock())
+            self._tell_if_idle()
+            self._changed.notify_all()
+        self._work.stop_background()
+        deliver(ended)
+
+    def _next(self, worker: Worker) -> Job | None:
+        """Wait for something to run; return None once there will be no more."""
         while True:
+            self._prepare(worker)
             with self._changed:
-                turn = self._core.take(self.clock()) if self._core.num_waiting else Turn()
-                if turn.call is None and not turn.ended:
-                    if not self._core.is_open:
+                turn, part = self._work.take(self.clock())
+                job: Job | None = turn.call or part
+                if job is None and not turn.ended:
+                    self._give_back(worker)
+                    if self._work.is_over:
                         return None
                     self._changed.wait(MAX_SLEEP_SECONDS if turn.wake_seconds is None else turn.wake_seconds)
                     continue
@@ -182,27 +260,122 @@ class Workers:
                 if self._core.num_waiting:
                     self._changed.notify()  # more waits than one worker can take
             deliver(turn.ended)
-            if turn.call is not None:
-                return turn.call
+            if job is not None:
+                return job
+            self._give_back(worker)
 
-    def _run_batch(self, call: Call, runner: Runner) -> None:
-        """Run a batch, and the parts of it that must run again after a failure."""
-        following: Call | None = call
-        while following is not None:
-            start = self.clock()
-            outcome = runner(following)
-            now = self.clock()
+    def _prepare(self, worker: Worker) -> None:
+        """Wait until the worker can run a batch, and has the device once there is something to run."""
+        while not worker.runner.prepare():
             with self._changed:
-                turn = self._core.complete(following, outcome, now, now - start)
+                worker.is_ready = False
+                # If nobody can run anything, one takes a batch all the same: its callers are told why.
+                if self._work.is_over or all(other.is_ready is False for other in self._workers):
+                    break
+        else:
+            worker.is_ready = True
+        if self._device is not None:
+            with self._changed:
+                while not self._work.has_job and not self._work.is_over:
+                    self._changed.wait(MAX_SLEEP_SECONDS)
+            self._device.acquire(worker.claim, unless=lambda: self._work.is_over)
+
+    def _give_back(self, worker: Worker) -> None:
+        if self._device is not None:
+            self._device.release(worker.claim)
+
+    def _run(self, worker: Worker, job: Job) -> None:
+        """Run a batch, and the parts of it that must run again after a failure; or a part of background work."""
+        following: Job | None = job
+        num_lost, is_clean = 0, False
+        while following is not None:
+            outcome, seconds = self._call(worker, following)
+            if isinstance(outcome.error, WorkerDied | RunTimeout):
+                num_lost += 1
+                if num_lost > most_lost(len(job.items)):
+                    outcome = dataclasses.replace(outcome, is_final=True)
+            with self._changed:
+                if worker.is_abandoned:
+                    return
+                following, ended = self._work.complete(following, outcome, self.clock(), seconds)
                 self._tell_if_idle()
-            deliver(turn.ended)
-            following = turn.call
+            deliver(ended)
             if outcome.is_oom:
-                del outcome, turn
-                gc.collect()
+                del outcome
+                # Before an item runs alone, and at the end, nothing old may hold memory. In between, what the failed
+                # call has left is enough: a full collection may take longer than the batch.
+                is_due = not is_clean and (following is None or len(following.items) == 1)
+                gc.collect(2 if is_due else 1)
+                is_clean |= is_due
+        self._give_back(worker)
+
+    def _call(self, worker: Worker, job: Job) -> tuple[Outcome, float]:
+        """Return what a call gave and its seconds, without those that it took to start a process again."""
+        requests = job.requests if isinstance(job, Call) else []
+        own = {self} if self._device is None else {self, self._device}
+        _held.set(frozenset[Any](own).union(*(request.held_by for request in requests)))
+        if worker.is_ready and worker.runner.needs_start:  # after a start that failed, this call only tells why
+            self._start_again(worker, requests)
+        worker.current = (job, time.monotonic())
+        start = self.clock()
+        outcome = worker.runner(job.items, requests)
+        worker.current = None  # at once: a call that has returned does not hang, however long the lock is busy
+        return outcome, self.clock() - start
+
+    def _start_again(self, worker: Worker, requests: list[Request]) -> None:
+        """Start a process in the middle of a batch; others may use the device until it is there."""
+        self._give_back(worker)
+        worker.runner.prepare()
+        if self._device is not None:
+            worker.claim.running_urgency = min((request.urgency for request in requests), default=math.inf)
+            self._device.acquire(worker.claim)
+            worker.claim.running_urgency = math.inf
+
+    def _watch(self) -> None:
+        """Give up calls that take too long. It needs no wake-up: a call that begins later is due later."""
+        assert self._timeout is not None
+        while True:
+            with self._changed:
+                current = [worker.current for worker in self._workers]
+                if self._work.is_over and not any(current):
+                    return
+            for worker in list(self._workers):
+                if worker.is_late(self._timeout):
+                    self._give_up(worker, self._timeout)
+            left = [one[1] + self._timeout - time.monotonic() for one in current if one is not None]
+            time.sleep(max(0.001, min([POLL_SECONDS, self._timeout, *left])))
+
+    def _give_up(self, worker: Worker, timeout: float) -> None:
+        """Fail the call of a worker that hangs, and put another in its place; nothing of it is run again, to hang."""
+        with self._changed:
+            current = worker.current
+            if current is None or not worker.is_late(timeout):
+                return
+            job, start = current
+            worker.current, worker.is_abandoned = None, True
+            self._num_abandoned += 1
+            self._hung.append(worker)
+            outcome = Outcome(error=timed_out(timeout), is_final=True)
+            following, ended = self._work.complete(job, outcome, self.clock(), time.monotonic() - start)
+            failure = self._replace(worker, following)
+            self._tell_if_idle()
+        deliver(ended)
+        self._give_back(worker)
+        if failure is not None:
+            self._crash(failure)
+
+    def _replace(self, worker: Worker, following: Call | None) -> Exception | None:
+        """Put another worker in the place of one that hangs, or say why there is none."""
+        try:
+            if len(self._hung) >= MAX_HUNG:
+                raise RunTimeout(f"{MAX_HUNG} threads hang in the batched function; start the program again")
+            self._workers[self._workers.index(worker)] = self._start_worker(following)
+            return None
+        except Exception as error:  # the system may allow no more threads
+            return error
 
     def _tell_if_idle(self) -> None:
-        if self._idle_futures and self._core.is_idle:
+        if self._idle_futures and self._work.is_idle and not any(worker.has_process for worker in self._workers):
             for future in self._idle_futures:
                 if future.set_running_or_notify_cancel():
                     future.set_result(None)
@@ -211,110 +384,16 @@ class Workers:
 
 @atexit.register
 def _end_all() -> None:
-    """Leave no thread in the middle of a batch when the interpreter ends."""
+    """Leave no thread in the middle of a batch, and no process, when the interpreter ends."""
     end = time.monotonic() + EXIT_SECONDS
-    for workers in list(_started):
+    for workers in list(_all):
         workers.join(end)
 
 
-@final
-class Runner:
-    """Calls a function with the items of a batch; each worker thread has its own.
-
-    A plain function runs in the thread. A coroutine runs in the event loop of one of its callers, so that it may use
-    what lives there. If all callers are threads, or that loop went away, it runs in a loop of the worker's own.
-
-    Args:
-        run: takes a list of items, returns one result per item; a plain function or a coroutine function.
-    """
-
-    def __init__(self, run: Callable[[list[Any]], Any]) -> None:
-        self._run = run
-        self._home: asyncio.AbstractEventLoop | None = None
-        self._own: asyncio.AbstractEventLoop | None = None
-        self._lost: frozenset[Request] = frozenset()
-
-    def __call__(self, call: Call) -> Outcome:
-        try:
-            values = self._run(call.items)
-            if inspect.isawaitable(values):
-                values = self._wait(_await(values), self._choose_loop(call.requests))
-            return Outcome(values=as_results(values, len(call.requests)))
-        except LoopLost as error:
-            self._lost = frozenset(call.requests)
-            return Outcome(error=Closed(str(error)), is_lost=True)
-        except BaseException as error:  # a worker must survive whatever the function raises
-            return Outcome(error=error, is_oom=is_out_of_memory(error), is_final=not isinstance(error, Exception))
-
-    def close(self) -> None:
-        """Close the loop of the worker's own, if there is one."""
-        if self._own is not None:
-            self._own.close()
-            self._own = None
-
-    def _choose_loop(self, requests: Sequence[Request]) -> asyncio.AbstractEventLoop | None:
-        """Return the loop used before, else the loop of another caller, else None; only a caller's loop will stay."""
-        if not self._lost.isdisjoint(requests):
-            return None
-        loops = [request.waiter.loop for request in requests if request.waiter.loop is not None]
-        running = [loop for loop in loops if loop.is_running()]
-        if self._home not in running:
-            self._home = running[0] if running else None
-        return self._home
-
-    def _wait(self, coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop | None) -> Any:
-        if loop is None:
-            self._own = self._own or asyncio.new_event_loop()
-            return self._own.run_until_complete(coroutine)
-        try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, loop)
-        except RuntimeError as error:
-            coroutine.close()
-            raise LoopLost("the event loop that was to run the batch is closed") from error
-        return _result(future, loop)
+def _forget_all() -> None:
+    for workers in list(_all):
+        workers.forget()
 
 
-@final
-class LoopLost(Exception):
-    """The event loop went away while a batch ran in it."""
-
-
-async def _await(values: Awaitable[Any]) -> Any:
-    return await values
-
-
-def _result(future: concurrent.futures.Future[Any], loop: asyncio.AbstractEventLoop) -> Any:
-    """Wait for a coroutine in another thread's loop, but not for a loop that is gone."""
-    last_seen_running = time.monotonic()
-    while not concurrent.futures.wait([future], timeout=POLL_SECONDS).done:
-        if loop.is_running():
-            last_seen_running = time.monotonic()
-        elif loop.is_closed() or time.monotonic() - last_seen_running > STANDSTILL_SECONDS:
-            raise LoopLost("the event loop that ran the batch has stopped")
-    if future.cancelled():  # a loop that ends cancels what runs in it
-        raise LoopLost("the event loop that ran the batch cancelled it")
-    return future.result()
-
-
-def as_results(values: Any, num_items: int) -> list[Any]:
-    """Return the results as a list, or say what is wrong with them.
-
-    >>> as_results((1, 2), 2)
-    [1, 2]
-    >>> as_results([1], 2)
-    Traceback (most recent call last):
-        ...
-    batchwright.errors.ResultError: the batched function returned 1 results for 2 items; return one result per item
-    """
-    try:
-        count = None if isinstance(values, str | bytes | dict | set | frozenset) else len(values)
-    except TypeError:
-        count = None
-    if count is None:
-        kind = type(values).__name__
-        raise ResultError(f"the batched function must return a list with one result per item, got {kind}")
-    if count != num_items:
-        raise ResultError(
-            f"the batched function returned {count} results for {num_items} items; return one result per item"
-        )
-    return list(values)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

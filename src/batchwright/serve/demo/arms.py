@@ -8,28 +8,38 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, final
 
 import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import Route
 
 from ...errors import BatchwrightError
 from ..batcher import Batcher
+from ..http._answering import read_body
+from ..http._errors import Refused, error_response
+from ..http._guards import guarded_app
 from ..http._page import figures_of, page_routes
-from ..http.app import make_app
+from ..http.app import answering_routes
+from ..http.limits import Limits
 from .encoder import MAX_LENGTH, DemoEncoder, length_of
 
 POLICIES = ("window", "greedy", "adaptive")
 # The load pauses if nobody has looked at the page for this long.
 REST_SECONDS = 5.0
+# Latencies count from this long after the load has begun: the page is drawn first, on the same processor.
+SETTLE_SECONDS = 2.0
 # Percentiles are taken over the answers of this many latest seconds.
 RECENT_SECONDS = 5.0
 # The size of the batch that measures how fast this machine is.
 _PROBE_ITEMS = 16
+# How many times each policy answers such a batch, and its parts, before anybody looks; its time model is then in use.
+_WARM_UP_ROUNDS = 4
+# A rate has few digits.
+_MAX_RATE_BYTES = 64
 
 
 @final
@@ -47,12 +57,13 @@ class Arm:
         self.batcher: Batcher[str, Any] = Batcher(encode, policy=policy, length_of=length_of, **options)
         self._latencies: deque[tuple[float, float]] = deque()
 
-    async def ask(self, text: str, due: float) -> None:
-        """Submit a request that was due at ``due``."""
+    async def ask(self, text: str, due: float, *, is_settled: bool = True) -> None:
+        """Submit a request that was due at ``due``; only a load that has settled counts for the latency."""
         with contextlib.suppress(BatchwrightError):  # shed or refused: the batcher counts it
             await self.batcher.submit(text)
             now = time.monotonic()
-            self._latencies.append((now, now - due))
+            if is_settled:
+                self._latencies.append((now, now - due))
 
     def figures(self) -> dict[str, Any]:
         """Return the figures that the page draws."""
@@ -111,21 +122,28 @@ class Demo:
         self.rate = rate
         self._changed.set()
 
+    async def warm_up(self) -> None:
+        """Answer requests on every arm, so that the plots do not begin with what only first calls take."""
+        for num_items in [1, 2, 4, 8, _PROBE_ITEMS] * _WARM_UP_ROUNDS:
+            texts = [self.text() for _ in range(num_items)]
+            asked = [arm.batcher.submit(text, deadline_ms=math.inf) for arm in self.arms for text in texts]
+            await asyncio.gather(*asked)
+
     async def drive(self) -> None:
         """Send the same requests to all arms at random moments, whether or not answers come (an open loop)."""
         asked: set[asyncio.Task[None]] = set()
-        due = time.monotonic()
+        begun = due = time.monotonic()
         while True:
             if not self.rate or time.monotonic() - self._looked > REST_SECONDS:
                 self._changed.clear()
                 await self._changed.wait()
-                due = time.monotonic()
+                begun = due = time.monotonic()
                 continue
             due = max(due + self._rng.exponential(1 / self.rate), time.monotonic() - 1)
             await self._sleep_until(due)
             text = self.text()
             for arm in self.arms:
-                task = asyncio.create_task(arm.ask(text, due))
+                task = asyncio.create_task(arm.ask(text, due, is_settled=due - begun >= SETTLE_SECONDS))
                 asked.add(task)
                 task.add_done_callback(asked.discard)
 
@@ -141,37 +159,53 @@ class Demo:
         await asyncio.gather(*(arm.batcher.close(drain=False, timeout_seconds=5) for arm in self.arms))
 
 
-def make_demo_app(demo: Demo) -> Starlette:
-    """Return the app of the demo: the page with its slider; ``POST /`` is answered by the adaptive arm."""
+def make_demo_app(
+    demo: Demo,
+    *,
+    limits: Limits | None = None,
+    allow_hosts: Iterable[str] | None = None,
+    allow_origins: Iterable[str] = (),
+) -> Starlette:
+    """Return the app of the demo: the page with its slider; ``POST /`` is answered by the adaptive arm.
+
+    Args:
+        demo: the arms and their load.
+        limits: as in ``make_app``, like the other options.
+        allow_hosts: host names to answer to.
+        allow_origins: other sites whose pages may send requests.
+    """
 
     async def set_load(request: Request) -> Response:
         # A form on another site cannot send this type, so only the page itself moves the slider.
         if request.headers.get("Content-Type") != "application/json":
-            return JSONResponse({"message": "send application/json"}, 415)
-        rate = _read_rate(await request.body(), demo.max_rate)
-        if rate is None:
-            return JSONResponse({"message": f"rate must be a number from 0 to {demo.max_rate:g}"}, 400)
+            return error_response(Refused(415, "send application/json"))
+        try:
+            rate = _read_rate(await read_body(request, _MAX_RATE_BYTES), demo.max_rate)
+        except Refused as error:
+            return error_response(error)
         demo.set_rate(rate)
         return JSONResponse({"rate": rate})
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
+        await demo.warm_up()
         driver = asyncio.create_task(demo.drive())
         yield
         driver.cancel()
         await demo.close()
 
-    served = make_app(demo.arms[-1].batcher, page=False)
-    routes = [*page_routes(demo.figures), Route("/load", set_load, methods=["POST"]), Mount("/", served)]
-    return Starlette(routes=routes, lifespan=lifespan)
+    limits = Limits() if limits is None else limits
+    answering = answering_routes({"": demo.arms[-1].batcher}, limits=limits)
+    routes = [*page_routes(demo.figures), Route("/load", set_load, methods=["POST"]), *answering]
+    return guarded_app(routes, lifespan, limits, allow_hosts=allow_hosts, allow_origins=allow_origins)
 
 
-def _read_rate(body: bytes, max_rate: float) -> float | None:
-    try:
+def _read_rate(body: bytes, max_rate: float) -> float:
+    with contextlib.suppress(ValueError):
         rate = float(body)
-    except ValueError:
-        return None
-    return rate if 0 <= rate <= max_rate else None
+        if 0 <= rate <= max_rate:
+            return rate
+    raise Refused(400, f"rate must be a number from 0 to {max_rate:g}")
 
 
 def _measure(encoder: DemoEncoder, texts: list[str]) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -20,42 +20,49 @@ _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _STALE_SECONDS = 0.5
 
 
+Read = Callable[[], Stats]
+
+
 @final
 class Metrics:
-    """The metrics of one batcher, in their own registry.
+    """The metrics of one batcher, or of several under the label ``model``, in their own registry.
 
     Args:
-        read: returns the figures of the batcher.
+        read: returns the figures of the batcher; a dict of several by name, where one may have an empty name.
         clock: returns seconds that never go back.
     """
 
-    def __init__(self, read: Callable[[], Stats], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._read = read
+    def __init__(self, read: Read | Mapping[str, Read], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._reads: Mapping[str, Read] = read if isinstance(read, Mapping) else {"": read}
         self._clock = clock
-        self._latest: tuple[float, Stats] | None = None
+        self._latest: dict[str, tuple[float, Stats]] = {}
         self._registry = CollectorRegistry()
+        self._labels = ["model"] if any(self._reads) else []
+        labels = [*self._labels, "status"]
         self._responses = Counter(
-            "batchwright_http_responses", "Responses to POST, by status.", ["status"], registry=self._registry
+            "batchwright_http_responses", "Responses to POST, by status.", labels, registry=self._registry
         )
         self._seconds = Histogram(
             "batchwright_http_response_seconds",
             "From the start of a POST to its response.",
+            self._labels,
             registry=self._registry,
             buckets=_BUCKETS,
         )
-        self._registry.register(_BatcherCollector(read))
+        self._registry.register(_BatcherCollector(self._reads))
 
-    def count(self, status: int, seconds: float) -> None:
+    def count(self, status: int, seconds: float, model: str = "") -> None:
         """Count a response."""
-        self._responses.labels(str(status)).inc()
-        self._seconds.observe(seconds)
+        labels = [model] if self._labels else []
+        self._responses.labels(*labels, str(status)).inc()
+        (self._seconds.labels(*labels) if labels else self._seconds).observe(seconds)
 
-    def stats(self) -> Stats:
-        """Return figures of the batcher that are at most half a second old."""
+    def stats(self, model: str = "") -> Stats:
+        """Return figures of a batcher that are at most half a second old."""
         now = self._clock()
-        if self._latest is None or now - self._latest[0] >= _STALE_SECONDS:
-            self._latest = (now, self._read())
-        return self._latest[1]
+        if model not in self._latest or now - self._latest[model][0] >= _STALE_SECONDS:
+            self._latest[model] = (now, self._reads[model]())
+        return self._latest[model][1]
 
     def text(self) -> bytes:
         """Return all metrics in the text format."""
@@ -67,15 +74,25 @@ class Metrics:
 class _BatcherCollector(Collector):
     """Reads the figures when Prometheus asks; nothing is counted twice."""
 
-    def __init__(self, read: Callable[[], Stats]) -> None:
-        self._read = read
+    def __init__(self, reads: Mapping[str, Read]) -> None:
+        self._reads = reads
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family."""
-        stats = self._read()
-        yield from _requests(stats)
-        yield from _batches(stats)
-        yield from _times(stats)
+        """Yield every family, with the samples of all batchers."""
+        merged: dict[str, Metric] = {}
+        for model, read in self._reads.items():
+            for family in _families(read()):
+                kept = merged.setdefault(family.name, family)
+                labels = {"model": model} if model else {}
+                samples = [sample._replace(labels={**labels, **sample.labels}) for sample in family.samples]
+                kept.samples = samples if kept is family else kept.samples + samples
+        yield from merged.values()
+
+
+def _families(stats: Stats) -> Iterator[Metric]:
+    yield from _requests(stats)
+    yield from _batches(stats)
+    yield from _times(stats)
 
 
 def _requests(stats: Stats) -> Iterator[Metric]:
@@ -85,7 +102,8 @@ def _requests(stats: Stats) -> Iterator[Metric]:
     ends = {state.value: getattr(stats, f"num_{state.value}") for state in ENDED}
     yield _counters("ended_requests", "Requests that have ended, by how they ended.", "end", ends)
     yield _counter("missed_requests", "Requests answered after their deadline.", stats.num_missed)
-    sheds = {"queue_full": 0, "too_large": 0, "closed": 0, **stats.num_refused, "deadline": stats.num_shed}
+    sheds = {"queue_full": 0, "too_large": 0, "closed": 0, "deadline": 0, **stats.num_refused}
+    sheds["deadline"] += stats.num_shed
     yield _counters("sheds", "Requests refused or given up without being run, by reason.", "reason", sheds)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -13,7 +13,14 @@ from ..._charts import page
 from ..batcher import Batcher
 from ..stats import Stats
 
-_HEADERS = {"Cache-Control": "no-store", "Content-Security-Policy": page.POLICY, "X-Content-Type-Options": "nosniff"}
+# No other page may show this one in a frame, open it with a handle on it, or learn its address.
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": f"{page.POLICY}; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
 
 
 def page_routes(read: Callable[[], dict[str, Any]]) -> list[Route]:
@@ -39,10 +46,12 @@ def render_page() -> str:
     return page.render_page("batchwright serve", body, scripts=[script])
 
 
-def figures_of_server(batcher: Batcher[Any, Any]) -> dict[str, Any]:
-    """Return the figures of ``/live`` for one batcher."""
-    arm = figures_of("", batcher.stats())
-    return {"arms": [arm], "deadline_ms": batcher.settings.deadline_ms, "load": None}
+def figures_of_server(batchers: Mapping[str, Batcher[Any, Any]]) -> dict[str, Any]:
+    """Return the figures of ``/live`` for the batchers of a server, by name."""
+    arms = [figures_of(name, batcher.stats()) for name, batcher in batchers.items()]
+    deadlines = {batcher.settings.deadline_ms for batcher in batchers.values()}
+    differ = len(deadlines) > 1
+    return {"arms": arms, "deadline_ms": None if differ else deadlines.pop(), "deadlines_differ": differ, "load": None}
 
 
 def figures_of(name: str, stats: Stats) -> dict[str, Any]:

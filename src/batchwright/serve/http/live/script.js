@@ -1,4 +1,5 @@
 const PERIOD_MS = 500, SPAN_SECONDS = 60, SMOOTH_SECONDS = 2;
+const NUM_COLOURS = 6;
 const WIDTH = 440, HEIGHT = 170, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 20;
 const samples = [];
 const find = (id) => document.getElementById(id);
@@ -8,13 +9,15 @@ function pointOf(now, before, index) {
   const a = now.arms[index], b = before.arms[index], seconds = now.at - before.at;
   const inTime = a.answered - a.late - (b.answered - b.late);
   const missed = a.late - b.late + a.shed - b.shed;
-  const ended = inTime + missed + a.failed - b.failed;
+  const failed = a.failed - b.failed;
+  const ended = inTime + missed + failed;
   const batches = a.batches - b.batches;
   const real = a.tokens[0] - b.tokens[0], padded = a.tokens[1] - b.tokens[1];
   return {
     asked: (a.asked - b.asked) / seconds,
     inTime: inTime / seconds,
     missed: ended ? 100 * missed / ended : null,
+    failed: failed / seconds,
     p50: a.p50_ms, p99: a.p99_ms,
     items: batches ? (a.items - b.items) / batches : null,
     padding: padded ? 100 * (1 - real / padded) : null,
@@ -26,6 +29,7 @@ const CHARTS = [
   { title: "Answered in time", unit: "per second; dotted: asked for", keys: ["inTime"], asked: true, least: 10 },
   { title: "Latency", unit: "ms; thick: p99, thin: p50, dashed: the deadline", keys: ["p99", "p50"], log: true, limit: true },
   { title: "Missed", unit: "% of the requests that ended", keys: ["missed"], least: 10, most: 100 },
+  { title: "Failed", unit: "per second, by the error of their item", keys: ["failed"], least: 1 },
   { title: "Requests per batch", unit: "mean", keys: ["items"], least: 4 },
   { title: "Padding", unit: "% of padded tokens", keys: ["padding"], least: 20, most: 100 },
   { title: "Waiting", unit: "requests in the queue", keys: ["waiting"], least: 10 },
@@ -56,12 +60,12 @@ function draw(chart, times, series, deadline, last) {
   if (chart.limit && deadline) drawing.append(across(deadline, "limit"));
   series.forEach((points, index) => {
     chart.keys.forEach((key, rank) => {
-      drawing.append(svg("path", { class: `line s${index}${rank ? " thin" : ""}`, d: path(points, key) }));
+      drawing.append(svg("path", { class: `line s${index % NUM_COLOURS}${rank ? " thin" : ""}`, d: path(points, key) }));
       const value = points[points.length - 1][key];
-      if (!rank && isNumber(value)) drawing.append(marker(index, x(last), y(value)));
+      if (!rank && isNumber(value)) drawing.append(marker(index % NUM_COLOURS, x(last), y(value)));
     });
   });
-  if (chart.asked) drawing.append(svg("path", { class: "dotted", d: path(series[0], "asked") }));
+  if (chart.asked) for (const points of series) drawing.append(svg("path", { class: "dotted", d: path(points, "asked") }));
   return drawing;
 }
 
@@ -70,12 +74,13 @@ const number = (value, digits, unit) => (isNumber(value) ? value.toFixed(digits)
 function row(name, point, index) {
   const cells = [
     ["asked for", number(point.asked, 0, "/s")], ["in time", number(point.inTime, 0, "/s")], ["missed", number(point.missed, 1, " %")],
+    ["failed", number(point.failed, point.failed && point.failed < 10 ? 1 : 0, "/s")],
     ["p50", number(point.p50, 0, " ms")], ["p99", number(point.p99, 0, " ms")], ["per batch", number(point.items, 1, "")],
     ["padding", number(point.padding, 0, " %")], ["waiting", String(point.waiting)],
   ];
   const figures = cells.map(([title, text]) =>
-    tag("td", { "data-name": title, class: title === "missed" && point.missed >= 5 ? "bad" : null }, text));
-  return tag("tr", {}, tag("td", {}, swatch(`s${index}`, index), name || "this server"), ...figures);
+    tag("td", { "data-name": title, class: (title === "missed" && point.missed >= 5) || (title === "failed" && point.failed > 0) ? "bad" : null }, text));
+  return tag("tr", {}, tag("td", {}, swatch(`s${index % NUM_COLOURS}`, index % NUM_COLOURS), name || "this server"), ...figures);
 }
 
 function refresh() {
@@ -97,7 +102,7 @@ function refresh() {
 
 function introduce(latest) {
   const { load, deadline_ms: deadline } = latest;
-  const due = deadline ? `A request is due within ${Math.round(deadline)} ms.` : "Requests have no deadline.";
+  const due = latest.deadlines_differ ? "Every model has its own deadline." : deadline ? `A request is due within ${Math.round(deadline)} ms.` : "Requests have no deadline.";
   find("about").textContent = load
     ? `Each policy gets the same requests at the same random moments and batches them for a small encoder (NumPy, on this machine's processor), at most ${load.max_items} per batch. ${due} Texts differ in length. The load pauses while nobody looks. All three share the processor, so a policy that is overloaded slows the others too.`
     : due;

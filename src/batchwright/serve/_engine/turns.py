@@ -1,0 +1,137 @@
+"""Turns: whose batch runs next on a device that several batchers share."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Protocol, final
+
+from ...errors import ArgumentError
+
+# How often those that wait look whether they still need the device.
+POLL_SECONDS = 0.25
+
+_places = itertools.count()
+_all: weakref.WeakSet[Turns] = weakref.WeakSet()
+
+
+@final
+class Turns:
+    """The turns on a device: one holder at a time, then the most urgent of those that wait.
+
+    Args:
+        name: what messages call the device.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._place = next(_places)
+        self._changed = threading.Condition()
+        self._holder: Claim | None = None
+        self._claims: list[Claim] = []
+        self._numbers = itertools.count()
+        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+        _all.add(self)
+
+    def __repr__(self) -> str:
+        return f"Device({self.name!r})"
+
+    def register(self, member: Member) -> None:
+        """Note a batcher, so that the background work of no other one takes longer than its requests allow."""
+        with self._changed:
+            self._members.add(member)
+
+    def least_allowance(self) -> float:
+        """Return the shortest time in seconds that the requests of any batcher are allowed; ``inf``: no deadlines."""
+        with self._changed:
+            members = list(self._members)
+        return min((member.allowance() for member in members), default=math.inf)
+
+    def check_inside(self, held: Iterable[Turns]) -> None:
+        """Refuse a request from a function that runs while these devices are held, unless all were made earlier."""
+        for other in held:
+            if other is self:
+                raise ArgumentError(
+                    f"a function that runs on {self!r} submits to a batcher of the same device and would wait for "
+                    "itself forever; call the other function directly"
+                )
+            if other._place > self._place:
+                raise ArgumentError(
+                    f"a function that runs on {other!r} submits to a batcher of {self!r}, which was made earlier; two "
+                    f"such functions could wait for each other's device forever: make {self!r} after {other!r}"
+                )
+
+    def acquire(self, claim: Claim, *, unless: Callable[[], bool] = lambda: False) -> None:
+        """Wait until nobody has the device and nobody more urgent waits for it.
+
+        Args:
+            claim: who waits.
+            unless: says that the device is not needed any more; the claim is then given up.
+        """
+        with self._changed:
+            claim.number = next(self._numbers)
+            self._claims.append(claim)
+            self._changed.notify_all()
+            while not unless():
+                if self._holder is None and min(self._claims, key=Claim.place) is claim:
+                    self._holder = claim
+                    break
+                self._changed.wait(POLL_SECONDS)
+            self._claims.remove(claim)
+            if self._holder is not claim:
+                self._changed.notify_all()
+
+    def release(self, claim: Claim) -> None:
+        """Give the device back; of a claim that does not have it, nothing."""
+        with self._changed:
+            if self._holder is claim:
+                self._holder = None
+                self._changed.notify_all()
+
+    def forget(self) -> None:
+        """Begin anew in the child of a fork, where no thread of the parent lives."""
+        self._changed = threading.Condition()
+        self._holder = None
+        self._claims = []
+
+
+class Member(Protocol):
+    """What shares a device: something that knows how long its requests may take."""
+
+    def allowance(self) -> float:
+        """Return the shortest time in seconds that its requests are allowed."""
+
+
+@final
+class Claim:
+    """What a worker waits for a device with.
+
+    Args:
+        urgency: when the most urgent request is due, on the clock of all batchers of the device; ``inf``: there is
+            only background work. It is asked whenever the device is free, since more urgent requests may have come.
+
+    Attributes:
+        running_urgency: when a batch that has begun, and waits for the device again, is due.
+    """
+
+    def __init__(self, urgency: Callable[[], float]) -> None:
+        self._urgency = urgency
+        self.number = 0
+        self.running_urgency = math.inf
+
+    def place(self) -> tuple[float, int]:
+        """Return the order among claims: by urgency, then by age."""
+        return min(self._urgency(), self.running_urgency), self.number
+
+
+def _forget_all() -> None:
+    for turns in list(_all):
+        turns.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,187 @@
+"""Which job comes next, by hand: requests first, background work only where it ends in time."""
+
+import math
+
+import pytest
+
+from batchwright.errors import TooLarge
+from batchwright.serve import Background, Device, LatencyModel, Settings
+from batchwright.serve._engine.calls import Call, Outcome
+from batchwright.serve._engine.core import Core
+from batchwright.serve._engine.request import Request
+from batchwright.serve._engine.work import Work
+
+# A millisecond per call and one per token, nearly: sums of such a power of two are exact.
+MODEL = {"constant": 2**-10, "per_token": 2**-10}
+
+
+class Driver:
+    """A work without threads: the batches are there at once, and the clock stands still."""
+
+    def __init__(self, batches, *, device=None, length=1, **settings):
+        self.background = Background(batches)
+        units = self.background._units
+        units.read(lambda item: length, lambda: None)
+        self.core = Core(Settings(**settings), LatencyModel.fixed(**MODEL))
+        self.work = Work(self.core, device=device and device._turns, background=units)
+
+    def take(self, now=0.0):
+        turn, part = self.work.take(now)
+        return [request.item for request in turn.call.requests] if turn.call else part and part.items
+
+    def run(self, now=0.0):
+        """Run everything that can run now; return the jobs in order."""
+        jobs = []
+        while True:
+            turn, part = self.work.take(now)
+            job = turn.call or part
+            if job is None:
+                return jobs
+            items = job.items
+            jobs.append(items)
+            self.work.complete(job, Outcome(values=[f"{item}!" for item in items]), now, 0.001)
+
+    def results(self):
+        return [(batch.results, batch.error) for batch in self.background]
+
+
+def test_a_batch_runs_in_parts_that_take_half_of_the_deadline():
+    # 10 ms of 20: a call of 1 ms and nine items.
+    driver = Driver([range(20)], deadline_ms=20)
+    assert driver.run() == [[*range(9)], [*range(9, 18)], [18, 19]]
+    assert driver.results() == [([f"{item}!" for item in range(20)], None)]
+
+
+def test_without_deadlines_a_part_takes_what_a_window_does():
+    assert Driver([range(9)], max_wait_ms=5).run() == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+
+
+def test_the_shortest_deadline_of_a_request_counts_too():
+    driver = Driver([range(9)], deadline_ms=300)
+    driver.work.add(Request("live", 1, 0.0, 0.008))
+    assert driver.take() == ["live"]
+    assert driver.take() == [0, 1, 2]
+
+
+def test_a_part_keeps_the_limits_of_a_batch():
+    assert Driver([range(5)], deadline_ms=3000, max_items=2).run() == [[0, 1], [2, 3], [4]]
+    assert Driver([range(5)], deadline_ms=3000, max_tokens=30, length=10).run() == [[0, 1, 2], [3, 4]]
+
+
+def test_requests_come_first_whatever_their_deadline():
+    driver = Driver([["offline"]], deadline_ms=1000)
+    driver.work.add(Request("live", 1, 0.0))
+    assert driver.run() == [["live"], ["offline"]]
+
+
+def test_while_a_window_is_open_only_what_ends_before_it_closes_runs():
+    driver = Driver([range(5)], policy="window", max_wait_ms=10, deadline_ms=300)
+    driver.work.add(Request("live", 1, 0.0, 0.3))
+    assert driver.take(now=0.0065) == [0, 1]  # 3.5 ms are left
+    assert driver.take(now=0.0092) is None  # 0.8 ms: not even one
+    assert driver.background.num_failed == 0  # but that is no fault of it
+    assert driver.take(now=0.0101) == ["live"]
+    assert driver.take(now=0.0101) == [2, 3, 4]
+
+
+def test_an_item_that_never_fits_ends_its_batch_with_the_reason():
+    driver = Driver([range(2), range(1)], deadline_ms=20, length=20)
+    assert driver.run() == []
+    batches = driver.results()
+    assert [type(error) for _, error in batches] == [TooLarge] * 2
+    assert "takes about 20.5 ms, and background work must take less than 20.0 ms" in str(batches[0][1])
+    assert driver.background.num_failed == 2
+
+
+def test_an_item_that_is_too_slow_just_now_waits_and_is_tried_once_a_second():
+    driver = Driver([range(4)], deadline_ms=20, length=10)  # 10.7 ms, of which 10 are free
+    assert driver.take(now=5.0) == [0]
+    turn, part = driver.work.take(5.25)
+    assert (part, turn.wake_seconds) == (None, 0.75)
+    assert driver.take(now=6.0) == [1]
+    assert driver.take(now=6.5) is None
+    driver.core.model = LatencyModel.fixed(2**-10, 2**-12)  # the machine is fast again
+    assert driver.take(now=6.6) == [2, 3]
+
+
+def test_the_deadlines_of_other_batchers_on_the_device_count():
+    device = Device()
+    other = Work(Core(Settings(deadline_ms=8), LatencyModel()), device=device._turns, background=None)
+    driver = Driver([range(9)], deadline_ms=300, device=device)
+    assert driver.take() == [0, 1, 2]
+    other.core.stop()
+    assert driver.take() == [3, 4, 5, 6, 7, 8]
+
+
+def test_a_part_that_runs_out_of_memory_is_run_in_halves():
+    driver = Driver([range(4)], deadline_ms=300)
+    _, part = driver.work.take(0.0)
+    driver.work.complete(part, Outcome(error=MemoryError(), is_oom=True), 0.0, 0.001)
+    assert driver.run() == [[0, 1], [2, 3]]
+    assert driver.results() == [(["0!", "1!", "2!", "3!"], None)]
+
+
+def test_an_error_ends_only_its_batch():
+    driver = Driver([range(20), "ab", ["c"]], deadline_ms=20)
+    _, part = driver.work.take(0.0)
+    driver.work.complete(part, Outcome(error=KeyError("bad")), 0.0, 0.001)
+    assert driver.run() == [["c"]]
+    first, second, third = driver.results()
+    assert (first[0], type(first[1])) == ([], KeyError)
+    assert "must be a list of items, got str" in str(second[1])
+    assert third == (["c!"], None)
+    assert (driver.background.num_batches, driver.background.num_failed, driver.background.num_items) == (3, 2, 1)
+
+
+def test_an_exception_object_among_the_results_fails_the_batch():
+    driver = Driver([range(2)], deadline_ms=20)
+    _, part = driver.work.take(0.0)
+    driver.work.complete(part, Outcome(values=[1, ValueError("bad")]), 0.0, 0.001)
+    [(results, error)] = driver.results()
+    assert (results, str(error)) == ([], "bad")
+
+
+def test_the_time_model_learns_from_parts_that_grow_until_it_is_ready():
+    driver = Driver([range(1000)], deadline_ms=1e6)
+    driver.core.model = LatencyModel()
+    sizes = []
+    for _ in range(20):
+        _, part = driver.work.take(0.0)
+        sizes.append(len(part.items))
+        driver.work.complete(part, Outcome(values=part.items), 0.0, 0.004 + 0.001 * sizes[-1])
+    assert driver.core.model.is_ready
+    assert sizes[0] == 1
+    assert sizes == sorted(sizes)
+    assert driver.core.model.predict(32, 1) == pytest.approx(0.036)
+
+
+def test_hiccups_do_not_make_parts_ever_smaller():
+    driver = Driver([range(100_000)], deadline_ms=300)
+    driver.core.model = LatencyModel()
+    for count in range(300):
+        _, part = driver.work.take(0.0)
+        seconds = 0.004 + 0.001 * len(part.items) + (0.1 if count % 10 == 9 else 0.0)
+        driver.work.complete(part, Outcome(values=part.items), 0.0, seconds)
+    assert driver.core.model.margin > 1.5
+    assert len(part.items) > 30  # 64, the most in a batch, fit without hiccups
+
+
+def test_a_work_is_idle_only_if_no_part_runs():
+    driver = Driver([range(2)], deadline_ms=300)
+    assert driver.work.is_idle
+    _, part = driver.work.take(0.0)
+    assert not driver.work.is_idle
+    driver.work.complete(part, Outcome(values=part.items), 0.0, 0.001)
+    assert driver.work.is_idle
+
+
+def test_after_a_stop_only_requests_run():
+    driver = Driver([range(2)], deadline_ms=300)
+    driver.work.add(Request("live", 1, 0.0))
+    driver.core.stop()
+    turn, part = driver.work.take(0.0)
+    assert isinstance(turn.call, Call)
+    assert part is None
+    assert driver.work.take(0.0)[1] is None
+    assert driver.work.is_over
+    assert driver.work.allowance() == math.inf
