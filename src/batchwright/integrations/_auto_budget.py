@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 BudgetChoice: TypeAlias = "Budget | Literal['auto']"
 
-_KIND, _VERSION = "batchwright.budget", 1
+_KIND, _VERSION = "batchwright.budget", 2
 _PACKAGES = ("batchwright", "torch", "transformers", "accelerate", "lightning")
 _QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 # With this much more memory than there was, larger batches have to be measured.

@@ -58,6 +58,9 @@ class SafeSteps:
         key: the input whose length is the number of examples.
         on_oom: called after every failure.
         fit: lets the size of pieces follow the memory in use; None runs micro-batches whole while they fit.
+
+    Attributes:
+        num_cuts: how many more pieces than micro-batches have run.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class SafeSteps:
         self._ranks: tuple[nn.Module, Ranks] | None = None
         self._sums = WideSums()
         self._is_warned = False
+        self.num_cuts = 0
 
     def run(
         self,
@@ -164,6 +168,7 @@ class SafeSteps:
                 self._is_warned = warn_of_split(module)
             outcome = _attempt(module, cut, pieces, step, lambda: sums.collect(parameters))
             if isinstance(outcome, Tensor):
+                self.num_cuts += len(pieces) - 1
                 is_cut = len(pieces) > 1 and self._limit.ceiling < asked * unit_cost
                 self._limit = self._limit.after_success(max(map(len, pieces)) * unit_cost, is_cut=is_cut)
                 if self._fit is not None:

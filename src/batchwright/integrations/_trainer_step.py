@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -13,8 +12,6 @@ from torch import Tensor, nn
 from .._tree import leaves
 from ..errors import ArgumentError, DoesNotFitError
 from ..step.huggingface import (
-    HALF_TOLERANCE,
-    IGNORED,
     TOLERANCE,
     LossReading,
     Views,
@@ -22,7 +19,6 @@ from ..step.huggingface import (
     choose_rows,
     is_telling,
     label_views,
-    name_of_labels,
     num_labels,
     read_views,
     row_views,
@@ -30,6 +26,7 @@ from ..step.huggingface import (
     sequence_views,
     try_out,
     usual_reading,
+    why_not_apart,
 )
 from ..step.oom import devices_of, free_memory, is_out_of_memory
 from ..step.packing.rows import is_packed
@@ -120,7 +117,6 @@ def find_weighing(
     *,
     key: str,
     by_example: bool = False,
-    is_half: bool = False,
     is_own: bool = False,
 ) -> Weighing:
     """Find out from parts of a micro-batch what the loss of a trainer is a mean over.
@@ -134,7 +130,6 @@ def find_weighing(
         inputs: a micro-batch on the model's device.
         key: the input whose length is the number of examples.
         by_example: the user says that every example counts the same.
-        is_half: the model computes in half precision.
         is_own: the loss is the model's own, and not one that the trainer makes of its outputs.
     """
     labels, is_single = inputs.get("labels"), num_rows(inputs, key) == 1
@@ -143,7 +138,7 @@ def find_weighing(
         if not isinstance(labels, Tensor) or labels.ndim not in (1, 2):
             return _without_labels(loss, inputs, key, by_example=by_example)
         if is_packed(inputs) and is_single:
-            return _of_sequences(loss, inputs, key, is_half=is_half)
+            return _of_sequences(loss, inputs, key)
         return _of_rows(loss, inputs, labels, key, by_example=by_example)
     except DoesNotFitError:
         raise
@@ -258,15 +253,14 @@ def _read_rows(loss: TrialLoss, inputs: Mapping[str, Any], views: Views, key: st
         return _read(loss, one), False
 
 
-def _of_sequences(loss: TrialLoss, inputs: Mapping[str, Any], key: str, *, is_half: bool) -> Weighing:
+def _of_sequences(loss: TrialLoss, inputs: Mapping[str, Any], key: str) -> Weighing:
     """Try a packed row with few labels, then two of its sequences, which shows whether it can be cut."""
-    # Rows of other lengths run in other kernels, which round differently.
-    apart = TrialLoss(loss.compute, loss.module, HALF_TOLERANCE if is_half else TOLERANCE, is_own=loss.is_own)
     cuts, read, views = False, None, None
     try:
         views = sequence_views(inputs)
-        read = None if views is None else _read(apart, views)
-        cuts = views is not None and read is not None and _are_independent(apart, views)
+        few = None if views is None else label_views(views.both)
+        read = None if few is None else _read(loss, few)
+        cuts = views is not None and read is not None and _are_apart(loss, views)
     except (ArgumentError, DoesNotFitError):
         pass  # the row is not cut
     try:
@@ -281,18 +275,13 @@ def _of_sequences(loss: TrialLoss, inputs: Mapping[str, Any], key: str, *, is_ha
     return _read_as(loss, reading, inputs["labels"], key, cuts_sequences=cuts, saw_sequences=views is not None)
 
 
-def _are_independent(loss: TrialLoss, views: Views) -> bool:
-    """Say whether the loss of the second of two sequences stays the same when the tokens of the first one change."""
-    tokens, name = views.both.get("input_ids"), name_of_labels(views.both)
-    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
-        return False
-    num = views.first[name].shape[1]
-    labels, others = views.both[name].clone(), tokens.clone()
-    labels[:, :num] = IGNORED
-    least, most = tokens.min(), tokens.max()
-    others[:, :num] = most if bool((tokens[:, :num] == least).all()) else least
-    before, after = try_out(loss, {**views.both, name: labels}, {**views.both, name: labels, "input_ids": others})
-    return bool(least != most) and math.isclose(before, after, rel_tol=1e-7)
+def _are_apart(loss: TrialLoss, views: Views) -> bool:
+    try:
+        return not why_not_apart(loss, views)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False  # the row is not cut
 
 
 def _read(loss: TrialLoss, views: Views) -> LossReading | None:

@@ -4,14 +4,17 @@ import json
 import logging
 
 import pytest
+import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from transformers import TrainerCallback
 
 import batchwright as bw
 from batchwright import size
 from batchwright.integrations.lightning import AdaptiveBatching
 
+from ..dynabatch.failing import ERROR
 from ..lightning import training as lightning_training
-from .trainers import flat, make_controller, make_trainer
+from .trainers import flat, make_controller, make_model, make_trainer, numbered
 
 EVERY_UPDATE = {"batch_size", "num_micro_batches", "padding", "ooms"}
 
@@ -116,6 +119,58 @@ def test_what_a_controller_adds_reaches_tensorboard_with_the_reasons(tmp_path, c
     reasons = texts["train/batch_size_reason/text_summary"]
     assert [text for _, text in reasons] == [entry["batch_size_reason"] for entry in changes]
     assert not [record for record in caplog.records if "scalar" in record.getMessage()]
+
+
+class CountsUpdates(TrainerCallback):
+    """Notes every run of the model that worked: how many updates were done before, and its rows."""
+
+    def __init__(self):
+        self.num, self.runs, self.num_failed = 0, [], 0
+
+    def on_step_end(self, *args, **kwargs):
+        self.num += 1
+
+    def watch(self, module, args, kwargs):
+        """Run out of memory on more than two rows in updates 2 and 3, and in the evaluation after update 4."""
+        rows, trains = len(kwargs["input_ids"]), torch.is_grad_enabled()
+        if (trains and rows > 2 and self.num in (2, 3)) or (not trains and rows > 4 and self.num == 4):
+            self.num_failed += trains
+            self.runs = [run for run in self.runs if run[0] != self.num]  # the pieces before it run again
+            raise ERROR
+        if trains:
+            self.runs.append((self.num, rows))
+
+
+def test_figures_are_those_of_the_updates_since_the_last_log_whatever_is_evaluated_between(tmp_path):
+    model, watching = make_model("llama"), CountsUpdates()
+    model.register_forward_pre_hook(watching.watch, with_kwargs=True)
+    trainer, *_ = make_trainer(
+        "llama",
+        tmp_path,
+        model=model,
+        callbacks=[watching],
+        report_to="tensorboard",
+        eval_dataset=numbered(9, causal=True),
+        eval_strategy="steps",
+        eval_steps=2,
+        logging_steps=3,
+        gradient_accumulation_steps=1,
+        num_train_epochs=3,
+        budget=bw.MaxTokens(60),
+        eval_budget=bw.MaxItems(6),
+    )
+    trainer.train()
+    scalars, _ = events(tmp_path)
+    assert len(scalars["eval/loss"]) > 3
+    steps = [step for step, _ in scalars["train/batch_size"]]
+    assert steps == list(range(3, trainer.state.global_step + 1, 3))
+    rows = [[num for place, num in watching.runs if place == update] for update in range(trainer.state.global_step)]
+    assert [len(pieces) for pieces in rows[2:4]] != [1, 1]
+    for place, step in enumerate(steps):
+        recent = rows[step - 3 : step]
+        assert scalars["train/batch_size"][place][1] == pytest.approx(sum(map(sum, recent)) / 3)
+        assert scalars["train/num_micro_batches"][place][1] == pytest.approx(sum(map(len, recent)) / 3)
+    assert scalars["train/ooms"][-1][1] == watching.num_failed >= 2
 
 
 def test_every_update_and_every_change_reach_wandb(wandb, tmp_path):

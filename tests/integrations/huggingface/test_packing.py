@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import (
     DataCollatorForTokenClassification,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
@@ -355,6 +357,20 @@ def test_flat_batches_of_a_decoder_run_anywhere_if_the_user_asks_for_them(tmp_pa
 def test_what_cannot_be_packed_is_refused(options, message, tmp_path):
     with pytest.raises(ArgumentError, match=message):
         make(tmp_path, **options).get_train_dataloader()
+
+
+@pytest.mark.parametrize("is_ready", [False, True], ids=["sdpa", "varlen"])
+def test_a_model_that_does_not_look_for_borders_in_positions_is_refused(is_ready, tmp_path):
+    config = {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 32,
+    }
+    model = OPTForCausalLM(OPTConfig(vocab_size=60, **config, attention_dropout=0.0))
+    with pytest.raises(ArgumentError, match=r"OPTForCausalLM cannot train on rows of .*'positions'.* which it sees"):
+        make(tmp_path, model=model, collator=PackCollator(), is_ready=is_ready).train()
 
 
 def test_examples_over_the_capacity_follow_oversize(tmp_path):

@@ -29,7 +29,11 @@ BUDGET = bw.MaxTokens(64)
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     """Return a folder with a tiny encoder and its tokenizer."""
-    folder = tmp_path_factory.mktemp("encoder")
+    return save_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+def save_encoder(folder):
+    """Write a tiny encoder and its tokenizer into a folder, and return its name."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=NUM_TOKENS, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12,

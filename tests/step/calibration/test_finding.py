@@ -168,9 +168,11 @@ def test_short_examples_that_run_out_of_memory_leave_long_ones_their_batches():
                 raise torch.OutOfMemoryError("too many")
             super().run(batch)
 
-    budget = DearItems(data(), total_bytes=400_000).find(wants_knee=False)
-    # 0.9 of the memory holds 233 of them; what runs out counts as all the memory there is, so they are fewer.
-    assert 80 <= items(budget, 512) <= 233
+    machine = DearItems(data(), total_bytes=400_000)
+    budget = machine.find(wants_knee=False)
+    # 0.9 of the memory holds 233 of them, with a margin of 2 % 229.
+    assert 220 <= items(budget, 512) <= 233
+    assert bw.plan_batches(machine.lengths, budget).shapes[:, 0].max() <= 300
 
 
 def test_an_error_of_a_batch_is_raised_as_it_is():

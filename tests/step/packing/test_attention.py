@@ -199,7 +199,7 @@ REFUSED = {
                   "off those of the sequences apart; positions may begin at another number than 0"),
     "no token": (of("BertForSequenceClassification", "BertConfig", **QUIET), "its output logits has no row per token"),
     "drops bounds": (lambda: DropsBounds(transformers.BertConfig(**QUIET)), "gets no cu_seq_lens_q"),
-    "mixes tokens": (lambda: MixesTokens(transformers.LlamaConfig(**GROUPED)), "layers may mix sequences"),
+    "mixes tokens": (lambda: MixesTokens(transformers.LlamaConfig(**GROUPED)), "change with the tokens of another one"),
     "hides dropout": (lambda: HidesDropout(transformers.LlamaConfig(**GROUPED)), "has dropout 0.25 of attention"),
 }  # fmt: skip
 

@@ -181,9 +181,11 @@ class PlannedBatches(BatchSource):
     Attributes:
         has_planned_shapes: the collator pads to the lengths of the plan.
         packing: how packed rows are collated and counted, None for batches of examples.
+        planned_size: the mean examples per update, if the budget was found; None if nobody needs it.
     """
 
     sampler: BatchSampler
+    planned_size: int | None = None
     has_planned_shapes = False
     packing: Packing | None = None
 
@@ -214,13 +216,23 @@ class PlannedBatches(BatchSource):
 
     def num_updates(self, num_epochs: float, accumulation: int) -> int:
         """Return the number of updates in that many epochs; each epoch is planned for this."""
-        sampler, total = copy.copy(self.sampler), 0
-        sampler.load_state_dict({**sampler.state_dict(), "epoch": 0, "position": 0})
+        sampler, total = self._from_the_beginning(), 0
         for epoch in range(math.ceil(num_epochs)):
             sampler.set_epoch(epoch)
             updates = -(-len(sampler) // accumulation)
             total += math.ceil(min(1.0, num_epochs - epoch) * updates)
         return total
+
+    def mean_size(self, accumulation: int) -> int:
+        """Return the examples per update over all ranks, the mean of the first epoch. Call it before a loop begins."""
+        sampler = self._from_the_beginning()
+        num_updates = -(-len(sampler) // accumulation)
+        return max(1, round((len(sampler.plan.indices) - sampler.plan.num_repeated) / max(1, num_updates)))
+
+    def _from_the_beginning(self) -> BatchSampler:
+        sampler = copy.copy(self.sampler)
+        sampler.load_state_dict({**sampler.state_dict(), "epoch": 0, "position": 0})
+        return sampler
 
 
 @final

@@ -160,6 +160,8 @@ class TrainingData:
         sampler = BatchSampler(lengths, settings.budget, grouping=grouping, **options)
         batches = PlannedBatches(sampler, lengths, options["pad_multiple_of"])
         batches.packing = packing if grouping.row_capacity is not None else None
+        if settings.finds_budget:  # now, before a place in an epoch is restored
+            batches.planned_size = batches.mean_size(args.gradient_accumulation_steps)
         return batches
 
     def _resizable(self, lengths: IntArray, args: Any, multiple: int, options: dict[str, Any]) -> BatchSource:

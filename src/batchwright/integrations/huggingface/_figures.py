@@ -18,8 +18,9 @@ HINTS = {
     "memory_fraction": "pass memory=MemoryMonitor() to the trainer, from batchwright.step",
 }
 # Places in the sums of an update: its weight in labels or examples, examples, tokens, padded tokens, micro-batches, how
-# often a rank has run out of memory since training began, and how many ranks have failed or cannot weigh micro-batches.
-WEIGHT, EXAMPLES, TOKENS, PADDED, PARTS, OOMS, FAILED, REFUSED = range(8)
+# often ranks have run out of memory and how often they have cut micro-batches since training began, and how many ranks
+# have failed or cannot weigh micro-batches.
+WEIGHT, EXAMPLES, TOKENS, PADDED, PARTS, OOMS, CUTS, FAILED, REFUSED = range(9)
 
 
 @final
@@ -28,12 +29,14 @@ class TrainingFigures:
 
     Attributes:
         num_ooms: how often this rank has run out of memory since training began.
+        num_cuts: how many more pieces than micro-batches this rank has run since training began.
         lr_factor: the factor of the learning rate in the update.
         loss: of the update on this rank, as far as it was run.
     """
 
     def __init__(self) -> None:
         self.num_ooms = 0
+        self.num_cuts = 0
         self.lr_factor = 1.0
         self.loss: Tensor | float = 0.0
         self._saved_ooms = 0  # of the runs before, from a checkpoint
@@ -41,11 +44,13 @@ class TrainingFigures:
         self._all = _no_sums()
         self._recent: Tensor | None = None
         self._num_recent = 0
+        self._cuts_at_start, self._cuts_logged = 0, 0
         self._start = 0.0
 
     def begin(self, sums: Tensor) -> None:
         """Begin an update with its sums over all ranks."""
         self._sums, self.loss, self._start = sums, 0.0, time.perf_counter()
+        self._cuts_at_start = self.num_cuts
 
     def end(self) -> None:
         """Count the update as done."""
@@ -79,9 +84,10 @@ class TrainingFigures:
             return {}
         sums, num = self._recent.tolist(), self._num_recent
         self._recent, self._num_recent = None, 0
+        before, self._cuts_logged = self._cuts_logged, self._all_cuts()
         return {
             "batch_size": sums[EXAMPLES] / num,
-            "num_micro_batches": sums[PARTS] / num,
+            "num_micro_batches": (sums[PARTS] + self._cuts_logged - before) / num,
             "padding": 1 - sums[TOKENS] / sums[PADDED],
             "ooms": self._all_ooms(),
         }
@@ -101,6 +107,10 @@ class TrainingFigures:
         # The sums hold what other ranks had met before this update; their newest failures arrive with the next one.
         return self._saved_ooms + max(round(float(self._sums[OOMS])), self.num_ooms)
 
+    def _all_cuts(self) -> int:
+        # As above: those of this rank up to now, those of other ranks before this update.
+        return round(float(self._sums[CUTS])) - self._cuts_at_start + self.num_cuts
+
 
 def _no_sums() -> Tensor:
-    return torch.zeros(8, dtype=torch.float64)
+    return torch.zeros(9, dtype=torch.float64)

@@ -20,6 +20,7 @@ from ...step.huggingface import has_usual_loss, unwrapped, usual_reading
 from ...step.oom import Snapshot
 from ...step.packing.attention import VarlenHandle, is_flash, is_prepared, try_varlen, why_not_varlen
 from ...step.packing.collator import PackCollator, flattened
+from ...step.packing.probing import complaint_about_rows, why_not_packed
 from .._devices import Devices
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,10 @@ def _rows(grouping: Grouping, collate: Collate, collator: PackCollator, model: A
         if isinstance(found, str) and devices.args.process_index == 0:
             logger.warning("Flat batches run with a mask of all pairs of tokens, which is slow: %s.", found)
         handle = None if isinstance(found, str) else found
+    is_tried = is_flat and (handle is not None or is_prepared(model))
+    reason = None if is_tried else why_not_packed(model, collator)
+    if reason is not None:
+        raise ArgumentError(complaint_about_rows(model, collator, reason))
     return Packing(
         grouping, collate, takes_rows=True, width=None if is_flat else collator.width, is_flat=is_flat, handle=handle
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ from ._settings import Settings
 from ._streams import first_buffer
 from .callbacks import Batching
 
+logger = logging.getLogger(__name__)
+
 _ARGUMENTS = (
     "bf16",
     "fp16",
@@ -75,6 +78,7 @@ def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: Budge
     if finder.checkpoint is not None:
         saved = saved_budget(Path(finder.checkpoint), trainer.args.ignore_data_skip)
         if saved is not None:
+            _warn_of_less_memory(trainer, settings, saved)
             return saved
     _check(trainer)
     trainer.create_optimizer()  # as training does a moment later
@@ -136,6 +140,19 @@ def saved_budget(checkpoint: Path, ignores_place: bool) -> FoundBudget | None:
             "the same budget, or set ignore_data_skip=True to begin the epoch again"
         )
     return None
+
+
+def _warn_of_less_memory(trainer: Any, settings: Settings, saved: FoundBudget) -> None:
+    """Warn if the batches of a checkpoint were planned for more memory than there is here."""
+    monitor = monitor_of(trainer.args.device, settings.memory)
+    if monitor is None or saved.memory is None or saved.memory.max_bytes <= monitor.total_bytes:
+        return
+    then = "run in pieces" if settings.on_oom == "split" else "are left out" if settings.on_oom == "skip" else "fail"
+    logger.warning(
+        "The checkpoint was planned for %.1f GiB, and this device has %.1f: batches that do not fit %s. To plan for "
+        "this device, give a budget and set ignore_data_skip=True, which begins the epoch again.",
+        saved.memory.max_bytes / 2**30, monitor.total_bytes / 2**30, then,
+    )  # fmt: skip
 
 
 def _check(trainer: Any) -> None:

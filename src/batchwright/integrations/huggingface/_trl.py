@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
@@ -96,7 +97,9 @@ class CallFigures:
             return
         mode, weight = "train" if trainer.model.training else "eval", _weight(inputs, key)
         before = {name: list(values) for name, values in trainer._metrics[mode].items()}
-        yield
+        with gathering_unequally(trainer.accelerator):
+            weight = float(trainer.accelerator.gather(torch.tensor([weight], device=trainer.args.device)).sum())
+            yield
         for name, values in trainer._metrics[mode].items():
             known = before.get(name, [])
             if len(values) == len(known) + 1:
@@ -110,6 +113,35 @@ class CallFigures:
         mean = newest if not values or total == 0 else (values[0] * so_far + newest * weight) / total
         values[:] = [mean]
         self._weights[mode, name] = total
+
+
+@contextmanager
+def gathering_unequally(accelerator: Any) -> Iterator[None]:
+    """Let ranks gather tensors of different lengths inside the context: TRL gathers a number per pair.
+
+    Planned batches differ in size, and a plain gather of unequal tensors mixes their numbers up or breaks off.
+    """
+    if accelerator.num_processes == 1:
+        yield
+        return
+    plain = accelerator.gather
+
+    def gather(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(tensor, Tensor) or tensor.ndim == 0:
+            return plain(tensor)
+        sizes = plain(torch.tensor([len(tensor)], device=tensor.device)).tolist()
+        gathered = plain(accelerator.pad_across_processes(tensor, dim=0))
+        parts = gathered.split(max(sizes)) if max(sizes) else []
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]) if parts else gathered
+
+    names = ("gather", "gather_for_metrics")
+    for name in names:  # over the methods of its class
+        setattr(accelerator, name, gather)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(accelerator, name)
 
 
 @contextmanager

@@ -161,7 +161,9 @@ class Updates:
         except Exception as error:  # raised below, on all ranks
             failure = error
         flags = [failure is not None, bool(self._weights.refusal)]
-        mine = torch.tensor([sum(shares), *counted, self.figures.num_ooms, *flags], dtype=torch.float64)
+        mine = torch.tensor(
+            [sum(shares), *counted, self.figures.num_ooms, self.figures.num_cuts, *flags], dtype=torch.float64
+        )
         sums = devices.add_up(mine)
         if failure is not None and devices.args.world_size == 1:
             raise failure
@@ -239,7 +241,7 @@ class Updates:
         self.entropy.keep()
         if self.noise is not None:
             self.noise.keep()
-        num_ooms = self.figures.num_ooms
+        num_ooms, num_cuts = self.figures.num_ooms, self._safe_steps.num_cuts
         loss = self._safe_steps.run(
             model,
             inputs,
@@ -250,6 +252,7 @@ class Updates:
             has_scaler=devices.accelerator.scaler is not None,
             replay=self._graphs.replay(inputs, share, self.whole),
         )
+        self.figures.num_cuts += self._safe_steps.num_cuts - num_cuts
         if self._settings.on_oom == "skip" and self.figures.num_ooms > num_ooms:
             self._left_out += share
         return loss
@@ -261,8 +264,8 @@ class Updates:
         accelerator, share = devices.accelerator, self._next_share()
         is_last = is_end and accelerator.sync_gradients
         with nullcontext() if is_end else accelerator.no_sync(model):
-            # Other ranks wait in this backward pass.
-            runs_idle = share == 0 and is_last and devices.args.world_size > 1
+            # Other ranks wait: in the backward pass of the last micro-batch, and in any loss that gathers figures.
+            runs_idle = share == 0 and devices.args.world_size > 1
             loss = self._weighted_step(step, model, part, has_share=share > 0, runs_idle=runs_idle)
         if is_last and devices.args.world_size > 1:
             left_out = unreduced_parameters(model, optimizer)

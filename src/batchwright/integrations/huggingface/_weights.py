@@ -30,7 +30,6 @@ class TrainerLoss(NamedTuple):
     compute: Compute  # as for a single process
     model: nn.Module  # without wrappers for several devices
     prepare: Callable[[dict[str, Any]], dict[str, Any]]  # moves inputs to the device
-    is_half: bool = False  # it computes in half precision
     needs_whole: bool = False  # it was declared to compare the examples of a batch
     is_own: bool = False  # it is the model's own, and not one that the trainer makes of its outputs
     smooths: bool = False  # the trainer smooths labels
@@ -100,7 +99,6 @@ class LossWeights:
             loss.prepare(dict(batch)),
             key=key,
             by_example=self._by_example,
-            is_half=loss.is_half,
             is_own=loss.is_own,
         )
 
@@ -175,7 +173,10 @@ class LossWeights:
         divides = self._weighing.divides and labels is None
         # Before the loss, which may remove the labels.
         weight = self._weight_of(inputs, update, divides)
-        with_outputs = with_outputs or self._is_idle or labels is not None
+        # A mean over nothing may be NaN, and only outputs make a zero then. Otherwise they are not asked for: TRL would
+        # run another forward pass for them, which ranks that are not idle do not join.
+        needs_outputs = self._is_idle and not divides and float(weight) == 0
+        with_outputs = with_outputs or needs_outputs or labels is not None
         # The trainer evaluates with the number of labels of the batch, so a loss may count on getting one.
         number = (weight if update is None else update.total) if divides else None
         found = compute(number, with_outputs)

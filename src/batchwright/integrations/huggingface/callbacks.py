@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from ...step.calibration.found import FoundBudget
 from .._auto import coupling_of
 from .._observing import Change, History, LiveHistory, observe
 from .._ranked import agree, controller_of
-from ._batches import ResizableBatches
+from ._batches import PlannedBatches, ResizableBatches
 from ._data import TrainingData
 from ._evaluation import Evaluation
 from ._figures import HINTS
@@ -30,6 +31,8 @@ from ._settings import Settings
 from ._trl import CallFigures
 from ._updates import Updates
 from ._weights import LossWeights
+
+logger = logging.getLogger(__name__)
 
 _CONTROLLER_NAME = "batchwright_controller"
 # Raise it when an older state can no longer be read.
@@ -157,6 +160,7 @@ class UpdateCallback(TrainerCallback):
         self._updates = updates
         self._scaled = ExitStack()
         self._rate: float | None = None
+        self._planned_size: int | None = None
         self.rule, self.beta2_rule = settings.rule, settings.rule_of_beta2
         self._history = LiveHistory(settings.history)
         self._changes: list[Change] = []
@@ -177,6 +181,32 @@ class UpdateCallback(TrainerCallback):
                 self.beta2_rule = get_beta2_rule(usual.beta2_rule)
         if self.beta2_rule is not None:
             check_beta2(optimizer)
+        self._planned_size = self._find_planned_size(args)
+
+    def _find_planned_size(self, args: Any) -> int | None:
+        """Return the size that rate and beta2 follow for the whole training, None if they follow that of each update.
+
+        The batches of a found budget have about as many tokens each, and a loss over tokens as much noise, whatever
+        their number of examples: the rate should not rise because examples are short.
+        """
+        settings, batches = self._settings, self._data.batches
+        size = batches.planned_size if isinstance(batches, PlannedBatches) else None
+        if size is None:
+            return None
+        base_size = settings.base_size
+        if args.process_index == 0 and self.rule is not None:
+            factor = self._factor_of(size)
+            logger.info(
+                "The learning rate is multiplied by %.4g: updates have %d examples on average, base_size is %d.",
+                factor, size, base_size,
+            )  # fmt: skip
+        elif args.process_index == 0:
+            logger.info(
+                "Updates have %d examples on average, and the learning rate stays as it is; lr_rule='sqrt' with "
+                "base_size, the size that it was chosen for, scales it.",
+                size,
+            )
+        return size
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Scale the learning rate."""
@@ -187,7 +217,7 @@ class UpdateCallback(TrainerCallback):
         rule, base_size = self.beta2_rule, self._settings.base_size
         beta2s = None
         if rule is not None and base_size is not None:
-            beta2s = beta2s_for(optimizer, rule, self._updates.figures.batch_size, base_size)
+            beta2s = beta2s_for(optimizer, rule, self._size(), base_size)
         self._scaled.enter_context(changed_beta2(optimizer, beta2s))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -230,12 +260,18 @@ class UpdateCallback(TrainerCallback):
         changes, self._changes = self._changes, []
         return changes
 
+    def _size(self) -> int:
+        """Return the size that rate and beta2 follow."""
+        return self._updates.figures.batch_size if self._planned_size is None else self._planned_size
+
     def lr_factor(self) -> float:
         """Return the factor of the learning rate in this update."""
+        return self._factor_of(self._size())
+
+    def _factor_of(self, batch_size: int) -> float:
         rule, base_size = self.rule, self._settings.base_size
         if rule is None or base_size is None:
             return 1.0
-        batch_size = self._updates.figures.batch_size
         if rule != "adascale":
             return float(rule(batch_size, base_size))
         average = self._updates.noise_average

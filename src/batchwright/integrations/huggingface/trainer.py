@@ -98,7 +98,8 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         micro_batch: a ``FitToMemory``, which lets at most ``.size`` examples of a micro-batch run at once and follows
             the memory in use; it reads ``memory``, or by itself a GPU. Not with ``on_oom="raise"``.
         lr_rule: ``"none"``, ``"linear"``, ``"sqrt"``, ``"adascale"`` or a function of ``(batch_size, base_size)``; it
-            applies only inside the optimizer's step. None is ``"none"``, except with ``controller="auto"``.
+            applies only inside the optimizer's step. None is ``"none"``, except with ``controller="auto"``. With
+            ``budget="auto"`` and no controller it gets the mean size of the planned updates.
         base_size: the batch size over all ranks that ``learning_rate`` was chosen for; needed with ``lr_rule`` and
             ``beta2_rule``.
         measure_noise: estimate gradient noise; micro-batches are then random parts, which pad more. A number ``n``
@@ -348,7 +349,6 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
             self._tried_loss,
             self.model,
             self._prepare_inputs,  # type: ignore[attr-defined]
-            is_half=bool(self.args.bf16 or self.args.fp16),
             needs_whole=self._needs_whole_batch(),
             is_own=self._uses_own_loss(),
             smooths=self.args.label_smoothing_factor > 0,

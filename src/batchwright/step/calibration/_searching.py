@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
+import numpy.typing as npt
 
 from ..._types import MAX_INT32, IntArray
 from ...errors import DoesNotFitError
-from ...plan import MaxTokens, MemoryModel, TimeModel
+from ...plan import MaxBytes, MaxTokens, MemoryModel, TimeModel
+from ...plan.models.memory import margin_with_floor, peak_of, with_floor
+from ._bounds import between, bounds_from, dominates, most_ran
 from .found import TOLERANCE, FoundBudget
 from .result import Measurement, Shape
 from .running import USABLE
@@ -19,8 +22,8 @@ from .running import USABLE
 _MOST_PROBES = 8
 _MOST_PROBES_PER_AXIS = 2  # more for every further axis, which has terms of its own
 _LEAST_ROWS = 3
-# Batches that may run out of memory on the way, each at most half as large as the one before.
-_MOST_FAILURES = 3
+# Batches that may run out of memory on the way.
+_MOST_FAILURES = 5
 # A model fitted to small batches says little about far larger ones: a batch costs at most so many times the last.
 _GROWTH = 8
 # Throughput gains no more if a smaller batch has this share of it; until then batches grow by this factor.
@@ -95,15 +98,22 @@ class Search:
         limit: the most bytes, None if memory is not measured.
         wants_knee: stop where throughput does.
         most_items: that a batch of training could have.
+
+    Attributes:
+        found: what ran.
+        failed: what ran out of memory.
+        num_surprises: how many batches ran out of memory, or took more than was planned for.
+        is_checked: the most demanding batches that would be planned have run.
     """
 
     def __init__(self, rows: list[Row], limit: int | None, *, wants_knee: bool, most_items: int) -> None:
-        self._rows, self._limit = rows, limit
+        self._rows, self.limit = rows, limit
         self._wants_knee = wants_knee or limit is None
         self._most_items = most_items
         self._longest = rows[-1]
         self.found: list[Measurement] = []
-        self._failed: list[Shape] = []
+        self.num_surprises, self.is_checked = 0, False
+        self.failed: list[Shape] = []
         self._num_tried = {row.lengths: 0 for row in rows}  # after the first look
         self._seconds = 0.0
 
@@ -120,12 +130,12 @@ class Search:
                 f"budget='auto' ran out of memory on one example of length {self._longest.lengths}; shorten it, train "
                 "with gradient_checkpointing=True, or give a budget and on_oom='skip'"
             )
-        if len(self.found) < _LEAST_ROWS:
+        if not self.is_fitted:
             return
         self._num_tried = dict.fromkeys(self._num_tried, 0)
         most = _MOST_PROBES + _MOST_PROBES_PER_AXIS * (len(self._longest.lengths) - 1)
         for _ in range(most - len(self.found) + _MOST_FAILURES):
-            if len(self.found) >= most or len(self._failed) > _MOST_FAILURES:
+            if len(self.found) >= most or len(self.failed) > _MOST_FAILURES:
                 return
             wanted = self._next()
             if wanted is None:
@@ -134,22 +144,23 @@ class Search:
 
     def note(self, shape: Shape, found: Measurement | None) -> None:
         """Take what a batch took, None if memory ran out."""
-        self._num_tried[shape[1:]] += 1
+        self._num_tried[shape[1:]] = self._num_tried.get(shape[1:], 0) + 1
+        self.num_surprises += found is None or (self.limit is not None and (found.peak_bytes or 0) > self.limit)
         if found is not None:
             self.found.append(found)
             self._seconds += found.first_visit_seconds + found.seconds
             return
-        self._failed.append(shape)
+        self.failed.append(shape)
 
     def budget(self) -> FoundBudget:
         """Return what was found."""
-        if len(self.found) < _LEAST_ROWS:  # too few to fit anything to: batches no larger than these
+        if not self.is_fitted:  # too few to fit anything to: batches no larger than these
             return FoundBudget(None, None, MaxTokens(max(row.shape[0] * sum(row.shape[1:]) for row in self.found)))
-        found = self._fitted()
-        if self._open_rows(found):
+        found = self.fitted()
+        if not self.is_checked and self._open_rows(found):
             # Not all was measured: there was no time, or memory ran out.
             largest = max(row.shape[0] * sum(row.shape[1:]) for row in self.found)
-            found = replace(found, tokens=MaxTokens(largest * (1 if self._failed else _REACH)))
+            found = replace(found, tokens=MaxTokens(largest * (1 if self.failed else _REACH)))
         return found
 
     def _first_look(self) -> list[tuple[Row, int]]:
@@ -172,21 +183,37 @@ class Search:
         return [(row, num) for row, num in wanted if (num, *row.lengths) not in ran]
 
     def _has_failed(self, shape: Shape) -> bool:
-        return any(all(one >= two for one, two in zip(shape, other, strict=True)) for other in self._failed)
+        return any(dominates(shape, other) for other in self.failed)
 
     def _next(self) -> tuple[Row, int] | None:
         """Return the next batch, None if nothing larger would be planned."""
-        found = self._fitted()
+        found = self.fitted(explores=True)
         # The ends first: what lies between follows from them.
         ends = (self._longest, self._rows[0])
         for row in sorted(self._open_rows(found), key=lambda row: (self._num_tried[row.lengths], row not in ends)):
-            num = self._within_reach(row, self._wanted(row, found), found)
-            while num > self._ran(row) and self._has_failed((num, *row.lengths)):
-                num = (num + self._ran(row)) // 2
+            num = self.instead((self._within_reach(row, self._wanted(row, found), found), *row.lengths))
             is_larger = num > _WORTHWHILE * self._ran(row) and num >= len(row.pillars)
-            if is_larger and not self._takes_too_long((num, *row.lengths)):
+            if is_larger and not self.takes_too_long((num, *row.lengths)):
                 return row, num
         return None
+
+    def instead(self, shape: Shape) -> int:
+        """Return how many items to try of a batch: fewer where as many, or hardly more, ran out of memory before."""
+        num, *sides = shape
+        failed = min((other[0] for other in self.failed if dominates(tuple(sides), other[1:])), default=MAX_INT32)
+        if num * _WORTHWHILE < failed:
+            return num
+        return between(most_ran(sides, self.ran), failed, self.failed)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Return whether enough batches ran for a fit."""
+        return len(self.found) >= _LEAST_ROWS
+
+    @property
+    def ran(self) -> list[Shape]:
+        """Return the batches that ran."""
+        return [probe.shape for probe in self.found]
 
     def _open_rows(self, budget: FoundBudget) -> list[Row]:
         """Return the rows of which larger batches would be planned than were measured."""
@@ -238,37 +265,56 @@ class Search:
             )
         return max(1, len(row.pillars), min(num, reach))
 
-    def _takes_too_long(self, shape: Shape) -> bool:
+    def takes_too_long(self, shape: Shape, *, more: float = 0.0) -> bool:
+        """Say whether a batch would take longer than what is left of the time, with some seconds more."""
         model = self._time()
         seconds = float(model.predict([[shape[0], sum(shape[1:])]])[0]) * 2 + model.first_visit_seconds
-        return self._seconds + seconds > _MOST_SECONDS
+        return self._seconds + seconds > _MOST_SECONDS + more
 
-    def _fitted(self) -> FoundBudget:
-        memory = None if self._limit is None else self._memory().budget(max(1, self._limit))
+    def fitted(self, *, explores: bool = False) -> FoundBudget:
+        """Return what follows from all that ran, however far that is from what would be planned.
+
+        Args:
+            explores: a batch that failed lowers only what is tried of its own row or longer ones: others may still run,
+                and show that it was not memory.
+        """
+        memory = self._memory(explores=explores)
+        bounds = bounds_from(self.failed, self.ran)
         if not self._wants_knee:
-            return FoundBudget(memory, None)
-        return FoundBudget(memory, self._time(), least_tokens=self._least_tokens())
+            return FoundBudget(memory, None, bounds=bounds)
+        return FoundBudget(memory, self._time(), least_tokens=self._least_tokens(), bounds=bounds)
 
-    def _arrays(self) -> tuple[IntArray, list[float]]:
-        return np.array([row.shape for row in self.found]), [float(row.peak_bytes or 0) for row in self.found]
+    def _arrays(self) -> tuple[IntArray, npt.NDArray[np.float64]]:
+        return np.array(self.ran), np.array([float(row.peak_bytes or 0) for row in self.found])
 
-    def _memory(self) -> MemoryModel:
-        """Return the fit to what ran, and to what did not: that would have taken all the memory there is, or more."""
+    def _memory(self, *, explores: bool) -> MaxBytes | None:
+        """Return the budget of the fit to what ran, below what did not run."""
+        if self.limit is None:
+            return None
         shapes, peaks = self._arrays()
-        model = MemoryModel.fit(shapes, peaks)
-        if self._failed and self._limit is not None:
-            over = np.maximum(model.predict(self._failed), self._limit / USABLE).tolist()
-            model = MemoryModel.fit([*shapes.tolist(), *self._failed], [*peaks, *over])
-        errors = np.array(peaks) / model.predict(shapes) - 1
+        phases = with_floor(shapes, peaks)
+        errors = peaks / peak_of(phases, shapes) - 1
         # The margin for shapes never seen is very wide with so few, but the largest batches were measured.
-        margin = max(_LEAST_MARGIN, float(errors.max()), min(model.margin, _MOST_MARGIN))
-        return MemoryModel(model.terms, margin, model.other)
+        margin = max(_LEAST_MARGIN, float(errors.max()), min(margin_with_floor(shapes, peaks), _MOST_MARGIN))
+        model = MemoryModel(phases[0], margin, phases[1] if len(phases) > 1 else None)
+        failed = [] if explores else self.failed
+        return model.budget(max(1.0, _limit_below(failed, model, self.limit, float(peaks.max()))))
 
     def _time(self) -> TimeModel:
         # By the sum of the lengths: so few probes cannot tell what each axis takes, and the knee is flat.
         shapes = [(row.shape[0], sum(row.shape[1:])) for row in self.found]
         first = [row.first_visit_seconds for row in self.found]
         return TimeModel.fit(shapes, [row.seconds for row in self.found], first_visit_seconds=first)
+
+
+def _limit_below(failed: list[Shape], model: MemoryModel, limit: float, most_ran: float) -> float:
+    """Return the most bytes to plan for: a share of those at which memory ran out, if that was before the limit.
+
+    A batch that failed, though one ran that took more than is predicted for it, failed by something else, such as the
+    number of its items. It says nothing about batches of other shapes; the bounds know about it.
+    """
+    at = [predicted for predicted in model.predict(failed).tolist() if predicted > most_ran] if failed else []
+    return min([limit, *(max(most_ran, USABLE * predicted) for predicted in at)])
 
 
 def _per_item(terms: Any, lengths: tuple[int, ...]) -> float:

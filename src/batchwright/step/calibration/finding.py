@@ -22,6 +22,7 @@ from .._optimizers import step_of_zeros
 from ..measuring._restoring import restored
 from ..memory.monitor import MemoryMonitor
 from ..oom import drop_gradients, free_memory, is_out_of_memory
+from ._checking import planned_checks
 from ._searching import Row as Row
 from ._searching import Search, probe_rows
 from .found import FoundBudget
@@ -118,6 +119,9 @@ def find_budget(
         for row, num in search.shapes():
             found = prober.measure((num, *row.lengths), row.examples(num, lengths))
             search.note((num, *row.lengths), found)
+            bar.update()
+        for shape, examples in planned_checks(search, lengths):
+            search.note(shape, prober.measure(shape, examples))
             bar.update()
     free_memory([device])
     return search.budget()

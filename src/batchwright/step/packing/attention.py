@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
@@ -15,16 +13,16 @@ from ...errors import ArgumentError
 from .._loss_probe import evaluating, unwrapped
 from ..oom import Snapshot
 from ._kernels import INSTEAD, Attend, attend_on_cuda, attend_plainly, attention, has_windows, is_mark, torch_varlen
+from .collator import PackCollator
+from .probing import HALF, compare, packing, training, usual_sequences, windows_of
+from .probing import is_flash as is_flash
 
 NAME = "batchwright_varlen"  # of the attention, in transformers
-_HALF = (torch.float16, torch.bfloat16)
 _MOST_HEAD_SIZE = 256
 _LEAST_CAPABILITY = (8, 0)
 # What transformers' configurations call the dropout of attention.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "attn_dropout_prob")
-_SHORT_WINDOW = 128
-# How far outputs of a flat batch may be off, by rounding; on a GPU float32 may be computed in TF32.
-_ERROR, _ERROR_ON_GPU, _HALF_ERROR = 1e-4, 5e-3, 5e-2
+_FLAT = packing(PackCollator(layout="flat", causal=False))
 _LAYERS = ("full_attention", "sliding_attention")
 
 
@@ -49,7 +47,7 @@ def why_not_varlen(model: Any, device: torch.device | str, dtype: torch.dtype) -
         return reason
     if device.type != "cuda":
         return f"it runs on CUDA only, not on {device.type}"
-    if dtype not in _HALF:
+    if dtype not in HALF:
         name = str(dtype).removeprefix("torch.")
         return f"it computes in float16 or bfloat16, not in {name}; train with bf16=True or under autocast"
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
@@ -90,23 +88,9 @@ def _reason_of_layers(text: Any) -> str | None:
         size = text.hidden_size // text.num_attention_heads
     if size is not None and size > _MOST_HEAD_SIZE:
         return f"heads have at most {_MOST_HEAD_SIZE} numbers, and those of the model have {size}"
-    if _windows_of(text) and not has_windows():
+    if windows_of(text) and not has_windows():
         return f"torch {torch.__version__} has no windows in varlen_attn, and the model has sliding_window"
     return None
-
-
-def _windows_of(text: Any) -> bool:
-    """Return whether layers of a model see only a window of tokens."""
-    kinds = getattr(text, "layer_types", None)
-    if kinds:
-        return "sliding_attention" in kinds
-    return getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True) is not False
-
-
-def is_flash(model: Any) -> bool:
-    """Return whether a model runs a flash attention of its own, which reads the bounds of flat batches by itself."""
-    attention = getattr(getattr(unwrapped(model), "config", None), "_attn_implementation", None) or ""
-    return "flash" in attention
 
 
 def use_varlen(model: Any, *, dtype: torch.dtype | None = None, attend: Attend | None = None) -> VarlenHandle:
@@ -223,11 +207,11 @@ def _try_out(model: Any) -> str | None:
     try:
         with torch.no_grad():
             with evaluating(model):
-                reason = _compare(model) or _reason_of_windows(model.config.get_text_config(), windows)
-            if reason is None:
-                with _training(model):  # where a dropout of attention that the configuration hides is refused
-                    model(**_flat_inputs(_sequences(model)))
-        return reason
+                reason = compare(model, _FLAT)
+            windows.clear()
+            with training(model):  # where a dropout of attention that the configuration hides is refused
+                model(**_FLAT([usual_sequences(model)]))
+        return reason or _reason_of_windows(model.config.get_text_config(), windows)
     except ArgumentError as error:
         return str(error).removesuffix(f"; {INSTEAD}")
     except Exception as error:
@@ -237,69 +221,9 @@ def _try_out(model: Any) -> str | None:
         snapshot.restore()
 
 
-@contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """Switch a model to training mode; afterwards every module is in the mode that it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    for module, _ in modes:
-        module.training = True
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-def _compare(model: Any) -> str | None:
-    sequences = _sequences(model)
-    apart = [model(input_ids=sequence[None], use_cache=False) for sequence in sequences]
-    together = model(**_flat_inputs(sequences))
-    num, names = sum(map(len, sequences)), [name for name, value in together.items() if isinstance(value, Tensor)]
-    for name in names:
-        if together[name].ndim < 2 or together[name].shape[1] != num:
-            return f"its output {name} has no row per token"
-    if not names:
-        return "it has no output"
-    found = together[names[0]].float()
-    expected = torch.cat([outputs[names[0]] for outputs in apart], dim=1).float()
-    error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
-    usual = _ERROR if expected.device.type == "cpu" else _ERROR_ON_GPU
-    if not error <= (_HALF_ERROR if model.dtype in _HALF else usual):  # nor is NaN
-        return (
-            f"its {names[0]} of a flat batch are {error:.2g} off those of the sequences apart; positions may begin at "
-            "another number than 0, or layers may mix sequences"
-        )
-    return None
-
-
-def _sequences(model: Any) -> list[Tensor]:
-    """Return two sequences of usual tokens; one is longer than a window, if that is short."""
-    text = model.config.get_text_config()
-    special = [value for name, value in text.to_dict().items() if name.endswith("_token_id")]
-    usual = [token for token in range(min(text.vocab_size, 997)) if token not in special]
-    window = getattr(text, "sliding_window", None) or 0
-    lengths = [7 + (window if _windows_of(text) and window <= _SHORT_WINDOW else 0), 4]
-    tokens = torch.tensor([usual[place * 7 % len(usual)] for place in range(sum(lengths))], device=model.device)
-    return list(tokens.split(lengths))
-
-
-def _flat_inputs(sequences: list[Tensor]) -> dict[str, Any]:
-    lengths, device = torch.tensor([0, *map(len, sequences)]), sequences[0].device
-    bounds, longest = lengths.cumsum(0).to(device, torch.int32), int(lengths.max())
-    return {
-        "input_ids": torch.cat(sequences)[None],
-        "position_ids": torch.cat([torch.arange(len(tokens), device=device) for tokens in sequences])[None],
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-        "use_cache": False,
-    }
-
-
 def _reason_of_windows(text: Any, windows: list[Any]) -> str | None:
     """Return whether layers that should see a window of tokens did not say so to their attention."""
-    if not _windows_of(text):
+    if not windows_of(text):
         return None
     num = sum(window is not None for window in windows)
     kinds = getattr(text, "layer_types", None)

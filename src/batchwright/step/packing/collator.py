@@ -28,12 +28,14 @@ class PackCollator:
     Positions begin at 0 with every example. If the model predicts the next token, the first label of every example is
     masked, since it would be predicted from the last token of its neighbour.
 
-    - ``"positions"``: ``(rows, width)``. Decoders of transformers 5 find the borders in ``position_ids`` and mask
-      attention themselves, with any kernel; but only without a cache, so the batch says ``use_cache=False``.
+    - ``"positions"``: ``(rows, width)``. Most decoders of transformers 5 find the borders in ``position_ids`` and mask
+      attention themselves; but only without a cache, so the batch says ``use_cache=False``.
     - ``"flat"``: one row of all examples without padding, with their borders in ``cu_seq_lens_q`` and similar fields.
       It is the fastest where ``use_varlen(model)`` or a flash attention can run. ``Stepper`` counts and cuts its
       examples.
     - ``"block"``: ``(rows, width)`` with a mask ``(rows, 1, width, width)``, for models that know nothing of packing.
+
+    ``why_not_packed`` tells whether a model keeps the examples of a layout apart.
 
     Args:
         layout: one of the three above.
@@ -137,18 +139,22 @@ class PackCollator:
         for name in rows[0].more:
             batch[name] = torch.stack([_filled(row.more[name], width, 0) for row in rows])
         if self.layout == "block":
-            batch["attention_mask"] = self._mask(batch["position_ids"])
+            batch["attention_mask"] = block_mask(batch["position_ids"], causal=self.causal, dtype=self.mask_dtype)
         return batch
 
-    def _mask(self, positions: Tensor) -> Tensor:
-        """Return which token may look at which: those of its example; padding is an example of its own."""
-        example = (positions == 0).cumsum(1)
-        same = example[:, :, None] == example[:, None, :]
-        allowed = (same & torch.ones_like(same[0]).tril() if self.causal else same)[:, None]
-        if self.mask_dtype == torch.bool:
-            return allowed
-        least = torch.finfo(self.mask_dtype).min
-        return torch.zeros(allowed.shape, dtype=self.mask_dtype).masked_fill(~allowed, least)
+
+def block_mask(positions: Tensor, *, causal: bool, dtype: torch.dtype) -> Tensor:
+    """Return which token may look at which: those of its example; padding is an example of its own.
+
+    >>> block_mask(torch.tensor([[0, 1, 0]]), causal=True, dtype=torch.bool).int().tolist()
+    [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
+    """
+    example = (positions == 0).cumsum(1)
+    same = example[:, :, None] == example[:, None, :]
+    allowed = (same & torch.ones_like(same[0]).tril() if causal else same)[:, None]
+    if dtype == torch.bool:
+        return allowed
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
 @final

@@ -66,6 +66,15 @@ def is_packed(batch: Mapping[str, Any]) -> bool:
     positions = batch.get("position_ids")
     if not (isinstance(positions, Tensor) and positions.ndim >= 2) or isinstance(batch.get("attention_mask"), Tensor):
         return False
+    return starts_again(positions)
+
+
+def starts_again(positions: Tensor) -> bool:
+    """Say whether positions of some row begin again, as they do with every sequence of a packed one.
+
+    >>> starts_again(torch.tensor([[0, 1, 2]])), starts_again(torch.tensor([[0, 1, 0]]))
+    (False, True)
+    """
     return bool((positions.diff(dim=-1) != 1).any())
 
 
