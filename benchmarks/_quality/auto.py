@@ -3,14 +3,15 @@
 ``auto`` asks ``size.goodput``, ``trials`` asks ``size.measured``, which reads experiments of ``step.measure_size``.
 
 Texts of about the same length share an update, as in the grouped arms. The rate follows the root of the size and Adam's
-second moment keeps its half-life, both meant for the first size. Batches are made while the clock stands still, as
-workers would make them; all that the policy costs (noise, reading the loss at every update) is inside the clock.
+second moment keeps its half-life, both meant for the first size. Batches are made while the clock stands still, some at
+a time, as workers would make them; all that the policy costs (noise, reading the loss at every update) is inside the
+clock.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -25,8 +26,12 @@ from batchwright.step import Stepper, StepReport, measure_size
 from .arms import WINDOW, Arm
 from .corpus import Batch, Corpus, Made, Part
 
-NOISE: Row = {"measure_noise": 8, "noise_from": "vectors"}
+# As ``controller="auto"`` of the trainers measures it.
+NOISE: Row = {"measure_noise": 4, "noise_from": "vectors"}
 LARGEST = 64  # times the first size
+# Batches that are made at a time, while the clock stands still and the device with it. At every update that would drain
+# the device, which runs behind the host in all other arms.
+AHEAD = 48
 EXPERIMENTS = (0.1, 0.3)  # when, in parts of the time
 FACTORS = (1, 2, 4)
 # Batches to train on, and groups of them to compare losses on; batches of a group can be joined to one.
@@ -46,6 +51,7 @@ class Auto:
         loss_fn: of ``Stepper``.
         clip_norm: of ``Stepper``.
         seed: of the order.
+        pin: puts batches into pinned memory.
     """
 
     def __init__(
@@ -59,12 +65,14 @@ class Auto:
         loss_fn: Any,
         clip_norm: float,
         seed: int,
+        pin: Callable[[list[Made], Device], list[Made]],
     ) -> None:
         (base,) = arm.numbers
-        self._corpus, self._device = corpus, device
+        self._corpus, self._device, self._pin = corpus, device, pin
         self._rng = np.random.default_rng(seed)
         self._left = np.empty(0, dtype=np.int64)
         self._batches: deque[np.ndarray] = deque()
+        self._ready: deque[tuple[np.ndarray, Made]] = deque()
         # Padded tokens: padding takes time too. The labels of a decoder alone are its inputs.
         columns = ("input_ids", "labels")[: len(corpus.columns)]
         self._stepper = Stepper(
@@ -82,16 +90,29 @@ class Auto:
         self.trained: list[Made] = []
         self.peak_bytes = 0
 
-    def take(self) -> Made:
-        """Return the next batch: of a window of texts, sorted and cut, or of a new one where the size has changed."""
+    @property
+    def is_ready(self) -> bool:
+        """Say whether a batch of the size in force is there."""
+        return bool(self._ready) and self._controller.size == self._size
+
+    def make_ready(self) -> None:
+        """Make some batches: of a window of texts, sorted and cut, or of a new one where the size has changed."""
         if self._controller.size != self._size or not self._batches:
             self._cut(self._controller.size)
-        return self._corpus.make(Part(self._batches.popleft()))
+        cuts = [self._batches.popleft() for _ in range(min(AHEAD, len(self._batches)))]
+        made = self._pin([self._corpus.make(Part(cut)) for cut in cuts], self._device)
+        self._ready.extend(zip(cuts, made, strict=True))
 
-    def take_experiment(self, gone: float) -> tuple[list[Batch], list[Batch]] | None:
-        """Return batches to train on and batches to compare losses on, if it is time for an experiment."""
-        if not self._experiments or gone < self._experiments[0]:
-            return None
+    def take(self) -> Made:
+        """Return the next batch that is ready."""
+        return self._ready.popleft()[1]
+
+    def is_due(self, gone: float) -> bool:
+        """Say whether it is time for an experiment."""
+        return bool(self._experiments) and gone >= self._experiments[0]
+
+    def take_experiment(self, gone: float) -> tuple[list[Batch], list[Batch]]:
+        """Return batches to train on and batches to compare losses on."""
         self._experiments = [moment for moment in self._experiments if moment > gone]
         number, most = self._controller.size, max(FACTORS)
         groups = [self._take_group(number * most) for _ in range(EXPERIMENT_BATCHES // most + HELD_OUT)]
@@ -114,7 +135,9 @@ class Auto:
         return {name: tensor.to(self._device.name, non_blocking=True) for name, tensor in batch.items()}
 
     def _cut(self, number: int) -> None:
-        rest = self._rng.permutation(np.concatenate([*self._batches, np.empty(0, dtype=np.int64)]))
+        unused = [*(cut for cut, _ in self._ready), *self._batches]
+        self._ready.clear()
+        rest = self._rng.permutation(np.concatenate([*unused, np.empty(0, dtype=np.int64)]))
         self._left = np.concatenate([rest, self._left])
         while len(self._left) < number:
             self._left = np.concatenate([self._left, self._rng.permutation(len(self._corpus.lengths))])

@@ -187,7 +187,7 @@ class Run:
         if self.arm.is_sized:
             return Auto(
                 self.arm, self.corpus, self.device, model=self.model, optimizer=self.optimizer, loss_fn=sums,
-                clip_norm=CLIP_NORM, seed=self.seed,
+                clip_norm=CLIP_NORM, seed=self.seed, pin=pin,
             )  # fmt: skip
         if not self.arm.is_ours:
             return Loop(self.model, self.optimizer, self.device)
@@ -258,15 +258,17 @@ class Run:
     def _next(self, number: int, clock: Clock) -> tuple[Made, ...]:
         if not isinstance(self.train, Auto):
             return self.updates[number % len(self.updates)]
-        clock.pause()  # nobody knew the size, so the batch is made now
-        found = self.train.take_experiment(clock.seconds / self.settings.seconds)
-        clock.start()
-        if found is not None:
+        gone = clock.seconds / self.settings.seconds
+        if self.train.is_due(gone):
+            clock.pause()
+            found = self.train.take_experiment(gone)
+            clock.start()
             self.train.experiment(*found)
-        clock.pause()
-        update = (self.train.take(),)
-        clock.start()
-        return update
+        if not self.train.is_ready:  # nobody knew the size, so batches are made now
+            clock.pause()
+            self.train.make_ready()
+            clock.start()
+        return (self.train.take(),)
 
     def _validate(self) -> float:
         """Take the validation loss of a twin, so that evaluation leaves the trained model and its graphs alone."""

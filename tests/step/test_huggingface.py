@@ -128,8 +128,9 @@ def test_the_first_batch_is_checked_on_two_examples_and_later_ones_are_not():
     )
     loss_fn(model, batch)
     loss_fn(model, batch)
-    # Of two examples two sums, a mean, the sum of each and that of one alone, then both modes, and the batches of 7.
-    assert sizes == [2, 2, 2, 2, 2, 1, 2, 2, 7, 7]
+    # Of two examples two sums, a mean, the sum of each and that of one alone, the mean of each, then both modes;
+    # the batches of 7.
+    assert sizes == [2, 2, 2, 2, 2, 1, 2, 2, 2, 2, 7, 7]
 
 
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "LlamaForCausalLM"])

@@ -66,16 +66,22 @@ def get_rule(rule: str | Rule | None) -> Rule | Literal["adascale"] | None:
     return known[rule]
 
 
+# A bound by convention, below which the average is hardly longer than that of the gradient itself. benchmarks/beta2.py
+# shows that shorter averages are worse, but no place where that begins.
+LEAST_BETA2 = 0.95
+
+
 def half_life(batch_size: int, base_size: int, beta2: float) -> float:
     """Return ``beta2 ** (B / B0)``: Adam's average of squared gradients forgets after as many examples as at ``B0``.
 
     Each update multiplies the average by ``beta2``, so half of it is left after ``B · ln 2 / -ln beta2`` examples. A
-    larger batch makes fewer updates of the same examples, and needs a smaller ``beta2`` (Marek et al. 2025).
+    larger batch makes fewer updates of the same examples, and needs a smaller ``beta2`` (Marek et al. 2025). It does
+    not fall below 0.95, or the ``beta2`` that was given if that is less.
 
-    >>> half_life(128, 64, 0.99), half_life(16, 64, 0.9801)
-    (0.9801, 0.99498743710662)
+    >>> half_life(128, 64, 0.99), half_life(16, 64, 0.9801), half_life(512, 64, 0.98)
+    (0.9801, 0.99498743710662, 0.95)
     """
-    return float(beta2 ** (batch_size / base_size))
+    return max(float(beta2 ** (batch_size / base_size)), min(float(beta2), LEAST_BETA2))
 
 
 def get_beta2_rule(rule: str | Beta2Rule | None) -> Beta2Rule | None:

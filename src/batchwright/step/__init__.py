@@ -39,6 +39,7 @@ from .oom import is_out_of_memory as is_out_of_memory  # noqa: E402
 from .packing.attention import use_varlen as use_varlen  # noqa: E402
 from .packing.attention import why_not_varlen as why_not_varlen  # noqa: E402
 from .packing.collator import PackCollator as PackCollator  # noqa: E402
+from .packing.probing import why_not_packed as why_not_packed  # noqa: E402
 from .report import StepReport as StepReport  # noqa: E402
 from .shape_splitting import split_by_shapes as split_by_shapes  # noqa: E402
 from .splitting import split_by_budget as split_by_budget  # noqa: E402
@@ -81,6 +82,7 @@ __all__ = [
     "supervised_loss",
     "use_varlen",
     "whole_batch",
+    "why_not_packed",
     "why_not_varlen",
     "without_filler",
 ]

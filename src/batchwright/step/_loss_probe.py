@@ -266,9 +266,10 @@ class _Reader:
         if not all(math.isfinite(value) for value in (total, mean)):
             return None
         if is_sum:
-            if not self._check_sums(total):
+            apart = self._check_sums(total)
+            if apart is None:
                 return None
-            shifts = self._best_way(lambda counts: abs(mean * counts[0] - total) / abs(total))
+            shifts = self._best_way(self._error_of_means([mean, *self._means_apart(mean)], [total, *apart]))
             if shifts is None and not self._loss.trusts_number:
                 raise self._complaint(mean, f"{total:.6g} with num_items_in_batch=1")
             return LossReading(True, self._ways[0] if shifts is None else shifts)
@@ -290,6 +291,21 @@ class _Reader:
         if first == second == mean and self._views.copies == 1:
             raise self._loss.complaint(f"it is {mean:.6g} whichever of its labels count")
         return None if self._is_tie(error) else LossReading(False, found)
+
+    def _means_apart(self, mean: float) -> list[float]:
+        """Return the means of both parts, unless the loss has none."""
+        return [float(self._loss(view)) for view in self._views[1:3]] if mean else []
+
+    @staticmethod
+    def _error_of_means(means: list[float], sums: list[float]) -> Callable[[list[int]], float]:
+        """Return how far means times counts are off their sums; one label too many may fit one view, not all three."""
+
+        def error(counts: list[int]) -> float:
+            pairs = zip(means, counts, sums, strict=False)
+            errors = [abs(mean * num - total) / max(abs(total), 1e-12) for mean, num, total in pairs]
+            return max(errors) if all(map(math.isfinite, errors)) else math.inf
+
+        return error
 
     def _is_tie(self, error: Callable[[list[int]], float]) -> bool:
         """Say whether every way of counting that counts anything fits."""
@@ -319,13 +335,16 @@ class _Reader:
             self._tolerance = max(self._tolerance, HALF_TOLERANCE)
         return float(mean)
 
-    def _check_sums(self, total: float) -> bool:
-        """Refuse a sum that compares examples, which the number of labels alone does not show; False if unsure."""
+    def _check_sums(self, total: float) -> tuple[float, float] | None:
+        """Refuse a sum that compares examples, which the number of labels alone does not show.
+
+        Returns the sums of both parts, None if they are not finite.
+        """
         first, second = (float(self._loss(view, num_items_in_batch=1)) for view in self._views[1:3])
         single = self._views.single
         alone = second if single is None else 2 * float(self._loss(single, num_items_in_batch=1))
         if not all(map(math.isfinite, (first, second, alone))):
-            return False
+            return None
         if not is_same_alone(self._loss, second, alone):
             raise self._complaint(
                 total, f"{alone / 2:.6g} and {second:.6g} of an example once and twice, all with num_items_in_batch=1"
@@ -333,7 +352,7 @@ class _Reader:
         if not math.isclose(self._views.copies * total, first + second, rel_tol=self._tolerance):
             apart = f"{first / self._views.copies:.6g} and {second / self._views.copies:.6g} apart"
             raise self._complaint(total, f"{apart}, all with num_items_in_batch=1")
-        return True
+        return first, second
 
     def _best_way(self, error: Callable[[list[int]], float]) -> bool | None:
         counts = [self._counts(way) for way in self._ways]

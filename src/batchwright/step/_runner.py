@@ -14,6 +14,7 @@ from .._ranks import Ranks
 from .._tree import leaves
 from ..errors import ArgumentError, DoesNotFitError
 from ..plan import PadTo
+from ._copies import Copied
 from ._settings import Settings
 from .filler import ROW_WEIGHT, Filler, count_rows
 from .graphs.graphed import Graphs
@@ -22,7 +23,7 @@ from .memory.budget_tracker import Feedback
 from .memory.fit_to_memory import MicroLimit
 from .noise import Norms
 from .oom import Buffers, Snapshot, devices_of, free_memory, is_out_of_memory, split_doubts
-from .report import Copied, MicroSums, Pending, Totals, is_on_host, power_of_two
+from .report import MicroSums, Pending, Totals, is_on_host, power_of_two
 from .splitting import LogicalBatch, Part, cost_of, near_equal, split
 
 Parts: TypeAlias = Sequence[Part]

@@ -13,7 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._tree import Rows, leaves, take
 from ..errors import ArgumentError
-from .report import Copied, MicroSums
+from ._copies import Copied
+from .report import MicroSums
 
 # The field of a batch that is 1 for each of its rows and 0 for filler.
 ROW_WEIGHT = "row_weight"

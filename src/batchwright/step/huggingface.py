@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
@@ -40,7 +42,11 @@ from ._loss_samples import sample as sample
 from ._loss_samples import sequence_views as sequence_views
 from .filler import ROW_WEIGHT, without_filler
 from .losses import LossFunction, Sums, entropy_sum
-from .packing.rows import PackedRow, is_flat
+from .oom import is_out_of_memory
+from .packing.attention import is_flash, is_prepared
+from .packing.collator import PackCollator, block_mask
+from .packing.probing import complaint_about_rows, noting_half, why_not_packed
+from .packing.rows import PackedRow, is_flat, starts_again
 
 
 def huggingface_loss(*, with_entropy: bool = False) -> LossFunction:
@@ -80,6 +86,7 @@ class _HuggingFaceLoss:
         self._with_entropy = with_entropy
         self._known: WeakKeyDictionary[nn.Module, LossReading] = WeakKeyDictionary()
         self._novelty: WeakKeyDictionary[nn.Module, Novelty] = WeakKeyDictionary()
+        self._packed: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()  # how rows that are right were made
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Sums:
         """Return the summed loss of a micro-batch and the labels that count."""
@@ -100,6 +107,7 @@ class _HuggingFaceLoss:
 
     def _read(self, model: nn.Module, batch: Mapping[str, Any]) -> LossReading:
         _check_labels(batch)
+        self._check_packed(model, batch)
         found, is_usual = self._known.get(model), has_usual_loss(model)
         if found is not None and is_usual:
             return found
@@ -112,8 +120,8 @@ class _HuggingFaceLoss:
                 "this batch does not show it, as the loss is 0, not finite, or the same for all labels"
             )
         shifts = usual_reading(model, labels).shifts if found is None else found.shifts
-        if is_flat(batch):
-            _check_flat(model, batch, shifts=shifts)
+        if is_flat(batch) and shifts:
+            PackedRow(batch).check_labels()
         if found is None:  # a later batch may tell
             return usual_reading(model, labels)
         self._known[model] = found
@@ -122,19 +130,38 @@ class _HuggingFaceLoss:
             _check_rows(model, batch, found, new)
         return found
 
+    def _check_packed(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+        """Refuse a model in whose packed rows examples do not have the losses that they have alone."""
+        mask, known = batch.get("attention_mask"), self._packed.setdefault(model, set())
+        # What can be told without a look at the device.
+        kind = ("cu_seq_lens_q" in batch, mask.dtype if isinstance(mask, Tensor) and mask.ndim == 4 else None)
+        if "position_ids" not in batch or kind in known:
+            return
+        collator = _collator_of(model, batch)
+        if collator is None:
+            return  # a later batch may be packed
+        options = {name: value for name, value in batch.items() if name == "use_cache"}
+        reason = why_not_packed(model, collator, options)
+        if reason is not None:
+            raise ArgumentError(complaint_about_rows(model, collator, reason))
+        known.add(kind)
 
-def _check_flat(model: nn.Module, batch: Mapping[str, Any], *, shifts: bool) -> None:
-    """Refuse a flat batch whose sequences see each other, or whose labels are predicted across their bounds."""
-    row, base = PackedRow(batch), unwrapped(model)
-    if shifts:
-        row.check_labels()
-    attention = getattr(getattr(base, "config", None), "_attn_implementation", None)
-    keeps_apart = attention is None or "varlen" in attention or "flash" in attention
-    if not keeps_apart and not any(getattr(module, "is_causal", False) for module in base.modules()):
-        raise ArgumentError(
-            f"{type(base).__name__} would let the sequences of a flat batch see each other, as encoders do not look "
-            f"for their bounds with attn_implementation={attention!r}; call use_varlen(model) first"
-        )
+
+def _collator_of(model: nn.Module, batch: Mapping[str, Any]) -> PackCollator | None:
+    """Return what makes rows like those of a batch; None if they hold one sequence each, or are known to be right."""
+    positions, mask = batch["position_ids"], batch.get("attention_mask")
+    predicts_next = usual_reading(model, batch["labels"]).shifts
+    if is_flat(batch):
+        return None if is_prepared(model) or is_flash(model) else PackCollator(layout="flat", causal=predicts_next)
+    if not isinstance(positions, Tensor) or positions.ndim != 2 or not starts_again(positions):
+        return None
+    if mask is None:
+        return PackCollator()
+    if not isinstance(mask, Tensor) or mask.ndim != 4:
+        return None
+    if not torch.equal(mask, block_mask(positions, causal=predicts_next, dtype=mask.dtype)):
+        return None  # the user's own
+    return PackCollator(layout="block", mask_dtype=mask.dtype, causal=predicts_next)
 
 
 def _check_labels(batch: Any) -> None:
@@ -230,7 +257,77 @@ def read_loss(model: nn.Module, batch: Mapping[str, Any], labels: Tensor) -> Los
     """Find out from two examples how to read a loss; None if this batch cannot tell."""
     batch = {**batch, "labels": labels}
     if is_flat(batch):
-        flat_views = sequence_views(batch) or label_views(batch)
-        return None if flat_views is None else read_views(ModelLoss(model), flat_views)
+        return _read_flat(ModelLoss(model), batch)
     views = row_views(batch, num_examples(batch), lambda inputs, rows: take(dict(inputs), rows))
     return read_views(ModelLoss(model), views)
+
+
+def _read_flat(loss: ModelLoss, batch: Mapping[str, Any]) -> LossReading | None:
+    """Read the loss of a flat batch from two of its sequences, which must not depend on each other."""
+    pair = sequence_views(batch)
+    # The same row with other labels that count: its logits are the same to the bit, in half precision too.
+    views = label_views(batch if pair is None else pair.both)
+    found = None if views is None else read_views(loss, views)
+    reason = "" if pair is None or found is None else why_not_apart(loss, pair)
+    if reason:
+        raise ArgumentError(
+            f"{type(unwrapped(loss.module)).__name__} cannot train on flat batches: {reason}; call use_varlen(model) "
+            "first, or train on padded batches"
+        )
+    return found
+
+
+# The loss of a sequence when only its neighbour changes: the same kernels on the same shapes, which add zeros.
+_SAME = 1e-6
+# The loss of a sequence in another row runs in other kernels. On a GPU float32 may be computed in TF32.
+_TOLERANCE_ON_GPU = 1e-3
+
+
+def why_not_apart(loss: ProbedLoss, views: Views) -> str:
+    """Return why two sequences of a packed row do not have the losses that they have alone; an empty text if they do.
+
+    Args:
+        loss: to be tried out.
+        views: of ``sequence_views``.
+    """
+    tokens, name = views.both.get("input_ids"), name_of_labels(views.both)
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        return "it has no input_ids, so that nothing shows whether sequences see each other"
+    num = views.first[name].shape[1]
+    second = {**views.both, name: views.both[name].clone()}
+    second[name][:, :num] = IGNORED
+    before, after = try_out(loss, second, {**second, "input_ids": _other_tokens(tokens, num)})
+    if not math.isclose(before, after, rel_tol=_SAME):
+        return f"the loss of a sequence is {before:.7g}, and {after:.7g} after other tokens, so it sees its neighbour"
+    inside, alone, tolerance = _at_full_precision(loss, second, views.second)
+    if math.isclose(inside, alone, rel_tol=tolerance):
+        return ""
+    return f"the loss of a sequence is {inside:.7g} behind another one and {alone:.7g} alone; positions may go on"
+
+
+def _other_tokens(tokens: Tensor, num: int) -> Tensor:
+    """Return a row in which all of the first tokens are the least or the greatest of it, whichever is another row."""
+    least, most = int(tokens.min()), int(tokens.max())
+    if least == most:
+        most = 0 if least else 1
+    others = tokens.clone()
+    others[:, :num] = most if bool((tokens[:, :num] == least).all()) else least
+    return others
+
+
+def _at_full_precision(loss: ProbedLoss, *inputs: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Return two losses without autocast, where the model can do without, and how far rounding may set them apart."""
+    device = next(loss.module.parameters()).device.type
+    # Their kernels take half precision only.
+    needs_half = device != "cpu" and (is_prepared(loss.module) or is_flash(loss.module))
+    with noting_half(loss.module) as halves:
+        try:
+            with nullcontext() if needs_half else torch.autocast(device, enabled=False):
+                first, second = try_out(loss, *inputs)
+        except Exception as error:
+            if needs_half or is_out_of_memory(error):
+                raise
+            first, second = try_out(loss, *inputs)
+    if halves or needs_half:
+        return first, second, HALF_TOLERANCE
+    return first, second, max(loss.tolerance, TOLERANCE if device == "cpu" else _TOLERANCE_ON_GPU)

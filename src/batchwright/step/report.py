@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ._copies import Copied, Number
 from ._gradients import Gradients
 from .measuring._stopwatch import Lap
 from .noise import NoiseReport
@@ -27,10 +28,11 @@ _HOW = "return (loss_sum, weight): the summed loss and how many examples or toke
 class StepReport:
     """The figures of one update, over all ranks.
 
-    Losses, metrics, noise and the gradient's norm stay on the device until they are read. Memory is that of the fullest
-    rank. ``tokens`` is what ``tokens_of`` or ``lengths`` counted, None without them. ``beta2`` is what ``beta2_rule``
-    made of it for the first group that has one. ``graphed`` says that every micro-batch of this rank was replayed from
-    a graph, and ``recompilations`` how many graphs torch.compile made on this rank in the meantime.
+    Losses, metrics, noise and the gradient's norm are on their way from the device when the report comes; reading one
+    waits for its own update only, not for one that began later. Memory is that of the fullest rank. ``tokens`` is what
+    ``tokens_of`` or ``lengths`` counted, None without them. ``beta2`` is what ``beta2_rule`` made of it for the first
+    group that has one. ``graphed`` says that every micro-batch of this rank was replayed from a graph, and
+    ``recompilations`` how many graphs torch.compile made on this rank in the meantime.
     """
 
     batch_size: int
@@ -41,10 +43,10 @@ class StepReport:
     peak_bytes: int | None
     memory_fraction: float | None
     lr: float | None
-    _loss_sum: Tensor | float
-    _metric_sums: Mapping[str, Tensor | float]
+    _loss_sum: Number
+    _metric_sums: Mapping[str, Number]
     _noise: Callable[[], NoiseReport] | None = None
-    _grad_norm: Tensor | None = None
+    _grad_norm: Number | None = None
     graphed: bool = False
     recompilations: int = 0
     tokens: int | None = None
@@ -162,24 +164,6 @@ def _as_scalar(value: Any, like: Tensor) -> Sum:
 
 def _early(weight: Sum) -> Sum | Copied:
     return Copied(weight) if isinstance(weight, Tensor) and weight.is_cuda else weight
-
-
-@final
-class Copied:
-    """A number on its way from a CUDA device; reading it waits only for its copy, not for work that was queued later.
-
-    The weight of a micro-batch is known before the backward pass, so the host need not wait for that pass to read it.
-    """
-
-    def __init__(self, value: Tensor) -> None:
-        self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
-        self._host.copy_(value, non_blocking=True)
-        self._done = torch.cuda.Event()
-        self._done.record(torch.cuda.current_stream(value.device))
-
-    def __float__(self) -> float:
-        self._done.synchronize()
-        return float(self._host)
 
 
 @final

@@ -17,6 +17,7 @@ from ..plan import Budget, PadTo
 from ..size.learning_rate import Beta2Rule, Rule, adascale, current_lr, get_beta2_rule, get_rule, scaled_lr
 from ..size.momentum import MADE_FOR, Beta2s, beta2s_for, changed_beta2, check_beta2, follow_beta2
 from ..size.noise import NoiseAverage
+from ._copies import copied_numbers
 from ._gathering import Gatherer
 from ._gradients import Existing, Trained, attempt
 from ._optimizers import allocate_state, apply_update, check_optimizer, clip, take_over
@@ -346,6 +347,8 @@ class Stepper:
         peak, fraction = self._read_memory()
         if self._ranks.world_size > 1:  # the ranks have just met, so no work of the update is left to wait for
             seconds, peak, fraction = self._ranks.largest([float(seconds), peak, fraction], self._device)
+        numbers = [summary.loss_sum, *summary.metric_sums.values(), *([] if pending.norm is None else [pending.norm])]
+        loss_sum, *others = copied_numbers(numbers)
         return StepReport(
             batch_size=summary.num_examples,
             num_micro_batches=summary.num_micro_batches,
@@ -357,10 +360,10 @@ class Stepper:
             lr=rate,
             graphed=self._graphs is not None and pending.num_replayed == pending.totals.num_micro_batches,
             recompilations=max(0, num_compilations() - pending.num_compiled_before),
-            _loss_sum=summary.loss_sum,
-            _metric_sums=summary.metric_sums,
+            _loss_sum=loss_sum,
+            _metric_sums=dict(zip(summary.metric_sums, others, strict=False)),
             _noise=pending.noise,
-            _grad_norm=pending.norm,
+            _grad_norm=None if pending.norm is None else others[-1],
             tokens=summary.num_tokens,
             beta2=pending.beta2,
         )

@@ -17,7 +17,7 @@ NOTE = "a beta2 of beta2_rule is captured when it comes again, and of many only 
 
 def twins_of(backend="tape", sizes=SIZES, **options):
     options = {"beta2_rule": "half_life", "base_size": 4, **options}
-    make = lambda parameters: adamw(parameters, betas=(0.9, 0.9))  # noqa: E731
+    make = lambda parameters: adamw(parameters, betas=(0.9, 0.999))  # noqa: E731
     shapes = [(size, 6) for size in sizes]
     return Twins.of(backend, "mlp", shapes=shapes, make_optimizer=make, **options)
 
@@ -29,7 +29,7 @@ def replays(twins, sizes):
         before = twins.graphed.stepper.graph_summary().num_updates_replayed
         twins.step(models.tables((size, 6), seed=seed))
         found.append(twins.graphed.stepper.graph_summary().num_updates_replayed - before)
-        assert twins.eager.report.beta2 == twins.graphed.report.beta2 == pytest.approx(0.9 ** (size / 4))
+        assert twins.eager.report.beta2 == twins.graphed.report.beta2 == pytest.approx(0.999 ** (size / 4))
         assert distance(twins.graphed.values, twins.eager.values) <= SAME
     return found
 
@@ -42,7 +42,7 @@ def test_a_replayed_update_has_the_beta2_of_its_batch_size(backend):
     assert found[-5:] == [1, 1, 1, 1, 1]
     assert sum(found) < len(found)
     for side in twins.sides:
-        assert side.optimizer.param_groups[0]["betas"] == (0.9, 0.9)
+        assert side.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
 def test_with_a_scaler_too():
@@ -71,7 +71,7 @@ def line_loss(model, batch):
 
 
 def line_twins(backend, **options):
-    make = lambda parameters: adamw(parameters, lr=0.25, betas=(0.9, 0.98), eps=1e-12, weight_decay=0.0)  # noqa: E731
+    make = lambda parameters: adamw(parameters, lr=0.25, betas=(0.9, 0.99), eps=1e-12, weight_decay=0.0)  # noqa: E731
     options = {"beta2_rule": "half_life", "base_size": 4, **options}
     return Twins(backend, Line(), line_loss, [(size, 6) for size in SIZES], make_optimizer=make, **options)
 

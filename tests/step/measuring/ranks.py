@@ -29,7 +29,7 @@ def make(loss_fn=loss_fn, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
     ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, betas=(0.9, 0.9))
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, betas=(0.9, 0.99))
     return model, Stepper(ddp, optimizer, loss_fn, **options)
 
 
@@ -47,7 +47,7 @@ def check_report(rank):
     report = stepper.step((torch.ones(5 - rank, 3), torch.ones(5 - rank, 1)))
     assert report.batch_size == 9
     beta2 = stepper.step(shares[rank]).beta2
-    print(f"seconds {report.seconds}, tokens {report.tokens}, beta2 {beta2:.2f}")
+    print(f"seconds {report.seconds}, tokens {report.tokens}, beta2 {beta2:.4f}")
 
 
 def train(stepper, rank, numbers):

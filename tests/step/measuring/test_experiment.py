@@ -627,7 +627,7 @@ def test_hooks_of_the_step_are_refused_unless_what_they_change_is_named():
 
 
 def test_copies_that_do_not_fit_in_host_memory_are_refused_with_numbers(monkeypatch):
-    monkeypatch.setattr(experiment, "_free_bytes", lambda: 100)
+    monkeypatch.setattr(experiment, "free_host_bytes", lambda: 100)
     with pytest.raises(ArgumentError, match="keeps copies of 196 bytes in host memory, of which 100 are free"):
         measure_size(make(model=plain_model()), batches_of())
 
@@ -681,7 +681,7 @@ def test_a_batch_that_cannot_be_copied_is_refused():
 
 
 def test_copies_of_what_restore_names_count_as_host_memory(monkeypatch):
-    monkeypatch.setattr(experiment, "_free_bytes", lambda: 100_000)
+    monkeypatch.setattr(experiment, "free_host_bytes", lambda: 100_000)
     with pytest.raises(ArgumentError, match="host memory"):
         measure_size(make(), batches_of(), restore=[nn.Linear(1000, 1000)])
 
@@ -705,6 +705,6 @@ def test_copies_of_gradients_and_of_objects_in_states_count_as_host_memory(monke
     stepper._ranks.module.extra = {"array": np.zeros(1000), "parts": [torch.zeros(500)]}
     stepper._ranks.module.first.weight.grad = torch.zeros(8, 4)
     assert measure_size(stepper, batches_of()).copy_bytes == before + 8000 + 2000 + 128
-    monkeypatch.setattr(experiment, "_free_bytes", lambda: before + 8000)
+    monkeypatch.setattr(experiment, "free_host_bytes", lambda: before + 8000)
     with pytest.raises(ArgumentError, match="host memory"):
         measure_size(stepper, batches_of())

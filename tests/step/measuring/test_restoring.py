@@ -2,6 +2,7 @@
 
 import copy
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from batchwright.errors import ArgumentError
 from batchwright.step._optimizers import step_of_zeros
-from batchwright.step.measuring._restoring import restored
+from batchwright.step.measuring._restoring import Held, has_room_for, restored
 
 torch.set_num_threads(1)
 OPTIMIZERS = {
@@ -193,3 +194,32 @@ def test_everything_on_the_device_is_as_it_was_and_copies_do_not_lie_there():
     torch.testing.assert_close(image(model, optimizer), before, rtol=0, atol=0)
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert torch.cuda.memory_allocated() == held
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_copies_beside_the_tensors_or_on_the_host_put_back_the_same_bits(on_device):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def update():
+        model(torch.ones(1, 3)).square().sum().backward()
+        optimizer.step()
+
+    update()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    held = Held()
+    held.add_module(model)
+    held.add(optimizer)
+    held.keep(on_device=on_device)
+    for _ in range(2):
+        update()
+        held.put_back()
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert optimizer.state[model.weight]["step"] == 1
+
+
+@pytest.mark.parametrize(("num_bytes", "factor", "has_room"), [(600, 4, True), (601, 4, False), (800, 2, True)])
+def test_copies_have_room_beside_updates_of_the_largest_factor(num_bytes, factor, has_room):
+    memory = SimpleNamespace(total_bytes=1000, peak_bytes=100)
+    assert has_room_for(num_bytes, memory, factor=factor) == has_room
+    assert not has_room_for(num_bytes, None, factor=factor)

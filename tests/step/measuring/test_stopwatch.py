@@ -198,4 +198,4 @@ def test_a_count_that_is_no_function_is_refused():
 
 def test_ranks_report_the_slowest_seconds_and_the_tokens_of_all(tmp_path):
     outputs = run_ranks("tests.step.measuring.ranks", 2, tmp_path / "store", "report")
-    assert all("seconds 3.0, tokens 18, beta2 0.81" in output for output in outputs)
+    assert all("seconds 3.0, tokens 18, beta2 0.9801" in output for output in outputs)

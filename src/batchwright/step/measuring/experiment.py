@@ -29,7 +29,7 @@ from ..report import MicroSums, StepReport
 from ..splitting import ExampleBatch, TensorBatch
 from ..stepper import Stepper
 from ._contents import copied, hooked_step
-from ._restoring import Held, sorted_out
+from ._restoring import Held, free_host_bytes, has_room_for, sorted_out
 from .result import SizeBranch, SizeExperiment
 
 
@@ -51,7 +51,8 @@ def measure_size(
     the ``n / c`` updates of every branch ``c`` that is larger: a larger branch ends sooner, and its loss is to be
     compared with what the smaller ones had reached by then. Training then goes on as if nothing had happened, to the
     bit, also if a branch fails: parameters, buffers, gradients, optimizer, scaler, random states, and what the stepper
-    knows. Copies are kept in host memory. Call it between updates, on all ranks.
+    knows. Copies are kept on the device where it has room for them beside the largest updates, else in host memory.
+    Call it between updates, on all ranks.
 
     Not put back are learning-rate schedulers and data loaders, which no branch touches, what ``loss_fn`` keeps outside
     the model, and what torch.compile and graphs have compiled or captured for new sizes.
@@ -88,7 +89,7 @@ def measure_size(
     plan, error = attempt(lambda: _plan(batches, factors, evaluate, repeats))
     laboratory.check(plan, error)
     assert plan is not None
-    with laboratory.held():
+    with laboratory.held(max(plan.factors)):
         before = laboratory.evaluate(plan.held_out)
         branches = [laboratory.branch(plan, factor) for factor in plan.factors]
         examples = laboratory.num_examples
@@ -199,8 +200,8 @@ class _Laboratory:
                 f"hooks of {hooked} step would see the branches, and what they change is not put back; "
                 "name what they change in restore=, or remove them for the experiment"
             )
-        free, needed = _free_bytes(), self._held.num_bytes
-        if free is not None and needed > free:
+        free, needed = free_host_bytes(), self._held.num_bytes
+        if free is not None and needed > free:  # even where the device turns out to have room
             raise ArgumentError(
                 f"measure_size keeps copies of {needed:,} bytes in host memory, of which {free:,} are free; "
                 "free some, or use a smaller model"
@@ -216,9 +217,9 @@ class _Laboratory:
             self._held.add(one)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold everything, and put it back in the end, whatever happens."""
-        self._hold()
+    def held(self, factor: int) -> Iterator[None]:
+        """Hold everything beside updates of up to ``factor`` times the size; put it back in the end in any case."""
+        self._hold(factor)
         stepper, rule = self._stepper, self._stepper._lr_rule
         try:
             yield
@@ -226,9 +227,11 @@ class _Laboratory:
             stepper._lr_rule = rule
             self._put_back()
 
-    def _hold(self) -> None:
-        self._held.keep()
+    def _hold(self, factor: int) -> None:
         self.copy_bytes = self._held.num_bytes
+        memory = self._memory if self._device.type == "cuda" else None
+        self._is_near = has_room_for(self.copy_bytes, memory, factor=factor)
+        self._held.keep(on_device=self._is_near)
         self._state = self._stepper.state_dict()
         self._usual_weight = self._gatherer.runner.usual_weight
         meter = self._gatherer.meter
@@ -268,7 +271,8 @@ class _Laboratory:
             for number, mark in enumerate(marks)
             for found in [losses[number :: len(marks)]]  # one per repeat
         )
-        peaks = [report.peak_bytes for report in reports if report.peak_bytes is not None]
+        copies = self.copy_bytes if self._is_near else 0
+        peaks = [report.peak_bytes - copies for report in reports if report.peak_bytes is not None]
         return SizeBranch(
             factor=factor,
             batch_size=sum(sizes) / len(sizes),
@@ -391,10 +395,3 @@ class _Laboratory:
 
 def _name_of(rule: Any) -> str:
     return "none" if rule is None else rule if isinstance(rule, str) else getattr(rule, "__name__", "a function")
-
-
-def _free_bytes() -> int | None:
-    """Return the host memory that is left, None if nobody can tell."""
-    monitor, error = attempt(lambda: MemoryMonitor("cpu"))
-    free, error = (None, error) if monitor is None else attempt(lambda: monitor.total_bytes - monitor.used_bytes)
-    return None if error is not None else free

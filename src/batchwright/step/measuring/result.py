@@ -73,7 +73,7 @@ class SizeExperiment:
         beta2_rule: how they changed beta2.
         notes: what to know when the figures are read.
         total_seconds: that everything took: copies, branches, evaluations and putting back.
-        copy_bytes: host memory of the copies.
+        copy_bytes: memory of the copies, on the host or on the device.
     """
 
     branches: tuple[SizeBranch, ...]

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..._ranks import Ranks
 from ...size.noise import NoiseAverage, estimate_noise
+from .._copies import Copied, copied_row
 
 # Unread samples are small tensors on the device; beyond this many they are read, even if nobody has asked for them.
 _MAX_UNREAD = 256
@@ -202,12 +203,12 @@ class NoiseMeter(Meter):
         """Take the sums of one update, while ``.grad`` holds its gradient; return a function that reads its report."""
         if num_parts < 2:
             return None
-        sample = _Sample(q, self.norms.of_gradients(), q_factor, gb_factor, num_examples, num_parts)
-        return self._keep(sample)
+        both = copied_row(torch.stack([q, self.norms.of_gradients().to(q)]))
+        return self._keep(_Sample(both, q_factor, gb_factor, num_examples, num_parts))
 
     def _evaluate(self, sample: _Sample) -> NoiseReport:
         counts: dict[str, Any] = {"num_examples": sample.num_examples, "num_parts": sample.num_parts}
-        pairs = zip(sample.q.tolist(), sample.gb.tolist(), strict=True)
+        pairs = zip(*sample.both.tolist(), strict=True)
         noises = [estimate_noise(q * sample.q_factor, gb * sample.gb_factor, **counts) for q, gb in pairs]
         # Squared norms add up over groups, so these sums are those of the whole gradient; ratios would not add up.
         s, g2 = sum(noise[0] for noise in noises), sum(noise[1] for noise in noises)
@@ -221,8 +222,7 @@ class NoiseMeter(Meter):
 class _Sample:
     """The measurements of one update, and its report after they were read."""
 
-    q: Tensor  # sum of |h_i|² / b_i, one per group
-    gb: Tensor  # squared norm of the summed gradient, one per group
+    both: Tensor | Copied  # sums of |h_i|² / b_i, one per group; below them the squared norms of the summed gradient
     q_factor: float
     gb_factor: float
     num_examples: int

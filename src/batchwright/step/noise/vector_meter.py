@@ -16,6 +16,7 @@ from ..._checks import as_state
 from ..._ranks import Ranks
 from ...errors import ArgumentError, StateMismatchError
 from ...size.noise import NoiseAverage, NoiseRatio, estimate_noise
+from .._copies import copied_row
 from ._taps import INSTEAD, Vector, VectorNorms, is_off
 from ._vectors import find_taps
 from .meter import GradientNorms, Meter, NoiseReport
@@ -251,11 +252,13 @@ class _Sample:
     tolerances: list[float] | None = None  # of the vectors, where they alone were measured
     report: NoiseReport | None = None
 
+    def __post_init__(self) -> None:
+        self._both = copied_row(self.q if self.gb is None else torch.cat([self.q, self.gb.to(self.q)]))
+
     @cached_property
     def _values(self) -> tuple[list[float], list[float]]:
         """Return what was measured, in one copy from the device."""
-        both = self.q if self.gb is None else torch.cat([self.q, self.gb.to(self.q)])
-        values = both.tolist()
+        values = self._both.tolist()
         return values[: len(self.q)], values[len(self.q) :]
 
     @cached_property
