@@ -7,8 +7,10 @@ OLDEST_PYTHON ?= python3.10
 OLDEST_TESTS ?= tests/plan tests/size tests/serve tests/step tests/integrations/huggingface tests/integrations/accelerate \
 	tests/integrations/lightning
 
+KERAS_TESTS ?= tests/integrations/keras src/batchwright/integrations/keras
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-oldest check lint types tests bench house clean
+.PHONY: help setup demo test test-oldest test-keras check lint types tests bench house clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -67,6 +69,19 @@ test-oldest: .venv-oldest/.ready ## the same on the oldest releases that pyproje
 	.venv-oldest/bin/python -m pip install $(PIP_FLAGS) --constraint constraints-oldest.txt --editable . --group oldest
 	@touch $@
 
+# An environment apart: TensorFlow and JAX want other releases of some packages than the rest. Keras chooses its backend
+# when it is imported, so every backend is a run of its own.
+test-keras: .venv-keras/.ready ## the tests of the Keras integration on TensorFlow, torch and JAX
+	KERAS_BACKEND=tensorflow .venv-keras/bin/pytest $(KERAS_TESTS)
+	KERAS_BACKEND=torch .venv-keras/bin/pytest $(KERAS_TESTS)
+	KERAS_BACKEND=jax .venv-keras/bin/pytest $(KERAS_TESTS)
+
+.venv-keras/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-keras
+	.venv-keras/bin/python -m pip install $(PIP_FLAGS) --upgrade "pip>=25.1"
+	.venv-keras/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable . --group keras
+	@touch $@
+
 bench: .venv-bench/.ready ## measure the planner beside its peers, three distributions
 	.venv-bench/bin/python benchmarks/planning.py
 
@@ -82,5 +97,5 @@ house: .venv/.ready ## print the table of the house: how the package is cut into
 	$(BIN)/python tools/house.py
 
 clean: ## remove environments, caches and the demo's page
-	rm -rf .venv .venv-bench .venv-oldest demo_out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-keras .venv-oldest demo_out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,8 +1,10 @@
 """Shared set-up: one thread for torch, Ctrl-C as in the foreground, hypothesis profiles, GPU marker, the browser."""
 
+import gc
 import importlib.util
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,6 +39,22 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("needs_cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    # Out of memory collects garbage, and would look at every object of every package and test each time.
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def own_gradient_state():
+    """Let optimizers of Accelerate step again after a test that ended in the middle of an accumulation."""
+    yield
+    if "accelerate.state" in sys.modules:
+        shared = sys.modules["accelerate.state"].GradientState._shared_state
+        if shared:
+            shared["sync_gradients"] = True
 
 
 @pytest.fixture(autouse=True)

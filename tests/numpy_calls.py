@@ -188,6 +188,17 @@ def checked_sampler(num_examples=3, world_size=2):
     return None, testing.check_batch_sampler(sampler_of_three, num_examples=num_examples, world_sizes=(1, world_size))
 
 
+def offline(**options):
+    with serve.Batcher(list, background=serve.Background([["a", "b"], ["c"]], **options)) as batcher:
+        return list(batcher.background)
+
+
+def limits(**options):
+    http = pytest.importorskip("batchwright.serve.http", exc_type=ImportError)
+    made = http.Limits(**options)
+    return made, dataclasses.asdict(made)
+
+
 def app(**options):
     http = pytest.importorskip("batchwright.serve.http", exc_type=ImportError)
     return None, [route.path for route in http.make_app(serve.Batcher(list), **options).routes]
@@ -269,7 +280,7 @@ SERVING = {
     "max_items": whole(1, 99), "max_wait_ms": number(0, 50), "deadline_ms": DEADLINE,
     "max_tokens": whole(1, 9999, or_none=True), "max_queue": whole(1, 999),
 }  # fmt: skip
-BATCHER = {**SERVING, "num_workers": whole(1, 3)}
+BATCHER = {**SERVING, "num_workers": whole(1, 3), "run_timeout_ms": number(1000, 9999, or_none=True)}
 CLOSING = {"drain": flag(), "timeout_seconds": number(5, 60, or_none=True, refused=[*FINITE_OR_NOT, math.nan])}
 SECONDS = number(0, 50)
 OR_INFINITE = [*FINITE_OR_NOT, None, math.nan]
@@ -397,6 +408,17 @@ CALLS = {
         lambda num_items=1, length=1: (None, SECONDS_OF.upper(num_items, length)),
         {"num_items": whole(0, 99), "length": number(0, 999)},
     ),
+    "serve.Background": (lambda **o: (None, [batch.items for batch in offline(**o)]), {"max_ahead": whole(1, 99)}),
+    "serve.http.Limits": (
+        limits,
+        {
+            "max_items": whole(1, 999), "max_deadline_ms": number(1, 9999, refused=OR_INFINITE),
+            "max_priority": number(0, 9),
+            "max_headers": whole(1, 999), "max_header_bytes": whole(1024, 9999),
+            "header_seconds": number(1, 99), "body_seconds": number(1, 99),
+            "max_connections": whole(1, 999, or_none=True),
+        },
+    ),
     "serve.http.make_app": (
         app, {"max_body_bytes": whole(1, 10**6), "page": flag(),
               "drain_seconds": number(0, 99, or_none=True, refused=[*FINITE_OR_NOT, math.nan])},
@@ -504,6 +526,7 @@ MADE_HERE = "made by the library, from numbers that it checked"
 EXCEPTIONS = {
     "errors.UpdateMemoryError": MADE_HERE,
     "Plan": MADE_HERE, "PlanReport": MADE_HERE, "serve.Stats": MADE_HERE, "serve.Mapped": MADE_HERE,
+    "serve.BackgroundBatch": MADE_HERE,
     "lab.statistics.PairedDifference": MADE_HERE, "lab.report.Lab": MADE_HERE, "lab.datasets.Dataset": MADE_HERE,
     "Grouping.check_axes": "called by the plan", "InOrder.check_axes": "called by the plan",
     "Sorted.check_axes": "called by the plan", "WindowSort.check_axes": "called by the plan",

@@ -90,6 +90,8 @@ def test_without_torch_a_module_works_or_says_what_to_install(without_torch, nam
     found = without_torch[name]
     if extra is not None:
         assert found == ["MissingDependencyError", f"torch is not installed; run: pip install 'batchwright[{extra}]'"]
+    elif name.startswith("batchwright.integrations.keras") and not is_installed("keras"):
+        assert found == ["MissingDependencyError", "keras is not installed; run: pip install 'batchwright[keras]'"]
     elif found is not None:
         assert found[0] == "MissingDependencyError"
         assert "torch is not installed; run: pip install 'batchwright[" in found[1]
@@ -122,6 +124,7 @@ def test_the_room_of_steps_says_how_it_is_reached(before, words):
         ("transformers", "huggingface", "transformers is not installed; run: pip install 'batchwright[hf]'"),
         ("accelerate", "huggingface", "accelerate is not installed; run: pip install 'batchwright[hf]'"),
         ("accelerate", "accelerate", "accelerate is not installed; run: pip install 'batchwright[accelerate]'"),
+        ("keras", "keras", "keras is not installed; run: pip install 'batchwright[keras]'"),
         ("ray", "ray", "ray is not installed; run: pip install 'batchwright[ray]'"),
         (
             "lightning,pytorch_lightning",

@@ -53,7 +53,45 @@ _PAD_COLLATOR = (
     "mask_field='attention_mask'"
 )
 _PACK_COLLATOR = "class(*, layout='positions', width=None, pad_id=0, mask_dtype=torch.bool"
+_STATS = (
+    "class(*, num_waiting, num_running, num_submitted, num_answered, num_failed, num_shed, num_cancelled, num_closed, "
+    "num_missed, num_refused, num_batches, num_calls, num_ooms, num_items, num_tokens, num_padded_tokens, mean_items, "
+    "padding, reasons, wait_ms, latency_ms, max_tokens, time_model{more}), bases: none"
+)
+_BATCHER = (
+    "class(run, *, policy='adaptive', max_items=64, max_wait_ms=10.0, deadline_ms=None, {lengths}, "
+    "max_tokens=None, max_queue=1000, num_workers=1, {more}on_error='bisect', on_oom='split', time_model=None, "
+    "clock=monotonic), bases: Generic"
+)
 CHANGED: dict[str, tuple[str, str | None, str]] = {
+    **{
+        f"batchwright.serve.BatchedFunction.{name}": (
+            f"{kind}(self, item, *, deadline_ms=None, priority=0)",
+            f"{kind}(self, item, *more, deadline_ms=None, priority=0)",
+            "Model.method(model, item) is model.method(item)",
+        )
+        for name, kind in (("__call__", "async method"), ("sync", "method"))
+    },
+    "batchwright.serve.http.make_app": (
+        "function(batcher, *, max_body_bytes=1000000, decode=decode_json, encode=encode_json, "
+        "media_type='application/json', ready=None, drain_seconds=30.0, page=True)",
+        "function(batcher, *, max_body_bytes=1000000, decode=None, encode=None, media_type='application/json', "
+        "ready=None, drain_seconds=30.0, page=True, limits=None, allow_hosts=None, allow_origins=())",
+        "limits and guards came; None reads and writes JSON as before",
+    ),
+    "batchwright.serve.Stats": (
+        _STATS.format(more=""),
+        _STATS.format(more=", num_abandoned=0, num_restarts=0, failure=None"),
+        "what ended a batcher by mistake is said; threads that hang and processes that ended are counted",
+    ),
+    "batchwright.serve.Batcher": (
+        _BATCHER.format(lengths="length_of=None", more=""),
+        _BATCHER.format(
+            lengths="length_of='auto', tokenizer=None",
+            more="worker='thread', run_timeout_ms=None, device=None, background=None, ",
+        ),
+        "lengths come by themselves; workers in processes, a time-out, a shared device, background work",
+    ),
     "batchwright.StreamBatcher": (
         "class(source, *, length_of, budget, grouping=WindowSort(batches_per_window=256), buffer_size=20000, seed=0, "
         "shuffle=True, size_multiple_of=1, size_ladder=None, pad_multiple_of=1, oversize='error'), bases: Generic",
@@ -336,6 +374,7 @@ ADDED = {
     "batchwright.step.auto_batch",
     "batchwright.step.measure_size",
     "batchwright.step.use_varlen",
+    "batchwright.step.why_not_packed",
     "batchwright.step.why_not_varlen",
     "batchwright.step.without_filler",
     "batchwright.testing.EagerGraphs",
@@ -343,12 +382,19 @@ ADDED = {
     "batchwright.ResizableBatchSampler.pad_to",
     "batchwright.ResizableBatchSampler.shapes",
     "batchwright.ResizableBatchSampler.size_unit",
+    "batchwright.errors.ResultError.num_results",
     "batchwright.errors.UpdateMemoryError.can_retry",
     "batchwright.errors.UpdateMemoryError.num_changed",
     *(
         f"batchwright.lab.datasets.Dataset.{name}"
         for name in ("describe", "dimension", "num_examples", "num_signal_columns", "source")
     ),
+    *(f"batchwright.serve.Stats.{name}" for name in ("failure", "is_healthy", "num_abandoned", "num_restarts")),
+    *(f"batchwright.errors.{name}" for name in ("RunInterrupted", "RunTimeout", "WorkerDied")),
+    *(f"batchwright.serve.{name}" for name in ("RunInterrupted", "RunTimeout", "WorkerDied")),
+    *(f"batchwright.serve.{name}" for name in ("Background", "BackgroundBatch", "Batcher.background", "Device")),
+    "batchwright.serve.guess_length",
+    *(f"batchwright.serve.http.{name}" for name in ("Limits", "limited_protocol")),
     "batchwright.lab.Lab.forecast",
     "batchwright.lab.datasets.Dataset.digest",
     "batchwright.lab.LabPlan.tuning_rounds",

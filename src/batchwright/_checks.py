@@ -49,8 +49,8 @@ def float_of(number: Any) -> float:
         return math.inf if number > 0 else -math.inf
 
 
-def as_whole(name: str, value: Any, *, least: int) -> int:
-    """Return a whole number of at least ``least`` as a plain ``int``; NumPy's integers count.
+def as_whole(name: str, value: Any, *, least: int, most: int | None = None) -> int:
+    """Return a whole number from ``least`` to ``most`` as a plain ``int``; NumPy's integers count.
 
     >>> as_whole("seed", np.int64(3), least=0)
     3
@@ -62,6 +62,8 @@ def as_whole(name: str, value: Any, *, least: int) -> int:
     whole = _whole(value)
     if whole is None or whole < least:
         raise ArgumentError(f"{name} must be a whole number of {least} or more, got {value!r}")
+    if most is not None and whole > most:  # not written out: it may have thousands of digits
+        raise ArgumentError(f"{name} must be at most {most}, got a whole number of {whole.bit_length()} bits")
     return whole
 
 

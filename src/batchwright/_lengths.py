@@ -144,3 +144,23 @@ def _check_range(array: IntArray) -> None:
         raise LengthsError(f"lengths must be at most {MAX_INT32}, got {int(array.max())}; use a coarser unit")
     if len(array) > MAX_INT32:
         raise LengthsError(f"at most {MAX_INT32} examples can be planned at once, got {len(array)}")
+
+
+def is_transformers_tokenizer(tokenizer: Any) -> bool:
+    """Say whether this is a tokenizer of transformers, fast or slow, by what it can do.
+
+    >>> is_transformers_tokenizer(str.split)
+    False
+    """
+    has_names = hasattr(tokenizer, "convert_tokens_to_ids") and hasattr(tokenizer, "get_vocab")
+    return has_names and callable(tokenizer) and not isinstance(tokenizer, type)
+
+
+def is_backend_tokenizer(tokenizer: Any) -> bool:
+    """Say whether this is a ``tokenizers.Tokenizer``, by what it can do.
+
+    >>> is_backend_tokenizer(str.split)
+    False
+    """
+    names = ("encode_batch", "enable_truncation", "no_padding", "to_str")
+    return all(hasattr(tokenizer, name) for name in names) and not isinstance(tokenizer, type)

@@ -58,12 +58,27 @@ def is_out_of_memory(error: BaseException) -> bool:
         seen.add(id(current))
         if _says_so(current):
             return True
-        pending += [current.__cause__, getattr(current, "inner_exception", None)]
+        pending += [current.__cause__, vars(current).get("inner_exception")]
     return False
 
 
+def text_of(error: BaseException) -> str:
+    """Return the text of an error, also of one whose class cannot write it.
+
+    >>> class Mute(Exception):
+    ...     def __str__(self):
+    ...         return None
+    >>> text_of(ValueError("odd")), text_of(Mute())
+    ('odd', 'an error whose text cannot be read')
+    """
+    try:
+        return str(error)
+    except BaseException:  # whatever a class of the user's raises, the error itself is what counts
+        return "an error whose text cannot be read"
+
+
 def _says_so(error: BaseException) -> bool:
-    text = str(error).lower()
+    text = text_of(error).lower()
     if _ELSEWHERE in text:
         return False
     if any(kind.__name__ in _NAMES for kind in type(error).__mro__):

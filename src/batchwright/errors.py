@@ -15,6 +15,9 @@
     ├── Closed                   (RuntimeError) a batcher takes no more requests
     ├── QueueFull                (RuntimeError) as many requests wait as are allowed
     ├── ResultError              (RuntimeError) a batched function did not return one result per item
+    ├── RunInterrupted           (RuntimeError) a batched function raised SystemExit or the like
+    ├── WorkerDied               (RuntimeError) the process that ran a batched function ended
+    ├── RunTimeout               (TimeoutError) a call of a batched function took longer than it may
     ├── DeadlineExceeded         (TimeoutError) a request could not finish in time, so it was not run
     ├── StoreError               (OSError)      results of a lab cannot be written or read
     └── MissingDependencyError   (ImportError)  an optional package is needed; the message names the extra
@@ -37,10 +40,13 @@ __all__ = [
     "QueueFull",
     "RankError",
     "ResultError",
+    "RunInterrupted",
+    "RunTimeout",
     "StateMismatchError",
     "StoreError",
     "TooLarge",
     "UpdateMemoryError",
+    "WorkerDied",
 ]
 
 
@@ -123,6 +129,23 @@ class TooLarge(BudgetError):
 @final
 class ResultError(BatchwrightError, RuntimeError):
     """The function did not return one result for each item."""
+
+    num_results: int | None = None  # how many there were, where they could be counted
+
+
+@final
+class RunInterrupted(BatchwrightError, RuntimeError):
+    """The function raised what would end a thread or an event loop, such as ``SystemExit``; that is the cause."""
+
+
+@final
+class WorkerDied(BatchwrightError, RuntimeError):
+    """The process that ran the function ended or could not start; the message says how."""
+
+
+@final
+class RunTimeout(BatchwrightError, TimeoutError):
+    """A call of the function took longer than ``run_timeout_ms`` and was given up."""
 
 
 class StoreError(BatchwrightError, OSError):

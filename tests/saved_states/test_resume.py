@@ -37,14 +37,24 @@ def read(room, folder=DATA):
 @pytest.mark.parametrize(("room", "case"), CASES)
 def test_a_saved_state_continues_as_it_did(room, case):
     record = copy.deepcopy(read(room)[case.name])
-    assert difference(plain(case.go_on(record["state"])), record["after"], case.tolerance) is None
+    after = without_latest_calls(plain(case.go_on(record["state"])))
+    assert difference(after, record["after"], case.tolerance) is None
 
 
 @pytest.mark.parametrize(("room", "case"), CASES)
 def test_the_same_state_would_be_saved_today(room, case):
-    state = without_words(plain(case.save()))
+    state = without_latest_calls(without_words(plain(case.save())))
     found = difference(state, without_words(read(room)[case.name]["state"]), case.tolerance)
     assert (found is not None) == ((room, case.name) in DECIDES_LATER), found
+
+
+def without_latest_calls(value):
+    """Return a state without the calls that a latency model keeps since it follows changes; the recorded have none."""
+    if isinstance(value, dict):
+        is_latency_model = {"gram", "moment", "latest"} <= value.keys()
+        later = ("latest",) if is_latency_model else ()
+        return {name: without_latest_calls(item) for name, item in value.items() if name not in later}
+    return [without_latest_calls(item) for item in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize("name", read("plan", EARLIER))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from ..._checks import is_whole
+from ..._lengths import is_backend_tokenizer, is_transformers_tokenizer
 from ...errors import ArgumentError, LengthsError
 from ._describing import Description, OpaqueError
 from ._examples import num_sides_of_ids, num_sides_of_text
@@ -51,9 +52,9 @@ def adapt(tokenizer: Any, max_length: int | None) -> TokenCounter:
     [1, 2]
     """
     is_class = isinstance(tokenizer, type)
-    if not is_class and _is_transformers(tokenizer):
+    if is_transformers_tokenizer(tokenizer):
         return TransformersCounter(tokenizer, max_length)
-    if not is_class and _is_backend(tokenizer):
+    if is_backend_tokenizer(tokenizer):
         return _backend_counter(tokenizer, max_length)
     if callable(tokenizer) and not (is_class and hasattr(tokenizer, "get_vocab")):
         return FunctionCounter(tokenizer, max_length)
@@ -163,14 +164,6 @@ def _what_instead(tokenizer: Any) -> str:
     return f"{shown}; pass its method, e.g. tokenizer.encode" if hasattr(tokenizer, "encode") else shown
 
 
-def _is_transformers(tokenizer: Any) -> bool:
-    return callable(tokenizer) and hasattr(tokenizer, "convert_tokens_to_ids") and hasattr(tokenizer, "get_vocab")
-
-
-def _is_backend(tokenizer: Any) -> bool:
-    return all(hasattr(tokenizer, name) for name in ("encode_batch", "enable_truncation", "no_padding", "to_str"))
-
-
 def _backend_counter(tokenizer: Any, max_length: int | None) -> BackendCounter:
     """Make a counter that leaves the user's tokenizer as it is: a copy gets the settings that must change."""
     encode_special_tokens = bool(getattr(tokenizer, "encode_special_tokens", False))
@@ -214,7 +207,7 @@ def _slow_state(tokenizer: Any) -> list[Any]:
 
 def _identity_within(value: Any) -> bytes | None:
     """Return the identity of a tokenizer that a function holds, None for anything else."""
-    if _is_transformers(value) or _is_backend(value):
+    if is_transformers_tokenizer(value) or is_backend_tokenizer(value):
         return adapt(value, None).identity()
     return None
 

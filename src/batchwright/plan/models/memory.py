@@ -30,6 +30,7 @@ from ._terms import (
     unseen_margin,
 )
 from .prior import MemoryPrior, Task, load_prior
+from .time import fit_launch
 
 # Even a perfect fit leaves what the allocator rounds up and keeps between blocks.
 MIN_MARGIN = 0.005
@@ -240,6 +241,29 @@ def peak_of(phases: Phases, shapes: npt.ArrayLike) -> Doubles:
 def one_phase(shapes: IntArray, values: Doubles) -> Phases:
     """Fit one set of terms to all shapes."""
     return (fit_terms(shapes, values),)
+
+
+def with_floor(shapes: IntArray, values: Doubles) -> Phases:
+    """Fit one set of terms and a floor, ``max(floor, terms)``; only the terms where a floor gains nothing.
+
+    Small batches peak at the end of the backward pass, when all gradients are there, whatever they hold; large ones
+    peak at the loss, before there is any gradient. One set of terms that passes through both is too flat: it says too
+    little for the largest batches. A floor has one number, so that fewer shapes show it than a second phase.
+
+    >>> shapes = np.array([[1, 64], [2, 64], [4, 64], [16, 64], [16, 128], [16, 256], [8, 512]])
+    >>> peaks = np.maximum(9000.0, 7000 + 3.0 * shapes.prod(axis=1))
+    >>> [round(float(peak)) for peak in peak_of(with_floor(shapes, peaks), [[2, 100], [64, 256]])]
+    [9000, 56152]
+    """
+    floor, terms = fit_launch(shapes, values)
+    if not floor:
+        return (terms,)
+    return terms, Terms(terms.num_axes, (floor, *(0.0 for _ in terms.values[1:])))
+
+
+def margin_with_floor(shapes: IntArray, values: Doubles, *, level: float = 0.95) -> float:
+    """Return the margin of ``with_floor`` for a shape not measured; see ``MemoryModel.fit``."""
+    return unseen_margin(unseen_errors(_by(with_floor), shapes, values), level)
 
 
 def two_phases(shapes: IntArray, values: Doubles) -> Phases:
