@@ -8,6 +8,8 @@ max_tokens-8192           ``adaptive(Trainer)(budget=MaxTokens(8192))``
 calibrated-90             a memory budget of 90 % of the cap, calibrated by hand before training
 auto                      ``adaptive(Trainer)(budget="auto")``
 auto_graphs-32            the same with ``grouping=Buckets(32)`` and ``graphs="auto"``
+auto_sqrt-10              ``budget="auto"`` with ``lr_rule="sqrt", base_size=10``: the rate is meant for 10 examples
+auto_controller-10        ``budget="auto"`` with ``controller="auto"``, from 10 examples an update
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from batchwright.step import PadCollator, calibrate_huggingface
 # How many numbers a name has.
 KINDS = {
     "fixed": 1, "group_by_length": 1, "batch_rebalance": 2, "dynabatch": 1, "max_tokens": 1, "calibrated": 1,
-    "auto": 0, "auto_graphs": 1,
+    "auto": 0, "auto_graphs": 1, "auto_sqrt": 1, "auto_controller": 1,
 }  # fmt: skip
 PEER = "dynabatch"
 # What dynabatch imports at its top and only its planner uses; the batches were planned elsewhere.
@@ -58,6 +60,11 @@ class Name(NamedTuple):
             known = ", ".join("-".join([kind, *"N" * num]) for kind, num in KINDS.items())
             raise SystemExit(f"{name!r} is no arm; arms are {known}")
         return cls(kind, tuple(map(int, numbers)))
+
+
+def finds(name: str) -> bool:
+    """Say whether an arm measures batches before it trains."""
+    return name.startswith(("auto", "calibrated"))
 
 
 @final
@@ -169,8 +176,16 @@ def _ours(kind: str, numbers: tuple[int, ...], lengths: IntArray, model: Any, de
         share = numbers[0] / 100
         budget, seconds = calibrated(model, lengths, device, share * device.cap_bytes)
         return {"arguments": {"budget": budget}, "notes": {"calibration_seconds": seconds, "planned_share": share}}
-    graphs: Row = {} if kind == "auto" else {"grouping": bw.Buckets(*numbers), "graphs": "auto"}
-    return {"arguments": {"budget": "auto", **graphs}, "notes": {"planned_share": None if device.is_cpu else 0.9}}
+    notes = {"planned_share": None if device.is_cpu else 0.9}
+    if kind == "auto_controller":  # which begins with the size that the trainer's own arguments say
+        first = {"per_device_train_batch_size": numbers[0]}
+        return {"arguments": {"budget": "auto", "controller": "auto"}, "training": first, "notes": notes}
+    further: dict[str, Row] = {
+        "auto": {},
+        "auto_graphs": {"grouping": bw.Buckets(numbers[0]), "graphs": "auto"} if numbers else {},
+        "auto_sqrt": {"lr_rule": "sqrt", "base_size": numbers[0]} if numbers else {},
+    }
+    return {"arguments": {"budget": "auto", **further[kind]}, "notes": notes}
 
 
 def calibrated(model: Any, lengths: IntArray, device: Device, max_bytes: float) -> tuple[bw.Budget, float]:

@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
@@ -52,7 +53,8 @@ class Counter:
         """Fetch the batches of an update, and count them."""
         items, num_items = self._fetch(*args, **kwargs)
         self.num_updates += bool(items)
-        for batch in items:
+        # With a controller an item is a list of micro-batches.
+        for batch in (batch for item in items for batch in (item if isinstance(item, list) else [item])):
             is_label = batch["labels"] != IGNORED
             is_example = is_label.any(dim=1)  # rows that fill a static shape up have no label
             tokens = is_label.sum() + (batch["attention_mask"] * is_example[:, None]).sum()
@@ -160,14 +162,23 @@ class Watch(TrainerCallback):
         self.curve.append((self.clock.seconds, loss))
 
 
-def run_arm(name: str, corpus: Corpus, device: Device, plan: Plan, *, lr: float) -> Row:
-    """Train from the same weights for the seconds of the plan, and return the figures."""
+def run_arm(name: str, corpus: Corpus, device: Device, plan: Plan, *, lr: float, cache: Path) -> Row:
+    """Train from the same weights for the seconds of the plan, and return the figures.
+
+    Args:
+        name: of the arm.
+        corpus: that it trains on.
+        device: that it runs on.
+        plan: what every arm has in common.
+        lr: the learning rate.
+        cache: the folder in which budgets are kept. That of another arm would hide what calibration costs.
+    """
     left_bytes = 0 if device.is_cpu else device.used_bytes  # of the arm before: should be nothing
     with torch.device(device.name):
         model = make_model(device.name, small=device.is_small)
-    # A cache of budgets from another arm would hide what calibration costs.
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    notes = {"knows_budget": cache.is_dir() and any(cache.iterdir())}
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = folder
         setup = set_up(name, corpus, model, device)
         watch = Watch(device, plan, on_device(corpus.held_out(HELD_OUT_TOKENS), device))
         arguments = TrainingArguments(
@@ -182,7 +193,7 @@ def run_arm(name: str, corpus: Corpus, device: Device, plan: Plan, *, lr: float)
             callbacks=[watch], **setup.arguments,
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
-        return {"arm": name, "lr": lr, "left_bytes": left_bytes, **setup.notes, **train(trainer, watch)}
+        return {"arm": name, "lr": lr, "left_bytes": left_bytes, **notes, **setup.notes, **train(trainer, watch)}
 
 
 def on_device(held_out: Sequence[Made], device: Device) -> list[Made]:

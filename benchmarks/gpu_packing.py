@@ -192,23 +192,22 @@ def send(batch: dict[str, Any], device: Device) -> dict[str, Any]:
     return batch if device.is_cpu else _of_tensors(batch, lambda tensor: tensor.to("cuda", non_blocking=True))
 
 
-def check_losses(model: Any, corpus: Corpus, device: Device, arms: list[str], capacity: int) -> dict[str, float]:
-    """Return the loss per label of the same examples with the same weights, by arm, padded ones first."""
+def check_losses(model: Any, corpus: Corpus, device: Device, arms: list[str], capacity: int) -> dict[str, Any]:
+    """Return the loss per label of the same examples with the same weights, by arm, or the error in its place."""
     examples = examples_of(corpus)[:NUM_CHECKED]
     lengths = corpus.lengths[:NUM_CHECKED, 0]
     plan = bw.plan_batches(lengths, bw.MaxTokens(2**30), grouping=bw.Packed(capacity))
     packed = [[examples[index] for index in row] for batch in plan for row in batch]
-    found = {}
+    found: dict[str, Any] = {}
     for arm in dict.fromkeys(["padded", *(arm for arm in arms if arm != "graphs")]):
         batch = send(collator_of(arm)(examples if arm == "padded" else packed), device)
         precise = nullcontext() if device.is_cpu else torch.autocast("cuda", dtype=torch.bfloat16)
         try:
             with torch.no_grad(), attention_of(arm, model, device), precise:
                 loss, weight = huggingface_loss()(model, batch)[:2]
-        except Exception as error:  # the arm itself says so again
-            print(f"the loss of {arm} could not be taken: {error}", flush=True)
-        else:
             found[arm] = float(loss) / float(weight)
+        except Exception as error:
+            found[arm] = f"{type(error).__name__}: {error}"
     return found
 
 
@@ -263,14 +262,21 @@ def run_model(name: str, device: Device, corpus: Corpus, options: argparse.Names
         row: Row = {"model": name, "arm": arm}
         try:
             row = run_arm(name, arm, corpus, device, options)
-            if arm in losses:
-                row |= {"loss": losses[arm], "difference": abs(losses[arm] / losses["padded"] - 1)}
-                row["is_equal"] = row["difference"] <= TOLERANCE
+            row |= compared(losses.get(arm), losses["padded"])
         except Exception as error:
             traceback.print_exc()
             row["error"] = f"{type(error).__name__}: {error}"
         device.free()
         yield row
+
+
+def compared(loss: Any, padded: Any) -> Row:
+    """Return how far a loss is from that of padded batches, or why one of them could not be taken."""
+    for found in (loss, padded):
+        if not isinstance(found, float):
+            return {} if found is None else {"loss_error": found}
+    difference = abs(loss / padded - 1)
+    return {"loss": loss, "difference": difference, "is_equal": difference <= TOLERANCE}
 
 
 def run_all(device: Device, corpus: Corpus, options: argparse.Namespace, started: float) -> list[Row]:
@@ -306,7 +312,8 @@ def render(rows: list[Row]) -> str:
             if found:
                 row[f"to_{other}"] = row["tokens_per_second"] / found[0]["tokens_per_second"]
     failed = [f"{row['model']} {row['arm']}: failed: {row['error']}" for row in rows if "error" in row]
-    return "\n".join([markdown(done, COLUMNS), "", *failed])
+    unknown = [f"{row['model']} {row['arm']}: no loss: {row['loss_error']}" for row in done if "loss_error" in row]
+    return "\n".join([markdown(done, COLUMNS), "", *unknown, *failed])
 
 
 def prepare(options: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
 """Training through transformers' Trainer: fixed sizes, grouped, dynabatch's trainer, ``adaptive(Trainer)``.
 
-    python benchmarks/gpu_trainer.py --prepare FOLDER --data pairs.npz      # 40,000 real pairs; needs no GPU
+    OMP_NUM_THREADS=1 python benchmarks/gpu_trainer.py --prepare FOLDER --data pairs.npz   # 40,000 pairs; needs no GPU
     python benchmarks/gpu_trainer.py --data pairs.npz --output benchmarks/results/gpu_trainer.json
     python benchmarks/gpu_trainer.py --report benchmarks/results/gpu_trainer.json
     python benchmarks/gpu_trainer.py --smoke
@@ -13,7 +13,8 @@ fused AdamW, gradients clipped at 1, a constant learning rate after 20 updates o
 Every arm trains for the same seconds. The clock starts with the first update: what ``train`` does before it, such as
 calibration, is ``startup s``, and a time to a loss is given without and with it. Capture of graphs is inside the clock.
 The clock stands still while the loss of the held-out pairs is taken. Peaks leave that loss and calibration out; what
-calibration used itself is under ``before`` in the results. An arm counts at its best learning rate.
+calibration used itself is under ``before`` in the results. An arm counts at its best learning rate. A budget that an
+arm found is known to it at its other rates, as in a second start; ``startup s`` is the longest of an arm's starts.
 
 dynabatch plans where it is installed, with ``--prepare``, and its batches are kept with the data. Its own trainer runs
 them if the package can be imported, also without the packages that only its planner needs; otherwise the plain Trainer
@@ -28,6 +29,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
+import tempfile
 import time
 import traceback
 import warnings
@@ -37,14 +39,21 @@ from _gpu import GIB, Device, Row, make_parser, markdown, write
 from _quality.corpus import END, Corpus, Texts
 from _quality.results import seconds_to
 from _resuming import check_alike, check_data, data_digest, read_report
-from _trainer_arms import PEER, Name
+from _trainer_arms import PEER, Name, finds
 from _trainer_run import Plan, run_arm
 
-ARMS = "fixed-10,dynabatch-10,auto,auto_graphs-32,group_by_length-10,batch_rebalance-10-4,calibrated-90,max_tokens-8192"
-SMOKE_ARMS = "fixed-10,group_by_length-10,batch_rebalance-10-4,dynabatch-10,max_tokens-256,calibrated-90,auto"
+ARMS = (
+    "fixed-10,dynabatch-10,auto,auto_sqrt-10,auto_controller-10,auto_graphs-32,group_by_length-10,batch_rebalance-10-4,"
+    "calibrated-90,max_tokens-8192"
+)
+SMOKE_ARMS = (
+    "fixed-10,group_by_length-10,batch_rebalance-10-4,dynabatch-10,max_tokens-256,calibrated-90,auto,auto_sqrt-10,"
+    "auto_controller-10"
+)
 MARKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 18, 21)
 FIRST_BATCH = 10
-EXPECTED_OVERHEAD = 45.0  # seconds of an arm beside its training: weights, calibration, held-out losses
+# Seconds of an arm beside its training: weights and held-out losses, and more if a budget has to be found first.
+OVERHEAD_SECONDS, FINDING_SECONDS = 8.0, 25.0
 # What runs must have in common to stand in one table.
 ALIKE = ("seconds", "data", "smoke", "cap_gib", "device")
 COLUMNS = (
@@ -105,20 +114,23 @@ def run_all(device: Device, corpus: Corpus, options: argparse.Namespace, started
     rows: list[Row] = report["rows"]
     done = {(row["arm"], row["lr"]) for row in rows if "error" not in row}
     plan = make_plan(options)
-    if not options.smoke:
-        # Starts the libraries of the device, so that the first arm does not pay for them.
-        run_arm("fixed-10", corpus, device, Plan(0.5, ()), lr=1e-5)
-        device.free()
-    for arm, rate in ((arm, rate) for rate in options.lrs for arm in options.arms):
-        if (arm, rate) in done:
-            continue
-        if time.perf_counter() - started + options.seconds + EXPECTED_OVERHEAD > options.budget_seconds:
-            print(f"left for another command: {arm} lr {rate:g}", flush=True)
-            continue
-        row = {"command": now, **run_one(arm, corpus, device, plan, rate)}
-        rows.append(row)
-        write(options.output, report)
-        print(line(row), flush=True)
+    with tempfile.TemporaryDirectory() as caches:
+        if not options.smoke:
+            # Starts the libraries of the device, so that the first arm does not pay for them.
+            run_arm("fixed-10", corpus, device, Plan(0.5, ()), lr=1e-5, cache=Path(caches) / "first")
+            device.free()
+        for arm, rate in ((arm, rate) for rate in options.lrs for arm in options.arms):
+            if (arm, rate) in done:
+                continue
+            cache = Path(caches) / arm
+            needed = options.seconds + OVERHEAD_SECONDS + (FINDING_SECONDS if finds(arm) and not cache.exists() else 0)
+            if time.perf_counter() - started + needed > options.budget_seconds:
+                print(f"left for another command: {arm} lr {rate:g}", flush=True)
+                continue
+            row = {"command": now, **run_one(arm, corpus, device, plan, rate, cache)}
+            rows.append(row)
+            write(options.output, report)
+            print(line(row), flush=True)
     return rows
 
 
@@ -128,12 +140,12 @@ def make_plan(options: argparse.Namespace) -> Plan:
     return Plan(options.seconds, tuple(mark * options.seconds / 25 for mark in MARKS))
 
 
-def run_one(arm: str, corpus: Corpus, device: Device, plan: Plan, rate: float) -> Row:
+def run_one(arm: str, corpus: Corpus, device: Device, plan: Plan, rate: float, cache: Path) -> Row:
     """Return the figures of an arm, or the error that ended it: the arms after it are still worth their time."""
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            row = run_arm(arm, corpus, device, plan, lr=rate)
+            row = run_arm(arm, corpus, device, plan, lr=rate, cache=cache)
         said = {str(warning.message) for warning in caught if "batchwright" in warning.filename}
         return row | ({"warnings": sorted(said)} if said else {})
     except Exception as error:
@@ -162,11 +174,16 @@ def summarize(rows: list[Row]) -> list[Row]:
     The time to dynabatch's loss is that until an arm's held-out loss is what dynabatch's was at the end of its seconds.
     """
     best: dict[str, Row] = {}
+    starts: dict[str, float] = {}
     for row in rows:
+        if "error" not in row:
+            starts[row["arm"]] = max(starts.get(row["arm"], 0.0), row["startup_seconds"])
         if "error" not in row and (row["arm"] not in best or _loss(row) < _loss(best[row["arm"]])):
             best[row["arm"]] = dict(row)
     peer = next((row for row in best.values() if row["arm"].startswith(PEER)), None)
     fixed = next((row for row in best.values() if row["arm"].startswith("fixed")), None)
+    for row in best.values():
+        row["startup_seconds"] = starts[row["arm"]]
     for row in best.values():
         for key, other in (("to_fixed", fixed), ("to_peer", peer)):
             if other is not None:

@@ -83,10 +83,11 @@ def test_dynabatchs_own_trainer_is_found_without_what_only_its_planner_needs(scr
 
 
 def test_counts_leave_padding_and_rows_without_labels_out(script):
+    # With a controller an item is a list of micro-batches.
     labels = torch.tensor([[4, 5, -100], [-100, -100, -100]])
     mask = torch.tensor([[1, 0], [1, 1]])
     batch = {"labels": labels, "attention_mask": mask, "input_ids": torch.zeros(2, 2)}
-    trainer = SimpleNamespace(get_batch_samples=lambda num: ([batch] * num, num))
+    trainer = SimpleNamespace(get_batch_samples=lambda num: ([batch, [batch]][:num], num))
     counter = script("_trainer_run").Counter(trainer)
     assert trainer.get_batch_samples(2)[1] == 2
     trainer.get_batch_samples(0)  # the end of an epoch
@@ -99,8 +100,8 @@ def test_counts_leave_padding_and_rows_without_labels_out(script):
 def row(arm, lr, loss, rate, curve, **more):
     return {
         "arm": arm, "lr": lr, "loss": loss, "examples_per_second": rate, "curve": curve, "seconds": 20.0,
-        "startup_seconds": 1.0, **more,
-    }  # fmt: skip
+        "startup_seconds": 1.0,
+    } | more  # fmt: skip
 
 
 def test_an_arm_counts_at_its_best_rate_and_is_compared_with_fixed_and_dynabatch(script):
@@ -108,7 +109,16 @@ def test_an_arm_counts_at_its_best_rate_and_is_compared_with_fixed_and_dynabatch
         row("fixed-10", 1e-3, 6.0, 100.0, [(0, 9.0), (20, 6.0)]),
         row("dynabatch-10", 1e-3, 5.0, 200.0, [(0, 9.0), (20, 5.0)]),
         row("auto", 1e-3, math.nan, 900.0, [(0, 9.0), (20, math.nan)]),
-        row("auto", 1e-4, 3.0, 1600.0, [(0, 9.0), (2, 7.0), (6, 3.0), (20, 3.0)], calibration_seconds=2.0),
+        # The budget was known to the second start: the first one counts.
+        row(
+            "auto",
+            1e-4,
+            3.0,
+            1600.0,
+            [(0, 9.0), (2, 7.0), (6, 3.0), (20, 3.0)],
+            startup_seconds=0.5,
+            calibration_seconds=2.0,
+        ),
         {"arm": "calibrated-90", "lr": 1e-3, "error": "no"},
     ]
     table = {one["arm"]: one for one in script("gpu_trainer").summarize(rows)}
@@ -149,23 +159,25 @@ def test_data_that_is_not_there_is_named(script, tmp_path):
 
 def test_arms_run_through_the_trainer_on_the_cpu_and_are_not_run_twice(run, capsys):
     pytest.importorskip("dynabatch")
-    arms = "fixed-10,group_by_length-10,batch_rebalance-10-4,dynabatch-10,max_tokens-256,auto"
+    arms = "fixed-10,group_by_length-10,batch_rebalance-10-4,dynabatch-10,max_tokens-256,auto,auto_sqrt-10"
+    arms += ",auto_controller-10"
     rows = {one["arm"]: one for one in run("gpu_trainer", "--arms", arms)["rows"]}
     assert list(rows) == arms.split(",")
-    assert [one.get("error") for one in rows.values()] == [None] * 6
+    assert [one.get("error") for one in rows.values()] == [None] * 8
     # The same weights for every arm, and losses that fall.
     assert len({one["curve"][0][1] for one in rows.values()}) == 1
     assert all(one["loss"] < one["curve"][0][1] and one["updates"] >= 2 for one in rows.values())
     assert rows["fixed-10"]["examples_per_update"] == 10
     assert rows["dynabatch-10"]["ran"].startswith("dynabatch 0.2.23: its own trainer")
     assert rows["max_tokens-256"]["padding"] < rows["fixed-10"]["padding"]
-    assert rows["auto"]["found_budget"]
+    assert all(rows[arm]["found_budget"] for arm in ("auto", "auto_sqrt-10", "auto_controller-10"))
+    assert rows["auto_controller-10"]["examples_per_update"] >= 10
     capsys.readouterr()
-    assert len(run("gpu_trainer", "--arms", "fixed-10,max_tokens-256")["rows"]) == 6
+    assert len(run("gpu_trainer", "--arms", "fixed-10,max_tokens-256")["rows"]) == 8
     assert "examples/s," not in capsys.readouterr().out  # nothing ran
 
 
-def test_an_arm_that_fails_does_not_end_the_others(script, monkeypatch):
+def test_an_arm_that_fails_does_not_end_the_others(script, monkeypatch, tmp_path):
     trainer = script("gpu_trainer")
 
     def fail(*args, **kwargs):
@@ -173,7 +185,7 @@ def test_an_arm_that_fails_does_not_end_the_others(script, monkeypatch):
 
     monkeypatch.setattr(trainer, "run_arm", fail)
     device = SimpleNamespace(free=lambda: None)
-    found = trainer.run_one("auto", None, device, None, 1e-3)
+    found = trainer.run_one("auto", None, device, None, 1e-3, tmp_path)
     assert found == {"arm": "auto", "lr": 1e-3, "error": "RuntimeError: no memory"}
 
 
