@@ -25,6 +25,7 @@ from ..step.huggingface import (
     sample,
     sequence_views,
     try_out,
+    unwrapped,
     usual_reading,
     why_not_apart,
 )
@@ -218,12 +219,13 @@ def _of_rows(loss: TrialLoss, inputs: Mapping[str, Any], labels: Tensor, key: st
     try:
         views = _two_rows(inputs, key)
     except ArgumentError as error:  # rows cannot be cut, so all of them run
-        whole = label_views(inputs)
+        whole = _few_labels(loss, inputs)
         if whole is None:
             return Weighing(None, True, key, refusal=str(error))
         views, has_two = whole, True
     try:
-        reading, has_two = _read_rows(loss, inputs, views, key) if has_two else (_read(loss, views), False)
+        reading, ran_two = _read_rows(loss, inputs, views, key)
+        has_two = has_two and ran_two
     except ArgumentError as error:
         stated = Weighing(None, True, key)
         is_stated = by_example and _adds_up(loss, views.both, stated, set()) and _adds_up(loss, inputs, stated, set())
@@ -247,10 +249,25 @@ def _read_rows(loss: TrialLoss, inputs: Mapping[str, Any], views: Views, key: st
     try:
         return _read(loss, views), True
     except DoesNotFitError:
-        one = label_views(take_rows(inputs, [0], num_rows(inputs, key)))
-        if one is None:
+        one = _few_labels(loss, take_rows(inputs, [0], num_rows(inputs, key)))
+        if one is None and not loss.is_usual:
             raise
-        return _read(loss, one), False
+        return None if one is None else _read(loss, one), False
+
+
+def _few_labels(loss: TrialLoss, inputs: Mapping[str, Any]) -> Views | None:
+    """Return a batch with few labels that count, and the decoder's inputs that all of them make; None if it cannot be.
+
+    A model that makes the inputs of its decoder from labels would make others from few of them, and so other losses.
+    """
+    base: Any = unwrapped(loss.module)
+    has_decoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+    if has_decoder and not inputs.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}:
+        prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
+        if prepare is None:
+            return None
+        inputs = {**inputs, "decoder_input_ids": prepare(labels=inputs["labels"])}
+    return label_views(inputs)
 
 
 def _of_sequences(loss: TrialLoss, inputs: Mapping[str, Any], key: str) -> Weighing:

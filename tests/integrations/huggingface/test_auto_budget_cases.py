@@ -226,6 +226,24 @@ def test_a_resume_with_less_memory_says_what_happens_to_batches_that_do_not_fit(
     assert f"batches that do not fit {ends[on_oom]}" in caplog.text
 
 
+@pytest.mark.parametrize("total_bytes", [5_000, 3_600])
+def test_a_resume_with_less_memory_runs_batches_in_pieces_that_make_the_same_updates(total_bytes, tmp_path):
+    """On the smaller device the first look at the loss has no room for two rows."""
+
+    def train(total_bytes, folder, checkpoint=None, **options):
+        model, memory = with_memory(total_bytes, dropout=0.0)
+        monitor = MemoryMonitor(source=memory)
+        trainer, *_ = auto_trainer(tmp_path / folder, model=model, memory=monitor, num_train_epochs=2, **options)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer
+
+    whole = train(12_000, "first", save_strategy="steps", save_steps=1)
+    later = train(total_bytes, "later", str(tmp_path / "first" / "checkpoint-1"), logging_steps=1)
+    assert later.state.global_step == whole.state.global_step
+    assert later.state.log_history[-2]["ooms"] > 0
+    torch.testing.assert_close(flat_parameters(later.model), flat_parameters(whole.model), rtol=1e-4, atol=1e-5)
+
+
 # The learning rate
 
 

@@ -192,17 +192,20 @@ def test_parameters_unfrozen_during_training_are_exact_after_out_of_memory(tmp_p
         assert relative_error(found, exact("llama", numbers)[0]) < TOLERANCE
 
 
-def test_the_first_look_at_a_loss_takes_one_row_where_two_do_not_fit(tmp_path):
-    model = make_model("llama")
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {}, {"budget": bw.MaxTokens(24)}])
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_the_first_look_at_a_loss_takes_one_row_where_two_do_not_fit(name, options, tmp_path):
+    """Also of a model that makes the inputs of its decoder from labels, and where the first batch is a single row."""
+    model = make_model(name)
 
     def before(module, args, kwargs):
         if len(kwargs["input_ids"]) > 1:
             raise ERROR
 
     model.register_forward_pre_hook(before, with_kwargs=True)
-    trainer, seen, gradients = make_trainer("llama", tmp_path, model=model, gradient_accumulation_steps=2)
+    trainer, seen, gradients = make_trainer(name, tmp_path, model=model, **options)
     trainer.train()
-    check("llama", trainer, gradients, windows(seen, 2))
+    check(name, trainer, gradients, windows(seen, options.get("gradient_accumulation_steps", 1)))
 
 
 def test_a_first_look_that_does_not_fit_at_all_is_an_error(tmp_path):

@@ -17,12 +17,17 @@ from ...processes import leave_group
 from ..dynabatch.trainer.ranks import agree_on_port
 from ..dynabatch.trainer.training import flat_gradient
 from . import test_packing as packing
-from . import test_sentence_transformers as sentences
 from .preferences import make_pairs, make_policy, make_preferences, make_tokenizer, record
 from .ranks import everyone
+from .trainers import quick, relative_error
+
+# pytest looks for doctests here too, also where these are not installed.
+pytest.importorskip("trl", reason="trl is not installed; it is in the group dev")
+pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed; it is in the group dev")
+
+from . import test_sentence_transformers as sentences
 from .test_trl_sft import MODES, by_hand, make_data, make_sft, names
 from .test_trl_sft import make_model as make_llama
-from .trainers import quick, relative_error
 
 NUM_PAIRS = 17  # the ranks have batches of different sizes, the last step most of all
 BUDGET = bw.MaxTokens(48)

@@ -19,9 +19,12 @@ _MOST_EXAMPLES = 50_000
 _Batch: TypeAlias = tuple[Shape, IntArray]  # and its examples
 
 # One per kind runs if all is well; more if not, until so many ran.
-_MOST_RUNS = 12
+_MOST_RUNS = 24
+# Where a fit is doubtful, each full batch is at most this many times as long on an axis as one that ran.
+_APART = 1.3
 # Batches that are predicted to take less than this share of the limit are not near it, even if the fit is wrong.
 _NEAR = 0.75
+_SMALL = 0.5  # and those that took less than this share of that say little
 # Batches that are predicted to take this share of what the largest takes are as demanding.
 _FULL = 0.95
 # Checks may take so much longer than the search.
@@ -33,7 +36,9 @@ def planned_checks(search: Search, lengths: IntArray) -> Iterator[tuple[Shape, l
 
     A budget is fitted to a few rows of lengths, and plans thousands of other shapes. So of the batches that it plans
     the most demanding run: the one of most bytes, the one of most items, and those that are longest on one axis. What
-    takes more than was planned for, or runs out of memory, changes the fit and the plan, and is looked at again.
+    takes more than was planned for, or runs out of memory, changes the fit and the plan, and is looked at again. A fit
+    that misses even what ran, as memory follows another law, is doubtful between these too: then full batches of all
+    lengths run.
 
     Args:
         search: has run its own batches.
@@ -51,6 +56,8 @@ def planned_checks(search: Search, lengths: IntArray) -> Iterator[tuple[Shape, l
         while found is None and kind < num_kinds:
             found = _of_kind(kind, plan, budget, search)
             kind += found is None
+        if found is None and search.is_doubtful:
+            found = _least_known(plan, budget, search)
         if found is None:
             search.is_checked = True
             return
@@ -62,7 +69,7 @@ def planned_checks(search: Search, lengths: IntArray) -> Iterator[tuple[Shape, l
         yield (num, *shape[1:]), places[np.resize(examples, num)].tolist()
         if search.num_surprises > before:
             kind = 0  # the fit was wrong, and so may be what it said of the others
-        elif not is_short and num == shape[0]:
+        elif not is_short and num == shape[0] and kind < num_kinds:
             kind += 1
 
 
@@ -84,6 +91,25 @@ def _of_kind(kind: int, plan: Plan, budget: FoundBudget, search: Search) -> _Bat
     place = demanding(plan.shapes, budget.memory.model.predict(plan.shapes))[kind]
     shape = as_shape(plan.shapes[place])
     return None if _is_known(shape, budget, search) else (shape, _pillars_first(plan, place))
+
+
+def _least_known(plan: Plan, budget: FoundBudget, search: Search) -> _Batch | None:
+    """Return the full batch whose lengths are farthest from those of all that ran near the limit; None if all are near.
+
+    Nothing is said by small batches of these lengths: they do not show what an item takes beside all that is there.
+    """
+    assert budget.memory is not None
+    near = _NEAR * budget.memory.max_bytes
+    bytes_of = budget.memory.model.predict(plan.shapes)
+    full = np.flatnonzero(bytes_of >= min(near, _FULL * float(bytes_of.max())))
+    ran = np.array([probe.shape for probe in search.found if (probe.peak_bytes or 0) >= _SMALL * near])
+    if not len(ran):
+        return None
+    apart = np.abs(np.log(plan.shapes[full, None, 1:]) - np.log(ran[None, :, 1:])).max(axis=2).min(axis=1)
+    if apart.max() <= np.log(_APART):
+        return None
+    place = int(full[apart.argmax()])
+    return as_shape(plan.shapes[place]), _pillars_first(plan, place)
 
 
 def _is_known(shape: Shape, budget: FoundBudget, search: Search) -> bool:

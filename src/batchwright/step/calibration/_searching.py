@@ -36,6 +36,8 @@ _REACH = 2
 _MOST_SECONDS = 15.0
 # What the fit of a few probes may be wrong by.
 _LEAST_MARGIN, _MOST_MARGIN = 0.02, 0.1
+# A fit that is below what ran by more than this has not the terms that memory has.
+_DOUBTFUL = 0.02
 
 
 @final
@@ -157,6 +159,10 @@ class Search:
         if not self.is_fitted:  # too few to fit anything to: batches no larger than these
             return FoundBudget(None, None, MaxTokens(max(row.shape[0] * sum(row.shape[1:]) for row in self.found)))
         found = self.fitted()
+        if found.memory is not None and not self.is_checked and self.is_doubtful:
+            # Not all that is planned was looked at, and what was looked at shows that the fit may be wrong there.
+            model = found.memory.model
+            found = replace(found, memory=replace(model, margin=2 * model.margin).budget(found.memory.max_bytes))
         if not self.is_checked and self._open_rows(found):
             # Not all was measured: there was no time, or memory ran out.
             largest = max(row.shape[0] * sum(row.shape[1:]) for row in self.found)
@@ -209,6 +215,12 @@ class Search:
     def is_fitted(self) -> bool:
         """Return whether enough batches ran for a fit."""
         return len(self.found) >= _LEAST_ROWS
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Return whether the fit misses what ran, so that it may miss what did not by more."""
+        shapes, peaks = self._arrays()
+        return float(_misses(with_floor(shapes, peaks), shapes, peaks).max()) > _DOUBTFUL
 
     @property
     def ran(self) -> list[Shape]:
@@ -293,7 +305,7 @@ class Search:
             return None
         shapes, peaks = self._arrays()
         phases = with_floor(shapes, peaks)
-        errors = peaks / peak_of(phases, shapes) - 1
+        errors = _misses(phases, shapes, peaks)
         # The margin for shapes never seen is very wide with so few, but the largest batches were measured.
         margin = max(_LEAST_MARGIN, float(errors.max()), min(margin_with_floor(shapes, peaks), _MOST_MARGIN))
         model = MemoryModel(phases[0], margin, phases[1] if len(phases) > 1 else None)
@@ -305,6 +317,11 @@ class Search:
         shapes = [(row.shape[0], sum(row.shape[1:])) for row in self.found]
         first = [row.first_visit_seconds for row in self.found]
         return TimeModel.fit(shapes, [row.seconds for row in self.found], first_visit_seconds=first)
+
+
+def _misses(phases: Any, shapes: IntArray, peaks: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return by how much each batch took more than the fit says, as a share of that."""
+    return peaks / peak_of(phases, shapes) - 1
 
 
 def _limit_below(failed: list[Shape], model: MemoryModel, limit: float, most_ran: float) -> float:
