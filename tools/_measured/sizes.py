@@ -58,7 +58,8 @@ def _sizes() -> str:
 ## The size of an update
 
 The time to the loss of the best constant size of a sweep (6 sizes, 3 rates each), for policies without
-a sweep, on a stated clock: a GPU that replays graphs. Below 1 is faster. `python benchmarks/quality.py --clock graphs`; raw:
+a sweep, on a stated clock: a GPU that replays graphs. Below 1 is faster.
+`python benchmarks/quality.py --clock graphs`; raw:
 {raw("quality.json")}.
 
 {table(["time ÷ best constant's (95 %)", *TASKS], rows)}

@@ -66,7 +66,7 @@ def named(names: dict[str, str], arm: Any) -> str:
 def filled(page: str) -> str:
     """Return a page whose paragraphs have lines of at most 120 characters; tables, pictures and titles stay.
 
-    >>> print(filled("one\ntwo\n\n| a |\n| b |"))
+    >>> print(filled("one\\ntwo\\n\\n| a |\\n| b |"))
     one two
     <BLANKLINE>
     | a |
