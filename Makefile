@@ -10,7 +10,7 @@ OLDEST_TESTS ?= tests/plan tests/size tests/serve tests/step tests/integrations/
 KERAS_TESTS ?= tests/integrations/keras src/batchwright/integrations/keras
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-oldest test-keras check lint types tests bench house clean
+.PHONY: help setup demo test test-oldest test-keras check lint types tests bench docs wheel house clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -91,6 +91,16 @@ bench: .venv-bench/.ready ## measure the planner beside its peers, three distrib
 	.venv-bench/bin/python -m pip install $(PIP_FLAGS) --requirement benchmarks/requirements.txt
 	.venv-bench/bin/python -m pip install $(PIP_FLAGS) --no-deps --requirement benchmarks/requirements-no-deps.txt
 	.venv-bench/bin/python -m pip install $(PIP_FLAGS) --no-deps --editable .
+	@touch $@
+
+# An environment of its own, with nothing of the package: docstrings are read as text.
+docs: .venv-docs/.ready ## build the site into site/; every warning is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install $(PIP_FLAGS) --upgrade "pip>=25.1"
+	.venv-docs/bin/python -m pip install $(PIP_FLAGS) --group docs
 	@touch $@
 
 house: .venv/.ready ## print the table of the house: how the package is cut into files, and which rules break

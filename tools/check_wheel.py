@@ -1,0 +1,1 @@
+"""Builds the wheel and tries it out."""
