@@ -78,13 +78,8 @@ def on_post_template(output_content: str, *, template_name: str, config: Any) ->
 def as_markdown(text: str) -> str:
     """Return a docstring whose doctests stand between fences, and without the ``::`` before literal blocks.
 
-    >>> print(as_markdown("Double.\\n\\n>>> f(1)\\n[2]"))
-    Double.
-    <BLANKLINE>
-    ```pycon
-    >>> f(1)
-    [2]
-    ```
+    >>> as_markdown("Double.\\n\\n>>> f(1)\\n[2]").splitlines()
+    ['Double.', '', '```pycon', '>>> f(1)', '[2]', '```']
     """
     lines: list[str] = []
     fence: str | None = None
