@@ -103,9 +103,18 @@ docs: .venv-docs/.ready ## build the site into site/; every warning is an error
 	.venv-docs/bin/python -m pip install $(PIP_FLAGS) --group docs
 	@touch $@
 
+wheel: .venv-wheel/.ready ## build sdist and wheel into dist/, install the wheel beside NumPy only, and check it
+	.venv-wheel/bin/python tools/check_wheel.py
+
+.venv-wheel/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install $(PIP_FLAGS) --upgrade "pip>=25.1"
+	.venv-wheel/bin/python -m pip install $(PIP_FLAGS) --group wheel
+	@touch $@
+
 house: .venv/.ready ## print the table of the house: how the package is cut into files, and which rules break
 	$(BIN)/python tools/house.py
 
 clean: ## remove environments, caches and the demo's page
-	rm -rf .venv .venv-bench .venv-keras .venv-oldest demo_out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-demo .venv-docs .venv-keras .venv-oldest .venv-wheel demo_out site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
