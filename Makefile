@@ -10,7 +10,7 @@ OLDEST_TESTS ?= tests/plan tests/size tests/serve tests/step tests/integrations/
 KERAS_TESTS ?= tests/integrations/keras src/batchwright/integrations/keras
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-oldest test-keras check lint types tests bench house clean
+.PHONY: help setup demo test test-oldest test-keras check lint types tests bench docs wheel house clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -93,9 +93,28 @@ bench: .venv-bench/.ready ## measure the planner beside its peers, three distrib
 	.venv-bench/bin/python -m pip install $(PIP_FLAGS) --no-deps --editable .
 	@touch $@
 
+# An environment of its own, with nothing of the package: docstrings are read as text.
+docs: .venv-docs/.ready ## build the site into site/; every warning is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install $(PIP_FLAGS) --upgrade "pip>=25.1"
+	.venv-docs/bin/python -m pip install $(PIP_FLAGS) --group docs
+	@touch $@
+
+wheel: .venv-wheel/.ready ## build sdist and wheel into dist/, install the wheel beside NumPy only, and check it
+	.venv-wheel/bin/python tools/check_wheel.py
+
+.venv-wheel/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install $(PIP_FLAGS) --upgrade "pip>=25.1"
+	.venv-wheel/bin/python -m pip install $(PIP_FLAGS) --group wheel
+	@touch $@
+
 house: .venv/.ready ## print the table of the house: how the package is cut into files, and which rules break
 	$(BIN)/python tools/house.py
 
 clean: ## remove environments, caches and the demo's page
-	rm -rf .venv .venv-bench .venv-keras .venv-oldest demo_out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-demo .venv-docs .venv-keras .venv-oldest .venv-wheel demo_out site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -42,7 +42,7 @@ def draw(path: Path, series: Sequence[tuple[str, Curve, str]], *, title: str, no
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
     parts = [_text(LEFT - 40, 28, title, "title"), _text(LEFT - 40, 46, note, "note"), *_axes(at, most_x, low, high)]
-    ends = _spread([at(*curve[-1])[1] for curve in curves], least=17)
+    ends = spread([at(*curve[-1])[1] for curve in curves], least=17)
     used: dict[str, int] = {}
     for (name, _, kind), curve, end in zip(series, curves, ends, strict=True):
         number = used[kind] = used.get(kind, -1) + 1
@@ -87,10 +87,10 @@ def _step(span: float, steps: Sequence[float]) -> float:
     return next((step for step in steps if span / step <= 9), last * math.ceil(span / (9 * last)))
 
 
-def _spread(wanted: Sequence[float], *, least: float) -> list[float]:
+def spread(wanted: Sequence[float], *, least: float) -> list[float]:
     """Return heights as near to the wanted ones as a least distance allows.
 
-    >>> _spread([10, 12, 40], least=10)
+    >>> spread([10, 12, 40], least=10)
     [6.0, 16.0, 40.0]
     """
     order = sorted(range(len(wanted)), key=lambda place: wanted[place])

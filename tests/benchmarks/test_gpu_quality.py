@@ -433,7 +433,7 @@ def test_a_chart_of_long_runs_or_of_one_loss_is_drawn(script, tmp_path, curve):
 
 
 def test_names_in_a_chart_do_not_lie_on_each_other(script):
-    spread = script("_quality.chart")._spread
+    spread = script("_quality.chart").spread
     assert spread([10, 12, 40], least=10) == [6.0, 16.0, 40.0]
     found = sorted(spread([5, 5, 5, 30, 31, 90], least=17))
     assert min(np.diff(found)) >= 17 - 1e-9

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -10,11 +9,9 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sized
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +23,9 @@ from ...errors import ArgumentError, BatchwrightError, LengthsError
 from ._cache import ContentHash, LengthCache
 from ._examples import choose, describe, num_sides_of_ids, num_sides_of_text
 from ._tokenizers import IdCounter, TokenCounter, adapt, brief
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 Lengths: TypeAlias = npt.NDArray[np.int32]
 Probes: TypeAlias = dict[int, Any]
@@ -251,6 +251,10 @@ def _pickled(counter: TokenCounter) -> bytes:
 
 def _count_in_pool(batches: Iterator[TextBatch], payload: bytes, num_workers: int) -> Generator[Lengths, None, None]:
     """Count batches in processes, in order, with a bounded number of them under way."""
+    # Here, because few call this and the two take a tenth as long to import as NumPy does.
+    import multiprocessing
+    from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+
     context = multiprocessing.get_context()
     waiting: deque[Future[Lengths]] = deque()
     with _sequential_tokenizers():

@@ -1,0 +1,249 @@
+"""Training and generating on a GPU: loss against seconds, examples per second, allocators, trainers, packed rows."""
+
+from __future__ import annotations
+
+from .reading import Record, Row, StaleResult, read, summary_of
+from .tables import named, number, percent, raw, short, table
+
+TRANSLATION = "gpu_quality_translation.json"
+ARMS = {
+    "fixed-16": "16 texts, shuffled",
+    "batch_rebalance-64-4": "transformers' `batch_rebalance`, 64 texts in 4 parts",
+    "group_by_length-128": "transformers' `group_by_length`, 128 texts",
+    "dynabatch-16": "dynabatch's own batches, 16, range 5",
+    "buckets-16-4096": "`MaxTokens(4096)`, `Buckets(16)`",
+    "max_tokens-8192": "`MaxTokens(8192)`",
+    "grouped-128": "128 texts of like length, the best size of a sweep",
+    "dynabatch-64": "dynabatch's own batches, 64, range 5",
+    "graphs-16-4096": "`MaxTokens(4096)`, `Buckets(16)`, **graphs**",
+    "graphs-16-8192": "`MaxTokens(8192)`, `Buckets(16)`, **graphs**",
+}
+DECODER_ARMS = {
+    "fixed-32": "32 texts, shuffled",
+    "max_tokens-16384": "`MaxTokens(16384)`",
+    "graphs-16-4096": "`MaxTokens(4096)`, `Buckets(16)`, **graphs**",
+}
+TRAINER_ARMS = {
+    "fixed-10": "Trainer, 10 examples",
+    "dynabatch-10": "dynabatch's own trainer, first batch of 10",
+    "auto": '`budget="auto"`',
+    "graphs": '`budget="auto"`, graphs',
+    "group_by_length-10": "`group_by_length`, 10 examples",
+    "batch_rebalance-10": "`batch_rebalance`, 10 examples",
+}
+
+
+def render() -> str:
+    """Return the sections."""
+    return "\n".join([_quality(), _through_the_trainer(), _examples(), _allocators(), _generating(), _packing()])
+
+
+def best_of_peers() -> tuple[Row, Row]:
+    """Return the arm that is drawn as ours, and the peer with the least loss."""
+    ours, *peers = summary_of(TRANSLATION, "translation", ["graphs-16-8192", "dynabatch-64", "grouped-128"])
+    return ours, min(peers, key=lambda row: float(row["loss"]))
+
+
+def _quality() -> str:
+    found = sorted(summary_of(TRANSLATION, "translation", list(ARMS)), key=lambda row: -row["loss"])
+    decoder = summary_of("gpu_quality_decoder.json", "decoder", list(DECODER_ARMS))
+    ours, peer = best_of_peers()
+    return f"""\
+## Loss against seconds
+
+A small step is bound by the host, which launches thousands of kernels, whatever the step holds.
+`Stepper(graphs=True, shapes=sampler)` captures every planned shape once and replays it. A translation model of 48
+million
+parameters from scratch, {number(ours["curve"][-1][0])} s of training for every arm on one H200, capture inside the
+clock.
+An arm counts at its best learning rate; a range is over seeds. `python benchmarks/gpu_quality.py --data
+translation.npz`;
+raw: {raw(TRANSLATION)}.
+
+{_losses(found, ARMS)}
+
+![Validation loss against seconds of training](images/loss_against_seconds.svg)
+
+`MaxTokens(8192)`, `Buckets(16)` and graphs pass the best peer's loss ({named(ARMS, peer["arm"])}) after
+{_or(ours["to_peer"])} s: {_or(ours["times_peer"])} times as fast.
+
+**Where arithmetic binds** the gain is smaller. A decoder of 110 million parameters ({raw("gpu_quality_decoder.json")}):
+
+{_losses(decoder, DECODER_ARMS)}
+
+Without graphs the same plans end above the best fixed size of a sweep: a plan under a budget that was not swept is not
+a better batch size. [When graphs pay](graphs.md), [how near `goodput` comes to a sweep](batch_size.md).
+"""
+
+
+def _or(value: float | None) -> str:
+    return "never" if value is None else short(value)
+
+
+def _losses(found: list[Row], names: dict[str, str]) -> str:
+    rows = []
+    for row in found:
+        spread = f" ({row['spread']})" if row["spread"] else ""
+        speed = f"{round(row['tokens_per_second'], -3):,.0f}"
+        cells = [speed, number(row["updates"]), percent(row["padding"], 0), f"{row['loss']:.2f}{spread}"]
+        rows.append([names[row["arm"]], *cells, f"{row['seeds']}"])
+    return table(["", "real tokens/s", "updates", "padding", "validation loss", "seeds"], rows)
+
+
+def _through_the_trainer() -> str:
+    return f"""\
+## Through the Trainer
+
+A model of NLLB-600M's shape, 40,000 real pairs, memory capped at 32 GiB on one H200, the same seconds for every arm.
+`python benchmarks/gpu_trainer.py --data pairs.npz`; raw: {raw("gpu_trainer.json", "gpu_trainer_auto.json")}, two
+runs on
+two machines.
+
+{_trainer("gpu_trainer.json")}
+
+{_trainer("gpu_trainer_auto.json")}
+
+**Where we do not win.** The seconds before the first update are those of measuring, and they are not in the examples
+per
+second. At one learning rate for all, more examples per second end at about the loss of smaller batches: the rate has to
+follow ([trainers](trainers.md)).
+"""
+
+
+def _trainer(file: str) -> str:
+    found = read(file).rows()
+    rows = []
+    for row in found:
+        fixed = [each for each in found if each["arm"] == "fixed-10" and each["lr"] == row["lr"]]
+        ratio = row["examples_per_second"] / fixed[0]["examples_per_second"] if fixed else None
+        rows.append([
+            named(TRAINER_ARMS, row["arm"]), f"{row['lr']:g}", number(row["examples_per_second"]), short(ratio),
+            percent(row["padding"], 0), percent(row["peak_of_cap"]), f"{row['ooms']}",
+            f"{number(row['startup_seconds'], 1)} s", number(row["loss"], 2),
+        ])  # fmt: skip
+    header = ["", "rate", "examples/s", "÷ fixed", "padding", "peak ÷ cap", "OOMs", "before the first update", "loss"]
+    return table(header, rows)
+
+
+def _examples() -> str:
+    drawn, default = read("gpu_training_drawn.json"), read("gpu_training_default.json")
+    best = drawn.row(arm="calibrated, Sorted()", pairs=40_000)
+    sudden = [row for row in default.rows() if row["arm"].startswith("calibrated")]
+    return f"""\
+## Examples per second under a cap
+
+The same shape in a plain loop (random weights, bf16), memory capped at 32 GiB, cuDNN attention off and the allocator
+`cudaMallocAsync` for every arm; lengths of real pairs (Python's documentation in English and Spanish: median 29 and 31
+tokens, longest 512 after cutting), once every shape was seen. One run, epochs of at most 9 s, of 24 s on 40,000 pairs.
+`python benchmarks/gpu_training.py --lengths lengths.npy`; raw: {raw("gpu_training.json")}.
+
+{_training(read("gpu_training.json"))}
+
+Steps are bound by the host that launches them, so the same batches differ by a tenth from run to run. On drawn lengths
+(median 16, longest 512) and whole epochs the calibrated budget with `Sorted()` came to {short(best["to_fixed"])}
+times the
+fixed size, {short(best["to_peer"])} times dynabatch and {percent(best["to_limit"], 0)} of the limit
+({raw("gpu_training_drawn.json")}). With cuDNN attention on, the first visit of a shape is slow for every arm; once
+all were
+seen the calibrated budget is {_range(sudden, "to_fixed")} times the fixed size and {_range(sudden, "to_peer")} times
+dynabatch ({raw("gpu_training_default.json")}). `batchwright doctor` finds that out on your machine. dynabatch was
+given the
+lengths with assumed word and character counts, because the corpus is only lengths.
+
+**Where we do not win.** Sorting at the fixed size changes little here, because the host binds; and `MaxTokens` with a
+number that was not measured leaves memory and speed unused.
+"""
+
+
+def _training(results: Record) -> str:
+    rows = []
+    for row in results.rows():
+        rows.append([
+            row["arm"], number(row.get("pairs")), number(row["steady_per_second"]), short(row["to_fixed"]),
+            short(row["to_peer"]), number(row["to_limit"], 2), percent(row["padding"], 0),
+            "" if "ooms" not in row else f"{row['ooms']}", number(row.get("peak_of_cap"), 2),
+        ])  # fmt: skip
+    header = ["", "pairs", "examples/s", "÷ fixed", "÷ dynabatch", "÷ limit", "padding", "OOMs", "peak ÷ cap"]
+    return table(header, rows)
+
+
+def _range(rows: list[Record], key: str) -> str:
+    if not rows:
+        raise StaleResult("gpu_training_default.json: no arm is called calibrated; run gpu_training.py again")
+    values = sorted(row[key] for row in rows)
+    return f"{number(values[0])} to {number(values[-1])}"
+
+
+def _allocators() -> str:
+    results = read("gpu_allocators.json")
+    rows = [
+        [
+            f"`{row['allocator']}`",
+            f"{round(row['tokens_per_second'], -3):,.0f}",
+            f"{row['ooms']}",
+            f"{row['retries']}",
+            percent(row["peak_of_cap"]),
+        ]
+        for row in results.rows()
+    ]
+    return f"""\
+## Allocators
+
+The same plan of a calibrated budget, {number(results["cap_gib"])} GiB, under PyTorch's allocators: batches of many
+shapes
+break up the memory of the default one. `python benchmarks/gpu_allocators.py --lengths lengths.npy`; raw:
+{raw("gpu_allocators.json")}.
+
+{table(["`PYTORCH_CUDA_ALLOC_CONF`", "tokens/s", "OOMs", "blocks given back", "peak ÷ cap"], rows)}
+"""
+
+
+def _generating() -> str:
+    results = read("gpu_generate.json")
+    rows = [
+        [
+            row["arm"],
+            number(row["steady_per_second"]),
+            short(row.get("to_peer")),
+            short(row.get("to_fixed")),
+            f"{row['batches']}",
+            f"{row['ooms']}",
+            percent(row["peak_of_cap"], 0),
+        ]
+        for row in results.rows()
+    ]
+    return f"""\
+## Generating
+
+The same shape under {number(results["cap_gib"])} GiB, 1,500 inputs of drawn lengths, at most
+{results["max_new_tokens"]} new tokens. Every step of decoding waits for the host, and hosts differ.
+`python benchmarks/gpu_generate.py`; raw: {raw("gpu_generate.json")}.
+
+{table(["", "examples/s", "÷ dynabatch", "÷ fixed", "batches", "OOMs", "peak ÷ cap"], rows)}
+"""
+
+
+def _packing() -> str:
+    rows = [
+        [
+            row["model"],
+            row["arm"],
+            number(row["tokens_per_second"]),
+            percent(row["padding"]),
+            number(row["peak_gib"], 1),
+        ]
+        for file in ("gpu_packing.json", "gpu_packing_1b.json")
+        for row in read(file).rows()
+    ]
+    return f"""\
+## Packed rows
+
+Real tokens per second on an H200, Llama shapes, instructions, 16,384 tokens a step, bf16, through `Stepper`:
+`padded` is
+`WindowSort`, `flat` packed rows without padding, `positions` packed rows with position ids.
+`python benchmarks/gpu_packing.py --data decoder.npz`; raw: {raw("gpu_packing.json", "gpu_packing_1b.json")}.
+
+{table(["parameters", "", "real tokens/s", "padding", "peak GiB"], rows)}
+
+**Where we do not win.** `WindowSort` leaves little padding, so there is little left for packing to gain.
+"""

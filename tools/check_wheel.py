@@ -1,0 +1,150 @@
+"""Build sdist and wheel, install the wheel into an empty environment with NumPy only, and try it out.
+
+    python tools/check_wheel.py                 # needs build and twine, as `make wheel` installs them
+    python tools/check_wheel.py --output DIR    # keeps the files there instead of in dist/
+
+What it checks: both files describe themselves well; the wheel is small and holds what it needs; NumPy is all that comes
+with it; ``import batchwright`` takes little longer than NumPy's own import; ``batchwright advise`` answers; and every
+part whose package is missing says which extra brings it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MAX_WHEEL_BYTES = 1_250_000  # nearly all of it is Python source
+MAX_IMPORT_RATIO = 1.8  # of the processor's time; classes of the plan and the standard library are the rest
+NUM_IMPORTS = 15
+NEEDED = (
+    "py.typed",
+    "_charts/style.css",
+    "plan/models/memory_prior.json",
+    "cli/demo/charts.js",
+    "serve/http/live/script.js",
+)
+# What a user without the extra imports or calls, the package that is missing first, and the extra that brings it.
+MODULES = (
+    ("batchwright.step", "torch", "torch"),
+    ("batchwright.integrations.huggingface", "torch", "hf"),
+    ("batchwright.integrations.accelerate", "torch", "accelerate"),
+    ("batchwright.integrations.lightning", "torch", "lightning"),
+    ("batchwright.integrations.keras", "keras", "keras"),
+    ("batchwright.integrations.ray", "ray", "ray"),
+    ("batchwright.lab.runner", "torch", "lab"),
+)
+COMMANDS = (("doctor", "torch"), ("demo", "torch"), ("lab run quick", "lab"), ("serve json:dumps", "serve"))
+
+
+def build(output: Path) -> tuple[Path, Path]:
+    """Return sdist and wheel, freshly built and checked by twine."""
+    for old in (*output.glob("batchwright-*.whl"), *output.glob("batchwright-*.tar.gz")):
+        old.unlink()
+    _run([sys.executable, "-m", "build", "--outdir", str(output), str(ROOT)])
+    (sdist,), (wheel,) = output.glob("batchwright-*.tar.gz"), output.glob("batchwright-*.whl")
+    _run([sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel)])
+    return sdist, wheel
+
+
+def check_contents(wheel: Path) -> str:
+    """Return what was found; refuse a wheel that is too large, lacks a file or has links that lead nowhere."""
+    size = wheel.stat().st_size
+    _require(size <= MAX_WHEEL_BYTES, f"the wheel has {size:,} bytes, more than {MAX_WHEEL_BYTES:,}")
+    with zipfile.ZipFile(wheel) as files:
+        names = files.namelist()
+        metadata = files.read(next(name for name in names if name.endswith("METADATA"))).decode()
+    missing = [name for name in NEEDED if f"batchwright/{name}" not in names]
+    _require(not missing, f"the wheel lacks {', '.join(missing)}")
+    foreign = sorted({name.split("/")[0] for name in names if not name.startswith("batchwright")})
+    _require(not foreign, f"the wheel installs {', '.join(foreign)} beside batchwright")
+    relative = re.findall(r"\]\((?!https?://|#)[^)]+\)", metadata)
+    _require(not relative, f"links of the README lead nowhere on the package index: {', '.join(relative)}")
+    return f"{size:,} bytes, {len(names)} files"
+
+
+def make_environment(folder: Path, wheel: Path) -> Path:
+    """Return the Python of an environment that has the wheel and what comes with it."""
+    _run([sys.executable, "-m", "venv", str(folder)])
+    python = folder / "bin" / "python"
+    _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(wheel)])
+    names = _run([str(python), "-m", "pip", "list", "--format", "freeze", "--disable-pip-version-check"]).split()
+    found = {name.partition("==")[0] for name in names} - {"pip", "setuptools"}
+    _require(found == {"batchwright", "numpy"}, f"the wheel brings {', '.join(sorted(found))}, not NumPy only")
+    return python
+
+
+def check_imports(python: Path) -> str:
+    """Return how long the import takes beside NumPy's, the medians of several; refuse one that takes too long."""
+    # The processor's time, since other programs on the machine slow the clock of the two differently.
+    code = "import time; start = time.process_time(); import {}; print(time.process_time() - start)"
+    seconds: dict[str, list[float]] = {"numpy": [], "batchwright": []}
+    for _ in range(NUM_IMPORTS + 1):
+        for name, times in seconds.items():
+            times.append(float(_run([str(python), "-c", code.format(name)])))
+    numpy, ours = (statistics.median(times[1:]) for times in seconds.values())  # the first ones read from the disk
+    _require(ours <= MAX_IMPORT_RATIO * numpy, f"the import takes {ours / numpy:.2f} times as long as NumPy's")
+    return f"{1000 * ours:.0f} ms, {ours / numpy:.2f} times NumPy's"
+
+
+def check_advise(python: Path, folder: Path) -> str:
+    """Return the first line of an answer about a text file."""
+    data = folder / "lines.txt"
+    data.write_text("\n".join("word " * (1 + number % 40) for number in range(500)), encoding="utf-8")
+    answer = _run([str(python.parent / "batchwright"), "advise", str(data)])
+    _require("bw.BatchSampler(" in answer, f"advise gave no lines to copy:\n{answer}")
+    return next(line for line in answer.splitlines() if line.startswith(("Yes", "No", "It")))
+
+
+def check_extras(python: Path) -> str:
+    """Return how many parts said what to install; refuse one that did not."""
+    for module, package, extra in MODULES:
+        _expect([str(python), "-c", f"import {module}"], package, extra)
+    for words, extra in COMMANDS:
+        _expect([str(python.parent / "batchwright"), *words.split()], None, extra)
+    return f"{len(MODULES)} modules and {len(COMMANDS)} commands say what to install"
+
+
+def _expect(command: Sequence[str], package: str | None, extra: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
+    wanted = f"{package or ''} is not installed; run: pip install 'batchwright[{extra}]'"
+    _require(done.returncode != 0, f"{' '.join(command)} works without {extra}")
+    _require(wanted in said, f"{' '.join(command)} says {said!r}, not {wanted!r}")
+
+
+def _require(condition: bool, words: str) -> None:
+    if not condition:
+        raise SystemExit(f"check_wheel.py: {words}")
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tempfile.gettempdir())
+    _require(done.returncode == 0, f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Build, install and check; the first thing that is wrong ends it with status 1."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=ROOT / "dist", help="where the files go (default: dist)")
+    options = parser.parse_args(arguments)
+    sdist, wheel = build(options.output.resolve())
+    print(f"{sdist.name}: {sdist.stat().st_size:,} bytes")
+    print(f"{wheel.name}: {check_contents(wheel)}")
+    with tempfile.TemporaryDirectory() as folder:
+        python = make_environment(Path(folder) / "env", wheel)
+        print(f"import batchwright: {check_imports(python)}")
+        print(f"batchwright advise: {check_advise(python, Path(folder))}")
+        print(f"missing extras: {check_extras(python)}")
+
+
+if __name__ == "__main__":
+    main()
