@@ -3,9 +3,8 @@
     torchrun --nproc-per-node 2 examples/ddp_ranks.py
 
 Every rank also trains a copy on the batches of all ranks at once. You see that both end with the same weights, up to
-rounding, although ranks have different numbers of texts and words: the mean is over all words, not over ranks. Change
-``"gloo"`` to ``"nccl"`` and move the model to ``cuda:{rank}``. A rank that runs out of memory splits its batch while the
-others wait, and the update stays the same.
+rounding, although ranks have different numbers of texts and words: the mean is over all words, not over ranks.
+Change ``"gloo"`` to ``"nccl"`` and move the model to ``cuda:{rank}``. A rank that runs out of memory splits its batch.
 """
 
 import copy
@@ -51,8 +50,7 @@ def main(quick: bool = False) -> None:
     pairs = zip(model.state_dict().values(), twin.state_dict().values(), strict=True)
     apart = max(float((mine - other).abs().max()) for mine, other in pairs)
     if rank == 0:
-        waste = sampler.report().straggler_waste
-        print(f"{world_size} ranks, {len(sampler)} steps each; planned to wait for each other: {waste:.1%} of the time")
+        print(f"{world_size} ranks, {len(sampler)} steps each, {sampler.report().straggler_waste:.1%} spent waiting")
         print(f"weights differ from those of one process with all texts by {apart:.0e} at most")
     dist.destroy_process_group()
     time.sleep(0.2)  # gloo's threads let go of their tensors before Python ends

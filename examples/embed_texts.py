@@ -25,7 +25,7 @@ def make_encode(model: BertModel, seen: list[int]) -> Callable[[list[list[int]]]
     def encode(texts: list[list[int]]) -> Tensor:
         batch = PadCollator()([{"input_ids": ids} for ids in texts])
         if batch["input_ids"].numel() > 1024:  # a GPU says so by itself
-            raise torch.OutOfMemoryError(f"CUDA out of memory: {batch['input_ids'].numel()} tokens")
+            raise torch.OutOfMemoryError("CUDA out of memory")
         seen.append(batch["input_ids"].numel())
         mask = batch["attention_mask"][..., None]
         return (model(**batch).last_hidden_state * mask).sum(dim=1) / mask.sum(dim=1)
@@ -39,17 +39,16 @@ def main(quick: bool = False) -> dict[str, float]:
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = BertModel(BertConfig(vocab_size=VOCABULARY, **shape), add_pooling_layer=False).eval()
     texts = [to_ids(text) for text in read_texts(100 if quick else 1000)]
+    numbers, vectors, tokens = range(len(texts)), {}, {}
     plans = {
-        "as they come": bw.plan_batches([1] * len(texts), bw.MaxItems(32), grouping=bw.InOrder()),
-        "planned": bw.plan_batches([len(text) for text in texts], bw.MaxTokens(2048), grouping=bw.Sorted()),
-        "one by one": bw.plan_batches([1] * len(texts), bw.MaxItems(1), grouping=bw.InOrder()),
+        "as they come": [list(numbers[start : start + 32]) for start in numbers[::32]],
+        "planned": bw.plan_batches(list(map(len, texts)), bw.MaxTokens(2048), grouping=bw.Sorted()),
+        "one by one": [[number] for number in numbers],
     }
-    vectors, tokens = {}, {}
     for name, plan in plans.items():
         seen, vectors[name] = [], torch.zeros(len(texts), 64)  # a place per text, in the order of the data
-        encode = make_encode(model, seen)
         for batch in plan:
-            vectors[name][batch] = oom_safe(encode, [texts[index] for index in batch]).clone()
+            vectors[name][batch] = oom_safe(make_encode(model, seen), [texts[index] for index in batch])
         tokens[name] = sum(seen)
         print(f"{name:>12}: {len(plan):>4} batches, run in {len(seen):>4}, {tokens[name]:>7,} tokens read")
     apart = float((vectors["planned"] - vectors["one by one"]).abs().max())

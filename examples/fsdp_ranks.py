@@ -3,9 +3,8 @@
     torchrun --nproc-per-node 2 examples/fsdp_ranks.py
 
 Each rank holds half of every parameter. You see that, and that the weights are those of one process that trains on the
-texts of all ranks, up to rounding. A forward pass of FSDP2 meets the other ranks, so these agree on the number of
-micro-batches before they run, and running out of memory is an error: plan with a calibrated budget. Change ``"cpu"`` to
-``"cuda"`` and ``"gloo"`` to ``"nccl"``. It needs torch 2.11 or newer.
+texts of all ranks, up to rounding. Change ``"cpu"`` to ``"cuda"`` and ``"gloo"`` to ``"nccl"``, and the budgets to
+calibrated ones: under FSDP2 running out of memory is an error. It needs torch 2.11 or newer.
 """
 
 import copy
@@ -32,29 +31,26 @@ def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]
 def main(quick: bool = False) -> None:
     """Train this rank's shards on its share of the texts, compare with one process."""
     dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     data, collate = read_examples(120 if quick else 1200), PadCollator()
-    lengths = [len(example["input_ids"]) for example in data]
-    sampler = bw.BatchSampler(lengths, bw.MaxTokens(1024), seed=0, rank=rank, world_size=world_size)
+    ranks = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    sampler = bw.BatchSampler([len(example["input_ids"]) for example in data], bw.MaxTokens(1024), seed=0, **ranks)
     torch.manual_seed(0)  # the same model on every rank
     model = nn.Sequential(nn.Embedding(VOCABULARY, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, VOCABULARY))
     twin = copy.deepcopy(model)
     for part in (model[1], model[3], model):  # layers reduce their own gradients; the rest goes with the whole
-        fully_shard(part, mesh=init_device_mesh("cpu", (world_size,)))
-    pieces = {"micro_batch": bw.MaxTokens(256), "lengths": lambda example: len(example["input_ids"])}
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.5), loss_fn, collate=collate, **pieces)
+        fully_shard(part, mesh=init_device_mesh("cpu", (sampler.world_size,)))
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.5), loss_fn, micro_batch=8, collate=collate)
     reference = Stepper(twin, torch.optim.SGD(twin.parameters(), lr=0.5), loss_fn, collate=collate)
     plan = list(sampler.plan)
     for step, batch in enumerate(sampler):
         stepper.step([data[index] for index in batch])
-        everyone = plan[step * world_size : (step + 1) * world_size]
+        everyone = plan[step * sampler.world_size : (step + 1) * sampler.world_size]
         reference.step([data[index] for other in everyone for index in other])
-    shards, apart = model.state_dict(), 0.0
-    for name, value in twin.state_dict().items():
-        apart = max(apart, float((shards[name].full_tensor() - value).abs().max()))
-    held, full = sum(one.to_local().numel() for one in shards.values()), sum(map(torch.numel, twin.parameters()))
-    if rank == 0:
-        print(f"{world_size} ranks, {len(sampler)} steps each; rank 0 holds {held:,} of {full:,} numbers")
+    pairs = list(zip(model.state_dict().values(), twin.state_dict().values(), strict=True))
+    apart = max(float((shard.full_tensor() - value).abs().max()) for shard, value in pairs)
+    held = sum(shard.to_local().numel() for shard, _ in pairs) / sum(value.numel() for _, value in pairs)
+    if sampler.rank == 0:
+        print(f"{sampler.world_size} ranks, {len(sampler)} steps each; rank 0 holds {held:.0%} of the numbers")
         print(f"weights differ from those of one process with all texts by {apart:.0e} at most")
     dist.destroy_process_group()
     time.sleep(0.2)  # gloo's threads let go of their tensors before Python ends

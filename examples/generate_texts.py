@@ -2,9 +2,9 @@
 
     python examples/generate_texts.py
 
-You see prompts of up to 64 words decoded one by one and in batches: the same words, in the order of the prompts, and the
-seconds of this machine. Then a stand-in for a small memory refuses batches of more than 8: they are split, and the words
-stay the same. Change the model; a ``budget`` from ``calibrate`` fills a GPU from the first batch on.
+You see prompts of up to 64 words continued one by one and in batches: the same words, in the order of the prompts, and
+the seconds it took here. Then a stand-in for a small memory refuses batches of more than 8: they are split, and the
+words stay the same. Change the model; a ``budget`` from ``calibrate`` fills a GPU from the first batch on.
 """
 
 import sys

@@ -7,7 +7,6 @@ planned batches of at most 32 × 128 tokens, and that every row came back once. 
 ``num_gpus=1``; ``batched_deployment(Embed, deadline_ms=50)`` serves the same class through Ray Serve.
 """
 
-import logging
 import sys
 from typing import Any
 
@@ -37,15 +36,14 @@ class Embed:
 def main(quick: bool = False) -> dict[str, Any]:
     """Embed twice, print and return the figures."""
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     ids = [to_ids(text) for text in read_texts(200 if quick else 2000)]
     data = ray.data.from_items([{"number": number, "input_ids": row} for number, row in enumerate(ids)])
     planned = plan_dataset(data, bw.MaxTokens(32 * 128), length_of="input_ids", buffer_size=1000)
-    worker = ray.data.ActorPoolStrategy(size=1)
+    workers = {"compute": ray.data.ActorPoolStrategy(size=1)}
     mapped = {
-        "32 rows": data.map_batches(Embed, batch_size=32, batch_format="numpy", compute=worker),
-        "planned": planned.map_batches(Embed, compute=worker),
+        "32 rows": data.map_batches(Embed, batch_size=32, batch_format="numpy", **workers),
+        "planned": planned.map_batches(Embed, **workers),
     }
     figures: dict[str, Any] = {"real": sum(map(len, ids))}
     for name, dataset in mapped.items():

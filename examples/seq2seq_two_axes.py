@@ -36,7 +36,7 @@ def main(quick: bool = False) -> dict[str, dict[str, float]]:
     for name, plan in plans.items():
         tokens = [len(batch) * int(lengths[batch].max(axis=0).sum()) for batch in plan]  # each side as its longest
         figures[name] = {"padding": 1 - lengths.sum() / sum(tokens), "largest": max(tokens)}
-        print(f"{name:>9}: {len(plan):>3} batches, {figures[name]['padding']:5.1%} padding, at most {max(tokens)} tokens")
+        print(f"{name:>9}: {len(plan):>3} batches, {figures[name]['padding']:5.1%} padding, up to {max(tokens)} tokens")
 
     torch.manual_seed(0)
     shape = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}

@@ -2,7 +2,7 @@
 
     python examples/serve_requests.py
 
-You see an encoder answer many requests that come at once, one by one and in batches of texts of like length. The answers
+You see an encoder answer many requests that come at once, one by one and in batches of texts of like length. Answers
 are the same, and the one text that has no vector gets its error alone. Change ``encode`` to your model and pass
 ``deadline_ms``, what a request may take. Over HTTP it is ``batchwright serve my_module:encode --deadline-ms 50``.
 """
