@@ -3,7 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP_FLAGS := --quiet --disable-pip-version-check
 HYPOTHESIS_JOBS ?= 2
-OLDEST_PYTHON ?= python3.10
+# The oldest Python that is here and starts: one of pyenv may lie outside of the PATH, or stand in it and not start. The
+# oldest releases have no wheels for 3.12.
+OLDEST_PYTHON ?= $(shell for python in python3.10 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.10.*/bin/python python3.11 \
+	$${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.11.*/bin/python; do "$$python" -c "" 2>/dev/null && echo "$$python" && break; done)
 OLDEST_TESTS ?= tests/plan tests/size tests/serve tests/step tests/integrations/huggingface tests/integrations/accelerate \
 	tests/integrations/lightning
 
@@ -64,6 +67,7 @@ test-oldest: .venv-oldest/.ready ## the same on the oldest releases that pyproje
 	.venv-oldest/bin/pytest --numprocesses $(HYPOTHESIS_JOBS) $(OLDEST_TESTS)
 
 .venv-oldest/.ready: pyproject.toml constraints-oldest.txt
+	@[ -n "$(OLDEST_PYTHON)" ] || { echo "test-oldest needs Python 3.10 or 3.11; install one, or set OLDEST_PYTHON"; exit 1; }
 	$(OLDEST_PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install $(PIP_FLAGS) --upgrade "pip>=25.1"
 	.venv-oldest/bin/python -m pip install $(PIP_FLAGS) --constraint constraints-oldest.txt --editable . --group oldest

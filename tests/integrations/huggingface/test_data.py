@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback
 
 import batchwright as bw
 from batchwright import size
-from batchwright.errors import BudgetError, LengthsError, StateMismatchError
+from batchwright.errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
 
 from ...processes import run_ranks
 from ..dynabatch.trainer.training import make_args
@@ -270,6 +270,20 @@ def test_drop_last_of_the_trainer_leaves_out_the_short_batch(tmp_path):
     options = {"budget": bw.MaxItems(5), "grouping": bw.InOrder()}  # 24 examples: 5, 5, 5, 5, 4
     assert len(make_trainer("t5", tmp_path, **options)[0].get_train_dataloader()) == 5
     assert len(make_trainer("t5", tmp_path, dataloader_drop_last=True, **options)[0].get_train_dataloader()) == 4
+
+
+@pytest.mark.parametrize("options", [{"num_train_epochs": 2}, {"max_steps": 3}])
+def test_data_that_drop_last_leaves_nothing_of_are_refused(options, tmp_path):
+    """All examples fit into one batch, which ends because the data do: no update would come, and no error."""
+    trainer, *_ = make_trainer("llama", tmp_path, budget=bw.MaxItems(100), dataloader_drop_last=True, **options)
+    with pytest.raises(ArgumentError, match="no batch is left of 24 examples, as dataloader_drop_last"):
+        trainer.train()
+
+
+def test_data_that_are_all_over_the_budget_are_refused(tmp_path):
+    options = {"budget": bw.MaxTokens(2), "plan_options": {"oversize": "drop"}, "max_steps": 2}
+    with pytest.raises(ArgumentError, match="no batch is planned of 24 examples"):
+        make_trainer("llama", tmp_path, **options)[0].train()
 
 
 def test_the_padding_of_the_collator_counts_in_the_budget(tmp_path):

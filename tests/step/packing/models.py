@@ -26,6 +26,8 @@ MODELS = {
         {**SMALL, "local_attention": 8, "global_attn_every_n_layers": 2, "pad_token_id": 0},
     ),
 }  # fmt: skip
+if not transformers.ModernBertForMaskedLM._can_set_attn_implementation():
+    del MODELS["ModernBERT"]  # as in transformers 5.3: its attention cannot be replaced, and it is refused
 ENCODERS = ("BERT", "BERT of tokens", "ModernBERT")
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 LENGTHS = [5, 13, 1, 3, 9]

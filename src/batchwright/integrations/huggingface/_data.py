@@ -158,6 +158,8 @@ class TrainingData:
         packing = self._packing
         grouping = settings.grouping or WindowSort() if packing is None else packing.grouping
         sampler = BatchSampler(lengths, settings.budget, grouping=grouping, **options)
+        if len(lengths) and not len(sampler):
+            raise ArgumentError(_why_empty(len(lengths), drops_last=args.dataloader_drop_last))
         batches = PlannedBatches(sampler, lengths, options["pad_multiple_of"])
         batches.packing = packing if grouping.row_capacity is not None else None
         if settings.finds_budget:  # now, before a place in an epoch is restored
@@ -217,6 +219,16 @@ class TrainingData:
         assert self.batches is not None
         left = self.batches.begin_epoch(arguments["epoch"])
         arguments |= {"steps_in_epoch": left, "num_update_steps_per_epoch": -(-left // accumulation)}
+
+
+def _why_empty(num_examples: int, *, drops_last: bool) -> str:
+    """Return the text of an error about data of which no batch is planned: an update of nothing is no training."""
+    if drops_last:
+        return (
+            f"no batch is left of {num_examples} examples, as dataloader_drop_last leaves out those that end only "
+            "because the data end; leave it out, or lower the budget"
+        )
+    return f"no batch is planned of {num_examples} examples; see plan_options, such as oversize='drop'"
 
 
 @final

@@ -27,8 +27,8 @@ _NEAR = 0.75
 _SMALL = 0.5  # and those that took less than this share of that say little
 # Batches that are predicted to take this share of what the largest takes are as demanding.
 _FULL = 0.95
-# Checks may take so much longer than the search.
-_MOST_SECONDS = 10.0
+# Checks may take so much longer than the search; those of a doubtful fit less, as a wider margin does too.
+_MOST_SECONDS, _MOST_SECONDS_IN_DOUBT = 10.0, 4.0
 
 
 def planned_checks(search: Search, lengths: IntArray) -> Iterator[tuple[Shape, list[int]]]:
@@ -56,14 +56,15 @@ def planned_checks(search: Search, lengths: IntArray) -> Iterator[tuple[Shape, l
         while found is None and kind < num_kinds:
             found = _of_kind(kind, plan, budget, search)
             kind += found is None
+        more = _MOST_SECONDS
         if found is None and search.is_doubtful:
-            found = _least_known(plan, budget, search)
+            found, more = _least_known(plan, budget, search), _MOST_SECONDS_IN_DOUBT
         if found is None:
             search.is_checked = True
             return
         shape, examples = found
         num = search.instead(shape)
-        if search.takes_too_long((num, *shape[1:]), more=_MOST_SECONDS):
+        if search.takes_too_long((num, *shape[1:]), more=more):
             return
         before = search.num_surprises
         yield (num, *shape[1:]), places[np.resize(examples, num)].tolist()

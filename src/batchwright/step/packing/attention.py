@@ -42,9 +42,12 @@ def why_not_varlen(model: Any, device: torch.device | str, dtype: torch.dtype) -
     device = torch.device(device)
     if torch_varlen() is None:
         return f"torch {torch.__version__} has no torch.nn.attention.varlen that takes a scale; 2.11 has"
-    reason = _reason_of(unwrapped(model))
+    base: Any = unwrapped(model)
+    reason = _reason_of(base)
     if reason is not None:
         return reason
+    if windows_of(base.config.get_text_config()) and not has_windows():
+        return f"torch {torch.__version__} has no windows in varlen_attn, and the model has sliding_window"
     if device.type != "cuda":
         return f"it runs on CUDA only, not on {device.type}"
     if dtype not in HALF:
@@ -88,8 +91,6 @@ def _reason_of_layers(text: Any) -> str | None:
         size = text.hidden_size // text.num_attention_heads
     if size is not None and size > _MOST_HEAD_SIZE:
         return f"heads have at most {_MOST_HEAD_SIZE} numbers, and those of the model have {size}"
-    if windows_of(text) and not has_windows():
-        return f"torch {torch.__version__} has no windows in varlen_attn, and the model has sliding_window"
     return None
 
 
