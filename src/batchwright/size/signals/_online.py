@@ -142,9 +142,8 @@ class OnlineGoodput(ReasoningPolicy):
         check_record(name, state, checks, may_lack=list(_LATER))
         if state.get("readings") and not state.get("lengths"):
             raise ArgumentError(f"{name}['lengths'] must not be empty beside readings")
-        # Groups of readings by tokens may divide anew, which the next look sees.
-        is_done = self.time is None and state["explored"] is None and not state.get("readings")
-        if is_done and len(timed(state["timings"])) < FEWEST:
+        is_done = self.time is None and state["explored"] is None
+        if is_done and not state.get("readings") and len(timed(state["timings"])) < FEWEST:  # these may divide anew
             raise ArgumentError(f"{name}['timings'] must hold {FEWEST} timed sizes after the search, got fewer")
 
     def decide(self, state: State, observation: Observation) -> Answer:
