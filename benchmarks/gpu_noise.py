@@ -8,9 +8,10 @@ arms take turns of ``--updates`` updates, each with a model of its own, on the s
 length. A turn begins and ends with an idle device. The loop by hand runs twice: what the second differs by is the noise
 of the machine. Figures are medians of the ratio to the first loop, turn by turn.
 
-``vectors/2`` measures noise in the vectors of norm layers at every second update, ``all/8`` in the whole gradient at
-every eighth, in two micro-batches. ``goodput`` is ``vectors/2`` with a learning rate and a β₂ that follow the size, and
-a policy that observes every update; its size is held. The whole gradient that ``vectors`` measures now and then to
+``vectors/4`` measures noise in the vectors of norm layers at every fourth update, as trainers with
+``controller="auto"`` do, ``all/8`` in the whole gradient at every eighth, in two micro-batches. ``goodput`` is
+``vectors/4`` with a learning rate and a β₂ that follow the size, and a policy that observes every update; its size is
+held. The whole gradient that ``vectors`` measures now and then to
 check itself is inside the turns of its first updates, and stands beside them as ``first turns``.
 """
 
@@ -42,9 +43,9 @@ ARMS: dict[str, Row | None] = {
     "loop again": None,
     "Stepper": {},
     "vectors/1": {"measure_noise": True, **VECTORS},
-    "vectors/2": {"measure_noise": 2, **VECTORS},
+    "vectors/4": {"measure_noise": 4, **VECTORS},
     "all/8": {"measure_noise": 8},
-    "goodput": {"measure_noise": 2, **VECTORS, **COUPLED},
+    "goodput": {"measure_noise": 4, **VECTORS, **COUPLED},
 }
 NUM_FIRST_TURNS = 4  # in which vectors are checked often
 

@@ -16,7 +16,8 @@ such as ``graphs-16-8192``; ``quality/arms.py`` lists them.
 A run is one arm, learning rate and seed. Finished runs are kept in ``--output`` after each of them and not run again;
 results of other seconds or data are refused. A run that diverged never counts as the best.
 A command stops before a run that would not end within ``--budget-seconds``. Each command runs the control first, so
-that two commands can be compared. Arms in ``--leading`` have all seeds, at their best learning rate.
+that two commands can be compared. Arms in ``--leading`` have all seeds, at their best learning rate. ``--runs`` names
+the runs one by one.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lrs", default="1e-3,5e-4", help="the grid of learning rates (default: %(default)s)")
     parser.add_argument("--seeds", default="0,1,2", help="(default: %(default)s)")
     parser.add_argument("--leading", help="arms that have all seeds; others have the first")
+    parser.add_argument("--runs", help="ARM:RATE:SEED with commas, run in this order instead of all of the above")
     parser.add_argument("--control", default=CONTROL, help="arm that every command runs first; none for no control")
     parser.add_argument("--seconds", type=float, default=28.0, help="of training (default: %(default)s)")
     parser.add_argument("--budget-seconds", type=float, default=560.0, help="of the command (default: %(default)s)")
@@ -106,7 +108,18 @@ def parse() -> argparse.Namespace:
         options.control = "none"
     numbers("--lrs", options.lrs, float)
     numbers("--seeds", options.seeds, int)
+    if options.runs is not None:
+        options.control, options.arms = "none", ",".join(dict.fromkeys(arm for arm, _, _ in runs_of(options)))
     return options
+
+
+def runs_of(options: argparse.Namespace) -> list[tuple[str, float, int]]:
+    """Return the arm, rate and seed of each of ``--runs``."""
+    found = [part.split(":") for part in options.runs.split(",")]
+    if any(len(part) != 3 for part in found):
+        raise SystemExit(f"--runs must be ARM:RATE:SEED with commas between them, got {options.runs!r}")
+    arms, rates, seeds = (",".join(column) for column in zip(*found, strict=True))
+    return list(zip(arms.split(","), numbers("--runs", rates, float), numbers("--runs", seeds, int), strict=True))
 
 
 def numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
@@ -142,6 +155,9 @@ def drawn_corpus(task: str, *, with_peers: bool = True) -> Corpus:
 def units(options: argparse.Namespace, task: str, rows: list[Row]) -> Iterator[tuple[Unit, bool]]:
     """Yield the runs in the order of their importance, and whether a run is the control of this command."""
     arms = arms_of(options, task)
+    if options.runs is not None:
+        yield from ((Unit(task, *run), False) for run in runs_of(options))
+        return
     rates, seeds = numbers("--lrs", options.lrs, float), numbers("--seeds", options.seeds, int)
     if options.control != "none":
         yield Unit(task, options.control, rates[0], seeds[0]), True

@@ -4,7 +4,8 @@
 2. The best cells by their mean loss run with other seeds. The lower mean is the loss to reach, L*. The best size at
    the task's own rate runs with them too, for comparison.
 3. A strategy runs for T with the seeds of step 2. If it reaches L*, shorter horizons are tried, else longer ones, until
-   one horizon of the ladder reaches L* and the one below does not.
+   one horizon of the ladder reaches L* and the one below does not. The same is done for the loss of the best size at
+   the task's own rate: the first ratio has the size and the rate in it, the second the size alone.
 
 Each rate of the sweep is a factor of the task's rate as its rule scales it to the size, so that the sweep is centred on
 rates that suit the size, and not on rates that suit only one size.
@@ -89,6 +90,13 @@ def target(plan: Plan, rows: Sequence[Row]) -> tuple[str, float] | None:
     return min(known.items(), key=lambda item: item[1]) if len(known) == len(again) else None
 
 
+def own_target(plan: Plan, rows: Sequence[Row]) -> tuple[str, float] | None:
+    """Return the best constant at the task's own rate and its mean loss, None before it is known."""
+    own = best_at_rate(plan, rows)
+    loss = None if own is None else mean_loss(plan, rows, own, 1.0, plan.seeds)
+    return None if own is None or loss is None else (own, loss)
+
+
 def arms(plan: Plan) -> list[str]:
     """Return what walks the ladder: the strategies, and the control."""
     return [*plan.strategies, control(plan)]
@@ -121,10 +129,8 @@ def wanted(plan: Plan, rows: Sequence[Row]) -> Iterator[Unit]:
     own = best_at_rate(plan, rows)
     at_once = dict.fromkeys([*again, *([] if own is None else [own]), *arms(plan)])
     yield from (plan.unit(arm, 1.0, seed) for arm in at_once for seed in plan.seeds)
-    found = target(plan, rows)
-    if found is None:
-        return
-    for arm in arms(plan):
-        horizon = next_horizon(plan, rows, arm, found[1])
-        if horizon is not None:
-            yield from (plan.unit(arm, horizon, seed) for seed in plan.seeds)
+    for found, walking in ((target(plan, rows), arms(plan)), (own_target(plan, rows), plan.strategies)):
+        for arm in () if found is None else walking:
+            horizon = next_horizon(plan, rows, arm, found[1])
+            if horizon is not None:
+                yield from (plan.unit(arm, horizon, seed) for seed in plan.seeds)

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from _gpu import markdown
 
-from .protocol import FACTORS, SWEEP_SEEDS, Plan, arms, best_at_rate, mean_loss, target
+from .protocol import FACTORS, SWEEP_SEEDS, Plan, arms, mean_loss, own_target, target
 from .tasks import TASKS
 from .training import Row
 
 NUM_DRAWS = 2000
 COLUMNS = (
     ("strategy", "name", ""), ("time ÷ best constant's", "ratio", ""), ("95 % interval", "interval", ""),
+    ("÷ best's at the task's rate", "own_ratio", ""), ("its interval", "own_interval", ""),
     ("loss after T", "loss", ".4f"), ("updates", "updates", ",.0f"), ("examples", "examples", ",.0f"),
     ("mean size", "mean_size", ",.0f"), ("last size", "last_size", ",.0f"), ("experiments", "experiments", ".1%"),
 )  # fmt: skip
@@ -45,12 +46,11 @@ def crossing(points: Sequence[tuple[float, float]], loss: float) -> float:
     return float(low * (high / low) ** share)
 
 
-def ratio_of(plan: Plan, rows: Sequence[Row], arm: str) -> dict[str, Any] | None:
-    """Return the time of an arm to L* in parts of T, and its interval; None while a run is missing.
+def ratio_of(plan: Plan, rows: Sequence[Row], arm: str, found: tuple[str, float] | None) -> dict[str, Any] | None:
+    """Return the time of an arm to the loss of a constant in parts of T, and its interval; None while a run is missing.
 
     The interval draws the seeds again, those of the arm and of the best constant together, as both saw the same data.
     """
-    found = target(plan, rows)
     if found is None:
         return None
     best, loss = found
@@ -82,18 +82,25 @@ def summarize(plan: Plan, rows: Sequence[Row]) -> list[Row]:
     if found is None:
         return []
     table = [_describe(plan, rows, found[0]) | {"ratio": "1", "name": f"best constant, {found[0]}"}]
-    own = best_at_rate(plan, rows)
-    if own is not None and mean_loss(plan, rows, own, 1.0, plan.seeds) is not None:
+    own = own_target(plan, rows)
+    if own is not None:
         # What the size alone is worth; the rest of the way to the best constant is the learning rate.
-        table.append(_describe(plan, rows, own) | {"name": f"best constant at the task's rate, {own}"})
+        table.append(_describe(plan, rows, own[0]) | {"name": f"best constant at the task's rate, {own[0]}"})
     for arm in arms(plan):
-        ratio = ratio_of(plan, rows, arm)
+        ratio, of_own = ratio_of(plan, rows, arm, found), ratio_of(plan, rows, arm, own)
         if ratio is None:
             continue
-        words = f"> {ratio['horizons'][-1]:g}" if ratio["is_beyond"] else f"{ratio['ratio']:.2f}"
-        interval = f"{ratio['low']:.2f} to {ratio['high']:.2f}"
-        table.append(_describe(plan, rows, arm) | {"name": arm, "ratio": words, "interval": interval, "figures": ratio})
+        words, interval = _words(ratio)
+        row = {"name": arm, "ratio": words, "interval": interval, "figures": ratio}
+        if of_own is not None and arm in plan.strategies:
+            row["own_ratio"], row["own_interval"] = _words(of_own)
+        table.append(_describe(plan, rows, arm) | row)
     return table
+
+
+def _words(ratio: dict[str, Any]) -> tuple[str, str]:
+    words = f"> {ratio['horizons'][-1]:g}" if ratio["is_beyond"] else f"{ratio['ratio']:.2f}"
+    return words, f"{ratio['low']:.2f} to {ratio['high']:.2f}"
 
 
 def _describe(plan: Plan, rows: Sequence[Row], arm: str) -> Row:

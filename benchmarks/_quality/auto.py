@@ -3,9 +3,9 @@
 ``auto`` asks ``size.goodput``, ``trials`` asks ``size.measured``, which reads experiments of ``step.measure_size``.
 
 Texts of about the same length share an update, as in the grouped arms. The rate follows the root of the size and Adam's
-second moment keeps its half-life, both meant for the first size. Batches are made while the clock stands still, some at
-a time, as workers would make them; all that the policy costs (noise, reading the loss at every update) is inside the
-clock.
+second moment keeps its half-life, both meant for the first size; ``auto_betas`` leaves the second moment alone. Batches
+are made while the clock stands still, some at a time, as workers would make them; all that the policy costs (noise,
+reading the loss at every update) is inside the clock.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Auto:
     """Trains at sizes that a controller decides.
 
     Args:
-        arm: ``auto-32`` or ``trials-32``: the first size.
+        arm: ``auto-32``, ``auto_betas-32`` or ``trials-32``: the first size.
         corpus: what is trained on.
         device: where.
         model: that is trained.
@@ -77,7 +77,8 @@ class Auto:
         columns = ("input_ids", "labels")[: len(corpus.columns)]
         self._stepper = Stepper(
             model, optimizer, loss_fn, clip_norm=clip_norm, autocast=torch.bfloat16, lr_rule="sqrt",
-            beta2_rule="half_life", base_size=base, **({} if arm.kind == "trials" else NOISE),
+            beta2_rule=None if arm.kind == "auto_betas" else "half_life", base_size=base,
+            **({} if arm.kind == "trials" else NOISE),
             tokens_of=lambda batch: sum(batch[column].numel() for column in columns),
         )  # fmt: skip
         limits = {"min_size": max(2, base // 8), "max_size": LARGEST * base, "initial": base}

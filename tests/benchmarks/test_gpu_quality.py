@@ -456,7 +456,19 @@ def test_a_chart_has_a_line_and_a_name_for_every_arm(script, tmp_path):
 
 def options(**more):
     found = {"arms": "graphs-16-8192,fixed-16,compile-16-8192", "lrs": "1e-3,5e-4", "seeds": "0,1", "leading": None}
-    return Namespace(**{**found, "control": "max_tokens-8192", **more})
+    return Namespace(**{**found, "control": "max_tokens-8192", "runs": None, **more})
+
+
+def test_runs_that_are_named_come_in_their_order_and_no_others(script):
+    named = options(runs="fixed-16:2e-3:1,auto_betas-32:5e-4:0", control="none")
+    units = list(script("gpu_quality").units(named, "translation", ROWS))
+    assert [tuple(unit) for unit, _ in units] == [
+        ("translation", "fixed-16", 2e-3, 1),
+        ("translation", "auto_betas-32", 5e-4, 0),
+    ]
+    assert not any(is_control for _, is_control in units)
+    with pytest.raises(SystemExit, match=r"--runs must be ARM:RATE:SEED with commas between them, got 'fixed-16:2e-3'"):
+        script("gpu_quality").runs_of(options(runs="fixed-16:2e-3"))
 
 
 def test_runs_come_in_the_order_of_their_importance(script):

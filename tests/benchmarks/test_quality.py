@@ -172,10 +172,10 @@ def test_a_constant_run_takes_the_time_of_its_updates(part):
 
 
 def test_experiments_are_charged(part):
-    """64 batches of 16, in 64 + 32 + 16 updates, and 7 evaluations of 8 batches of 64 at a third of a pass."""
+    """32 batches of 16, in 32 + 16 + 8 updates, and 7 evaluations of 8 batches of 64 at a third of a pass."""
     training = part("training")
     row = training.run(training.Unit("10,0.5", "teacher", "measured", 1.0, 0))
-    passes, examples = 112 + 56 / 3, (192 + 4 * 56 / 3) * 16
+    passes, examples = 56 + 56 / 3, (96 + 4 * 56 / 3) * 16
     once = (10 * round(passes) + 0.5 * round(examples)) / 1000
     assert row["experiment_seconds"] == pytest.approx(once)
     assert row["seconds"] == pytest.approx(once + (10 * row["updates"] + 0.5 * row["examples"]) / 1000)
@@ -244,6 +244,40 @@ def test_a_strategy_walks_the_ladder_until_two_rungs_enclose_the_loss(part, plan
     assert part("protocol").next_horizon(plan, rows, "goodput", 1.1) == horizon
 
 
+def test_a_strategy_walks_on_to_the_loss_of_the_best_size_at_the_tasks_rate(part, plan, swept):
+    """L* is 1.1, which 1.25 reaches and 1.0 does not; 64 at the task's rate has 1.45, which 0.8 may reach too."""
+    protocol = part("protocol")
+    rows = [*swept, *rows_of(plan, "constant-16x1", {0: 1.2, 1: 1.2}), *rows_of(plan, "goodput", {0: 1.2, 1: 1.2})]
+    rows += [*rows_of(plan, "goodput", {0: 1.0, 1: 1.0}, 1.25), *rows_of(plan, "constant-16x1", {0: 1.0, 1: 1.0}, 1.25)]
+    assert protocol.own_target(plan, rows) == ("constant-64x1", pytest.approx(1.45))
+    assert ("goodput", 0.8) in names(protocol.wanted(plan, rows))
+    rows += rows_of(plan, "goodput", {0: 1.7, 1: 1.7}, 0.8)
+    ratios = [
+        part("results").ratio_of(plan, rows, "goodput", goal(plan, rows))["ratio"]
+        for goal in (protocol.target, protocol.own_target)
+    ]
+    assert ratios == pytest.approx([1.25**0.5, 0.8**0.5])
+
+
+def test_an_oracle_takes_no_time_and_changes_no_weight(part):
+    training = part("training")
+    row = training.run(training.Unit("10,0.5", "teacher", "goodput_oracle", 1.0, 0), 0.05)
+    assert row["seconds"] == pytest.approx((10 * row["updates"] + 0.5 * row["examples"]) / 1000)
+    plain = part("tasks").TASKS["teacher"].make()
+    before = [value.clone() for value in plain.parameters()]
+    data = part("tasks").TASKS["teacher"].load()
+    oracle = part("strategies")._Oracle(plain, lambda num: data.batch(np.arange(num)))
+    assert oracle()["noise_s"] > 0
+    assert oracle() == {}
+    assert all(torch.equal(*pair) for pair in zip(before, plain.parameters(), strict=True))
+
+
+def test_betas_are_left_alone_where_asked_for(part):
+    strategies, task = part("strategies"), part("tasks").TASKS["teacher"]
+    rules = [strategies.Strategy(name, task).stepper_options.get("beta2_rule") for name in ("goodput", "goodput_betas")]
+    assert rules == ["half_life", None]
+
+
 def test_a_run_that_diverged_never_reaches_the_loss(part, plan, swept):
     rows = [*swept, *rows_of(plan, "goodput", {0: 1.0, 1: math.nan})]
     assert part("protocol").next_horizon(plan, rows, "goodput", 1.1) == 1.25
@@ -254,7 +288,7 @@ def test_a_run_that_diverged_never_reaches_the_loss(part, plan, swept):
 
 def test_the_time_is_interpolated_over_the_logarithm_of_the_horizon(part, plan, swept):
     rows = [*swept, *rows_of(plan, "goodput", {0: 1.2, 1: 1.2}), *rows_of(plan, "goodput", {0: 1.0, 1: 1.0}, 1.25)]
-    found = part("results").ratio_of(plan, rows, "goodput")
+    found = part("results").ratio_of(plan, rows, "goodput", part("protocol").target(plan, rows))
     assert found["ratio"] == pytest.approx(1.25**0.5)
     # Seeds drawn again: L* is 1.0, 1.1 or 1.2.
     assert (found["low"], found["high"]) == (pytest.approx(1.0), pytest.approx(1.25))

@@ -272,19 +272,33 @@ class NoiseRatio:
     weight_square: float = 0.0
 
     def update(self, whole: tuple[float, float], vectors: tuple[float, float]) -> NoiseRatio:
-        """Return the averages with ``(s, g2)`` of one more update; values that are not finite are left out."""
-        (s, g2), (s_vectors, g2_vectors) = whole, vectors
-        if not all(abs(value) < TOO_LARGE for value in (*whole, *vectors)):
+        """Return the averages with ``(s, g2)`` of one more update; values that are not finite are left out.
+
+        All are divided by ``s`` of the vectors: gradients of the first updates are many times larger, and would count
+        as many times more.
+        """
+        (s, g2), (unit, g2_vectors) = whole, vectors
+        if not (unit > 0 and all(abs(value) < TOO_LARGE * min(1.0, unit) for value in (*whole, *vectors))):
             return self
+        s, g2, g2_vectors = s / unit, g2 / unit, g2_vectors / unit
         keep, new = math.exp(-1 / _HORIZON), -math.expm1(-1 / _HORIZON)
         weight = keep * self.weight + new
         share = new / weight
         values = {
-            "s": s, "g2": g2, "s_vectors": s_vectors, "g2_vectors": g2_vectors, "g2_square": g2 * g2,
+            "s": s, "g2": g2, "s_vectors": 1.0, "g2_vectors": g2_vectors, "g2_square": g2 * g2,
             "g2_product": g2 * g2_vectors, "g2_vectors_square": g2_vectors * g2_vectors,
         }  # fmt: skip
-        averages = {name: getattr(self, name) + share * (value - getattr(self, name)) for name, value in values.items()}
+        before = self._by_vectors()
+        averages = {name: before[name] + share * (value - before[name]) for name, value in values.items()}
         return replace(self, **averages, weight=weight, weight_square=keep**2 * self.weight_square + new**2)
+
+    def _by_vectors(self) -> dict[str, float]:
+        """Return the averages divided by ``s_vectors``; those that an earlier version saved are not."""
+        unit = self.s_vectors if self.s_vectors > 0 else 1.0
+        names = {name: value for name, value in asdict(self).items() if not name.startswith("weight")}
+        return {
+            name: value / unit ** (2 if name.endswith(("square", "product")) else 1) for name, value in names.items()
+        }
 
     @property
     def trust(self) -> float:

@@ -142,7 +142,8 @@ class OnlineGoodput(ReasoningPolicy):
         check_record(name, state, checks, may_lack=list(_LATER))
         if state.get("readings") and not state.get("lengths"):
             raise ArgumentError(f"{name}['lengths'] must not be empty beside readings")
-        if self.time is None and state["explored"] is None and len(_known({**_LATER, **state})) < FEWEST:
+        is_done = self.time is None and state["explored"] is None
+        if is_done and not state.get("readings") and len(timed(state["timings"])) < FEWEST:  # these may divide anew
             raise ArgumentError(f"{name}['timings'] must hold {FEWEST} timed sizes after the search, got fewer")
 
     def decide(self, state: State, observation: Observation) -> Answer:
@@ -150,13 +151,13 @@ class OnlineGoodput(ReasoningPolicy):
         if observation.ends_epoch or (observation.batch_size is None and state["size"] is not None):
             return hold(observation, state, "no batch ran")
         state = self._take_in({**_LATER, **state}, observation)
+        left = _until_look(state["waited"])
+        if left and state["explored"] is None:
+            return hold(observation, state, f"the next look comes after {left} updates")
         if self.time is None and state["explored"] is None and len(_known(state)) < FEWEST:
             state = {**state, "explored": 0}  # groups of readings may divide anew
         if state["explored"] is not None:
             return self._explore(state, observation)
-        left = _until_look(state["waited"])
-        if left:
-            return hold(observation, state, f"the next look comes after {left} updates")
         return self._look(state, observation)
 
     def _take_in(self, state: State, observation: Observation) -> State:

@@ -58,6 +58,8 @@ def add_tokens(readings: list[Reading], tokens: float, seconds: float) -> list[R
 
 def _follow_pace(readings: list[Reading]) -> list[Reading]:
     before, recent = readings[:-_RECENT], readings[-_RECENT:]
+    if not _is_unusual(readings[-1], before):
+        return readings
     usual = timed(token_timings(before), ENOUGH_OF_TOKENS)
     ratios = sorted(ratio for one in recent if (ratio := _ratio(one, usual)) is not None)
     if len(ratios) < _COMPARABLE:
@@ -68,6 +70,13 @@ def _follow_pace(readings: list[Reading]) -> list[Reading]:
         return readings
     factor, least = median(ratios), _LEAST_SECONDS
     return [*([tokens, min(max(factor * seconds, least), 1 / least)] for tokens, seconds in before), *recent]
+
+
+def _is_unusual(reading: Reading, before: list[Reading]) -> bool:
+    """Return whether a reading may be of another pace; to group all readings at every update would take too long."""
+    low, high = reading[0] / _WIDEST, reading[0] * _WIDEST
+    alike = [_scaled(one, reading[0]) for one in before if low <= one[0] <= high]
+    return len(alike) >= ENOUGH_OF_TOKENS and abs(math.log(reading[1] / median(alike))) > _CHANGE / 2
 
 
 def token_timings(readings: list[Reading]) -> list[Timing]:
