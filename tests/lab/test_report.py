@@ -17,8 +17,9 @@ from batchwright.lab._records import CellKey
 from batchwright.lab.observations._effects import LOSS, METRIC
 from batchwright.lab.report import LabFolder, read_lab, render_csv, render_html, render_markdown, write_report
 from batchwright.lab.report._tables import matrix_effects, row_order
-from batchwright.lab.report.folder import expected_runs, progress_text
-from batchwright.lab.report.page import leaders, make_view, mean_curve
+from batchwright.lab.report._view import make_view, mean_curve
+from batchwright.lab.report.folder import expected_runs, progress_of
+from batchwright.lab.report.page import leaders
 from batchwright.lab.report.server import SECONDS_BETWEEN_PAGES, LabPages, make_server
 
 from .fabricated import DATASETS, fabricate, fail, make_tuning, older, write_folder
@@ -312,8 +313,8 @@ def test_progress_counts_the_runs_of_the_plan():
         name="lab", records=lab.records, plan=plan_of(["constant", "noise", "replay_noise"], [0, 1], "wine")
     )
     assert expected_runs(planned) == 6
-    assert progress_text(planned) == "2 of 6 runs so far; this page follows the lab."
-    assert progress_text(lab) == ""
+    assert progress_of(planned).text == "2 of 6 runs so far; this page follows the lab."
+    assert progress_of(lab).text == ""
 
 
 def test_progress_knows_what_a_regression_and_a_single_seed_leave_out():

@@ -57,12 +57,12 @@ function drawLoss(drawing, along, unit) {
   const y = makeScale(low - room, high + 2 * room, FRAME.bottom, FRAME.top);
   const clip = `clip-${along}`;
   const plane = svg("g", { "clip-path": `url(#${clip})` });
-  drawing.append(svg("clipPath", { id: clip }, svg("rect", { x: 0, y: FRAME.top, width: WIDTH, height: HEIGHT - FRAME.top })));
+  drawing.append(clipTo(clip, FRAME));
   const xName = { seconds: "processor seconds of training", examples: "examples seen" }[along];
   drawing.append(...drawAxes(x, y, FRAME, { xName, yName: "validation loss per token" }), plane);
   arms.forEach(({ name, checks }, kind) => {
     plane.append(svg("path", { d: pathOf(checks.map((check) => ({ x: check[along], y: check.loss })), x, y), class: `line s${kind}` }));
-    for (const check of checks.filter(({ loss }) => loss <= y.high)) {
+    for (const check of checks.filter(({ loss }) => loss >= y.low && loss <= y.high)) {
       const what = `${name}: loss ${check.loss.toFixed(3)} after ${text(check[along])} ${unit}`;
       drawing.append(hover(marker(kind, x(check[along]), y(check.loss)), what));
     }
