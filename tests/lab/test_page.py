@@ -216,7 +216,8 @@ OUTSIDE = """(() => {
       const frame = clip && drawing.querySelector(`#${clip} rect`).getBBox();
       const view = drawing.viewBox.baseVal;
       const [right, bottom] = frame ? [frame.x + frame.width, frame.y + frame.height] : [0, 0];
-      if (!frame || frame.x < 0 || frame.y < 0 || right > view.width || bottom > view.height) found.push(mark.outerHTML);
+      const isOut = !frame || frame.x < 0 || frame.y < 0 || right > view.width || bottom > view.height;
+      if (isOut) found.push(mark.outerHTML);
     }
   return found;
 })()"""
@@ -397,7 +398,7 @@ def test_a_served_page_shows_how_far_the_lab_is(browser, tmp_path, monkeypatch):
     plan = {"seeds": [*range(5)], "strategies": ["constant", "linear"], "cells": cells}
     (tmp_path / "lab.json").write_text(json.dumps({"plan": plan}))
     with serving(tmp_path) as address:
-        page = browser.open(address, ready="document.querySelector('progress')")
+        page = browser.open(address, ready="document.querySelector('progress') !== null")
         assert visible(page, "p") == ["No run of this lab has ended yet: 0 of 10. This page reloads by itself."]
         write_folder(tmp_path, records[:4])
         page.wait("document.querySelector('#live p')?.textContent.startsWith('4 of 10 runs so far; this page')")
