@@ -17,7 +17,7 @@ function bar(what, x, end, y, height, shade) {
 
 function drawLengths(drawing) {
   const x = makeScale(0, bins.length, FRAME.left, FRAME.right);
-  const y = makeScale(0, Math.max(...bins.map(({ count }) => count)), FRAME.bottom, FRAME.top);
+  const y = makeScale(0, 1.1 * Math.max(...bins.map(({ count }) => count)), FRAME.bottom, FRAME.top);
   const every = bins.length > 10 ? 2 : 1; // writing every bound would make them touch
   drawing.append(...drawAxes(x, y, FRAME, { xLabels: false, xName: "tokens per function (from)", yName: "functions" }));
   bins.forEach(({ low, range, count }, place) => {
@@ -132,4 +132,5 @@ function figureOf({ draw, name, title, note, height = HEIGHT, legend = false }) 
 
 document.getElementById("charts").append(...CHARTS.map(figureOf));
 document.querySelectorAll(".cards td:first-child").forEach((cell, kind) => cell.prepend(swatch(`s${kind}`, kind)));
+if (innerWidth < 704) for (const part of document.querySelectorAll(".part")) part.open = false; // style.css: a phone's layout
 document.documentElement.dataset.ready = "yes";
