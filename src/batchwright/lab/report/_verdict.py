@@ -12,7 +12,7 @@ from .._records import RunRecord, finished
 from ..observations._dropouts import dropout_text
 from ..observations._effects import LOSS, SECONDS, SIMULATED, UPDATES, Measure, counted, effects, hundredths, listed
 from ..observations._equal import BASES, EQUAL_EXAMPLES
-from ..observations._headline import MARGIN, baseline_text, detectable_text, headlines
+from ..observations._headline import MARGIN, TOPIC, baseline_text, detectable_text, headlines
 from ..observations._ranking import Verdicts, testable
 from ..observations._slices import fixed_of, overall
 from ..observations._tuning import edge_note, edge_rates, wall_note
@@ -81,7 +81,7 @@ def chance_in_words(p: float) -> str:
 def _verdicts(findings: Sequence[Finding], measure: Measure) -> Verdicts | None:
     """Return the tests of the headline by one measure, None if it could not be compared."""
     for finding in findings:
-        if finding.topic == "headline" and finding.evidence and finding.evidence[0].measure is measure:
+        if finding.topic == TOPIC and finding.evidence and finding.evidence[0].measure is measure:
             return Verdicts.of(measure, (one.compared for one in finding.evidence))
     return None
 
@@ -122,7 +122,10 @@ def _certainty(records: Sequence[RunRecord], verdicts: Verdicts) -> str:
     first = verdicts.first
     better = verdicts.better()
     if not better:
-        text = f"The test cannot tell {first.strategy} from chance.{detectable_text(verdicts)}"
+        text = f"No test tells {first.strategy} from chance.{detectable_text(verdicts)}"
+        if first.is_shown:
+            chance = chance_in_words(first.p_corrected)
+            text = f"If {first.strategy} made no difference, {chance} like this one would show it as worse by chance."
         return " ".join(part for part in (text, dropout_text(records)) if part)
     chance = chance_in_words(first.p_corrected)
     text = f"If it made no difference, {chance} like this one would show such a result for {first.strategy} by chance. "
@@ -199,7 +202,7 @@ def _in_time(findings: Sequence[Finding]) -> str:
 def _saving(findings: Sequence[Finding], best: str) -> str:
     """Name the strategy with the fewest updates that is shown to keep the loss, unless it is the best one anyway."""
     for finding in findings:
-        if finding.topic == "headline" and finding.evidence and finding.evidence[0].measure is UPDATES:
+        if finding.topic == TOPIC and finding.evidence and finding.evidence[0].measure is UPDATES:
             kept = [one.compared for one in finding.evidence if one.compared.strategy in finding.strategies]
             if kept and kept[0].strategy != best:
                 fewer = in_words(kept[0].mean, less="fewer", more="more", times="many")
