@@ -50,7 +50,7 @@ function drawPadding(drawing) {
 function drawLoss(drawing, along, unit) {
   // The first check of an arm is still on the steep part; it may lie above the frame, where its line comes from.
   const losses = arms.flatMap(({ checks }) => (checks.length > 1 ? checks.slice(1) : checks).map(({ loss }) => loss));
-  const [low, high] = [Math.min(...losses), Math.max(...losses)];
+  const [low, high] = usualRange(losses, 1);
   const room = 0.08 * (high - low) || 0.1;
   const furthest = Math.max(...arms.flatMap(({ checks }) => checks.map((check) => check[along])));
   const x = makeScale(0, 1.03 * furthest, FRAME.left, FRAME.right);
