@@ -36,9 +36,9 @@ def padding(batches: list[list[list[int]]]) -> float:
 
 def main(quick: bool = False) -> dict[str, object]:
     """Read, stop, continue, print and return the figures."""
-    num, figures = 1000 if quick else 4000, {}
+    num, figures = 1000 if quick else 3000, {}
     texts = list(read(num))
-    figures["as they come"] = padding([texts[start : start + 16] for start in range(0, num, 16)])
+    figures["as they come"] = padding([texts[start : start + 16] for start in range(0, len(texts), 16)])
     for buffer_size in (50, 200, 1000):
         figures[f"buffer of {buffer_size}"] = padding(list(make_stream(num, buffer_size)))
     for name, share in figures.items():

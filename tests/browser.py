@@ -62,8 +62,10 @@ class Browser:
                 return answer["result"]
             self.events.append(answer)
 
-    def open(self, address, *, width=1280, height=900, dark=False):
-        """Open a page and wait until it has drawn itself."""
+    def open(
+        self, address, *, width=1280, height=900, dark=False, ready="document.documentElement.dataset.ready === 'yes'"
+    ):
+        """Open a page and wait until it has drawn itself, or something else is true."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, session)
@@ -75,7 +77,7 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         page.call("Emulation.setEmulatedMedia", features=[scheme])
         page.call("Page.navigate", url=address)
-        page.wait("document.documentElement.dataset.ready === 'yes'")
+        page.wait(ready)
         return page
 
     def _receive(self, end):

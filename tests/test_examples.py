@@ -80,6 +80,13 @@ def test_examples_are_short_and_say_how_they_are_run():
             assert path.stem in LONG or len(text.splitlines()) <= MAX_LINES, path.name
 
 
+def test_the_list_of_examples_is_complete():
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"\]\(([\w/]+\.(?:py|ipynb))\)", text))
+    there = {str(path.relative_to(FOLDER)) for path in [*FOLDER.glob("*.py"), *FOLDER.glob("notebooks/*.ipynb")]}
+    assert listed == there - {f"{name}.py" for name in SHARED}
+
+
 # One process
 
 

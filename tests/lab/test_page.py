@@ -184,12 +184,92 @@ def test_an_overlap_is_noticed(page):
     assert page.value(OVERLAPS) != []
 
 
-def test_the_headline_is_on_top(page):
-    top = visible(page, ".lead")[0]
-    assert top.startswith("One strategy ended with a lower validation loss than a constant batch of 32")
-    others = " ".join(visible(page, "header .verdict"))
-    assert "at most half of the updates" in others
-    assert "in the same simulated seconds" in others
+def test_the_verdict_is_on_top_in_words_and_its_figures_are_folded_away(page):
+    assert visible(page, ".lead") == [
+        "Better than a constant batch of 32: exponential, whose loss ended 20\N{NO-BREAK SPACE}% lower. "
+        "Worse: constant_large, whose loss ended 30\N{NO-BREAK SPACE}% higher."
+    ]
+    assert visible(page, ".answers dt") == ["What was compared", "How sure", "What it costs"]
+    said = " ".join(visible(page, "header :is(.lead, .answers)"))
+    assert "p <" not in said.replace("\N{NO-BREAK SPACE}", " ")
+    assert visible(page, "header .verdict") == []
+    page.value("document.querySelector('header summary').click()")
+    first, *others = visible(page, "header .verdict")
+    assert first.startswith("One strategy ended with a lower validation loss than a constant batch of 32")
+    assert "at most half of the updates" in " ".join(others)
+    assert "in the same simulated seconds" in " ".join(others)
+
+
+def test_no_winner_is_said_to_be_none(browser, tmp_path):
+    page = browser.open(write_report(write_folder(tmp_path, fabricate(seeds=3))).html.as_uri())
+    assert visible(page, ".lead")[0].startswith("No strategy is shown to be better than a constant batch of 32")
+    assert "which could be chance" in visible(page, ".lead")[0]
+    assert "would have been seen in four of five labs" in " ".join(visible(page, ".answers dd"))
+
+
+# What is drawn of every line and band, and whether it lies inside the plot of its chart.
+OUTSIDE = """(() => {
+  const found = [];
+  for (const drawing of document.querySelectorAll('#curves-grid svg[role=img], #pareto-grid svg[role=img]'))
+    for (const mark of drawing.querySelectorAll('.line, .band, .mark, .whisker, .front')) {
+      const clip = mark.closest('[clip-path]')?.getAttribute('clip-path').slice(5, -1);
+      const frame = clip && drawing.querySelector(`#${clip} rect`).getBBox();
+      const view = drawing.viewBox.baseVal;
+      const [right, bottom] = frame ? [frame.x + frame.width, frame.y + frame.height] : [0, 0];
+      const isOut = !frame || frame.x < 0 || frame.y < 0 || right > view.width || bottom > view.height;
+      if (isOut) found.push(mark.outerHTML);
+    }
+  return found;
+})()"""
+
+
+def test_curves_that_run_away_stay_in_their_plot_and_leave_room_for_the_others(browser, tmp_path):
+    records = fabricate(models=("mlp",), datasets={"wine": DATASETS["wine"]}, seeds=2)
+    for run in records:
+        if run["strategy"] == "cyclical":
+            for point in run["curve"][6:8]:
+                point |= {"validation_loss": 1e4, "metric": -9.0}
+            run["final"] = run["final"] | {"metric": -9.0}
+    page = browser.open(write_report(write_folder(tmp_path, records)).html.as_uri())
+    for value in ("loss", "metric"):
+        page.choose("y", value)
+        assert page.value(OUTSIDE) == []
+        assert "1 line leaves the plot" in visible(page, "#curves-grid text.end")
+        # The curve of the baseline takes more than half of the plot: the outlier does not flatten it.
+        height = page.value("document.querySelector('#curves-grid path.line.base').getBBox().height")
+        assert height > 150
+    assert "1 mark lies outside" in visible(page, "#pareto-grid text.end")
+    assert page.problems() == []
+
+
+def colours(page):
+    """Return the colour of each strategy's line in the first chart."""
+    lines = page.value(
+        "[...document.querySelector('#curves-grid svg').querySelectorAll('path[data-strategy]')]"
+        ".map((it) => [it.dataset.strategy, it.getAttribute('class').replace('line ', '')])"
+    )
+    return dict(lines)
+
+
+def test_a_group_that_is_shown_alone_keeps_its_colours_and_has_no_grey_line(page):
+    before = colours(page)
+    assert before["loss_difference_exponential"] != "rest"
+    assert before["loss_ema_linear"] == before["cyclical"] == "rest"
+    page.choose("group", "loss")
+    alone = colours(page)
+    assert alone["loss_difference_exponential"] == before["loss_difference_exponential"]
+    assert len(set(alone.values()) - {"rest"}) == len(alone) == 3
+    page.choose("group", "")
+    assert colours(page) == before
+
+
+def test_a_name_that_gives_its_colour_back_leaves_the_others_theirs(page):
+    before = colours(page)
+    first = next(name for name, slot in before.items() if slot == "s0")
+    page.value(f"[...document.querySelectorAll('#chips button')].find((it) => it.textContent === '{first}').click()")
+    assert colours(page) == before | {first: "rest"}
+    page.value("[...document.querySelectorAll('#chips button')].find((it) => it.textContent === 'cyclical').click()")
+    assert colours(page) == before | {first: "rest", "cyclical": "s0"}
 
 
 def test_a_name_colours_its_line(page):
@@ -226,12 +306,33 @@ def test_what_was_chosen_is_in_the_address(browser, address, page):
 def test_on_a_phone_nothing_is_wider_than_the_screen(browser, address, tmp_path):
     page = browser.open(address, width=390, height=844)
     assert page.value("document.documentElement.scrollWidth") == 390
-    # Three charts, and a button for the others.
-    assert count(page, "#curves-grid svg") == 3
+    # Two charts, and a button for the others.
+    assert count(page, "#curves-grid svg") == 2
     page.value("document.querySelector('#curves-grid .more').click()")
     assert count(page, "#curves-grid svg") == NUM_CELLS
     assert page.screenshot(tmp_path / "phone.png", height=2000).stat().st_size > 30_000
     assert page.problems() == []
+
+
+def test_on_a_phone_long_parts_are_folded_until_one_is_wanted(browser, address):
+    page = browser.open(address, width=390, height=844)
+    assert visible(page, ".topic p") == visible(page, "#decisions-of p") == visible(page, "#about table") == []
+    # Nine screens at most; unfolded, it is more than twice as long.
+    length = "document.documentElement.scrollHeight / innerHeight"
+    assert page.value(length) < 9
+    page.value("document.querySelector('.topic button').click()")
+    assert visible(page, ".topic p")[0].startswith("163 runs, of which 162 ended well")
+    page.value("document.querySelector('nav a[href=\"#about\"]').click()")
+    assert visible(page, "#about caption")
+    page.value("document.querySelectorAll('.folded button[aria-expanded=false]').forEach((it) => it.click())")
+    assert count(page, ".folded") == 0
+    assert page.value(length) > 12
+    assert page.problems() == []
+
+
+def test_on_a_wide_screen_nothing_is_folded(page):
+    assert count(page, ".folded") == 0
+    assert len(visible(page, ".topic p")) > 10
 
 
 def test_at_night_the_ground_is_dark(browser, address):
@@ -288,6 +389,26 @@ def serving(folder):
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_a_served_page_shows_how_far_the_lab_is(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "SECONDS_BETWEEN_PAGES", 0.0)
+    records = fabricate(strategies=("constant", "linear"), datasets={"wine": DATASETS["wine"]}, seeds=5)
+    cells = [{"dataset": "wine", "num_epochs": 4}]
+    plan = {"seeds": [*range(5)], "strategies": ["constant", "linear"], "cells": cells}
+    (tmp_path / "lab.json").write_text(json.dumps({"plan": plan}))
+    with serving(tmp_path) as address:
+        page = browser.open(address, ready="document.querySelector('progress') !== null")
+        assert visible(page, "p") == ["No run of this lab has ended yet: 0 of 10. This page reloads by itself."]
+        write_folder(tmp_path, records[:4])
+        page.wait("document.querySelector('#live p')?.textContent.startsWith('4 of 10 runs so far; this page')")
+        write_folder(tmp_path, records[:6])
+        page.wait("document.querySelector('#live p').textContent.startsWith('6 of 10 runs so far, less than a minute')")
+        assert page.value("(({ value, max }) => [value, max])(document.querySelector('#live progress'))") == [6, 10]
+        write_folder(tmp_path, records)
+        page.wait("document.querySelector('.figures b').textContent === '10'")
+        page.wait("document.querySelector('#live').hidden")
+        assert page.problems() == []
 
 
 def test_a_served_page_follows_the_lab(browser, tmp_path, monkeypatch):

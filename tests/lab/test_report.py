@@ -17,8 +17,9 @@ from batchwright.lab._records import CellKey
 from batchwright.lab.observations._effects import LOSS, METRIC
 from batchwright.lab.report import LabFolder, read_lab, render_csv, render_html, render_markdown, write_report
 from batchwright.lab.report._tables import matrix_effects, row_order
-from batchwright.lab.report.folder import expected_runs, progress_text
-from batchwright.lab.report.page import leaders, make_view, mean_curve
+from batchwright.lab.report._view import make_view, mean_curve
+from batchwright.lab.report.folder import expected_runs, progress_of
+from batchwright.lab.report.page import leaders
 from batchwright.lab.report.server import SECONDS_BETWEEN_PAGES, LabPages, make_server
 
 from .fabricated import DATASETS, fabricate, fail, make_tuning, older, write_folder
@@ -312,8 +313,8 @@ def test_progress_counts_the_runs_of_the_plan():
         name="lab", records=lab.records, plan=plan_of(["constant", "noise", "replay_noise"], [0, 1], "wine")
     )
     assert expected_runs(planned) == 6
-    assert progress_text(planned) == "2 of 6 runs so far; this page follows the lab."
-    assert progress_text(lab) == ""
+    assert progress_of(planned).text == "2 of 6 runs so far; this page follows the lab."
+    assert progress_of(lab).text == ""
 
 
 def test_progress_knows_what_a_regression_and_a_single_seed_leave_out():
@@ -388,7 +389,26 @@ def test_pages_follow_the_runs_but_not_too_often(folder):
 
 def test_a_lab_without_a_run_yet_has_a_page_that_waits(tmp_path):
     (tmp_path / "lab.json").write_text("{}")
-    assert "No run of this lab has ended yet" in LabPages(tmp_path).page()
+    assert "No run of this lab has ended yet. This" in LabPages(tmp_path).page()
+    (tmp_path / "lab.json").write_text(json.dumps(plan_of(["constant", "linear"], [0, 1, 2], "wine")))
+    assert "No run of this lab has ended yet: 0 of 6. This" in LabPages(tmp_path).page()
+
+
+def test_the_time_left_is_that_of_the_pace_so_far(tmp_path):
+    now = [100.0]
+    records = fabricate(strategies=("constant", "linear"), seeds=5, datasets={"wine": DATASETS["wine"]})
+    plan = plan_of(["constant", "linear"], [0, 1, 2, 3, 4], "wine")
+    pages = LabPages(write_folder(tmp_path, records[:2], plan=plan), clock=lambda: now[0])
+    state = pages.state()
+    assert (state["text"], state["done"]) == ("2 of 10 runs so far; this page follows the lab.", 2)
+    # Two runs in 400 seconds, so 6 more take 1,200; after 300 of these the page says 900.
+    write_folder(tmp_path, records[:4])
+    now[0] += 400
+    assert pages.state()["text"] == "4 of 10 runs so far, about 20 minutes left; this page follows the lab."
+    now[0] += 300
+    assert "about 15 minutes left" in pages.state()["text"]
+    write_folder(tmp_path, records)
+    assert (pages.state()["text"], pages.state()["expected"]) == ("", None)
 
 
 def test_names_that_stand_twice_are_kept_under_both():

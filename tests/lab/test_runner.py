@@ -18,7 +18,7 @@ from batchwright.lab import presets
 from batchwright.lab._records import RunStore, finite, read_records
 from batchwright.lab.datasets import load
 from batchwright.lab.report import read_lab, write_report
-from batchwright.lab.report.folder import progress_text
+from batchwright.lab.report.folder import progress_of
 from batchwright.lab.runner import Cell, Lab, LabPlan, StoreError, _training
 from batchwright.lab.runner._choice import Choice
 from batchwright.lab.runner._jobs import arms_of, plan_jobs
@@ -576,7 +576,7 @@ def test_a_complete_lab_with_cycles_in_few_epochs_is_not_shown_as_running(tmp_pa
     cell = Cell(dataset="wine", model="logistic", num_epochs=4, lr=0.01)
     run(tmp_path, plan(cell, strategies=names))
     # Cycles need 6 epochs and are left out.
-    assert progress_text(read_lab(tmp_path)) == ""
+    assert progress_of(read_lab(tmp_path)).text == ""
 
 
 # Few rows

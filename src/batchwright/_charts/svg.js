@@ -75,6 +75,21 @@ function makeScale(low, high, from, to, kind = "linear") {
   return scale;
 }
 
+// The lowest and the highest value, without those further off than three times what half of the values span, and than
+// a given distance that is never far.
+function usualRange(values, near) {
+  const sorted = [...values].sort((a, b) => a - b);
+  const [first, last] = [0.25, 0.75].map((share) => sorted[Math.round(share * (sorted.length - 1))]);
+  const reach = Math.max(3 * (last - first), near);
+  const usual = sorted.filter((value) => value >= first - reach && value <= last + reach);
+  return [usual[0], usual[usual.length - 1]];
+}
+
+// A clip path of a frame, with room for half the width of a line.
+function clipTo(id, { left, right, top, bottom }) {
+  return svg("clipPath", { id }, svg("rect", { x: left - 2, y: top - 2, width: right - left + 4, height: bottom - top + 4 }));
+}
+
 // Grid lines with their values, the axis below and the names of both axes; no labels below without xLabels.
 function drawAxes(x, y, frame, { xTicks = 5, yTicks = 5, xLabels = true, xName = "", yName = "" }) {
   const parts = [];

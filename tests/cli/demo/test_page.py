@@ -145,6 +145,30 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(browser, source, tmp_path):
     assert page.value("getComputedStyle(document.body).backgroundColor") == "rgb(21, 23, 26)"
 
 
+def test_on_a_phone_what_is_read_once_is_folded(browser, source, tmp_path):
+    shown = "[...document.querySelectorAll('.part > :not(summary)')].filter((it) => it.checkVisibility()).length"
+    wide = open_page(browser, source, tmp_path)
+    assert wide.value(shown) == 3  # two paragraphs and a table
+    phone = open_page(browser, source, tmp_path, width=390, height=844)
+    assert phone.value(shown) == 0
+    phone.value("document.querySelector('.part summary').click()")
+    assert phone.value(shown) == 2
+    assert phone.problems() == []
+
+
+def test_losses_stay_inside_of_their_frame(browser, tmp_path):
+    run = make_run()
+    first, second, last = run.results[0].checks
+    wild = replace(run.results[0], checks=(first, replace(second, loss=1e6), last))
+    page = open_page(browser, render_page(replace(run, results=[wild, *run.results[1:]])), tmp_path)
+    for name in ("seconds", "examples"):
+        box = f"document.querySelector('#clip-{name} rect').getBBox()"
+        frame = page.value(f"(({{ x, y, width, height }}) => [x, y, width, height])({box})")
+        assert frame == [46, 28, 402, 228]  # the frame of 460 by 300, and 2 on each side
+        assert page.value(f"document.querySelectorAll('[clip-path=\"url(#clip-{name})\"] .line').length") == 4
+    assert page.problems() == []
+
+
 def test_the_page_is_well_formed_and_asks_for_nothing_from_elsewhere(source):
     opened = []
 

@@ -66,6 +66,9 @@ def test_the_page_of_a_server_draws_what_it_did(browser):
         assert page.value("document.getElementById('load').checkVisibility()") is False
         assert page.value("document.querySelector('td[data-name=\"padding\"]').textContent") == "0 %"
         assert page.value("document.querySelector('#charts .line').getAttribute('d')").startswith("M")
+        # No line can leave its plot, and every chart has a clip path of its own.
+        assert page.value("[...document.querySelectorAll('#charts .line')].every((it) => it.closest('[clip-path]'))")
+        assert page.value("new Set([...document.querySelectorAll('#charts clipPath')].map((it) => it.id)).size") == 7
         assert page.problems() == []
 
 

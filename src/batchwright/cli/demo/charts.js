@@ -17,7 +17,7 @@ function bar(what, x, end, y, height, shade) {
 
 function drawLengths(drawing) {
   const x = makeScale(0, bins.length, FRAME.left, FRAME.right);
-  const y = makeScale(0, Math.max(...bins.map(({ count }) => count)), FRAME.bottom, FRAME.top);
+  const y = makeScale(0, 1.1 * Math.max(...bins.map(({ count }) => count)), FRAME.bottom, FRAME.top);
   const every = bins.length > 10 ? 2 : 1; // writing every bound would make them touch
   drawing.append(...drawAxes(x, y, FRAME, { xLabels: false, xName: "tokens per function (from)", yName: "functions" }));
   bins.forEach(({ low, range, count }, place) => {
@@ -50,19 +50,19 @@ function drawPadding(drawing) {
 function drawLoss(drawing, along, unit) {
   // The first check of an arm is still on the steep part; it may lie above the frame, where its line comes from.
   const losses = arms.flatMap(({ checks }) => (checks.length > 1 ? checks.slice(1) : checks).map(({ loss }) => loss));
-  const [low, high] = [Math.min(...losses), Math.max(...losses)];
+  const [low, high] = usualRange(losses, 1);
   const room = 0.08 * (high - low) || 0.1;
   const furthest = Math.max(...arms.flatMap(({ checks }) => checks.map((check) => check[along])));
   const x = makeScale(0, 1.03 * furthest, FRAME.left, FRAME.right);
   const y = makeScale(low - room, high + 2 * room, FRAME.bottom, FRAME.top);
   const clip = `clip-${along}`;
   const plane = svg("g", { "clip-path": `url(#${clip})` });
-  drawing.append(svg("clipPath", { id: clip }, svg("rect", { x: 0, y: FRAME.top, width: WIDTH, height: HEIGHT - FRAME.top })));
+  drawing.append(clipTo(clip, FRAME));
   const xName = { seconds: "processor seconds of training", examples: "examples seen" }[along];
   drawing.append(...drawAxes(x, y, FRAME, { xName, yName: "validation loss per token" }), plane);
   arms.forEach(({ name, checks }, kind) => {
     plane.append(svg("path", { d: pathOf(checks.map((check) => ({ x: check[along], y: check.loss })), x, y), class: `line s${kind}` }));
-    for (const check of checks.filter(({ loss }) => loss <= y.high)) {
+    for (const check of checks.filter(({ loss }) => loss >= y.low && loss <= y.high)) {
       const what = `${name}: loss ${check.loss.toFixed(3)} after ${text(check[along])} ${unit}`;
       drawing.append(hover(marker(kind, x(check[along]), y(check.loss)), what));
     }
@@ -132,4 +132,5 @@ function figureOf({ draw, name, title, note, height = HEIGHT, legend = false }) 
 
 document.getElementById("charts").append(...CHARTS.map(figureOf));
 document.querySelectorAll(".cards td:first-child").forEach((cell, kind) => cell.prepend(swatch(`s${kind}`, kind)));
+if (innerWidth < 704) for (const part of document.querySelectorAll(".part")) part.open = false; // style.css: a phone's layout
 document.documentElement.dataset.ready = "yes";

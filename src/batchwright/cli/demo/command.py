@@ -215,19 +215,19 @@ def _table(results: Sequence[ArmResult]) -> str:
 
 def _reading(run: Run) -> str:
     first, planned, steady = run.results[0], run.results[2], run.results[3]
-    return (
-        "<h2>How to read it</h2>"
+    return _part(
+        "How to read it",
         "<p>Every arm starts from the same weights, sees the same functions once and uses the same optimizer. The "
         "peak learning rate follows one rule for all arms: it grows with the square root of the tokens per update. "
         "Its base was chosen with a few trial runs on these same validation functions. Each arm has one seed, so "
         "small differences in loss mean nothing. "
         "Seconds are processor time on one thread, without validation; they vary a little from run to run, but "
         "padding and updates do not.</p>"
-        f"<p>With the full budget there are {planned.num_steps} large updates instead of {first.num_steps}. On this "
+        f"<p>With the full budget there are {planned.num_steps} large updates instead of {first.num_steps}. On so "
         f"few examples they end at a validation loss of {planned.loss:.2f}, compared with {first.loss:.2f}. A "
         f"smaller budget keeps the number of updates ({steady.num_steps}), ends at {steady.loss:.2f} and still saves "
         "the padding. Here time grows with padded tokens, so the gain comes from grouping by length, also at a fixed "
-        "size. A GPU that is idle during small steps gains more from the full budget.</p>"
+        "size. A GPU that is idle during small steps gains more from the full budget.</p>",
     )
 
 
@@ -236,11 +236,11 @@ def _finding(result: ArmResult) -> str:
     if not result.reasons:
         return ""
     lines = "".join(f"<li>{html.escape(line)}</li>" for line in result.reasons)
-    return (
-        "<h2>A size that nobody chose</h2>"
+    return _part(
+        "A size that nobody chose",
         f"<p>The arm &ldquo;{html.escape(result.name)}&rdquo; was given no batch size: <code>size.goodput</code> times "
         "a few sizes, measures the noise of the gradient, and takes the tokens per update that make the most progress "
-        f"per second. The learning rate and Adam&rsquo;s second beta follow the size.</p><ol>{lines}</ol>"
+        f"per second. The learning rate and Adam&rsquo;s second beta follow the size.</p><ol>{lines}</ol>",
     )
 
 
@@ -250,4 +250,10 @@ def _settings(run: Run) -> str:
         (), [(name.replace("_", " "), f"{value}") for name, value in settings.items()], numbers_from=1
     )
     versions = " · ".join(f"{name} {version}" for name, version in run.versions.items())
-    return f"<h2>Settings</h2>{table}<footer>{html.escape(versions)} · the whole demo took {run.seconds:.0f} s</footer>"
+    footer = f"<footer>{html.escape(versions)} · the whole demo took {run.seconds:.0f} s</footer>"
+    return _part("Settings", table) + footer
+
+
+def _part(title: str, body: str) -> str:
+    """Return a part of the page that a phone folds under its title."""
+    return f'<details class="part" open><summary><h2>{title}</h2></summary>{body}</details>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any, TypeAlias, final
 from ...errors import ArgumentError
 from .._records import RunRecord, newest_records, scan_records
 from ..observations._slices import properties_of
+from ..runner.forecast import about
 from ..strategies.catalogue import get
 
 RUNS = "runs.jsonl"
 PLAN = "lab.json"
 _NEEDED = ("dataset", "model", "strategy", "seed", "status")
+# Over so many looks the pace of a lab is taken, so that it follows slower and faster parts.
+_NUM_MOMENTS = 20
 
 
 @final
@@ -93,12 +97,77 @@ def expected_runs(lab: LabFolder) -> int | None:
         return None
 
 
-def progress_text(lab: LabFolder) -> str:
-    """Return a sentence about a lab that has runs left, empty if it is complete or has no plan."""
-    expected = expected_runs(lab)
-    if expected is None or len(lab.records) >= expected:
-        return ""
-    return f"{len(lab.records):,} of {expected:,} runs so far; this page follows the lab."
+@final
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a lab is.
+
+    Args:
+        num_done: runs that have ended.
+        num_expected: runs of the plan; None if the folder has no readable plan.
+        seconds_left: about how long the rest takes; None if that is not known.
+
+    >>> Progress(num_done=20, num_expected=30, seconds_left=130.0).text
+    '20 of 30 runs so far, about 2 minutes left; this page follows the lab.'
+    """
+
+    num_done: int
+    num_expected: int | None
+    seconds_left: float | None = None
+
+    @property
+    def num_left(self) -> int:
+        """Return how many runs are to come, as far as is known."""
+        return 0 if self.num_expected is None else max(0, self.num_expected - self.num_done)
+
+    @property
+    def text(self) -> str:
+        """Return a sentence about a lab that has runs left, empty if it is complete or has no plan."""
+        if not self.num_left:
+            return ""
+        left = "" if self.seconds_left is None else f", {about(self.seconds_left)} left"
+        return f"{self.num_done:,} of {self.num_expected:,} runs so far{left}; this page follows the lab."
+
+
+@final
+class Pace:
+    """How long a run takes, by the clock, from how many had ended at some moments."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque(maxlen=_NUM_MOMENTS)
+
+    def note(self, seconds: float, num_done: int) -> None:
+        """Note how many runs had ended at a moment; a lab that was begun anew is timed anew."""
+        if self._seen and num_done < self._seen[-1][1]:
+            self._seen.clear()
+        self._seen.append((seconds, num_done))
+
+    def seconds_left(self, seconds: float, num_left: int) -> float | None:
+        """Return about how long some runs take from a moment on; None until runs have ended between two moments.
+
+        >>> pace = Pace()
+        >>> pace.note(0.0, 3)
+        >>> pace.seconds_left(0.0, 10)
+        >>> pace.note(20.0, 7)
+        >>> pace.seconds_left(20.0, 10), pace.seconds_left(26.0, 10)
+        (50.0, 44.0)
+        """
+        if not self._seen:
+            return None
+        (begun, before), (ended, after) = self._seen[0], self._seen[-1]
+        if after == before:
+            return None
+        return max(0.0, num_left * (ended - begun) / (after - before) - (seconds - ended))
+
+
+def progress_of(lab: LabFolder, *, seconds_left: float | None = None) -> Progress:
+    """Return how far a lab is."""
+    return Progress(num_done=len(lab.records), num_expected=expected_runs(lab), seconds_left=seconds_left)
+
+
+def read_begun(folder: Path) -> LabFolder:
+    """Return a lab of which no run has ended yet: its plan alone."""
+    return LabFolder(name=folder.resolve().name, records=(), plan=_read_plan(folder / PLAN))
 
 
 def _read_runs(path: Path) -> tuple[Sequence[RunRecord], int]:

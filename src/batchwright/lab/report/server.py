@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, ClassVar, final
 from ..._checks import as_whole
 from ...errors import ArgumentError, BatchwrightError
 from .files import render_csv, render_markdown
-from .folder import PLAN, RUNS, LabFolder, progress_text, read_lab
+from .folder import PLAN, RUNS, LabFolder, Pace, Progress, progress_of, read_begun, read_lab
 from .page import render_html
 
 HOST = "127.0.0.1"
@@ -23,7 +24,7 @@ SECONDS_BETWEEN_PAGES = 15.0
 _WAITING = (
     '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="3">'
     '<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,"><title>batchwright lab</title>'
-    "</head><body><p>No run of this lab has ended yet. This page reloads by itself.</p></body></html>"
+    "</head><body><p>No run of this lab has ended yet{}. This page reloads by itself.</p>{}</body></html>"
 )
 
 
@@ -44,22 +45,31 @@ class LabPages:
         self._stamp = ""
         self._changed = -SECONDS_BETWEEN_PAGES
         self._page = ("", "")
+        self._pace = Pace()
 
     def page(self) -> str:
         """Return the page of the newest state."""
         with self._lock:
             lab = self._look()
             if lab is None or not lab.records:
-                return _WAITING
+                return self._waiting()
             if self._page[0] != self._stamp:
                 self._page = (self._stamp, render_html(lab, live="state", stamp=self._stamp))
             return self._page[1]
 
     def state(self) -> dict[str, Any]:
-        """Return the stamp of the page and a sentence about the progress of the lab."""
+        """Return the stamp of the page and the progress of the lab, in words and numbers."""
         with self._lock:
             lab = self._look()
-            return {"stamp": self._stamp, "text": "" if lab is None else progress_text(lab)}
+            if lab is None:
+                return {"stamp": self._stamp, "text": ""}
+            found = self._progress(lab)
+            return {
+                "stamp": self._stamp,
+                "text": found.text,
+                "done": found.num_done,
+                "expected": found.num_expected if found.num_left else None,
+            }
 
     def table(self, render: Callable[[LabFolder], str]) -> str:
         """Return the runs as text."""
@@ -73,7 +83,20 @@ class LabPages:
         due = self._clock() - self._changed >= SECONDS_BETWEEN_PAGES
         if stamp and stamp != self._stamp and (due or self._lab is None):
             self._lab, self._stamp, self._changed = read_lab(self._folder), stamp, self._clock()
+            self._pace.note(self._changed, len(self._lab.records))
         return self._lab
+
+    def _progress(self, lab: LabFolder) -> Progress:
+        found = progress_of(lab)
+        return replace(found, seconds_left=self._pace.seconds_left(self._clock(), found.num_left))
+
+    def _waiting(self) -> str:
+        """Return a page for the time in which learning rates are chosen, or the first runs are under way."""
+        expected = progress_of(read_begun(self._folder)).num_expected
+        if expected is None:
+            return _WAITING.format("", "")
+        bar = f'<progress max="{expected}" value="0"></progress>'
+        return _WAITING.format(f": 0 of {expected:,}", bar)
 
 
 def make_server(folder: Path, *, port: int = 0) -> ThreadingHTTPServer:

@@ -49,7 +49,7 @@ class Forecast:
         first = f"{self.num_tuning_runs:,} runs to choose learning rates, then " if self.num_tuning_runs else ""
         num = max(1, self.num_workers)
         return (
-            f"{first}{self.num_runs:,} {'' if first else 'runs '}to compare: {_about(self.seconds)} with "
+            f"{first}{self.num_runs:,} {'' if first else 'runs '}to compare: {about(self.seconds)} with "
             f"{num} {'process' if num == 1 else 'processes'}"
         )
 
@@ -109,10 +109,10 @@ def _run(cell: Cell, dataset: Dataset, settings: RunSettings) -> tuple[float, fl
     return seconds, max(0.0, time.perf_counter() - start - seconds)
 
 
-def _about(seconds: float) -> str:
+def about(seconds: float) -> str:
     """Return a duration in words.
 
-    >>> _about(20), _about(61), _about(700)
+    >>> about(20), about(61), about(700)
     ('less than a minute', 'about 1 minute', 'about 12 minutes')
     """
     if seconds < 45:

@@ -19,15 +19,22 @@ function bandOf(curve, x, y) {
   return `${pathOf(ends[0], x, y)}L${pathOf(ends[1].reverse(), x, y).slice(1)}Z`;
 }
 
-// The range of values once the first steep fall is over; what lies above is clipped.
+// The range of values once the first steep fall is over, without those far off; what lies outside is clipped.
 function valueRange(lines, longest) {
   const late = lines.flatMap(({ points }) => points.filter((point) => point.x >= 0.15 * longest).map((point) => point.y));
   const values = (late.length ? late : lines.flatMap(({ points }) => points.map((point) => point.y))).filter((value) => state.y === "metric" || value > 0);
-  const [low, high] = [Math.min(...values), Math.max(...values)];
-  if (state.y !== "metric") return [low / 1.08, high * 1.08];
+  if (state.y !== "metric") {
+    const [low, high] = usualRange(values.map(Math.log), 1).map(Math.exp);
+    return [low / 1.08, high * 1.08];
+  }
+  const [low, high] = usualRange(values, 0.2);
   const room = 0.06 * (high - low || 1);
   return [low - room, high + room];
 }
+
+// How many lines leave the plot after the first steep fall.
+const numLeaving = (lines, longest, y) =>
+  lines.filter(({ points }) => points.some((point) => point.x >= 0.15 * longest && (point.y > y.high || point.y < y.low))).length;
 
 function drawCurves(cell, width) {
   const lines = data.curves
@@ -49,18 +56,21 @@ function drawCurves(cell, width) {
   const name = `${data.cells[cell].dataset} · ${data.cells[cell].model}: ${valueName(cell)} by ${AXES[state.x]}, with the batch size`;
   const drawing = canvas(width, under.bottom + 42, name);
   const clip = `clip-${cell}`;
-  drawing.append(svg("clipPath", { id: clip }, svg("rect", { x: frame.left, y: frame.top - 4, width: frame.right - frame.left + 2, height: high + 8 })));
+  drawing.append(clipTo(clip, frame), clipTo(`${clip}-size`, under));
   drawing.append(...drawAxes(x, y, frame, { xLabels: false, yName: `${valueName(cell)}${state.y === "metric" ? "" : " (log)"}` }));
   drawing.append(...drawAxes(x, size, under, { xTicks: wide ? 7 : 4, yTicks: 3, xName: AXES[state.x], yName: "batch size" }));
   const plane = drawing.appendChild(svg("g", { "clip-path": `url(#${clip})` }));
+  const below = drawing.appendChild(svg("g", { "clip-path": `url(#${clip}-size)` }));
   for (const { curve, slot, points } of lines) {
     if (slot !== "rest" && curve.seeds > 1) {
       const band = state.y === "train" ? null : bandOf(curve, x, y);
       if (band) plane.append(svg("path", { d: band, class: `band ${slot}` }));
     }
     plane.append(svg("path", { d: pathOf(points, x, y), class: `line ${slot}`, "data-strategy": data.strategies[curve.strategy].name }));
-    drawing.append(svg("path", { d: stepsOf(pointsOf(curve, state.x, "size"), x, size), class: `line ${slot} size` }));
+    below.append(svg("path", { d: stepsOf(pointsOf(curve, state.x, "size"), x, size), class: `line ${slot} size` }));
   }
+  const leaving = numLeaving(lines, longest, y);
+  if (leaving) drawing.append(label(`${leaving} ${leaving === 1 ? "line leaves" : "lines leave"} the plot`, frame.right, frame.top - 9, "end"));
   if (wide) drawing.append(...endLabels(lines.filter(({ slot }) => slot !== "rest"), x, y, frame));
   const guide = drawing.appendChild(svg("line", { y1: frame.top, y2: under.bottom, class: "guide", visibility: "hidden" }));
   followCurves(drawing, { cell, lines, x, y, longest, frame, guide, width });
@@ -69,9 +79,10 @@ function drawCurves(cell, width) {
 
 function endLabels(lines, x, y, frame) {
   const ends = lines.map(({ points }) => points[points.length - 1]);
-  const places = spread(ends.map((end) => Math.max(frame.top, Math.min(frame.bottom, y(end.y))) + 4), 16, frame.top + 4, frame.bottom + 4);
+  const heights = ends.map((end) => Math.max(frame.top, Math.min(frame.bottom, y(end.y))));
+  const places = spread(heights.map((height) => height + 4), 16, frame.top + 4, frame.bottom + 4);
   return lines.flatMap(({ curve, slot }, index) => [
-    svg("path", { d: `M${x(ends[index].x) + 3} ${y(ends[index].y)}L${frame.right + 8} ${places[index] - 4}`, class: "leader" }),
+    svg("path", { d: `M${x(ends[index].x) + 3} ${heights[index]}L${frame.right + 8} ${places[index] - 4}`, class: "leader" }),
     label(data.strategies[curve.strategy].name, frame.right + 11, places[index], `direct ${slot}`),
   ]);
 }

@@ -2,23 +2,35 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const NUM_SLOTS = 6;
 const NUM_CHARTS = 6;
-const NUM_CHARTS_NARROW = 3;
+const NUM_CHARTS_NARROW = 2;
+const NARROW = 704; // below this, style.css has a phone's layout
 const unfolded = new Set();
+let turn = 0;
 const SECONDS_BETWEEN_LOOKS = 3;
 const SECONDS_TO_ANSWER = 60;
 const state = { dataset: "", model: "", group: "", measure: "loss", x: "examples", y: "loss", cost: "updates", on: null, run: "" };
 const one = (selector) => document.querySelector(selector);
 const all = (selector) => [...document.querySelectorAll(selector)];
 
-// Names of the strategies drawn in colour; the baseline always is, in black.
+// Names of the strategies drawn in colour, each at the place of its colour; "" is a free one. The baseline is black.
 function chosen() {
-  return state.on ?? JSON.parse(document.body.dataset.leaders);
+  const on = [...(state.on ?? JSON.parse(document.body.dataset.leaders))];
+  while (on.length < NUM_SLOTS) on.push("");
+  return on;
+}
+
+// A group that is shown alone keeps its colours, and its grey members take those of strategies that are not shown.
+function coloured() {
+  if (!state.group) return chosen();
+  const members = data.strategies.filter(({ name, group }) => group === state.group && name !== data.baseline).map(({ name }) => name);
+  const grey = state.on ? [] : members.filter((name) => !chosen().includes(name));
+  return chosen().map((name) => (members.includes(name) ? name : grey.shift() ?? ""));
 }
 
 function slotOf(strategy) {
   const { name } = data.strategies[strategy];
   if (name === data.baseline) return "base";
-  const place = chosen().indexOf(name);
+  const place = coloured().indexOf(name);
   return place < 0 ? "rest" : `s${place}`;
 }
 
@@ -36,7 +48,7 @@ const shownCells = () => data.cells
 // Many charts make a long way to the end of the page: the first ones, and a button for the others.
 function drawGrid(place, draw) {
   const found = shownCells();
-  const cells = unfolded.has(place.id) ? found : found.slice(0, innerWidth < 704 ? NUM_CHARTS_NARROW : NUM_CHARTS);
+  const cells = unfolded.has(place.id) ? found : found.slice(0, innerWidth < NARROW ? NUM_CHARTS_NARROW : NUM_CHARTS);
   place.classList.toggle("single", cells.length === 1);
   const figures = cells.map((cell) => tag("figure", {}, tag("figcaption", {}, tag("b", {}, cell.dataset), ` ${cell.model}`)));
   place.replaceChildren(...(figures.length ? figures : [tag("p", { class: "note" }, "No data set has this model: choose another.")]));
@@ -57,7 +69,7 @@ function unfold(...names) {
 function drawChips() {
   const names = data.strategies.filter(({ name }, index) => name !== data.baseline && isShown(index)).map(({ name }) => name);
   const chips = names.map((name) => {
-    const place = chosen().indexOf(name);
+    const place = coloured().indexOf(name);
     const chip = tag("button", { type: "button", "aria-pressed": place >= 0 }, swatch(place < 0 ? "rest" : `s${place}`), name);
     chip.addEventListener("click", () => toggle(name));
     return chip;
@@ -65,10 +77,14 @@ function drawChips() {
   one("#chips").replaceChildren(tag("span", {}, swatch("base"), data.baseline), ...chips);
 }
 
+// A strategy gives its colour back, or takes a free one; the others keep theirs. If none is free, the colours are taken
+// over one after the other.
 function toggle(name) {
-  const on = chosen().filter((other) => other !== name);
-  if (on.length === chosen().length) on.push(name);
-  state.on = on.slice(-NUM_SLOTS);
+  const on = coloured().includes(name) ? coloured() : chosen();
+  if (on.includes(name)) on[on.indexOf(name)] = "";
+  else if (on.includes("")) on[on.indexOf("")] = name;
+  else on[turn++ % NUM_SLOTS] = name;
+  state.on = on;
   refresh();
 }
 
@@ -136,7 +152,7 @@ function remember() {
 function recall() {
   const names = new Set(data.strategies.map(({ name }) => name));
   for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
-    if (name === "on") state.on = value.split(",").filter((other) => names.has(other));
+    if (name === "on") state.on = value.split(",").slice(0, NUM_SLOTS).map((other) => (names.has(other) ? other : ""));
     else if (name in state) state[name] = value;
   }
   for (const choice of all("select[data-state]")) {
@@ -161,27 +177,55 @@ function reset() {
   refresh();
 }
 
+function showProgress({ text, done, expected }) {
+  const bar = one("#live progress");
+  one("#live p").textContent = text;
+  one("#live").hidden = !text;
+  bar.hidden = !expected;
+  if (expected) Object.assign(bar, { max: expected, value: done });
+}
+
 // Served by `batchwright lab show`, the page asks whether there are new runs and loads itself again.
 async function look() {
-  const line = one("#live");
   try {
     const options = { cache: "no-store", signal: AbortSignal.timeout(1000 * SECONDS_TO_ANSWER) };
     const found = await (await fetch(document.body.dataset.live, options)).json();
-    line.textContent = found.text;
-    line.hidden = !found.text;
+    showProgress(found);
     if (found.stamp !== document.body.dataset.stamp) {
       sessionStorage.setItem("scroll", scrollY);
       location.reload();
     }
   } catch {
-    line.textContent = "No longer served: what you see is the last state.";
-    line.hidden = false;
+    showProgress({ text: "No longer served: what you see is the last state." });
   }
   setTimeout(look, 1000 * SECONDS_BETWEEN_LOOKS);
 }
 
+// On a phone, long parts are folded under their headings until one is wanted.
+function foldParts() {
+  for (const part of all(".topic, #decisions-of, #failed, #about")) {
+    const heading = part.querySelector("h2, h3");
+    const button = tag("button", { type: "button" }, ...heading.childNodes);
+    button.addEventListener("click", () => foldPart(part, !part.classList.contains("folded")));
+    heading.replaceChildren(button);
+    foldPart(part, true);
+  }
+  for (const link of all("nav a")) {
+    link.addEventListener("click", () => {
+      const part = one(link.getAttribute("href"));
+      if (part.classList.contains("folded")) foldPart(part, false);
+    });
+  }
+}
+
+function foldPart(part, isFolded) {
+  part.classList.toggle("folded", isFolded);
+  part.querySelector("h2 > button, h3 > button").setAttribute("aria-expanded", !isFolded);
+}
+
 function start() {
   recall();
+  if (innerWidth < NARROW) foldParts();
   for (const choice of all("[data-state]")) {
     choice.addEventListener("change", () => {
       state[choice.dataset.state] = choice.value;

@@ -17,16 +17,19 @@ function drawPareto(cell, width) {
   const frame = { left: 46, right: width - (wide ? 160 : 14), top: 24, bottom: wide ? 344 : 244 };
   const costs = points.map((point) => point.x);
   const x = makeScale(Math.min(...costs) / 1.15, Math.max(...costs) * 1.15, frame.left, frame.right, "log");
-  const values = points.flatMap(({ end }) => [end.metricLow, end.metricHigh]);
-  const room = 0.08 * (Math.max(...values) - Math.min(...values) || 0.1);
-  const y = makeScale(Math.min(...values) - room, Math.max(...values) + room, frame.bottom, frame.top);
+  const [low, high] = usualRange(points.flatMap(({ end }) => [end.metricLow, end.metricHigh]), 0.2);
+  const room = 0.08 * (high - low || 0.1);
+  const y = makeScale(low - room, high + room, frame.bottom, frame.top);
   const metric = data.cells[cell].metric ?? "quality";
   const drawing = canvas(width, frame.bottom + 42, `${data.cells[cell].dataset} · ${data.cells[cell].model}: ${metric} by ${AXES[state.cost]}`);
   drawing.append(...drawAxes(x, y, frame, { xTicks: wide ? 7 : 4, xName: `${AXES[state.cost]} (log), fewer is cheaper`, yName: metric }));
   const front = frontOf(points);
-  drawing.append(svg("path", { d: stepsOf(front, x, y), class: "front" }));
-  for (const point of points) drawing.append(...drawEnd(point, x, y));
-  drawing.append(...nameEnds(points, front, x, y, frame, width));
+  const clip = `clip-pareto-${cell}`;
+  const plane = svg("g", { "clip-path": `url(#${clip})` }, svg("path", { d: stepsOf(front, x, y), class: "front" }));
+  for (const point of points) plane.append(...drawEnd(point, x, y));
+  drawing.append(clipTo(clip, frame), plane, ...nameEnds(points, front, x, y, frame, width));
+  const outside = points.filter((point) => point.y < y.low || point.y > y.high).length;
+  if (outside) drawing.append(label(`${outside} ${outside === 1 ? "mark lies" : "marks lie"} outside`, frame.right, frame.top - 9, "end"));
   followEnds(drawing, { cell, points, x, y, width, metric });
   return drawing;
 }

@@ -58,14 +58,17 @@ function draw(chart, times, series, deadline, last) {
   for (const tick of ticks) drawing.append(across(tick, "grid"), label(tick.toLocaleString("en"), LEFT - 8, y(tick) + 4, "end"));
   drawing.append(label("a minute ago", LEFT, HEIGHT - 3), label("now", WIDTH - RIGHT, HEIGHT - 3, "end"));
   if (chart.limit && deadline) drawing.append(across(deadline, "limit"));
+  const clip = `clip-${chart.keys[0]}`;
+  const plane = svg("g", { "clip-path": `url(#${clip})` });
+  drawing.append(clipTo(clip, { left: LEFT, right: WIDTH - RIGHT, top: TOP, bottom: HEIGHT - BOTTOM }), plane);
   series.forEach((points, index) => {
     chart.keys.forEach((key, rank) => {
-      drawing.append(svg("path", { class: `line s${index % NUM_COLOURS}${rank ? " thin" : ""}`, d: path(points, key) }));
+      plane.append(svg("path", { class: `line s${index % NUM_COLOURS}${rank ? " thin" : ""}`, d: path(points, key) }));
       const value = points[points.length - 1][key];
       if (!rank && isNumber(value)) drawing.append(marker(index % NUM_COLOURS, x(last), y(value)));
     });
   });
-  if (chart.asked) for (const points of series) drawing.append(svg("path", { class: "dotted", d: path(points, "asked") }));
+  if (chart.asked) for (const points of series) plane.append(svg("path", { class: "dotted", d: path(points, "asked") }));
   return drawing;
 }
 
