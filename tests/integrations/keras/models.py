@@ -48,6 +48,13 @@ def compile(model, *settings, jit_compile=False, **options):
     model.compile(*settings, jit_compile=jit_compile, **options)
 
 
+def as_reference(model):
+    """Return a model that Keras itself trains; eagerly, since TensorFlow takes seconds to trace it."""
+    if BACKEND == "tensorflow":
+        model.run_eagerly = True
+    return model
+
+
 def out_of_memory():
     """Raise the out-of-memory error of the backend; TensorFlow makes a ResourceExhaustedError of Python's own."""
     if BACKEND == "torch":
@@ -59,11 +66,14 @@ def out_of_memory():
 
 @keras.saving.register_keras_serializable("tests")
 class Memory(layers.Layer):
-    """Runs out of memory in training calls of more than ``most`` rows, or in those whose numbers are in ``fails``."""
+    """Runs out of memory in training calls of more than ``most`` rows, or in those whose numbers are in ``fails``.
 
-    def __init__(self, most=10**9, fails=(), **options):
+    Calls that keep nothing for gradients, those of a trial, take no memory unless ``in_trials``.
+    """
+
+    def __init__(self, most=10**9, fails=(), in_trials=False, **options):
         super().__init__(**options)
-        self.most, self.fails = most, set(fails)
+        self.most, self.fails, self.in_trials = most, set(fails), in_trials
         self.num_calls, self.rows = 0, []
 
     def check(self, x):
@@ -77,11 +87,15 @@ class Memory(layers.Layer):
         if not training:
             return x
         if BACKEND == "torch":
-            if not x.is_meta:
+            import torch
+
+            if not x.is_meta and (torch.is_grad_enabled() or self.in_trials):
                 self.check(x)
             return x
         import tensorflow as tf
 
+        if tf.executing_eagerly() and not self.in_trials:
+            return x
         with tf.control_dependencies([tf.numpy_function(self.check, [x], tf.float32)]):
             return tf.identity(x)
 

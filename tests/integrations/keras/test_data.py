@@ -155,6 +155,63 @@ def test_a_shuffling_fit_trains_every_example_but_cannot_be_resumed():
         callback.state_dict()
 
 
+def interrupted(grouping=None):
+    """Return data, callback and model after two batches of the first epoch."""
+    data, seen = planned(grouping or bw.Buckets(3)), Seen(stop_after=2)
+    callback, model = BatchSizeCallback(data), make()
+    with pytest.raises(KeyboardInterrupt):
+        fit(data, callback, seen, model=model, epochs=2)
+    return data, callback, model, seen.epochs[0]
+
+
+def test_the_same_callback_goes_on_only_from_a_state():
+    data, callback, model, first = interrupted()
+    with pytest.raises(StateMismatchError, match=r"epoch 0 was interrupted after 2 of .* callback.load_state_dict"):
+        fit(data, callback, model=model, epochs=1)
+    callback.load_state_dict(callback.state_dict())
+    rest = Seen()
+    fit(data, callback, rest, model=model, epochs=1, initial_epoch=callback.epoch)
+    assert sorted(joined(first + rest.epochs[0])) == list(range(NUM))
+
+
+def test_an_epoch_that_was_begun_is_not_left_out():
+    _, callback, model, _ = interrupted()
+    data = planned(bw.Buckets(3))
+    resumed = BatchSizeCallback(data)
+    resumed.load_state_dict(callback.state_dict())
+    with pytest.raises(StateMismatchError, match="fit begins with epoch 1, but the data stand within epoch 0"):
+        fit(data, resumed, model=model, epochs=2, initial_epoch=1)
+
+
+def test_an_epoch_of_two_workers_is_finished_by_one():
+    def of_rank(rank):
+        sampler = bw.BatchSampler(
+            LENGTHS, bw.MaxTokens(90), grouping=bw.Buckets(3), world_size=2, rank=rank, remainder="spread"
+        )
+        data, seen = PlannedDataset(sampler, EXAMPLES, collate=collate), Seen(stop_after=2)
+        callback = BatchSizeCallback(data)
+        with pytest.raises(KeyboardInterrupt):
+            fit(data, callback, seen, epochs=1)
+        return seen.epochs[0], callback.state_dict()
+
+    (first, state), (second, same) = of_rank(0), of_rank(1)
+    assert state == same
+    data, rest = planned(bw.Buckets(3)), Seen()
+    callback = BatchSizeCallback(data)
+    callback.load_state_dict(state)
+    fit(data, callback, rest, epochs=1)
+    assert sorted(joined(first + second + rest.epochs[0])) == list(range(NUM))
+
+
+def test_workers_of_keras_are_refused():
+    data = planned(bw.Buckets(3))
+    with pytest.raises(ArgumentError, match="reads with 1 worker, got workers=4"):
+        data.workers = 4
+    with pytest.raises(ArgumentError, match="leave use_multiprocessing out"):
+        data.use_multiprocessing = True
+    assert (data.workers, data.use_multiprocessing) == (1, False)
+
+
 def test_steps_per_epoch_would_cut_the_plan():
     data = planned(bw.Buckets(3))
     with pytest.raises(ArgumentError, match="steps_per_epoch=2 would cut planned epochs"):
@@ -162,8 +219,14 @@ def test_steps_per_epoch_would_cut_the_plan():
 
 
 def test_evaluate_takes_planned_data():
-    data = planned(bw.Buckets(3))
-    assert make().evaluate(data, verbose=0) == pytest.approx(1e6 * NUM / len(data.sampler), rel=0.5)
+    data, model = planned(bw.Buckets(3)), make()
+    models.compile(model, "sgd", "mse")
+    model.get_layer("table").set_weights([1e3 + np.arange(NUM + 1)[:, None]])
+    # An example gives 1000 + its number, and 1000 is asked for.
+    exact = np.mean(np.arange(1, NUM + 1) ** 2.0)
+    assert [model.evaluate(data, verbose=0) for _ in range(2)] == pytest.approx([exact] * 2)
+    planned_order = [1e3 + index + 1 for batch in data.sampler for index in batch]
+    assert model.predict(data, verbose=0)[:, 0].tolist() == planned_order
 
 
 def test_early_stopping_stops_after_its_epoch():
@@ -216,6 +279,29 @@ def test_examples_longer_than_planned_are_refused():
         pad_collate([[1, 2, 3]], (2,))
 
 
+def test_vectors_of_one_size_are_not_padded():
+    examples = [({"ids": ids, "age": np.ones(4)}, np.array([label])) for ids, label in EXAMPLES]
+    data = PlannedDataset(bw.BatchSampler(LENGTHS, bw.MaxTokens(90), grouping=bw.Buckets(3)), examples)
+    for x, y in data:
+        assert x["ids"].shape[1] in (9, 17, 29)
+        assert x["age"].shape == (len(y), 4)
+        assert y.shape == (len(y), 1)
+    with pytest.raises(ArgumentError, match=r"part \(1,\) of the examples is of no fixed size"):
+        pad_collate([([1], [2, 3]), ([4], [5])], (3,), fixed={(1,)})
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([[1, 2], [0.5]], [[1, 2], [0.5, 0]]),
+        ([["a", "b"], ["abc"]], [["a", "b"], ["abc", ""]]),
+        ([[2**40], [1]], [[2**40, 0], [1, 0]]),
+    ],
+)
+def test_what_the_first_example_is_made_of_does_not_cut_the_others(rows, expected):
+    assert pad_collate(rows, (2,)).tolist() == expected
+
+
 def test_two_axes_and_dicts_are_padded_by_their_own_length():
     examples = [({"ids": [1, 2], "type": 0}, [1, 2, 3], [1.0, 1.0, 0.5]), ({"ids": [3], "type": 1}, [4], [1.0])]
     x, y, weight = pad_collate(examples, (2, 4))
@@ -258,13 +344,16 @@ def test_an_endless_stream_loses_nothing_between_epochs_and_resumes_exactly(pref
     whole, _, reference = run(28)
     first, state, model = run(11)
     rest, _, model = run(17, state=state, model=model)
-    assert first + rest == whole
-    assert models.difference(reference, model) == 0
-    # Three epochs: every example three times, in batches that grow from epoch to epoch.
-    sizes = [len(batch) for batch in whole]
-    if not prefetch:
-        assert sizes[:24] == [4] * 15 + [7] * 8 + [4]
-    assert sorted(joined(whole[:15])) == list(range(NUM))
+    for batches in (whole, first + rest):  # every example once per epoch
+        seen = joined(batches)
+        epochs = [sorted(seen[start : start + NUM]) for start in range(0, len(seen) - NUM + 1, NUM)]
+        assert epochs == [list(range(NUM))] * (len(seen) // NUM)
+        assert len(epochs) >= 2
+    if not prefetch:  # with it, the clock decides which batches were formed before the size changed
+        assert first + rest == whole
+        assert models.difference(reference, model) == 0
+        # Batches grow from epoch to epoch.
+        assert [len(batch) for batch in whole][:24] == [4] * 15 + [7] * 8 + [4]
 
 
 @needs_tensorflow

@@ -28,7 +28,7 @@ def fit(model, **options):
 
 
 def assert_alike(**options):
-    whole, cut = make(), adaptive(make(), micro_batch=3)
+    whole, cut = models.as_reference(make()), adaptive(make(), micro_batch=3)
     histories = [fit(model, **{name: value() if callable(value) else value for name, value in options.items()}).history
                  for model in (whole, cut)]  # fmt: skip
     assert models.difference(whole, cut) < 1e-6
@@ -67,8 +67,7 @@ def test_class_weights_count_as_in_keras():
         model = models.dense(outputs=3)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         models.compile(model, keras.optimizers.SGD(0.1), loss, weighted_metrics=["accuracy"])
-        if micro_batch is not None:
-            adaptive(model, micro_batch=micro_batch)
+        models.as_reference(model) if micro_batch is None else adaptive(model, micro_batch=micro_batch)
         weights = {0: 1.0, 1: 5.0, 2: 0.2}
         run = model.fit(X, labels, class_weight=weights, batch_size=8, shuffle=False, verbose=0)
         histories.append(run.history)
@@ -142,8 +141,7 @@ def test_a_subclassed_model_of_a_tuple_of_inputs():
         keras.utils.set_random_seed(0)
         model = Subclassed()
         models.compile(model, keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
-        if micro_batch is not None:
-            adaptive(model, micro_batch=micro_batch)
+        models.as_reference(model) if micro_batch is None else adaptive(model, micro_batch=micro_batch)
         model.fit((X, Y), Y * 2, batch_size=8, shuffle=False, verbose=0, epochs=2)
         fitted.append(model)
     assert models.difference(*fitted) < 1e-6

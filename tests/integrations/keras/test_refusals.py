@@ -8,6 +8,7 @@ from keras import layers, ops  # noqa: E402
 
 from batchwright.errors import ArgumentError  # noqa: E402
 from batchwright.integrations.keras import adaptive  # noqa: E402
+from batchwright.integrations.keras._pieces import padded_lengths, take_rows  # noqa: E402
 
 from . import models  # noqa: E402
 
@@ -159,6 +160,36 @@ def test_outputs_that_depend_on_other_examples_are_refused():
     refused(compiled(models.dense(before=[Centred()])), "depend on the other examples of its batch")
 
 
+@keras.saving.register_keras_serializable("tests")
+class CentredInTraining(Centred):
+    """Makes an example depend on the others of its batch only in training."""
+
+    def call(self, x, training=False):
+        return super().call(x) if training else x
+
+
+@needs_cutting
+def test_outputs_that_depend_on_other_examples_only_in_training_are_refused():
+    refused(compiled(models.dense(before=[CentredInTraining()])), "depend on the other examples of its batch")
+
+
+@keras.saving.register_keras_serializable("tests")
+class Noisy(layers.Layer):
+    """Draws at random outside of training too."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seed = keras.random.SeedGenerator(0)
+
+    def call(self, x):
+        return x + keras.random.normal(ops.shape(x), seed=self.seed)
+
+
+@needs_cutting
+def test_a_model_that_draws_at_random_outside_of_training_is_refused():
+    refused(compiled(models.dense(before=[Noisy()])), "the model draws at random outside of training too")
+
+
 def ranked(y_true, y_pred):
     return ops.mean(ops.square(y_pred - ops.mean(y_true, axis=0, keepdims=True)), axis=-1)
 
@@ -167,12 +198,21 @@ def one_number(y_true, y_pred):
     return ops.mean(ops.square(ops.subtract(y_pred, y_true)))
 
 
+@keras.saving.register_keras_serializable("tests")
+class Doubled(keras.losses.MeanSquaredError):
+    """Does more than weighting and reducing."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return 2 * super().__call__(y_true, y_pred, sample_weight)
+
+
 @needs_cutting
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
         (ranked, "the loss ranked of an example depends on the other examples"),
         (one_number, "the loss one_number returns one number per batch"),
+        (Doubled(), "the loss mean_squared_error has its own __call__"),
         (keras.losses.Dice(), "the loss dice returns one number per batch|depends on the other"),
     ],
 )
@@ -201,7 +241,28 @@ def test_a_loss_without_reduction_beside_others_is_refused():
 
 @needs_cutting
 def test_a_metric_that_averages_batches_is_refused():
-    refused(compiled(models.dense(), metrics=[one_number]), "the metric one_number is .* after a batch and")
+    refused(compiled(models.dense(), metrics=[one_number]), r"one_number returns values of shape \(\) for 4 examples")
+
+
+@keras.saving.register_keras_serializable("tests")
+class MeanOfBatches(keras.metrics.Mean):
+    """Averages the shares of right answers per batch, which are all 0 before a model has learned anything."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        hits = ops.equal(ops.argmax(y_pred, -1), ops.cast(ops.reshape(y_true, (-1,)), "int64"))
+        super().update_state(ops.mean(ops.cast(hits, "float32")))
+
+
+@needs_cutting
+def test_a_metric_that_averages_batches_is_found_where_all_of_them_score_the_same():
+    model = compiled(
+        models.dense(outputs=5),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[MeanOfBatches(name="own")],
+    )
+    x = models.numbers(7, 3)
+    wrong = (ops.convert_to_numpy(model(x)).argmax(-1) + 1) % 5
+    refused(model, r"the metric own is 0\.5 after a batch and 0\.33", x, wrong.astype("int32")[:, None])
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -237,6 +298,43 @@ def test_an_added_loss_that_is_neither_mean_nor_sum_is_refused_unless_told():
     told = adaptive(compiled(models.dense(before=[Odd()])), micro_batch=3, added_losses="mean")
     models.train(told, models.numbers(7, 3), models.numbers(7, 2, seed=1))
     assert models.steps(told) == 1
+
+
+@keras.saving.register_keras_serializable("tests")
+class AddingInTraining(layers.Layer):
+    """Adds a loss only in training."""
+
+    def call(self, x, training=False):
+        if training:
+            self.add_loss(ops.sum(ops.square(x)))
+        return x
+
+
+@needs_cutting
+def test_a_loss_added_only_in_training_is_refused_where_dropout_hides_its_kind_unless_told():
+    def make():
+        return compiled(models.dense(before=[layers.Dropout(0.5), AddingInTraining()]))
+
+    refused(make(), "layers add 1 losses in training and 0 outside of it")
+    told = adaptive(make(), micro_batch=3, added_losses="sum")
+    models.train(told, models.numbers(7, 3), models.numbers(7, 2, seed=1))
+    assert models.steps(told) == 1
+
+
+@needs_tensorflow
+def test_ragged_and_sparse_inputs_run_whole_and_are_not_cut():
+    import tensorflow as tf
+
+    x = tf.sparse.from_dense(models.numbers(7, 3))
+    model = adaptive(compiled(keras.Sequential([keras.Input((3,), sparse=True), layers.Dense(2)])))
+    models.train(model, x, models.numbers(7, 2))
+    assert model.batchwright.report.sizes == (7,)
+    other = compiled(keras.Sequential([keras.Input((3,), sparse=True), layers.Dense(2)]))
+    refused(other, "a SparseTensor cannot be cut into micro-batches", x, models.numbers(7, 2))
+    ragged = tf.RaggedTensor.from_row_lengths(tf.range(6), [1, 2, 3])
+    assert padded_lengths(ragged, None) == (3,)
+    with pytest.raises(ArgumentError, match="a RaggedTensor cannot be cut"):
+        take_rows(ragged, 0, 2)
 
 
 @needs_tensorflow  # on torch Keras refuses it first

@@ -14,6 +14,7 @@ import batchwright as bw  # noqa: E402
 from batchwright import size  # noqa: E402
 from batchwright.errors import DoesNotFitError, UpdateMemoryError  # noqa: E402
 from batchwright.integrations.keras import TensorFlowMemory, adaptive  # noqa: E402
+from batchwright.integrations.keras._parts import state_variables  # noqa: E402
 from batchwright.testing import FakeMemory  # noqa: E402
 
 from . import models  # noqa: E402
@@ -31,7 +32,7 @@ def sgd(**options):
 
 def both(make, micro_batch, *batch, **options):
     """Return a model after Keras's own update of a batch, one after ours, and the logs of both."""
-    whole, cut = make(), make()
+    whole, cut = models.as_reference(make()), make()
     adaptive(cut, micro_batch=micro_batch, **options)
     logs = models.train(whole, *batch), models.train(cut, *batch)
     return whole, cut, *logs
@@ -80,6 +81,18 @@ def test_masked_tokens_and_token_weights(reduction, weighted):
 
     ids, labels, weights = models.token_batch()
     assert_same(*both(make, 3, ids, labels, weights if weighted else None))
+
+
+@pytest.mark.parametrize("weights", [[0, 0, 0, 1, 2, 0, 0.5], [0] * 7, [-1, 1, -1, 1, 2, 0, 0.5]])
+@pytest.mark.parametrize("reduction", ["mean", "mean_with_sample_weight"])
+def test_pieces_whose_weights_are_zero_or_cancel_out(reduction, weights):
+    def make():
+        model = models.dense()
+        models.compile(model, sgd(), keras.losses.MeanSquaredError(reduction=reduction), weighted_metrics=["mae"])
+        return model
+
+    batch = [models.numbers(7, 3), models.numbers(7, 2, seed=1), np.array(weights, "float32")]
+    assert_same(*both(make, 3, *batch))
 
 
 def test_a_piece_without_any_valid_token_adds_nothing():
@@ -143,6 +156,72 @@ def test_regularizers_and_added_losses_count_once(reduce):
     assert_same(*both(make, 3, x, y))
 
 
+@keras.saving.register_keras_serializable("tests")
+class AddingInTraining(Adding):
+    """Adds its loss only in training, where a trial outside of training would not see it."""
+
+    def call(self, x, training=False):
+        return super().call(x) if training else x
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_losses_added_only_in_training_count_once(reduce):
+    def make():
+        keras.utils.set_random_seed(0)
+        model = models.dense(before=[layers.Dense(3), AddingInTraining(reduce)])
+        models.compile(model, sgd(), "mse")
+        return model
+
+    assert_same(*both(make, 3, models.numbers(7, 3), models.numbers(7, 2, seed=1)))
+
+
+@keras.saving.register_keras_serializable("tests")
+class Doubled(keras.losses.MeanSquaredError):
+    """Does more than weighting and reducing."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return 2 * super().__call__(y_true, y_pred, sample_weight)
+
+
+def test_a_loss_with_its_own_call_is_taken_as_it_is_while_batches_run_whole():
+    def make():
+        model = models.dense()
+        models.compile(model, sgd(), Doubled())
+        return model
+
+    assert_same(*both(make, "auto", models.numbers(7, 3), models.numbers(7, 2, seed=1)))
+
+
+def test_a_layer_frozen_between_updates_is_left_alone_from_the_next_one():
+    def make():
+        model = models.dense(before=[layers.Dense(3)])
+        models.compile(model, sgd(), "mse")
+        return model
+
+    whole, cut = models.as_reference(make()), adaptive(make(), micro_batch=3)
+    x, y = models.numbers(7, 3), models.numbers(7, 2, seed=1)
+    for model in (whole, cut):
+        models.train(model, x, y)
+        model.layers[0].trainable = False
+        models.train(model, x, y)
+        models.train(model, x[:5], y[:5])
+    assert models.difference(whole, cut) < 1e-5
+    first = cut.layers[0].get_weights()[0]
+    models.train(cut, x, y)
+    assert (cut.layers[0].get_weights()[0] == first).all()
+
+
+def test_frozen_weights_are_not_copied_for_every_update():
+    model = models.dense(before=[layers.Dense(3), layers.Dropout(0.5)])
+    model.layers[0].trainable = False
+    models.compile(model, sgd(), "mse", metrics=["mae"])
+    adaptive(model, micro_batch=3)
+    models.train(model, models.numbers(7, 3), models.numbers(7, 2, seed=1))
+    kept = {id(variable) for variable in state_variables(model)}
+    assert not kept & {id(variable) for variable in model.layers[0].variables}
+    assert kept == {id(variable) for variable in [*model.layers[1].variables, *model.metrics_variables]}
+
+
 def test_added_losses_beside_a_masked_loss():
     def make():
         keras.utils.set_random_seed(0)
@@ -175,7 +254,7 @@ def test_the_optimizer_sees_one_gradient_per_batch(make_optimizer):
         models.compile(model, make_optimizer(), "mse")
         return model
 
-    whole, cut = make(), adaptive(make(), micro_batch=3)
+    whole, cut = models.as_reference(make()), adaptive(make(), micro_batch=3)
     for seed in range(5):
         batch = models.numbers(7, 3, seed=seed), models.numbers(7, 2, seed=seed + 9)
         models.train(whole, *batch)
@@ -199,7 +278,7 @@ def test_rows_of_an_embedding_reach_the_optimizer_as_in_keras(micro_batch, optio
         models.compile(model, keras.optimizers.Adam(0.01, **options), loss)
         return model
 
-    whole, cut = make(), adaptive(make(), micro_batch=micro_batch)
+    whole, cut = models.as_reference(make()), adaptive(make(), micro_batch=micro_batch)
     for length in (6, 6, 4):
         ids, labels, weights = models.token_batch(length=length)
         models.train(whole, ids, labels, weights)
@@ -316,6 +395,19 @@ def test_one_example_that_does_not_fit_leaves_the_model_as_it_was():
     assert models.steps(model) == 0
 
 
+@pytest.mark.parametrize(("most", "fits"), [(3, True), (2, True), (1, False)])
+def test_a_trial_that_runs_out_of_memory_tries_fewer_rows(most, fits):
+    model = adaptive(with_memory(models.Memory(most=most, in_trials=True)), micro_batch=1)
+    batch = models.numbers(6, 3), models.numbers(6, 2)
+    if fits:
+        models.train(model, *batch)
+        assert model.batchwright.report.sizes == (1,) * 6
+    else:
+        with pytest.raises(DoesNotFitError, match="two examples run out of memory together even without gradients"):
+            models.train(model, *batch)
+        assert models.steps(model) == 0
+
+
 def test_on_oom_raise_hands_the_error_on():
     model = adaptive(with_memory(models.Memory(most=2)), on_oom="raise")
     with pytest.raises(Exception, match=r"(?i)oom|out of memory"):
@@ -425,6 +517,20 @@ def test_there_are_no_more_traces_than_shapes(jit_compile):
         models.train(model, ids, labels)
     assert model.batchwright.num_shapes == len(shapes)
     assert 1 <= model.batchwright.num_traces <= len(shapes) < len(sampler.plan)
+
+
+@pytest.mark.skipif(models.BACKEND != "tensorflow", reason=models.NEEDS_TENSORFLOW)
+def test_traces_after_compiling_again_and_of_other_types_are_bounded_too():
+    model = adaptive(models.dense(), micro_batch=3)
+    models.compile(model, sgd(), "mse")
+    x, y = models.numbers(7, 3), models.numbers(7, 2)
+    for kind in ("float32", "float64", "int32"):
+        models.train(model, x.astype(kind), y)
+    models.compile(model, sgd(), "mse")
+    models.train(model, x, y)
+    # Pieces of 3 and of 1, of three types, and again after compiling.
+    assert model.batchwright.num_shapes == 8
+    assert 4 <= model.batchwright.num_traces <= 8
 
 
 @pytest.mark.skipif(models.BACKEND != "tensorflow", reason=models.NEEDS_TENSORFLOW)

@@ -1,25 +1,18 @@
-"""What keeps a Keras model from exact updates in pieces: settings that are refused, and a trial on a few examples."""
+"""What keeps a Keras model from exact updates in pieces whatever its examples are: settings, layers, state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
-from keras import ops
 
 from ...errors import ArgumentError
-from ._losses import added_losses, flat_losses, loss_values, replaced_losses
-from ._parts import AddedKind, state_variables
-from ._pieces import as_array, leaves, take_rows
+from ._parts import state_variables
 
 # Methods that hold a training step of the user's own; pieces would leave out what it does.
 _OWN_STEP = ("train_step", "compute_loss", "_compute_loss", "compute_metrics", "make_train_function")
-# Rows that a trial runs: one by itself and the rest together, so that means and sums differ.
-_NUM_TRIED = 4
-# Relative differences that rounding explains: kernels differ with the number of rows.
-_TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 1e-1, "float16": 2e-2}
 
 
 def check_model(model: Any) -> None:
@@ -108,134 +101,3 @@ def check_state(model: Any, before: Sequence[Any], after: Sequence[Any]) -> None
             f"the forward pass changes {variable.path}, so pieces of a batch would change it several times; freeze the "
             'layer, or accept a change per piece with batch_statistics="per_piece"'
         )
-
-
-def try_pieces(model: Any, data: Any, num: int, *, added: AddedKind | None) -> tuple[AddedKind, ...]:
-    """Run a few examples whole and in two pieces, and refuse what does not add up; return the kinds of added losses.
-
-    The model runs without training behaviour. The caller puts back metrics and seeds.
-
-    Args:
-        model: compiled and built.
-        data: a batch of at least two examples.
-        num: rows of the batch.
-        added: the kind of all losses that layers add, if the user has said it.
-    """
-    rows = min(num, _NUM_TRIED)
-    whole, first, rest = (_run(model, take_rows(data, *part)) for part in ((0, rows), (0, 1), (1, rows)))
-    tolerance = max(_TOLERANCE.get(layer.compute_dtype, 1e-3) for layer in model._flatten_layers())
-    _check_outputs(whole[0], first[0], rest[0], tolerance)
-    _check_losses(model, data, whole[0], rows, tolerance)
-    kinds = _added_kinds(whole[1], first[1], rest[1], rows, added, tolerance)
-    _check_metrics(model, data, (whole[0], first[0], rest[0]), rows, tolerance)
-    return kinds
-
-
-def _run(model: Any, part: Any) -> tuple[Any, list[float]]:
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(part)
-    outputs = model(x, training=False) if model._call_has_training_arg else model(x)
-    return outputs, [float(as_array(loss)) for loss in added_losses(model)]
-
-
-def _as_arrays(value: Any) -> list[Any]:
-    return [as_array(leaf) for leaf in leaves(value)]
-
-
-def _are_close(first: Any, second: Any, tolerance: float) -> bool:
-    """Say whether rounding explains the difference, relative to the largest value."""
-    scale = max(float(np.max(np.abs(first), initial=0.0)), 1e-6)
-    return first.shape == second.shape and bool(
-        np.allclose(first, second, rtol=0, atol=tolerance * scale, equal_nan=True)
-    )
-
-
-def _check_outputs(whole: Any, first: Any, rest: Any, tolerance: float) -> None:
-    for one, *parts in zip(*map(_as_arrays, (whole, first, rest)), strict=True):
-        if one.ndim == 0 or not _are_close(one, np.concatenate(parts), tolerance):
-            raise ArgumentError(
-                "the outputs of the model for an example depend on the other examples of its batch, so pieces would "
-                "give another update; let the batch run whole"
-            )
-
-
-def _check_losses(model: Any, data: Any, outputs: Any, rows: int, tolerance: float) -> None:
-    """Compare the values of every loss on all rows with those on parts of them."""
-    if model._compile_loss is None:
-        return
-    _, y, _ = keras.utils.unpack_x_y_sample_weight(take_rows(data, 0, rows))
-    found = [_values(model, y, outputs, start, stop) for start, stop in ((0, rows), (0, 1), (1, rows))]
-    for loss, whole, first, rest in zip(flat_losses(model), *found, strict=True):
-        if not _are_close(whole, np.concatenate([first, rest]), tolerance):
-            raise ArgumentError(
-                f"the loss {loss.name} of an example depends on the other examples of its batch, so pieces would give "
-                "another update; let the batch run whole"
-            )
-
-
-def _values(model: Any, y: Any, outputs: Any, start: int, stop: int) -> list[Any]:
-    """Return the values of every loss on some rows, before weights and reduction."""
-    found: list[Any] = []
-
-    def recorder(entry: Any) -> Callable[..., Any]:
-        def record(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-            values, _ = loss_values(entry.loss, y_true, y_pred)
-            if len(values.shape) == 0:
-                raise ArgumentError(
-                    f"the loss {entry.loss.name} returns one number per batch, so nobody can tell how pieces "
-                    "of a batch add up; return one value per example, and let its reduction make the mean"
-                )
-            found.append(as_array(values))
-            return ops.sum(values)
-
-        return record
-
-    with replaced_losses(model._compile_loss, recorder):
-        model._compile_loss(take_rows(y, start, stop), take_rows(outputs, start, stop))
-    if any(len(values) != stop - start for values in found):
-        raise ArgumentError("a loss must return one value, or one row of values, per example")
-    return found
-
-
-def _added_kinds(
-    whole: Sequence[float],
-    first: Sequence[float],
-    rest: Sequence[float],
-    rows: int,
-    added: AddedKind | None,
-    tolerance: float,
-) -> tuple[AddedKind, ...]:
-    if added is not None:
-        return (added,) * len(whole)
-    kinds: list[AddedKind] = []
-    for one, alone, others in zip(whole, first, rest, strict=True):
-        near = tolerance * max(abs(one), abs(alone), abs(others))
-        is_mean = abs(one - (alone + (rows - 1) * others) / rows) <= near
-        is_sum = abs(one - (alone + others)) <= near
-        if is_mean == is_sum:
-            raise ArgumentError(
-                "a layer adds a loss of which a trial could not tell whether it is a mean or a sum over the examples "
-                f"({one:g} for {rows} examples, {alone:g} and {others:g} for parts of them); pass "
-                'added_losses="mean" or added_losses="sum" to adaptive()'
-            )
-        kinds.append("mean" if is_mean else "sum")
-    return tuple(kinds)
-
-
-def _check_metrics(model: Any, data: Any, outputs: Sequence[Any], rows: int, tolerance: float) -> None:
-    """Compare the metrics of ``compile`` after all rows with those after parts of them."""
-    metrics = model._compile_metrics
-    if metrics is None:
-        return
-    found = []
-    for parts in (((0, rows, outputs[0]),), ((0, 1, outputs[1]), (1, rows, outputs[2]))):
-        metrics.reset_state()
-        for start, stop, y_pred in parts:
-            _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(take_rows(data, start, stop))
-            metrics.update_state(y, y_pred, sample_weight)
-        found.append({name: as_array(value) for name, value in metrics.result().items()})
-    for name, whole in found[0].items():
-        if not _are_close(whole, found[1][name], tolerance):
-            raise ArgumentError(
-                f"the metric {name} is {whole} after a batch and {found[1][name]} after its pieces; return one value "
-                "per example from it, or keep it for evaluate()"
-            )

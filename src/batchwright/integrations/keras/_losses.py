@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
+import keras
 from keras import ops, tree
 from keras.src.losses.loss import apply_mask, reduce_weighted_values
 
@@ -84,14 +85,27 @@ class _Recorder:
         self._loss, self._factor, self._found, self._share = entry.loss, entry.loss_weights, found, share
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        values, mask = loss_values(self._loss, y_true, y_pred)
-        if len(values.shape):
+        values, mask = (None, None) if _has_own_call(self._loss) else loss_values(self._loss, y_true, y_pred)
+        if values is not None and len(values.shape):
             term = _term(self._loss, values, mask, sample_weight, self._share)
-        else:  # one number per batch, which a trial refuses before a batch is cut; until then it is Keras's own loss
+        else:  # what a trial refuses before a batch is cut; until then the loss is taken as it is
             total = self._loss(y_true, y_pred, sample_weight)
-            term = Term(total, self._share, total, True, None)
+            term = Term(ops.sum(total), self._share, ops.mean(total), True, None)
         self._found.append(term._replace(factor=self._factor))
         return term.total
+
+
+def _has_own_call(loss: Any) -> bool:
+    return type(loss).__call__ is not keras.losses.Loss.__call__
+
+
+def check_own_call(loss: Any) -> None:
+    """Refuse a loss that weights and reduces its values itself."""
+    if _has_own_call(loss):
+        raise ArgumentError(
+            f"the loss {loss.name} has its own __call__, which weights and reduces in a way that nobody can cut into "
+            "pieces; write call(y_true, y_pred), which returns one value per example"
+        )
 
 
 def loss_values(loss: Any, y_true: Any, y_pred: Any) -> tuple[Any, Any]:

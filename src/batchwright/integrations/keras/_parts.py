@@ -67,18 +67,23 @@ class Forward(NamedTuple):
     layout: Layout
 
 
+def share_dtype() -> str:
+    """Return the type in which shares of a batch are computed: wide enough for the losses."""
+    return "float64" if keras.config.floatx() == "float64" else "float32"
+
+
 def forward(model: Any, piece: Any, num_examples: Any, kinds: Sequence[AddedKind] | None) -> Forward:
     """Run a piece through the model, count its examples in the metrics, and return what to differentiate.
 
     Args:
         model: compiled and built.
         piece: ``x``, ``(x, y)`` or ``(x, y, sample_weight)``.
-        num_examples: rows of the whole batch, as a float32 scalar.
+        num_examples: rows of the whole batch, as a scalar of ``share_dtype``.
         kinds: of the losses that layers add, in their order; None takes all of them as means.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(piece)
     y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
-    share = ops.cast(ops.shape(leaves(x)[0])[0], "float32") / num_examples
+    share = ops.cast(ops.shape(leaves(x)[0])[0], share_dtype()) / num_examples
     terms = read_terms(model, y, y_pred, sample_weight, share)
     added = [
         value if kind == "sum" else value * ops.cast(share, value.dtype)
@@ -120,9 +125,13 @@ def log_losses(model: Any, layout: Layout, figures: Figures, of_weights: Any, nu
 
 
 def state_variables(model: Any) -> list[Any]:
-    """Return the variables of a model that a forward pass may change, each once: metrics, seeds, statistics."""
+    """Return the variables of a model that a forward pass may change, each once: metrics, seeds, statistics.
+
+    Frozen weights are none of them, and may be large.
+    """
+    frozen = {id(variable) for layer in model._flatten_layers() for variable in layer._trainable_variables}
     found = {id(variable): variable for variable in [*model.non_trainable_variables, *model.metrics_variables]}
-    return list(found.values())
+    return [variable for key, variable in found.items() if key not in frozen]
 
 
 def _times(value: Any, factor: Any) -> Any:

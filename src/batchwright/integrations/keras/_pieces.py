@@ -84,7 +84,12 @@ def padded_lengths(x: Any, lengths_of: LengthsOf | None) -> tuple[int, ...]:
         values = found if isinstance(found, tuple | list) else (found,)
         return tuple(as_whole("lengths", value, least=1) for value in values)
     sized = [leaf for leaf in leaves(x) if len(leaf.shape) > 1]
-    return (max(1, int(sized[0].shape[1])),) if sized else (1,)
+    return (max(1, _padded_length(sized[0])),) if sized else (1,)
+
+
+def _padded_length(leaf: Any) -> int:
+    is_ragged = leaf.shape[1] is None
+    return int(leaf.bounding_shape(axis=1) if is_ragged else leaf.shape[1])
 
 
 def bounds(num: int, most: int) -> Iterator[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import keras
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 from ..._oom import is_out_of_memory
 from ._losses import weight_losses
-from ._parts import AddedKind, Figures, Layout, forward, log_losses, state_variables
+from ._parts import AddedKind, Figures, Layout, forward, log_losses, share_dtype, state_variables
 from ._pieces import as_array
 
 
@@ -62,9 +63,13 @@ class TensorFlowEngine:
         """Return a state as arrays, one per variable that a forward pass may change."""
         return [as_array(value) for value in state]
 
+    def without_gradients(self) -> AbstractContextManager[None]:
+        """Return a context in which nothing is kept for gradients; TensorFlow keeps nothing outside of a tape."""
+        return nullcontext()
+
     def run(self, piece: Any, num_examples: int) -> tuple[Any, Figures]:
         """Return the gradients of a piece and its figures."""
-        gradients, figures = self._run(piece, tf.constant(num_examples, tf.float32))
+        gradients, figures = self._run(piece, tf.constant(num_examples, share_dtype()))
         return gradients, Figures(*figures)
 
     def _run_piece(self, piece: Any, num_examples: Any) -> Any:
@@ -129,7 +134,7 @@ class TensorFlowEngine:
         if gradients is self._sums:
             gradients = self._summed()
         self._rows = []
-        return self._finish(gradients, tuple(figures), tf.constant(num_examples, tf.float32))
+        return self._finish(gradients, tuple(figures), tf.constant(num_examples, share_dtype()))
 
     def _finish_update(self, gradients: Any, figures: Any, num_examples: Any) -> Any:
         model, layout, figures = self._model, self._layout, Figures(*figures)

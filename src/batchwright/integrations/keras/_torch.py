@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -56,6 +57,10 @@ class TorchEngine:
     def values(self, state: Sequence[Any]) -> list[Any]:
         """Return a state as arrays, one per variable that a forward pass may change."""
         return [as_array(tensor) for tensor in state[2][: len(state_variables(self._model))]]
+
+    def without_gradients(self) -> AbstractContextManager[None]:
+        """Return a context in which nothing is kept for gradients."""
+        return torch.no_grad()
 
     def run(self, piece: Any, num_examples: int) -> tuple[Any, Figures]:
         """Return the gradients of a piece and its figures."""

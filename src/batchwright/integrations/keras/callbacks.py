@@ -167,7 +167,7 @@ class BatchSizeCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Kera
         self._end_quiet()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data, the controller and what ``adaptive`` learned, as JSON values."""
+        """Return the place in the data and the controller, as JSON values."""
         return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

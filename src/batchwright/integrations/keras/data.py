@@ -52,8 +52,7 @@ class PlannedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has 
         *,
         collate: Collate | None = None,
     ) -> None:
-        # Several workers of Keras would keep batches of one epoch for the next one.
-        super().__init__(workers=1)
+        super().__init__()
         if not isinstance(sampler, BatchSampler):
             raise ArgumentError(
                 f"PlannedDataset takes a BatchSampler, whose batches are known, got {type(sampler).__name__}; "
@@ -68,6 +67,26 @@ class PlannedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has 
         self._num_trained = 0
         self._seen: set[int] = set()
         self._num_jumps = 0
+
+    @property
+    def workers(self) -> int:
+        """Return 1: several workers of Keras keep batches of one epoch for the next one."""
+        return 1
+
+    @workers.setter
+    def workers(self, value: int) -> None:
+        if value != 1:
+            raise ArgumentError(f"PlannedDataset reads with 1 worker, got workers={value}; to_tf_data can prefetch")
+
+    @property
+    def use_multiprocessing(self) -> bool:
+        """Return False, as ``workers`` returns 1."""
+        return False
+
+    @use_multiprocessing.setter
+    def use_multiprocessing(self, value: bool) -> None:
+        if value:
+            raise ArgumentError("PlannedDataset reads in the process that trains; leave use_multiprocessing out")
 
     @property
     def num_batches(self) -> int:
@@ -108,6 +127,7 @@ class PlannedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has 
 
     def begin_epoch(self, epoch: int) -> int:
         """Go to an epoch of Keras, from a restored place if there is one in it, and return its number of batches."""
+        self._check_place(epoch)
         self.sampler.set_epoch(epoch)
         self._plan, self._start = self.sampler.plan, int(self.sampler.state_dict()["position"])
         self._num_trained, self._is_open = 0, True
@@ -117,6 +137,20 @@ class PlannedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has 
                 "grouping=Buckets(count), whose epochs are equally long, or to_tf_data"
             )
         return self.num_batches
+
+    def _check_place(self, epoch: int) -> None:
+        """Refuse to lose or to repeat batches of an epoch that was interrupted."""
+        if self._is_open and self._num_trained and not self.is_trained:
+            raise StateMismatchError(
+                f"epoch {self.sampler.epoch} was interrupted after {self._num_trained} of {self.num_batches} batches; "
+                "to go on after them, call callback.load_state_dict(callback.state_dict()) first, or "
+                "begin it again with a new PlannedDataset"
+            )
+        if self.sampler.epoch != epoch and self.sampler.state_dict()["position"]:
+            raise StateMismatchError(
+                f"fit begins with epoch {epoch}, but the data stand within epoch {self.sampler.epoch}, whose other "
+                f"batches would be lost; pass initial_epoch={self.sampler.epoch}, or begin with a new PlannedDataset"
+            )
 
     @property
     def is_trained(self) -> bool:
@@ -147,7 +181,7 @@ class PlannedDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken; give ``fit`` its epoch as ``initial_epoch``."""
         self.sampler.load_state_dict(state)
-        self._plan = self.sampler.plan
+        self._plan, self._is_open, self._num_trained = self.sampler.plan, False, 0
 
 
 def _most_batches(sampler: BatchSampler) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Literal, TypeVar, final
@@ -12,12 +12,15 @@ import numpy as np
 
 from ..._checks import as_state, check_choice, check_same, read_number
 from ...errors import ArgumentError, DoesNotFitError, UpdateMemoryError
-from ._checking import check_compiled, check_layers, check_model, check_state, check_weights, try_pieces
+from ._checking import check_compiled, check_layers, check_model, check_state, check_weights
 from ._parts import AddedKind
 from ._pieces import LengthsOf, MicroBatch, PieceSizes, bounds, leaves, num_rows, padded_lengths, take_rows
+from ._trial import Trial
 
 Model = TypeVar("Model")
 
+# Rows that a trial runs together, and fewer where these run out of memory.
+_NUM_TRIED = (4, 2)
 _ENGINES = {"tensorflow": ("._tensorflow", "TensorFlowEngine"), "torch": ("._torch", "TorchEngine")}
 
 
@@ -133,19 +136,23 @@ class AdaptiveUpdates:
         self._module: Any = import_module(_ENGINES[keras.config.backend()][0], __package__)
         self._engine: Any = None
         self._is_tried = False
-        self._num_before = 0  # traces of engines that are gone
-        self._shapes: set[tuple[tuple[int, ...], ...]] = set()
+        self._trained: tuple[int, ...] = ()  # which weights the engine trains
+        self._num_before = (0, 0)  # traces and shapes of engines that are gone
+        self._shapes: set[Any] = set()
         self.report: UpdateReport | None = None
 
     @property
     def num_traces(self) -> int:
         """Return how often TensorFlow traced a piece; 0 on torch and where the model runs eagerly."""
-        return self._num_before + (0 if self._engine is None else int(self._engine.num_traces))
+        return self._num_before[0] + (0 if self._engine is None else int(self._engine.num_traces))
 
     @property
     def num_shapes(self) -> int:
-        """Return how many different shapes pieces had; there are never more traces than shapes."""
-        return len(self._shapes)
+        """Return how many different shapes and types pieces had; there are never more traces than shapes.
+
+        What is compiled again is traced again, so its shapes count again.
+        """
+        return self._num_before[1] + len(self._shapes)
 
     def attach(self) -> None:
         """Take over the training function of the model."""
@@ -186,12 +193,13 @@ class AdaptiveUpdates:
             return self._model.train_function
         check_compiled(self._model, self._module.refusals(self._model))
         self._begin(None)
-        self._is_tried = False
         self._model.train_function = self._train
         return self._model.train_function
 
     def _begin(self, kinds: tuple[AddedKind, ...] | None) -> None:
-        self._num_before = self.num_traces
+        self._num_before, self._shapes = (self.num_traces, self.num_shapes), set()
+        self._is_tried = False
+        self._trained = _ids(self._model.trainable_weights)
         self._engine = getattr(self._module, _ENGINES[keras.config.backend()][1])(self._model, kinds)
 
     def _train(self, source: Any) -> Any:
@@ -214,6 +222,8 @@ class AdaptiveUpdates:
         parts = (self._model, self._model._compile_loss, self._model._compile_metrics, self._model.optimizer)
         if not all(part is None or part.built for part in parts):
             self._model._symbolic_build(data_batch=keras.utils.pack_x_y_sample_weight(*_unpacked(data)))
+        if _ids(self._model.trainable_weights) != self._trained:  # built just now, frozen, or no longer frozen
+            self._begin(None)
         check_weights(self._model)
 
     def _run_until_it_fits(self, data: Any, num: int, lengths: tuple[int, ...]) -> tuple[Any, tuple[int, ...], int]:
@@ -240,7 +250,7 @@ class AdaptiveUpdates:
         total, sizes = None, []
         for start, stop in bounds(num, most):
             piece = data if most >= num else take_rows(data, start, stop)
-            self._shapes.add(tuple(tuple(leaf.shape) for leaf in leaves(piece)))
+            self._shapes.add(tuple((str(leaf.dtype), *leaf.shape) for leaf in leaves(piece)))
             part = self._engine.run(piece, num)
             if most < num and start == 0 and not self._is_tried:
                 self._check_state(state)
@@ -251,12 +261,27 @@ class AdaptiveUpdates:
     def _try(self, data: Any, num: int, state: Any) -> None:
         """Check once, before a batch is cut for the first time, that pieces of this model and these data add up."""
         check_layers(self._model, per_piece=self._settings.per_piece)
-        try:
-            kinds = try_pieces(self._model, data, num, added=self._settings.added)
-        finally:
-            self._engine.restore(state)
+        kinds = self._tried(data, num, state)
         if "sum" in kinds:  # until now every batch ran whole, where a sum and a mean are alike
             self._begin(kinds)
+
+    def _tried(self, data: Any, num: int, state: Any) -> tuple[AddedKind, ...]:
+        settings = self._settings
+        for rows in _NUM_TRIED:
+            try:
+                with self._engine.without_gradients():
+                    trial = Trial(self._model, data, min(num, rows), per_piece=settings.per_piece)
+                    return trial.check(settings.added)
+            except Exception as error:
+                if not self._module.ran_out(error):
+                    raise
+                cause = error
+            finally:
+                self._engine.restore(state)
+        raise DoesNotFitError(
+            "two examples run out of memory together even without gradients, so a trial cannot tell whether pieces "
+            "add up; use shorter examples or a smaller model"
+        ) from cause
 
     def _check_state(self, state: Any) -> None:
         if not self._settings.per_piece:
@@ -292,6 +317,10 @@ class AdaptiveUpdates:
             controller.observe(fraction, num_items=num_items)
         elif hasattr(controller, "observe"):
             controller.observe(memory_fraction=fraction, batch_size=num_items)
+
+
+def _ids(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(id, values))
 
 
 def _unpacked(data: Any) -> tuple[Any, Any, Any]:
