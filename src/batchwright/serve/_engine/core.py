@@ -13,10 +13,11 @@ from ...errors import Closed, DeadlineExceeded, QueueFull, TooLarge
 from ..latency import LatencyModel
 from ..settings import Settings
 from ..stats import Counters, Stats
+from .backlog import Backlog
 from .calls import Call, Faults, Group, Isolation, Outcome, TokenLimit
 from .policies import pick
 from .request import Request, State, longest, num_tokens
-from .waiting import Backlog, Line
+from .waiting import Line
 
 # After this many requests were given up only by prediction, one is run all the same: a wrong prediction must not last.
 MAX_SHED_IN_A_ROW = 16
@@ -107,6 +108,7 @@ class Core:
         is_untested = not self._num_jobs and self._num_shed_in_a_row >= MAX_SHED_IN_A_ROW
         if is_untested or self._num_refused % PROBE_EVERY == 0:
             return
+        self._backlog.refuse(request)
         self.counters.refused["deadline"] += 1
         raise _refused(request, predicted)
 
@@ -290,6 +292,8 @@ class Core:
         return self._take_ended()
 
     def _shed(self, request: Request, now: float) -> None:
+        if request.state is State.WAITING:
+            self._backlog.give_up(request)
         request.error = _deadline_exceeded(request, now, self.model)
         self._end(request, State.SHED, now)
 
