@@ -14,7 +14,8 @@ from ..latency import LatencyModel
 from ..settings import Settings
 from ..stats import Counters, Stats
 from .backlog import Backlog
-from .calls import Call, Faults, Group, Isolation, Outcome, TokenLimit
+from .calls import Call, Group, Outcome, TokenLimit
+from .isolation import Faults, Isolation
 from .policies import pick
 from .request import Request, State, longest, num_tokens
 from .waiting import Line
@@ -240,6 +241,7 @@ class Core:
             split_oom=self.settings.on_oom == "split",
             stay=self._stay,
             too_large=self._too_large,
+            gains=self._gains,
             faults=self._faults,
         ).run(batch)
         return self._begin(next(steps), steps, now)
@@ -256,6 +258,14 @@ class Core:
             if request.deadline <= now and request.is_live:
                 self._shed(request, now)
         return [request for request in group if request.is_live]
+
+    def _gains(self, group: Group) -> tuple[float, float]:
+        """Return the answers that a group gives in time if all goes well, and its seconds."""
+        seconds = self.model.predict(len(group), longest(group))
+        if not self.model.is_ready:
+            return len(group), seconds
+        finish = self._now + seconds
+        return sum(request.deadline >= finish for request in group), seconds
 
     def _too_large(self, group: Group) -> None:
         self._token_limit.lower(len(group) * longest(group))
