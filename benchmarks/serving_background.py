@@ -46,7 +46,8 @@ from batchwright.serve import Background, Batcher, LatencyModel, Settings
 from batchwright.serve._engine.calls import Outcome
 from batchwright.serve._engine.core import Core
 from batchwright.serve._engine.request import Request
-from batchwright.serve._engine.work import Job, Units, Work
+from batchwright.serve._engine.units import Units
+from batchwright.serve._engine.work import Job, Work
 from batchwright.serve.demo import DemoEncoder
 
 Row = dict[str, Any]

@@ -233,9 +233,18 @@ def pack_function(run: Callable[[list[Any]], Any]) -> bytes:
         name = getattr(run, "__qualname__", type(run).__qualname__)
         raise ArgumentError(
             f"worker='process' cannot send {name} to another process ({type(error).__name__}: {text_of(error)}); "
-            "define it with def at the top of a module, or pass an object that can be pickled; a model that cannot is "
-            "best loaded in the process at the first call; or use worker='thread'"
+            f"{_instead(run)}; or use worker='thread'"
         ) from error
+
+
+def _instead(run: Callable[[list[Any]], Any]) -> str:
+    """Say what to send in place of a function that cannot be sent."""
+    if isinstance(run, FunctionType) and "." in run.__qualname__.rpartition("<locals>.")[2]:
+        return "a batched method cannot be sent without its object: pass the method of an object that can be pickled"
+    return (
+        "define it with def at the top of a module, or pass an object that can be pickled; a model that cannot is best "
+        "loaded in the process at the first call"
+    )
 
 
 def may_be_named_later(run: Callable[[list[Any]], Any]) -> bool:

@@ -343,10 +343,11 @@ def _deadline_exceeded(request: Request, now: float, model: LatencyModel) -> Dea
     if model.is_ready:
         predicted = waited + model.predict(1, request.least_length)
         alone = f"; even alone it would have finished after {predicted * 1e3:.1f} ms"
-    what = "not run" if request.state is State.WAITING else "not answered, its batch failed and time ran out"
+    what, instead = "not run", "raise deadline_ms or send fewer requests"
+    if request.state is not State.WAITING:
+        what, instead = "not answered, its batch failed and time ran out", "raise deadline_ms or send no bad items"
     return DeadlineExceeded(
-        f"{what}: waited {waited * 1e3:.1f} ms of the {request.allowance * 1e3:.1f} ms allowed{alone}; "
-        "raise deadline_ms or send fewer requests",
+        f"{what}: waited {waited * 1e3:.1f} ms of the {request.allowance * 1e3:.1f} ms allowed{alone}; {instead}",
         waited_seconds=waited,
         deadline_seconds=request.allowance,
         predicted_seconds=predicted,
