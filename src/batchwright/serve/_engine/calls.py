@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
@@ -45,6 +47,40 @@ class Call:
     def items(self) -> list[Any]:
         """Return the list that the function is called with."""
         return [request.item for request in self.requests]
+
+
+# Full collections of garbage take at most this share of the time.
+_MOST_COLLECTING = 0.05
+
+
+@final
+class Garbage:
+    """Collects garbage after memory ran out: all of it, but without taking much of the time.
+
+    A full collection looks at every object of the program, and takes tenths of a second where there are millions. If
+    one item per second runs out of memory, that would be a third of all time. So after a full one that took ``s``
+    seconds, those in the next ``20·s`` seconds look only at the younger objects, where what a failed call left is.
+
+    Args:
+        clock: returns seconds that never go back.
+        collect: collects the garbage of a generation and all younger ones.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, collect: Callable[[int], object] = gc.collect
+    ) -> None:
+        self._clock, self._collect = clock, collect
+        self._next_full = -math.inf
+
+    def collect(self, *, full: bool) -> None:
+        """Collect the younger garbage, or all of it if that is due."""
+        start = self._clock()
+        if not full or start < self._next_full:
+            self._collect(1)
+            return
+        self._collect(2)
+        end = self._clock()
+        self._next_full = end + (end - start) / _MOST_COLLECTING
 
 
 # Only a batch that uses this share of the limit raises it: a smaller one says nothing about memory.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import importlib
 import io
 import os
@@ -25,13 +24,15 @@ from typing import Any, final
 
 from ..._oom import text_of
 from ...errors import ArgumentError, ResultError, WorkerDied
-from .calls import Outcome
+from .calls import Garbage, Outcome
 from .runners import Runner, ThreadRunner
 
 # How often the process looks whether its parent still lives, where nobody tells it.
 PARENT_SECONDS = 1.0
 # The option of Linux's prctl by which a process has a signal sent to itself when its parent is gone.
 _PR_SET_PDEATHSIG = 1
+
+_garbage = Garbage()
 
 
 @final
@@ -123,7 +124,7 @@ def _answer(runner: Runner, packed_items: list[bytes]) -> Message:
         message = _failed(outcome.error, is_oom=outcome.is_oom)
         del outcome
         if message.is_oom:
-            gc.collect()
+            _garbage.collect(full=True)
         return message
     values = iter(outcome.values)
     return Message(values=[pack_value(next(values)) if is_item else pack_value(item) for is_item, item in replies])

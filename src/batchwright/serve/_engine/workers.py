@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import dataclasses
-import gc
 import math
 import os
 import threading
@@ -17,7 +16,7 @@ from typing import Any, final
 from ...errors import ArgumentError, Closed, RunTimeout, WorkerDied
 from ..settings import Settings
 from ..stats import Stats
-from .calls import Call, Outcome
+from .calls import Call, Garbage, Outcome
 from .core import Core
 from .processes import most_lost
 from .request import Request
@@ -77,6 +76,7 @@ class Workers:
         self._workers: list[Worker] = []
         self._hung: list[Worker] = []
         self._num_abandoned = 0
+        self._garbage = Garbage()
         self._watcher: threading.Thread | None = None
         self._pid = os.getpid()
         self._idle_futures: list[concurrent.futures.Future[None]] = []
@@ -303,9 +303,9 @@ class Workers:
             if outcome.is_oom:
                 del outcome
                 # Before an item runs alone, and at the end, nothing old may hold memory. In between, what the failed
-                # call has left is enough: a full collection may take longer than the batch.
+                # call has left is enough.
                 is_due = not is_clean and (following is None or len(following.items) == 1)
-                gc.collect(2 if is_due else 1)
+                self._garbage.collect(full=is_due)
                 is_clean |= is_due
         self._give_back(worker)
 
