@@ -3,8 +3,10 @@
     python benchmarks/serving.py                # every arm that is installed, three passes, about half an hour
     python benchmarks/serving.py --quick        # our arms, one pass, two seconds a point
     python benchmarks/serving.py --traces DIR   # also the arrivals of real traces in DIR
+    python benchmarks/serving.py --resume       # go on where an earlier command with the same output ended
 
-Prints a table and writes results/serving.json. A point is a rate; a cell holds the median of the passes.
+Prints a table and writes results/serving.json after every point. A point is a rate; a cell holds the median of the
+passes.
 """
 
 from __future__ import annotations
@@ -31,32 +33,45 @@ OURS = (
 )
 TRACES = ("azure-llm-trace-conv-2023.csv.gz", "azure-llm-trace-code-2023.csv.gz")
 PACKAGES = ("batchwright", "numpy", "ray", "bentoml", "batched", "async-batcher")
+FIGURES = (
+    *("p50_ms", "p99_ms", "throughput", "goodput", "missed"),
+    *("refusal_p50_ms", "mean_batch", "load_lag_p99_ms"),
+)
 Row = dict[str, Any]
 
 
 def main() -> None:
     options = parse()
     rows: list[Row] = []
+    if options.resume and options.output.exists():
+        rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
+    done = {(row["arm"], row["load"], row["rate"], row["pass"]) for row in rows}
     for number in range(options.passes):
         for rate in options.rates:
             for load in loads(rate, options, seed=number):
-                rows += [measure(name, load, rate, number) for name in arms_for(load, options)]
-    table = summary(rows)
-    print(markdown(table))
+                for name in arms_for(load, options):
+                    if (name, load.name, rate, number) not in done:
+                        rows.append(measure(name, load, rate, number))
+                        write(rows, options)
+    print(markdown(summary(rows)))
+
+
+def write(rows: list[Row], options: argparse.Namespace) -> None:
     if not options.quick:
-        report = {"environment": environment(), "summary": table, "rows": rows}
+        report = {"environment": environment(), "summary": summary(rows), "rows": rows}
         options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--rates", nargs="+", type=int, default=[200, 500, 1000, 2000, 3000])
+    parser.add_argument("--rates", nargs="+", type=int, default=[200, 500, 1000, 2000, 3000, 5000])
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of load at each point, the first one not counted")
     parser.add_argument("--traces", type=Path, default=HERE.parents[1] / "shared" / "data")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "serving.json")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="keep the points that the output already holds")
     options = parser.parse_args()
     if options.quick:
         options.arms = [name for name in options.arms if name in OURS]
@@ -105,7 +120,7 @@ def summary(rows: list[Row]) -> list[Row]:
         if "missing" in chosen[0]:
             line["missing"] = chosen[0]["missing"]
         else:
-            for figure in ("p50_ms", "p99_ms", "throughput", "goodput", "missed", "mean_batch", "load_lag_p99_ms"):
+            for figure in FIGURES:
                 values = [row[figure] for row in chosen if row[figure] is not None]
                 line[figure] = statistics.median(values) if values else None
             line["missed_range"] = [min(row["missed"] for row in chosen), max(row["missed"] for row in chosen)]
@@ -124,7 +139,7 @@ def markdown(table: list[Row]) -> str:
             cells = {line["rate"]: _cell(line) for line in lines if line["arm"] == arm}
             parts.append(_line([ARMS[arm].title, *(cells.get(rate, "") for rate in rates)]))
         parts.append("")
-    parts.append("Cells: p50 / p99 ms, mean batch, goodput within the deadline, missed (range over passes).")
+    parts.append("Cells: p50 / p99 ms, mean batch, answers in time, missed (range over passes), median to a refusal.")
     return "\n".join(parts)
 
 
@@ -138,9 +153,10 @@ def _cell(line: Row) -> str:
     if line["p50_ms"] is None:
         return "nothing answered"
     low, high = line["missed_range"]
+    refusal = "" if line["refusal_p50_ms"] is None else f", refused after {line['refusal_p50_ms']:.1f} ms"
     return (
         f"{line['p50_ms']:.1f} / {line['p99_ms']:.1f}, b {line['mean_batch']:.1f}, {line['goodput']:,.0f}/s, "
-        f"missed {line['missed']:.1%} ({low:.1%}-{high:.1%})"
+        f"missed {line['missed']:.1%} ({low:.1%}-{high:.1%}){refusal}"
     )
 
 

@@ -20,7 +20,9 @@ makes them. Each round measures the three arms one after the other, and all rati
 `busy` is the share of the time that the encoder ran in "live only". `share` is the offline throughput of "both" in
 tokens per second, divided by that of "offline only" times (1 - busy): 1 would mean that every free moment is used as
 well as a dedicated process uses it. `added` is the share of requests that missed their deadline in "both" less that in
-"live only", in percentage points.
+"live only", in percentage points; its standard error takes the misses of both arms for independent.
+
+`--resume` adds rounds to those of an output, with its rate and deadline.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import platform
 import statistics
 import threading
@@ -46,7 +49,8 @@ from batchwright.serve import Background, Batcher, LatencyModel, Settings
 from batchwright.serve._engine.calls import Outcome
 from batchwright.serve._engine.core import Core
 from batchwright.serve._engine.request import Request
-from batchwright.serve._engine.work import Job, Units, Work
+from batchwright.serve._engine.units import Units
+from batchwright.serve._engine.work import Job, Work
 from batchwright.serve.demo import DemoEncoder
 
 Row = dict[str, Any]
@@ -194,7 +198,7 @@ def _drain(work: Background[Any, Any]) -> None:
 def measure_round(encode: Timed, options: argparse.Namespace, seed: int) -> Row:
     load = poisson(options.rate, options.seconds, seed)
     model_text = options.time_model.to_json()
-    alone = stub_rate(seed) if options.simulate else offline_only(encode, options.seconds, seed)
+    alone = stub_rate(seed) if options.simulate else offline_only(encode, options.offline_seconds, seed)
     arms: dict[str, Row] = {}
     for name in ("live only", "both") if seed % 2 else ("both", "live only"):
         model = LatencyModel.from_json(model_text)  # both arms begin with what the warm-up taught
@@ -242,10 +246,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", help="folder of a sentence encoder; else random weights of its shape")
     parser.add_argument("--load", type=float, default=0.3, help="share of the time that requests need one at a time")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each arm")
+    parser.add_argument("--offline-seconds", type=float, help='of the arm "offline only"; default: --seconds')
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--resume", action="store_true", help="add rounds to those of the output")
     parser.add_argument("--deadline-ms", type=float, help="default: 10 times the mean time of one text")
     parser.add_argument("--output", type=Path)
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.offline_seconds = options.offline_seconds or options.seconds
+    return options
 
 
 def main() -> None:
@@ -258,32 +266,47 @@ def main() -> None:
         alone = statistics.fmean(stub_seconds(1, length) for length in poisson(100, 100.0, 0).lengths.tolist())
     options.rate = options.load / alone
     options.deadline_ms = options.deadline_ms or 10e3 * alone
+    rows: list[Row] = []
+    if options.resume and options.output.exists():
+        earlier = json.loads(options.output.read_text())
+        rows, options.rate, options.deadline_ms = earlier["rounds"], earlier["rate"], earlier["deadline_ms"]
+        alone = earlier["one_alone_ms"] / 1e3
     options.time_model = LatencyModel() if options.simulate else warm_up(encode)
     print(
         f"one text alone {alone * 1e3:.1f} ms, {options.rate:.0f} requests/s, deadline {options.deadline_ms:.0f} ms\n"
     )
     print("| round | " + " | ".join(COLUMNS) + " |\n|" + " --- |" * (1 + len(COLUMNS)))
-    rows = []
-    for number in range(options.rounds):
-        rows.append(measure_round(encode, options, seed=number + 1))
-        print(f"| {number + 1} | {_cells(rows[-1])} |", flush=True)
+    for _ in range(options.rounds):
+        rows.append(measure_round(encode, options, seed=len(rows) + 1))
+        print(f"| {len(rows)} | {_cells(rows[-1])} |", flush=True)
+        if options.output:
+            report(rows, alone, options)
+    share, (added, error) = statistics.median(row["share"] for row in rows), _pooled_added(rows)
+    print(
+        f"\nmedian share {share:.3f}, added misses {added:.3f} points, standard error {error:.3f}, {len(rows)} rounds"
+    )
+
+
+def report(rows: list[Row], alone: float, options: argparse.Namespace) -> None:
+    """Write what was measured so far."""
+    said = {
+        "encoder": "simulated stub" if options.simulate else options.encoder,
+        "model": options.model or "random, 6 layers of 384",
+    }
+    said |= {"device": platform.machine(), "one_alone_ms": alone * 1e3, "deadline_ms": options.deadline_ms}
+    said |= {"rate": options.rate, "load": options.load, "seconds": options.seconds}
     medians = {key: statistics.median(row[key] for row in rows) for key in ("busy", "share", "added_points")}
-    pooled = _pooled_added(rows)
-    print(f"\nmedian share {medians['share']:.3f}, added misses {pooled:.3f} points over all {len(rows)} rounds")
-    if options.output:
-        said = {
-            "encoder": "simulated stub" if options.simulate else options.encoder,
-            "model": options.model or "random, 6 layers of 384",
-        }
-        said |= {"device": platform.machine(), "one_alone_ms": alone * 1e3, "deadline_ms": options.deadline_ms}
-        said |= {"rate": options.rate, "load": options.load, "seconds": options.seconds}
-        summary = {"medians": medians, "added_points_over_all": pooled}
-        options.output.write_text(json.dumps({**said, **summary, "rounds": rows}, indent=1) + "\n")
+    added, error = _pooled_added(rows)
+    summary = {"medians": medians, "added_points_over_all": added, "standard_error_points": error}
+    options.output.write_text(json.dumps({**said, **summary, "rounds": rows}, indent=1) + "\n")
 
 
-def _pooled_added(rows: list[Row]) -> float:
+def _pooled_added(rows: list[Row]) -> tuple[float, float]:
+    """Return the added misses over all rounds in points, and their standard error."""
     total = sum(row["num_requests"] for row in rows)
-    return 100 * sum((row["missed"][1] - row["missed"][0]) * row["num_requests"] for row in rows) / total
+    alone, beside = (sum(row["missed"][arm] * row["num_requests"] for row in rows) / total for arm in (0, 1))
+    error = math.sqrt((alone * (1 - alone) + beside * (1 - beside)) / total)
+    return 100 * (beside - alone), 100 * error
 
 
 def _seconds_alone(encode: Timed, lengths: np.ndarray) -> float:

@@ -30,6 +30,44 @@ def decorated(items):
     return [(os.getpid(), item) for item in items]
 
 
+@batched(worker="process", background=[[1, 2], [3]])
+def decorated_with_background(items):
+    return [10 * item for item in items]
+
+
+class Encoder:
+    @batched(worker="process")
+    def encode(self, items):
+        return items
+
+
+class Model:
+    """Loaded from a file, by the process that reads it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self, items):
+        return items
+
+    def __setstate__(self, state):
+        if not os.path.exists(state["path"]):
+            raise FileNotFoundError("no model")
+
+
+class Obeying:
+    """An object that pickles, and does something to the process that reads it."""
+
+    def __init__(self, order):
+        self.order = order
+
+    def __call__(self, items):
+        return items
+
+    def __setstate__(self, state):
+        ORDERS[state["order"]]()
+
+
 def rows_of_one_tensor(items):
     import torch
 

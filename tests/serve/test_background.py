@@ -256,3 +256,25 @@ def test_a_for_loop_that_would_block_the_loop_of_the_function_is_refused():
     with Batcher(double_later, background=batches()) as batcher:
         first = next(iter(batcher.background))
         assert [first.results, *asyncio.run(main())] == [[2], [4]]
+
+
+def test_a_decorated_function_in_a_process_runs_offline_work_once_somebody_loops(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    batcher = in_processes.decorated_with_background.batcher
+    assert batcher.background.num_batches == 0  # importing the module, here or in the process, begins nothing
+    assert [batch.results for batch in batcher.background] == [[10, 20], [30]]
+    assert in_processes.decorated_with_background.sync(4) == 40
+    assert batcher.stats().num_restarts == 0
+    batcher.close_sync()
+    with pytest.raises(Closed):
+        in_processes.decorated_with_background.sync(5)
+
+
+def test_offline_work_in_a_process_begins_with_the_first_request_too(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    with Batcher(in_processes.obey, worker="process", background=[[1]]) as batcher:
+        assert batcher.submit_sync(3) == 6
+        end = time.monotonic() + 30
+        while batcher.background.num_batches == 0 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert batcher.background.num_batches == 1

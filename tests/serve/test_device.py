@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import multiprocessing
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -202,3 +204,30 @@ def test_a_closed_batcher_no_longer_bounds_the_background_work_of_others():
         assert device._turns.least_allowance() == pytest.approx(0.01)
         one.close_sync()
         assert device._turns.least_allowance() == pytest.approx(0.05)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_fork_inside_a_function_inherits_nothing_that_is_busy():
+    device = Device("shared")
+    context = multiprocessing.get_context("fork")
+
+    def ask(batcher, answers):
+        try:
+            answers.put(batcher.submit_sync(1))
+        except Exception as error:
+            answers.put(type(error).__name__)
+
+    def in_fork(batcher):
+        answers = context.SimpleQueue()
+        process = context.Process(target=ask, args=(batcher, answers))
+        process.start()
+        process.join(30)
+        return answers.get()
+
+    def run(items):
+        with_device = Batcher(lambda numbers: [number + 1 for number in numbers], device=device)
+        return [(in_fork(with_device), in_fork(outer))] * len(items)
+
+    with Batcher(run, device=device) as outer:
+        # A new batcher runs on the device of the fork, where nobody has it; the one in use belongs to the parent.
+        assert outer.submit_sync(0) == (2, "Closed")

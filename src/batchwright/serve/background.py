@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar, final
 
 from .._checks import as_whole
 from ..errors import ArgumentError
+from ._engine.units import Unit, Units
 from ._engine.waiters import has_running_loop
-from ._engine.work import Unit, Units
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -74,7 +74,8 @@ class Batcher(Generic[Item, Result]):
         run_timeout_ms: the time that one call of the function may take; None: no limit. A call that takes longer ends
             with ``RunTimeout``, and requests that still run at their deadline end with ``DeadlineExceeded``.
         device: a ``Device`` that this batcher shares with others: one batch of all of them runs at a time.
-        background: batches of offline work, or a ``Background`` of them, that run while no request can.
+        background: batches of offline work, or a ``Background`` of them, that run while no request can; with
+            worker="process" from the first request on, or the first loop over them.
         on_error: "bisect" finds the bad item and answers the others; "raise" fails the whole batch.
         on_oom: "split" runs a batch that ran out of memory in halves; "raise" treats it like any other error.
         time_model: a ``LatencyModel`` from an earlier run; None: a new one.
@@ -135,8 +136,11 @@ class Batcher(Generic[Item, Result]):
         if self._background is not None:
             self._background._blocks_its_loop = self._is_coroutine
             is_estimate = isinstance(self._measure, Guess)
-            self._background._units.start(self._measure, self._workers.wake, is_estimate=is_estimate)
-            self._workers.start()
+            self._background._units.attach(self._measure, self._workers.wake, is_estimate=is_estimate)
+            # A process imports the module of the function, and must not begin the work of the batchers that it finds
+            # there; also, a function under a decorator is not in its module yet. So a loop or a request begins it.
+            if worker == "thread":
+                self._workers.wake()
 
     @property
     def settings(self) -> Settings:
@@ -188,7 +192,7 @@ class Batcher(Generic[Item, Result]):
 
     def submit_sync(self, item: Item, *, deadline_ms: float | None = None, priority: float = 0) -> Result:
         """Return the answer to one item, from a thread without an event loop; options as in ``submit``."""
-        self._check_thread("submit_sync", "await submit(item)")
+        self._check_thread("submit_sync", "await submit(item), or call a batched function and await that")
         waiter = waiter_for_thread()
         request = self._enter(item, waiter, deadline_ms, priority)
         try:

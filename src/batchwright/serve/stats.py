@@ -50,7 +50,8 @@ class Stats:
             from.
         num_abandoned: threads given up in calls that took longer than ``run_timeout_ms``.
         num_restarts: processes of workers that were started in place of one that ended.
-        failure: what ended the batcher by mistake; None while it works, and after it was closed on purpose.
+        failure: what ended the batcher by mistake, or why none of its processes can start; None while it works, and
+            after it was closed on purpose.
     """
 
     num_waiting: int
@@ -82,7 +83,7 @@ class Stats:
 
     @property
     def is_healthy(self) -> bool:
-        """Say whether no mistake has ended the batcher; a batcher that was closed is healthy."""
+        """Say whether the batcher can answer; no mistake has ended it. A batcher that was closed is healthy."""
         return self.failure is None
 
     def to_dict(self) -> dict[str, Any]:

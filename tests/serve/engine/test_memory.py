@@ -1,6 +1,7 @@
 """The token limit of a batch falls when memory runs out, and rises again."""
 
-from batchwright.serve._engine.calls import TokenLimit
+from batchwright.serve._engine.calls import Garbage, TokenLimit
+from batchwright.testing import FakeClock
 
 
 def test_a_failed_size_halves_the_limit_and_a_larger_one_does_not_raise_it():
@@ -58,3 +59,29 @@ def test_a_failed_size_that_has_fitted_lowers_the_limit_only_if_it_fails_again()
     limit.rise(900)
     limit.lower(1000)
     assert limit.within(None) == 500
+
+
+def test_full_collections_of_garbage_take_a_twentieth_of_the_time_at_most():
+    clock, collected = FakeClock(), []
+
+    def collect(generation):
+        collected.append(generation)
+        clock.advance(0.3 if generation == 2 else 0.001)
+
+    garbage = Garbage(clock, collect)
+    for _ in range(60):  # one item per second runs out of memory, and has one full collection
+        garbage.collect(full=False)
+        garbage.collect(full=True)
+        clock.advance(1.0)
+    assert collected[:2] == [1, 2]
+    # 0.3 s each, and 6 s until the next.
+    assert 9 <= collected.count(2) <= 10
+
+
+def test_a_small_program_collects_everything_whenever_it_is_due():
+    clock, collected = FakeClock(), []
+    garbage = Garbage(clock, collected.append)
+    for _ in range(3):
+        garbage.collect(full=True)
+        clock.advance(0.01)
+    assert collected == [2, 2, 2]

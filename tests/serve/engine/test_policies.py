@@ -230,3 +230,8 @@ def test_a_coarse_cut_of_many_costs_little_more_than_an_exact_one(monkeypatch):
     exact = split(10.0, per_item, [64] * 256)
     assert MAX_CUTS < 256
     assert total(10.0, per_item, coarse) <= 1.03 * total(10.0, per_item, exact)
+
+
+def test_of_equal_cuts_the_one_whose_first_batches_are_full_is_taken():
+    # 20 items of one length in batches of 8: the rest of 4 is left for those who come last, and may still be joined.
+    assert split(4.0, [1.0] * 20, [8] * 20) == [(0, 8), (8, 16), (16, 20)]

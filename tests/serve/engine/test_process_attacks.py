@@ -158,3 +158,37 @@ def test_a_batcher_closes_while_another_one_has_the_device():
     gate.set()
     thread.join()
     hog.close_sync()
+
+
+@pytest.mark.parametrize("order", ["kill", "exit", "sys.exit", "raise"])
+def test_a_function_whose_process_cannot_start_says_why_without_a_guess(order):
+    with Batcher(in_processes.Obeying(order), worker="process") as batcher:
+        with pytest.raises(WorkerDied, match="could not start") as caught:
+            batcher.submit_sync(1)
+        assert "__main__" not in str(caught.value)
+        assert not batcher.stats().is_healthy
+        assert "could not start" in batcher.stats().failure
+
+
+def test_a_batched_method_that_cannot_be_sent_is_not_told_to_become_a_function():
+    with pytest.raises(ArgumentError, match="pass the method of an object that can be pickled"):
+        in_processes.Encoder().encode.sync(1)
+
+    def inner(items):
+        return items
+
+    with pytest.raises(ArgumentError, match="define it with def at the top of a module"):
+        Batcher(inner, worker="process")
+
+
+def test_a_batcher_is_healthy_again_once_a_process_can_start(tmp_path):
+    with Batcher(in_processes.Model(str(tmp_path / "model")), worker="process") as batcher:
+        assert batcher.stats().is_healthy
+        with pytest.raises(WorkerDied, match="no model"):
+            batcher.submit_sync(1)
+        assert not batcher.stats().is_healthy
+        (tmp_path / "model").touch()
+        end = time.monotonic() + 30
+        while not batcher.stats().is_healthy and time.monotonic() < end:
+            time.sleep(0.05)
+        assert batcher.submit_sync(1) == 1

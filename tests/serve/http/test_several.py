@@ -11,7 +11,8 @@ from batchwright.errors import ArgumentError
 from batchwright.serve import Batcher, batched
 from batchwright.serve.http import Limits, make_app
 
-from ..tools import Recorder
+from .. import in_processes
+from ..tools import ROOT, Recorder
 
 
 def run(coroutine):
@@ -295,3 +296,20 @@ def test_an_error_without_a_text_takes_no_answer_from_others(path, body):
 def test_a_length_of_thousands_of_digits_is_too_large():
     response = post(Batcher(list), "/", content="1", headers={"Content-Length": "9" * 5000})
     assert (response.status_code, response.json()["error"]) == (413, "BodyTooLarge")
+
+
+def test_a_batcher_whose_process_cannot_start_is_unhealthy_with_the_reason(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+
+    async def main():
+        batcher = Batcher(in_processes.Obeying("raise"), worker="process")
+        async with client_of(make_app(batcher)) as client:
+            before = await client.get("/healthz")
+            answer = await client.post("/", content="1")
+            after = await client.get("/healthz")
+        await batcher.close(drain=False)
+        return before, answer, after
+
+    before, answer, after = run(main())
+    assert (before.status_code, answer.status_code, after.status_code) == (200, 500, 503)
+    assert "could not start: ValueError: bad" in after.json()["message"]

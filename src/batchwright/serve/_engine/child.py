@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import importlib
 import io
 import os
@@ -25,13 +24,15 @@ from typing import Any, final
 
 from ..._oom import text_of
 from ...errors import ArgumentError, ResultError, WorkerDied
-from .calls import Outcome
+from .calls import Garbage, Outcome
 from .runners import Runner, ThreadRunner
 
 # How often the process looks whether its parent still lives, where nobody tells it.
 PARENT_SECONDS = 1.0
 # The option of Linux's prctl by which a process has a signal sent to itself when its parent is gone.
 _PR_SET_PDEATHSIG = 1
+
+_garbage = Garbage()
 
 
 @final
@@ -123,7 +124,7 @@ def _answer(runner: Runner, packed_items: list[bytes]) -> Message:
         message = _failed(outcome.error, is_oom=outcome.is_oom)
         del outcome
         if message.is_oom:
-            gc.collect()
+            _garbage.collect(full=True)
         return message
     values = iter(outcome.values)
     return Message(values=[pack_value(next(values)) if is_item else pack_value(item) for is_item, item in replies])
@@ -233,9 +234,18 @@ def pack_function(run: Callable[[list[Any]], Any]) -> bytes:
         name = getattr(run, "__qualname__", type(run).__qualname__)
         raise ArgumentError(
             f"worker='process' cannot send {name} to another process ({type(error).__name__}: {text_of(error)}); "
-            "define it with def at the top of a module, or pass an object that can be pickled; a model that cannot is "
-            "best loaded in the process at the first call; or use worker='thread'"
+            f"{_instead(run)}; or use worker='thread'"
         ) from error
+
+
+def _instead(run: Callable[[list[Any]], Any]) -> str:
+    """Say what to send in place of a function that cannot be sent."""
+    if isinstance(run, FunctionType) and "." in run.__qualname__.rpartition("<locals>.")[2]:
+        return "a batched method cannot be sent without its object: pass the method of an object that can be pickled"
+    return (
+        "define it with def at the top of a module, or pass an object that can be pickled; a model that cannot is best "
+        "loaded in the process at the first call"
+    )
 
 
 def may_be_named_later(run: Callable[[list[Any]], Any]) -> bool:

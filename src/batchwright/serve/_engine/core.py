@@ -13,10 +13,12 @@ from ...errors import Closed, DeadlineExceeded, QueueFull, TooLarge
 from ..latency import LatencyModel
 from ..settings import Settings
 from ..stats import Counters, Stats
-from .calls import Call, Faults, Group, Isolation, Outcome, TokenLimit
+from .backlog import Backlog
+from .calls import Call, Group, Outcome, TokenLimit
+from .isolation import Faults, Isolation
 from .policies import pick
 from .request import Request, State, longest, num_tokens
-from .waiting import Backlog, Line
+from .waiting import Line
 
 # After this many requests were given up only by prediction, one is run all the same: a wrong prediction must not last.
 MAX_SHED_IN_A_ROW = 16
@@ -107,6 +109,7 @@ class Core:
         is_untested = not self._num_jobs and self._num_shed_in_a_row >= MAX_SHED_IN_A_ROW
         if is_untested or self._num_refused % PROBE_EVERY == 0:
             return
+        self._backlog.refuse(request)
         self.counters.refused["deadline"] += 1
         raise _refused(request, predicted)
 
@@ -238,6 +241,7 @@ class Core:
             split_oom=self.settings.on_oom == "split",
             stay=self._stay,
             too_large=self._too_large,
+            gains=self._gains,
             faults=self._faults,
         ).run(batch)
         return self._begin(next(steps), steps, now)
@@ -254,6 +258,14 @@ class Core:
             if request.deadline <= now and request.is_live:
                 self._shed(request, now)
         return [request for request in group if request.is_live]
+
+    def _gains(self, group: Group) -> tuple[float, float]:
+        """Return the answers that a group gives in time if all goes well, and its seconds."""
+        seconds = self.model.predict(len(group), longest(group))
+        if not self.model.is_ready:
+            return len(group), seconds
+        finish = self._now + seconds
+        return sum(request.deadline >= finish for request in group), seconds
 
     def _too_large(self, group: Group) -> None:
         self._token_limit.lower(len(group) * longest(group))
@@ -290,6 +302,8 @@ class Core:
         return self._take_ended()
 
     def _shed(self, request: Request, now: float) -> None:
+        if request.state is State.WAITING:
+            self._backlog.give_up(request)
         request.error = _deadline_exceeded(request, now, self.model)
         self._end(request, State.SHED, now)
 
@@ -329,10 +343,11 @@ def _deadline_exceeded(request: Request, now: float, model: LatencyModel) -> Dea
     if model.is_ready:
         predicted = waited + model.predict(1, request.least_length)
         alone = f"; even alone it would have finished after {predicted * 1e3:.1f} ms"
-    what = "not run" if request.state is State.WAITING else "not answered, its batch failed and time ran out"
+    what, instead = "not run", "raise deadline_ms or send fewer requests"
+    if request.state is not State.WAITING:
+        what, instead = "not answered, its batch failed and time ran out", "raise deadline_ms or send no bad items"
     return DeadlineExceeded(
-        f"{what}: waited {waited * 1e3:.1f} ms of the {request.allowance * 1e3:.1f} ms allowed{alone}; "
-        "raise deadline_ms or send fewer requests",
+        f"{what}: waited {waited * 1e3:.1f} ms of the {request.allowance * 1e3:.1f} ms allowed{alone}; {instead}",
         waited_seconds=waited,
         deadline_seconds=request.allowance,
         predicted_seconds=predicted,

@@ -259,6 +259,7 @@ def split(constant: float, per_item: Sequence[float], limits: Sequence[int]) -> 
     """
     places = _places(limits)
     totals, starts, start = [0.0], [0], 0
+    slack = 1e-9 * constant
     for index in range(1, len(places)):
         stop = places[index]
         slope, earliest = per_item[stop - 1], stop - limits[stop - 1]
@@ -268,8 +269,8 @@ def split(constant: float, per_item: Sequence[float], limits: Sequence[int]) -> 
         least = totals[start] - places[start] * slope
         for candidate in range(start + 1, index):
             total = totals[candidate] - places[candidate] * slope
-            if total < least:  # the earliest of equals stays: the larger batch
-                least, start = total, candidate
+            if total <= least + slack:  # the latest of equals: batches of short, most often urgent requests are full
+                least, start = min(total, least), candidate
         totals.append(least + stop * slope + constant)
         starts.append(start)
     return _walk_back(places, starts)

@@ -29,6 +29,8 @@ FIRST_PAUSE_SECONDS = 0.1
 MAX_PAUSE_SECONDS = 10.0
 # After the time of a call, a process that takes or gives only a part of a message is killed this much later.
 KILL_SECONDS = 0.5
+# How Python ends a process whose main script raised while it was imported.
+_FAILED_IMPORT = 1
 
 
 @final
@@ -57,7 +59,6 @@ class ProcessRunner(Runner):
         self._timeout = timeout_seconds
         self._process: Any = None
         self._connection: Connection | None = None
-        self._problem: BaseException | None = None
         self._num_deaths = 0
         self._is_over = is_over
 
@@ -68,11 +69,11 @@ class ProcessRunner(Runner):
         self._end(kill=True)
         self._pause()
         num_deaths = self._num_deaths
-        self._problem = _not_started("the batcher was closed") if self._is_over() else self._start()
-        if self._problem is not None:
+        self.problem = _not_started("the batcher was closed") if self._is_over() else self._start()
+        if self.problem is not None:
             self._num_deaths = max(2, num_deaths + 1)  # the next start waits, even after the first failure
             self._end(kill=True)
-        return self._problem is None
+        return self.problem is None
 
     @property
     def needs_start(self) -> bool:
@@ -82,7 +83,7 @@ class ProcessRunner(Runner):
     def __call__(self, items: list[Any], requests: Sequence[Request] = ()) -> Outcome:
         """Return what the function gave in the process, or that the process ended."""
         if self._process is None:
-            return Outcome(error=self._problem, is_final=True)  # it says nothing about the items
+            return Outcome(error=self.problem, is_final=True)  # it says nothing about the items
         packed = [_pack_item(item) for item in items]
         sent = [one for one in packed if isinstance(one, bytes)]
         if not sent:
@@ -135,7 +136,7 @@ class ProcessRunner(Runner):
         if outcome.error is None:
             return None
         why = f"{type(outcome.error).__name__}: {text_of(outcome.error)}"
-        if isinstance(outcome.error, WorkerDied):
+        if isinstance(outcome.error, WorkerDied) and f"exit code {_FAILED_IMPORT}" in str(outcome.error):
             why += "; a script must start its work under if __name__ == '__main__', since the process imports it"
         return _not_started(why, outcome.error)
 

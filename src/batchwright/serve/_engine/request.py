@@ -55,6 +55,7 @@ class Request:
     urgency: float = 0.0
     held_by: frozenset[Any] = frozenset()
     is_estimate: bool = False
+    is_doubtful: bool = False
 
     def __post_init__(self) -> None:
         patience = PATIENCE_SECONDS if self.deadline == math.inf else self.allowance

@@ -35,11 +35,13 @@ class Runner(ABC):
         is_process: calls run in a process that this one started, and are given up by killing it.
         num_starts: how many processes were started.
         is_awaiting: the latest call is a coroutine, which the runner itself gives up.
+        problem: why the latest start of a process failed; None: it did not.
     """
 
     is_process = False
     num_starts = 0
     is_awaiting = False
+    problem: BaseException | None = None
 
     @abstractmethod
     def __call__(self, items: list[Any], requests: Sequence[Request] = ()) -> Outcome:
@@ -101,6 +103,13 @@ class Worker:
     def has_process(self) -> bool:
         """Say whether a process may still live."""
         return self.runner.is_process and not self.has_ended
+
+
+def why_none_is_ready(workers: Sequence[Worker]) -> str | None:
+    """Say why no worker can run anything at the moment; None if one can, or has not tried yet."""
+    if not workers or any(worker.is_ready is not False for worker in workers):
+        return None
+    return next((text_of(worker.runner.problem) for worker in workers if worker.runner.problem is not None), None)
 
 
 @final

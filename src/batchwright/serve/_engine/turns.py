@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import math
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 from ...errors import ArgumentError
 
 # How often those that wait look whether they still need the device.
 POLL_SECONDS = 0.25
+
+# The workers and devices that are busy until what runs in this context returns: its own, and those of the functions
+# that wait for it. A request that needs one of them would wait forever. The process comes with them: a fork inside a
+# function inherits its context, but nothing of what is busy.
+_held: contextvars.ContextVar[tuple[int, frozenset[Any]]] = contextvars.ContextVar("_held", default=(0, frozenset()))
 
 _places = itertools.count()
 _all: weakref.WeakSet[Turns] = weakref.WeakSet()
@@ -126,6 +132,17 @@ class Claim:
     def place(self) -> tuple[float, int]:
         """Return the order among claims: by urgency, then by age."""
         return min(self._urgency(), self.running_urgency), self.number
+
+
+def hold(busy: frozenset[Any]) -> None:
+    """Note what is busy until what runs in this context returns."""
+    _held.set((os.getpid(), busy))
+
+
+def held_here() -> frozenset[Any]:
+    """Return what is busy until what runs in this context returns; nothing in a process that was forked there."""
+    pid, busy = _held.get()
+    return busy if pid == os.getpid() else frozenset()
 
 
 def _forget_all() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import contextvars
 import dataclasses
-import gc
 import math
 import os
 import threading
@@ -18,24 +16,23 @@ from typing import Any, final
 from ...errors import ArgumentError, Closed, RunTimeout, WorkerDied
 from ..settings import Settings
 from ..stats import Stats
-from .calls import Call, Outcome
+from .calls import Call, Garbage, Outcome
 from .core import Core
 from .processes import most_lost
 from .request import Request
-from .runners import POLL_SECONDS, Runner, Worker, timed_out
-from .turns import Claim, Turns
+from .runners import POLL_SECONDS, Runner, Worker, timed_out, why_none_is_ready
+from .turns import Claim, Turns, held_here, hold
+from .units import Units
 from .waiters import deliver
-from .work import Job, Units, Work
-
-# The workers and devices that are busy until what runs in this context returns: its own, and those of the functions
-# that wait for it. A request that needs one of them would wait forever.
-_held: contextvars.ContextVar[frozenset[Workers | Turns]] = contextvars.ContextVar("_held", default=frozenset())
+from .work import Job, Work
 
 _all: weakref.WeakSet[Workers] = weakref.WeakSet()
 # How long the end of the interpreter waits for batches that still run.
 EXIT_SECONDS = 5.0
 # A worker wakes at least this often: one whose batcher was forgotten in a bad moment ends then.
 MAX_SLEEP_SECONDS = 60.0
+# One whose process could not start tries again after this time, and after the pause between starts.
+RETRY_SECONDS = 1.0
 # With this many threads in calls that never returned, no more are started: each keeps its memory, and maybe a device.
 MAX_HUNG = 8
 
@@ -79,6 +76,7 @@ class Workers:
         self._workers: list[Worker] = []
         self._hung: list[Worker] = []
         self._num_abandoned = 0
+        self._garbage = Garbage()
         self._watcher: threading.Thread | None = None
         self._pid = os.getpid()
         self._idle_futures: list[concurrent.futures.Future[None]] = []
@@ -122,17 +120,17 @@ class Workers:
     def stats(self) -> Stats:
         """Return the figures so far."""
         with self._changed:
+            stats = self._core.stats()
             num_restarts = sum(max(0, worker.runner.num_starts - 1) for worker in self._workers)
-            return dataclasses.replace(self._core.stats(), num_abandoned=self._num_abandoned, num_restarts=num_restarts)
-
-    def start(self) -> None:
-        """Start the threads before the first request."""
-        with self._changed:
-            self._start_threads()
+            failure = stats.failure or why_none_is_ready(self._workers)
+            return dataclasses.replace(
+                stats, num_abandoned=self._num_abandoned, num_restarts=num_restarts, failure=failure
+            )
 
     def wake(self) -> None:
-        """Have a worker look for something to run."""
+        """Have a worker look for something to run; the first time, start the threads."""
         with self._changed:
+            self._start_threads()
             self._changed.notify()
 
     def stop(self, *, drop: bool) -> None:
@@ -183,9 +181,9 @@ class Workers:
             self._work.forget_background()
             self._work = Work(self._core, device=None, background=None)
 
-    def _check_nesting(self) -> frozenset[Workers | Turns]:
+    def _check_nesting(self) -> frozenset[Any]:
         """Refuse what would wait for itself; return what is busy while the request waits."""
-        held = _held.get()
+        held = held_here()
         if self in held:
             raise ArgumentError("the batched function submits to its own batcher and would wait for itself forever")
         if self._device is not None:
@@ -198,6 +196,7 @@ class Workers:
         while len(self._workers) < self._num_workers:
             self._pid = os.getpid()
             self._workers.append(self._start_worker(None))
+        self._work.begin_background()
         if self._timeout is not None and self._watcher is None and not self._workers[0].runner.is_process:
             self._watcher = threading.Thread(target=self._watch, name="batchwright-serve-watch", daemon=True)
             self._watcher.start()
@@ -254,7 +253,8 @@ class Workers:
                     self._give_back(worker)
                     if self._work.is_over:
                         return None
-                    self._changed.wait(MAX_SLEEP_SECONDS if turn.wake_seconds is None else turn.wake_seconds)
+                    most = RETRY_SECONDS if worker.is_ready is False else MAX_SLEEP_SECONDS
+                    self._changed.wait(most if turn.wake_seconds is None else turn.wake_seconds)
                     continue
                 self._tell_if_idle()
                 if self._core.num_waiting:
@@ -303,9 +303,9 @@ class Workers:
             if outcome.is_oom:
                 del outcome
                 # Before an item runs alone, and at the end, nothing old may hold memory. In between, what the failed
-                # call has left is enough: a full collection may take longer than the batch.
+                # call has left is enough.
                 is_due = not is_clean and (following is None or len(following.items) == 1)
-                gc.collect(2 if is_due else 1)
+                self._garbage.collect(full=is_due)
                 is_clean |= is_due
         self._give_back(worker)
 
@@ -313,7 +313,7 @@ class Workers:
         """Return what a call gave and its seconds, without those that it took to start a process again."""
         requests = job.requests if isinstance(job, Call) else []
         own = {self} if self._device is None else {self, self._device}
-        _held.set(frozenset[Any](own).union(*(request.held_by for request in requests)))
+        hold(frozenset[Any](own).union(*(request.held_by for request in requests)))
         if worker.is_ready and worker.runner.needs_start:  # after a start that failed, this call only tells why
             self._start_again(worker, requests)
         worker.current = (job, time.monotonic())
