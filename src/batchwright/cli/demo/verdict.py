@@ -33,7 +33,7 @@ def verdict(results: Sequence[ArmResult], longer: Sequence[ArmResult]) -> list[s
         f"At about equal seconds ({_seconds(planned_longer)} planned, {_seconds(grouped_longer)} by length, "
         f"{_seconds(shuffled)} shuffled): loss {planned_longer.loss:.2f} planned, {grouped_longer.loss:.2f} by length, "
         f"{shuffled.loss:.2f} shuffled.",
-        "All of this ran on your CPU, where time grows with padded tokens, so grouping by length has most of the gain. "
+        "All of this ran on your CPU, where time grows with padded tokens, however many steps they are in. "
         "One seed each: small differences in loss mean nothing.",
     ]
 
