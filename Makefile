@@ -41,10 +41,15 @@ setup: .venv/.ready ## create .venv with everything the other targets need
 	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps dynabatch==0.2.23
 	@touch $@
 
-demo: .venv/.ready ## train a small model two ways on the standard library, compare strategies, write two pages (4 minutes)
-	$(BIN)/python -m batchwright demo
-	rm -rf demo_out/lab  # runs of an earlier version cannot be continued
-	$(BIN)/python -m batchwright lab run quick --folder demo_out/lab
+demo: .venv-demo/.ready ## train one model five ways on the standard library; one page has the verdict (2 minutes)
+	.venv-demo/bin/python -m batchwright demo
+
+# Small, so that the first minute is short: torch, NumPy and what they need. pip shows what it fetches.
+.venv-demo/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/python -m pip install $(PIP_FLAGS) --upgrade "pip>=25.1"
+	.venv-demo/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable . --group demo
+	@touch $@
 
 test: lint types tests ## everything CI runs: lint, types, tests, doctests, README blocks
 

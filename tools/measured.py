@@ -1,4 +1,4 @@
-"""Write what is made of result files: the page of measurements, the picture and the caption of the README.
+"""Write what is made of result files: the page of measurements, picture and caption of the README, the demo's numbers.
 
     python tools/measured.py            # after a benchmark has written a file to benchmarks/results
     python tools/measured.py --check    # only say what is stale; status 1 if something is
@@ -10,6 +10,7 @@ is written then.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from _measured.tables import filled, number, short
 PAGE = "docs/measured.md"
 PICTURE = "docs/images/loss_against_seconds.svg"
 README = "README.md"
+DEMO = "src/batchwright/cli/demo/gpu.json"
 
 _OPENING = """\
 # Measured
@@ -42,6 +44,7 @@ def render() -> dict[str, str]:
     return {
         PAGE: filled(_OPENING + "\n".join(sections)) + "\n",
         PICTURE: picture.render(),
+        DEMO: json.dumps(training.for_the_demo(), indent=1, ensure_ascii=False) + "\n",
         README: _between((ROOT / README).read_text(encoding="utf-8"), "picture", _caption()),
     }
 

@@ -76,6 +76,52 @@ a better batch size. [When graphs pay](graphs.md), [how near `goodput` comes to 
 """
 
 
+DEMO_ARMS = {
+    "fixed-16": "16 texts, shuffled",
+    "grouped-128": "128 texts by length, best of a sweep",
+    "max_tokens-8192": "planned, MaxTokens(8192)",
+    "graphs-16-8192": "planned shapes, replayed as graphs",
+}
+DEMO_DECODER_ARMS = {
+    "fixed-32": "32 texts, shuffled",
+    "max_tokens-16384": "planned, MaxTokens(16384)",
+    "graphs-16-4096": "planned shapes, replayed as graphs",
+}
+
+
+def for_the_demo() -> dict[str, object]:
+    """Return the few figures of a GPU that the package brings along, for the page of its demo."""
+    return {
+        "device": read(TRANSLATION).rows("commands")[0]["device"],
+        "command": "benchmarks/gpu_quality.py",
+        "tasks": [
+            _demo_task(TRANSLATION, "translation", DEMO_ARMS, "Translation, 48 million parameters", "Launches bind."),
+            _demo_task(
+                "gpu_quality_decoder.json",
+                "decoder",
+                DEMO_DECODER_ARMS,
+                "A decoder, 110 million parameters",
+                "Arithmetic binds more, so there is less to gain.",
+            ),
+        ],
+    }
+
+
+def _demo_task(file: str, task: str, arms: dict[str, str], title: str, note: str) -> dict[str, object]:
+    found = summary_of(file, task, list(arms))
+    rows = [
+        {
+            "name": arms[row["arm"]],
+            "tokens_per_second": int(round(row["tokens_per_second"], -3)),
+            "padding": round(row["padding"], 3),
+            "updates": round(row["updates"]),
+            "loss": round(row["loss"], 2),
+        }
+        for row in found
+    ]
+    return {"title": title, "note": note, "seconds": round(found[0]["curve"][-1][0]), "rows": rows}
+
+
 def _or(value: float | None) -> str:
     return "never" if value is None else short(value)
 

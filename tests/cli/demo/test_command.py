@@ -1,20 +1,31 @@
+import contextlib
 import html
+import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
 from batchwright.cli import main
+from batchwright.cli.demo.records import MINUTES
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """Run the quick demo once; return its folder, what it printed on stdout being checked by the exit code."""
+    """Run the quick demo once; return its folder, with what it printed on stdout beside its files."""
     folder = tmp_path_factory.mktemp("demo") / "out"
-    assert main(["demo", "--quick", "--output", str(folder)]) == 0
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["demo", "--quick", "--output", str(folder)]) == 0
+    (folder / "printed.txt").write_text(out.getvalue(), encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="module")
+def printed(demo):
+    return (demo / "printed.txt").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +79,36 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path, capsys):
     (tmp_path / "taken").write_text("")
     assert main(["demo", "--quick", "--output", str(tmp_path / "taken")]) == 2
     assert "cannot make the folder" in capsys.readouterr().err
+
+
+def test_the_verdict_is_printed_before_the_tables(printed):
+    places = [
+        printed.index(words) for words in ("Against shuffled", "The same examples", "The same seconds", "On a GPU")
+    ]
+    assert places == sorted(places)
+    assert f"at most {MINUTES} minutes" in printed
+
+
+def test_equal_seconds_are_about_equal_and_begin_anew(demo):
+    found = json.loads((demo / "results.json").read_text())
+    shuffled, grouped, _, small, _ = found["arms"]
+    for arm, epoch in zip(found["arms_for_equal_seconds"], (grouped, small), strict=True):
+        assert arm["name"] == epoch["name"]
+        expected = min(8, shuffled["seconds"] / epoch["seconds"]) * epoch["num_steps"]
+        assert arm["num_steps"] == max(1, round(expected))
+        assert arm["num_tokens"] >= arm["num_steps"]
+    assert len(found["verdict"]) == 4
+
+
+def test_one_number_of_minutes_is_said_everywhere():
+    root = Path(__file__).parents[3]
+    for name in ("README.md", "Makefile", "docs/getting_started.md"):
+        text = (root / name).read_text(encoding="utf-8")
+        said = re.findall(r"(?:make demo|demo:)[^`]*?\((\d+) minutes?", text)
+        said += re.findall(r"`make demo` in a clone.*?\((\d+) minutes", text, flags=re.DOTALL)
+        assert set(said) == {str(MINUTES)}, name
+
+
+def test_the_environment_of_the_demo_is_a_small_one():
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.search(r'^demo = \["batchwright\[torch\]"\]$', project, flags=re.MULTILINE)

@@ -4,11 +4,13 @@ import html.parser
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from batchwright.cli.compare import Settings, compare
+from batchwright.cli.demo import verdict
 from batchwright.cli.demo.command import Run, render_page
 from batchwright.cli.demo.records import QUICK, ArmResult, Check
 
@@ -44,6 +46,7 @@ def make_run(names=tuple(SHAPES), num_checks=3):
         for place, (name, shapes) in enumerate(zip(names, SHAPES.values(), strict=True))
     ]
     return Run(
+        longer=[replace(results[place], seconds=10.5 + place) for place in (1, 3)],
         settings=replace(QUICK, max_tokens=1024),
         lengths=LENGTHS,
         comparison=compare(LENGTHS, Settings(max_tokens=1024, seed=0)),
@@ -185,6 +188,31 @@ def test_the_page_is_well_formed_and_asks_for_nothing_from_elsewhere(source):
     Parser().feed(source)
     assert opened == []
     assert not re.search(r"@import|url\((?!#)|<img|fetch\(", source)
+
+
+def test_the_verdict_comes_before_everything_else(source):
+    text = re.sub(r"<[^>]+>", "\n", source.partition("<body")[2])
+    places = [text.index(words) for words in (
+        "Against shuffled batches of the same memory", "At about equal updates", "At about equal seconds",
+        "The same examples, each once", "The same seconds", "What a GPU gives", "How to read it",
+    )]  # fmt: skip
+    assert places == sorted(places)
+    # 516 tokens in 10 s shuffled, in 13 s planned, in 11 s by length.
+    assert "Against shuffled batches of the same memory: slower (0.77x)." in text
+    assert "grouped by length: slower (0.85x)." in text
+    assert "(14 s planned, 12 s by length, 10 s shuffled)" in text
+
+
+def test_stored_results_of_a_gpu_are_marked_as_such(source):
+    before, _, section = source.partition("<h2>What a GPU gives</h2>")
+    stored = json.loads((Path(verdict.__file__).parent / "gpu.json").read_text(encoding="utf-8"))
+    assert section.startswith("<p><strong>Stored results, not of this run:</strong> measured on one NVIDIA H200")
+    for task in stored["tasks"]:
+        assert task["title"] in section
+        for row in task["rows"]:
+            assert row["name"] in section
+            assert f">{row['loss']:.2f}</td>" in section
+            assert row["name"] not in before
 
 
 def test_without_javascript_the_page_points_at_the_table(source):

@@ -21,6 +21,7 @@ from batchwright.cli.demo.training import (  # noqa: E402
     make_model,
     rate_factor,
     train_arm,
+    train_as_long,
     valid_batches,
     validate,
 )
@@ -140,3 +141,23 @@ def test_the_learning_rate_rises_then_falls():
     assert factors[:10] == sorted(factors[:10])
     assert factors[10:] == sorted(factors[10:], reverse=True)
     assert factors[-1] == pytest.approx(0.1)
+
+
+def test_a_longer_run_reads_the_examples_again_and_ends_its_schedule():
+    corpus = make_corpus(200)
+    epoch = train_arm(make_arms(corpus.train, SMALL)[1], corpus, SMALL)
+    longer = train_arm(make_arms(corpus.train, SMALL)[1], corpus, SMALL, num_updates=2 * epoch.num_steps)
+    assert longer.num_steps == 2 * epoch.num_steps
+    assert longer.num_tokens == 2 * epoch.num_tokens
+    assert longer.checks[-1].num_examples == 400
+    assert len(longer.checks) == SMALL.num_checks
+    assert longer.rate == epoch.rate
+
+
+def test_what_trains_as_long_makes_as_many_updates_as_fit_into_the_seconds():
+    corpus = make_corpus(80)
+    results = [train_arm(arm, corpus, SMALL) for arm in make_arms(corpus.train, SMALL)]
+    timed = [replace(result, seconds=seconds) for result, seconds in zip(results, (9.0, 3.0, 1.0, 0.0), strict=True)]
+    grouped, planned = train_as_long(corpus, SMALL, timed)
+    assert grouped.num_steps == 3 * results[1].num_steps
+    assert planned.num_steps == 8 * results[3].num_steps  # never more than eight epochs

@@ -24,13 +24,15 @@ from ..compare import Comparison, Settings, compare
 from ..lengths import make_bins
 from ..options import Commands, add_command, add_option
 from ..screen import Screen, percent, render_table, times
-from .records import FULL, QUICK, ArmResult, DemoSettings
+from .records import FULL, MINUTES, QUICK, ArmResult, DemoSettings
+from .verdict import AS_LONG_HEADER, as_long_rows, gpu_line, gpu_section, stored_results, verdict
 
-_DEMO = """\
+_DEMO = f"""\
 Train a small model with and without planned batches (needs torch).
 
 The model learns the functions of Python's standard library, with fixed-size batches and with planned
-batches, and one page compares them. Needs no network; takes about two minutes.
+batches: the same updates, then the same seconds. One page has the verdict. Needs no network; takes at
+most {MINUTES} minutes on two quiet cores.
 """
 
 _EXAMPLES = """\
@@ -50,7 +52,7 @@ def _run(arguments: argparse.Namespace) -> None:
     """Train every arm, print a table, and write ``index.html`` and ``results.json``."""
     require("torch", extra="torch")
     from .finding import train_without_size
-    from .training import lengths_of, load_corpus, make_arms, make_model, train_arm
+    from .training import lengths_of, load_corpus, make_arms, make_model, train_arm, train_as_long
 
     start = time.perf_counter()
     screen = Screen.of_stdout()
@@ -61,23 +63,39 @@ def _run(arguments: argparse.Namespace) -> None:
         corpus = load_corpus(settings)
         lengths = lengths_of(corpus.train)
         num_parameters = sum(p.numel() for p in make_model(settings, len(corpus.vocabulary)).parameters())
-        screen.show([_data_line(lengths, num_parameters, settings.max_tokens), ""])
+        screen.show([_data_line(lengths, num_parameters, settings.max_tokens), "", "Every function once:"])
         results = [train_arm(arm, corpus, settings) for arm in make_arms(corpus.train, settings)]
         results.append(train_without_size(corpus, settings))
-    screen.show(["", *render_table(RESULT_HEADER, result_rows(results)), ""])
-    screen.show([f"How the size was found, in tokens per update ({results[-1].name}):", *results[-1].reasons, ""])
+        screen.show(["As long as the first one took:"])
+        longer = train_as_long(corpus, settings, results)
+    _show(screen, results, longer)
     machine = f"{platform.system()} {platform.machine()}, one thread"
     run = Run(
         settings=settings,
         lengths=lengths,
         comparison=compare(lengths, Settings(max_tokens=settings.max_tokens, seed=settings.seed)),
         results=results,
+        longer=longer,
         num_parameters=num_parameters,
         versions={"batchwright": bw.__version__, **versions_of("torch", "numpy"), "machine": machine},
         seconds=time.perf_counter() - start,
     )
     _write(run, arguments.output)
-    screen.show([f"The page: {arguments.output / 'index.html'}"])
+    took = f"{run.seconds:.0f} s; with the install at most {MINUTES} minutes on two quiet cores"
+    screen.show([f"The page: {arguments.output / 'index.html'} ({took})"])
+
+
+def _show(screen: Screen, results: Sequence[ArmResult], longer: Sequence[ArmResult]) -> None:
+    """Print the verdict, then what it follows from."""
+    for sentence in verdict(results, longer):
+        screen.show(["", *screen.wrap(sentence)])
+    screen.show(["", "The same examples, each once:", *render_table(RESULT_HEADER, result_rows(results)), ""])
+    screen.show(["The same seconds:", *render_table(AS_LONG_HEADER, as_long_rows(results, longer)), ""])
+    stored = stored_results()
+    screen.show([f"On a GPU (stored results of one {stored['device']}, not of this run):"])
+    for task in stored["tasks"]:
+        screen.show(screen.wrap(gpu_line(task)))
+    screen.show(["", f"How the size was found, in tokens per update ({results[-1].name}):", *results[-1].reasons, ""])
 
 
 def _data_line(lengths: IntArray, num_parameters: int, max_tokens: int) -> str:
@@ -93,7 +111,9 @@ def _write(run: Run, output: Path) -> None:
         "settings": asdict(run.settings),
         "versions": dict(run.versions),
         "seconds": run.seconds,
+        "verdict": verdict(run.results, run.longer),
         "arms": [result.to_dict() for result in run.results],
+        "arms_for_equal_seconds": [result.to_dict() for result in run.longer],
     }
     write_atomic(output / "results.json", json.dumps(figures, indent=2) + "\n")
 
@@ -110,7 +130,8 @@ class Run:
         settings: the settings of the demo.
         lengths: the lengths of the training examples.
         comparison: the groupings of those lengths under the budget.
-        results: what each arm did; the others are compared with the first.
+        results: what each arm did with every example once; the others are compared with the first.
+        longer: what grouped and planned batches did in the seconds of the first arm.
         num_parameters: the parameters of the model.
         versions: the names and versions of what the run used.
         seconds: how long the whole demo took.
@@ -120,6 +141,7 @@ class Run:
     lengths: IntArray
     comparison: Comparison
     results: Sequence[ArmResult]
+    longer: Sequence[ArmResult]
     num_parameters: int
     versions: Mapping[str, str | None]
     seconds: float
@@ -129,7 +151,9 @@ def render_page(run: Run) -> str:
     """Return the page as HTML that needs nothing else: no script, font or picture from elsewhere."""
     body = [
         _opening(run),
-        f"<h2>The arms</h2>{_table(run.results)}",
+        f"<h2>The same examples, each once</h2>{_table(run.results)}",
+        _as_long(run),
+        gpu_section(stored_results()),
         _reading(run),
         _finding(run.results[-1]),
         f'<h2>Charts</h2>{_NO_SCRIPT}<div class="charts" id="charts"></div>',
@@ -183,21 +207,30 @@ def _chart_data(run: Run) -> dict[str, Any]:
 
 
 def _opening(run: Run) -> str:
-    first, planned, steady = run.results[0], run.results[2], run.results[3]
+    shuffled, grouped, _, planned = run.results[:4]
     figures = (
-        (_speed(steady, first), "as many real tokens per second as shuffled batches, with as many updates"),
-        (_speed(planned, first), "with the full budget: fewer, larger updates"),
-        (f"{first.padding:.0%} to {planned.padding:.0%}", "padding under the same budget, from fixed size to planned"),
+        (_speed(planned, shuffled), "as many real tokens per second as shuffled batches, with about as many updates"),
+        (_speed(planned, grouped), "as many as the same fixed size grouped by length"),
+        (f"{shuffled.padding:.0%} to {planned.padding:.0%}", "padding, from shuffled to planned"),
     )
     items = "".join(f"<li><b>{html.escape(value)}</b>{html.escape(what)}</li>" for value, what in figures)
+    first, *rest = (f"<p>{html.escape(sentence)}</p>" for sentence in verdict(run.results, run.longer))
     return (
-        '<p class="eyebrow">batchwright demo</p>'
-        "<h1>The same functions, the same model, the same memory: batched five ways</h1>"
+        '<p class="eyebrow">batchwright demo, on this machine</p>'
+        f"<h1>The same model, the same memory: batched five ways</h1>{first}"
+        f'<ul class="figures">{items}</ul>{"".join(rest)}'
         f"<p>A language model with {run.num_parameters / 1e6:.1f} million parameters reads {len(run.lengths):,} "
-        "functions of Python&rsquo;s standard library once. No batch may hold more than "
+        "functions of Python&rsquo;s standard library. No batch may hold more than "
         f"{run.settings.max_tokens:,} padded tokens. A fixed batch size must fit at the longest function, so it "
         "wastes room on all the others; a planned batch holds as many functions as fit.</p>"
-        f'<ul class="figures">{items}</ul>'
+    )
+
+
+def _as_long(run: Run) -> str:
+    table = page.render_table(AS_LONG_HEADER, as_long_rows(run.results, run.longer), numbers_from=1)
+    return (
+        "<h2>The same seconds</h2><p>What is faster may read the functions again. Each of these trained for about the "
+        f"processor seconds of the shuffled arm, and its learning rate fell to the end of them.</p>{table}"
     )
 
 
@@ -214,7 +247,7 @@ def _table(results: Sequence[ArmResult]) -> str:
 
 
 def _reading(run: Run) -> str:
-    first, planned, steady = run.results[0], run.results[2], run.results[3]
+    shuffled, _, full, planned = run.results[:4]
     return _part(
         "How to read it",
         "<p>Every arm starts from the same weights, sees the same functions once and uses the same optimizer. The "
@@ -223,11 +256,10 @@ def _reading(run: Run) -> str:
         "small differences in loss mean nothing. "
         "Seconds are processor time on one thread, without validation; they vary a little from run to run, but "
         "padding and updates do not.</p>"
-        f"<p>With the full budget there are {planned.num_steps} large updates instead of {first.num_steps}. On so "
-        f"few examples they end at a validation loss of {planned.loss:.2f}, compared with {first.loss:.2f}. A "
-        f"smaller budget keeps the number of updates ({steady.num_steps}), ends at {steady.loss:.2f} and still saves "
-        "the padding. Here time grows with padded tokens, so the gain comes from grouping by length, also at a fixed "
-        "size. A GPU that is idle during small steps gains more from the full budget.</p>",
+        f"<p>With the full budget there are {full.num_steps} large updates instead of {shuffled.num_steps}. On this "
+        f"few examples they end at a validation loss of {full.loss:.2f}, compared with {shuffled.loss:.2f}. A "
+        f"smaller budget keeps the number of updates ({planned.num_steps}), ends at {planned.loss:.2f} and still saves "
+        "the padding.</p>",
     )
 
 

@@ -6,8 +6,9 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -153,35 +154,36 @@ def _take(files: Sequence[Path], count: int) -> list[list[str]]:
     return found[:count]
 
 
-def train_arm(arm: Arm, corpus: Corpus, settings: DemoSettings) -> ArmResult:
-    """Train a fresh model on every example once, and validate it at even intervals.
+def train_arm(arm: Arm, corpus: Corpus, settings: DemoSettings, *, num_updates: int | None = None) -> ArmResult:
+    """Train a fresh model, and validate it at even intervals.
 
     Args:
         arm: the batches.
         corpus: the examples; every arm is validated on the same ones.
         settings: the settings of the demo.
+        num_updates: how many updates to make, epoch after epoch; None for one epoch.
     """
     model = make_model(settings, len(corpus.vocabulary))
-    num_tokens = int(lengths_of(corpus.train).sum())
-    rate = settings.base_rate * math.sqrt(num_tokens / len(arm.loader) / TOKENS_AT_BASE_RATE)
+    rate = settings.base_rate * math.sqrt(int(lengths_of(corpus.train).sum()) / len(arm.loader) / TOKENS_AT_BASE_RATE)
+    total = len(arm.loader) if num_updates is None else num_updates
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, len(arm.loader)))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, total))
     valid = valid_batches(corpus, settings)
     checks: list[Check] = []
     shapes: list[tuple[int, int]] = []
-    num_examples, seconds = 0, 0.0
-    with ProgressBar(label=f"{arm.name:<22}", total=len(corpus.train)) as bar:
+    num_examples, num_tokens, seconds = 0, 0, 0.0
+    with ProgressBar(label=f"{arm.name:<22}", total=total) as bar:
         # Processor time does not count other programs on the machine; on one thread it is otherwise the same as time.
         start = time.process_time()
-        for batch in arm.loader:
-            train_step(model, optimizer, batch)
+        for batch in islice(_epochs(arm.loader), total):
+            num_tokens += train_step(model, optimizer, batch)
             schedule.step()
             seconds += time.process_time() - start
             shapes.append((batch.shape[0], batch.shape[1] - 1))
             num_examples += batch.shape[0]
-            if num_examples * settings.num_checks >= (len(checks) + 1) * len(corpus.train):
+            if len(shapes) * settings.num_checks >= (len(checks) + 1) * total:
                 checks.append(Check(num_examples=num_examples, seconds=seconds, loss=validate(model, valid)))
-            bar.update(batch.shape[0])
+            bar.update(1)
             start = time.process_time()
     return ArmResult(
         name=arm.name,
@@ -194,13 +196,42 @@ def train_arm(arm: Arm, corpus: Corpus, settings: DemoSettings) -> ArmResult:
     )
 
 
-def train_step(model: LanguageModel, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-    """Make one update on the mean loss per token of a batch."""
+def _epochs(loader: DataLoader[Any]) -> Iterator[Tensor]:
+    while True:
+        yield from loader
+
+
+# A run that is to last as long as the slowest arm makes at most so many times the updates of an epoch.
+_MOST_EPOCHS = 8
+
+
+def train_as_long(corpus: Corpus, settings: DemoSettings, results: Sequence[ArmResult]) -> list[ArmResult]:
+    """Train the same size by length, and planned batches of as many updates, for the seconds of shuffled batches.
+
+    The number of updates follows from the seconds of an update in the first comparison, so that the learning rate of
+    every run falls to its end when its seconds are over.
+
+    Args:
+        corpus: the examples.
+        settings: the settings of the demo.
+        results: the arms of ``make_arms`` over one epoch, in order.
+    """
+    found = []
+    for place in (1, 3):
+        arm, epoch = make_arms(corpus.train, settings)[place], results[place]
+        num_epochs = min(_MOST_EPOCHS, results[0].seconds / max(epoch.seconds, 1e-9))
+        found.append(train_arm(arm, corpus, settings, num_updates=max(1, round(num_epochs * epoch.num_steps))))
+    return found
+
+
+def train_step(model: LanguageModel, optimizer: torch.optim.Optimizer, batch: Tensor) -> int:
+    """Make one update on the mean loss per token of a batch, and return its real tokens."""
     total, num_tokens = loss_sum(model, batch)
     torch.autograd.backward(total / num_tokens)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
+    return num_tokens
 
 
 def rate_factor(step: int, num_steps: int) -> float:
