@@ -166,7 +166,7 @@ class FunctionCapturer:
             check_output(output)
             self.is_half = precision.is_half or _is_rough(self._device)
             if moved == [CPU] or self._device.type == "cpu":
-                self.draws = self._vain_draws(call, kept, moved)
+                self.draws = self._vain_draws(call, moved)
             elif moved:
                 raise NotGraphableError(random_reason(moved))
         finally:
@@ -192,7 +192,9 @@ class FunctionCapturer:
             if now._version != version or not torch.equal(_bits(given), _bits(now)):
                 raise NotGraphableError("the function changes its inputs in place, and a replay would change a copy")
 
-    def _vain_draws(self, call: Call, kept: Kept, moved: Sequence[str]) -> Draws:
+    def _vain_draws(self, call: Call, moved: Sequence[str]) -> Draws:
+        kept = self.keep()
+
         def forward() -> float:
             found = leaves(run(self._function, map_leaves(call, torch.clone)))
             return sum(float(tensor.double().sum()) for tensor in found)

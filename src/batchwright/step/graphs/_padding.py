@@ -71,7 +71,8 @@ class Padding:
         if cut != "rows" and not callable(cut):
             raise ArgumentError(f'cut must be "rows" or a function of an output and a shape, got {cut!r}')
         self._cut: Cut | None = None if isinstance(cut, str) else cut
-        self.shapes = sorted(shapes, key=lambda shape: (math.prod(shape), shape))
+        # Of as many elements, the shorter: attention grows with the square of the length.
+        self.shapes = sorted(shapes, key=lambda shape: (math.prod(shape), shape[::-1]))
         self._names = names
         most = max(map(len, self.shapes))
         if most > 2 or most != min(map(len, self.shapes)):

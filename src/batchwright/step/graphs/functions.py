@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, final
 
 import torch
@@ -330,4 +331,6 @@ class _Order:
 
 def _is_capturing() -> bool:
     """Say whether another capture is going on, which takes this call in as it is."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    with suppress(RuntimeError):  # where torch has no CUDA
+        return torch.cuda.is_current_stream_capturing()
+    return False

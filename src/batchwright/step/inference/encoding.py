@@ -310,12 +310,15 @@ class Encoder:
         model = LatencyModel()
         for rows, length, seconds in [*self._seconds, *self._seconds]:
             model.observe(rows, length, seconds)
-        limits = {
+        return Batcher(self, length_of=self.length_of, **{**self.batcher_options, "time_model": model, **options})
+
+    @property
+    def batcher_options(self) -> dict[str, int]:
+        """Return ``max_items`` and ``max_tokens`` of a ``Batcher``, with which a shape holds every batch."""
+        return {
             "max_items": max(rows for rows, _ in self.shapes),
             "max_tokens": max(rows * length for rows, length in self.shapes),
-            "time_model": model,
         }
-        return Batcher(self, length_of=self.length_of, **{**limits, **options})
 
     def summary(self) -> GraphSummary:
         """Return what was captured and replayed so far, what ran eagerly, and why."""
