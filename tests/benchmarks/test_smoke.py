@@ -270,3 +270,12 @@ def test_without_a_gpu_the_trial_run_is_named(script, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="--smoke"):
         script("_gpu").Device(1, smoke=False)
+
+
+def test_an_encoder_is_measured_in_all_phases_and_a_second_command_measures_nothing(rows_of):
+    report = rows_of("gpu_encoder")
+    found = [(row["phase"], row["arm"]) for row in report["rows"]]
+    arms = [(phase, arm) for arm in ("eager", "graphed") for phase in ("visits", "load", "closed")]
+    assert sorted(found) == sorted([*arms, ("warm_up", "graphed"), ("difference", "both")])
+    assert max(report["rows"][-1][name] for name in ("eager_batch", "graphed_batch", "graphed_alone")) < 1e-5
+    assert rows_of("gpu_encoder")["rows"] == report["rows"]

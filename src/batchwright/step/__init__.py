@@ -17,8 +17,11 @@ from .collators import PadCollator as PadCollator  # noqa: E402
 from .compiling import CompileCounter as CompileCounter  # noqa: E402
 from .compiling import MarkShapes as MarkShapes  # noqa: E402
 from .filler import without_filler as without_filler  # noqa: E402
+from .graphs.functions import graphed as graphed  # noqa: E402
 from .graphs.summary import GraphSummary as GraphSummary  # noqa: E402
 from .huggingface import huggingface_loss as huggingface_loss  # noqa: E402
+from .inference.encoding import Encoder as Encoder  # noqa: E402
+from .inference.encoding import encode as encode  # noqa: E402
 from .inference.generation import generate as generate  # noqa: E402
 from .inference.pieces import merge_padded as merge_padded  # noqa: E402
 from .inference.pieces import oom_safe as oom_safe  # noqa: E402
@@ -49,6 +52,7 @@ __all__ = [
     "BudgetTracker",
     "Calibration",
     "CompileCounter",
+    "Encoder",
     "FitToMemory",
     "FoundBudget",
     "GraphSummary",
@@ -69,8 +73,10 @@ __all__ = [
     "calibrate",
     "calibrate_huggingface",
     "default_shapes",
+    "encode",
     "entropy_sum",
     "generate",
+    "graphed",
     "growing_shapes",
     "huggingface_loss",
     "is_out_of_memory",

@@ -251,6 +251,26 @@ def test_borders_that_others_may_have_moved_are_not_stated(findings):
     assert advice.code == ""
 
 
+def test_encoding_that_gains_comes_with_its_border_and_a_line():
+    found = replace(GRAPHED_H200, encoding=GRAPHS)
+    assert topics(found) == ["shapes", "sizes", "graphs", "encoding"]
+    advice = about("encoding", found)
+    assert "Encoding 1,024 tokens takes 5.0 ms as a CUDA graph instead of 40 ms (8.0 times as fast)" in advice.text
+    assert "graphs pay up to about 16,384 tokens a batch" in advice.text
+    assert advice.code == 'encode(model, tokenizer, texts, graphs="auto")'
+
+
+def test_encoding_that_gains_nothing_has_no_line():
+    advice = about("encoding", replace(GRAPHED_H200, encoding=replace(GRAPHS, rows=GRAPHS.rows[-1:])))
+    assert advice.text == "Encoding 32,768 tokens gains less than 10 % by a CUDA graph here."
+    assert advice.code == ""
+
+
+def test_encoding_on_a_busy_machine_is_not_spoken_of():
+    found = replace(GRAPHED_H200, encoding=GRAPHS, load=Load(wall_per_cpu=2.0))
+    assert "encoding" not in topics(found)
+
+
 def test_a_failed_capture_is_told_as_it_is():
     graphs = Graphs(problem="a step of 1,024 tokens could not be captured: out of memory")
     advice = about("graphs", replace(ON_H200, graphs=graphs))

@@ -12,6 +12,7 @@ from batchwright.cli.doctor.advice import advise
 from batchwright.cli.doctor.command import (
     advice_lines,
     attention_lines,
+    encoding_lines,
     findings_lines,
     graph_lines,
     launch_lines,
@@ -46,7 +47,7 @@ def test_doctor_as_json_holds_the_same(capsys):
     code, out, _ = run(capsys, "doctor", "--quick", "--json")
     found = json.loads(out)
     assert code == 0
-    assert found.keys() == {"machine", "attention", "launch", "graphs", "load", "advice"}
+    assert found.keys() == {"machine", "attention", "launch", "graphs", "load", "encoding", "advice"}
     assert {"shapes", "sizes"} <= {advice["topic"] for advice in found["advice"]}
     assert found["launch"]["knee_tokens"] in [row["tokens"] for row in found["launch"]["rows"]]
 
@@ -98,7 +99,7 @@ def test_steps_have_their_throughput():
 
 
 def test_steps_stand_beside_their_graphs():
-    lines = graph_lines(GRAPHS, SCREEN)
+    lines = graph_lines("graphs", "tokens per step, forward and backward", GRAPHS, SCREEN)
     # 42 / 12 = 3.5.
     assert lines[3].split() == ["4,096", "42.0", "ms", "12.0", "ms", "3.5", "x"]
     assert lines[-1] == "Capturing all of these took 1.2 s."
@@ -106,9 +107,18 @@ def test_steps_stand_beside_their_graphs():
 
 def test_what_was_not_captured_is_said_below():
     problem = "a step of 65,536 tokens could not be captured: out of memory"
-    lines = graph_lines(replace(GRAPHS, problem=problem), SCREEN)
+    lines = graph_lines("graphs", "tokens", replace(GRAPHS, problem=problem), SCREEN)
     assert lines[-1] == f"graphs    {problem}."
-    assert graph_lines(Graphs(problem=problem), SCREEN) == lines[-1:]
+    assert graph_lines("graphs", "tokens", Graphs(problem=problem), SCREEN) == lines[-1:]
+
+
+def test_encoding_stands_below_steps_and_what_both_lack_is_said_once():
+    found = replace(GRAPHED_H200, encoding=GRAPHS)
+    lines = encoding_lines(found, SCREEN)
+    assert lines[0].startswith("tokens per batch, forward only")
+    problem = "a step of 1,024 tokens could not be captured: out of memory"
+    assert encoding_lines(replace(found, encoding=Graphs(problem=problem)), SCREEN) == [f"encoding  {problem}.", ""]
+    assert encoding_lines(ON_H200, SCREEN) == []
 
 
 def test_without_cuda_one_line_says_that_graphs_need_it(capsys):

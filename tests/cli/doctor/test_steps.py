@@ -9,7 +9,7 @@ from torch import nn
 
 from batchwright.cli.doctor.advice import advise
 from batchwright.cli.doctor.records import CPU, GPU
-from batchwright.cli.doctor.steps import CudaSteps, measure_graphs, measure_launch
+from batchwright.cli.doctor.steps import CudaSteps, measure_encoding, measure_graphs, measure_launch
 from batchwright.errors import DoesNotFitError
 
 from .made import H200, LAPTOP, ON_H200
@@ -351,4 +351,13 @@ def test_a_gpu_says_what_its_graphs_save():
     assert all(row.replay_seconds > 0 and row.eager_seconds > 0 for row in found.rows)
     assert len(found.rounds) == 3
     # Launches bind a step of 128 tokens on every GPU.
+    assert found.rows[0].gain > 1
+
+
+@pytest.mark.needs_cuda
+def test_a_gpu_says_what_graphs_save_of_encoding():
+    effort = replace(GPU, width=256, num_layers=4, rounds=3, graph_items=(2, 16, 128))
+    found = measure_encoding(torch.device("cuda"), effort)
+    assert (found.problem, len(found.rounds)) == ("", 3)
+    assert [row.tokens for row in found.rows] == [128, 1024, 8192]
     assert found.rows[0].gain > 1

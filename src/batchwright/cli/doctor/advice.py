@@ -18,6 +18,7 @@ NOTABLE_SECONDS = 0.01
 WORTH = 0.5
 FEW_SHAPES = "bw.plan_batches(lengths, budget, grouping=bw.Buckets(count=16))"
 GRAPHED = "Stepper(model, optimizer, loss_fn, graphs=True, shapes=sampler)"
+ENCODED = 'encode(model, tokenizer, texts, graphs="auto")'
 TURN_OFF = {
     "cudnn": "torch.backends.cuda.enable_cudnn_sdp(False)",
     "flash": "torch.backends.cuda.enable_flash_sdp(False)",
@@ -41,6 +42,7 @@ def advise(findings: Findings) -> list[Advice]:
         _about_shapes(findings.attention, machine),
         _about_sizes(launch, machine, findings.load),
         _about_graphs(findings.graphs, machine, findings.load),
+        _about_encoding(findings.encoding, machine, findings.load),
         *_about_memory(machine),
         _about_numbers(machine),
         _about_packages(machine),
@@ -252,6 +254,23 @@ def _about_graphs(graphs: Graphs, machine: Machine, load: Load) -> Advice | None
         "of a sampler with grouping=bw.Buckets(16)."
     )
     return Advice("graphs", text, GRAPHED)
+
+
+def _about_encoding(graphs: Graphs, machine: Machine, load: Load) -> Advice | None:
+    """Say up to which size a batch that is only encoded is worth capturing."""
+    paying = graphs.paying_range
+    if machine.device != "cuda" or not graphs.rows or paying is None or load.is_busy:
+        return None  # what is said of training steps holds here too
+    first = graphs.rows[0]
+    if paying[1] == 0:
+        text = f"Encoding {first.tokens:,} tokens gains less than {100 * (PAYS - 1):.0f} % by a CUDA graph here."
+        return Advice("encoding", text)
+    text = (
+        f"Encoding {first.tokens:,} tokens takes {milliseconds(first.replay_seconds)} as a CUDA graph instead of "
+        f"{milliseconds(first.eager_seconds)} ({first.gain:.1f} times as fast); graphs pay up to about "
+        f"{_either(paying)} tokens a batch. A server has few shapes with Encoder(model, tokenizer).batcher()."
+    )
+    return Advice("encoding", text, ENCODED)
 
 
 def _about_memory(machine: Machine) -> list[Advice]:

@@ -24,6 +24,7 @@ What it measures:
   sizes       the batch size below which a step takes only as long as launching its kernels, and the one
               above which throughput hardly grows
   graphs      what CUDA graphs save, and up to which size of step they pay (needs a CUDA device)
+  encoding    the same for forward passes without gradients, as an encoder runs them
 
 Each result comes with what it means for your batches, and a line to copy. Everything is measured several
 times, and what the repeats contradict is not stated: on a busy machine the answer is that it is too busy.
@@ -74,8 +75,9 @@ def findings_lines(findings: Findings, screen: Screen) -> list[str]:
         "",
         *launch_lines(findings.launch),
         "",
-        *graph_lines(findings.graphs, screen),
+        *graph_lines("graphs", "tokens per step, forward and backward", findings.graphs, screen),
         "",
+        *encoding_lines(findings, screen),
     ]
 
 
@@ -107,9 +109,9 @@ def launch_lines(launch: Launch) -> list[str]:
     return render_table([f"tokens per step, {launch.model}", "time", "tokens/s"], rows)
 
 
-def graph_lines(graphs: Graphs, screen: Screen) -> list[str]:
-    """Lay out steps without and with a CUDA graph; say what is missing and why."""
-    missing = screen.wrap(f"graphs    {graphs.problem or 'not measured'}.", indent="          ")
+def graph_lines(topic: str, title: str, graphs: Graphs, screen: Screen) -> list[str]:
+    """Lay out passes without and with a CUDA graph; say what is missing and why."""
+    missing = screen.wrap(f"{topic:<10}{graphs.problem or 'not measured'}.", indent="          ")
     if not graphs.rows:
         return missing
     rows = [
@@ -121,9 +123,17 @@ def graph_lines(graphs: Graphs, screen: Screen) -> list[str]:
         ]
         for row in graphs.rows
     ]
-    lines = render_table(["tokens per step, forward and backward", "eager", "CUDA graph", "gain"], rows)
+    lines = render_table([title, "eager", "CUDA graph", "gain"], rows)
     took = f"Capturing all of these took {graphs.capture_seconds:.1f} s."
     return [*lines, *screen.wrap(took), *(missing if graphs.problem else [])]
+
+
+def encoding_lines(findings: Findings, screen: Screen) -> list[str]:
+    """Lay out forward passes without and with a CUDA graph, unless what is missing was said of steps already."""
+    encoding = findings.encoding
+    if not encoding.rows and encoding.problem == findings.graphs.problem:
+        return []
+    return [*graph_lines("encoding", "tokens per batch, forward only", encoding, screen), ""]
 
 
 def advice_lines(found: list[Advice], screen: Screen) -> list[str]:

@@ -19,7 +19,7 @@ from ..._progress import ProgressBar
 from ...step.calibration.running import Prober
 from .machine import clock_for, look_at, wall_per_cpu
 from .records import Attention, Effort, Findings, Load, Visits, effort_for
-from .steps import measure_graphs, measure_launch, sizes
+from .steps import measure_encoding, measure_graphs, measure_launch, sizes
 
 
 def examine(device: torch.device | str, *, quick: bool = False, progress: bool = True) -> Findings:
@@ -39,7 +39,7 @@ def examine(device: torch.device | str, *, quick: bool = False, progress: bool =
     chosen = torch.device(device)
     machine = look_at(chosen)
     effort = effort_for(machine, quick=quick)
-    total = len(BACKENDS) + len(sizes(effort)) + effort.rounds + 2 * len(effort.graph_items)
+    total = len(BACKENDS) + len(sizes(effort)) + effort.rounds + 4 * len(effort.graph_items)
     devices = [chosen] if chosen.type == "cuda" else []
     bar = ProgressBar(label="measuring", total=total, enabled=progress)
     with torch.random.fork_rng(devices), one_thread(), bar:
@@ -54,9 +54,13 @@ def examine(device: torch.device | str, *, quick: bool = False, progress: bool =
         waits.append(wall_per_cpu())
         bar.doing("CUDA graphs")
         graphs = measure_graphs(chosen, effort, done=bar.update)
+        bar.doing("encoding")
+        encoding = measure_encoding(chosen, effort, done=bar.update)
         bar.update(total - bar.done)  # sizes that took too long or did not fit were left out
     load = Load(wall_per_cpu=median(waits), average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None)
-    return Findings(machine=machine, attention=tuple(attention), launch=launch, graphs=graphs, load=load)
+    return Findings(
+        machine=machine, attention=tuple(attention), launch=launch, graphs=graphs, load=load, encoding=encoding
+    )
 
 
 _BACKENDS: dict[str, SDPBackend | None] = {

@@ -177,7 +177,7 @@ def _range(votes: list[int]) -> tuple[int, int] | None:
 @final
 @dataclass(frozen=True)
 class GraphRow:
-    """The tokens of a forward and backward pass, its seconds kernel by kernel, and replayed as a CUDA graph."""
+    """The tokens of a pass, its seconds kernel by kernel, and replayed as a CUDA graph."""
 
     tokens: int
     eager_seconds: float
@@ -249,13 +249,23 @@ class Load:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Everything that was measured."""
+    """Everything that was measured.
+
+    Attributes:
+        machine: what it was measured on.
+        attention: kernels on new and known shapes.
+        launch: training steps from small to large.
+        graphs: what CUDA graphs save of forward and backward passes.
+        load: how busy the machine was.
+        encoding: what they save of forward passes without gradients.
+    """
 
     machine: Machine
     attention: tuple[Attention, ...]
     launch: Launch
     graphs: Graphs = Graphs()
     load: Load = Load()
+    encoding: Graphs = Graphs()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, including what follows from the measurements."""
@@ -264,9 +274,10 @@ class Findings:
             name: getattr(self.launch, name)
             for name in ("floor_seconds", "flat_tokens", "knee_tokens", "flat_range", "knee_range", "spread")
         }
-        for row, figure in zip(self.graphs.rows, figures["graphs"]["rows"], strict=True):
-            figure["gain"] = row.gain
-        figures["graphs"] |= {name: getattr(self.graphs, name) for name in ("paying_tokens", "paying_range")}
+        for name, graphs in (("graphs", self.graphs), ("encoding", self.encoding)):
+            for row, figure in zip(graphs.rows, figures[name]["rows"], strict=True):
+                figure["gain"] = row.gain
+            figures[name] |= {key: getattr(graphs, key) for key in ("paying_tokens", "paying_range")}
         return figures
 
 

@@ -216,6 +216,25 @@ def measure_graphs(
     return Graphs(model=_in_words(effort), problem=problem)
 
 
+def measure_encoding(
+    device: torch.device,
+    effort: Effort,
+    *,
+    done: Callable[[], Any] = lambda: None,
+    clock: Callable[[], float] | None = None,
+) -> Graphs:
+    """Time forward passes without gradients as ``measure_graphs`` does, on CUDA only.
+
+    Args:
+        device: where to run.
+        effort: the sizes.
+        done: called after each size that is tried, and after each capture.
+        clock: seconds that never go back; None is the one for the device.
+    """
+    make_steps = partial(_cuda_forwards, device, effort) if device.type == "cuda" else None
+    return measure_graphs(device, effort, make_steps=make_steps, done=done, clock=clock)
+
+
 def _compare(
     steps: Steps, device: torch.device, effort: Effort, done: Callable[[], Any], clock: Callable[[], float]
 ) -> Graphs:
@@ -295,6 +314,49 @@ def _cuda_steps(device: torch.device, effort: Effort) -> CudaSteps:
     return CudaSteps(_transformer(device, effort), effort, device)
 
 
+def _cuda_forwards(device: torch.device, effort: Effort) -> CudaForwards:
+    return CudaForwards(_transformer(device, effort), effort, device)
+
+
+@final
+class CudaForwards:
+    """Forward passes of a model on CUDA, as an encoder runs them.
+
+    Args:
+        model: takes ``(items, length, width)``.
+        effort: the width, the length and the largest number of items.
+        device: where the model lies.
+    """
+
+    def __init__(self, model: nn.Module, effort: Effort, device: torch.device) -> None:
+        self._model, self._device = model.eval(), device
+        self._input = torch.randn(max(effort.graph_items), effort.length, effort.width, device=device)
+        self._backend = CudaGraphs(device)
+
+    def run(self, shape: Shape) -> None:
+        """Run one pass, kernel by kernel."""
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
+            self._model(self._input[: shape[0]])
+
+    def warm_up(self, shape: Shape) -> None:
+        """Run one pass on a stream of its own, as captures need."""
+        on_a_stream(self._device, lambda: self.run(shape))
+        self._backend.prepare()
+
+    def capture(self, shape: Shape) -> Callable[[], Any]:
+        """Capture one pass into the pool that all graphs share."""
+        return self._backend.capture(partial(self.run, shape))
+
+
+def on_a_stream(device: torch.device, run: Callable[[], None]) -> None:
+    """Run something on a stream of its own, between what comes before and after."""
+    own, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    own.wait_stream(current)
+    with torch.cuda.stream(own):
+        run()
+    current.wait_stream(own)
+
+
 @final
 class CudaSteps:
     """Forward and backward passes of a model on CUDA; its gradients keep their place once they are captured.
@@ -319,11 +381,7 @@ class CudaSteps:
         """Allocate the gradients outside the graphs, and run one pass on a stream of its own, as captures need."""
         for parameter in self._model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        own, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
-        own.wait_stream(current)
-        with torch.cuda.stream(own):
-            self._pass(shape)
-        current.wait_stream(own)
+        on_a_stream(self._device, lambda: self._pass(shape))
         self._backend.prepare()
 
     def capture(self, shape: Shape) -> Callable[[], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 
@@ -16,12 +16,14 @@ from .._settings import Settings
 from ..oom import Snapshot, add_back, is_out_of_memory, set_aside
 from ..report import MicroSums
 from ._comparing import Comparer, Outcome, outcome_of_step, outcome_without_gradients
-from ._draws import CPU, Draws, HostRandom, harmless_draws, is_explained_by
+from ._draws import CPU, Draws, HostRandom, is_explained_by, vain_draws
 from ._inputs import Signature, Target, elements_of, few_rows, resized
 from ._micro import MicroGraph, NotGraphableError, Work, aliases_of, without_autocast_cache
 from ._reach import Reach
 from ._watch import Kept, Untouched
 from .backend import GraphBackend
+
+Made = TypeVar("Made")
 
 # How many times the memory of the largest eager step must be free beside the pool: other shapes leave gaps.
 _SLACK = 1.1
@@ -76,7 +78,7 @@ class Capturer:
                 raise NotGraphableError(text_of(error), sums) from error
             self.draws = draws or []
         if draws is None or (moved and not draws):
-            raise NotGraphableError(_random(moved or [CPU]), sums)
+            raise NotGraphableError(random_reason(moved or [CPU]), sums)
         if any(one.grad is not None and one.grad.is_sparse for one in self._trained.parameters):
             raise NotGraphableError("sparse gradients have no static buffer", sums)
         return sums
@@ -88,23 +90,13 @@ class Capturer:
 
     def _look_at_draws(self, batch: Any) -> Draws | None:
         """Return what the forward pass draws on the host in vain, None if it matters."""
-        kept, is_on_host = self.keep(), self._device.type == "cpu"
+        kept = self.keep()
 
         def forward() -> float:
             with torch.no_grad():
                 return float(self._forward(batch)[0])
 
-        def restore() -> None:
-            kept.restore()
-
-        try:
-            draws = harmless_draws(forward, restore, is_on_host=is_on_host)
-            # A replay on the host draws by itself.
-            return [] if draws is not None and is_on_host else draws
-        except Exception:  # a second pass that fails says nothing of the draws
-            return [] if is_on_host else None
-        finally:
-            restore()
+        return vain_draws(forward, kept.put_back, is_on_host=self._device.type == "cpu")
 
     def _forward(self, batch: Any) -> Any:
         """Run a copy of a batch forward, since a loss may change its batch, which the step itself runs on later."""
@@ -146,7 +138,7 @@ class Capturer:
         for one in sorted(ready, key=lambda one: -one.num_bytes):
             try:
                 graph: MicroGraph | None = self._capture(one, is_half=is_half)
-            except _MadeUpError:
+            except MadeUpError:
                 continue  # what was made up does not go together: such shapes are captured when they come
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -194,7 +186,7 @@ class Capturer:
         for one in found:
             try:
                 ran = self._run_forward_ahead(one, kept) if is_tight else self._run_step_ahead(one, kept)
-            except _MadeUpError:
+            except MadeUpError:
                 continue
             if ran is not None and self._fits(ran, eager_elements):
                 ready.append(ran)
@@ -216,7 +208,7 @@ class Capturer:
             kept.restore_values()
             add_back(held)
         if failure and not one.is_real:
-            raise _MadeUpError  # what other shapes have made meanwhile, such as tables, stays
+            raise MadeUpError  # what other shapes have made meanwhile, such as tables, stays
         if failure:
             kept.untouched.put_back()
             raise NotGraphableError(failure)
@@ -271,7 +263,7 @@ class Capturer:
         part = _Candidate(sample.signature._replace(sizes=sizes), resized(sample.batch, sizes), is_real=False)
         try:
             graph = None if sizes == sample.signature.sizes else self._capture_only(self._ahead_of(part))
-        except _MadeUpError:
+        except MadeUpError:
             graph = None
         batch = sample.batch if graph is None else part.batch
         graph = graph or graphs.get(sample.signature)
@@ -292,33 +284,53 @@ class Capturer:
 
     def _capture_only(self, one: _Candidate) -> MicroGraph:
         assert self.work is not None
-        host, kept = HostRandom(self.reach.generators, self._device), self.keep()
-        start = torch.get_rng_state()
-        try:
-            graph = MicroGraph(one.signature, one.batch, self.work, self._backend)
-            moved = host.moved()
-            if moved == [CPU] and self.draws and is_explained_by(self.draws, start):
-                moved = []
-            if moved:
-                raise NotGraphableError(_random(moved))
-        except NotGraphableError:
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            if not one.is_real and "captur" not in str(error):  # the loss refuses what was made up
-                raise _MadeUpError from error
-            raise NotGraphableError(text_of(error)) from error
-        finally:
-            changed = kept.restore()
-        if changed is not None:
-            raise NotGraphableError(f"the forward pass changes {changed}, and a replay would not")
-        return graph
+        work, host, kept = self.work, HostRandom(self.reach.generators, self._device), self.keep()
+        return captured(
+            lambda: MicroGraph(one.signature, one.batch, work, self._backend),
+            host, kept, self.draws, is_real=one.is_real,
+        )  # fmt: skip
 
     @property
     def _comparer(self) -> Comparer:
         assert self.work is not None
         return Comparer(self.work, self._backend, self.keep)
+
+
+def captured(make: Callable[[], Made], host: HostRandom, kept: Kept, draws: Draws, *, is_real: bool) -> Made:
+    """Return the graph that ``make`` captures, if the capture did nothing that a replay would not repeat.
+
+    Args:
+        make: captures.
+        host: the random generators of the host now.
+        kept: puts everything back.
+        draws: what may be drawn on the host, since it changes nothing.
+        is_real: the inputs are those of a batch that came, and not made up.
+
+    Raises:
+        NotGraphableError: a replay would not repeat what was done.
+        MadeUpError: inputs that were made up do not go together.
+    """
+    start = torch.get_rng_state()
+    try:
+        graph = make()
+        moved = host.moved()
+        if moved == [CPU] and draws and is_explained_by(draws, start):
+            moved = []
+        if moved:
+            raise NotGraphableError(random_reason(moved))
+    except NotGraphableError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        if not is_real and "captur" not in str(error):  # the loss refuses what was made up
+            raise MadeUpError from error
+        raise NotGraphableError(text_of(error)) from error
+    finally:
+        changed = kept.restore()
+    if changed is not None:
+        raise NotGraphableError(f"the forward pass changes {changed}, and a replay would not")
+    return graph
 
 
 @final
@@ -338,7 +350,7 @@ def _max_bytes(micro_batch: Any) -> float | None:
     return min((part.max_bytes for part in parts if isinstance(part, MaxBytes)), default=None)
 
 
-class _MadeUpError(Exception):
+class MadeUpError(Exception):
     """Inputs that were made of others do not go together."""
 
 
@@ -353,7 +365,8 @@ def text_of(error: Exception) -> str:
     return f"a capture failed with {what}"
 
 
-def _random(generators: Sequence[str]) -> str:
+def random_reason(generators: Sequence[str]) -> str:
+    """Return why random numbers of the host stand against a graph."""
     names = ", ".join(generators)
     return f"the forward pass draws random numbers on the host ({names}), and a replay would repeat them for ever"
 

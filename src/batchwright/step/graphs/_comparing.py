@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, cast, final
 import torch
 from torch import Tensor
 
-from ..._tree import map_leaves
+from ..._tree import leaves, map_leaves
 from ..oom import Held, add_back, drop_gradients
 from ..report import MicroSums, Sum
+from ._inputs import signature_of
 from ._micro import MicroGraph, Work
 from ._watch import Kept
 from .backend import GraphBackend
@@ -86,6 +87,42 @@ def are_alike(replays: tuple[Outcome, Outcome], eager: Outcome, *, is_half: bool
     if not _distance(first.norms, eager.norms) <= _SPREAD * spread + near:
         return False
     return _are_near(numbers_of(first.sums), numbers_of(second.sums), numbers_of(eager.sums), near)
+
+
+def outputs_alike(replays: tuple[Any, Any], eager: Any, *, is_half: bool) -> bool:
+    """Say whether the nested output of an eager run differs from those of two replays by rounding only, or by dropout.
+
+    Every row counts: one that is wrong among many would hardly change a norm over all of them.
+    """
+    kinds = {signature_of(map_leaves(one, Tensor.detach)) for one in (*replays, eager)}
+    if len(kinds) != 1 or None in kinds:
+        return False
+    columns = zip(*map(leaves, (*replays, eager)), strict=True)
+    return all(_tensors_alike(*column, is_half=is_half) for column in columns)
+
+
+def _tensors_alike(first: Tensor, second: Tensor, eager: Tensor, *, is_half: bool) -> bool:
+    if not (eager.is_floating_point() or eager.is_complex()):
+        return torch.equal(first, eager) or not torch.equal(first, second)
+    spread = _largest_distance(first, second)
+    near = NEAR_ROUGHLY if is_half or spread > NEAR else NEAR
+    return _largest_distance(first, eager) <= _SPREAD * spread + near
+
+
+def _largest_distance(values: Tensor, wanted: Tensor) -> float:
+    """Return how far the worst row is from the wanted one, as a share of that; infinite where numbers are missing."""
+    if wanted.numel() == 0:
+        return 0.0
+    kind = torch.complex128 if wanted.is_complex() else torch.float64
+    rows = [one.detach().to(kind).reshape(len(one) if one.ndim else 1, -1) for one in (values, wanted)]
+    if not torch.equal(*[row.isfinite() for row in rows]):
+        return math.inf
+    # Infinite numbers and those that are none are equal where they stand.
+    first, second = (torch.where(row.isfinite(), row, 0) for row in rows)
+    norms = second.norm(dim=1)
+    # A row of hardly anything is measured by the others.
+    least = max(1e-3 * float(norms.mean()), 1e-12)
+    return float(((first - second).norm(dim=1) / norms.clamp(min=least)).max())
 
 
 def _are_near(first: Sequence[float], second: Sequence[float], eager: Sequence[float], near: float) -> bool:

@@ -115,6 +115,20 @@ def harmless_draws(
     return draws[0] if losses[0] == losses[1] and draws[0] == draws[1] else None
 
 
+def vain_draws(forward: Callable[[], float], restore: Callable[[], None], *, is_on_host: bool) -> Draws | None:
+    """Return what a forward pass draws on the host in vain, None if draws matter; everything is put back.
+
+    A replay on the host draws by itself, so there is nothing to repeat for it.
+    """
+    try:
+        draws = harmless_draws(forward, restore, is_on_host=is_on_host)
+        return [] if draws is not None and is_on_host else draws
+    except Exception:  # a second pass that fails says nothing of the draws
+        return [] if is_on_host else None
+    finally:
+        restore()
+
+
 def draw_again(draws: Draws) -> None:
     """Move torch's generator on the host as an eager run would have."""
     for size, dtype in draws:

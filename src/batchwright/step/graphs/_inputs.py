@@ -96,6 +96,11 @@ class StaticInputs:
         for buffer, tensor in zip(self._buffers, leaves(batch), strict=True):
             buffer.copy_(tensor, non_blocking=True)
 
+    def fill_at_once(self, batch: Any) -> None:
+        """Do the same, and never read the batch after the call: its owner may write to pinned memory again."""
+        for buffer, tensor in zip(self._buffers, leaves(batch), strict=True):
+            buffer.copy_(tensor, non_blocking=tensor.device.type != "cpu" or not tensor.is_pinned())
+
 
 @final
 class Axes:

@@ -142,7 +142,7 @@ class MicroGraph:
         work = self._work
         # Containers of its own, since a loss may take fields out of them.
         batch = map_leaves(self._inputs.batch, lambda tensor: tensor)
-        with work.precision(), without_autocast_cache(), work.in_place(), _ConstantsOnDevice():
+        with work.precision(), without_autocast_cache(), work.in_place(), ConstantsOnDevice():
             sums = MicroSums(work.loss_fn(work.ranks.module, batch), is_replayed=True)
         if sums.is_empty or sums.is_doubtful:
             raise NotGraphableError("a micro-batch has a weight of 0 on the host, and such are left out")
@@ -241,7 +241,7 @@ def _has_places(index: Any) -> bool:
     return bool(tensors) and all(one.dtype not in (torch.bool, torch.uint8) for one in tensors)
 
 
-class _ConstantsOnDevice(TorchFunctionMode):
+class ConstantsOnDevice(TorchFunctionMode):
     """Make numbers on the device, as in ``torch.tensor(0.0, device="cuda")`` and ``mask[rows, columns] = 1``.
 
     A copy from the host cannot be captured.

@@ -49,9 +49,14 @@ class Watch:
     Single values in modules (train or eval, the share of a dropout, whether adapters are merged), hooks, parts,
     parameters and buffers are compared with what they were, and so is what ``Reach`` finds; where a tensor lies counts
     too.
+
+    Args:
+        reach: what the model and the loss function read.
+        trained: the parameters that are trained.
+        device: where the work runs, None for that of the first parameter.
     """
 
-    def __init__(self, reach: Reach, trained: Sequence[nn.Parameter]) -> None:
+    def __init__(self, reach: Reach, trained: Sequence[nn.Parameter], *, device: torch.device | None = None) -> None:
         modules = reach.modules
         self._names = frozenset({"training", "forward", *reach.names})
         self._parts = [_read_part(part, self._names) for part in modules]
@@ -69,7 +74,8 @@ class Watch:
         self._own, self._trained = list(own.values()), trained
         self._around = [tensor for _, tensor in reach.tensors]
         # The value of a tensor on the host becomes an argument of kernels on a device, and part of the graph.
-        self._on_host = [one for one in self._around if one.device.type == "cpu" and trained[0].device.type != "cpu"]
+        is_on_host = (trained[0].device if device is None else device).type == "cpu"
+        self._on_host = [one for one in self._around if one.device.type == "cpu" and not is_on_host]
         self._places = self._places_now()
         self._mode = _mode()
 
@@ -80,6 +86,11 @@ class Watch:
         places += map(_place_of, self._around)
         places += [value._version for value in self._on_host if not value.is_inference()]
         return places
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors that are watched."""
+        return [*self._own, *self._around]
 
     @property
     def has_changed(self) -> bool:
@@ -255,6 +266,10 @@ class Kept(NamedTuple):
         changed = self.untouched.put_back()
         self.snapshot.restore()
         return changed
+
+    def put_back(self) -> None:
+        """Put everything back, whatever was changed."""
+        self.restore()
 
     def restore_values(self) -> None:
         """Put back tensors and random states only."""

@@ -208,8 +208,8 @@ def make_backend(choice: Choice, device: torch.device) -> GraphBackend | None:
             return CudaGraphs(device)
         if choice is True:
             raise ArgumentError(
-                f"graphs=True needs a model on a CUDA device, but it lies on {device}; move the model before the "
-                "Stepper is made, or pass graphs='auto', which runs eagerly elsewhere"
+                f"graphs=True needs a model on a CUDA device, but it lies on {device}; move the model there "
+                "first, or pass graphs='auto', which runs eagerly elsewhere"
             )
         return None
     if isinstance(choice, GraphBackend) and not isinstance(choice, type):

@@ -6,11 +6,10 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from .._catalogue import Shape
 from ._inputs import Signature
-from ._micro import MicroGraph
 
 
 @final
@@ -29,6 +28,7 @@ class GraphSummary:
         capture_seconds: spent on capturing and on the eager steps that replays were compared with.
         saved_seconds: eager seconds minus replayed seconds, over all replays of shapes that were timed both ways.
         reasons: why something ran eagerly, and how often it was asked.
+        unit: what is counted, ``"micro-batches"`` of training or ``"calls"`` of a function.
     """
 
     shapes: Mapping[str, int] = field(default_factory=dict)
@@ -41,10 +41,11 @@ class GraphSummary:
     capture_seconds: float = 0.0
     saved_seconds: float = 0.0
     reasons: Mapping[str, int] = field(default_factory=dict)
+    unit: str = "micro-batches"
 
     @property
     def hit_rate(self) -> float:
-        """Return the share of micro-batches that were replayed, 0 before the first."""
+        """Return the share of what ran that was replayed, 0 before the first."""
         total = self.num_replayed + self.num_eager
         return self.num_replayed / total if total else 0.0
 
@@ -55,8 +56,8 @@ class GraphSummary:
     def __str__(self) -> str:
         rows = [
             ("captured shapes", f"{len(self.shapes):,}"),
-            ("micro-batches replayed / eager", f"{self.num_replayed:,} / {self.num_eager:,} ({self.hit_rate:.1%})"),
-            ("updates replayed", f"{self.num_updates_replayed:,}"),
+            (f"{self.unit} replayed / eager", f"{self.num_replayed:,} / {self.num_eager:,} ({self.hit_rate:.1%})"),
+            *([("updates replayed", f"{self.num_updates_replayed:,}")] if self.unit == "micro-batches" else []),
             ("pool", f"{self.pool_bytes / 2**20:,.0f} MiB"),
             ("capture", f"{self.capture_seconds:.2f} s in {self.num_captures:,} captures"),
             ("saved", f"{self.saved_seconds:.2f} s"),
@@ -143,7 +144,18 @@ def text_of_sizes(sizes: Iterable[tuple[int, ...]]) -> str:
     return " ".join("x".join(map(str, size)) for size in dict.fromkeys(sizes) if size)
 
 
-def replays_by_label(graphs: Iterable[MicroGraph]) -> dict[str, int]:
+class Replayed(Protocol):
+    """Something captured that is replayed."""
+
+    signature: Signature
+    num_replayed: int
+
+    @property
+    def types(self) -> str:
+        """Return the types of the inputs, for people."""
+
+
+def replays_by_label(graphs: Iterable[Replayed]) -> dict[str, int]:
     """Return how often each graph was replayed, by its sizes; with types and a number where two would be alike."""
     found = list(graphs)
     sizes = [text_of_sizes(graph.signature.sizes) for graph in found]

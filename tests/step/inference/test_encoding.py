@@ -1,0 +1,324 @@
+"""encode: the vector that each text has on its own, in batches that fit; Encoder: the same for live requests."""
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import batchwright as bw
+from batchwright.errors import ArgumentError, DeadlineExceeded, DoesNotFitError
+from batchwright.serve import Batcher
+from batchwright.step import Encoder, MemoryMonitor, encode
+from batchwright.testing import EagerGraphs, FakeMemory
+
+from ..graphs.tape import TapeGraphs
+
+NUM_TOKENS = 50
+# So many requests of a random mix; many more can be asked for.
+NUM_MIXED = int(os.environ.get("BATCHWRIGHT_NUM_MIXED", "300"))
+_SIDES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+MODELS = {
+    "BertModel": ("BertConfig", {**_SIDES, "max_position_embeddings": 64}),
+    "RobertaModel": ("RobertaConfig", {**_SIDES, "max_position_embeddings": 66, "pad_token_id": 1}),
+    "LlamaModel": ("LlamaConfig", {**_SIDES, "num_key_value_heads": 1, "max_position_embeddings": 64}),
+    "T5Model": (
+        "T5Config",
+        {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "pad_token_id": 0},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_model(name="BertModel"):
+    config, options = MODELS[name]
+    torch.manual_seed(0)
+    return getattr(transformers, name)(getattr(transformers, config)(vocab_size=NUM_TOKENS, **options)).eval()
+
+
+def make_ids(num, longest=40, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(2, NUM_TOKENS, length).tolist() for length in rng.integers(1, longest + 1, num)]
+
+
+def letters(text):
+    return [2 + ord(letter) % 40 for letter in text]
+
+
+def by_hand(model, ids, pool="mean"):
+    """The definition: one text alone, without padding or a mask."""
+    model = model.get_encoder() if model.config.is_encoder_decoder else model
+    with torch.no_grad():
+        hidden = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+    return {"mean": hidden.mean(0), "cls": hidden[0], "last": hidden[-1]}[pool]
+
+
+# encode
+
+
+@pytest.mark.parametrize("graphs", [False, TapeGraphs])
+@pytest.mark.parametrize("pool", ["mean", "cls", "last"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_vector_is_that_of_its_text_alone(name, pool, graphs):
+    model, ids = make_model(name), make_ids(25)
+    found = encode(model, None, ids, pool=pool, graphs=graphs and graphs())
+    wanted = torch.stack([by_hand(model, one, pool) for one in ids])
+    torch.testing.assert_close(found, wanted, atol=2e-6, rtol=1e-5)
+    assert found.dtype is torch.float32
+
+
+@pytest.mark.parametrize("budget", ["auto", bw.MaxTokens(60), bw.MaxItems(3), bw.MaxItems(1)])
+def test_the_budget_changes_no_vector(budget):
+    model, ids = make_model(), make_ids(20)
+    for graphs in (False, TapeGraphs()):
+        torch.testing.assert_close(encode(model, None, ids, budget=budget, graphs=graphs), encode(model, None, ids))
+
+
+def test_texts_are_tokenized_cut_and_normalized():
+    model, texts = make_model(), ["one", "another text", "x" * 30]
+    found = encode(model, letters, texts, normalize=True, max_length=10)
+    wanted = torch.stack([by_hand(model, letters(text)[:10]) for text in texts])
+    torch.testing.assert_close(found, nn.functional.normalize(wanted, dim=-1), atol=2e-6, rtol=1e-5)
+
+
+def test_a_model_in_training_mode_encodes_without_dropout_and_stays_in_it():
+    model, ids = make_model(), make_ids(5)
+    wanted = encode(model, None, ids)
+    model.train()
+    torch.testing.assert_close(encode(model, None, ids), wanted)
+    assert all(part.training for part in model.modules())
+
+
+def test_results_can_be_trained_on():
+    vectors = encode(make_model(), None, make_ids(4))
+    (vectors * torch.ones(16, requires_grad=True)).sum().backward()
+
+
+def test_no_texts_give_no_vectors():
+    assert encode(make_model(), None, []).shape == (0, 16)
+
+
+def test_batches_are_made_of_similar_lengths():
+    sizes, model = [], make_model()
+    model.register_forward_pre_hook(
+        lambda part, args, kwargs: sizes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    encode(model, None, [[3] * length for length in (1, 30, 2, 31, 1, 32)], budget=bw.MaxItems(3))
+    assert sorted(sizes) == [(3, 2), (3, 32)]
+
+
+class Small(nn.Module):
+    """Runs out of memory with more tokens than fit."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.table, self.limit, self.sizes = nn.Embedding(NUM_TOKENS, 4), limit, []
+
+    def get_input_embeddings(self):
+        return self.table
+
+    def forward(self, input_ids, attention_mask):
+        if input_ids.numel() > self.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        self.sizes.append(input_ids.numel())
+        return (self.table(input_ids),)
+
+
+def test_a_batch_that_does_not_fit_is_split():
+    model, ids = Small(50), make_ids(20, longest=25)
+    found = encode(model, None, ids)
+    wanted = torch.stack([model.table.weight[one].mean(0) for one in ids]).detach()
+    torch.testing.assert_close(found, wanted)
+    assert max(model.sizes) <= 50
+
+
+def test_a_text_that_does_not_fit_alone_is_named():
+    with pytest.raises(DoesNotFitError, match="text 1 of 9 tokens"):
+        encode(Small(8), None, [[3], [3] * 9, [4]])
+
+
+def test_batches_grow_as_far_as_memory_allows():
+    model, memory = Small(10**6), FakeMemory(100_000)
+    encode(model, None, [[3] * 4] * 300, memory=MemoryMonitor(source=memory))
+    assert max(model.sizes) > min(model.sizes)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"texts": "one text"}, "got one text"),
+        ({"texts": ["one"]}, "text 0: a text needs a tokenizer="),
+        ({"texts": [[3], []]}, "text 1: an item has no tokens"),
+        ({"texts": [[3], [NUM_TOKENS]]}, "text 1: token ids must be from 0 to 49"),
+        ({"texts": [[3], [-1]]}, "text 1: token ids must be"),
+        ({"texts": [[0.5]]}, "text 0: an item must be"),
+        ({"texts": [[3] * 65]}, "more than max_length=64"),
+        ({"max_length": 65}, "more than the 64 positions"),
+        ({"max_length": 0}, "max_length"),
+        ({"pool": "max"}, "pool"),
+        ({"budget": "large"}, "budget"),
+        ({"normalize": 1}, "normalize"),
+        ({"tokenizer": 3}, "tokenizer must be"),
+        ({"model": 3}, "model must be a torch module"),
+    ],
+)
+def test_what_cannot_be_encoded_is_refused(change, text):
+    given = {"model": make_model(), "tokenizer": None, "texts": [[3]], **change}
+    with pytest.raises(ArgumentError, match=text):
+        encode(given.pop("model"), given.pop("tokenizer"), given.pop("texts"), **given)
+
+
+def test_a_model_with_a_head_is_refused():
+    head = transformers.BertForSequenceClassification(
+        transformers.BertConfig(vocab_size=NUM_TOKENS, **MODELS["BertModel"][1])
+    )
+    with pytest.raises(ArgumentError, match="without a head"):
+        encode(head, None, [[3, 4]])
+
+
+# Encoder
+
+
+def test_the_shapes_are_powers_of_two_up_to_the_limits():
+    encoder = Encoder(make_model(), None, max_items=6, max_tokens=128)
+    assert encoder.shapes == ((1, 16), (2, 16), (1, 32), (4, 16), (2, 32), (1, 64), (6, 16), (4, 32), (2, 64))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 600), st.integers(1, 5000))
+def test_a_planned_shape_holds_every_batch_that_the_limits_allow(max_items, max_length, max_tokens):
+    encoder = Encoder(Small(1).eval(), None, max_length=max_length, max_items=max_items, max_tokens=max_tokens)
+    options = encoder.batcher_options
+    for length in {1, max_length // 2 or 1, max_length}:
+        padded = encoder.length_of([3] * length)
+        most = max(1, min(options["max_items"], options["max_tokens"] // padded))
+        assert any(rows >= most and width >= padded for rows, width in encoder.shapes)
+
+
+def test_a_warm_up_captures_every_shape_and_serving_none():
+    encoder = Encoder(make_model(), None, max_items=4, graphs=TapeGraphs())
+    assert encoder.warm_up().num_captures == len(encoder.shapes) == 9
+    ids = make_ids(40)
+    with encoder.batcher() as batcher:
+        found = np.stack(list(batcher.map(ids)))
+    np.testing.assert_allclose(found, encode(make_model(), None, ids).numpy(), atol=2e-6)
+    assert (encoder.summary().num_captures, encoder.summary().num_eager) == (9, 0)
+
+
+def test_the_batcher_has_the_limits_of_the_shapes_and_knows_their_times():
+    encoder = Encoder(make_model(), letters, max_items=4, max_tokens=64)
+    with encoder.batcher(deadline_ms=5000, max_items=2) as batcher:
+        assert (batcher.settings.max_items, batcher.settings.max_tokens) == (2, 64)
+        assert batcher.time_model.is_ready
+        assert batcher.submit_sync("a text").shape == (16,)
+
+
+def test_texts_beyond_the_longest_shape_are_cut_and_ids_are_refused():
+    encoder = Encoder(make_model(), letters, max_length=16, max_items=2)
+    found = encoder(["x" * 40])[0]
+    np.testing.assert_allclose(found, by_hand(make_model(), letters("x" * 16)), atol=2e-6)
+    with pytest.raises(ArgumentError, match="more than max_length=16"):
+        encoder.length_of([3] * 17)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model": make_model().train()}, "training mode"),
+        ({"shapes": [(1, 2, 3)]}, "pairs"),
+        ({"shapes": []}, "pairs"),
+        ({"max_items": 0}, "max_items"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"model": Small(9).eval()}, "give max_length="),
+    ],
+)
+def test_wrong_options_of_an_encoder_are_refused(change, text):
+    given = {"model": make_model(), **change}
+    with pytest.raises(ArgumentError, match=text):
+        Encoder(given.pop("model"), None, **given)
+
+
+def test_what_comes_from_the_encoder_cannot_be_given_to_its_batcher():
+    with pytest.raises(ArgumentError, match="length_of comes from the encoder"):
+        Encoder(make_model(), None, max_items=1).batcher(length_of=len)
+
+
+def test_a_shape_that_fits_no_memory_is_still_served():
+    encoder = Encoder(make_model(), None, max_items=2, graphs=EagerGraphs(max_captures=3))
+    ids = make_ids(12, longest=60)
+    np.testing.assert_allclose(np.stack(encoder(ids[:2])), encode(make_model(), None, ids[:2]).numpy(), atol=2e-6)
+    assert encoder.warm_up().num_captures == 3
+
+
+# Whatever happens to other requests, every answer is its own
+
+
+class Fragile:
+    """An encoder that refuses whole batches with a bad item, as a function that parses its items would."""
+
+    def __init__(self, encoder):
+        self._encoder = encoder
+
+    def __call__(self, items):
+        if any(item["kind"] == "poisoned" for item in items):
+            raise ValueError("a poisoned item")
+        return self._encoder(items)
+
+
+async def ask(batcher, item, rng):
+    """Return what became of a request: a vector, or the name of its end."""
+    await asyncio.sleep(rng.uniform(0, 0.05))
+    deadline = 0.001 if item["kind"] == "late" else None
+    task = asyncio.ensure_future(batcher.submit(item, deadline_ms=deadline, priority=rng.integers(-3, 4)))
+    if item["kind"] == "cancelled":
+        await asyncio.sleep(rng.uniform(0, 0.01))
+        task.cancel()
+    try:
+        return await task
+    except (ValueError, DeadlineExceeded, asyncio.CancelledError) as error:
+        return type(error).__name__
+
+
+def test_random_mixes_of_lengths_and_lost_items_get_their_own_answers():
+    rng = np.random.default_rng(NUM_MIXED)
+    model, ids = make_model(), make_ids(200, longest=64)
+    wanted = torch.stack([by_hand(model, one) for one in ids]).numpy()
+    encoder = Encoder(model, None, max_items=8, graphs=TapeGraphs())
+    encoder.warm_up()
+    kinds = rng.choice(["good", "poisoned", "late", "cancelled"], NUM_MIXED, p=[0.8, 0.05, 0.05, 0.1])
+    chosen = rng.integers(0, len(ids), NUM_MIXED)
+    items = [{"input_ids": ids[place], "kind": str(kind)} for place, kind in zip(chosen, kinds, strict=True)]
+
+    async def serve():
+        run = Fragile(encoder)
+        async with Batcher(run, length_of=encoder.length_of, max_queue=10**6, **encoder.batcher_options) as batcher:
+            found = []
+            for start in range(0, NUM_MIXED, 500):
+                part = items[start : start + 500]
+                found += await asyncio.gather(*(ask(batcher, item, rng) for item in part))
+            return found
+
+    found = asyncio.run(serve())
+    allowed = {"good": set(), "poisoned": {"ValueError"}, "late": {"DeadlineExceeded"}, "cancelled": {"CancelledError"}}
+    num_answered = 0
+    for item, place, result in zip(items, chosen, found, strict=True):
+        if isinstance(result, str):
+            assert result in allowed[item["kind"]]
+        else:
+            assert item["kind"] != "poisoned"
+            np.testing.assert_allclose(result, wanted[place], atol=2e-6)
+            num_answered += 1
+    assert num_answered >= (kinds == "good").sum()
+    assert encoder.summary().num_eager == 0
