@@ -40,7 +40,9 @@ class Replaying:
         make_backend: returns what captures; each layout of the memory has its own.
         seed: of all that is drawn.
         is_wanted: refuse what cannot be graphed instead of running it eagerly.
-        figures: counts what is done.
+
+    Attributes:
+        figures: what was done.
     """
 
     def __init__(
@@ -51,10 +53,9 @@ class Replaying:
         *,
         seed: int,
         is_wanted: bool,
-        figures: Figures,
     ) -> None:
         self._decoder, self._options, self._make_backend = decoder, options, make_backend
-        self._seed, self._is_wanted, self._figures = seed, is_wanted, figures
+        self._seed, self._is_wanted, self.figures = seed, is_wanted, Figures()
         self._is_half = next(decoder.base.parameters()).dtype in _HALF
         self._is_checked = False
         self._layers: Layers | None = None
@@ -62,7 +63,7 @@ class Replaying:
 
     def run(self, examples: list[Any], indices: list[int], limits: Counts | None) -> list[Tensor]:
         """Return the token ids of each example."""
-        if self._figures.reason is None:
+        if self.figures.reason is None:
             try:
                 # Not in inference mode, whose tensors could not be written to by a later call outside of it.
                 with torch.inference_mode(False), torch.no_grad(), _without_planning():
@@ -76,8 +77,13 @@ class Replaying:
             self._give_up(reason)
         return self._decoder.run(examples, limits)
 
+    @property
+    def held_bytes(self) -> int:
+        """Return the memory of the cache, which stays for the next batch."""
+        return 0 if self._layers is None else self._layers.num_bytes
+
     def _give_up(self, reason: str) -> None:
-        self._figures.reason = reason
+        self.figures.reason = reason
         if self._is_wanted:
             raise ArgumentError(f"graphs=True cannot be followed: {reason}; pass graphs='auto' or graphs=False")
         warnings.warn(f"generate runs eagerly: {reason}", stacklevel=8)
@@ -133,7 +139,7 @@ class Replaying:
         rounds = self._rounds_for(read)
         slots, num = rounds.slots, len(most)
         slots.begin(prompt, read.logits)
-        self._figures.num_batches += 1
+        self.figures.num_batches += 1
         comparison = None if self._is_checked else Comparison(read.logits, is_half=self._is_half)
         rounds.run(most, read.num_kept, None if comparison is None else comparison.gather)
         self._check(comparison, batch, slots)
@@ -144,8 +150,8 @@ class Replaying:
         rounds, layers = self._rounds, self._layers
         if rounds is None or rounds.slots.is_other_prompt(read.num_kept):
             slots = Slots(self._decoder.base, layers, self._options.rules, read.logits, read.num_kept)
-            self._rounds = rounds = Rounds(slots, self._make_backend(), self._figures)
-        self._figures.cache_bytes = max(self._figures.cache_bytes, layers.num_bytes)
+            self._rounds = rounds = Rounds(slots, self._make_backend(), self.figures)
+        self.figures.cache_bytes = max(self.figures.cache_bytes, layers.num_bytes)
         return rounds
 
     def _check(self, comparison: Comparison | None, batch: dict[str, Any], slots: Slots) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +20,12 @@ from ...errors import ArgumentError
 from ...plan import Budget, MaxItems, MaxTokens, Plan, Sorted, plan_batches
 from ...plan.budget import check_budget
 from .._loss_probe import evaluating
-from ..graphs.backend import Choice, make_backend
+from ..graphs.backend import Choice
 from ..memory.monitor import MemoryMonitor
 from ._decoding import Collate, Counts, Decoder
+from ._running import Runner, as_limits, make_runner
 from .pieces import Pieces, run_in_pieces
 
-Run: TypeAlias = Callable[[list[Any], list[int], Counts | None], list[Tensor]]
 # Without a budget the first batch has this many of the longest examples, the next as many as the peak says will fit.
 _FIRST_ITEMS = 8
 # A small batch says little about a far larger one, and the allocator cannot fill a device to the last byte.
@@ -109,14 +107,14 @@ def generate(
     limit = first_limit(budget, int(pad_up(axes, pad_multiple_of).sum(axis=1).max()), decoder.device, meter)
     results: dict[int, Tensor] = {}
     with ProgressBar(label="generating", total=len(examples), enabled=progress) as bar, evaluating(model):
-        run = runner(decoder, graphs)
+        runner = make_runner(decoder, graphs)
         waiting = np.arange(len(examples))
         while len(waiting):
             plan = limit.plan(axes[waiting], pad_multiple_of)
             for number in np.argsort(-plan.shapes[:, 1:].sum(axis=1), kind="stable"):
                 indices = waiting[plan[number]].tolist()
-                meter.begin()
-                pieces = _run(run, examples, indices, axes, limits)
+                meter.begin(runner.held_bytes)
+                pieces = _run(runner, examples, indices, axes, limits)
                 # Cloned outside inference mode: tensors made inside it cannot be trained on.
                 rows = [row.clone() for piece in pieces.results for row in piece]
                 results.update(zip(indices, rows, strict=True))
@@ -129,61 +127,16 @@ def generate(
 
 
 def _run(
-    run: Run, examples: Sequence[Any], indices: list[int], axes: npt.NDArray[np.int32], limits: Counts | None
+    runner: Runner, examples: Sequence[Any], indices: list[int], axes: npt.NDArray[np.int32], limits: Counts | None
 ) -> Pieces:
     return run_in_pieces(
-        lambda chosen: run([examples[index] for index in chosen], chosen, None if limits is None else limits[chosen]),
+        lambda chosen: runner.run(
+            [examples[index] for index in chosen], chosen, None if limits is None else limits[chosen]
+        ),
         lambda start, stop: indices[start:stop],
         len(indices),
         describe=lambda place: f"example {indices[place]} of length {axes[indices[place]].tolist()}",
     )
-
-
-def as_limits(value: Any, num: int) -> Counts | None:
-    """Return ``max_new_tokens`` of each example, None if there is one number for all.
-
-    Args:
-        value: what was given.
-        num: the number of examples.
-    """
-    if value is None or np.ndim(value) == 0:
-        return None
-    limits = np.asarray(value)
-    if limits.shape != (num,) or not np.issubdtype(limits.dtype, np.integer) or limits.min() < 1:
-        raise ArgumentError(
-            f"max_new_tokens must be one whole number from 1, or one per example, {num}; got an array of shape "
-            f"{limits.shape} and type {limits.dtype}"
-        )
-    return limits.astype(np.int64)
-
-
-def runner(decoder: Decoder, graphs: Choice, figures: Any = None) -> Run:
-    """Return what runs a batch: graphs where these can be exact, else ``model.generate``.
-
-    Args:
-        decoder: runs a batch eagerly.
-        graphs: what was asked for.
-        figures: counts what graphs do.
-    """
-    if graphs is False:
-        return lambda examples, indices, limits: decoder.run(examples, limits)
-    backend = make_backend(graphs, decoder.device)
-    if backend is None:
-        return lambda examples, indices, limits: decoder.run(examples, limits)
-    from ._options import read_options
-
-    options = read_options(decoder.base, decoder.model, decoder.kwargs)
-    if isinstance(options, str):
-        if graphs is True:
-            raise ArgumentError(f"graphs=True cannot be followed: {options}; pass graphs='auto' or graphs=False")
-        warnings.warn(f"generate runs eagerly: {options}", stacklevel=3)
-        return lambda examples, indices, limits: decoder.run(examples, limits)
-    from ._replaying import Replaying
-    from ._rounds import Figures
-
-    seed = int(torch.randint(2**62, ())) if options.rules.draws else 0
-    again = partial(make_backend, graphs, decoder.device)
-    return Replaying(decoder, options, again, seed=seed, is_wanted=graphs is True, figures=figures or Figures()).run
 
 
 @final
@@ -235,11 +188,15 @@ class Meter:
         """Return whether peaks are measured."""
         return self._memory is not None
 
-    def begin(self) -> None:
-        """Begin a batch."""
+    def begin(self, held_bytes: int = 0) -> None:
+        """Begin a batch.
+
+        Args:
+            held_bytes: memory that is in use for the batch before, and that this one takes over or gives back.
+        """
         if self._memory is not None:
             self._memory.reset_peak()
-            self._before = self._memory.used_bytes
+            self._before = self._memory.used_bytes - held_bytes
 
     def room(self) -> float | None:
         """Return ``(usable − before) / (peak − before)``, None if no peak is measured."""
