@@ -1,4 +1,4 @@
-"""Generation throughput on a GPU: fixed sizes, dynabatch's loop, and `batchwright.step.generate` with and without graphs.
+"""Generation throughput on a GPU: fixed sizes, dynabatch's loop, and `batchwright.step.generate` with graphs or not.
 
     python benchmarks/gpu_generate.py --output benchmarks/results/gpu_generate.json
     python benchmarks/gpu_generate.py --smoke
@@ -6,9 +6,10 @@
 The shape of M2M100-418M in fp16, random weights, greedy, the same `max_new_tokens` for every arm. Random weights would
 never end a sentence, so the model itself ends each row after as many tokens as its input has, by the logit of the end
 token: no arm is told how long a result will be, and every arm runs the same forward pass. A batch of `model.generate`
-ends with its longest row; graphs look at which rows have ended and go on with the others. The allocator is capped at 16
-GiB to stand for a smaller card, and cuDNN attention is off (`--default-attention` leaves it on): it plans anew for every
-decoding step.
+ends with its longest row; graphs look at which rows have ended and go on with the others. The allocator is capped at
+16 GiB to stand for a smaller card, and cuDNN attention is off (`--default-attention` leaves it on): it plans anew for
+every decoding step. With `--own-attention` graphs too attend by the model's own kernels, over all that a batch has room
+for, and not over the keys that each row has.
 
 `generate` is measured as a user would call it: with nothing else, and with a memory budget from `calibrate` where input
 and output lengths are two axes. The arm with `graphs=False` is given the lengths that results will have, as a good
@@ -44,6 +45,7 @@ from transformers import M2M100Config, M2M100ForConditionalGeneration
 import batchwright as bw
 from batchwright.step import Calibration, MemoryMonitor, calibrate, default_shapes, generate
 from batchwright.step.graphs.backend import CudaGraphs
+from batchwright.step.inference import _ranges
 
 PEER_PLAN = Path(__file__).parent / "results" / "dynabatch_generate_plan.json"
 NUM, SIZE, MOST_NEW = 1_500, 64, 128
@@ -57,6 +59,7 @@ COLUMNS = (
     ("OOMs", "ooms", "d"), ("peak/cap", "peak_of_cap", ".1%"), ("graphs", "captures", "d"),
     ("capture s", "capture_seconds", ".2f"), ("replay s", "replay_seconds", ".2f"), ("÷ bytes", "to_bytes", ".1f"),
 )  # fmt: skip
+ALIKE = ("device", "cap_gib", "cudnn_attention", "own_attention", "lengths", "max_new_tokens", "fill")
 BYTES_PER_SECOND = 4.8e12  # of an H200
 EAGER = {"graphs, calibrated budget": "eager, calibrated budget", "graphs, no budget": "eager, no budget"}
 
@@ -295,6 +298,7 @@ def parse() -> argparse.Namespace:
     parser = make_parser(__doc__, cap_gib=16.0)
     parser.add_argument("--fill", type=float, default=0.92, help="share of the cap to plan for (default: 0.92)")
     parser.add_argument("--default-attention", action="store_true", help="leave cuDNN attention on")
+    parser.add_argument("--own-attention", action="store_true", help="graphs leave attention to the model")
     parser.add_argument("--arms", nargs="*", default=[], help="run these only")
     parser.add_argument("--write-peer-plan", action="store_true", help="plan with dynabatch, write the file, stop")
     options = parser.parse_args()
@@ -354,8 +358,9 @@ def run(device: Device, options: argparse.Namespace, lengths: IntArray, most_new
     model, examples = make_model(device), make_examples(lengths)
     pairs = np.stack([lengths, np.minimum(lengths, most_new)], axis=1)
     command = {**device.describe(), "lengths": digest(lengths), "max_new_tokens": most_new, "fill": options.fill}
+    command["own_attention"] = options.own_attention
     report = read_report(options.output)
-    check_alike(report, command, ("device", "cap_gib", "cudnn_attention", "lengths", "max_new_tokens", "fill"))
+    check_alike(report, command, ALIKE)
     report["commands"].append(command)
     rows: list[Row] = report["rows"]
     command["results"] = check_results(model, device, examples, pairs)
@@ -389,6 +394,8 @@ def main() -> None:
     options = parse()
     num, most_new, longest = (SMOKE_NUM, SMOKE_MOST_NEW, 64) if options.smoke else (NUM, MOST_NEW, 512)
     lengths = make_lengths(num, longest=longest)
+    if options.own_attention:
+        _ranges.make_attend = lambda base, device: None
     if options.write_peer_plan:
         write_peer_plan(PEER_PLAN, lengths, batch_size=SIZE)
         return

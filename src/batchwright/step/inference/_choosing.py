@@ -67,17 +67,22 @@ class Chooser:
         # The start token and a forced one come before what is the first in the eyes of a reader.
         self._first = int(rules.forced_first is not None and num_prompt == 1)
         self._least = max(rules.min_new_tokens, rules.min_length - num_prompt)
+        forced = rules.forced_first is not None and num_prompt == 1
+        others = (rules.draws, rules.repetition_penalty, rules.suppressed, rules.suppressed_first, forced)
+        self._takes_best = self._least <= 0 and not any(others)
 
     def choose(self, logits: Tensor, num_new: Tensor, seen: Tensor | None, uniform: Tensor | None) -> Tensor:
         """Return the next token of each row.
 
         Args:
-            logits: ``(rows, vocabulary)`` in float32.
+            logits: ``(rows, vocabulary)``.
             num_new: how many tokens there are, one number.
             seen: ``(rows, vocabulary)``, which tokens a row has had.
             uniform: ``(rows, 1)`` numbers in [0, 1) to draw with.
         """
-        scores = self._processed(logits, num_new, seen)
+        if self._takes_best:  # the best is the same in float32, which takes twice the memory
+            return logits.argmax(dim=-1)
+        scores = self._processed(logits.float(), num_new, seen)
         if self._rules.warpers is None or uniform is None:
             return scores.argmax(dim=-1)
         for warper in self._rules.warpers:

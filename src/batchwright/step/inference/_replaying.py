@@ -21,6 +21,7 @@ from ._checking import Comparison
 from ._choosing import uniforms
 from ._decoding import Counts, Decoder
 from ._options import Options, why_not_fields
+from ._ranges import Attend
 from ._rounds import Figures, Rounds
 from ._slots import Prompt, Slots
 from ._windows import Layers, Layout
@@ -40,6 +41,7 @@ class Replaying:
         make_backend: returns what captures; each layout of the memory has its own.
         seed: of all that is drawn.
         is_wanted: refuse what cannot be graphed instead of running it eagerly.
+        attend: attends over ranges of keys, None to leave attention to the model.
 
     Attributes:
         figures: what was done.
@@ -53,11 +55,12 @@ class Replaying:
         *,
         seed: int,
         is_wanted: bool,
+        attend: Attend | None = None,
     ) -> None:
         self._decoder, self._options, self._make_backend = decoder, options, make_backend
         self._seed, self._is_wanted, self.figures = seed, is_wanted, Figures()
         self._is_half = next(decoder.base.parameters()).dtype in _HALF
-        self._is_checked = False
+        self._is_checked, self._attend = False, attend
         self._layers: Layers | None = None
         self._rounds: Rounds | None = None
 
@@ -136,7 +139,7 @@ class Replaying:
 
     def _decode(self, batch: dict[str, Any], prompt: Prompt, read: _Read, most: Counts) -> Tensor:
         """Return the new tokens of each row, with anything after its end."""
-        rounds = self._rounds_for(read)
+        rounds = self._rounds_for(read, is_plain=prompt.is_plain)
         slots, num = rounds.slots, len(most)
         slots.begin(prompt, read.logits)
         self.figures.num_batches += 1
@@ -145,11 +148,12 @@ class Replaying:
         self._check(comparison, batch, slots)
         return slots.results[:num, : int(most.max())].cpu()
 
-    def _rounds_for(self, read: _Read) -> Rounds:
+    def _rounds_for(self, read: _Read, *, is_plain: bool) -> Rounds:
         assert self._layers is not None
         rounds, layers = self._rounds, self._layers
-        if rounds is None or rounds.slots.is_other_prompt(read.num_kept):
-            slots = Slots(self._decoder.base, layers, self._options.rules, read.logits, read.num_kept)
+        attend = self._attend if is_plain else None
+        if rounds is None or rounds.slots.is_other_prompt(read.num_kept) or rounds.slots.attend is not attend:
+            slots = Slots(self._decoder.base, layers, self._options.rules, read.logits, read.num_kept, attend)
             self._rounds = rounds = Rounds(slots, self._make_backend(), self.figures)
         self.figures.cache_bytes = max(self.figures.cache_bytes, layers.num_bytes)
         return rounds

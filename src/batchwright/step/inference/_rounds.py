@@ -96,7 +96,8 @@ class Rounds:
         self.slots, self._backend, self._figures = slots, backend, figures
         self._graphs: dict[tuple[int, int], tuple[Replay, Tensor | None]] = {}
         self._rows = fewer_rows(slots.layout.num_rows)
-        self._widths = widths_up_to(slots.layout.width)
+        width = slots.layout.width
+        self._widths = widths_up_to(width) if slots.attend is None else [width]  # ranges end where keys do
         self._looks = _Looks(slots.finished)
 
     def run(self, limits: Counts, read: int, gather: Callable[[Slots], bool] | None = None) -> None:

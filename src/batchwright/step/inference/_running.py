@@ -78,11 +78,13 @@ def make_runner(decoder: Decoder, graphs: Choice) -> Runner:
 
     options = read_options(decoder.base, decoder.model, decoder.kwargs)
     if not isinstance(options, str):
+        from ._ranges import make_attend
         from ._replaying import Replaying
 
         seed = int(torch.randint(2**62, ())) if options.rules.draws else 0
         make = partial(_another, backend, graphs, decoder.device)
-        return Replaying(decoder, options, make, seed=seed, is_wanted=graphs is True)
+        attend = make_attend(decoder.base, decoder.device)
+        return Replaying(decoder, options, make, seed=seed, is_wanted=graphs is True, attend=attend)
     if graphs is True:
         raise ArgumentError(f"graphs=True cannot be followed: {options}; pass graphs='auto' or graphs=False")
     warnings.warn(f"generate runs eagerly: {options}", stacklevel=4)

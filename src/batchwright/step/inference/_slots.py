@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._choosing import Chooser, Rules
+from ._ranges import Active, Attend, Range, attending
 from ._windows import Layers
 
 # Rows whose logits are kept, for comparisons.
@@ -33,6 +34,13 @@ class Prompt(NamedTuple):
     limits: Tensor
     uniform: Tensor | None
 
+    @property
+    def is_plain(self) -> bool:
+        """Say whether the tokens that count lie side by side: at the end of a prompt, at the start of a source."""
+        if not bool((self.mask[:, 1:] >= self.mask[:, :-1]).all()):
+            return False
+        return self.source_mask is None or bool((self.source_mask[:, 1:] <= self.source_mask[:, :-1]).all())
+
 
 @final
 class Slots:
@@ -46,6 +54,7 @@ class Slots:
         rules: how tokens are chosen.
         logits: of a prompt, ``(rows, vocabulary)``.
         num_read: tokens of the decoder's prompt.
+        attend: attends over ranges of keys, None to leave attention to the model.
 
     Attributes:
         place: where the next keys are written.
@@ -55,10 +64,13 @@ class Slots:
         layout: the room.
     """
 
-    def __init__(self, model: Any, layers: Layers, rules: Rules, logits: Tensor, num_read: int) -> None:
+    def __init__(
+        self, model: Any, layers: Layers, rules: Rules, logits: Tensor, num_read: int, attend: Attend | None = None
+    ) -> None:
         self._model, self._layers, self.rules = model, layers, rules
         self.layout = layout = layers.layout
         self._num_read = num_read
+        self.attend = attend
         self._parameters = set(inspect.signature(model.forward).parameters)
         device, num = logits.device, layout.num_rows
         self._lowest = torch.finfo(layers.dtype).min
@@ -72,6 +84,9 @@ class Slots:
         self._mask = torch.zeros((num, 1, 1, layout.width), dtype=layers.dtype, device=device)
         source_width = layout.source_width or 0
         self._source_mask = torch.zeros((num, 1, 1, source_width), dtype=layers.dtype, device=device)
+        self._own = Range(*torch.zeros((2, num), dtype=torch.int32, device=device))
+        self._from_source = Range(*torch.zeros((2, num), dtype=torch.int32, device=device))
+        self._source_lengths = torch.zeros(num, dtype=torch.int32, device=device)
         vocabulary = logits.shape[1]
         has_penalty = rules.repetition_penalty is not None
         self._seen = torch.zeros((num, vocabulary), dtype=torch.bool, device=device) if has_penalty else None
@@ -101,6 +116,8 @@ class Slots:
             self._source_mask.fill_(self._lowest)
             self._source_mask[:num, 0, 0, : prompt.source_mask.shape[1]] = self._additive(prompt.source_mask)
             self._source_mask[num:, :, :, 0] = 0
+            self._source_lengths[:num] = prompt.source_mask.sum(dim=1)
+        self._own.start[:num] = read - prompt.mask.sum(dim=1)
         if self._seen is not None:
             self._seen.zero_()
             self._seen[:num].scatter_(1, prompt.ids, True)
@@ -121,9 +138,11 @@ class Slots:
         """
         mask = self._mask[:num_rows, :, :, :width]
         mask.index_fill_(3, self.place, 0.0)
-        outputs = self._model(**self._inputs(num_rows, width, mask), use_cache=True, return_dict=True)
-        logits = outputs.logits[:, -1].float()
-        self.logits = logits[:NUM_COMPARED].clone()  # only these: what is kept here is kept for each graph
+        inputs = self._inputs(num_rows, width, mask)
+        with attending(self._model, self._active(inputs["past_key_values"])):
+            outputs = self._model(**inputs, use_cache=True, return_dict=True)
+        logits = outputs.logits[:, -1]
+        self.logits = logits[:NUM_COMPARED].float()  # only these: what is kept here is kept for each graph
         self.place.add_(1)
         self._choose(logits, num_rows)
 
@@ -140,6 +159,19 @@ class Slots:
         if "cache_position" in self._parameters:
             inputs["cache_position"] = self.place
         return inputs
+
+    def _active(self, cache: Any) -> Active | None:
+        """Return the ranges of keys; rows that have ended have none."""
+        if self.attend is None:
+            return None
+        self._own.stop.copy_(torch.where(self.finished, 0, self.place + 1))
+        self._from_source.stop.copy_(torch.where(self.finished, 0, self._source_lengths))
+        own, source = cache, None
+        if self.layout.source_width is not None:
+            own, source = cache.self_attention_cache, cache.cross_attention_cache
+        ranges = {layer.keys.data_ptr(): self._own for layer in own.layers}
+        ranges |= {layer.keys.data_ptr(): self._from_source for layer in ([] if source is None else source.layers)}
+        return Active(ranges, self.attend)
 
     def _source(self, num_rows: int) -> Any:
         """Return hidden states of the source for their form only: their keys and values are in the cache."""
@@ -175,6 +207,7 @@ class Slots:
         """
         places = torch.tensor([source, target], device=self.place.device)
         held = (self._token, self._position, self.finished, self._limit, self._result, self._mask, self._source_mask)
+        held += (self._own.start, self._source_lengths)
         for one in (*held, *(more for more in (self._seen, self._uniform) if more is not None)):
             one.index_copy_(0, places[1], one.index_select(0, places[0]))
         self._layers.move(places[0], places[1], width)
