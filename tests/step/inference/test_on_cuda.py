@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import batchwright as bw
+from batchwright.step.inference._ranges import attend_plainly
 from batchwright.step.inference.generation import generate
 
 from . import shapes
@@ -89,3 +90,22 @@ def test_nothing_is_left_behind():
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before + 2**20
     assert torch.backends.cuda.cudnn_sdp_enabled() == was_on
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(5, 4, 1, 200, 64), (3, 8, 4, 70, 32), (130, 16, 1, 600, 128)], ids=str)
+def test_the_kernel_attends_over_ranges_as_the_formula_says(sizes, dtype):
+    from batchwright.step.inference._decode_kernel import attend_on_cuda
+
+    num, heads, groups, width, size = sizes
+    torch.manual_seed(0)
+    keys, values = torch.randn((2, num + 2, heads // groups, width, size), dtype=dtype, device="cuda")
+    query = torch.randn((num, 1, heads, size), dtype=dtype, device="cuda").transpose(1, 2)
+    start = torch.randint(0, 4, (num,), dtype=torch.int32, device="cuda")
+    stop = torch.randint(5, width - 3, (num,), dtype=torch.int32, device="cuda")
+    stop[0] = 0  # a row that has ended
+    ranged = (keys[:num, :, : width - 3], values[:num, :, : width - 3], start, stop, size**-0.5)
+    found = attend_on_cuda(query, *ranged)
+    expected = attend_plainly(query.float(), ranged[0].float(), ranged[1].float(), *ranged[2:])
+    assert torch.allclose(found.float(), expected, atol=2e-2)
+    assert not found[0].any()

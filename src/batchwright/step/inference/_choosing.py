@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Warper = Callable[[Any, Tensor], Tensor]
+Warper: TypeAlias = Callable[..., Any]  # of transformers, which types its arguments by dtype
 
 
 @final

@@ -177,10 +177,11 @@ class Slots:
         """Return hidden states of the source for their form only: their keys and values are in the cache."""
         from transformers.modeling_outputs import BaseModelOutput
 
-        config = self._model.config
+        config, width = self._model.config, self.layout.source_width or 0
         size = getattr(config, "d_model", None) or config.hidden_size
         states = torch.zeros((1, 1, size), dtype=self._mask.dtype, device=self._mask.device)
-        return BaseModelOutput(last_hidden_state=states.expand(num_rows, self.layout.source_width, size))
+        expanded: Any = states.expand(num_rows, width, size)
+        return BaseModelOutput(last_hidden_state=expanded)
 
     def _choose(self, logits: Tensor, num_rows: int) -> None:
         finished, number = self.finished[:num_rows], self._num_new

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -88,7 +89,7 @@ class Pair(NamedTuple):
 
 
 @final
-class Filling(CacheLayerMixin):  # type: ignore[misc]
+class Filling(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused-ignore]
     """A layer that a prompt is read into; its memory stays.
 
     Args:
@@ -100,7 +101,7 @@ class Filling(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
 
     def __init__(self, num_rows: int, width: int, pair: Pair | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self._num_rows, self._width, self.pair = num_rows, width, pair
         self._num_filled = 0
 
@@ -141,7 +142,7 @@ class Filling(CacheLayerMixin):  # type: ignore[misc]
 
 
 @final
-class Window(CacheLayerMixin):  # type: ignore[misc]
+class Window(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused-ignore]
     """The first rows and tokens of a layer, where each call writes one token at a place that the device knows.
 
     Args:
@@ -154,9 +155,9 @@ class Window(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
 
     def __init__(self, pair: Pair, num_rows: int, width: int, place: Tensor | None) -> None:
-        super().__init__()
-        self.keys = pair.keys[:num_rows, :, :width]
-        self.values = pair.values[:num_rows, :, :width]
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._seen = Pair(pair.keys[:num_rows, :, :width], pair.values[:num_rows, :, :width])
+        self.keys, self.values = self._seen  # where models look for keys of the source
         self._width, self._place = width, place
         self.is_initialized = True
 
@@ -167,9 +168,9 @@ class Window(CacheLayerMixin):  # type: ignore[misc]
         """Write one token, and return all of the window."""
         if self._place is None or key_states.shape[2] != 1:
             raise NotGraphableError("the model writes to its cache in another way than token by token")
-        self.keys.index_copy_(2, self._place, key_states)
-        self.values.index_copy_(2, self._place, value_states)
-        return self.keys, self.values
+        self._seen.keys.index_copy_(2, self._place, key_states)
+        self._seen.values.index_copy_(2, self._place, value_states)
+        return self._seen
 
     def get_seq_length(self) -> Any:
         """Return the tokens before the one to write."""
@@ -182,6 +183,10 @@ class Window(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         """Return the width of the window."""
         return self._width
+
+
+def _cache_of(layers: list[Any]) -> Any:
+    return Cache(layers=layers)
 
 
 @final
@@ -226,8 +231,9 @@ class Layers:
 
     def _fillings(self, pairs: Sequence[Pair], width: int) -> Any:
         if pairs:
-            return Cache(layers=[Filling(self.layout.num_rows, width, pair) for pair in pairs])
-        return Cache(layer_class_to_replicate=lambda: Filling(self.layout.num_rows, width))
+            return _cache_of([Filling(self.layout.num_rows, width, pair) for pair in pairs])
+        make: Any = partial(Filling, self.layout.num_rows, width)
+        return Cache(layer_class_to_replicate=make)
 
     def keep(self, cache: Any) -> int:
         """Keep the memory of a cache that was filled, and return how many tokens it holds."""
@@ -247,11 +253,11 @@ class Layers:
 
     def window(self, num_rows: int, width: int, place: Tensor) -> Any:
         """Return a cache that sees the first rows and tokens."""
-        own = Cache(layers=[Window(pair, num_rows, width, place) for pair in self._own])
+        own = _cache_of([Window(pair, num_rows, width, place) for pair in self._own])
         if self.layout.source_width is None:
             return own
         source = [Window(pair, num_rows, self.layout.source_width, None) for pair in self._source]
-        return EncoderDecoderCache(own, Cache(layers=source))
+        return EncoderDecoderCache(own, _cache_of(source))
 
     def move(self, source: Tensor, target: Tensor, width: int) -> None:
         """Copy rows onto others; of the decoder's own keys, the first ``width`` tokens."""
