@@ -1,6 +1,7 @@
 """Decoding by replays, with graphs that run on a CPU: the tokens of eager generation, in every order of ends."""
 
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def test_tokens_are_those_of_eager_generation(name):
     found, expected, graphs = both(shapes.make(name), shapes.prompts(), budget=bw.MaxItems(9), max_new_tokens=40)
     assert found == expected
     assert graphs.num_replays > 10
-    assert len({len(row) for row in expected}) > 2
+    assert name == "t5" or len({len(row) for row in expected}) > 2  # none of its rows ends before the limit
 
 
 @pytest.mark.parametrize("name", shapes.NAMES)
@@ -228,17 +229,20 @@ def test_running_out_of_memory_splits_the_batch_and_changes_no_result(when):
 
         def capture(self, function, *, writes=()):
             replay = super().capture(function, writes=writes)
+            if when == "capture":
+                self.fail_once()
+                return replay
 
             def failing():
-                if Fails.num_failures == 0:
-                    Fails.num_failures += 1
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                self.fail_once()
                 replay()
 
-            if when == "capture":
-                failing()
-                return replay
             return failing
+
+        def fail_once(self):
+            if Fails.num_failures == 0:
+                Fails.num_failures += 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     model, examples = shapes.make("m2m100"), shapes.prompts(16)
     options = {"max_new_tokens": 12, "budget": bw.MaxItems(16)}
@@ -418,7 +422,9 @@ def test_auto_on_a_cpu_says_nothing():
         generate(shapes.make("llama"), [[11]], graphs="auto", max_new_tokens=2, num_beams=2)
 
 
-@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel], ids=["compiled", "parallel"])
+@pytest.mark.parametrize(
+    "wrap", [partial(torch.compile, backend="eager"), nn.DataParallel], ids=["compiled", "parallel"]
+)
 def test_a_wrapped_model_is_decoded_by_graphs(wrap):
     model = shapes.make("llama")
     examples, options = shapes.prompts(5), {"max_new_tokens": 6}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..graphs._comparing import NEAR, NEAR_ROUGHLY
+from ._decoding import Counts
 from ._options import Options
 from ._slots import NUM_COMPARED, Slots
 
@@ -42,7 +43,9 @@ class Comparison:
         """Say whether there is anything to compare."""
         return len(self._logits) > 1
 
-    def difference(self, model: Any, options: Options, batch: Mapping[str, Any], tokens: Tensor) -> str | None:
+    def difference(
+        self, model: Any, options: Options, batch: Mapping[str, Any], tokens: Tensor, limits: Counts, num_read: int
+    ) -> str | None:
         """Run the same rows eagerly with the tokens that were chosen, and say what differs, or None.
 
         Args:
@@ -50,24 +53,29 @@ class Comparison:
             options: what to generate.
             batch: what the prompt was read from.
             tokens: those that were chosen, ``(rows, new tokens)``.
+            limits: the most new tokens of each row.
+            num_read: tokens of the decoder's prompt.
         """
         num = len(self._logits)
         tokens = tokens[: self._num_rows, :num]
         forced = _Forced(tokens)
         settings = copy.deepcopy(options.settings)
         settings.do_sample, settings.max_new_tokens, settings.max_length = False, num, None
+        least = max(options.rules.min_new_tokens, options.rules.min_length - num_read, 0)
+        settings.min_new_tokens, settings.min_length = min(least, num), None
         settings.return_dict_in_generate = settings.output_logits = True
         rows = {name: value[: self._num_rows] for name, value in batch.items()}
         found = model.generate(**rows, generation_config=settings, logits_processor=[forced])
         ends = tokens.new_tensor(options.rules.ends)
-        goes_on = torch.ones(self._num_rows, dtype=torch.bool, device=tokens.device)
+        most = torch.from_numpy(limits[: self._num_rows]).to(tokens.device)
+        goes_on = most > 0
         for number, (own, eager) in enumerate(zip(self._logits, found.logits, strict=False)):
             if not bool(_are_near(own, eager, self._near)[goes_on].all()):
                 return f"the logits of new token {number + 1} differ from those of an eager step"
             is_best = _is_best(forced.scores[number], tokens[:, number, None], self._near)
             if not options.rules.draws and not bool(is_best[goes_on].all()):
                 return f"new token {number + 1} is not the one that an eager step takes"
-            goes_on &= ~torch.isin(tokens[:, number], ends)
+            goes_on &= ~torch.isin(tokens[:, number], ends) & (most > number + 1)
         return None
 
 

@@ -145,7 +145,7 @@ class Replaying:
         self.figures.num_batches += 1
         comparison = None if self._is_checked else Comparison(read.logits, is_half=self._is_half)
         rounds.run(most, read.num_kept, None if comparison is None else comparison.gather)
-        self._check(comparison, batch, slots)
+        self._check(comparison, batch, slots, most, read.num_kept)
         return slots.results[:num, : int(most.max())].cpu()
 
     def _rounds_for(self, read: _Read, *, is_plain: bool) -> Rounds:
@@ -158,11 +158,13 @@ class Replaying:
         self.figures.cache_bytes = max(self.figures.cache_bytes, layers.num_bytes)
         return rounds
 
-    def _check(self, comparison: Comparison | None, batch: dict[str, Any], slots: Slots) -> None:
+    def _check(
+        self, comparison: Comparison | None, batch: dict[str, Any], slots: Slots, limits: Counts, num_read: int
+    ) -> None:
         """Compare the first steps of the first batch with eager ones."""
         if comparison is None or not comparison.has_steps:
             return
-        found = comparison.difference(self._decoder.base, self._options, batch, slots.results)
+        found = comparison.difference(self._decoder.base, self._options, batch, slots.results, limits, num_read)
         if found is not None:
             raise NotGraphableError(found)
         self._is_checked = True
@@ -198,7 +200,7 @@ class _Read(NamedTuple):
 def _read_prompt(base: Any, settings: Any, batch: Mapping[str, Any], layers: Layers) -> _Read:
     """Let transformers read a prompt into the cache."""
     settings = copy.deepcopy(settings)
-    settings.max_new_tokens, settings.max_length, settings.min_length, settings.min_new_tokens = 1, None, None, None
+    settings.max_new_tokens, settings.max_length, settings.min_length, settings.min_new_tokens = 1, None, None, 0
     settings.do_sample, settings.disable_compile = False, True
     settings.return_dict_in_generate = settings.output_logits = True
     cache = layers.filling()
