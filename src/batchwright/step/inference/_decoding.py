@@ -20,6 +20,7 @@ from ...plan import PadTo
 from ..huggingface import unwrapped
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
+Counts = npt.NDArray[np.int64]
 
 # What transformers does if nothing says how many.
 _DEFAULT_NEW_TOKENS = 20
@@ -31,17 +32,24 @@ class Decoder:
     """Runs one batch, and cuts its results to what each example would get on its own."""
 
     def __init__(
-        self, model: Any, kwargs: dict[str, Any], collate: Collate | None, pad_token_id: int | None, multiple_of: int
+        self,
+        model: Any,
+        kwargs: Mapping[str, Any],
+        collate: Collate | None,
+        pad_token_id: int | None,
+        multiple_of: int,
+        *,
+        has_limits: bool = False,
     ) -> None:
         self.base: Any = unwrapped(model)
-        self._model: Any = model if hasattr(model, "generate") else self.base
-        if not hasattr(self._model, "generate"):
+        self.model: Any = model if hasattr(model, "generate") else self.base
+        if not hasattr(self.model, "generate"):
             raise ArgumentError(
                 f"the model must have generate(), as transformers models do, got {type(model).__name__}"
             )
-        self._kwargs = dict(kwargs)
-        self._is_encoder_decoder = bool(getattr(getattr(self.base, "config", None), "is_encoder_decoder", False))
-        self._check()
+        self.kwargs = dict(kwargs)
+        self.is_encoder_decoder = bool(getattr(getattr(self.base, "config", None), "is_encoder_decoder", False))
+        self._check(has_limits=has_limits)
         self.device = next(self.base.parameters()).device
         ends = self._setting("eos_token_id")
         self._ends = torch.as_tensor([] if ends is None else ends, dtype=torch.long).reshape(-1).cpu()
@@ -51,22 +59,22 @@ class Decoder:
         known = None if known is None or known < 0 else int(known)  # some configurations write -1 for no token
         self._pad = known if known is not None else int(self._ends[0]) if len(self._ends) else 0
         if known is None or pad_token_id is not None:
-            self._kwargs["pad_token_id"] = self._pad
+            self.kwargs["pad_token_id"] = self._pad
         self._collate = collate or partial(
-            _pad, pad_id=known, on_left=not self._is_encoder_decoder, multiple_of=multiple_of
+            _pad, pad_id=known, on_left=not self.is_encoder_decoder, multiple_of=multiple_of
         )
         # These end rows without an end-of-sequence token, and padding follows.
         self._strips_padding = any(self._setting(name) for name in ("stop_strings", "stopping_criteria"))
 
     def _setting(self, name: str) -> Any:
         """Return a setting from where generate() looks first: the arguments, the configuration given, the model's."""
-        if name in self._kwargs:
-            return self._kwargs[name]
-        configs = (self._kwargs.get("generation_config"), getattr(self.base, "generation_config", None))
+        if name in self.kwargs:
+            return self.kwargs[name]
+        configs = (self.kwargs.get("generation_config"), getattr(self.base, "generation_config", None))
         return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
 
-    def _check(self) -> None:
-        given = sorted(_PER_EXAMPLE & self._kwargs.keys())
+    def _check(self, *, has_limits: bool) -> None:
+        given = sorted(_PER_EXAMPLE & self.kwargs.keys())
         if given:
             raise ArgumentError(f"{given[0]} belongs to each example: give mappings with it, or a collate=")
         if self._setting("return_dict_in_generate") or (self._setting("num_return_sequences") or 1) != 1:
@@ -74,22 +82,28 @@ class Decoder:
                 "generate returns the token ids of one sequence per example, not return_dict_in_generate or "
                 "num_return_sequences; call model.generate in oom_safe for those"
             )
-        if not self._is_encoder_decoder and self._setting("min_length"):
+        if not self.is_encoder_decoder and self._setting("min_length"):
             raise ArgumentError("min_length counts padding too, and so depends on the batch; use min_new_tokens")
         looks_ahead = (self._setting("num_beams") or 1) > 1 or self._setting("forced_eos_token_id") is not None
         if self._max_length is not None and looks_ahead:
             # Cutting the result of a longer search is not what a shorter search would find.
             raise ArgumentError("max_length with beams or a forced end counts padding too; use max_new_tokens")
+        if has_limits and looks_ahead:
+            raise ArgumentError(
+                "max_new_tokens for each example goes with neither beams nor a forced end; give one number"
+            )
 
     @property
     def _max_length(self) -> int | None:
         """Return the most tokens of prompt and result together, None if the result is limited in another way."""
-        if self._is_encoder_decoder or self._setting("max_new_tokens") is not None:
+        if self.is_encoder_decoder or self._setting("max_new_tokens") is not None:
             return None
         max_length: int | None = self._setting("max_length")
         return max_length
 
-    def lengths(self, examples: Sequence[Any], given: Any, *, with_output: bool) -> npt.NDArray[np.int32]:
+    def lengths(
+        self, examples: Sequence[Any], given: Any, *, limits: Counts | None, with_output: bool
+    ) -> npt.NDArray[np.int32]:
         """Return the lengths ``(N, axes)`` that the budget counts."""
         if given is None:
             given = [len(_ids(example)) for example in examples]
@@ -98,34 +112,47 @@ class Decoder:
             raise ArgumentError(f"lengths must have one row per example, {len(examples)}, got {len(axes)}")
         if not with_output:
             return axes
+        if limits is not None:
+            return as_lengths(np.hstack([axes, limits[:, None]]))
         most = self._setting("max_new_tokens") or self._setting("max_length") or _DEFAULT_NEW_TOKENS
         new = np.full((len(axes), 1), most) if self._max_length is None else np.maximum(1, most - axes[:, :1])
         return as_lengths(np.hstack([axes, new]))
 
-    def run(self, examples: list[Any]) -> list[Tensor]:
-        """Return the token ids of each example."""
-        batch = map_leaves(dict(self._collate(examples)), lambda tensor: tensor.to(self.device))
-        most = self._most_new(batch)
-        kwargs = self._kwargs
-        if most is not None:
+    def run(self, examples: list[Any], limits: Counts | None = None) -> list[Tensor]:
+        """Return the token ids of each example.
+
+        Args:
+            examples: those of one batch.
+            limits: the most new tokens of each, None if all have the same.
+        """
+        batch = self.collated(examples)
+        most = self.most_new(batch) if limits is None else limits
+        kwargs = self.kwargs
+        if limits is not None:
+            kwargs = {**kwargs, "max_new_tokens": int(limits.max())}
+        elif most is not None:
             kwargs = {**kwargs, "max_length": batch["input_ids"].shape[1] + int(most.max())}
-        sequences = self._model.generate(**batch, **kwargs).cpu()
+        sequences = self.model.generate(**batch, **kwargs).cpu()
         if len(sequences) != len(examples):
             raise ArgumentError(f"model.generate gave {len(sequences)} rows for {len(examples)} examples")
-        return [self._cut(row, batch, None if most is None else int(most[i])) for i, row in enumerate(sequences)]
+        return [self.cut(row, batch, None if most is None else int(most[i])) for i, row in enumerate(sequences)]
 
-    def _most_new(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return how many tokens each row may get under max_length, which would otherwise count padding."""
-        if self._is_encoder_decoder or "input_ids" not in batch:
-            return None
-        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-        if not mask[:, -1].all():
+    def collated(self, examples: list[Any]) -> dict[str, Any]:
+        """Return the batch on the model's device; a decoder-only model needs its padding on the left."""
+        batch: dict[str, Any] = map_leaves(dict(self._collate(examples)), lambda tensor: tensor.to(self.device))
+        mask = None if self.is_encoder_decoder or "input_ids" not in batch else batch.get("attention_mask")
+        if mask is not None and not mask[:, -1].all():
             raise ArgumentError(
                 "a decoder-only model continues the last column of input_ids: collate must pad on the left"
             )
-        if self._max_length is None:
+        return batch
+
+    def most_new(self, batch: Mapping[str, Any]) -> Counts | None:
+        """Return how many tokens each row may get under max_length, which would otherwise count padding."""
+        if self._max_length is None or "input_ids" not in batch:
             return None
-        most: Tensor = self._max_length - mask.sum(dim=1).cpu()
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        most: Counts = self._max_length - mask.sum(dim=1).cpu().numpy()
         if most.min() < 1:
             raise ArgumentError(
                 f"an example has {self._max_length - int(most.min())} tokens and max_length={self._max_length} leaves "
@@ -133,16 +160,17 @@ class Decoder:
             )
         return most
 
-    def _cut(self, row: Tensor, batch: Mapping[str, Any], most: int | None) -> Tensor:
-        prompt = batch.get("decoder_input_ids" if self._is_encoder_decoder else "input_ids")
-        start = int(self._is_encoder_decoder) if prompt is None else prompt.shape[1]
+    def cut(self, row: Tensor, batch: Mapping[str, Any], most: int | None) -> Tensor:
+        """Return what an example gets of a row of its batch: up to its limit, or to its first end."""
+        prompt = batch.get("decoder_input_ids" if self.is_encoder_decoder else "input_ids")
+        start = int(self.is_encoder_decoder) if prompt is None else prompt.shape[1]
         new = row[start:][:most]
         ends = torch.isin(new, self._ends).nonzero()
         if len(ends):
             new = new[: int(ends[0]) + 1]
         elif self._strips_padding:
             new = new[: len(new) - int((new == self._pad).flip(0).cumprod(0).sum())]
-        return row[: start + len(new)] if self._is_encoder_decoder else new
+        return row[: start + len(new)] if self.is_encoder_decoder else new
 
 
 def _ids(example: Any) -> Any:

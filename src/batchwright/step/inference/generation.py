@@ -20,8 +20,10 @@ from ...errors import ArgumentError
 from ...plan import Budget, MaxItems, MaxTokens, Plan, Sorted, plan_batches
 from ...plan.budget import check_budget
 from .._loss_probe import evaluating
+from ..graphs.backend import Choice
 from ..memory.monitor import MemoryMonitor
-from ._decoding import Collate, Decoder
+from ._decoding import Collate, Counts, Decoder
+from ._running import Runner, as_limits, make_runner
 from .pieces import Pieces, run_in_pieces
 
 # Without a budget the first batch has this many of the longest examples, the next as many as the peak says will fit.
@@ -48,14 +50,20 @@ def generate(
     pad_multiple_of: int = 1,
     memory: MemoryMonitor | None = None,
     progress: bool = False,
+    graphs: Choice = "auto",
     **generate_kwargs: Any,
 ) -> list[Tensor]:
-    """Generate from every example with ``model.generate``, in batches of similar length that fit.
+    """Generate from every example as ``model.generate`` does, in batches of similar length that fit.
 
     Decoder-only models are padded on the left and give their new tokens; encoder-decoders are padded on the right and
     give what ``model.generate`` does, including the start token. A result ends with its first end-of-sequence token, so
     greedy and beam search give each example what it gets on its own; sampling draws differently. The longest examples
     run first, so that one that does not fit shows at once.
+
+    On a CUDA device tokens are decoded by replays of graphs, where a step has no launches to wait for, and rows that
+    have ended make room. The first steps are compared with eager ones. What graphs do not follow, such as beams, runs
+    through ``model.generate`` as elsewhere, and a warning says why. Drawn tokens then have the same distribution, and
+    with ``torch.manual_seed`` each example gets the same ones whichever batch it is in.
 
     Args:
         model: a transformers model in any mode; it generates in evaluation mode.
@@ -70,7 +78,10 @@ def generate(
         pad_multiple_of: pad to multiples of this, for few shapes.
         memory: reads the peak of every batch when there is no budget; None reads that of a CUDA device.
         progress: show a progress bar.
-        **generate_kwargs: for ``model.generate``, e.g. ``max_new_tokens=128, num_beams=4``.
+        graphs: ``"auto"`` decodes with CUDA graphs where that is exact, ``True`` refuses what they cannot do, ``False``
+            always calls ``model.generate``.
+        **generate_kwargs: for ``model.generate``, e.g. ``max_new_tokens=128, num_beams=4``. ``max_new_tokens`` may be a
+            sequence with one number per example.
 
     Returns:
         One 1-D tensor of token ids per example, on the CPU, in the order of the examples.
@@ -87,19 +98,23 @@ def generate(
     if len(examples) == 0:
         return []
     pad_multiple_of = as_whole("pad_multiple_of", pad_multiple_of, least=1)
-    decoder = Decoder(model, generate_kwargs, collate, pad_token_id, pad_multiple_of)
-    axes = decoder.lengths(examples, lengths, with_output=count_output or budget is None)
+    limits = as_limits(generate_kwargs.get("max_new_tokens"), len(examples))
+    if limits is not None:
+        generate_kwargs["max_new_tokens"] = int(limits.max())
+    decoder = Decoder(model, generate_kwargs, collate, pad_token_id, pad_multiple_of, has_limits=limits is not None)
+    axes = decoder.lengths(examples, lengths, limits=limits, with_output=count_output or budget is None)
     meter = Meter.of(budget, memory, decoder.device)
     limit = first_limit(budget, int(pad_up(axes, pad_multiple_of).sum(axis=1).max()), decoder.device, meter)
     results: dict[int, Tensor] = {}
     with ProgressBar(label="generating", total=len(examples), enabled=progress) as bar, evaluating(model):
+        runner = make_runner(decoder, graphs)
         waiting = np.arange(len(examples))
         while len(waiting):
             plan = limit.plan(axes[waiting], pad_multiple_of)
             for number in np.argsort(-plan.shapes[:, 1:].sum(axis=1), kind="stable"):
                 indices = waiting[plan[number]].tolist()
-                meter.begin()
-                pieces = _run(decoder, examples, indices, axes)
+                meter.begin(runner.held_bytes)
+                pieces = _run(runner, examples, indices, axes, limits)
                 # Cloned outside inference mode: tensors made inside it cannot be trained on.
                 rows = [row.clone() for piece in pieces.results for row in piece]
                 results.update(zip(indices, rows, strict=True))
@@ -111,9 +126,13 @@ def generate(
     return [results[index] for index in range(len(examples))]
 
 
-def _run(decoder: Decoder, examples: Sequence[Any], indices: list[int], axes: npt.NDArray[np.int32]) -> Pieces:
+def _run(
+    runner: Runner, examples: Sequence[Any], indices: list[int], axes: npt.NDArray[np.int32], limits: Counts | None
+) -> Pieces:
     return run_in_pieces(
-        lambda chosen: decoder.run([examples[index] for index in chosen]),
+        lambda chosen: runner.run(
+            [examples[index] for index in chosen], chosen, None if limits is None else limits[chosen]
+        ),
         lambda start, stop: indices[start:stop],
         len(indices),
         describe=lambda place: f"example {indices[place]} of length {axes[indices[place]].tolist()}",
@@ -169,11 +188,15 @@ class Meter:
         """Return whether peaks are measured."""
         return self._memory is not None
 
-    def begin(self) -> None:
-        """Begin a batch."""
+    def begin(self, held_bytes: int = 0) -> None:
+        """Begin a batch.
+
+        Args:
+            held_bytes: memory that is in use for the batch before, and that this one takes over or gives back.
+        """
         if self._memory is not None:
             self._memory.reset_peak()
-            self._before = self._memory.used_bytes
+            self._before = self._memory.used_bytes - held_bytes
 
     def room(self) -> float | None:
         """Return ``(usable − before) / (peak − before)``, None if no peak is measured."""

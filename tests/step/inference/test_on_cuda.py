@@ -1,0 +1,111 @@
+"""Decoding by CUDA graphs: the tokens of eager generation, under a cap too, and nothing left behind."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+
+import batchwright as bw
+from batchwright.step.inference._ranges import attend_plainly
+from batchwright.step.inference.generation import generate
+
+from . import shapes
+
+pytestmark = pytest.mark.needs_cuda
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_eagerly():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="generate runs eagerly")
+        yield
+
+
+@pytest.mark.parametrize("name", shapes.NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_tokens_are_those_of_eager_generation(name, dtype):
+    model, examples = shapes.make(name, dtype).cuda(), shapes.prompts(120, longest=60)
+    options = {"max_new_tokens": 70, "budget": bw.MaxItems(48)}
+    found = generate(model, examples, graphs=True, **options)
+    expected = shapes.as_lists(generate(model, examples, graphs=False, **options))
+    assert shapes.as_lists(found) == expected
+    assert len({len(row) for row in expected}) > 5
+
+
+@pytest.mark.parametrize("name", shapes.NAMES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_is_decoded_by_graphs(name, dtype):
+    model, examples = shapes.make(name, dtype).cuda(), shapes.prompts(40)
+    found = generate(model, examples, graphs=True, max_new_tokens=20)
+    assert all(1 <= len(row) <= 21 for row in found)
+
+
+@pytest.mark.parametrize("name", ["m2m100", "llama"])
+def test_draws_depend_on_the_seed_and_not_on_the_batch(name):
+    model, examples = shapes.make(name, torch.float64).cuda(), shapes.prompts(30)
+    runs = []
+    for seed, size in ((7, 30), (7, 4), (8, 30)):
+        torch.manual_seed(seed)
+        budget = bw.MaxItems(size)
+        runs.append(generate(model, examples, graphs=True, budget=budget, max_new_tokens=12, do_sample=True))
+    same, other, different = map(shapes.as_lists, runs)
+    assert same == other
+    assert same != different
+
+
+@pytest.mark.parametrize("name", ["m2m100", "llama"])
+def test_every_example_has_its_own_limit(name):
+    model, examples = shapes.make(name).cuda(), shapes.prompts(40)
+    limits = [1 + place % 17 for place in range(40)]
+    options = {"max_new_tokens": limits, "eos_token_id": [59]}
+    found = generate(model, examples, graphs=True, **options)
+    assert shapes.as_lists(found) == shapes.as_lists(generate(model, examples, graphs=False, **options))
+
+
+@pytest.mark.parametrize("name", ["m2m100", "llama"])
+def test_a_device_that_is_full_changes_no_result(name):
+    model, examples = shapes.make(name).cuda(), shapes.prompts(300, longest=200)
+    options = {"max_new_tokens": 40, "eos_token_id": [59]}
+    expected = shapes.as_lists(generate(model, examples, graphs=False, **options))
+    gc.collect()
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + 96 * 2**20
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        found = generate(model, examples, graphs="auto", budget=bw.MaxItems(300), **options)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert shapes.as_lists(found) == expected
+
+
+def test_nothing_is_left_behind():
+    model, examples = shapes.make("llama").cuda(), shapes.prompts(60)
+    generate(model, examples, graphs=True, max_new_tokens=10)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    was_on = torch.backends.cuda.cudnn_sdp_enabled()
+    generate(model, examples, graphs=True, max_new_tokens=30)
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + 2**20
+    assert torch.backends.cuda.cudnn_sdp_enabled() == was_on
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(5, 4, 1, 200, 64), (3, 8, 4, 70, 32), (130, 16, 1, 600, 128)], ids=str)
+def test_the_kernel_attends_over_ranges_as_the_formula_says(sizes, dtype):
+    from batchwright.step.inference._decode_kernel import attend_on_cuda
+
+    num, heads, groups, width, size = sizes
+    torch.manual_seed(0)
+    keys, values = torch.randn((2, num + 2, heads // groups, width, size), dtype=dtype, device="cuda")
+    query = torch.randn((num, 1, heads, size), dtype=dtype, device="cuda").transpose(1, 2)
+    start = torch.randint(0, 4, (num,), dtype=torch.int32, device="cuda")
+    stop = torch.randint(5, width - 3, (num,), dtype=torch.int32, device="cuda")
+    stop[0] = 0  # a row that has ended
+    ranged = (keys[:num, :, : width - 3], values[:num, :, : width - 3], start, stop, size**-0.5)
+    found = attend_on_cuda(query, *ranged)
+    expected = attend_plainly(query.float(), ranged[0].float(), ranged[1].float(), *ranged[2:])
+    assert torch.allclose(found.float(), expected, atol=2e-2)
+    assert not found[0].any()

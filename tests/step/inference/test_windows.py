@@ -1,0 +1,66 @@
+"""Lengths on the device, and caches that stay where they are."""
+
+import pytest
+import torch
+
+from batchwright.step.graphs._micro import NotGraphableError
+from batchwright.step.inference._windows import Layers, Layout, Length
+
+
+def length(value=5, least=1, most=31):
+    return Length.of(torch.tensor(value), least, most)
+
+
+def test_a_length_is_compared_by_its_bounds():
+    assert (length() > 31) is False
+    assert (length() >= 1) is True
+    assert (2 + length() > 33) is False
+    assert (length() + 1 < 33) is True
+
+
+@pytest.mark.parametrize("compare", [lambda one: one > 7, lambda one: one == 0, lambda one: one + 3 > 20])
+def test_what_bounds_cannot_tell_is_refused(compare):
+    with pytest.raises(NotGraphableError, match="compares the length of its cache"):
+        compare(length())
+
+
+def test_anything_else_is_computed_with_plain_tensors():
+    found = torch.arange(3)[:, None] + length().clone()
+    assert type(found) is torch.Tensor
+    assert found.flatten().tolist() == [5, 6, 7]
+    assert type(torch.tensor([4, 6]) <= length()) is torch.Tensor
+
+
+def test_rows_are_filled_then_written_and_moved():
+    layers = Layers(Layout(3, 8, None))
+    cache = layers.filling()
+    keys = torch.arange(2 * 2 * 3 * 4.0).reshape(2, 2, 3, 4)
+    cache.update(keys, -keys, 0)
+    assert cache.get_seq_length() == 3
+    assert layers.keep(cache) == 3
+    window = layers.window(2, 4, torch.tensor([3]))
+    new = torch.full((2, 2, 1, 4), 9.0)
+    found, values = window.update(new, new, 0)
+    assert torch.equal(found, torch.cat([keys, new], dim=2))
+    assert torch.equal(values, torch.cat([-keys, new], dim=2))
+    layers.move(torch.tensor([1]), torch.tensor([0]), 4)
+    assert torch.equal(window.layers[0].keys[0], found[1])
+    assert layers.num_bytes == 2 * 3 * 2 * 8 * 4 * 4
+
+
+def test_a_prompt_in_pieces_and_a_cache_that_is_not_filled_are_refused():
+    layers = Layers(Layout(2, 8, None))
+    cache = layers.filling()
+    with pytest.raises(NotGraphableError, match="does not fill"):
+        layers.keep(cache)
+    keys = torch.zeros(2, 1, 3, 4)
+    cache.update(keys, keys, 0)
+    with pytest.raises(NotGraphableError, match="several pieces"):
+        cache.update(keys, keys, 0)
+
+
+def test_memory_serves_a_batch_of_the_same_widths_with_no_more_rows():
+    layout = Layout(16, 32, 64)
+    assert layout.holds(Layout(9, 32, 64))
+    assert not layout.holds(Layout(17, 32, 64))
+    assert not layout.holds(Layout(9, 40, 64))
