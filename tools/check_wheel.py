@@ -29,6 +29,7 @@ NEEDED = (
     "_charts/style.css",
     "plan/models/memory_prior.json",
     "cli/demo/charts.js",
+    "cli/demo/gpu.json",
     "serve/http/live/script.js",
 )
 # What a user without the extra imports or calls, the package that is missing first, and the extra that brings it.
