@@ -4,11 +4,14 @@ import importlib.util
 from pathlib import Path
 
 _ROOT = Path(__file__).parent
-_KERAS = {_ROOT / "src/batchwright/integrations/keras", _ROOT / "tests/integrations/keras/models.py"}
+_NEEDS = {
+    "keras": {_ROOT / "src/batchwright/integrations/keras", _ROOT / "tests/integrations/keras/models.py"},
+    "triton": {_ROOT / "src/batchwright/step/inference/_decode_kernel.py"},
+}
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave a folder out, or let pytest decide."""
-    if importlib.util.find_spec("keras") is None and _KERAS & {collection_path, *collection_path.parents}:
-        return True
-    return None
+    found = {collection_path, *collection_path.parents}
+    is_missing = any(paths & found and importlib.util.find_spec(name) is None for name, paths in _NEEDS.items())
+    return True if is_missing else None

@@ -64,6 +64,13 @@ _BATCHER = (
     "clock=monotonic), bases: Generic"
 )
 CHANGED: dict[str, tuple[str, str | None, str]] = {
+    "batchwright.step.generate": (
+        "function(model, examples, *, budget=None, collate=None, lengths=None, count_output=False, pad_token_id=None, "
+        "pad_multiple_of=1, memory=None, progress=False, **generate_kwargs)",
+        "function(model, examples, *, budget=None, collate=None, lengths=None, count_output=False, pad_token_id=None, "
+        "pad_multiple_of=1, memory=None, progress=False, graphs=False, **generate_kwargs)",
+        "decoding by graphs",
+    ),
     **{
         f"batchwright.serve.BatchedFunction.{name}": (
             f"{kind}(self, item, *, deadline_ms=None, priority=0)",

@@ -17,9 +17,8 @@ from batchwright.lab._records import CellKey
 from batchwright.lab.observations._effects import LOSS, METRIC
 from batchwright.lab.report import LabFolder, read_lab, render_csv, render_html, render_markdown, write_report
 from batchwright.lab.report._tables import matrix_effects, row_order
-from batchwright.lab.report._view import make_view, mean_curve
 from batchwright.lab.report.folder import expected_runs, progress_of
-from batchwright.lab.report.page import leaders
+from batchwright.lab.report.page import leaders, make_view, mean_curve
 from batchwright.lab.report.server import SECONDS_BETWEEN_PAGES, LabPages, make_server
 
 from .fabricated import DATASETS, fabricate, fail, make_tuning, older, write_folder

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from batchwright.cli.compare import Settings, compare
-from batchwright.cli.demo import verdict
+from batchwright.cli.demo import records
 from batchwright.cli.demo.command import Run, render_page
 from batchwright.cli.demo.records import QUICK, ArmResult, Check
 
@@ -205,7 +205,7 @@ def test_the_verdict_comes_before_everything_else(source):
 
 def test_stored_results_of_a_gpu_are_marked_as_such(source):
     before, _, section = source.partition("<h2>What a GPU gives</h2>")
-    stored = json.loads((Path(verdict.__file__).parent / "gpu.json").read_text(encoding="utf-8"))
+    stored = json.loads((Path(records.__file__).parent / "gpu.json").read_text(encoding="utf-8"))
     assert section.startswith("<p><strong>Stored results, not of this run:</strong> measured on one NVIDIA H200")
     for task in stored["tasks"]:
         assert task["title"] in section

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from batchwright.errors import DeadlineExceeded
 from batchwright.serve import LatencyModel, Settings
-from batchwright.serve._engine.backlog import NUM_CLASSES, Backlog, Sums, length_class
 from batchwright.serve._engine.calls import Outcome
 from batchwright.serve._engine.core import Core
 from batchwright.serve._engine.request import Request, State
+from batchwright.serve._engine.waiting import NUM_CLASSES, Backlog, Sums, length_class
 from batchwright.serve.settings import MAX_LENGTH
 
 ALLOWED = 0.05

@@ -5,6 +5,7 @@ A module that was changed, a counter, a hook, a draw from NumPy: whatever a CUDA
 
 from __future__ import annotations
 
+import threading
 import time
 from unittest import mock
 
@@ -40,9 +41,15 @@ class Tape:
     def record(self, function):
         """Run a function once; every kernel of it is kept.
 
-        Models ask whether a stream is being captured before they read values; they are told so here too.
+        Models ask whether a stream is being captured before they read values; they are told so here too. Other threads
+        have streams of their own.
         """
-        with mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
+        own = threading.get_ident()
+
+        def is_capturing():
+            return threading.get_ident() == own
+
+        with mock.patch("torch.cuda.is_current_stream_capturing", is_capturing):
             with _Recorder(self._calls, self._written):
                 return function()
 

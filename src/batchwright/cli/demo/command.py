@@ -24,8 +24,19 @@ from ..compare import Comparison, Settings, compare
 from ..lengths import make_bins
 from ..options import Commands, add_command, add_option
 from ..screen import Screen, percent, render_table, times
-from .records import FULL, MINUTES, QUICK, ArmResult, DemoSettings
-from .verdict import AS_LONG_HEADER, as_long_rows, gpu_line, gpu_section, stored_results, verdict
+from .records import (
+    AS_LONG_HEADER,
+    FULL,
+    MINUTES,
+    QUICK,
+    ArmResult,
+    DemoSettings,
+    as_long_rows,
+    gpu_line,
+    gpu_section,
+    stored_results,
+    verdict,
+)
 
 _DEMO = f"""\
 Train a small model with and without planned batches (needs torch).

@@ -13,12 +13,11 @@ from ...errors import Closed, DeadlineExceeded, QueueFull, TooLarge
 from ..latency import LatencyModel
 from ..settings import Settings
 from ..stats import Counters, Stats
-from .backlog import Backlog
 from .calls import Call, Group, Outcome, TokenLimit
 from .isolation import Faults, Isolation
 from .policies import pick
 from .request import Request, State, longest, num_tokens
-from .waiting import Line
+from .waiting import Backlog, Line
 
 # After this many requests were given up only by prediction, one is run all the same: a wrong prediction must not last.
 MAX_SHED_IN_A_ROW = 16

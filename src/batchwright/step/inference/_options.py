@@ -105,14 +105,15 @@ def _is_decoder_only(base: Any) -> bool:
 def _why_not_model(base: Any, model: Any) -> str | None:
     """Return what about a model no graph can follow, or None."""
     try:
-        from transformers import GenerationMixin
+        from transformers import GenerationMixin as Mixin
         from transformers.cache_utils import DynamicCache, DynamicLayer
     except ImportError:
         return "transformers is not installed"
-    if not isinstance(base, GenerationMixin) or not hasattr(base, "_prepare_generation_config"):
+    generates: Any = Mixin  # its types know nothing of the model that it is mixed into
+    if not isinstance(base, generates) or not hasattr(base, "_prepare_generation_config"):
         return f"{type(base).__name__} is not a model of transformers"
     owner = model if "generate" in dir(type(model)) else base
-    if type(owner).generate is not GenerationMixin.generate or "generate" in vars(base):
+    if type(owner).generate is not Mixin.generate or "generate" in vars(base):
         return f"{type(owner).__name__} has a generate of its own"
     if getattr(base, "_is_stateful", False) or not base._supports_default_dynamic_cache():
         return f"{type(base).__name__} keeps a state that is no cache of keys and values"

@@ -207,8 +207,8 @@ class Slots:
             width: tokens in the cache so far.
         """
         places = torch.tensor([source, target], device=self.place.device)
-        held = (self._token, self._position, self.finished, self._limit, self._result, self._mask, self._source_mask)
-        held += (self._own.start, self._source_lengths)
+        held = [self._token, self._position, self.finished, self._limit, self._result, self._mask, self._source_mask]
+        held += [self._own.start, self._source_lengths]
         for one in (*held, *(more for more in (self._seen, self._uniform) if more is not None)):
             one.index_copy_(0, places[1], one.index_select(0, places[0]))
         self._layers.move(places[0], places[1], width)

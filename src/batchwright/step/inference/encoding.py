@@ -48,7 +48,7 @@ def encode(
     normalize: bool = False,
     max_length: int | None = None,
     budget: Budget | str = "auto",
-    graphs: Choice = "auto",
+    graphs: Choice = False,
     memory: MemoryMonitor | None = None,
     progress: bool = False,
 ) -> Tensor:
@@ -66,8 +66,8 @@ def encode(
         max_length: cut texts to so many tokens; None takes the tokenizer's maximum, or the model's.
         budget: what a batch may cost. "auto" lets batches grow as ``generate`` does, and takes 16,384 tokens where
             graphs are captured.
-        graphs: ``"auto"`` captures at most 16 shapes if the plan has enough batches of them on a CUDA device; True
-            captures them in any case, False never.
+        graphs: False never captures; ``"auto"`` captures at most 16 shapes if the plan has enough batches of them on a
+            CUDA device, and True in any case. Graphs of functions have not run on a GPU yet.
         memory: reads the peak of every batch that runs without a budget; None reads that of a CUDA device.
         progress: show a progress bar.
 
@@ -192,8 +192,8 @@ class Encoder:
     """Encodes lists of texts for a ``Batcher``, over a few shapes that are all captured before the first request.
 
     ``encoder.batcher(deadline_ms=50)`` returns a ``Batcher`` whose lengths, ``max_items``, ``max_tokens`` and times
-    come from here. A batch is padded to the smallest of the shapes that holds it, replayed as a CUDA graph (run eagerly
-    without a CUDA device), and cut. So no request pays for a shape that is new to the device, and every vector is the
+    come from here. A batch is padded to the smallest of the shapes that holds it, run (with ``graphs``, replayed
+    as a CUDA graph), and cut. So no request pays for a shape that is new to the device, and every vector is the
     one that its text has on its own.
 
     Args:
@@ -205,7 +205,7 @@ class Encoder:
         max_items: the most texts in a batch.
         max_tokens: the most padded tokens in a batch; at least one text of ``max_length`` always fits.
         shapes: ``(num_items, length)`` of the batches, None for powers of 2 up to these limits.
-        graphs: ``"auto"``, True or False, as for ``graphed``.
+        graphs: False, ``"auto"`` or True, as for ``graphed``.
 
     >>> import torch
     >>> class Tiny(torch.nn.Embedding):
@@ -232,7 +232,7 @@ class Encoder:
         max_items: int = 64,
         max_tokens: int = _TOKENS,
         shapes: Any = None,
-        graphs: Choice = "auto",
+        graphs: Choice = False,
     ) -> None:
         self._pooled = Pooled(model, pool=pool, normalize=normalize)
         if any(part.training for part in self._pooled.model.modules()):

@@ -1,11 +1,13 @@
-"""Generation: text for any number of prompts, in batches that fit."""
+"""Generation: text for any number of prompts, in batches that fit, by graphs where these are exact."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from functools import partial
+from typing import Any, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +22,9 @@ from ...errors import ArgumentError
 from ...plan import Budget, MaxItems, MaxTokens, Plan, Sorted, plan_batches
 from ...plan.budget import check_budget
 from .._loss_probe import evaluating
-from ..graphs.backend import Choice
+from ..graphs.backend import Choice, GraphBackend, make_backend
 from ..memory.monitor import MemoryMonitor
 from ._decoding import Collate, Counts, Decoder
-from ._running import Runner, as_limits, make_runner
 from .pieces import Pieces, run_in_pieces
 
 # Without a budget the first batch has this many of the longest examples, the next as many as the peak says will fit.
@@ -50,7 +51,7 @@ def generate(
     pad_multiple_of: int = 1,
     memory: MemoryMonitor | None = None,
     progress: bool = False,
-    graphs: Choice = "auto",
+    graphs: Choice = False,
     **generate_kwargs: Any,
 ) -> list[Tensor]:
     """Generate from every example as ``model.generate`` does, in batches of similar length that fit.
@@ -60,10 +61,10 @@ def generate(
     greedy and beam search give each example what it gets on its own; sampling draws differently. The longest examples
     run first, so that one that does not fit shows at once.
 
-    On a CUDA device tokens are decoded by replays of graphs, where a step has no launches to wait for, and rows that
-    have ended make room. The first steps are compared with eager ones. What graphs do not follow, such as beams, runs
-    through ``model.generate`` as elsewhere, and a warning says why. Drawn tokens then have the same distribution, and
-    with ``torch.manual_seed`` each example gets the same ones whichever batch it is in.
+    With ``graphs``, tokens are decoded on a CUDA device by replays, where a step has no launches to wait for, and rows
+    that have ended make room. The first steps are compared with eager ones. What graphs do not follow, such as beams,
+    runs through ``model.generate`` as elsewhere, and a warning says why. Drawn tokens then have the same distribution,
+    and with ``torch.manual_seed`` each example gets the same ones whichever batch it is in.
 
     Args:
         model: a transformers model in any mode; it generates in evaluation mode.
@@ -78,8 +79,9 @@ def generate(
         pad_multiple_of: pad to multiples of this, for few shapes.
         memory: reads the peak of every batch when there is no budget; None reads that of a CUDA device.
         progress: show a progress bar.
-        graphs: ``"auto"`` decodes with CUDA graphs where that is exact, ``True`` refuses what they cannot do, ``False``
-            always calls ``model.generate``.
+        graphs: ``False`` always calls ``model.generate``; ``"auto"`` decodes with CUDA graphs where that is exact, and
+            ``True`` refuses what they cannot do. Graphs were compared with eager generation on a CPU, by a stand-in,
+            and not on a GPU yet.
         **generate_kwargs: for ``model.generate``, e.g. ``max_new_tokens=128, num_beams=4``. ``max_new_tokens`` may be a
             sequence with one number per example.
 
@@ -220,3 +222,84 @@ def first_limit(budget: Budget | None, longest: int, device: torch.device, meter
     most = _MOST_ITEMS_ON_CPU if device.type == "cpu" else _MOST_ITEMS_BLIND
     items = MaxItems(_MOST_ITEMS if meter.measures else most)
     return Limit(items, Ceiling(_FIRST_ITEMS * longest), grows=True)
+
+
+class Runner(Protocol):
+    """Runs batches."""
+
+    def run(self, examples: list[Any], indices: list[int], limits: Counts | None) -> list[Tensor]:
+        """Return the token ids of each example.
+
+        Args:
+            examples: those of one batch.
+            indices: their places among all.
+            limits: the most new tokens of each, None if all have the same.
+        """
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the memory that is held from batch to batch."""
+
+
+@final
+class Eager:
+    """Runs batches through ``model.generate``."""
+
+    held_bytes = 0
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def run(self, examples: list[Any], indices: list[int], limits: Counts | None) -> list[Tensor]:
+        """Return the token ids of each example."""
+        return self._decoder.run(examples, limits)
+
+
+def as_limits(value: Any, num: int) -> Counts | None:
+    """Return ``max_new_tokens`` of each example, None if there is one number for all.
+
+    Args:
+        value: what was given.
+        num: the number of examples.
+    """
+    if value is None or np.ndim(value) == 0:
+        return None
+    limits = np.asarray(value)
+    if limits.shape != (num,) or not np.issubdtype(limits.dtype, np.integer) or limits.min() < 1:
+        raise ArgumentError(
+            f"max_new_tokens must be one whole number from 1, or one per example, {num}; got an array of shape "
+            f"{limits.shape} and type {limits.dtype}"
+        )
+    return limits.astype(np.int64)
+
+
+def make_runner(decoder: Decoder, graphs: Choice) -> Runner:
+    """Return what runs a batch.
+
+    Args:
+        decoder: runs a batch eagerly.
+        graphs: what was asked for.
+    """
+    backend = None if graphs is False else make_backend(graphs, decoder.device)
+    if backend is None:
+        return Eager(decoder)
+    from ._options import read_options
+
+    options = read_options(decoder.base, decoder.model, decoder.kwargs)
+    if not isinstance(options, str):
+        from ._ranges import make_attend
+        from ._replaying import Replaying
+
+        seed = int(torch.randint(2**62, ())) if options.rules.draws else 0
+        make = partial(_another, backend, graphs, decoder.device)
+        attend = make_attend(decoder.base, decoder.device)
+        return Replaying(decoder, options, make, seed=seed, is_wanted=graphs is True, attend=attend)
+    if graphs is True:
+        raise ArgumentError(f"graphs=True cannot be followed: {options}; pass graphs='auto' or graphs=False")
+    warnings.warn(f"generate runs eagerly: {options}", stacklevel=4)
+    return Eager(decoder)
+
+
+def _another(given: GraphBackend, graphs: Choice, device: torch.device) -> GraphBackend:
+    """Return what captures for a new layout of the memory; CUDA graphs of the one before go with their pool."""
+    return (make_backend(graphs, device) or given) if isinstance(graphs, bool | str) else given
