@@ -29,22 +29,27 @@ ENCODERS = {
 
 def render() -> str:
     """Return the section."""
-    results = read("serving.json")
-    versions = results["environment"]["versions"]
+    earlier = read("serving_peers.json")
+    versions = earlier["environment"]["versions"]
     known = ", ".join(f"{name} {versions[name]}" for name in versions.keys() if versions[name])
     return f"""\
 ## Serving
 
 Live requests, Poisson arrivals on a stub of a model that takes 4 ms and 0.25 ms for each item of 64 padded tokens,
-lengths
-lognormal, due within 50 ms, every batcher with its defaults; medians of the passes, latency from the intended arrival.
-`python benchmarks/serving.py`; {known}; raw: {raw("serving.json", "serving_again.json")}. The second is an earlier run.
+lengths lognormal, due within 50 ms, every batcher with its defaults; medians of the passes, latency from the intended
+arrival. `python benchmarks/serving.py --rates 200 1000 2000 3000 5000 --arms ours bentoml`; raw: {raw("serving.json")}.
 
-{_loads(results)}
+{_loads(read("serving.json"))}
 
-**Where we do not win.** Where all items are equally long, the default and the order of arrival do the same:
+An earlier version of batchwright, without admission by predicted wait, beside more peers. `python
+benchmarks/serving.py`; {known}; raw: {raw("serving_peers.json")}.
 
-{_loads(results, "constant")}
+{_loads(earlier)}
+
+**Where we do not win.** Where all items are equally long, the default and the order of arrival do the same (that
+version):
+
+{_loads(earlier, "constant")}
 
 Differences of half a millisecond at 200 requests per second are noise. A time model that is 30 % wrong, by
 {raw("serving_controls.json")}:
