@@ -91,8 +91,8 @@ test-keras: .venv-keras/.ready ## the tests of the Keras integration on TensorFl
 	.venv-keras/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable . --group keras
 	@touch $@
 
-bench: .venv-bench/.ready ## measure the planner beside its peers, three distributions
-	.venv-bench/bin/python benchmarks/planning.py
+bench: .venv-bench/.ready ## measure the planner beside its peers, three distributions; QUICK=1 takes half a minute
+	.venv-bench/bin/python benchmarks/planning.py $(if $(QUICK),--quick)
 
 # The second list goes without dependencies: by their metadata they would bring GPU libraries that nothing here uses.
 .venv-bench/.ready: pyproject.toml benchmarks/requirements.txt benchmarks/requirements-no-deps.txt
