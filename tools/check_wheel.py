@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MAX_WHEEL_BYTES = 1_250_000  # nearly all of it is Python source
-# Of the processor's time: 1.5 to 1.6 were seen; classes of the plan and the standard library are the rest. The room above
-# is for busy machines, so that this finds a heavy import and nothing else.
+# Of the processor's time: 1.5 to 1.6 were seen; classes of the plan and the standard library are the rest. The room
+# above is for busy machines, so that this finds a heavy import and nothing else.
 MAX_IMPORT_RATIO = 2.5
 NUM_IMPORTS = 15
 NEEDED = (
