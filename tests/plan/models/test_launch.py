@@ -117,6 +117,11 @@ def test_times_that_do_not_grow_are_one_time(seconds):
     assert found.predict([[1, 16], [2, 32], [8, 32]]) == pytest.approx([np.mean(seconds)] * 3, rel=0.15)
 
 
+def test_a_small_batch_that_took_forever_beside_a_large_one_leaves_a_model():
+    found = TimeModel.fit([[1, 1], [1, 1], [191, 2390]], [1152.0, 0.0078125, 0.0078125])
+    assert found.predict([[1, 1]])[0] > 0
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 4000), st.floats(1e-6, 1e4)), min_size=3, max_size=14))
 def test_whatever_was_measured_a_larger_batch_never_takes_less(rows):

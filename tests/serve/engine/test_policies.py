@@ -218,6 +218,11 @@ def test_many_requests_are_all_in_one_batch_each_within_the_limits(per_item, tok
     assert all(0 < stop - start <= limits[stop - 1] for start, stop in found)
 
 
+def test_a_call_that_seems_to_cost_nothing_is_still_made_once_for_as_many_as_fit():
+    assert split(0.0, [5.0] * 8, [4] * 8) == [(0, 4), (4, 8)]
+    assert split(0.0, [5.0] * 9, [4] * 9) == [(0, 4), (4, 8), (8, 9)]
+
+
 def test_many_requests_of_which_only_one_fits_a_batch_go_alone():
     found = split(1.0, [5.0] * 100, [1] * 100)
     assert found == [(index, index + 1) for index in range(100)]

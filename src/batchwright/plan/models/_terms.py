@@ -140,6 +140,8 @@ def fit_terms(
     merged = columns[:, heads] if telling.all() else np.stack(means, axis=1)
     found = dict(zip(heads, nnls(merged, np.ones(len(values)), limits=limits), strict=True))
     shares = np.array([found[head] / np.count_nonzero(group == head) for head in group.tolist()])
+    if limits is not None and not shares.any():  # the limits are so low that nothing is left beside them
+        return fit_terms(shapes[~limits], values[~limits])
     return Terms(shapes.shape[1] - 1, tuple((shares / units).tolist()))
 
 

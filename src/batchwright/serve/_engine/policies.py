@@ -240,6 +240,10 @@ def _best_first(batches: Sequence[list[Request]], now: float, model: LatencyMode
     return best
 
 
+# A call takes at least this share of its longest item, even if the fit says 0; so of equal cuts the fewest batches win.
+_LEAST_CONSTANT = 1e-6
+
+
 def split(constant: float, per_item: Sequence[float], limits: Sequence[int]) -> list[tuple[int, int]]:
     """Return the cut of length-sorted requests with the least total time, as ``(start, stop)``, shortest first.
 
@@ -256,9 +260,12 @@ def split(constant: float, per_item: Sequence[float], limits: Sequence[int]) -> 
     [(0, 3), (3, 4)]
     >>> split(4.0, [1.0, 1.0, 1.0, 1.5], [64] * 4)
     [(0, 4)]
+    >>> split(0.0, [1.0, 1.0, 1.0, 1.0], [64] * 4)
+    [(0, 4)]
     """
     places = _places(limits)
     totals, starts, start = [0.0], [0], 0
+    constant = max(constant, _LEAST_CONSTANT * per_item[-1])
     slack = 1e-9 * constant
     for index in range(1, len(places)):
         stop = places[index]
