@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -14,15 +12,16 @@ _BLOCK = 64
 
 
 @triton.jit(do_not_specialize=["width"])  # type: ignore[untyped-decorator, unused-ignore]
-def _attend(
-    queries: Any,
-    keys: Any,
-    values: Any,
-    results: Any,
-    starts: Any,
-    stops: Any,
-    width: Any,
-    scale: Any,
+# The compiler reads annotations as code, so only constants have them.
+def _attend(  # type: ignore[no-untyped-def, unused-ignore]
+    queries,  # noqa: ANN001
+    keys,  # noqa: ANN001
+    values,  # noqa: ANN001
+    results,  # noqa: ANN001
+    starts,  # noqa: ANN001
+    stops,  # noqa: ANN001
+    width,  # noqa: ANN001
+    scale,  # noqa: ANN001
     num_heads: tl.constexpr,
     num_groups: tl.constexpr,
     size: tl.constexpr,
