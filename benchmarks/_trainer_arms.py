@@ -8,6 +8,7 @@ max_tokens-8192           ``adaptive(Trainer)(budget=MaxTokens(8192))``
 calibrated-90             a memory budget of 90 % of the cap, calibrated by hand before training
 auto                      ``adaptive(Trainer)(budget="auto")``
 auto_graphs-32            the same with ``grouping=Buckets(32)`` and ``graphs="auto"``
+graphs-12-4096            ``budget=MaxTokens(4096)`` with ``grouping=Buckets(12)`` and ``graphs=True``
 auto_sqrt-10              ``budget="auto"`` with ``lr_rule="sqrt", base_size=10``: the rate is meant for 10 examples
 auto_controller-10        ``budget="auto"`` with ``controller="auto"``, from 10 examples an update
 """
@@ -39,7 +40,7 @@ from batchwright.step import PadCollator, calibrate_huggingface
 # How many numbers a name has.
 KINDS = {
     "fixed": 1, "group_by_length": 1, "batch_rebalance": 2, "dynabatch": 1, "max_tokens": 1, "calibrated": 1,
-    "auto": 0, "auto_graphs": 1, "auto_sqrt": 1, "auto_controller": 1,
+    "graphs": 2, "auto": 0, "auto_graphs": 1, "auto_sqrt": 1, "auto_controller": 1,
 }  # fmt: skip
 PEER = "dynabatch"
 # What dynabatch imports at its top and only its planner uses; the batches were planned elsewhere.
@@ -172,6 +173,9 @@ def set_up(name: str, corpus: Corpus, model: Any, device: Device) -> Setup:
 def _ours(kind: str, numbers: tuple[int, ...], lengths: IntArray, model: Any, device: Device) -> Row:
     if kind == "max_tokens":
         return {"arguments": {"budget": bw.MaxTokens(numbers[0])}}
+    if kind == "graphs":
+        graphs: Any = "auto" if device.is_cpu else True
+        return {"arguments": {"budget": bw.MaxTokens(numbers[1]), "grouping": bw.Buckets(numbers[0]), "graphs": graphs}}
     if kind == "calibrated":
         share = numbers[0] / 100
         budget, seconds = calibrated(model, lengths, device, share * device.cap_bytes)
