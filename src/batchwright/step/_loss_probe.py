@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import ArgumentError
+from ._full_precision import settled
 from ._loss_samples import Samples, Views, counts_tokens, num_labels
 from .oom import Snapshot
 
@@ -156,16 +157,30 @@ def read_views(loss: ProbedLoss, views: Views) -> LossReading | None:
     """Find out how to read a loss; None if these inputs cannot tell.
 
     The loss runs in evaluation mode without gradients, and if it is another one in training mode, then there too;
-    random state and buffers are put back.
+    random state and buffers are put back. A loss that half precision may have rounded apart is read in float32.
     """
+
+    def read(tolerance: float, is_half: bool) -> LossReading | ArgumentError | None:
+        try:
+            return _read(loss, _Reader(loss, views, tolerance, is_half=is_half), views)
+        except ArgumentError as error:
+            return error
+
+    found = settled(loss.module, read, lambda verdict: isinstance(verdict, Exception), tolerance=loss.tolerance)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _read(loss: ProbedLoss, reader: _Reader, views: Views) -> LossReading | None:
     snapshot = Snapshot.of(loss.module)
     try:
         with torch.no_grad():
             with evaluating(loss.module):
-                found = _Reader(loss, views).read()
+                found = reader.read()
             if found is not None and _differs_in_training(loss, views.both, found):
                 with _evaluating_norms(loss.module):
-                    found = _Reader(loss, views).read()
+                    found = reader.read()
             return found
     finally:
         snapshot.restore()
@@ -231,33 +246,29 @@ def adds_up(
     options = {"num_items_in_batch": 1} if sums else {}
     inputs = [samples.both, samples.single, *samples.apart]
     counts = [1 if sums else count(given) for given in inputs]
-    snapshot = Snapshot.of(loss.module)
-    try:
-        with evaluating(loss.module), torch.no_grad():
-            found = [loss(given, **options) for given in inputs]
-    finally:
-        snapshot.restore()
-    both, single, *apart = map(float, found)
-    if not all(map(math.isfinite, (both, single, *apart))) or both == single == 0:
-        return None
-    num, is_half = len(apart), any(value.dtype not in (torch.float32, torch.float64) for value in found)
-    if not is_same_alone(loss, apart[-1], num * single if sums else single):
-        return False
-    together = sum(number * value for number, value in zip(counts[2:], apart, strict=True))
-    tolerance = HALF_TOLERANCE if is_half else loss.tolerance
-    return math.isclose(num * counts[0] * both, together, rel_tol=tolerance, abs_tol=1e-12)
+
+    def judge(tolerance: float, is_half: bool) -> bool | None:
+        both, single, *apart = try_out(loss, *inputs, **options)
+        if not all(map(math.isfinite, (both, single, *apart))) or both == single == 0:
+            return None
+        num = len(apart)
+        if not is_same_alone(loss, apart[-1], num * single if sums else single):
+            return False
+        together = sum(number * value for number, value in zip(counts[2:], apart, strict=True))
+        return math.isclose(num * counts[0] * both, together, rel_tol=tolerance, abs_tol=1e-12)
+
+    return settled(loss.module, judge, lambda verdict: verdict is False, tolerance=loss.tolerance)
 
 
 @final
 class _Reader:
     """Runs a loss on views, and compares sums."""
 
-    def __init__(self, loss: ProbedLoss, views: Views) -> None:
-        self._loss, self._views = loss, views
+    def __init__(self, loss: ProbedLoss, views: Views, tolerance: float, *, is_half: bool) -> None:
+        self._loss, self._views, self._tolerance, self._is_half = loss, views, tolerance, is_half
         usual = usual_reading(loss.module, views.both["labels"]).shifts
         has_ways = counts_tokens(views.both["labels"]) and not isinstance(views.both.get("shift_labels"), Tensor)
         self._ways = (usual, not usual) if has_ways else (usual,)
-        self._tolerance = loss.tolerance
 
     def read(self) -> LossReading | None:
         """Return the reading under which sums add up; None if the loss is not finite, or does not depend on labels."""
@@ -290,7 +301,9 @@ class _Reader:
             raise self._complaint(mean, f"{first:.6g} and {second:.6g} apart")
         if first == second == mean and self._views.copies == 1:
             raise self._loss.complaint(f"it is {mean:.6g} whichever of its labels count")
-        return None if self._is_tie(error) else LossReading(False, found)
+        # Examples that count alike would fit as well: nothing but rounding tells them from labels that do.
+        alike = self._is_half and abs(2 * mean - first - second) <= self._tolerance * abs(first + second)
+        return None if alike or self._is_tie(error) else LossReading(False, found)
 
     def _means_apart(self, mean: float) -> list[float]:
         """Return the means of both parts, unless the loss has none."""
@@ -312,28 +325,23 @@ class _Reader:
         counts = [self._counts(way) for way in self._ways]
         if len(counts) == 1 or any(0 in found for found in counts):
             return False
-        is_half = self._tolerance >= HALF_TOLERANCE
-        return max(map(error, counts)) < self._tolerance * (1.0 if is_half else _TIE)
+        return max(map(error, counts)) < self._tolerance * (1.0 if self._is_half else _TIE)
 
     def _total(self) -> tuple[float, bool]:
         """Return the loss for the number 1, and whether the loss divides by that number."""
         if not self._loss.takes_number:
             return 0.0, False
-        one, two = (self._loss(self._views.both, num_items_in_batch=number) for number in (1, 2))
-        if one.dtype not in (torch.float32, torch.float64):
-            self._tolerance = max(self._tolerance, HALF_TOLERANCE)
-        return float(one), float(one) != 0 and math.isclose(float(one), 2 * float(two), rel_tol=self._tolerance)
+        one, two = (float(self._loss(self._views.both, num_items_in_batch=number)) for number in (1, 2))
+        # Where rounding is in the way, the mean is read instead, which every model can give.
+        return one, one != 0 and math.isclose(one, 2 * two, rel_tol=self._tolerance)
 
     def _mean(self, *, needs_number: bool) -> float:
         try:
-            mean = self._loss(self._views.both)
+            return float(self._loss(self._views.both))
         except TypeError:
             if not (needs_number and self._loss.trusts_number):
                 raise
             return 0.0  # a loss that only ever divides by the number it is given
-        if mean.dtype not in (torch.float32, torch.float64):
-            self._tolerance = max(self._tolerance, HALF_TOLERANCE)
-        return float(mean)
 
     def _check_sums(self, total: float) -> tuple[float, float] | None:
         """Refuse a sum that compares examples, which the number of labels alone does not show.
