@@ -74,17 +74,18 @@ def test_a_model_whose_kernels_round_at_random_is_read_right(layout, how, name):
 class Model(nn.Module):
     """A decoder of one layer per token, whose loss has the defect that a function gives it."""
 
-    def __init__(self, loss, seed, *, only_half=False):
+    def __init__(self, loss, seed, *, only_half=False, is_loss_wide=True):
         super().__init__()
         torch.manual_seed(seed)
         self.embed, self.head = nn.Embedding(NUM_TOKENS, 32), nn.Linear(32, NUM_TOKENS)
-        self._loss, self._only_half = loss, only_half
+        self._loss, self._only_half, self._is_loss_wide = loss, only_half, is_loss_wide
 
     def forward(self, input_ids, labels, attention_mask=None):
         logits = self.head(self.embed(input_ids))
         if self._only_half and logits.dtype is torch.float32:
             raise RuntimeError("this kernel takes half precision only")
-        return {"loss": self._loss(logits[:, :-1].float(), labels[:, 1:]), "logits": logits}
+        wide = logits.float() if self._is_loss_wide else logits
+        return {"loss": self._loss(wide[:, :-1], labels[:, 1:]), "logits": logits}
 
 
 def per_label(logits, labels):
@@ -135,6 +136,22 @@ def test_a_planted_defect_is_refused_in_half_precision(defect, how, name):
         Rounding(model.head, seed)
         with precision, pytest.raises(ArgumentError, match="is not a mean over its labels"):
             huggingface_loss()(model, batch_of("padded", seed))
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_planted_defect_is_refused_where_the_loss_itself_is_in_half_precision(defect):
+    for seed in range(6):
+        model = Model(lambda *given: defect(*given).to(given[0].dtype), seed, is_loss_wide=False).to(torch.bfloat16)
+        with pytest.raises(ArgumentError, match="is not a mean over its labels"):
+            huggingface_loss()(model, batch_of("padded", seed))
+
+
+def test_a_loss_in_half_precision_without_a_defect_is_taken():
+    for seed in range(12):
+        model = Model(lambda *given: right(*given).to(given[0].dtype), seed, is_loss_wide=False).to(torch.bfloat16)
+        _, weight = huggingface_loss()(model, batch_of("padded", seed))
+        assert model.head.weight.dtype is torch.bfloat16
+        assert int(weight) == sum(len(row["input_ids"]) - 1 for row in examples(seed))
 
 
 @pytest.mark.parametrize("name", HALF)

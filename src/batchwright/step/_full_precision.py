@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import nn
 
 from .._tree import leaves
-from .oom import is_out_of_memory
 from .packing._kernels import attending_plainly
 
 T = TypeVar("T")
@@ -83,8 +82,15 @@ def _widened(values: Any) -> Any:
     return values.float() if isinstance(values, torch.Tensor) and values.dtype in HALF else values
 
 
+@final
+class InHalf(NamedTuple):
+    """No verdict yet: what it would come from is rounded to half precision."""
+
+    dtype: torch.dtype
+
+
 def settled(
-    model: nn.Module, judge: Callable[[float, bool], T], is_refusal: Callable[[T], bool], *, tolerance: float
+    model: nn.Module, judge: Callable[[float, bool], T | InHalf], is_refusal: Callable[[T], bool], *, tolerance: float
 ) -> T:
     """Return a verdict about a model that half precision has no part in.
 
@@ -94,29 +100,43 @@ def settled(
 
     Args:
         model: that is judged.
-        judge: ``judge(tolerance, is_half)`` returns a verdict; ``is_half`` says that the tolerance is a wide one.
+        judge: ``judge(tolerance, is_half)`` returns a verdict; ``is_half`` says that the tolerance is a wide one, and
+            that there is no better one, so that ``InHalf`` is no answer.
         is_refusal: says whether a verdict is one.
         tolerance: of float32.
     """
     first = judge(tolerance, False)
-    if not is_refusal(first):
+    if not isinstance(first, InHalf) and not is_refusal(first):
         return first
-    with noting_half(model) as halves:
+    with _eagerly(model), noting_half(model) as halves:
         first = judge(tolerance, False)
-    if not halves or not is_refusal(first):
+    if isinstance(first, InHalf):
+        halves.append(first.dtype)
+    elif not halves:
         return first
-    found = _judged_in_float32(model, judge, tolerance)
-    return found[0] if found else judge(_ULPS * max(torch.finfo(dtype).eps for dtype in halves), True)
+    with _eagerly(model):
+        found = _judged_in_float32(model, judge, tolerance)
+    if isinstance(found, InHalf):
+        found = judge(_ULPS * max(torch.finfo(dtype).eps for dtype in halves), True)
+    assert not isinstance(found, InHalf)
+    return found
 
 
-def _judged_in_float32(model: nn.Module, judge: Callable[[float, bool], T], tolerance: float) -> list[T]:
-    """Return the verdict about a model in float32; none if some part of it does not compute so."""
+def _judged_in_float32(model: nn.Module, judge: Callable[[float, bool], T | InHalf], tolerance: float) -> T | InHalf:
+    """Return the verdict about a model in float32, none if some part of it does not compute so or there is no room."""
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     try:
         with in_float32(model), noting_half(model) as halves:
             found = judge(tolerance if device == "cpu" else max(tolerance, _TOLERANCE_ON_GPU), False)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        return []
-    return [] if halves else [found]
+    except Exception:
+        return InHalf(torch.bfloat16)
+    return InHalf(halves[0]) if halves else found
+
+
+def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return a context in which compiled modules run as they were written, where hooks are called."""
+    is_compiled = any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import ArgumentError
-from ._full_precision import settled
+from ._full_precision import HALF, InHalf, settled
 from ._loss_samples import Samples, Views, counts_tokens, num_labels
 from .oom import Snapshot
 
@@ -160,11 +160,13 @@ def read_views(loss: ProbedLoss, views: Views) -> LossReading | None:
     random state and buffers are put back. A loss that half precision may have rounded apart is read in float32.
     """
 
-    def read(tolerance: float, is_half: bool) -> LossReading | ArgumentError | None:
+    def read(tolerance: float, is_half: bool) -> LossReading | ArgumentError | InHalf | None:
+        reader = _Reader(loss, views, tolerance, is_half=is_half)
         try:
-            return _read(loss, _Reader(loss, views, tolerance, is_half=is_half), views)
+            found: LossReading | ArgumentError | None = _read(loss, reader, views)
         except ArgumentError as error:
-            return error
+            found = error
+        return InHalf(reader.dtype) if reader.dtype in HALF and not is_half else found
 
     found = settled(loss.module, read, lambda verdict: isinstance(verdict, Exception), tolerance=loss.tolerance)
     if isinstance(found, Exception):
@@ -218,10 +220,14 @@ def _evaluating_norms(model: nn.Module) -> Iterator[None]:
 
 def try_out(loss: ProbedLoss, *inputs: Mapping[str, Any], **options: Any) -> list[float]:
     """Return losses in evaluation mode without gradients; random state and buffers are put back."""
+    return [float(value) for value in _tried_out(loss, *inputs, **options)]
+
+
+def _tried_out(loss: ProbedLoss, *inputs: Mapping[str, Any], **options: Any) -> list[Tensor]:
     snapshot = Snapshot.of(loss.module)
     try:
         with evaluating(loss.module), torch.no_grad():
-            return [float(loss(given, **options)) for given in inputs]
+            return [loss(given, **options) for given in inputs]
     finally:
         snapshot.restore()
 
@@ -247,8 +253,11 @@ def adds_up(
     inputs = [samples.both, samples.single, *samples.apart]
     counts = [1 if sums else count(given) for given in inputs]
 
-    def judge(tolerance: float, is_half: bool) -> bool | None:
-        both, single, *apart = try_out(loss, *inputs, **options)
+    def judge(tolerance: float, is_half: bool) -> bool | InHalf | None:
+        values = _tried_out(loss, *inputs, **options)
+        if values[0].dtype in HALF and not is_half:
+            return InHalf(values[0].dtype)
+        both, single, *apart = map(float, values)
         if not all(map(math.isfinite, (both, single, *apart))) or both == single == 0:
             return None
         num = len(apart)
@@ -266,6 +275,7 @@ class _Reader:
 
     def __init__(self, loss: ProbedLoss, views: Views, tolerance: float, *, is_half: bool) -> None:
         self._loss, self._views, self._tolerance, self._is_half = loss, views, tolerance, is_half
+        self.dtype = torch.float32  # of the loss, when it has been read
         usual = usual_reading(loss.module, views.both["labels"]).shifts
         has_ways = counts_tokens(views.both["labels"]) and not isinstance(views.both.get("shift_labels"), Tensor)
         self._ways = (usual, not usual) if has_ways else (usual,)
@@ -331,17 +341,20 @@ class _Reader:
         """Return the loss for the number 1, and whether the loss divides by that number."""
         if not self._loss.takes_number:
             return 0.0, False
-        one, two = (float(self._loss(self._views.both, num_items_in_batch=number)) for number in (1, 2))
+        found = [self._loss(self._views.both, num_items_in_batch=number) for number in (1, 2)]
+        self.dtype, (one, two) = found[0].dtype, map(float, found)
         # Where rounding is in the way, the mean is read instead, which every model can give.
         return one, one != 0 and math.isclose(one, 2 * two, rel_tol=self._tolerance)
 
     def _mean(self, *, needs_number: bool) -> float:
         try:
-            return float(self._loss(self._views.both))
+            mean = self._loss(self._views.both)
         except TypeError:
             if not (needs_number and self._loss.trusts_number):
                 raise
             return 0.0  # a loss that only ever divides by the number it is given
+        self.dtype = mean.dtype
+        return float(mean)
 
     def _check_sums(self, total: float) -> tuple[float, float] | None:
         """Refuse a sum that compares examples, which the number of labels alone does not show.
