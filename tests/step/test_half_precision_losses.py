@@ -121,7 +121,7 @@ def one_too_many_a_row(logits, labels):
 def comparing(logits, labels):
     """Rows are pushed apart, as in a contrastive loss."""
     rows = logits.mean(dim=1)
-    return right(logits, labels) + 2 * torch.pdist(rows).mean() if len(rows) > 1 else right(logits, labels)
+    return right(logits, labels) + 2 * torch.pdist(rows.float()).mean() if len(rows) > 1 else right(logits, labels)
 
 
 DEFECTS = (mean_of_rows, sum_of_labels, mean_of_places, one_too_many, one_too_many_a_row, comparing)
