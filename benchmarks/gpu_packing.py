@@ -3,15 +3,21 @@
     python benchmarks/gpu_packing.py --prepare FOLDER --data decoder.npz      # needs no GPU
     python benchmarks/gpu_packing.py --data decoder.npz --output benchmarks/results/gpu_packing.json
     python benchmarks/gpu_packing.py --report benchmarks/results/gpu_packing.json
+    python benchmarks/gpu_packing.py --data decoder.npz --models 350M --profile flat,padded,plain --output profile.json
     python benchmarks/gpu_packing.py --smoke
 
 Llama shapes of 350 million and 1 billion parameters, random weights, 16,384 tokens a step, bf16 autocast, fused AdamW,
 gradients clipped at 1, through ``Stepper`` and ``huggingface_loss``; cuDNN attention is off. Arms:
 
+plain       the batches of ``padded`` in a loop by hand: ``model(**batch).loss``, without ``Stepper``; the control
 padded      ``WindowSort``, padded to the longest, SDPA with a mask
 positions   ``Packed``, rows of ``--capacity`` tokens; the model finds the borders in ``position_ids``, SDPA with a mask
 flat        the same rows without padding, ``torch.nn.attention.varlen`` by ``use_varlen``
 graphs      ``Buckets(16)``, padded, every shape captured and replayed
+
+``--weights bfloat16`` holds weights, gradients and the optimizer's state in bf16, as ``from_pretrained`` of
+transformers 5 loads most decoders; autocast stays. ``--profile`` runs three updates of arms under torch's profiler,
+after ten that are timed without: kernels, gaps of the device, and where the host waits.
 
 Batches are made and pinned before the clock starts, for every arm alike, and three updates warm up; ``graphs`` also
 captures its shapes before. Real tokens count, no padding. Before the arms, the loss per label of the same examples
@@ -30,7 +36,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +44,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from _gpu import GIB, Device, Row, make_parser, markdown, write
+from _profiling import profile_steps, render_profile
 from _quality.corpus import END, PAD, START, Corpus, Texts
 from _quality.training import Pace
 from _resuming import check_alike, check_data, data_digest, read_report
@@ -48,12 +55,15 @@ from batchwright.step import PackCollator, PadCollator, Stepper, huggingface_los
 from batchwright.testing import EagerGraphs
 
 ARMS = "padded,positions,flat,graphs"
+ALL_ARMS = (*ARMS.split(","), "plain")
+WEIGHTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # layers, width, inner width, heads, heads of keys
 MODELS = {"350M": (24, 1024, 2_816, 16, 16), "1B": (16, 2048, 8_192, 32, 8), "tiny": (1, 32, 64, 4, 2)}
+PADDED = ("padded", "plain")
 NUM_CHECKED = 96  # examples that the losses are compared on
 TOLERANCE = 1e-3
 EXPECTED_OVERHEAD = 30.0
-ALIKE = ("seconds", "data", "smoke", "tokens", "capacity", "device")
+ALIKE = ("seconds", "data", "smoke", "tokens", "capacity", "device", "weights")
 COLUMNS = (
     ("model", "model", ""), ("arm", "arm", ""), ("real tokens/s", "tokens_per_second", ",.0f"),
     ("÷ padded", "to_padded", ".2f"), ("÷ positions", "to_positions", ".2f"),
@@ -61,6 +71,9 @@ COLUMNS = (
     ("loss per label", "loss", ".5f"),
     ("difference", "difference", ".1e"),
 )  # fmt: skip
+
+
+Step = Callable[[dict[str, Any]], Any]
 
 
 class Made(NamedTuple):
@@ -79,13 +92,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arms", default=ARMS, help="names with commas (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=16_384, help="of a step (default: %(default)s)")
     parser.add_argument("--capacity", type=int, default=2_048, help="of a packed row (default: %(default)s)")
+    parser.add_argument("--weights", choices=WEIGHTS, default="float32", help="their type (default: %(default)s)")
+    parser.add_argument("--profile", metavar="ARMS", help="profile three updates of arms instead, with commas")
     parser.add_argument("--seconds", type=float, default=12.0, help="of training (default: %(default)s)")
     parser.add_argument("--budget-seconds", type=float, default=560.0, help="of the command (default: %(default)s)")
     parser.add_argument("--report", type=Path, help="only print the table of these results")
     options = parser.parse_args()
     options.models = (options.models or ("tiny" if options.smoke else "350M,1B")).split(",")
     options.arms = options.arms.split(",")
-    for option, given, known in (("--models", options.models, MODELS), ("--arms", options.arms, ARMS.split(","))):
+    profiled = options.profile.split(",") if options.profile else []
+    options.profile = profiled
+    takes = (
+        ("--models", options.models, MODELS),
+        ("--arms", options.arms, ALL_ARMS),
+        ("--profile", profiled, ALL_ARMS),
+    )
+    for option, given, known in takes:
         unknown = [name for name in given if name not in known]
         if unknown:
             raise SystemExit(f"{option} takes {', '.join(known)}; got {', '.join(unknown)}")
@@ -101,7 +123,7 @@ def drawn_corpus() -> Corpus:
     return Corpus("decoder", (Texts.of(texts),), 64, 20)
 
 
-def make_model(name: str, vocabulary: int, device: str) -> Any:
+def make_model(name: str, vocabulary: int, device: str, weights: str = "float32") -> Any:
     """Return a Llama of a shape, the same weights for every arm."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -114,7 +136,7 @@ def make_model(name: str, vocabulary: int, device: str) -> Any:
     )  # fmt: skip
     with torch.device(device):
         model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
-    return model.train()
+    return model.to(WEIGHTS[weights]).train()
 
 
 def examples_of(corpus: Corpus) -> list[dict[str, Any]]:
@@ -152,6 +174,7 @@ def sampler_of(arm: str, lengths: Any, options: argparse.Namespace) -> bw.BatchS
     """Return the batches of an arm."""
     groupings: dict[str, Callable[[], bw.Grouping]] = {
         "padded": bw.WindowSort,
+        "plain": bw.WindowSort,
         "graphs": lambda: bw.Buckets(16),
     }
     grouping = groupings.get(arm, lambda: bw.Packed(options.capacity))()
@@ -163,7 +186,7 @@ def collator_of(arm: str, sampler: bw.BatchSampler | None = None) -> Callable[[A
     if arm == "graphs":
         assert sampler is not None
         return PadCollator(pad_to=sampler.pad_to, fill_rows=True, pad_values={"input_ids": PAD})
-    if arm == "padded":
+    if arm in PADDED:
         return PadCollator(pad_values={"input_ids": PAD})
     return PackCollator(layout="flat" if arm == "flat" else "positions", pad_id=PAD)
 
@@ -199,7 +222,7 @@ def check_losses(model: Any, corpus: Corpus, device: Device, arms: list[str], ca
     plan = bw.plan_batches(lengths, bw.MaxTokens(2**30), grouping=bw.Packed(capacity))
     packed = [[examples[index] for index in row] for batch in plan for row in batch]
     found: dict[str, Any] = {}
-    for arm in dict.fromkeys(["padded", *(arm for arm in arms if arm != "graphs")]):
+    for arm in dict.fromkeys(["padded", *(arm for arm in arms if arm not in ("graphs", "plain"))]):
         batch = send(collator_of(arm)(examples if arm == "padded" else packed), device)
         precise = nullcontext() if device.is_cpu else torch.autocast("cuda", dtype=torch.bfloat16)
         try:
@@ -213,33 +236,62 @@ def check_losses(model: Any, corpus: Corpus, device: Device, arms: list[str], ca
 
 def run_arm(name: str, arm: str, corpus: Corpus, device: Device, options: argparse.Namespace) -> Row:
     """Train for some seconds, and return the figures."""
-    batches, sampler = made_batches(arm, corpus, device, options)
-    model = make_model(name, corpus.vocabulary, device.name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    graphs: Row = {}
-    if arm == "graphs":
-        graphs = {"graphs": EagerGraphs() if device.is_cpu else True, "shapes": sampler}
     if not device.is_cpu:
         torch.cuda.reset_peak_memory_stats()
+    with prepared(name, arm, corpus, device, options) as (step, batches):
+        return {"model": name, "arm": arm, **timed(step, batches, device, options.seconds), **_peak(device)}
+
+
+@contextmanager
+def prepared(
+    name: str, arm: str, corpus: Corpus, device: Device, options: argparse.Namespace
+) -> Iterator[tuple[Step, list[Made]]]:
+    """Make what runs the updates of an arm, warm, and its batches."""
+    batches, sampler = made_batches(arm, corpus, device, options)
+    model = make_model(name, corpus.vocabulary, device.name, options.weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     with attention_of(arm, model, device):
-        autocast = {} if device.is_cpu else {"autocast": torch.bfloat16}
-        stepper = Stepper(model, optimizer, huggingface_loss(), clip_norm=1.0, **autocast, **graphs)
+        step = step_of(arm, model, optimizer, sampler, device)
         for made in islice(batches, 3 if arm != "graphs" else len(batches) if device.is_cpu else 64):
-            stepper.step(send(made.batch, device))
-        return {"model": name, "arm": arm, **timed(stepper, batches, device, options.seconds), **_peak(device)}
+            step(send(made.batch, device))
+        yield step, batches
+
+
+def step_of(arm: str, model: Any, optimizer: torch.optim.Optimizer, sampler: Any, device: Device) -> Step:
+    """Return what runs an update of an arm: a ``Stepper``, or the loop by hand."""
+    if arm == "plain":
+        return loop_by_hand(model, optimizer, device)
+    autocast: Row = {} if device.is_cpu else {"autocast": torch.bfloat16}
+    graphs: Row = {"graphs": EagerGraphs() if device.is_cpu else True, "shapes": sampler} if arm == "graphs" else {}
+    return Stepper(model, optimizer, huggingface_loss(), clip_norm=1.0, **autocast, **graphs).step
+
+
+def loop_by_hand(model: Any, optimizer: torch.optim.Optimizer, device: Device) -> Step:
+    """Return the update that one would write: the mean loss of the model, clipped gradients."""
+    parameters = list(model.parameters())
+
+    def step(batch: dict[str, Any]) -> None:
+        with nullcontext() if device.is_cpu else torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
 
 
 def _peak(device: Device) -> Row:
     return {} if device.is_cpu else {"peak_gib": torch.cuda.max_memory_reserved() / GIB}
 
 
-def timed(stepper: Stepper, batches: list[Made], device: Device, seconds: float) -> Row:
+def timed(step: Step, batches: list[Made], device: Device, seconds: float) -> Row:
     """Run updates for some seconds, and return the rates."""
     pace = Pace(device)
     device.synchronize()
     start, num, real, padded = time.perf_counter(), 0, 0, 0
     for made in cycle(batches):
-        stepper.step(send(made.batch, device))
+        step(send(made.batch, device))
         pace.wait()
         num, real, padded = num + 1, real + made.real_tokens, padded + made.padded_tokens
         if time.perf_counter() - start >= seconds:
@@ -254,7 +306,7 @@ def timed(stepper: Stepper, batches: list[Made], device: Device, seconds: float)
 
 def run_model(name: str, device: Device, corpus: Corpus, options: argparse.Namespace, todo: list[str]) -> Iterator[Row]:
     """Compare the losses of a model, then run its arms."""
-    model = make_model(name, corpus.vocabulary, device.name)
+    model = make_model(name, corpus.vocabulary, device.name, options.weights)
     losses = check_losses(model, corpus, device, todo, options.capacity)
     del model
     device.free()
@@ -286,7 +338,10 @@ def run_all(device: Device, corpus: Corpus, options: argparse.Namespace, started
     command = {
         "id": now, **device.describe(), "seconds": options.seconds, "data": data_digest(options.data),
         "smoke": options.smoke, "tokens": options.tokens, "capacity": options.capacity,
+        "weights": options.weights,
     }  # fmt: skip
+    for earlier in report["commands"]:
+        earlier.setdefault("weights", "float32")  # there was no other type
     check_alike(report, command, ALIKE)
     report["commands"].append(command)
     rows: list[Row] = report["rows"]
@@ -301,6 +356,19 @@ def run_all(device: Device, corpus: Corpus, options: argparse.Namespace, started
                 print("the rest is left for another command", flush=True)
                 return rows
     return rows
+
+
+def run_profiles(device: Device, corpus: Corpus, options: argparse.Namespace) -> str:
+    """Profile arms, write what was found, and return it as text."""
+    rows: list[Row] = []
+    for name, arm in product(options.models, options.profile):
+        with prepared(name, arm, corpus, device, options) as (step, batches):
+            turns = cycle(batches)
+            found = profile_steps(lambda: step(send(next(turns).batch, device)), device)  # noqa: B023
+        rows.append({"model": name, "arm": arm, "weights": options.weights, **found})
+        write(options.output, {"commands": [device.describe()], "rows": rows})
+        device.free()
+    return "\n\n".join(map(render_profile, rows))
 
 
 def render(rows: list[Row]) -> str:
@@ -340,6 +408,9 @@ def main() -> None:
     if corpus.task != "decoder":
         raise SystemExit(f"{options.data} holds data of {corpus.task}; prepare it with --task decoder")
     device = Device(options.cap_gib * GIB, smoke=options.smoke)
+    if options.profile:
+        print(run_profiles(device, corpus, options))
+        return
     print(render(run_all(device, corpus, options, started)))
 
 

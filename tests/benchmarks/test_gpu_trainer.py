@@ -212,3 +212,37 @@ def test_unknown_models_and_arms_are_named(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu_packing", "--models", "7B"])
     with pytest.raises(SystemExit, match="--models takes 350M, 1B, tiny; got 7B"):
         script("gpu_packing").parse()
+
+
+def test_the_loop_by_hand_makes_the_update_of_the_stepper(script):
+    packing, gpu = script("gpu_packing"), script("_gpu")
+    device, corpus = gpu.Device(gpu.GIB, smoke=True), packing.drawn_corpus()
+    batches, _ = packing.made_batches("plain", corpus, device, SimpleNamespace(tokens=256, capacity=64))
+    weights = []
+    for arm in ("plain", "padded"):
+        model = packing.make_model("tiny", corpus.vocabulary, "cpu")
+        step = packing.step_of(arm, model, torch.optim.SGD(model.parameters(), lr=0.1), None, device)
+        step(batches[0].batch)
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-7)
+
+
+def test_a_profile_tells_the_kernels_of_arms(run):
+    rows = run("gpu_packing", "--profile", "flat,plain")["rows"]
+    assert [row["arm"] for row in rows] == ["flat", "plain"]
+    for row in rows:
+        assert row["busy_ms"] > 0
+        assert row["ms"] > 0
+        assert {kernel["name"] for kernel in row["kernels"]} > {"aten::mul", "aten::copy_"}
+        assert len(row["kernels"]) <= 25
+
+
+def test_busy_and_idle_time_are_those_of_a_device_that_overlaps_kernels(script):
+    profiling = script("_profiling")
+    spans = [("sm90_gemm", 0, 4000), ("flash_fwd", 3000, 5000), ("x", 3500, 4500), ("sm90_gemm", 9000, 10000)]
+    found = profiling.summary_of([profiling.Kernel(*span) for span in spans], 2)
+    assert found["busy_ms"] == 3.0  # 0 to 5 ms and 9 to 10 ms, in two steps
+    assert found["idle_ms"] == 2.0
+    assert found["kinds"] == {"matrices": 2.5, "attention": 1.0, "others": 0.5}
+    assert found["gaps"] == [{"ms": 4.0, "after": "flash_fwd", "before": "sm90_gemm"}]
+    assert found["kernels"][0] == {"name": "sm90_gemm", "kind": "matrices", "ms": 2.5, "count": 1.0}

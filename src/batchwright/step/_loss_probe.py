@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import ArgumentError
+from ._full_precision import HALF, InHalf, settled
 from ._loss_samples import Samples, Views, counts_tokens, num_labels
 from .oom import Snapshot
 
@@ -156,16 +157,32 @@ def read_views(loss: ProbedLoss, views: Views) -> LossReading | None:
     """Find out how to read a loss; None if these inputs cannot tell.
 
     The loss runs in evaluation mode without gradients, and if it is another one in training mode, then there too;
-    random state and buffers are put back.
+    random state and buffers are put back. A loss that half precision may have rounded apart is read in float32.
     """
+
+    def read(tolerance: float, is_half: bool) -> LossReading | ArgumentError | InHalf | None:
+        reader = _Reader(loss, views, tolerance, is_half=is_half)
+        try:
+            found: LossReading | ArgumentError | None = _read(loss, reader, views)
+        except ArgumentError as error:
+            found = error
+        return InHalf(reader.dtype) if reader.dtype in HALF and not is_half else found
+
+    found = settled(loss.module, read, lambda verdict: isinstance(verdict, Exception), tolerance=loss.tolerance)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _read(loss: ProbedLoss, reader: _Reader, views: Views) -> LossReading | None:
     snapshot = Snapshot.of(loss.module)
     try:
         with torch.no_grad():
             with evaluating(loss.module):
-                found = _Reader(loss, views).read()
+                found = reader.read()
             if found is not None and _differs_in_training(loss, views.both, found):
                 with _evaluating_norms(loss.module):
-                    found = _Reader(loss, views).read()
+                    found = reader.read()
             return found
     finally:
         snapshot.restore()
@@ -203,10 +220,14 @@ def _evaluating_norms(model: nn.Module) -> Iterator[None]:
 
 def try_out(loss: ProbedLoss, *inputs: Mapping[str, Any], **options: Any) -> list[float]:
     """Return losses in evaluation mode without gradients; random state and buffers are put back."""
+    return [float(value) for value in _tried_out(loss, *inputs, **options)]
+
+
+def _tried_out(loss: ProbedLoss, *inputs: Mapping[str, Any], **options: Any) -> list[Tensor]:
     snapshot = Snapshot.of(loss.module)
     try:
         with evaluating(loss.module), torch.no_grad():
-            return [float(loss(given, **options)) for given in inputs]
+            return [loss(given, **options) for given in inputs]
     finally:
         snapshot.restore()
 
@@ -231,33 +252,33 @@ def adds_up(
     options = {"num_items_in_batch": 1} if sums else {}
     inputs = [samples.both, samples.single, *samples.apart]
     counts = [1 if sums else count(given) for given in inputs]
-    snapshot = Snapshot.of(loss.module)
-    try:
-        with evaluating(loss.module), torch.no_grad():
-            found = [loss(given, **options) for given in inputs]
-    finally:
-        snapshot.restore()
-    both, single, *apart = map(float, found)
-    if not all(map(math.isfinite, (both, single, *apart))) or both == single == 0:
-        return None
-    num, is_half = len(apart), any(value.dtype not in (torch.float32, torch.float64) for value in found)
-    if not is_same_alone(loss, apart[-1], num * single if sums else single):
-        return False
-    together = sum(number * value for number, value in zip(counts[2:], apart, strict=True))
-    tolerance = HALF_TOLERANCE if is_half else loss.tolerance
-    return math.isclose(num * counts[0] * both, together, rel_tol=tolerance, abs_tol=1e-12)
+
+    def judge(tolerance: float, is_half: bool) -> bool | InHalf | None:
+        values = _tried_out(loss, *inputs, **options)
+        if values[0].dtype in HALF and not is_half:
+            return InHalf(values[0].dtype)
+        both, single, *apart = map(float, values)
+        if not all(map(math.isfinite, (both, single, *apart))) or both == single == 0:
+            return None
+        num = len(apart)
+        if not is_same_alone(loss, apart[-1], num * single if sums else single):
+            return False
+        together = sum(number * value for number, value in zip(counts[2:], apart, strict=True))
+        return math.isclose(num * counts[0] * both, together, rel_tol=tolerance, abs_tol=1e-12)
+
+    return settled(loss.module, judge, lambda verdict: verdict is False, tolerance=loss.tolerance)
 
 
 @final
 class _Reader:
     """Runs a loss on views, and compares sums."""
 
-    def __init__(self, loss: ProbedLoss, views: Views) -> None:
-        self._loss, self._views = loss, views
+    def __init__(self, loss: ProbedLoss, views: Views, tolerance: float, *, is_half: bool) -> None:
+        self._loss, self._views, self._tolerance, self._is_half = loss, views, tolerance, is_half
+        self.dtype = torch.float32  # of the loss, when it has been read
         usual = usual_reading(loss.module, views.both["labels"]).shifts
         has_ways = counts_tokens(views.both["labels"]) and not isinstance(views.both.get("shift_labels"), Tensor)
         self._ways = (usual, not usual) if has_ways else (usual,)
-        self._tolerance = loss.tolerance
 
     def read(self) -> LossReading | None:
         """Return the reading under which sums add up; None if the loss is not finite, or does not depend on labels."""
@@ -290,7 +311,9 @@ class _Reader:
             raise self._complaint(mean, f"{first:.6g} and {second:.6g} apart")
         if first == second == mean and self._views.copies == 1:
             raise self._loss.complaint(f"it is {mean:.6g} whichever of its labels count")
-        return None if self._is_tie(error) else LossReading(False, found)
+        # Examples that count alike would fit as well: nothing but rounding tells them from labels that do.
+        alike = self._is_half and abs(2 * mean - first - second) <= self._tolerance * abs(first + second)
+        return None if alike or self._is_tie(error) else LossReading(False, found)
 
     def _means_apart(self, mean: float) -> list[float]:
         """Return the means of both parts, unless the loss has none."""
@@ -312,17 +335,16 @@ class _Reader:
         counts = [self._counts(way) for way in self._ways]
         if len(counts) == 1 or any(0 in found for found in counts):
             return False
-        is_half = self._tolerance >= HALF_TOLERANCE
-        return max(map(error, counts)) < self._tolerance * (1.0 if is_half else _TIE)
+        return max(map(error, counts)) < self._tolerance * (1.0 if self._is_half else _TIE)
 
     def _total(self) -> tuple[float, bool]:
         """Return the loss for the number 1, and whether the loss divides by that number."""
         if not self._loss.takes_number:
             return 0.0, False
-        one, two = (self._loss(self._views.both, num_items_in_batch=number) for number in (1, 2))
-        if one.dtype not in (torch.float32, torch.float64):
-            self._tolerance = max(self._tolerance, HALF_TOLERANCE)
-        return float(one), float(one) != 0 and math.isclose(float(one), 2 * float(two), rel_tol=self._tolerance)
+        found = [self._loss(self._views.both, num_items_in_batch=number) for number in (1, 2)]
+        self.dtype, (one, two) = found[0].dtype, map(float, found)
+        # Where rounding is in the way, the mean is read instead, which every model can give.
+        return one, one != 0 and math.isclose(one, 2 * two, rel_tol=self._tolerance)
 
     def _mean(self, *, needs_number: bool) -> float:
         try:
@@ -331,8 +353,7 @@ class _Reader:
             if not (needs_number and self._loss.trusts_number):
                 raise
             return 0.0  # a loss that only ever divides by the number it is given
-        if mean.dtype not in (torch.float32, torch.float64):
-            self._tolerance = max(self._tolerance, HALF_TOLERANCE)
+        self.dtype = mean.dtype
         return float(mean)
 
     def _check_sums(self, total: float) -> tuple[float, float] | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, Protocol
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from ...errors import ArgumentError
 
 INSTEAD = "train on padded batches, with WindowSort and a collator that pads"
+_is_plain: ContextVar[bool] = ContextVar("is_plain", default=False)
 
 
 class Attend(Protocol):
@@ -113,6 +116,16 @@ def attend_plainly(
     return torch.cat(found)
 
 
+@contextmanager
+def attending_plainly() -> Iterator[None]:
+    """Attend without torch's kernel inside the context, and so in any type; it is slow."""
+    token = _is_plain.set(True)
+    try:
+        yield
+    finally:
+        _is_plain.reset(token)
+
+
 def is_mark(mask: Any) -> bool:
     return isinstance(mask, Tensor) and tuple(mask.shape) == (1, 1, 1, 1)
 
@@ -151,6 +164,8 @@ def attention(
     query, key, value = (states[0].transpose(0, 1) for states in _in_one_type(query, key, value))
     longest = int((bounds[1:] - bounds[:-1]).max() if longest is None else longest)
     bounds = bounds.to(query.device, torch.int32)
+    if _is_plain.get() and attend is attend_on_cuda:
+        attend = attend_plainly
     return attend(query, key, value, bounds, longest, scale=scale, is_causal=causal, window=window)[None], None
 
 

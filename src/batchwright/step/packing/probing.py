@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..._tree import leaves
+from .._full_precision import HALF as HALF
+from .._full_precision import noting_half, settled
 from .._loss_probe import evaluating, unwrapped
 from ..oom import Snapshot, is_out_of_memory
 from .collator import PackCollator
 
 Pack: TypeAlias = Callable[[Sequence[Sequence[Tensor]]], dict[str, Any]]  # rows of sequences to the inputs of a model
 
-HALF = (torch.float16, torch.bfloat16)
 _SHORT_WINDOW = 128
 # How far outputs of a packed row may be off, by rounding; on a GPU float32 may be computed in TF32.
 _ERROR, _ERROR_ON_GPU, _HALF_ERROR = 1e-4, 5e-3, 5e-2
@@ -121,8 +121,13 @@ def packing(collator: PackCollator, options: Mapping[str, Any] | None = None, *,
 def compare(model: Any, pack: Pack) -> str | None:
     """Return why rows of two short sequences give other outputs than these apart, None if they do not.
 
-    There are two rows, as some kinds of attention look for bounds in a single one only.
+    There are two rows, as some kinds of attention look for bounds in a single one only. What half precision may have
+    rounded apart is compared in float32.
     """
+    return settled(model, lambda *_: _compare(model, pack), lambda reason: reason is not None, tolerance=_SAME)
+
+
+def _compare(model: Any, pack: Pack) -> str | None:
     first, second = usual_sequences(model)
     rows = [[first, second], [second, first]]
     with noting_half(model) as halves:
@@ -169,24 +174,6 @@ def usual_sequences(model: Any) -> list[Tensor]:
     lengths = [7 + more, 4 + more]
     tokens = torch.tensor([usual[place * 7 % len(usual)] for place in range(sum(lengths))], device=model.device)
     return list(tokens.split(lengths))
-
-
-@contextmanager
-def noting_half(model: nn.Module) -> Iterator[list[bool]]:
-    """Note inside the context whether a layer computes in half precision, by its weights or by autocast."""
-    found: list[bool] = []
-
-    def note(module: nn.Module, args: Any, outputs: Any) -> None:
-        if any(tensor.dtype in HALF for tensor in leaves(outputs)):
-            found.append(True)
-
-    layers = [module for module in model.modules() if not any(True for _ in module.children())]
-    hooks = [layer.register_forward_hook(note) for layer in layers]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
