@@ -265,3 +265,18 @@ def test_rounding_at_random_does_not_hide_that_sequences_see_each_other(name):
         with torch.autocast("cpu", dtype=HALF[name]), pytest.raises(ArgumentError, match=r"sees its neighbour|alone"):
             huggingface_loss()(model, batch_of("flat", seed))
         handle.remove()
+
+
+@pytest.mark.parametrize("loss", [right, mean_of_rows])
+def test_a_compiled_part_is_read_as_it_was_written(loss):
+    model = Model(loss, 0)
+    Rounding(model.head, 0)
+    model.to(torch.bfloat16)
+    model.embed.compile(backend="eager")
+    if loss is right:
+        _, weight = huggingface_loss()(model, batch_of("padded", 0))
+        assert int(weight) == sum(len(row["input_ids"]) - 1 for row in examples(0))
+    else:
+        with pytest.raises(ArgumentError, match="is not a mean over its labels"):
+            huggingface_loss()(model, batch_of("padded", 0))
+    assert model.embed.weight.dtype is torch.bfloat16

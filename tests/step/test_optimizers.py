@@ -18,6 +18,7 @@ from batchwright.step._optimizers import (
     apply_update,
     check_optimizer,
     check_parameters,
+    clip,
     optimizer_parameters,
     step_of_zeros,
 )
@@ -591,3 +592,15 @@ def test_hooks_are_still_there_after_the_warm_up():
     assert optimizer._optimizer_step_post_hooks is hooks
     optimizer.step()
     assert calls == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_in_half_precision_are_clipped_by_their_norm_in_float32(dtype):
+    """The squares of the first are beyond float16; a sparse one and one in float32 stand beside them."""
+    parameters = [nn.Parameter(torch.zeros(2, 2, dtype=kind)) for kind in (dtype, dtype, dtype, torch.float32)]
+    parameters[0].grad = torch.full((2, 2), 300.0, dtype=dtype)
+    parameters[1].grad = torch.full((2, 2), 400.0, dtype=dtype).to_sparse()
+    parameters[3].grad = torch.full((2, 2), 1200.0)
+    assert float(clip(parameters, 26.0)) == 2600.0  # twice the root of 300² + 400² + 1200²
+    found = [one.grad.to_dense()[0, 0].item() for one in parameters if one.grad is not None]
+    assert found == pytest.approx([3.0, 4.0, 12.0], rel=1e-2)

@@ -96,12 +96,23 @@ def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not any(one.is_sparse or is_sharded(one) or half_to_float(one.dtype) is not one.dtype for one in gradients):
         return nn.utils.clip_grad_norm_(parameters, max_norm)
-    norms = [_norm_of(gradient) for gradient in gradients]
+    norms = _norms_of(gradients)
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(float(scale) if gradient.is_sparse or is_sharded(gradient) else scale.to(gradient.device))
     return total
+
+
+def _norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return norms in float32 or wider, in one pass over what is dense, as a kernel per gradient would take long."""
+    found = [_norm_of(one) if one.is_sparse or is_sharded(one) else None for one in gradients]
+    for dtype in dict.fromkeys(one.dtype for one in gradients):
+        places = [place for place, one in enumerate(gradients) if found[place] is None and one.dtype is dtype]
+        wide = torch._foreach_norm([gradients[place] for place in places], dtype=half_to_float(dtype)) if places else ()
+        for place, norm in zip(places, wide, strict=True):
+            found[place] = norm
+    return [norm for norm in found if norm is not None]
 
 
 def _norm_of(gradient: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, final
@@ -46,7 +47,7 @@ from .losses import LossFunction, Sums, entropy_sum
 from .oom import is_out_of_memory
 from .packing.attention import is_flash, is_prepared
 from .packing.collator import PackCollator, block_mask
-from .packing.probing import complaint_about_rows, why_not_packed
+from .packing.probing import complaint_about_rows, doubt_about_rows, why_not_packed
 from .packing.rows import PackedRow, is_flat, starts_again
 
 
@@ -145,6 +146,8 @@ class _HuggingFaceLoss:
         reason = why_not_packed(model, collator, options)
         if reason is not None:
             raise ArgumentError(complaint_about_rows(model, collator, reason))
+        if not known and batch["labels"].is_cuda and not is_flash(model):
+            warnings.warn(doubt_about_rows(collator), stacklevel=2)
         known.add(kind)
 
 

@@ -330,6 +330,18 @@ def test_flat_batches_of_a_decoder_run_anywhere_if_the_user_asks_for_them(tmp_pa
     assert relative(parameters(trainer.model), found) < 1e-6
 
 
+def test_rows_that_the_user_asks_for_are_slower_than_padded_ones_and_that_is_said_once(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger=_packing.__name__):
+        trainer = make(tmp_path, is_ready=False, collator=PackCollator(), num_train_epochs=1)
+        trainer.train()
+        trainer.train()
+    said = [record.getMessage() for record in caplog.records if record.name == _packing.__name__]
+    assert len(said) == 1
+    assert (
+        "slower than padded batches of WindowSort; use layout='flat' with use_varlen(model), or WindowSort" in said[0]
+    )
+
+
 # What is refused
 
 

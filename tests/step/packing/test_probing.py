@@ -1,5 +1,7 @@
 """Packed rows are right or refused: examples of a row give what they give alone, in every layout."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -284,7 +286,9 @@ def test_a_billion_parameters_in_bfloat16_are_read_on_flat_batches(how, is_prepa
             batch = {
                 name: value.cuda() if torch.is_tensor(value) else value for name, value in collate(examples).items()
             }
-            loss_sum, num = huggingface_loss()(model, batch)
+            is_slow = "cu_seq_lens_q" in batch and not is_prepared
+            with pytest.warns(UserWarning, match="slower than padded batches") if is_slow else nullcontext():
+                loss_sum, num = huggingface_loss()(model, batch)
             assert int(num) == sum(lengths) - len(lengths)
             sums.append(float(loss_sum))
             if is_prepared:

@@ -20,7 +20,7 @@ from ...step.huggingface import has_usual_loss, unwrapped, usual_reading
 from ...step.oom import Snapshot
 from ...step.packing.attention import VarlenHandle, is_flash, is_prepared, try_varlen, why_not_varlen
 from ...step.packing.collator import PackCollator, flattened
-from ...step.packing.probing import complaint_about_rows, why_not_packed
+from ...step.packing.probing import complaint_about_rows, doubt_about_rows, why_not_packed
 from .._devices import Devices
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,10 @@ def choose_packing(
         is_said: the reason was logged before.
     """
     if isinstance(collator, PackCollator):
-        return _rows(grouping, collate, collator, model, devices)
+        rows = _rows(grouping, collate, collator, model, devices)
+        if collator.layout != "flat" and not is_flash(model) and not is_said and devices.args.process_index == 0:
+            logger.warning("%s.", doubt_about_rows(collator))
+        return rows
     flatten, handle = Flattened(collate, _predicts_next(model)), None
     reason = _reason(lengths, model, devices, has_own_loss=has_own_loss)
     if reason is None:

@@ -80,6 +80,14 @@ def complaint_about_rows(model: Any, collator: PackCollator, reason: str) -> str
     )
 
 
+def doubt_about_rows(collator: PackCollator) -> str:
+    """Return the text of a warning about rows whose attention computes all pairs of their tokens and masks most."""
+    return (
+        f"rows of PackCollator(layout={collator.layout!r}) attend under a mask of all pairs of their tokens, which is "
+        "slower than padded batches of WindowSort; use layout='flat' with use_varlen(model), or WindowSort"
+    )
+
+
 def _reason_of_layers(text: Any, collator: PackCollator) -> str | None:
     """Return what short sequences would not show."""
     if "chunked_attention" in (getattr(text, "layer_types", None) or []):
