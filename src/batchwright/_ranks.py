@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import errors
-from ._wrappers import groups_of_shards, sharded_parts, unwrap
+from ._modules import groups_of_shards, sharded_parts, unwrap
 from .errors import ArgumentError, MissingDependencyError, RankError
 
 _BUCKET_BYTES = 32 * 2**20

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._modules import parameters_of
 from .._ranks import Ranks
 from .._tree import leaves
 from ..errors import ArgumentError, DoesNotFitError
@@ -320,7 +321,7 @@ class WideSums:
 
 def trained_parameters(module: nn.Module, optimizer: Any = None) -> list[nn.Parameter]:
     """Return what an update trains now: parameters of the module, and those that only the optimizer holds."""
-    found = {id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad}
+    found = {id(parameter): parameter for parameter in parameters_of(module) if parameter.requires_grad}
     for group in [] if optimizer is None else optimizer.param_groups:
         found |= {id(parameter): parameter for parameter in group["params"] if parameter.requires_grad}
     return list(found.values())
@@ -328,8 +329,10 @@ def trained_parameters(module: nn.Module, optimizer: Any = None) -> list[nn.Para
 
 def foreign_parameters(module: nn.Module, optimizer: Any) -> list[nn.Parameter]:
     """Return what only the optimizer holds: a trainer never clears the gradients of these between updates."""
-    own = set(map(id, module.parameters()))
-    return [parameter for parameter in trained_parameters(module, optimizer) if id(parameter) not in own]
+    groups = [] if optimizer is None else optimizer.param_groups
+    own = set(map(id, parameters_of(module)))
+    held = {id(parameter): parameter for group in groups for parameter in group["params"] if parameter.requires_grad}
+    return [parameter for key, parameter in held.items() if key not in own]
 
 
 def fill_for_scaler(parameters: list[nn.Parameter]) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._modules import parameters_of, parts_of
 from .._oom import is_out_of_memory as is_out_of_memory
 from .._ranks import is_expanded
 
@@ -41,7 +42,7 @@ def free_memory(devices: Iterable[torch.device]) -> None:
 
 def devices_of(module: nn.Module) -> list[torch.device]:
     """Return the devices that a module lies on, without the CPU."""
-    found = {tensor.device for tensor in [*module.parameters(), *module.buffers()]}
+    found = {tensor.device for tensor in [*parameters_of(module), *parts_of(module).buffers()]}
     return sorted((device for device in found if device.type not in ("cpu", "meta")), key=str)
 
 

@@ -196,7 +196,10 @@ class Updates:
                 return None
         total = sums[WEIGHT] if devices.args.average_tokens_across_devices else torch.tensor(mine)
         # A whole number: a total of a wide float type would widen half-precision losses.
-        return UpdateWeight(total.clamp(min=1).round().long().to(devices.args.device), devices.num_replicas)
+        whole, device = total.clamp(min=1).round().long(), devices.args.device
+        if whole.device.type == "cpu":  # a copy to the device would wait for all that runs there
+            whole = torch.full((), int(whole), dtype=torch.int64, device=device)
+        return UpdateWeight(whole.to(device), devices.num_replicas)
 
     def _check_rows(self, batches: list[Any], repeats: list[bool], counted: Counted) -> None:
         nums = [self._weights.num_examples(batch, self._key) for batch in batches]

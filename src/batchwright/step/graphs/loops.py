@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..._modules import parameters_of
 from ..._ranks import Ranks
 from .._gradients import Trained
 from .._settings import Settings
@@ -71,7 +72,7 @@ class LoopGraphs:
         if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in parameters):
             return "a parameter has a hook, which does not run at a replay"
         trained = set(map(id, parameters))
-        if any(one.requires_grad and id(one) not in trained for one in self._module.parameters()):
+        if any(one.requires_grad and id(one) not in trained for one in parameters_of(self._module)):
             return "parameters that the optimizer does not update get gradients; freeze them with requires_grad_(False)"
         return None
 

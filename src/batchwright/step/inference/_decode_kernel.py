@@ -12,16 +12,16 @@ _BLOCK = 64
 
 
 @triton.jit(do_not_specialize=["width"])  # type: ignore[untyped-decorator, unused-ignore]
-# The compiler reads annotations as code, so only constants have them.
-def _attend(  # type: ignore[no-untyped-def, unused-ignore]
-    queries,  # noqa: ANN001
-    keys,  # noqa: ANN001
-    values,  # noqa: ANN001
-    results,  # noqa: ANN001
-    starts,  # noqa: ANN001
-    stops,  # noqa: ANN001
-    width,  # noqa: ANN001
-    scale,  # noqa: ANN001
+# The compiler reads annotations as code, in which only names of Triton are known.
+def _attend(
+    queries: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    results: tl.tensor,
+    starts: tl.tensor,
+    stops: tl.tensor,
+    width: tl.tensor,
+    scale: tl.tensor,
     num_heads: tl.constexpr,
     num_groups: tl.constexpr,
     size: tl.constexpr,

@@ -1,15 +1,18 @@
-"""Wrappers of a model that reduce gradients: find the ranks that share an update, or refuse the model."""
+"""Modules of torch: wrappers that reduce gradients, which are found or refused, and parts, which are walked once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias, final
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .errors import ArgumentError
+
+Child: TypeAlias = "ref[nn.Module] | None"
 
 
 def unwrap(model: nn.Module) -> tuple[DistributedDataParallel | None, nn.Module]:
@@ -80,3 +83,77 @@ def _refuse_unsupported(model: DistributedDataParallel) -> None:
         raise ArgumentError("DDP communication hooks would not see Stepper's reduction; remove the hook")
     if getattr(model, "mixed_precision", None) is not None:
         raise ArgumentError("DDP(mixed_precision=…) casts in its own forward, which Stepper leaves out; use autocast=")
+
+
+@final
+class Parts:
+    """The parts of a module and the parts that each of them had; none of them is kept alive.
+
+    Parameters and buffers are read anew whenever they are asked for, so one that was replaced, frozen or added counts.
+
+    Args:
+        module: whose parts these are.
+
+    >>> layer = nn.Linear(2, 3)
+    >>> parts = Parts(layer)
+    >>> [tuple(one.shape) for one in parts.parameters()], parts.is_outdated
+    ([(3, 2), (3,)], False)
+    >>> layer.add_module("more", nn.Linear(1, 1))
+    >>> parts.is_outdated
+    True
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts: list[tuple[ref[nn.Module], tuple[Child, ...]]] = [
+            (ref(part), tuple(None if child is None else ref(child) for child in part._modules.values()))
+            for part in module.modules()
+        ]
+
+    @property
+    def is_outdated(self) -> bool:
+        """Return whether the module has other parts now."""
+        for place, before in self._parts:
+            part = place()
+            if part is None or len(part._modules) != len(before):
+                return True
+            for child, known in zip(part._modules.values(), before, strict=True):
+                if child is not (None if known is None else known()):
+                    return True
+        return False
+
+    def _living(self) -> Iterator[nn.Module]:
+        return (part for place, _ in self._parts if (part := place()) is not None)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return what ``module.parameters()`` gives, each parameter once, in its order."""
+        found = {id(one): one for part in self._living() for one in part._parameters.values() if one is not None}
+        return list(found.values())
+
+    def buffers(self) -> list[Tensor]:
+        """Return what ``module.buffers()`` gives, each buffer once, in its order."""
+        found = {id(one): one for part in self._living() for one in part._buffers.values() if one is not None}
+        return list(found.values())
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, Parts] = WeakKeyDictionary()
+
+
+def parts_of(module: nn.Module) -> Parts:
+    """Return the parts of a module as they are now; the walk of the last call is used again if it still holds."""
+    found = _KNOWN.get(module)
+    if found is None or found.is_outdated:
+        found = _KNOWN[module] = Parts(module)
+    return found
+
+
+def parameters_of(module: nn.Module) -> list[nn.Parameter]:
+    """Return what ``module.parameters()`` gives, without its walk.
+
+    >>> layer = nn.Linear(2, 3)
+    >>> all(map(lambda one, other: one is other, parameters_of(layer), layer.parameters()))
+    True
+    """
+    kind = type(module)
+    if kind.parameters is not nn.Module.parameters or kind.named_parameters is not nn.Module.named_parameters:
+        return list(module.parameters())
+    return parts_of(module).parameters()
