@@ -188,9 +188,10 @@ def test_the_markdown_has_matrix_and_tests(folder):
     # 3 data sets of 4 seeds; 8 strategies on 4 bases: examples, updates, simulated and measured seconds.
     assert "n = 12 pairs; p < 0.001 after Holm over 32 tests" in text
     assert text.startswith(
-        "# batchwright lab: my_lab\n\nOne strategy ended with a lower validation loss than a constant batch of 32 "
-        "after the same examples: exponential, −"  # noqa: RUF001
+        "# batchwright lab: my_lab\n\nAfter the same examples, better than a constant batch of 32: exponential, "
     )
+    assert "\n\nHow sure: If it made no difference, " in text
+    assert "\n### In short\n\nOne strategy ended with a lower validation loss than a constant batch of 32 after" in text
     assert "\nWhy? exponential: likely because the noise of its updates" in text
 
 

@@ -220,5 +220,5 @@ def gpu_section(stored: dict[str, Any]) -> str:
         f"<h2>What a GPU gives</h2><p><strong>Stored results, not of this run:</strong> measured on one "
         f"{html.escape(stored['device'])} with {html.escape(stored['command'])}, each arm for the same seconds, the "
         "capture of graphs inside the clock. On a GPU small steps all take the same time, so replaying planned shapes "
-        f"as CUDA graphs gains most where launches bind, and less where arithmetic does.</p>{tables}"
+        f"as CUDA graphs gains most where starting kernels takes the time, and less where arithmetic does.</p>{tables}"
     )

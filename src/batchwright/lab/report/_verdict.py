@@ -39,6 +39,10 @@ class Verdict:
     answers: tuple[tuple[str, str], ...]
     exact: tuple[str, ...] = ()
 
+    def sentences(self) -> tuple[str, ...]:
+        """Return it as text: the lead, and every question with its answer."""
+        return (self.lead, *(f"{question}: {answer}" for question, answer in self.answers))
+
 
 def verdict_of(records: Sequence[RunRecord], findings: Sequence[Finding]) -> Verdict:
     """Return the verdict of some runs in plain words; every figure is one of the findings' tests.
@@ -101,13 +105,14 @@ def _scope(records: Sequence[RunRecord]) -> str:
 def _lead(records: Sequence[RunRecord], verdicts: Verdicts) -> str:
     better, worse, base = verdicts.better(), verdicts.worse(), baseline_text(records)
     if better:
-        text = f"Better than {base}: {_named(better)}."
+        text = f"After the same examples, better than {base}: {_named(better)}."
         fixed = [one.strategy for one in better if one.strategy in fixed_of(records)]
         if fixed:
             text += f" The batch size of {listed(fixed)} never changes, so this does not come from adapting it."
     else:
         shown, chance = ("", "") if verdicts.first in worse else (" shown to be", ", which could be chance")
-        text = f"No strategy is{shown} better than {base}; the nearest is {_named([verdicts.first])}{chance}."
+        text = f"After the same examples, no strategy is{shown} better than {base}; the nearest is "
+        text += f"{_named([verdicts.first])}{chance}."
     losing = [one for one in reversed(worse) if better or one is not verdicts.first]
     return f"{text} Worse: {_named(losing)}." if losing else text
 
@@ -122,7 +127,7 @@ def _certainty(records: Sequence[RunRecord], verdicts: Verdicts) -> str:
     first = verdicts.first
     better = verdicts.better()
     if not better:
-        text = f"No test tells {first.strategy} from chance.{detectable_text(verdicts)}"
+        text = f"Chance alone can explain what {first.strategy} changed.{detectable_text(verdicts)}"
         if first.is_shown:
             chance = chance_in_words(first.p_corrected)
             text = f"If {first.strategy} made no difference, {chance} like this one would show it as worse by chance."
