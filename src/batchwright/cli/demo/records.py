@@ -183,7 +183,7 @@ def stored_results() -> dict[str, Any]:
     return dict(json.loads(read_asset(__package__, "gpu.json")))
 
 
-GPU_HEADER = ("", "real tokens/s", "padding", "updates", "validation loss")
+GPU_HEADER = ("", "real tokens/s", "padding", "updates", "loss")
 
 
 def gpu_rows(task: dict[str, Any]) -> list[list[str]]:

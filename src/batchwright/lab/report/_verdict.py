@@ -14,6 +14,7 @@ from ..observations._effects import LOSS, SECONDS, SIMULATED, UPDATES, Measure, 
 from ..observations._equal import BASES, EQUAL_EXAMPLES
 from ..observations._headline import MARGIN, TOPIC, baseline_text, detectable_text, headlines
 from ..observations._ranking import Verdicts, testable
+from ..observations._reasons import time_model_of, time_text
 from ..observations._slices import fixed_of, overall
 from ..observations._tuning import edge_note, edge_rates, wall_note
 from ..observations.evidence import Compared, Finding, compare_all
@@ -173,7 +174,7 @@ def _where(records: Sequence[RunRecord], strategy: str) -> str:
 def _cost(records: Sequence[RunRecord], findings: Sequence[Finding], verdicts: Verdicts) -> str:
     better = verdicts.better()
     parts = [_prices(records, better[0].strategy)] if better else []
-    parts += [_in_time(findings), _saving(findings, better[0].strategy if better else "")]
+    parts += [_in_time(records, findings), _saving(findings, better[0].strategy if better else "")]
     return " ".join(part for part in parts if part)
 
 
@@ -192,15 +193,19 @@ def _prices(records: Sequence[RunRecord], strategy: str) -> str:
     return f"{strategy} needed {listed(parts)} for the same examples." if parts else ""
 
 
-def _in_time(findings: Sequence[Finding]) -> str:
+def _in_time(records: Sequence[RunRecord], findings: Sequence[Finding]) -> str:
     """Say which strategy is best after equal seconds, simulated if there are such."""
+    model = time_model_of(records)
     for basis in BASES:
         verdicts = _verdicts(findings, basis.measure)
         if basis.axis in ("simulated_seconds", "seconds") and verdicts is not None:
+            words = basis.words
+            if basis.axis == "simulated_seconds" and model is not None:
+                words += f" (as if each run took {time_text(model)})"
             if not verdicts.better():
-                return f"Compared {basis.words}, no strategy is shown to be better."
+                return f"Compared {words}, no strategy is shown to be better."
             first = verdicts.better()[0]
-            return f"Compared {basis.words}, {first.strategy} is ahead: its loss is {in_words(first.mean)}."
+            return f"Compared {words}, {first.strategy} is ahead: its loss is {in_words(first.mean)}."
     return ""
 
 
