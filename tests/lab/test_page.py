@@ -400,7 +400,8 @@ def test_a_served_page_shows_how_far_the_lab_is(browser, tmp_path, monkeypatch):
     (tmp_path / "lab.json").write_text(json.dumps({"plan": plan}))
     with serving(tmp_path) as address:
         page = browser.open(address, ready="document.querySelector('progress') !== null")
-        assert visible(page, "p") == ["No run of this lab has ended yet: 0 of 10. This page reloads by itself."]
+        assert visible(page, ".lead") == ["No run of this lab has ended yet: 0 of 10. This page reloads by itself."]
+        assert page.value("getComputedStyle(document.body).maxWidth") != "none"  # it looks as the page that follows
         write_folder(tmp_path, records[:4])
         page.wait("document.querySelector('#live p')?.textContent.startsWith('4 of 10 runs so far; this page')")
         write_folder(tmp_path, records[:6])

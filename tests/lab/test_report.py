@@ -392,6 +392,8 @@ def test_a_lab_without_a_run_yet_has_a_page_that_waits(tmp_path):
     assert "No run of this lab has ended yet. This" in LabPages(tmp_path).page()
     (tmp_path / "lab.json").write_text(json.dumps(plan_of(["constant", "linear"], [0, 1, 2], "wine")))
     assert "No run of this lab has ended yet: 0 of 6. This" in LabPages(tmp_path).page()
+    (tmp_path / "tuning.jsonl").write_text("{}\n{}\n{")  # the third is being written
+    assert "0 of 6. Learning rates are chosen first: 2 runs so far. This" in LabPages(tmp_path).page()
 
 
 def test_the_time_left_is_that_of_the_pace_so_far(tmp_path):
