@@ -25,7 +25,7 @@ def run(code):
 
 
 def test_importing_batchwright_leaves_optional_packages_unimported():
-    code = "import sys, batchwright, batchwright.testing; print(*sys.modules)"
+    code = "import sys, batchwright as bw, batchwright.testing; bw.plan; bw.size; print(*sys.modules)"
     loaded = {name.split(".")[0] for name in run(code).split()}
     assert not loaded & {"torch", "transformers", "tokenizers", "numba", "scipy", "pandas", "torchdata"}
 
