@@ -1,4 +1,4 @@
-"""A terminal sees tqdm's bar where tqdm is installed; every stream gets one closing line and nothing else."""
+"""A terminal sees tqdm's bar, or a count where tqdm is not installed; every other stream gets one closing line only."""
 
 import io
 import sys
@@ -85,13 +85,33 @@ def test_the_bar_starts_no_thread():
 
 
 @pytest.mark.usefixtures("without_tqdm")
-def test_a_terminal_without_tqdm_gets_the_closing_line_only():
+def test_a_terminal_without_tqdm_sees_a_count_that_gives_way_to_the_closing_line():
     stream, clock = Terminal(), FakeClock()
-    with ProgressBar(label="counting", total=4, stream=stream, clock=clock) as bar:
-        clock.advance(2)
-        bar.update(4)
-        assert stream.getvalue() == ""
-    assert stream.getvalue() == "counting: 4 in 2.0 s, 2.00/s\n"
+    with ProgressBar(label="counting", total=1000, stream=stream, clock=clock) as bar:
+        clock.advance(0.1)
+        bar.update(100)  # too soon after the first line
+        clock.advance(0.15)
+        bar.update(150)
+        bar.doing("the rest")
+        clock.advance(0.25)
+        bar.update(750)
+    lines = ["counting: 0 of 1,000", "counting: 250 of 1,000", "counting: 250 of 1,000 the rest"]
+    *shown, wiped, last = stream.getvalue().split("\r")
+    assert [line.rstrip() for line in shown] == ["", *lines, "counting: 1,000 of 1,000 the rest"]
+    assert wiped == " " * len(shown[-1])
+    assert last == "counting: 1,000 in 0.5 s, 2.0k/s\n"
+
+
+@pytest.mark.usefixtures("without_tqdm")
+def test_a_shorter_line_wipes_the_longer_one_before_it():
+    stream = Terminal()
+    with ProgressBar(label="planning", stream=stream, clock=FakeClock()) as bar:
+        bar.doing("WindowSort()")
+        bar.doing("x" * 200)
+        bar.doing("Sorted()")
+    lengths = [len(line) for line in stream.getvalue().split("\r")]
+    # "planning: 0", then with 12 letters more, cut at 79, and as wide again until the closing line
+    assert lengths[:6] == [0, 11, 24, 79, 79, 20]
 
 
 def test_a_loop_that_is_left_early_says_where():

@@ -64,6 +64,11 @@ _BATCHER = (
     "clock=monotonic), bases: Generic"
 )
 CHANGED: dict[str, tuple[str, str | None, str]] = {
+    "batchwright.lab.report.ReportFiles": (
+        "class(*, html, markdown, csv), bases: none",
+        "class(*, html, markdown, csv, verdict=()), bases: none",
+        "the verdict in words, which the command prints",
+    ),
     "batchwright.step.generate": (
         "function(model, examples, *, budget=None, collate=None, lengths=None, count_output=False, pad_token_id=None, "
         "pad_multiple_of=1, memory=None, progress=False, **generate_kwargs)",
@@ -413,6 +418,7 @@ ADDED = {
     "batchwright.lab.presets.Cell",
     "batchwright.lab.presets.LabPlan",
     "batchwright.lab.report.HOST",
+    "batchwright.lab.report.ReportFiles.verdict",
     "batchwright.lab.runner.Forecast",
     *(f"batchwright.lab.update_time.{name}" for name in ("EAGER", "GRAPHS", "UpdateTime", "named")),
     "batchwright.lab.report.LabFolder",

@@ -8,34 +8,35 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
 from ._version import __version__ as __version__
-from .plan import BatchSampler as BatchSampler
-from .plan import Buckets as Buckets
-from .plan import Budget as Budget
-from .plan import Grouping as Grouping
-from .plan import InOrder as InOrder
-from .plan import MaxBytes as MaxBytes
-from .plan import MaxCost as MaxCost
-from .plan import MaxItems as MaxItems
-from .plan import MaxTokens as MaxTokens
-from .plan import MemoryModel as MemoryModel
-from .plan import MemoryPrior as MemoryPrior
-from .plan import Packed as Packed
-from .plan import PadTo as PadTo
-from .plan import Plan as Plan
-from .plan import PlanReport as PlanReport
-from .plan import Regrouped as Regrouped
-from .plan import ResizableBatchSampler as ResizableBatchSampler
-from .plan import Rows as Rows
-from .plan import Sorted as Sorted
-from .plan import StreamBatcher as StreamBatcher
-from .plan import TimeModel as TimeModel
-from .plan import WindowSort as WindowSort
-from .plan import measure_lengths as measure_lengths
-from .plan import plan_batches as plan_batches
-from .plan import regroup as regroup
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # at run time __getattr__ loads a room when one of its names is first used
+    from . import plan as plan
     from . import size as size
+    from .plan import BatchSampler as BatchSampler
+    from .plan import Buckets as Buckets
+    from .plan import Budget as Budget
+    from .plan import Grouping as Grouping
+    from .plan import InOrder as InOrder
+    from .plan import MaxBytes as MaxBytes
+    from .plan import MaxCost as MaxCost
+    from .plan import MaxItems as MaxItems
+    from .plan import MaxTokens as MaxTokens
+    from .plan import MemoryModel as MemoryModel
+    from .plan import MemoryPrior as MemoryPrior
+    from .plan import Packed as Packed
+    from .plan import PadTo as PadTo
+    from .plan import Plan as Plan
+    from .plan import PlanReport as PlanReport
+    from .plan import Regrouped as Regrouped
+    from .plan import ResizableBatchSampler as ResizableBatchSampler
+    from .plan import Rows as Rows
+    from .plan import Sorted as Sorted
+    from .plan import StreamBatcher as StreamBatcher
+    from .plan import TimeModel as TimeModel
+    from .plan import WindowSort as WindowSort
+    from .plan import measure_lengths as measure_lengths
+    from .plan import plan_batches as plan_batches
+    from .plan import regroup as regroup
     from .size import BatchSizeController as BatchSizeController
 
 __all__ = [
@@ -70,25 +71,31 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Load the room of batch sizes when it is first asked for: its many small classes take a while to make."""
-    if name not in ("size", "BatchSizeController"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_hint(name)}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # or a type checker would take every misspelt name for one that is loaded here
 
-    size = import_module(".size", __name__)
-    return size if name == "size" else size.BatchSizeController
+    def __getattr__(name: str) -> Any:
+        """Load the room of a name when it is first used: the many small classes of the rooms take a while to make."""
+        from importlib import import_module
+
+        if name in ("plan", "size"):
+            return import_module(f".{name}", __name__)
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_hint(name)}")
+        room = import_module(".size" if name == "BatchSizeController" else ".plan", __name__)
+        value = globals()[name] = getattr(room, name)  # the next use finds it at once
+        return value
 
 
 def _hint(name: str) -> str:
     """Say how a room above this one is reached, and what it needs."""
-    if name != "step":
+    if name not in ("integrations", "lab", "serve", "step", "testing"):
         return ""
     from ._optional import is_installed
 
-    needs = "" if is_installed("torch") else "; it needs torch, run: pip install 'batchwright[torch]'"
-    return f" before it is imported, write: import batchwright.step{needs}"
+    missing = name == "step" and not is_installed("torch")
+    needs = "; it needs torch, run: pip install 'batchwright[torch]'" if missing else ""
+    return f" before it is imported, write: import batchwright.{name}{needs}"
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "plan"})

@@ -1,7 +1,8 @@
-"""A progress bar: tqdm's on a terminal where tqdm is installed, and one closing line everywhere."""
+"""A progress bar: on a terminal tqdm's, or a plain count where tqdm is not installed; one closing line everywhere."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -10,6 +11,10 @@ from types import TracebackType
 from typing import Any, TextIO, TypeVar, final
 
 Item = TypeVar("Item")
+
+# Of a count without tqdm: how long a line stays before the next, and the most of it that fits on one line.
+_SECONDS_SHOWN = 0.2
+_MAX_WIDTH = 79
 
 
 @final
@@ -41,7 +46,7 @@ class ProgressBar:
         stream = sys.stderr if stream is None else stream
         # A program without a console has no stderr at all.
         self._stream = stream if enabled and stream is not None else None
-        self._bar = None if self._stream is None else _live_bar(self._stream, label, total)
+        self._bar = None if self._stream is None else _live_bar(self._stream, label, total, clock)
         self._label = label
         self._total = total
         self._clock = clock
@@ -129,14 +134,47 @@ def progress(
             bar.update()
 
 
-def _live_bar(stream: TextIO, label: str, total: int | None) -> Any:
-    """Return a tqdm bar that removes itself at the end; None if the stream is not a terminal or tqdm is missing."""
+@final
+class _Count:
+    """One line that is written again and again: what is done of how much. It has the methods of tqdm that are used."""
+
+    def __init__(self, stream: TextIO, label: str, total: int | None, clock: Callable[[], float]) -> None:
+        self._stream, self._label, self._total, self._clock = stream, label, total, clock
+        self._done, self._what, self._shown, self._width = 0, "", -math.inf, 0
+        self._show()
+
+    def update(self, num: int) -> None:
+        self._done += num
+        if self._clock() >= self._shown + _SECONDS_SHOWN:
+            self._show()
+
+    def set_postfix_str(self, what: str) -> None:
+        self._what = what
+        self._show()
+
+    def close(self) -> None:
+        self._write("")
+        self._stream.write("\r")
+
+    def _show(self) -> None:
+        self._shown = self._clock()
+        of = "" if self._total is None else f" of {self._total:,}"
+        self._write(_writable(f"{self._label}: {self._done:,}{of} {self._what}".rstrip(), self._stream)[:_MAX_WIDTH])
+
+    def _write(self, line: str) -> None:
+        self._stream.write(f"\r{line:<{self._width}}")
+        self._stream.flush()
+        self._width = len(line)
+
+
+def _live_bar(stream: TextIO, label: str, total: int | None, clock: Callable[[], float]) -> Any:
+    """Return a bar that removes itself at the end, tqdm's if it is installed; None if the stream is not a terminal."""
     if not stream.isatty():
         return None
     try:
         tqdm = import_module("tqdm").tqdm
     except ImportError:
-        return None
+        return _Count(stream, label, total, clock)
     # Without its monitor thread, because some loops start processes.
     kind = type("Bar", (tqdm,), {"monitor_interval": 0})
     return kind(total=total, desc=_writable(label, stream), file=stream, leave=False, dynamic_ncols=True)

@@ -186,7 +186,8 @@ def test_an_overlap_is_noticed(page):
 
 def test_the_verdict_is_on_top_in_words_and_its_figures_are_folded_away(page):
     assert visible(page, ".lead") == [
-        "Better than a constant batch of 32: exponential, whose loss ended 20\N{NO-BREAK SPACE}% lower. "
+        "After the same examples, better than a constant batch of 32: exponential, whose loss ended "
+        "20\N{NO-BREAK SPACE}% lower. "
         "Worse: constant_large, whose loss ended 30\N{NO-BREAK SPACE}% higher."
     ]
     assert visible(page, ".answers dt") == ["What was compared", "How sure", "What it costs"]
@@ -202,7 +203,7 @@ def test_the_verdict_is_on_top_in_words_and_its_figures_are_folded_away(page):
 
 def test_no_winner_is_said_to_be_none(browser, tmp_path):
     page = browser.open(write_report(write_folder(tmp_path, fabricate(seeds=3))).html.as_uri())
-    assert visible(page, ".lead")[0].startswith("No strategy is shown to be better than a constant batch of 32")
+    assert visible(page, ".lead")[0].startswith("After the same examples, no strategy is shown to be better than a")
     assert "which could be chance" in visible(page, ".lead")[0]
     assert "would have been seen in four of five labs" in " ".join(visible(page, ".answers dd"))
 
@@ -399,7 +400,8 @@ def test_a_served_page_shows_how_far_the_lab_is(browser, tmp_path, monkeypatch):
     (tmp_path / "lab.json").write_text(json.dumps({"plan": plan}))
     with serving(tmp_path) as address:
         page = browser.open(address, ready="document.querySelector('progress') !== null")
-        assert visible(page, "p") == ["No run of this lab has ended yet: 0 of 10. This page reloads by itself."]
+        assert visible(page, ".lead") == ["No run of this lab has ended yet: 0 of 10. This page reloads by itself."]
+        assert page.value("getComputedStyle(document.body).maxWidth") != "none"  # it looks as the page that follows
         write_folder(tmp_path, records[:4])
         page.wait("document.querySelector('#live p')?.textContent.startsWith('4 of 10 runs so far; this page')")
         write_folder(tmp_path, records[:6])

@@ -188,9 +188,10 @@ def test_the_markdown_has_matrix_and_tests(folder):
     # 3 data sets of 4 seeds; 8 strategies on 4 bases: examples, updates, simulated and measured seconds.
     assert "n = 12 pairs; p < 0.001 after Holm over 32 tests" in text
     assert text.startswith(
-        "# batchwright lab: my_lab\n\nOne strategy ended with a lower validation loss than a constant batch of 32 "
-        "after the same examples: exponential, −"  # noqa: RUF001
+        "# batchwright lab: my_lab\n\nAfter the same examples, better than a constant batch of 32: exponential, "
     )
+    assert "\n\nHow sure: If it made no difference, " in text
+    assert "\n### In short\n\nOne strategy ended with a lower validation loss than a constant batch of 32 after" in text
     assert "\nWhy? exponential: likely because the noise of its updates" in text
 
 
@@ -391,6 +392,8 @@ def test_a_lab_without_a_run_yet_has_a_page_that_waits(tmp_path):
     assert "No run of this lab has ended yet. This" in LabPages(tmp_path).page()
     (tmp_path / "lab.json").write_text(json.dumps(plan_of(["constant", "linear"], [0, 1, 2], "wine")))
     assert "No run of this lab has ended yet: 0 of 6. This" in LabPages(tmp_path).page()
+    (tmp_path / "tuning.jsonl").write_text("{}\n{}\n{")  # the third is being written
+    assert "0 of 6. Learning rates are chosen first: 2 runs so far. This" in LabPages(tmp_path).page()
 
 
 def test_the_time_left_is_that_of_the_pace_so_far(tmp_path):

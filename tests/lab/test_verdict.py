@@ -20,7 +20,9 @@ def verdict(records):
 def test_a_winner_is_named_with_how_sure_and_at_what_cost():
     found = verdict(fabricate(effects={"exponential": -0.2}, seeds=4))
     answers = dict(found.answers)
-    assert found.lead == "Better than a constant batch of 32: exponential, whose loss ended 20 % lower."
+    assert found.lead == (
+        "After the same examples, better than a constant batch of 32: exponential, whose loss ended 20 % lower."
+    )
     assert answers["What was compared"].startswith("8 strategies for the batch size, each against a constant batch")
     assert "3 data sets, 1 model and 4 seeds. 108 of 108 runs ended well" in answers["What was compared"]
     assert "fewer than 1 of 1,000 labs like this one" in answers["How sure"]
@@ -29,19 +31,24 @@ def test_a_winner_is_named_with_how_sure_and_at_what_cost():
     # 12,000 examples: 375 updates of 32, and 102 of the growing batch.
     assert answers["What it costs"].startswith("exponential needed 73 % fewer updates, ")
     assert found.exact[0].startswith("One strategy ended with a lower validation loss")
+    assert found.sentences()[:2] == (found.lead, f"What was compared: {answers['What was compared']}")
 
 
 def test_no_winner_is_no_proof_of_equality():
     found = verdict(fabricate(strategies=TWO, datasets=WINE, seeds=4))
-    assert found.lead.startswith("No strategy is shown to be better than a constant batch of 32; the nearest is ")
+    words = "After the same examples, no strategy is shown to be better than a constant batch of 32; the nearest is "
+    assert found.lead.startswith(words)
     assert found.lead.endswith(", which could be chance.")
-    assert "No test tells" in dict(found.answers)["How sure"]
+    assert "Chance alone can explain what" in dict(found.answers)["How sure"]
     assert "would have been seen in four of five labs" in dict(found.answers)["How sure"]
 
 
 def test_where_all_are_worse_none_is_called_chance():
     found = verdict(fabricate(strategies=TWO, effects={"linear": 0.5, "exponential": 4.0}, datasets=WINE, seeds=4))
-    assert found.lead.startswith("No strategy is better than a constant batch of 32; the nearest is linear, whose loss")
+    words = (
+        "After the same examples, no strategy is better than a constant batch of 32; the nearest is linear, whose loss"
+    )
+    assert found.lead.startswith(words)
     assert "chance" not in found.lead
     assert found.lead.endswith("Worse: exponential, whose loss ended 5 times as high.")
     assert "would show it as worse by chance" in dict(found.answers)["How sure"]

@@ -96,13 +96,19 @@ def for_the_demo() -> dict[str, object]:
         "device": read(TRANSLATION).rows("commands")[0]["device"],
         "command": "benchmarks/gpu_quality.py",
         "tasks": [
-            _demo_task(TRANSLATION, "translation", DEMO_ARMS, "Translation, 48 million parameters", "Launches bind."),
+            _demo_task(
+                TRANSLATION,
+                "translation",
+                DEMO_ARMS,
+                "Translation, 48 million parameters",
+                "Small steps: most of the time goes into starting kernels.",
+            ),
             _demo_task(
                 "gpu_quality_decoder.json",
                 "decoder",
                 DEMO_DECODER_ARMS,
                 "A decoder, 110 million parameters",
-                "Arithmetic binds more, so there is less to gain.",
+                "Larger steps: more of the time is arithmetic, so there is less to gain.",
             ),
         ],
     }

@@ -29,8 +29,7 @@ _MODELS = ("mlp", "transformer", "char_lm")
 _NUM_EXAMPLES = 200_000
 _EPOCHS = (4, 16)
 
-# What is printed of the observations: the headline says it all, unless there is none.
-_VERDICT = ("scope", "headline")
+# What is printed of the observations if nothing could be compared; else the verdict says it all.
 _WITHOUT_VERDICT = ("scope", "overall", "cost", "no better")
 
 _LAB = """\
@@ -207,16 +206,15 @@ def _report(arguments: argparse.Namespace) -> None:
     files = write_report(arguments.folder)
     screen = Screen.of_stdout()
     found = observe(read_lab(arguments.folder).records)
-    topics = _VERDICT if any(one.topic == _VERDICT[-1] for one in found) else _WITHOUT_VERDICT
-    for one in found:
-        if one.topic in topics:
-            screen.show(["", *screen.wrap(one.sentence)])
+    sentences = [one.sentence for one in found if one.topic in _WITHOUT_VERDICT]
+    for sentence in files.verdict if any(one.topic == "headline" for one in found) else sentences:
+        screen.show(["", *screen.wrap(sentence)])
     folder = "" if arguments.folder == FOLDER else f" {arguments.folder}"
     screen.show(
         [
             "",
             f"{files.html}   the page ({files.html.stat().st_size / 1e6:.1f} MB)",
-            f"{files.markdown}     the same as text",
+            f"{files.markdown}     the same as text, with intervals and p-values",
             f"{files.csv}    one line per run",
             f"to look at it: batchwright lab show{folder}",
         ]

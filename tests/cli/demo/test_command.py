@@ -104,7 +104,7 @@ def test_one_number_of_minutes_is_said_everywhere():
     root = Path(__file__).parents[3]
     for name in ("README.md", "Makefile", "docs/getting_started.md"):
         text = (root / name).read_text(encoding="utf-8")
-        said = re.findall(r"(?:make demo|demo:)[^`]*?\((\d+) minutes?", text)
+        said = re.findall(r"(?:(?:batchwright|make) demo|demo:)[^`]*?\((\d+) minutes?", text)
         said += re.findall(r"`make demo` in a clone.*?\((\d+) minutes", text, flags=re.DOTALL)
         assert set(said) == {str(MINUTES)}, name
 

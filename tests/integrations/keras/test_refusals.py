@@ -1,5 +1,8 @@
 """What cannot be exact in pieces is refused with the reason, and the model stays as it was."""
 
+import subprocess
+import sys
+
 import pytest
 
 keras = pytest.importorskip("keras", reason="needs Keras; make test-keras runs this")
@@ -30,6 +33,13 @@ def refused(model, words, *batch, **options):
 def compiled(model, loss="mse", **options):
     models.compile(model, "sgd", loss, **options)
     return model
+
+
+def test_keras_without_its_backend_says_what_is_missing():
+    code = f"import sys; sys.modules[{models.BACKEND!r}] = None; import batchwright.integrations.keras"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    words = f"MissingDependencyError: {models.BACKEND}, the backend of Keras, is not installed; install it, or one of"
+    assert words in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.skipif(models.CAN_CUT, reason="the backend can")

@@ -183,7 +183,7 @@ def stored_results() -> dict[str, Any]:
     return dict(json.loads(read_asset(__package__, "gpu.json")))
 
 
-GPU_HEADER = ("", "real tokens/s", "padding", "updates", "validation loss")
+GPU_HEADER = ("", "real tokens/s", "padding", "updates", "loss")
 
 
 def gpu_rows(task: dict[str, Any]) -> list[list[str]]:
@@ -220,5 +220,5 @@ def gpu_section(stored: dict[str, Any]) -> str:
         f"<h2>What a GPU gives</h2><p><strong>Stored results, not of this run:</strong> measured on one "
         f"{html.escape(stored['device'])} with {html.escape(stored['command'])}, each arm for the same seconds, the "
         "capture of graphs inside the clock. On a GPU small steps all take the same time, so replaying planned shapes "
-        f"as CUDA graphs gains most where launches bind, and less where arithmetic does.</p>{tables}"
+        f"as CUDA graphs gains most where starting kernels takes the time, and less where arithmetic does.</p>{tables}"
     )

@@ -14,6 +14,7 @@ from ..observations._effects import LOSS, SECONDS, SIMULATED, UPDATES, Measure, 
 from ..observations._equal import BASES, EQUAL_EXAMPLES
 from ..observations._headline import MARGIN, TOPIC, baseline_text, detectable_text, headlines
 from ..observations._ranking import Verdicts, testable
+from ..observations._reasons import time_model_of, time_text
 from ..observations._slices import fixed_of, overall
 from ..observations._tuning import edge_note, edge_rates, wall_note
 from ..observations.evidence import Compared, Finding, compare_all
@@ -38,6 +39,10 @@ class Verdict:
     lead: str
     answers: tuple[tuple[str, str], ...]
     exact: tuple[str, ...] = ()
+
+    def sentences(self) -> tuple[str, ...]:
+        """Return it as text: the lead, and every question with its answer."""
+        return (self.lead, *(f"{question}: {answer}" for question, answer in self.answers))
 
 
 def verdict_of(records: Sequence[RunRecord], findings: Sequence[Finding]) -> Verdict:
@@ -101,13 +106,14 @@ def _scope(records: Sequence[RunRecord]) -> str:
 def _lead(records: Sequence[RunRecord], verdicts: Verdicts) -> str:
     better, worse, base = verdicts.better(), verdicts.worse(), baseline_text(records)
     if better:
-        text = f"Better than {base}: {_named(better)}."
+        text = f"After the same examples, better than {base}: {_named(better)}."
         fixed = [one.strategy for one in better if one.strategy in fixed_of(records)]
         if fixed:
             text += f" The batch size of {listed(fixed)} never changes, so this does not come from adapting it."
     else:
         shown, chance = ("", "") if verdicts.first in worse else (" shown to be", ", which could be chance")
-        text = f"No strategy is{shown} better than {base}; the nearest is {_named([verdicts.first])}{chance}."
+        text = f"After the same examples, no strategy is{shown} better than {base}; the nearest is "
+        text += f"{_named([verdicts.first])}{chance}."
     losing = [one for one in reversed(worse) if better or one is not verdicts.first]
     return f"{text} Worse: {_named(losing)}." if losing else text
 
@@ -122,7 +128,7 @@ def _certainty(records: Sequence[RunRecord], verdicts: Verdicts) -> str:
     first = verdicts.first
     better = verdicts.better()
     if not better:
-        text = f"No test tells {first.strategy} from chance.{detectable_text(verdicts)}"
+        text = f"Chance alone can explain what {first.strategy} changed.{detectable_text(verdicts)}"
         if first.is_shown:
             chance = chance_in_words(first.p_corrected)
             text = f"If {first.strategy} made no difference, {chance} like this one would show it as worse by chance."
@@ -168,7 +174,7 @@ def _where(records: Sequence[RunRecord], strategy: str) -> str:
 def _cost(records: Sequence[RunRecord], findings: Sequence[Finding], verdicts: Verdicts) -> str:
     better = verdicts.better()
     parts = [_prices(records, better[0].strategy)] if better else []
-    parts += [_in_time(findings), _saving(findings, better[0].strategy if better else "")]
+    parts += [_in_time(records, findings), _saving(findings, better[0].strategy if better else "")]
     return " ".join(part for part in parts if part)
 
 
@@ -187,15 +193,19 @@ def _prices(records: Sequence[RunRecord], strategy: str) -> str:
     return f"{strategy} needed {listed(parts)} for the same examples." if parts else ""
 
 
-def _in_time(findings: Sequence[Finding]) -> str:
+def _in_time(records: Sequence[RunRecord], findings: Sequence[Finding]) -> str:
     """Say which strategy is best after equal seconds, simulated if there are such."""
+    model = time_model_of(records)
     for basis in BASES:
         verdicts = _verdicts(findings, basis.measure)
         if basis.axis in ("simulated_seconds", "seconds") and verdicts is not None:
+            words = basis.words
+            if basis.axis == "simulated_seconds" and model is not None:
+                words += f" (as if each run took {time_text(model)})"
             if not verdicts.better():
-                return f"Compared {basis.words}, no strategy is shown to be better."
+                return f"Compared {words}, no strategy is shown to be better."
             first = verdicts.better()[0]
-            return f"Compared {basis.words}, {first.strategy} is ahead: its loss is {in_words(first.mean)}."
+            return f"Compared {words}, {first.strategy} is ahead: its loss is {in_words(first.mean)}."
     return ""
 
 

@@ -18,13 +18,14 @@ from ...errors import ArgumentError
 from .._records import RunRecord, cell_of, diverged
 from ..observations._effects import METRIC, Measure, changes_of, end_of, mean_loss
 from ..observations._equal import BASES, EQUAL_EXAMPLES, EQUAL_SIMULATED, EQUAL_UPDATES
-from ..observations._headline import Family, family_of, headlines
+from ..observations._headline import Family, family_of
 from ..observations._slices import overall
 from ..observations._tuning import tuning_of
 from ..observations.evidence import Finding
 from ..observations.observing import observe
 from ..strategies.strategy import BASELINE
 from ._tables import NAMES, SIGNS, TOPICS, Effect, failed_runs, footer_text, matrix_rows, row_order
+from ._verdict import verdict_of
 from .folder import LabFolder, read_lab
 from .page import render_html
 
@@ -41,11 +42,12 @@ CSV_COLUMNS = (
 @final
 @dataclass(frozen=True, kw_only=True)
 class ReportFiles:
-    """Where a report was written."""
+    """Where a report was written, and what stands on top of it in plain words, one sentence or answer each."""
 
     html: Path
     markdown: Path
     csv: Path
+    verdict: tuple[str, ...] = ()
 
 
 def write_report(folder: str | os.PathLike[str]) -> ReportFiles:
@@ -55,7 +57,7 @@ def write_report(folder: str | os.PathLike[str]) -> ReportFiles:
         folder: the folder with ``runs.jsonl``; the lab may still be running.
 
     Returns:
-        The three files.
+        The three files and the verdict.
 
     Raises:
         ArgumentError: the folder does not exist, or holds no run.
@@ -64,8 +66,13 @@ def write_report(folder: str | os.PathLike[str]) -> ReportFiles:
     lab = read_lab(place)
     if not lab.records:
         raise ArgumentError(f"{place} has no finished run yet; wait for the first one to end")
-    files = ReportFiles(html=place / "report.html", markdown=place / "report.md", csv=place / "report.csv")
     observations = observe(lab.records)
+    files = ReportFiles(
+        html=place / "report.html",
+        markdown=place / "report.md",
+        csv=place / "report.csv",
+        verdict=verdict_of(lab.records, observations).sentences(),
+    )
     for path, content in (
         (files.html, render_html(lab, observations=observations)),
         (files.markdown, render_markdown(lab, observations=observations)),
@@ -126,7 +133,7 @@ def render_markdown(lab: LabFolder, *, observations: Sequence[Finding] | None = 
     ]
     parts = [
         f"# batchwright lab: {_plain(lab.name)}",
-        *map(_plain, headlines(observations)),
+        *map(_plain, verdict_of(lab.records, observations).sentences()),
         "In the tables: ▲ better, ▼ worse, corrected for the whole table, and over all for the headline; ○ no "
         "difference shown; ? only one seed. Mean change and 95 % interval; an edge is that of the grid of rates.",
         *matrices,

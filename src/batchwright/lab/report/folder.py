@@ -16,6 +16,7 @@ from ..runner.forecast import about
 from ..strategies.catalogue import get
 
 RUNS = "runs.jsonl"
+TUNING = "tuning.jsonl"
 PLAN = "lab.json"
 _NEEDED = ("dataset", "model", "strategy", "seed", "status")
 # Over so many looks the pace of a lab is taken, so that it follows slower and faster parts.
@@ -71,6 +72,14 @@ def read_lab(folder: Path) -> LabFolder:
         num_replaced=len(records) - len(newest),
         num_unreadable=num_unreadable,
     )
+
+
+def count_lines(path: Path) -> int:
+    """Return how many lines have been written to the end, 0 if there is no such file."""
+    try:
+        return path.read_bytes().count(b"\n")
+    except OSError:
+        return 0
 
 
 def expected_runs(lab: LabFolder) -> int | None:

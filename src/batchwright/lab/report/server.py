@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import threading
 import time
@@ -12,10 +13,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar, final
 
+from ..._charts.page import read_asset
 from ..._checks import as_whole
 from ...errors import ArgumentError, BatchwrightError
 from .files import render_csv, render_markdown
-from .folder import PLAN, RUNS, LabFolder, Pace, Progress, progress_of, read_begun, read_lab
+from .folder import PLAN, RUNS, TUNING, LabFolder, Pace, Progress, count_lines, progress_of, read_begun, read_lab
 from .page import render_html
 
 HOST = "127.0.0.1"
@@ -24,7 +26,9 @@ SECONDS_BETWEEN_PAGES = 15.0
 _WAITING = (
     '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="3">'
     '<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,"><title>batchwright lab</title>'
-    "</head><body><p>No run of this lab has ended yet{}. This page reloads by itself.</p>{}</body></html>"
+    '<style>{style}</style></head><body><header><p class="eyebrow">batchwright lab · {name}</p>'
+    "<h1>Which batch size strategy, on which data?</h1>"
+    '<p class="lead">{words} This page reloads by itself.</p>{bar}</header></body></html>'
 )
 
 
@@ -93,10 +97,16 @@ class LabPages:
     def _waiting(self) -> str:
         """Return a page for the time in which learning rates are chosen, or the first runs are under way."""
         expected = progress_of(read_begun(self._folder)).num_expected
-        if expected is None:
-            return _WAITING.format("", "")
-        bar = f'<progress max="{expected}" value="0"></progress>'
-        return _WAITING.format(f": 0 of {expected:,}", bar)
+        num_tuned = count_lines(self._folder / TUNING)
+        words = f"No run of this lab has ended yet{'' if expected is None else f': 0 of {expected:,}'}."
+        if num_tuned:
+            words += f" Learning rates are chosen first: {num_tuned:,} {'run' if num_tuned == 1 else 'runs'} so far."
+        return _WAITING.format(
+            style=read_asset("batchwright._charts", "style.css"),
+            name=html.escape(self._folder.resolve().name),
+            words=words,
+            bar="" if expected is None else f'<progress max="{expected}" value="0"></progress>',
+        )
 
 
 def make_server(folder: Path, *, port: int = 0) -> ThreadingHTTPServer:

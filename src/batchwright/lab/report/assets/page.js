@@ -55,7 +55,8 @@ function drawGrid(place, draw) {
   const widths = figures.map((figure) => Math.max(260, figure.clientWidth));
   figures.forEach((figure, index) => figure.append(draw(cells[index].index, widths[index])));
   if (cells.length < found.length) {
-    const button = tag("button", { type: "button", class: "more" }, `Show the other ${found.length - cells.length} charts`);
+    const others = found.length - cells.length;
+    const button = tag("button", { type: "button", class: "more" }, `Show ${others > 1 ? `the other ${others} charts` : "one more chart"}`);
     button.addEventListener("click", () => unfold(place.id));
     place.append(button);
   }
