@@ -24,8 +24,8 @@ from ..graphs.backend import Choice
 from ..graphs.functions import graphed
 from ..graphs.summary import GraphSummary
 from ..memory.monitor import MemoryMonitor
+from ._limits import Limit, Meter, first_limit
 from ._pooling import Pooled, TokenIds, longest_of, pad_id_of, stacked
-from .generation import Limit, Meter, first_limit
 from .pieces import run_in_pieces
 
 # Without a budget, graphs are captured for batches of so many tokens: larger ones hardly gain.

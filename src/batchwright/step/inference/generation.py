@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..._ceiling import Ceiling
 from ..._checks import as_whole
 from ..._lengths import pad_up
 from ..._progress import ProgressBar
 from ...errors import ArgumentError
-from ...plan import Budget, MaxItems, MaxTokens, Plan, Sorted, plan_batches
-from ...plan.budget import check_budget
+from ...plan import Budget
 from .._loss_probe import evaluating
-from ..graphs.backend import Choice, GraphBackend, make_backend
+from ..graphs.backend import Choice
 from ..memory.monitor import MemoryMonitor
 from ._decoding import Collate, Counts, Decoder
+from ._limits import Meter, first_limit
+from ._running import Runner, make_runner
+from ._sizing import GraphBytes, room_for
 from .pieces import Pieces, run_in_pieces
 
-# Without a budget the first batch has this many of the longest examples, the next as many as the peak says will fit.
-_FIRST_ITEMS = 8
-# A small batch says little about a far larger one, and the allocator cannot fill a device to the last byte.
-_MOST_GROWTH, _USABLE = 32, 0.8
-# Where no peak is measured.
-_BLIND_GROWTH = 2
-# Less than this much larger is not worth a new plan.
-_WORTHWHILE = 1.25
-# Larger batches gain little. Fewer where no peak is measured, and fewest on a CPU, where running out ends the process.
-_MOST_ITEMS, _MOST_ITEMS_BLIND, _MOST_ITEMS_ON_CPU = 1024, 256, 32
+# With fewer examples than this there is nothing to learn for others.
+_FEW = 8
 
 
 def generate(
@@ -104,12 +95,20 @@ def generate(
     if limits is not None:
         generate_kwargs["max_new_tokens"] = int(limits.max())
     decoder = Decoder(model, generate_kwargs, collate, pad_token_id, pad_multiple_of, has_limits=limits is not None)
-    axes = decoder.lengths(examples, lengths, limits=limits, with_output=count_output or budget is None)
+    has_output = count_output or budget is None
+    axes = decoder.lengths(examples, lengths, limits=limits, with_output=has_output)
+    most = int(decoder.lengths(examples, lengths, limits=limits, with_output=True)[:, -1].max())
     meter = Meter.of(budget, memory, decoder.device)
-    limit = first_limit(budget, int(pad_up(axes, pad_multiple_of).sum(axis=1).max()), decoder.device, meter)
+    longest = int(pad_up(axes, pad_multiple_of).sum(axis=1).max())
     results: dict[int, Tensor] = {}
     with ProgressBar(label="generating", total=len(examples), enabled=progress) as bar, evaluating(model):
-        runner = make_runner(decoder, graphs)
+        room = _room(budget, memory, decoder.device)
+        runner = make_runner(decoder, graphs, len(examples), most, has_limits=limits is not None, room=room)
+        is_plain = lengths is None and collate is None
+        known = _known(runner, decoder, examples, axes, limits, room) if is_plain else None
+        if known is not None and not has_output:
+            known = replace(known, most_new=most)
+        limit = first_limit(budget, longest, decoder.device, meter, known)
         waiting = np.arange(len(examples))
         while len(waiting):
             plan = limit.plan(axes[waiting], pad_multiple_of)
@@ -128,6 +127,33 @@ def generate(
     return [results[index] for index in range(len(examples))]
 
 
+def _room(budget: Budget | None, memory: MemoryMonitor | None, device: torch.device) -> Callable[[int], float | None]:
+    """Return what tells the bytes for a batch."""
+    if memory is None and device.type == "cuda":
+        memory = MemoryMonitor(device)
+    return partial(room_for, budget, memory)
+
+
+def _known(
+    runner: Runner,
+    decoder: Decoder,
+    examples: Sequence[Any],
+    axes: npt.NDArray[np.int32],
+    limits: Counts | None,
+    room: Callable[[int], float | None],
+) -> GraphBytes | None:
+    """Return what the memory has room for, None if that is not known before batches run."""
+    if len(examples) <= _FEW:
+        return None
+    order = np.argsort(-axes.sum(axis=1), kind="stable")
+    few = np.concatenate([order[: _FEW - 2], order[-2:]])
+    sizes = runner.learn([examples[index] for index in few], None if limits is None else limits[few])
+    left = None if sizes is None else room(0)
+    if sizes is None or left is None:
+        return None
+    return GraphBytes(sizes, left, 1 if decoder.is_encoder_decoder else None, None)
+
+
 def _run(
     runner: Runner, examples: Sequence[Any], indices: list[int], axes: npt.NDArray[np.int32], limits: Counts | None
 ) -> Pieces:
@@ -139,120 +165,6 @@ def _run(
         len(indices),
         describe=lambda place: f"example {indices[place]} of length {axes[indices[place]].tolist()}",
     )
-
-
-@final
-@dataclass(frozen=True)
-class Limit:
-    """What a batch may cost, and what running batches has taught."""
-
-    budget: Budget
-    learned: Ceiling = field(default_factory=Ceiling)  # the most padded tokens per batch
-    grows: bool = False
-
-    def plan(self, lengths: npt.NDArray[np.int32], pad_multiple_of: int) -> Plan:
-        """Sort examples into batches; one that is over the budget on its own runs alone."""
-        tokens = self.learned.limit
-        budget = self.budget if math.isinf(tokens) else self.budget & MaxTokens(int(tokens))
-        return plan_batches(
-            lengths, budget, grouping=Sorted(), shuffle=False, pad_multiple_of=pad_multiple_of, oversize="alone"
-        )
-
-    def after(self, shape: list[int], num_fitting: int, meter: Meter) -> Limit:
-        """Return the limit after a batch of this shape, of which ``num_fitting`` examples fitted at once."""
-        num_items, width = shape[0], sum(shape[1:])
-        tokens = num_items * width
-        if num_fitting < num_items:
-            return replace(self, learned=self.learned.fall(num_fitting * width, failed_at=tokens), grows=False)
-        if not self.grows or 2 * tokens <= self.learned.limit:
-            return self  # fewer examples were left than the limit allows, so their peak says little
-        room = meter.room()
-        new = _BLIND_GROWTH * self.learned.limit if room is None else int(min(room, _MOST_GROWTH) * tokens)
-        return replace(self, learned=self.learned.rise(new)) if new > _WORTHWHILE * self.learned.limit else self
-
-
-@final
-class Meter:
-    """Measures how many times the last batch would fit into the memory."""
-
-    def __init__(self, memory: MemoryMonitor | None) -> None:
-        self._memory, self._before = memory, 0
-
-    @staticmethod
-    def of(budget: Budget | None, memory: MemoryMonitor | None, device: torch.device) -> Meter:
-        """Return a meter of the given memory or of a CUDA device; with a budget it measures nothing."""
-        if budget is not None:
-            return Meter(None)
-        return Meter(MemoryMonitor(device) if memory is None and device.type == "cuda" else memory)
-
-    @property
-    def measures(self) -> bool:
-        """Return whether peaks are measured."""
-        return self._memory is not None
-
-    def begin(self, held_bytes: int = 0) -> None:
-        """Begin a batch.
-
-        Args:
-            held_bytes: memory that is in use for the batch before, and that this one takes over or gives back.
-        """
-        if self._memory is not None:
-            self._memory.reset_peak()
-            self._before = self._memory.used_bytes - held_bytes
-
-    def room(self) -> float | None:
-        """Return ``(usable − before) / (peak − before)``, None if no peak is measured."""
-        if self._memory is None or self._memory.peak_bytes <= self._before:
-            return None
-        usable = _USABLE * self._memory.total_bytes
-        return max(0.0, usable - self._before) / (self._memory.peak_bytes - self._before)
-
-
-def first_limit(budget: Budget | None, longest: int, device: torch.device, meter: Meter) -> Limit:
-    """Return the limit of the first batch: the budget, or 8 of the longest examples.
-
-    Args:
-        budget: what a batch may cost; None lets batches grow.
-        longest: tokens of the longest example, input and output.
-        device: of the model.
-        meter: whether peaks are measured.
-    """
-    if budget is not None:
-        return Limit(check_budget(budget))
-    most = _MOST_ITEMS_ON_CPU if device.type == "cpu" else _MOST_ITEMS_BLIND
-    items = MaxItems(_MOST_ITEMS if meter.measures else most)
-    return Limit(items, Ceiling(_FIRST_ITEMS * longest), grows=True)
-
-
-class Runner(Protocol):
-    """Runs batches."""
-
-    def run(self, examples: list[Any], indices: list[int], limits: Counts | None) -> list[Tensor]:
-        """Return the token ids of each example.
-
-        Args:
-            examples: those of one batch.
-            indices: their places among all.
-            limits: the most new tokens of each, None if all have the same.
-        """
-
-    @property
-    def held_bytes(self) -> int:
-        """Return the memory that is held from batch to batch."""
-
-
-@final
-class Eager:
-    """Runs batches through ``model.generate``."""
-
-    held_bytes = 0
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-
-    def run(self, examples: list[Any], indices: list[int], limits: Counts | None) -> list[Tensor]:
-        """Return the token ids of each example."""
-        return self._decoder.run(examples, limits)
 
 
 def as_limits(value: Any, num: int) -> Counts | None:
@@ -271,35 +183,3 @@ def as_limits(value: Any, num: int) -> Counts | None:
             f"{limits.shape} and type {limits.dtype}"
         )
     return limits.astype(np.int64)
-
-
-def make_runner(decoder: Decoder, graphs: Choice) -> Runner:
-    """Return what runs a batch.
-
-    Args:
-        decoder: runs a batch eagerly.
-        graphs: what was asked for.
-    """
-    backend = None if graphs is False else make_backend(graphs, decoder.device)
-    if backend is None:
-        return Eager(decoder)
-    from ._options import read_options
-
-    options = read_options(decoder.base, decoder.model, decoder.kwargs)
-    if not isinstance(options, str):
-        from ._ranges import make_attend
-        from ._replaying import Replaying
-
-        seed = int(torch.randint(2**62, ())) if options.rules.draws else 0
-        make = partial(_another, backend, graphs, decoder.device)
-        attend = make_attend(decoder.base, decoder.device)
-        return Replaying(decoder, options, make, seed=seed, is_wanted=graphs is True, attend=attend)
-    if graphs is True:
-        raise ArgumentError(f"graphs=True cannot be followed: {options}; pass graphs='auto' or graphs=False")
-    warnings.warn(f"generate runs eagerly: {options}", stacklevel=4)
-    return Eager(decoder)
-
-
-def _another(given: GraphBackend, graphs: Choice, device: torch.device) -> GraphBackend:
-    """Return what captures for a new layout of the memory; CUDA graphs of the one before go with their pool."""
-    return (make_backend(graphs, device) or given) if isinstance(graphs, bool | str) else given
