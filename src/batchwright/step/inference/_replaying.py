@@ -16,9 +16,8 @@ from ..graphs._micro import NotGraphableError
 from ..graphs.backend import GraphBackend
 from ..oom import is_out_of_memory
 from ._choosing import uniforms
-from ._comparison import Comparison
+from ._comparison import Comparison, key_of, remember, sizes_of
 from ._decoding import Counts, Decoder
-from ._known import key_of, remember, sizes_of
 from ._options import Options
 from ._ranges import Attend
 from ._reading import Batch, read_rows
@@ -284,9 +283,8 @@ class Replaying:
         rounds.run(started.most, started.num_read, comparison.gather, goes_on=goes_on)
         self._measured = self._sizes_from(batch, started, rounds, reading_bytes - self.held_bytes)
         if comparison.has_steps:
-            results = rounds.slots.results
             difference = comparison.difference(
-                self._decoder.base, self._options, batch.fields, results, started.most, started.num_read
+                self._decoder.base, self._options, batch, rounds, started.most, started.num_read
             )
             if difference is not None:
                 raise NotGraphableError(difference)
