@@ -46,7 +46,7 @@ def generate(
     pad_multiple_of: int = 1,
     memory: MemoryMonitor | None = None,
     progress: bool = False,
-    graphs: Choice = False,
+    graphs: Choice = "auto",
     **generate_kwargs: Any,
 ) -> list[Tensor]:
     """Generate from every example as ``model.generate`` does, in batches of similar length that fit.
@@ -56,17 +56,19 @@ def generate(
     greedy and beam search give each example what it gets on its own; sampling draws differently. The longest examples
     run first, so that one that does not fit shows at once.
 
-    With ``graphs``, tokens are decoded on a CUDA device by replays, where a step has no launches to wait for, and rows
-    that have ended make room. The first steps are compared with eager ones. What graphs do not follow, such as beams,
-    runs through ``model.generate`` as elsewhere, and a warning says why. Drawn tokens then have the same distribution,
-    and with ``torch.manual_seed`` each example gets the same ones whichever batch it is in.
+    On a CUDA device tokens are decoded by replays of graphs, where a step has no launches to wait for, and rows that
+    have ended make room. A few rows of a model are compared with eager steps before. What graphs do not follow, such as
+    beams, runs through ``model.generate`` as elsewhere, and a warning says why, once. Tokens drawn by replays have the
+    same distribution, and with ``torch.manual_seed`` each example gets the same ones whichever batch it is in.
 
     Args:
         model: a transformers model in any mode; it generates in evaluation mode.
         examples: token ids (lists or 1-D tensors), or mappings with ``input_ids``; anything with ``collate``.
         budget: what a batch may cost. A batch that still runs out of memory is split, and later batches keep to the
             number of tokens that fitted. None begins with 8 examples and lets the peak of each batch decide how large
-            the next can be, up to 0.8 of the memory; on a CPU it doubles up to 32 examples.
+            the next can be, up to 0.8 of the memory; on a CPU it doubles up to 32 examples. Graphs know the bytes of
+            their cache before they take it: batches are as large as fits into 0.8 of the memory, or into the bytes of
+            a budget that counts bytes.
         collate: makes the keyword arguments of ``model.generate`` from a list of examples.
         lengths: ``(N,)`` or ``(N, axes)``, or a function of an example; None counts the ids.
         count_output: add the most new tokens as one more axis of length, for the budget to count.
@@ -74,9 +76,8 @@ def generate(
         pad_multiple_of: pad to multiples of this, for few shapes.
         memory: reads the peak of every batch when there is no budget; None reads that of a CUDA device.
         progress: show a progress bar.
-        graphs: ``False`` always calls ``model.generate``; ``"auto"`` decodes with CUDA graphs where that is exact, and
-            ``True`` refuses what they cannot do. Graphs were compared with eager generation on a CPU, by a stand-in,
-            and not on a GPU yet.
+        graphs: ``"auto"`` decodes with CUDA graphs where that is exact and there are at least 24 steps to gain from;
+            ``True`` refuses what they cannot do; ``False`` always calls ``model.generate``.
         **generate_kwargs: for ``model.generate``, e.g. ``max_new_tokens=128, num_beams=4``. ``max_new_tokens`` may be a
             sequence with one number per example.
 
