@@ -61,8 +61,13 @@ class Decoder:
         if known is None or pad_token_id is not None:
             self.kwargs["pad_token_id"] = self._pad
         self.multiple_of = multiple_of
+        # A penalty on repetition would count the padding token of shorter rows, see ``_row``.
+        has_penalty = not self.is_encoder_decoder and (self._setting("repetition_penalty") or 1.0) != 1.0
         self._collate = collate or partial(
-            _pad, pad_id=known, on_left=not self.is_encoder_decoder, multiple_of=multiple_of
+            _pad,
+            pad_id=None if has_penalty and not self._setting("no_repeat_ngram_size") else known,
+            on_left=not self.is_encoder_decoder,
+            multiple_of=multiple_of,
         )
         # These end rows without an end-of-sequence token, and padding follows.
         self._strips_padding = any(self._setting(name) for name in ("stop_strings", "stopping_criteria"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -20,7 +21,7 @@ from ._comparison import Comparison, key_of, remember, sizes_of
 from ._decoding import Counts, Decoder
 from ._options import Options
 from ._ranges import Attend
-from ._reading import Batch, read_rows
+from ._reading import Batch, Read, read_rows
 from ._rounds import Figures, Rounds
 from ._sizing import Sizes
 from ._slots import NUM_COMPARED, Slots
@@ -226,18 +227,30 @@ class Replaying:
         started, rounds = None, None
         # The cache of the batch before counts as given back, for pieces as large as in a new one.
         for rows in batch.pieces(sizes, self._room(self.held_bytes)):
-            read = read_rows(self._decoder.base, self._options.settings, batch, self._layers, rows)
-            self.figures.num_reads += 1
+            read, num_bytes = self._read(batch, rows, is_measured=sizes is None)
             if started is None or rounds is None:
                 num_read = read.ids.shape[1] if batch.is_encoder_decoder else batch.num_prompt
-                started = _Started(num_read, self._most_new(batch, limits, num_read), [], [])
+                started = _Started(num_read, self._most_new(batch, limits, num_read), [], [], [])
                 rounds = self._begin(batch, started, read.prompt.logits, indices, keeps_logits=sizes is None)
-            started.add(read.ids, read.prompt.logits, batch)
+            started.add(read.ids, read.prompt.logits, num_bytes, batch)
             rounds.slots.fill(rows.start, started.num_read, read.prompt)
         assert started is not None
         assert rounds is not None
         rounds.slots.go()
         return started, rounds
+
+    def _read(self, batch: Batch, rows: slice, *, is_measured: bool) -> tuple[Read, int]:
+        """Read some rows, and return what that took besides the cache; 0 if it is not measured."""
+        assert self._layers is not None
+        assert self._backend is not None
+        self.figures.num_reads += 1
+        found: list[Read] = []
+        read = partial(read_rows, self._decoder.base, self._options.settings, batch, self._layers, rows)
+        if not is_measured:
+            return read(), 0
+        held_bytes = self.held_bytes
+        num_bytes = self._backend.measure(lambda: found.append(read()))
+        return found[0], num_bytes - (self.held_bytes - held_bytes)
 
     def _begin(
         self, batch: Batch, started: _Started, logits: Tensor, indices: list[int], *, keeps_logits: bool
@@ -275,13 +288,10 @@ class Replaying:
         """Decode a batch, measure what that takes, and compare its first steps with eager ones."""
         self._drop()
         self._make_room(batch, self._most_new(batch, limits, batch.num_prompt), None)
-        assert self._backend is not None
-        found: list[tuple[_Started, Rounds]] = []
-        reading_bytes = self._backend.measure(lambda: found.append(self._start(batch, limits, indices, None)))
-        ((started, rounds),) = found
+        started, rounds = self._start(batch, limits, indices, None)
         comparison = Comparison(torch.cat(started.logits), is_half=self._is_half)
         rounds.run(started.most, started.num_read, comparison.gather, goes_on=goes_on)
-        self._measured = self._sizes_from(batch, started, rounds, reading_bytes - self.held_bytes)
+        self._measured = self._sizes_from(batch, started, rounds)
         if comparison.has_steps:
             difference = comparison.difference(
                 self._decoder.base, self._options, batch, rounds, started.most, started.num_read
@@ -294,7 +304,7 @@ class Replaying:
             remember(self._decoder.base, self._key(kind), self._measured)
         return self._results(started, rounds)
 
-    def _sizes_from(self, batch: Batch, started: _Started, rounds: Rounds, reading_bytes: int) -> Sizes:
+    def _sizes_from(self, batch: Batch, started: _Started, rounds: Rounds) -> Sizes:
         assert self._layers is not None
         own, source = self._layers.bytes_per_token
         num, vocabulary = max(1, len(batch) - 1), started.logits[0].shape[1]  # the first row is read by itself
@@ -303,7 +313,7 @@ class Replaying:
         return Sizes(
             own=own,
             source=source,
-            per_token=max(0.0, reading_bytes - num * per_row) / (num * batch.width),
+            per_token=max(0.0, started.reading_bytes[-1] - num * per_row) / (num * batch.width),
             per_row=per_row,
             per_step=(rounds.step_bytes or 0) / rounds.slots.layout.num_rows,
             per_slot=size + 8 + 8 * rules.draws,
@@ -333,19 +343,22 @@ class _Started(NamedTuple):
         most: the most new tokens of each row.
         read: what the decoder has read, piece by piece; of a model without an encoder nothing, as results leave it out.
         logits: of the first row, and of some of the next piece.
+        reading_bytes: what reading each piece took.
     """
 
     num_read: int
     most: Counts
     read: list[Tensor]
     logits: list[Tensor]
+    reading_bytes: list[int]
 
-    def add(self, ids: Tensor, logits: Tensor, batch: Batch) -> None:
+    def add(self, ids: Tensor, logits: Tensor, num_bytes: int, batch: Batch) -> None:
         """Keep what the decoder has read, and the logits of a few rows."""
         if len(self.logits) < 2:
             self.logits.append(logits[:NUM_COMPARED].clone())
         if batch.is_encoder_decoder and ids.shape[1] != self.num_read:
             raise NotGraphableError("prompts of the decoder have unequal lengths")
+        self.reading_bytes.append(num_bytes)
         self.read.append(ids if batch.is_encoder_decoder else ids[:, :0])
 
     @property

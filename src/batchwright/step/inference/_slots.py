@@ -171,8 +171,8 @@ class Slots:
             self.logits = logits[:NUM_COMPARED].float()  # only these: what is kept here is kept for each graph
         self.place.add_(1)
         self._choose(logits, slice(0, num_rows))
-        if self._is_decoder_only:
-            self._position[:num_rows].add_(1)
+        if self._is_decoder_only:  # rows that have ended stay, as tables of positions may be no longer
+            self._position[:num_rows, 0].add_(self.finished[:num_rows].logical_not())
 
     def _inputs(self, num_rows: int, width: int, mask: Tensor) -> dict[str, Any]:
         token = self._token[:num_rows]

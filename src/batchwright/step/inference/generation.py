@@ -179,9 +179,11 @@ def as_limits(value: Any, num: int) -> Counts | None:
         value: what was given.
         num: the number of examples.
     """
-    if value is None or np.ndim(value) == 0:
+    if value is None:
         return None
     limits = np.asarray(value)
+    if limits.ndim == 0 and np.issubdtype(limits.dtype, np.integer) and limits >= 1:
+        return None
     if limits.shape != (num,) or not np.issubdtype(limits.dtype, np.integer) or limits.min() < 1:
         raise ArgumentError(
             f"max_new_tokens must be one whole number from 1, or one per example, {num}; got an array of shape "
