@@ -72,6 +72,8 @@ class Decoding(nn.Module):
         num_rows: the most rows.
     """
 
+    keys: Tensor
+
     def __init__(self, effort: Effort, num_rows: int) -> None:
         super().__init__()
         width, self._heads = effort.width, effort.num_heads

@@ -16,9 +16,9 @@ from torch import Tensor
 from ..graphs._micro import NotGraphableError
 from ._decoding import Counts, Decoder
 from ._options import why_not_fields
-from ._sizing import Sizes, layout_of
+from ._sizing import Layout, Sizes, layout_of
 from ._slots import Prompt
-from ._windows import Layers, Layout
+from ._windows import Layers
 
 _FIELDS = ("input_ids", "attention_mask")
 

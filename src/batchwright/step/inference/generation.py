@@ -29,6 +29,8 @@ from .pieces import Pieces, run_in_pieces
 
 # With fewer examples than this there is nothing to learn for others.
 _FEW = 8
+# Of the room for batches: a little less is free when one begins, as the allocator and other streams keep some.
+_PLANNED = 0.97
 # With "auto": a comparison and the first captures take about as long as so many eager steps.
 _LEAST_STEPS = 24
 _SAID: set[str] = set()
@@ -156,7 +158,7 @@ def _known(
     left = None if sizes is None else room(0)
     if sizes is None or left is None:
         return None
-    return GraphBytes(sizes, left, 1 if decoder.is_encoder_decoder else None, None)
+    return GraphBytes(sizes, _PLANNED * left, 1 if decoder.is_encoder_decoder else None, None)
 
 
 def _run(
