@@ -73,7 +73,7 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         "function(model, examples, *, budget=None, collate=None, lengths=None, count_output=False, pad_token_id=None, "
         "pad_multiple_of=1, memory=None, progress=False, **generate_kwargs)",
         "function(model, examples, *, budget=None, collate=None, lengths=None, count_output=False, pad_token_id=None, "
-        "pad_multiple_of=1, memory=None, progress=False, graphs=False, **generate_kwargs)",
+        "pad_multiple_of=1, memory=None, progress=False, graphs='auto', **generate_kwargs)",
         "decoding by graphs",
     ),
     **{

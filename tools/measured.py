@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the parts, when this file is loaded by its path
 
-from _measured import picture, planning, serving, sizes, training
+from _measured import inference, picture, planning, serving, sizes, training
 from _measured.reading import ROOT, StaleResult
 from _measured.tables import filled, number, short
 
@@ -40,7 +40,7 @@ are what counts: seconds belong to the machine.
 
 def render() -> dict[str, str]:
     """Return the text of every file that is made of results, by its path in the repository."""
-    sections = [training.render(), planning.render(), sizes.render(), serving.render()]
+    sections = [training.render(), inference.render(), planning.render(), sizes.render(), serving.render()]
     return {
         PAGE: filled(_OPENING + "\n".join(sections)) + "\n",
         PICTURE: picture.render(),

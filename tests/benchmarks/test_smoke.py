@@ -243,6 +243,13 @@ def test_generating_runs_on_the_cpu(rows_of):
     assert rows["fixed 64, shuffled"]["to_fixed"] == 1
 
 
+def test_a_decoder_runs_on_the_cpu_and_an_engine_that_cannot_says_so(rows_of):
+    eager, graphs, engine = rows_of("gpu_decoder_generate")["rows"]
+    assert eager["same_tokens"] == graphs["same_tokens"] == 1
+    assert eager["to_eager"] == 1
+    assert engine["error"] == "RuntimeError: needs a CUDA device"
+
+
 def test_memory_of_images_is_predicted_on_the_cpu(rows_of):
     rows = rows_of("gpu_memory", "--models", "vit")["models"]
     assert [row["mode"] for row in rows] == ["train", "infer"]

@@ -1,4 +1,4 @@
-"""Training and generating on a GPU: loss against seconds, examples per second, allocators, trainers, packed rows."""
+"""Training on a GPU: loss against seconds, examples per second, allocators, trainers, packed rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRAINER_ARMS = {
 
 def render() -> str:
     """Return the sections."""
-    return "\n".join([_quality(), _through_the_trainer(), _examples(), _allocators(), _generating(), _packing()])
+    return "\n".join([_quality(), _through_the_trainer(), _examples(), _allocators(), _packing()])
 
 
 def best_of_peers() -> tuple[Row, Row]:
@@ -287,31 +287,6 @@ break up the memory of the default one. `python benchmarks/gpu_allocators.py --l
 {raw("gpu_allocators.json")}.
 
 {table(["`PYTORCH_CUDA_ALLOC_CONF`", "tokens/s", "OOMs", "blocks given back", "peak ÷ cap"], rows)}
-"""
-
-
-def _generating() -> str:
-    results = read("gpu_generate.json")
-    rows = [
-        [
-            row["arm"],
-            number(row["steady_per_second"]),
-            short(row.get("to_peer")),
-            short(row.get("to_fixed")),
-            f"{row['batches']}",
-            f"{row['ooms']}",
-            percent(row["peak_of_cap"], 0),
-        ]
-        for row in results.rows()
-    ]
-    return f"""\
-## Generating
-
-The same shape under {number(results["cap_gib"])} GiB, 1,500 inputs of drawn lengths, at most
-{results["max_new_tokens"]} new tokens. Every step of decoding waits for the host, and hosts differ.
-`python benchmarks/gpu_generate.py`; raw: {raw("gpu_generate.json")}.
-
-{table(["", "examples/s", "÷ dynabatch", "÷ fixed", "batches", "OOMs", "peak ÷ cap"], rows)}
 """
 
 

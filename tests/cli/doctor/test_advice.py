@@ -257,7 +257,7 @@ def test_encoding_that_gains_comes_with_its_border_and_a_line():
     advice = about("encoding", found)
     assert "Encoding 1,024 tokens takes 5.0 ms as a CUDA graph instead of 40 ms (8.0 times as fast)" in advice.text
     assert "graphs pay up to about 16,384 tokens a batch" in advice.text
-    assert advice.code == 'encode(model, tokenizer, texts, graphs="auto")'
+    assert advice.code == "encode(model, tokenizer, texts)"
 
 
 def test_encoding_that_gains_nothing_has_no_line():
@@ -269,6 +269,18 @@ def test_encoding_that_gains_nothing_has_no_line():
 def test_encoding_on_a_busy_machine_is_not_spoken_of():
     found = replace(GRAPHED_H200, encoding=GRAPHS, load=Load(wall_per_cpu=2.0))
     assert "encoding" not in topics(found)
+
+
+def test_decoding_that_gains_comes_with_its_border_and_names_engines():
+    found = replace(GRAPHED_H200, decoding=GRAPHS)
+    advice = about("decoding", found)
+    assert "One more token for 1,024 rows takes 5.0 ms as a CUDA graph instead of 40 ms (8.0 times" in advice.text
+    assert "graphs pay up to about 16,384 rows" in advice.text
+    assert "vLLM" in advice.text
+    assert advice.code == "generate(model, examples, max_new_tokens=128)"
+    nothing = about("decoding", replace(GRAPHED_H200, decoding=replace(GRAPHS, rows=GRAPHS.rows[-1:])))
+    assert nothing.text == "Decoding 32,768 rows gains less than 10 % by graphs."
+    assert "decoding" not in topics(replace(found, load=Load(wall_per_cpu=2.0)))
 
 
 def test_a_failed_capture_is_told_as_it_is():

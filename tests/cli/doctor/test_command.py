@@ -12,11 +12,11 @@ from batchwright.cli.doctor.advice import advise
 from batchwright.cli.doctor.command import (
     advice_lines,
     attention_lines,
-    encoding_lines,
     findings_lines,
     graph_lines,
     launch_lines,
     machine_lines,
+    more_graph_lines,
 )
 from batchwright.cli.doctor.machine import default_device
 from batchwright.cli.doctor.records import Attention, Graphs
@@ -47,7 +47,7 @@ def test_doctor_as_json_holds_the_same(capsys):
     code, out, _ = run(capsys, "doctor", "--quick", "--json")
     found = json.loads(out)
     assert code == 0
-    assert found.keys() == {"machine", "attention", "launch", "graphs", "load", "encoding", "advice"}
+    assert found.keys() == {"machine", "attention", "launch", "graphs", "load", "encoding", "decoding", "advice"}
     assert {"shapes", "sizes"} <= {advice["topic"] for advice in found["advice"]}
     assert found["launch"]["knee_tokens"] in [row["tokens"] for row in found["launch"]["rows"]]
 
@@ -112,13 +112,13 @@ def test_what_was_not_captured_is_said_below():
     assert graph_lines("graphs", "tokens", Graphs(problem=problem), SCREEN) == lines[-1:]
 
 
-def test_encoding_stands_below_steps_and_what_both_lack_is_said_once():
-    found = replace(GRAPHED_H200, encoding=GRAPHS)
-    lines = encoding_lines(found, SCREEN)
-    assert lines[0].startswith("tokens per batch, forward only")
+def test_other_passes_stand_below_steps_and_what_all_lack_is_said_once():
+    lines = more_graph_lines("decoding", "rows", GRAPHS, GRAPHED_H200, SCREEN)
+    assert lines[0].startswith("rows")
     problem = "a step of 1,024 tokens could not be captured: out of memory"
-    assert encoding_lines(replace(found, encoding=Graphs(problem=problem)), SCREEN) == [f"encoding  {problem}.", ""]
-    assert encoding_lines(ON_H200, SCREEN) == []
+    lacking = more_graph_lines("encoding", "tokens", Graphs(problem=problem), GRAPHED_H200, SCREEN)
+    assert lacking == [f"encoding  {problem}.", ""]
+    assert more_graph_lines("encoding", "tokens", Graphs(), ON_H200, SCREEN) == []
 
 
 def test_without_cuda_one_line_says_that_graphs_need_it(capsys):

@@ -73,7 +73,7 @@ def test_a_whole_run_leaves_random_state_and_threads_alone():
     assert found.launch.rows[0].tokens == CPU.length
     assert found.launch.kernel_seconds > 0
     assert found.graphs.problem.startswith("CUDA graphs need a CUDA device")
-    assert found.encoding == found.graphs
+    assert found.encoding == found.decoding == found.graphs
 
 
 def test_progress_is_shown_to_the_end(capsys):

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from batchwright.cli.doctor.advice import advise
+from batchwright.cli.doctor.passes import CudaSteps, Decoding, decoding, encoding
 from batchwright.cli.doctor.records import CPU, GPU
-from batchwright.cli.doctor.steps import CudaSteps, measure_encoding, measure_graphs, measure_launch
+from batchwright.cli.doctor.steps import measure_graphs, measure_launch
 from batchwright.errors import DoesNotFitError
 
 from .made import H200, LAPTOP, ON_H200
@@ -357,7 +358,35 @@ def test_a_gpu_says_what_its_graphs_save():
 @pytest.mark.needs_cuda
 def test_a_gpu_says_what_graphs_save_of_encoding():
     effort = replace(GPU, width=256, num_layers=4, rounds=3, graph_items=(2, 16, 128))
-    found = measure_encoding(torch.device("cuda"), effort)
+    device = torch.device("cuda")
+    found = measure_graphs(device, effort, make_steps=lambda: encoding(device, effort))
     assert (found.problem, len(found.rounds)) == ("", 3)
     assert [row.tokens for row in found.rows] == [128, 1024, 8192]
+    assert found.rows[0].gain > 1
+
+
+@torch.no_grad()
+def test_a_step_of_decoding_reads_the_keys_of_the_rows_before():
+    effort = replace(GPU, width=128, num_layers=2).of_decoding()
+    assert (effort.length, effort.graph_items) == (1, (16, 64, 256, 1024))
+    torch.manual_seed(0)
+    model = Decoding(effort, 4)
+    x = torch.randn(3, 1, 128)
+    first = model(x)
+    assert first.shape == (3, 1, 128)
+    assert torch.equal(model(x), first)  # its own key is written over, so a step can be repeated
+    model.keys[:, :, :, :-1] = 3.0
+    assert not torch.equal(model(x), first)
+
+
+def test_where_no_graphs_are_measured_none_of_decoding_are():
+    assert replace(GPU, graph_items=()).of_decoding().graph_items == ()
+
+
+@pytest.mark.needs_cuda
+def test_a_gpu_says_what_graphs_save_of_decoding():
+    device, effort = torch.device("cuda"), replace(GPU, width=256, num_layers=4, rounds=3).of_decoding()
+    found = measure_graphs(device, effort, make_steps=lambda: decoding(device, effort))
+    assert (found.problem, len(found.rounds)) == ("", 3)
+    assert [row.tokens for row in found.rows] == [16, 64, 256, 1024]
     assert found.rows[0].gain > 1

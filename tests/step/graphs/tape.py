@@ -13,6 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+# One recording at a time: patches that overlap would put back those of others.
+_PATCHING = threading.RLock()
 _READS = torch.ops.aten._local_scalar_dense.default
 # These decide the shape of their result by the values of their input.
 _SIZED_BY_VALUES = (
@@ -49,7 +51,7 @@ class Tape:
         def is_capturing():
             return threading.get_ident() == own
 
-        with mock.patch("torch.cuda.is_current_stream_capturing", is_capturing):
+        with _PATCHING, mock.patch("torch.cuda.is_current_stream_capturing", is_capturing):
             with _Recorder(self._calls, self._written):
                 return function()
 

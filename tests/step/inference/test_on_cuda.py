@@ -5,8 +5,11 @@ import warnings
 
 import pytest
 import torch
+import transformers
 
 import batchwright as bw
+from batchwright.step.graphs.backend import CudaGraphs
+from batchwright.step.inference import _sizing
 from batchwright.step.inference._ranges import attend_plainly
 from batchwright.step.inference.generation import generate
 
@@ -77,6 +80,50 @@ def test_a_device_that_is_full_changes_no_result(name):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert shapes.as_lists(found) == expected
+
+
+@pytest.mark.parametrize("budget", [None, bw.MaxItems(400)], ids=["no budget", "too large a budget"])
+def test_nothing_runs_out_under_a_cap(budget):
+    """Keys and values of 400 rows take 4 layers x 2 x 128 x 4 bytes a token, about 350 MiB; 192 MiB are left."""
+    torch.manual_seed(0)
+    sizes = {**shapes.LLAMA, "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).cuda().eval()
+    examples = shapes.prompts(400, longest=200)
+    options = {"max_new_tokens": 40, "eos_token_id": [59]}
+    expected = shapes.as_lists(generate(model, examples, graphs=False, **options))
+    generate(model, examples[:20], graphs=True, **options)  # loads kernels
+    gc.collect()
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + 192 * 2**20
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    before = torch.cuda.memory_stats()["num_ooms"]
+    try:
+        found = generate(model, examples, graphs=True, budget=budget, **options)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.cuda.memory_stats()["num_ooms"] == before
+    assert shapes.as_lists(found) == expected
+
+
+@pytest.mark.parametrize("name", shapes.NAMES)
+def test_prompts_in_pieces_give_the_tokens_of_eager_generation(name, monkeypatch):
+    monkeypatch.setattr(_sizing, "_MOST_TOKENS", 512)
+    model, examples = shapes.make(name, torch.float64).cuda(), shapes.prompts(100, longest=60)
+    options = {"max_new_tokens": 30, "budget": bw.MaxItems(100)}
+    for _ in range(2):  # compared, and remembered
+        found = generate(model, examples, graphs=True, **options)
+        assert shapes.as_lists(found) == shapes.as_lists(generate(model, examples, graphs=False, **options))
+
+
+def test_graphs_are_the_default(monkeypatch):
+    captures = []
+    capture = CudaGraphs.capture
+    monkeypatch.setattr(CudaGraphs, "capture", lambda self, *args, **kwargs: captures.append(0) or capture(self, *args))
+    model = shapes.make("llama").cuda()
+    generate(model, shapes.prompts(20), max_new_tokens=24)
+    assert not captures  # 23 steps
+    generate(model, shapes.prompts(20), max_new_tokens=25)
+    assert captures
 
 
 def test_nothing_is_left_behind():

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from batchwright.step.graphs._micro import NotGraphableError
-from batchwright.step.inference._windows import Layers, Layout, Length
+from batchwright.step.inference._sizing import Layout
+from batchwright.step.inference._windows import Layers, Length
 
 
 def length(value=5, least=1, most=31):
@@ -33,7 +34,7 @@ def test_anything_else_is_computed_with_plain_tensors():
 
 def test_rows_are_filled_then_written_and_moved():
     layers = Layers(Layout(3, 8, None))
-    cache = layers.filling()
+    cache = layers.filling(0, 3)
     keys = torch.arange(2 * 2 * 3 * 4.0).reshape(2, 2, 3, 4)
     cache.update(keys, -keys, 0)
     assert cache.get_seq_length() == 3
@@ -50,13 +51,27 @@ def test_rows_are_filled_then_written_and_moved():
 
 def test_a_prompt_in_pieces_and_a_cache_that_is_not_filled_are_refused():
     layers = Layers(Layout(2, 8, None))
-    cache = layers.filling()
+    cache = layers.filling(0, 3)
     with pytest.raises(NotGraphableError, match="does not fill"):
         layers.keep(cache)
     keys = torch.zeros(2, 1, 3, 4)
     cache.update(keys, keys, 0)
     with pytest.raises(NotGraphableError, match="several pieces"):
         cache.update(keys, keys, 0)
+
+
+def test_rows_of_several_pieces_end_with_the_same_token():
+    layers = Layers(Layout(3, 8, None))
+    long, short = torch.ones(1, 2, 5, 4), torch.full((2, 2, 3, 4), 2.0)
+    for first, keys in ((0, long), (1, short)):
+        cache = layers.filling(first, 5)
+        cache.update(keys, keys, 0)
+        assert layers.keep(cache) == keys.shape[2]
+    found = layers.window(3, 6, torch.tensor([5])).layers[0].keys[:, 0, :, 0]
+    assert found.tolist() == [[1, 1, 1, 1, 1, 0], [0, 0, 2, 2, 2, 0], [0, 0, 2, 2, 2, 0]]
+    cache = layers.filling(0, 5)
+    with pytest.raises(NotGraphableError, match="as a whole"):
+        cache.update(torch.ones(1, 2, 6, 4), torch.ones(1, 2, 6, 4), 0)
 
 
 def test_memory_serves_a_batch_of_the_same_widths_with_no_more_rows():

@@ -18,7 +18,8 @@ NOTABLE_SECONDS = 0.01
 WORTH = 0.5
 FEW_SHAPES = "bw.plan_batches(lengths, budget, grouping=bw.Buckets(count=16))"
 GRAPHED = "Stepper(model, optimizer, loss_fn, graphs=True, shapes=sampler)"
-ENCODED = 'encode(model, tokenizer, texts, graphs="auto")'
+ENCODED = "encode(model, tokenizer, texts)"
+DECODED = "generate(model, examples, max_new_tokens=128)"
 TURN_OFF = {
     "cudnn": "torch.backends.cuda.enable_cudnn_sdp(False)",
     "flash": "torch.backends.cuda.enable_flash_sdp(False)",
@@ -43,6 +44,7 @@ def advise(findings: Findings) -> list[Advice]:
         _about_sizes(launch, machine, findings.load),
         _about_graphs(findings.graphs, machine, findings.load),
         _about_encoding(findings.encoding, machine, findings.load),
+        _about_decoding(findings.decoding, machine, findings.load),
         *_about_memory(machine),
         _about_numbers(machine),
         _about_packages(machine),
@@ -271,6 +273,23 @@ def _about_encoding(graphs: Graphs, machine: Machine, load: Load) -> Advice | No
         f"{_either(paying)} tokens a batch. A server has few shapes with Encoder(model, tokenizer).batcher()."
     )
     return Advice("encoding", text, ENCODED)
+
+
+def _about_decoding(graphs: Graphs, machine: Machine, load: Load) -> Advice | None:
+    """Say up to how many rows a step of decoding is worth capturing."""
+    paying = graphs.paying_range
+    if machine.device != "cuda" or not graphs.rows or paying is None or load.is_busy:
+        return None
+    first = graphs.rows[0]
+    if paying[1] == 0:
+        return Advice("decoding", f"Decoding {first.tokens:,} rows gains less than {100 * (PAYS - 1):.0f} % by graphs.")
+    text = (
+        f"One more token for {first.tokens:,} rows takes {milliseconds(first.replay_seconds)} as a CUDA graph instead "
+        f"of {milliseconds(first.eager_seconds)} ({first.gain:.1f} times as fast) with {graphs.model}; graphs pay up "
+        f"to about {_either(paying)} rows. generate uses them where they are exact; for live prompts, shared prefixes "
+        "or several devices an engine with a paged cache serves better (vLLM, or generate_batch of transformers)."
+    )
+    return Advice("decoding", text, DECODED)
 
 
 def _about_memory(machine: Machine) -> list[Advice]:

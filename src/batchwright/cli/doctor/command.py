@@ -77,7 +77,8 @@ def findings_lines(findings: Findings, screen: Screen) -> list[str]:
         "",
         *graph_lines("graphs", "tokens per step, forward and backward", findings.graphs, screen),
         "",
-        *encoding_lines(findings, screen),
+        *more_graph_lines("encoding", "tokens per batch, forward only", findings.encoding, findings, screen),
+        *more_graph_lines("decoding", "rows, one more token for each", findings.decoding, findings, screen),
     ]
 
 
@@ -128,12 +129,11 @@ def graph_lines(topic: str, title: str, graphs: Graphs, screen: Screen) -> list[
     return [*lines, *screen.wrap(took), *(missing if graphs.problem else [])]
 
 
-def encoding_lines(findings: Findings, screen: Screen) -> list[str]:
-    """Lay out forward passes without and with a CUDA graph, unless what is missing was said of steps already."""
-    encoding = findings.encoding
-    if not encoding.rows and encoding.problem == findings.graphs.problem:
+def more_graph_lines(topic: str, title: str, graphs: Graphs, findings: Findings, screen: Screen) -> list[str]:
+    """Lay out other passes without and with a CUDA graph, unless what is missing was said of steps already."""
+    if not graphs.rows and graphs.problem == findings.graphs.problem:
         return []
-    return [*graph_lines("encoding", "tokens per batch, forward only", encoding, screen), ""]
+    return [*graph_lines(topic, title, graphs, screen), ""]
 
 
 def advice_lines(found: list[Advice], screen: Screen) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from statistics import median
 from typing import final
 
@@ -18,8 +19,9 @@ from ..._machine import one_thread
 from ..._progress import ProgressBar
 from ...step.calibration.running import Prober
 from .machine import clock_for, look_at, wall_per_cpu
-from .records import Attention, Effort, Findings, Load, Visits, effort_for
-from .steps import measure_encoding, measure_graphs, measure_launch, sizes
+from .passes import Steps, decoding, encoding
+from .records import Attention, Effort, Findings, Graphs, Load, Visits, effort_for
+from .steps import measure_graphs, measure_launch, sizes
 
 
 def examine(device: torch.device | str, *, quick: bool = False, progress: bool = True) -> Findings:
@@ -39,7 +41,10 @@ def examine(device: torch.device | str, *, quick: bool = False, progress: bool =
     chosen = torch.device(device)
     machine = look_at(chosen)
     effort = effort_for(machine, quick=quick)
-    total = len(BACKENDS) + len(sizes(effort)) + effort.rounds + 4 * len(effort.graph_items)
+    steps = effort.of_decoding()
+    total = (
+        len(BACKENDS) + len(sizes(effort)) + effort.rounds + 4 * len(effort.graph_items) + 2 * len(steps.graph_items)
+    )
     devices = [chosen] if chosen.type == "cuda" else []
     bar = ProgressBar(label="measuring", total=total, enabled=progress)
     with torch.random.fork_rng(devices), one_thread(), bar:
@@ -55,11 +60,23 @@ def examine(device: torch.device | str, *, quick: bool = False, progress: bool =
         bar.doing("CUDA graphs")
         graphs = measure_graphs(chosen, effort, done=bar.update)
         bar.doing("encoding")
-        encoding = measure_encoding(chosen, effort, done=bar.update)
+        encoded = _saved(encoding, chosen, effort, bar.update)
+        bar.doing("decoding")
+        decoded = _saved(decoding, chosen, steps, bar.update)
         bar.update(total - bar.done)  # sizes that took too long or did not fit were left out
     load = Load(wall_per_cpu=median(waits), average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None)
     return Findings(
-        machine=machine, attention=tuple(attention), launch=launch, graphs=graphs, load=load, encoding=encoding
+        machine=machine, attention=tuple(attention), launch=launch, graphs=graphs, load=load, encoding=encoded,
+        decoding=decoded,
+    )  # fmt: skip
+
+
+def _saved(
+    make: Callable[[torch.device, Effort], Steps], device: torch.device, effort: Effort, done: Callable[[], None]
+) -> Graphs:
+    """Return what graphs save of passes, on CUDA only."""
+    return measure_graphs(
+        device, effort, make_steps=partial(make, device, effort) if device.type == "cuda" else None, done=done
     )
 
 

@@ -20,6 +20,8 @@ _MAX_RANGE = 2
 PAYS = 1.1
 # The width of one attention head of the models.
 _HEAD_WIDTH = 64
+# Rows that are decoded side by side.
+_DECODED_ROWS = (16, 64, 256, 1024)
 # A GPU with less free memory is measured with a smaller model.
 _SMALL_DEVICE_BYTES = 8 * 2**30
 
@@ -258,6 +260,7 @@ class Findings:
         graphs: what CUDA graphs save of forward and backward passes.
         load: how busy the machine was.
         encoding: what they save of forward passes without gradients.
+        decoding: what they save of steps that add one token to each row; their tokens are rows.
     """
 
     machine: Machine
@@ -266,6 +269,7 @@ class Findings:
     graphs: Graphs = Graphs()
     load: Load = Load()
     encoding: Graphs = Graphs()
+    decoding: Graphs = Graphs()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, including what follows from the measurements."""
@@ -274,7 +278,7 @@ class Findings:
             name: getattr(self.launch, name)
             for name in ("floor_seconds", "flat_tokens", "knee_tokens", "flat_range", "knee_range", "spread")
         }
-        for name, graphs in (("graphs", self.graphs), ("encoding", self.encoding)):
+        for name, graphs in (("graphs", self.graphs), ("encoding", self.encoding), ("decoding", self.decoding)):
             for row, figure in zip(graphs.rows, figures[name]["rows"], strict=True):
                 figure["gain"] = row.gain
             figures[name] |= {key: getattr(graphs, key) for key in ("paying_tokens", "paying_range")}
@@ -322,6 +326,10 @@ class Effort:
     def num_heads(self) -> int:
         """Return the attention heads of the models."""
         return max(1, self.width // _HEAD_WIDTH)
+
+    def of_decoding(self) -> Effort:
+        """Return the same for steps of one token a row, where graphs are measured at all."""
+        return replace(self, length=1, graph_items=_DECODED_ROWS if self.graph_items else ())
 
 
 CPU = Effort(width=64, num_layers=2, num_shapes=4, repeats=3, rounds=7, length=16, max_items=128, most_seconds=0.5)

@@ -9,19 +9,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, takewhile
 from statistics import median
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, final
 
 import torch
-from torch import nn
 
 from ...errors import DoesNotFitError
 from ...step.calibration.running import Prober
-from ...step.graphs.backend import CudaGraphs
 from ...step.oom import free_memory, is_out_of_memory
 from .machine import clock_for
+from .passes import Shape, Steps, training, transformer
 from .records import Effort, GraphRow, Graphs, Launch, LaunchRow
 
-Shape: TypeAlias = tuple[int, ...]
 _NUM_LAUNCHES = 500
 
 
@@ -122,22 +120,8 @@ def _in_words(effort: Effort) -> str:
     return f"{effort.num_layers} layers of width {effort.width:,}"
 
 
-def _transformer(device: torch.device, effort: Effort) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(
-        effort.width,
-        effort.num_heads,
-        4 * effort.width,
-        activation="gelu",
-        batch_first=True,
-        norm_first=True,
-        device=device,
-    )
-    # A nested tensor would skip the padding, which few models do.
-    return nn.TransformerEncoder(layer, effort.num_layers, enable_nested_tensor=False).train()
-
-
 def _training_step(device: torch.device, effort: Effort) -> Callable[[Shape], None]:
-    model = _transformer(device, effort)
+    model = transformer(device, effort)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True if device.type == "cuda" else None)
 
     def run(shape: Shape) -> None:
@@ -167,19 +151,6 @@ def _kernel_seconds(device: torch.device, clock: Callable[[], float]) -> float:
     return seconds / _NUM_LAUNCHES
 
 
-class Steps(Protocol):
-    """Steps that can be run, and captured to be replayed."""
-
-    def run(self, shape: Shape) -> None:
-        """Run one step, kernel by kernel."""
-
-    def warm_up(self, shape: Shape) -> None:
-        """Prepare for captures, with a step of the smallest shape."""
-
-    def capture(self, shape: Shape) -> Callable[[], Any]:
-        """Capture one step and return what replays it."""
-
-
 def measure_graphs(
     device: torch.device,
     effort: Effort,
@@ -206,7 +177,7 @@ def measure_graphs(
     if make_steps is None:
         if device.type != "cuda":
             return Graphs(problem="CUDA graphs need a CUDA device, and torch sees none")
-        make_steps = partial(_cuda_steps, device, effort)
+        make_steps = partial(training, device, effort)
     try:
         return _compare(make_steps(), device, effort, done, clock_for(device) if clock is None else clock)
     except RuntimeError as error:
@@ -214,25 +185,6 @@ def measure_graphs(
     finally:
         free_memory([device])
     return Graphs(model=_in_words(effort), problem=problem)
-
-
-def measure_encoding(
-    device: torch.device,
-    effort: Effort,
-    *,
-    done: Callable[[], Any] = lambda: None,
-    clock: Callable[[], float] | None = None,
-) -> Graphs:
-    """Time forward passes without gradients as ``measure_graphs`` does, on CUDA only.
-
-    Args:
-        device: where to run.
-        effort: the sizes.
-        done: called after each size that is tried, and after each capture.
-        clock: seconds that never go back; None is the one for the device.
-    """
-    make_steps = partial(_cuda_forwards, device, effort) if device.type == "cuda" else None
-    return measure_graphs(device, effort, make_steps=make_steps, done=done, clock=clock)
 
 
 def _compare(
@@ -308,92 +260,3 @@ def _first_line(error: BaseException) -> str:
     'CUDA error: not permitted'
     """
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
-
-
-def _cuda_steps(device: torch.device, effort: Effort) -> CudaSteps:
-    return CudaSteps(_transformer(device, effort), effort, device)
-
-
-def _cuda_forwards(device: torch.device, effort: Effort) -> CudaForwards:
-    return CudaForwards(_transformer(device, effort), effort, device)
-
-
-@final
-class CudaForwards:
-    """Forward passes of a model on CUDA, as an encoder runs them.
-
-    Args:
-        model: takes ``(items, length, width)``.
-        effort: the width, the length and the largest number of items.
-        device: where the model lies.
-    """
-
-    def __init__(self, model: nn.Module, effort: Effort, device: torch.device) -> None:
-        self._model, self._device = model.eval(), device
-        self._input = torch.randn(max(effort.graph_items), effort.length, effort.width, device=device)
-        self._backend = CudaGraphs(device)
-
-    def run(self, shape: Shape) -> None:
-        """Run one pass, kernel by kernel."""
-        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
-            self._model(self._input[: shape[0]])
-
-    def warm_up(self, shape: Shape) -> None:
-        """Run one pass on a stream of its own, as captures need."""
-        on_a_stream(self._device, lambda: self.run(shape))
-        self._backend.prepare()
-
-    def capture(self, shape: Shape) -> Callable[[], Any]:
-        """Capture one pass into the pool that all graphs share."""
-        return self._backend.capture(partial(self.run, shape))
-
-
-def on_a_stream(device: torch.device, run: Callable[[], None]) -> None:
-    """Run something on a stream of its own, between what comes before and after."""
-    own, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-    own.wait_stream(current)
-    with torch.cuda.stream(own):
-        run()
-    current.wait_stream(own)
-
-
-@final
-class CudaSteps:
-    """Forward and backward passes of a model on CUDA; its gradients keep their place once they are captured.
-
-    Args:
-        model: takes ``(items, length, width)``.
-        effort: the width, the length and the largest number of items.
-        device: where the model lies.
-    """
-
-    def __init__(self, model: nn.Module, effort: Effort, device: torch.device) -> None:
-        self._model, self._device = model, device
-        self._input = torch.randn(max(effort.graph_items), effort.length, effort.width, device=device)
-        self._backend = CudaGraphs(device)
-
-    def run(self, shape: Shape) -> None:
-        """Run one pass as a loop would, with gradients that are made anew."""
-        self._model.zero_grad(set_to_none=True)
-        self._pass(shape)
-
-    def warm_up(self, shape: Shape) -> None:
-        """Allocate the gradients outside the graphs, and run one pass on a stream of its own, as captures need."""
-        for parameter in self._model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        on_a_stream(self._device, lambda: self._pass(shape))
-        self._backend.prepare()
-
-    def capture(self, shape: Shape) -> Callable[[], Any]:
-        """Capture one pass into the pool that all graphs share."""
-        return self._backend.capture(partial(self._zero_and_pass, shape))
-
-    def _zero_and_pass(self, shape: Shape) -> None:
-        torch._foreach_zero_([p.grad for p in self._model.parameters() if p.grad is not None])
-        self._pass(shape)
-
-    def _pass(self, shape: Shape) -> None:
-        # A graph must not read copies of weights that autocast made outside it.
-        with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
-            loss = self._model(self._input[: shape[0]]).float().square().mean()
-        loss.backward()

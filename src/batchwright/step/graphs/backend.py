@@ -105,6 +105,7 @@ class CudaGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
+        self._make_way()
         generator = torch.cuda.default_generators[self._device.index or 0]
         state = generator.clone_state()
         was_enabled = gc.isenabled()
@@ -130,6 +131,13 @@ class CudaGraphs:
                 gc.enable()
         self._graphs.append(graph)
         return graph.replay
+
+    def _make_way(self) -> None:
+        """Give unused blocks back if little else is left: while a capture runs, the allocator cannot do so."""
+        reserved = torch.cuda.memory_reserved(self._device)
+        unused = reserved - torch.cuda.memory_allocated(self._device)
+        if CudaMemory(self._device).total_bytes - reserved < unused:
+            torch.cuda.empty_cache()
 
     def _ended(self, graph: torch.cuda.CUDAGraph) -> bool:
         """End a capture that failed, and return whether that was in order."""

@@ -108,6 +108,8 @@ class Chooser:
 
     def are_ends(self, tokens: Tensor) -> Tensor:
         """Say of each token whether it ends its row."""
+        if len(self._rules.ends) == 1:
+            return tokens == self._rules.ends[0]
         return (tokens[:, None] == self.ends).any(dim=1)
 
 

@@ -60,8 +60,14 @@ class Decoder:
         self._pad = known if known is not None else int(self._ends[0]) if len(self._ends) else 0
         if known is None or pad_token_id is not None:
             self.kwargs["pad_token_id"] = self._pad
+        self.multiple_of = multiple_of
+        # A penalty on repetition would count the padding token of shorter rows, see ``_row``.
+        has_penalty = not self.is_encoder_decoder and (self._setting("repetition_penalty") or 1.0) != 1.0
         self._collate = collate or partial(
-            _pad, pad_id=known, on_left=not self.is_encoder_decoder, multiple_of=multiple_of
+            _pad,
+            pad_id=None if has_penalty and not self._setting("no_repeat_ngram_size") else known,
+            on_left=not self.is_encoder_decoder,
+            multiple_of=multiple_of,
         )
         # These end rows without an end-of-sequence token, and padding follows.
         self._strips_padding = any(self._setting(name) for name in ("stop_strings", "stopping_criteria"))
@@ -135,7 +141,9 @@ class Decoder:
         sequences = self.model.generate(**batch, **kwargs).cpu()
         if len(sequences) != len(examples):
             raise ArgumentError(f"model.generate gave {len(sequences)} rows for {len(examples)} examples")
-        return [self.cut(row, batch, None if most is None else int(most[i])) for i, row in enumerate(sequences)]
+        prompt = batch.get("decoder_input_ids" if self.is_encoder_decoder else "input_ids")
+        start = int(self.is_encoder_decoder) if prompt is None else prompt.shape[1]
+        return self.cut(sequences[:, :start], sequences[:, start:], most)
 
     def collated(self, examples: list[Any]) -> dict[str, Any]:
         """Return the batch on the model's device; a decoder-only model needs its padding on the left."""
@@ -160,17 +168,27 @@ class Decoder:
             )
         return most
 
-    def cut(self, row: Tensor, batch: Mapping[str, Any], most: int | None) -> Tensor:
-        """Return what an example gets of a row of its batch: up to its limit, or to its first end."""
-        prompt = batch.get("decoder_input_ids" if self.is_encoder_decoder else "input_ids")
-        start = int(self.is_encoder_decoder) if prompt is None else prompt.shape[1]
-        new = row[start:][:most]
-        ends = torch.isin(new, self._ends).nonzero()
-        if len(ends):
-            new = new[: int(ends[0]) + 1]
-        elif self._strips_padding:
-            new = new[: len(new) - int((new == self._pad).flip(0).cumprod(0).sum())]
-        return row[: start + len(new)] if self.is_encoder_decoder else new
+    def cut(self, read: Tensor, new: Tensor, most: Counts | None) -> list[Tensor]:
+        """Return what each example gets: new tokens up to its limit, or to its first end.
+
+        Args:
+            read: what the decoder has read, which results of an encoder-decoder begin with.
+            new: new tokens, ``(rows, tokens)``.
+            most: the most of each row, None for all.
+        """
+        if new.shape[1] == 0:
+            return list((read if self.is_encoder_decoder else new).unbind())
+        tokens, places = new.numpy(), np.arange(new.shape[1])
+        counts = np.ones_like(tokens, dtype=bool) if most is None else places < most[:, None]
+        is_end = np.isin(tokens, self._ends.numpy()) & counts
+        widths = np.where(is_end.any(axis=1), is_end.argmax(axis=1) + 1, counts.sum(axis=1))
+        if self._strips_padding:
+            others = (tokens != self._pad) & counts
+            last = np.where(others.any(axis=1), new.shape[1] - others[:, ::-1].argmax(axis=1), 0)
+            widths = np.where(is_end.any(axis=1), widths, last)
+        rows = torch.cat([read, new], dim=1) if self.is_encoder_decoder else new
+        first = read.shape[1] if self.is_encoder_decoder else 0
+        return [row[: first + width] for row, width in zip(rows.unbind(), widths.tolist(), strict=True)]
 
 
 def _ids(example: Any) -> Any:
@@ -185,12 +203,29 @@ def _ids(example: Any) -> Any:
 
 def _pad(examples: list[Any], *, pad_id: int | None, on_left: bool, multiple_of: int) -> dict[str, Tensor]:
     """Pad token ids and fields of the same length, add a mask, and stack the other fields."""
+    if all(type(example) is list for example in examples):
+        return _pad_lists(examples, pad_id, on_left, multiple_of)
     rows = [_fields(example) for example in examples]
     if any(row.keys() != rows[0].keys() for row in rows):
         raise ArgumentError(f"examples need the same fields, got {sorted({str(sorted(row)) for row in rows})}")
     (width,) = PadTo(multiple_of=multiple_of)([len(row["input_ids"]) for row in rows])
     fills = {"input_ids": pad_id}
     return {name: _column(name, rows, partial(_row, width, fills.get(name, 0), on_left)) for name in rows[0]}
+
+
+def _pad_lists(examples: list[list[Any]], pad_id: int | None, on_left: bool, multiple_of: int) -> dict[str, Tensor]:
+    """Do the same for lists of token ids, all at once."""
+    lengths = np.array([len(_ids(example)) for example in examples])
+    (width,) = PadTo(multiple_of=multiple_of)(lengths)
+    places = np.arange(width)
+    is_real = places >= width - lengths[:, None] if on_left else places < lengths[:, None]
+    flat = torch.as_tensor([token for example in examples for token in example], dtype=torch.long).numpy()
+    if flat.ndim != 1:
+        raise ArgumentError("an example must be token ids or a mapping with input_ids, got a list of lists")
+    fill = flat[np.cumsum(lengths) - lengths, None] if pad_id is None else pad_id  # as in ``_row``
+    ids = np.broadcast_to(np.asarray(fill, dtype=np.int64), is_real.shape).copy()
+    ids[is_real] = flat
+    return {"attention_mask": torch.from_numpy(is_real.astype(np.int64)), "input_ids": torch.from_numpy(ids)}
 
 
 def _fields(example: Any) -> dict[str, Tensor]:

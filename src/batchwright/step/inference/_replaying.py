@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import textwrap
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -14,21 +13,29 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
-from ..graphs._comparing import NEAR, NEAR_ROUGHLY
 from ..graphs._micro import NotGraphableError
 from ..graphs.backend import GraphBackend
 from ..oom import is_out_of_memory
 from ._choosing import uniforms
+from ._comparison import Comparison, key_of, remember, sizes_of
 from ._decoding import Counts, Decoder
-from ._options import Options, why_not_fields
+from ._options import Options
 from ._ranges import Attend
+from ._reading import Batch, Read, read_rows
 from ._rounds import Figures, Rounds
-from ._slots import NUM_COMPARED, Prompt, Slots
-from ._windows import Layers, Layout
+from ._sizing import Sizes
+from ._slots import NUM_COMPARED, Slots
+from ._windows import Layers
 
 _HALF = (torch.float16, torch.bfloat16)
-# Kernels want sizes that are multiples of this.
-_EIGHT = 8
+# So many rows are compared with eager steps, and measured, before a larger batch.
+NUM_FIRST = 8
+# What transformers makes of the logits of a prompt: a copy in float32, and copies that processors make.
+_LOGITS_BYTES = 3 * 4
+
+
+class WouldNotFitError(torch.OutOfMemoryError):
+    """A batch is larger than the memory that is left; nothing was taken."""
 
 
 @final
@@ -40,8 +47,10 @@ class Replaying:
         options: what to generate.
         make_backend: returns what captures; each layout of the memory has its own.
         seed: of all that is drawn.
-        is_wanted: refuse what cannot be graphed instead of running it eagerly.
+        give_up: is told why everything runs eagerly from now on, and may raise.
+        has_limits: examples have limits of their own.
         attend: attends over ranges of keys, None to leave attention to the model.
+        room: returns the bytes for a batch, None if no memory is measured; it is told what will be given back.
 
     Attributes:
         figures: what was done.
@@ -54,170 +63,308 @@ class Replaying:
         make_backend: Callable[[], GraphBackend],
         *,
         seed: int,
-        is_wanted: bool,
+        give_up: Callable[[str], None],
+        has_limits: bool = True,
         attend: Attend | None = None,
+        room: Callable[[int], float | None] = lambda held_bytes: None,
     ) -> None:
         self._decoder, self._options, self._make_backend = decoder, options, make_backend
-        self._seed, self._is_wanted, self.figures = seed, is_wanted, Figures()
+        self._seed, self._give_up, self.figures = seed, give_up, Figures()
         self._is_half = next(decoder.base.parameters()).dtype in _HALF
-        self._is_checked, self._attend = False, attend
+        self._has_limits = has_limits or options.max_new_tokens is None
+        self._attend, self._room = attend, room
+        self._sizes: dict[_Kind, Sizes] = {}
+        self._measured: Sizes | None = None
         self._layers: Layers | None = None
+        self._backend: GraphBackend | None = None
         self._rounds: Rounds | None = None
 
     def run(self, examples: list[Any], indices: list[int], limits: Counts | None) -> list[Tensor]:
         """Return the token ids of each example."""
-        if self.figures.reason is None:
-            try:
-                # Not in inference mode, whose tensors could not be written to by a later call outside of it.
-                with torch.inference_mode(False), torch.no_grad(), _without_planning():
-                    return self._replayed(examples, indices, limits)
-            except Exception as error:
-                if is_out_of_memory(error) or isinstance(error, ArgumentError):
-                    self._drop()
-                    raise
-                reason = _text_of(error)
-            self._drop()
-            self._give_up(reason)
-        return self._decoder.run(examples, limits)
+        found = self._tried(lambda: self._replayed(examples, indices, limits))
+        return self._decoder.run(examples, limits) if found is None else found
+
+    def learn(self, examples: list[Any], limits: Counts | None) -> Sizes | None:
+        """Return what decoding takes, from an earlier call or from these examples; None if that is not known.
+
+        Args:
+            examples: a few of the longest; they are compared with eager steps for some tokens, if that was not done.
+            limits: the most new tokens of each, None if all have the same.
+        """
+
+        def look() -> Sizes | None:
+            batch = Batch.of(self._decoder, examples)
+            most = int(self._most_new(batch, limits, batch.num_prompt).max())
+            return self._known(batch) or (self._probe(batch, examples, most) if most > 1 else None)
+
+        try:
+            return self._tried(look)
+        except torch.OutOfMemoryError:
+            return None  # a batch will say which example does not fit
+
+    def _tried(self, function: Callable[[], Any]) -> Any:
+        """Return what a function returns, None if it showed that graphs cannot follow."""
+        if self.figures.reason is not None:
+            return None
+        try:
+            # Not in inference mode, whose tensors could not be written to by a later call outside of it.
+            with torch.inference_mode(False), torch.no_grad(), _without_planning():
+                return function()
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, ArgumentError):
+                self._drop()
+                raise
+            reason = _text_of(error)
+        self._drop()
+        self.figures.reason = reason
+        self._give_up(reason)
+        return None
 
     @property
     def held_bytes(self) -> int:
         """Return the memory of the cache, which stays for the next batch."""
         return 0 if self._layers is None else self._layers.num_bytes
 
-    def _give_up(self, reason: str) -> None:
-        self.figures.reason = reason
-        if self._is_wanted:
-            raise ArgumentError(f"graphs=True cannot be followed: {reason}; pass graphs='auto' or graphs=False")
-        warnings.warn(f"generate runs eagerly: {reason}", stacklevel=8)
-
     def _drop(self) -> None:
         """Let graphs and caches go."""
-        self._rounds = self._layers = None
+        self._rounds = self._layers = self._backend = None
 
     def _replayed(self, examples: list[Any], indices: list[int], limits: Counts | None) -> list[Tensor]:
-        decoder = self._decoder
-        batch = decoder.collated(examples)
-        is_encoder_decoder = decoder.is_encoder_decoder
-        reason = why_not_fields(batch, is_encoder_decoder=is_encoder_decoder)
-        if reason is not None:
-            raise NotGraphableError(reason)
-        # A start token may be put in front of the decoder's prompt.
-        ids = batch["input_ids"] if not is_encoder_decoder else batch.get("decoder_input_ids")
-        num_prompt = 1 if ids is None else ids.shape[1] + int(is_encoder_decoder)
-        most = self._most_new(batch, limits, num_prompt)
-        layers = self._layers_for(_room(batch, num_prompt, int(most.max()), is_encoder_decoder=is_encoder_decoder))
-        read = _read_prompt(decoder.base, self._options.settings, batch, layers)
-        most = self._most_new(batch, limits, read.ids.shape[1])
-        if most.min() < 1 or read.num_kept != read.ids.shape[1]:
-            raise NotGraphableError("a prompt leaves no room for new tokens, or is not in the cache as a whole")
-        uniform = self._uniform(indices, int(most.max()))
-        prompt = read.prompt(batch, most, uniform, is_encoder_decoder=is_encoder_decoder)
-        rows = torch.cat([read.ids.cpu(), self._decode(batch, prompt, read, most)], dim=1)
-        return [decoder.cut(row, batch, int(most[place])) for place, row in enumerate(rows)]
+        batch = Batch.of(self._decoder, examples)
+        most = self._most_new(batch, limits, batch.num_prompt)
+        sizes = self._known(batch)
+        if sizes is None and most.max() > 1:
+            if len(batch) > NUM_FIRST:
+                sizes = self._probe(batch, examples, int(most.max()))
+            else:
+                return self._compare_all(batch, examples, indices, limits)
+        return self._decoder.cut(*self._decoded(batch, limits, indices, sizes))
 
-    def _most_new(self, batch: Mapping[str, Any], limits: Counts | None, num_prompt: int) -> Counts:
+    def _compare_all(
+        self, batch: Batch, examples: list[Any], indices: list[int], limits: Counts | None
+    ) -> list[Tensor]:
+        """Decode a few rows, all of which are compared, in the order of a comparison."""
+        order = batch.extremes(len(batch))
+        few = Batch.of(self._decoder, [examples[place] for place in order])
+        limits = None if limits is None else limits[order]
+        rows = self._decoder.cut(*self._compared(few, limits, [indices[place] for place in order], goes_on=True))
+        return [rows[order.index(place)] for place in range(len(order))]
+
+    def _most_new(self, batch: Batch, limits: Counts | None, num_prompt: int) -> Counts:
         """Return how many new tokens each row may get."""
         if limits is not None:
             return limits
-        num = len(batch["input_ids"])
         if self._options.max_new_tokens is not None:
-            return np.full(num, self._options.max_new_tokens)
-        own = self._decoder.most_new(batch)
-        return np.full(num, self._options.max_length - num_prompt) if own is None else own
+            return np.full(len(batch), self._options.max_new_tokens)
+        own = self._decoder.most_new(batch.fields)
+        return np.full(len(batch), self._options.max_length - num_prompt) if own is None else own
 
-    def _layers_for(self, room: Layout) -> Layers:
-        """Return the memory of the batch before if that will do, else drop it with its graphs and take new."""
-        layers = self._layers
-        if layers is None or not layers.layout.holds(room):
-            self._drop()
-            self._layers = layers = Layers(room)
-        return layers
+    def _known(self, batch: Batch) -> Sizes | None:
+        """Return what decoding such batches takes, if they were compared with eager steps."""
+        uses_ranges = self._uses_ranges(batch)
+        for kind in [_Kind(uses_ranges, is_even=False), *([_Kind(uses_ranges, is_even=True)] if batch.is_even else [])]:
+            found = self._sizes.get(kind) or sizes_of(self._decoder.base, self._key(kind))
+            if found is not None:
+                self._sizes[kind] = found
+                return found
+        return None
 
-    def _uniform(self, indices: list[int], num: int) -> Tensor | None:
-        return torch.from_numpy(uniforms(self._seed, indices, num)) if self._options.rules.draws else None
+    def _probe(self, batch: Batch, examples: list[Any], most: int) -> Sizes:
+        """Compare a few rows with eager steps, the shortest and the longest, and return what decoding takes."""
+        few = Batch.of(self._decoder, [examples[place] for place in batch.extremes(NUM_FIRST)])
+        self._compared(few, np.full(len(few), most), list(range(len(few))), goes_on=False)
+        self._drop()
+        assert self._measured is not None
+        return self._measured
 
-    def _decode(self, batch: dict[str, Any], prompt: Prompt, read: _Read, most: Counts) -> Tensor:
-        """Return the new tokens of each row, with anything after its end."""
-        rounds = self._rounds_for(read, is_plain=prompt.is_plain)
-        slots, num = rounds.slots, len(most)
-        slots.begin(prompt, read.logits)
+    def _uses_ranges(self, batch: Batch) -> bool:
+        return self._attend is not None and batch.is_plain
+
+    def _key(self, kind: _Kind) -> Any:
+        base, options = self._decoder.base, self._options
+        return key_of(base, options.rules, options.settings, kind, type(self._make_backend()))
+
+    def _decoded(
+        self, batch: Batch, limits: Counts | None, indices: list[int], sizes: Sizes | None
+    ) -> tuple[Tensor, Tensor, Counts]:
+        """Return what the decoder has read, the new tokens with anything after an end, and the most of each row.
+
+        Args:
+            batch: prompts.
+            limits: the most new tokens of each, None if all have the same.
+            indices: places of the examples among all.
+            sizes: what decoding takes, None if that is not known.
+        """
+        self._make_room(batch, self._most_new(batch, limits, batch.num_prompt), sizes)
+        started, rounds = self._start(batch, limits, indices, sizes)
+        rounds.run(started.most, started.num_read)
+        return self._results(started, rounds)
+
+    def _results(self, started: _Started, rounds: Rounds) -> tuple[Tensor, Tensor, Counts]:
         self.figures.num_batches += 1
-        comparison = None if self._is_checked else Comparison(read.logits, is_half=self._is_half)
-        rounds.run(most, read.num_kept, None if comparison is None else comparison.gather)
-        self._check(comparison, batch, slots, most, read.num_kept)
-        return slots.results[:num, : int(most.max())].cpu()
+        most = started.most
+        # A copy in any case: the next batch writes to the same place.
+        new = rounds.slots.results[: len(most), : int(most.max())].to("cpu", copy=True)
+        return started.ids.cpu(), new, most
 
-    def _rounds_for(self, read: _Read, *, is_plain: bool) -> Rounds:
+    def _make_room(self, batch: Batch, most: Counts, sizes: Sizes | None) -> None:
+        """Keep the memory of the batch before if that will do, else drop it with its graphs for new, if that fits."""
+        layout = batch.layout(int(most.max()))
+        if self._layers is not None and self._layers.layout.holds(layout):
+            return
+        self._drop()
+        room = None if len(batch) == 1 else self._room(0)
+        needed = 0.0 if sizes is None or room is None else sizes.of_batch(layout, batch.width, room)
+        if room is not None and needed > room:
+            raise WouldNotFitError(f"out of memory: a batch would take {needed:,.0f} bytes, {room:,.0f} are left")
+        self._layers, self._backend = Layers(layout), self._make_backend()
+
+    def _start(
+        self, batch: Batch, limits: Counts | None, indices: list[int], sizes: Sizes | None
+    ) -> tuple[_Started, Rounds]:
+        """Read prompts, piece by piece, and choose their first tokens."""
         assert self._layers is not None
+        started, rounds = None, None
+        # The cache of the batch before counts as given back, for pieces as large as in a new one.
+        for rows in batch.pieces(sizes, self._room(self.held_bytes)):
+            read, num_bytes = self._read(batch, rows, is_measured=sizes is None)
+            if started is None or rounds is None:
+                num_read = read.ids.shape[1] if batch.is_encoder_decoder else batch.num_prompt
+                started = _Started(num_read, self._most_new(batch, limits, num_read), [], [], [])
+                rounds = self._begin(batch, started, read.prompt.logits, indices, keeps_logits=sizes is None)
+            started.add(read.ids, read.prompt.logits, num_bytes, batch)
+            rounds.slots.fill(rows.start, started.num_read, read.prompt)
+        assert started is not None
+        assert rounds is not None
+        rounds.slots.go()
+        return started, rounds
+
+    def _read(self, batch: Batch, rows: slice, *, is_measured: bool) -> tuple[Read, int]:
+        """Read some rows, and return what that took besides the cache; 0 if it is not measured."""
+        assert self._layers is not None
+        assert self._backend is not None
+        self.figures.num_reads += 1
+        found: list[Read] = []
+        read = partial(read_rows, self._decoder.base, self._options.settings, batch, self._layers, rows)
+        if not is_measured:
+            return read(), 0
+        held_bytes = self.held_bytes
+        num_bytes = self._backend.measure(lambda: found.append(read()))
+        return found[0], num_bytes - (self.held_bytes - held_bytes)
+
+    def _begin(
+        self, batch: Batch, started: _Started, logits: Tensor, indices: list[int], *, keeps_logits: bool
+    ) -> Rounds:
+        """Return rounds whose slots wait for the rows of a batch."""
+        most, device = started.most, logits.device
+        if most.min() < 1:
+            raise NotGraphableError("a prompt leaves no room for new tokens")
+        uniform = None
+        if self._options.rules.draws:
+            uniform = torch.from_numpy(uniforms(self._seed, indices, int(most.max()))).to(device)
+        rounds = self._rounds_for(batch, started.num_read, logits, keeps_logits=keeps_logits)
+        rounds.slots.begin(len(batch), started.num_read, torch.from_numpy(most).to(device), uniform)
+        return rounds
+
+    def _rounds_for(self, batch: Batch, num_read: int, logits: Tensor, *, keeps_logits: bool) -> Rounds:
+        assert self._layers is not None
+        assert self._backend is not None
         rounds, layers = self._rounds, self._layers
-        attend = self._attend if is_plain else None
-        if rounds is None or rounds.slots.is_other_prompt(read.num_kept) or rounds.slots.attend is not attend:
-            slots = Slots(self._decoder.base, layers, self._options.rules, read.logits, read.num_kept, attend)
-            self._rounds = rounds = Rounds(slots, self._make_backend(), self.figures)
+        attend = self._attend if batch.is_plain else None
+        if rounds is None or rounds.slots.is_other_prompt(num_read) or rounds.slots.attend is not attend:
+            slots = Slots(
+                self._decoder.base, layers, self._options.rules, logits, num_read, attend,
+                has_limits=self._has_limits, keeps_logits=keeps_logits,
+            )  # fmt: skip
+            if rounds is not None:
+                self._backend = self._make_backend()
+            self._rounds = rounds = Rounds(slots, self._backend, self.figures)
         self.figures.cache_bytes = max(self.figures.cache_bytes, layers.num_bytes)
         return rounds
 
-    def _check(
-        self, comparison: Comparison | None, batch: dict[str, Any], slots: Slots, limits: Counts, num_read: int
-    ) -> None:
-        """Compare the first steps of the first batch with eager ones."""
-        if comparison is None or not comparison.has_steps:
-            return
-        found = comparison.difference(self._decoder.base, self._options, batch, slots.results, limits, num_read)
-        if found is not None:
-            raise NotGraphableError(found)
-        self._is_checked = True
+    def _compared(
+        self, batch: Batch, limits: Counts | None, indices: list[int], *, goes_on: bool
+    ) -> tuple[Tensor, Tensor, Counts]:
+        """Decode a batch, measure what that takes, and compare its first steps with eager ones."""
+        self._drop()
+        self._make_room(batch, self._most_new(batch, limits, batch.num_prompt), None)
+        started, rounds = self._start(batch, limits, indices, None)
+        comparison = Comparison(torch.cat(started.logits), is_half=self._is_half)
+        rounds.run(started.most, started.num_read, comparison.gather, goes_on=goes_on)
+        self._measured = self._sizes_from(batch, started, rounds)
+        if comparison.has_steps:
+            difference = comparison.difference(
+                self._decoder.base, self._options, batch, rounds, started.most, started.num_read
+            )
+            if difference is not None:
+                raise NotGraphableError(difference)
+        if comparison.num_compared > 1:
+            kind = _Kind(self._uses_ranges(batch), batch.is_even)
+            self._sizes[kind] = self._measured
+            remember(self._decoder.base, self._key(kind), self._measured)
+        return self._results(started, rounds)
+
+    def _sizes_from(self, batch: Batch, started: _Started, rounds: Rounds) -> Sizes:
+        assert self._layers is not None
+        own, source = self._layers.bytes_per_token
+        num, vocabulary = max(1, len(batch) - 1), started.logits[0].shape[1]  # the first row is read by itself
+        rules, size = self._options.rules, self._layers.dtype.itemsize
+        per_row = vocabulary * (_LOGITS_BYTES + size)
+        return Sizes(
+            own=own,
+            source=source,
+            per_token=max(0.0, started.reading_bytes[-1] - num * per_row) / (num * batch.width),
+            per_row=per_row,
+            per_step=(rounds.step_bytes or 0) / rounds.slots.layout.num_rows,
+            per_slot=size + 8 + 8 * rules.draws,
+            per_start=vocabulary if rules.repetition_penalty is not None else 0,
+        )
 
 
 @final
-class _Read(NamedTuple):
-    """A prompt that was read.
+class _Kind(NamedTuple):
+    """What a comparison holds for.
 
     Attributes:
-        ids: what the decoder has read.
-        logits: after it, in float32.
-        num_kept: tokens in the cache.
+        uses_ranges: attention is over ranges of keys.
+        is_even: no row had any padding.
     """
 
-    ids: Tensor
-    logits: Tensor
-    num_kept: int
-
-    def prompt(
-        self, batch: Mapping[str, Any], limits: Counts, uniform: Tensor | None, *, is_encoder_decoder: bool
-    ) -> Prompt:
-        """Return what slots begin with."""
-        mask = batch.get("attention_mask")
-        mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
-        new = torch.from_numpy(limits).to(self.ids.device)
-        uniform = None if uniform is None else uniform.to(self.ids.device)
-        if is_encoder_decoder:
-            return Prompt(self.ids, torch.ones_like(self.ids), mask, new, uniform)
-        return Prompt(self.ids, mask, None, new, uniform)
+    uses_ranges: bool
+    is_even: bool
 
 
-def _read_prompt(base: Any, settings: Any, batch: Mapping[str, Any], layers: Layers) -> _Read:
-    """Let transformers read a prompt into the cache."""
-    settings = copy.deepcopy(settings)
-    settings.max_new_tokens, settings.max_length, settings.min_length, settings.min_new_tokens = 1, None, None, 0
-    settings.do_sample, settings.disable_compile = False, True
-    settings.return_dict_in_generate = settings.output_logits = True
-    cache = layers.filling()
-    found = base.generate(**batch, generation_config=settings, past_key_values=cache)
-    return _Read(found.sequences[:, :-1], found.logits[0], layers.keep(cache))
+@final
+class _Started(NamedTuple):
+    """A batch whose prompts were read.
 
+    Attributes:
+        num_read: tokens of the longest prompt of the decoder.
+        most: the most new tokens of each row.
+        read: what the decoder has read, piece by piece; of a model without an encoder nothing, as results leave it out.
+        logits: of the first row, and of some of the next piece.
+        reading_bytes: what reading each piece took.
+    """
 
-def _room(batch: Mapping[str, Any], num_prompt: int, most: int, *, is_encoder_decoder: bool) -> Layout:
-    """Return the room for a batch: rows in eights, widths in steps of an eighth to a quarter."""
-    num, width = batch["input_ids"].shape
-    num_rows = num if num <= _EIGHT else -(-num // _EIGHT) * _EIGHT
-    return Layout(num_rows, _rounded(num_prompt + most - 1), _rounded(width) if is_encoder_decoder else None)
+    num_read: int
+    most: Counts
+    read: list[Tensor]
+    logits: list[Tensor]
+    reading_bytes: list[int]
 
+    def add(self, ids: Tensor, logits: Tensor, num_bytes: int, batch: Batch) -> None:
+        """Keep what the decoder has read, and the logits of a few rows."""
+        if len(self.logits) < 2:
+            self.logits.append(logits[:NUM_COMPARED].clone())
+        if batch.is_encoder_decoder and ids.shape[1] != self.num_read:
+            raise NotGraphableError("prompts of the decoder have unequal lengths")
+        self.reading_bytes.append(num_bytes)
+        self.read.append(ids if batch.is_encoder_decoder else ids[:, :0])
 
-def _rounded(width: int) -> int:
-    step = max(_EIGHT, 2 ** ((width - 1).bit_length() - 3)) if width > 1 else _EIGHT
-    return -(-width // step) * step
+    @property
+    def ids(self) -> Tensor:
+        """Return what results begin with."""
+        return torch.cat(self.read)
 
 
 def _text_of(error: Exception) -> str:
@@ -236,106 +383,3 @@ def _without_planning() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(was_on)
-
-
-# New tokens to compare.
-_NUM_TOKENS = 4
-
-
-@final
-class Comparison:
-    """Gathers the logits of the first steps of a few rows.
-
-    Args:
-        logits: of the prompt.
-        is_half: compare roughly.
-    """
-
-    def __init__(self, logits: Tensor, *, is_half: bool) -> None:
-        self._num_rows = min(NUM_COMPARED, len(logits))
-        self._logits = [logits[: self._num_rows].clone()]
-        self._near = NEAR_ROUGHLY if is_half else NEAR
-
-    def gather(self, slots: Slots) -> bool:
-        """Keep the logits of a step, and say whether more are wanted."""
-        assert slots.logits is not None
-        self._logits.append(slots.logits[: self._num_rows].clone())
-        return len(self._logits) < _NUM_TOKENS
-
-    @property
-    def has_steps(self) -> bool:
-        """Say whether there is anything to compare."""
-        return len(self._logits) > 1
-
-    def difference(
-        self, model: Any, options: Options, batch: Mapping[str, Any], tokens: Tensor, limits: Counts, num_read: int
-    ) -> str | None:
-        """Run the same rows eagerly with the tokens that were chosen, and say what differs, or None.
-
-        Args:
-            model: a transformers model.
-            options: what to generate.
-            batch: what the prompt was read from.
-            tokens: those that were chosen, ``(rows, new tokens)``.
-            limits: the most new tokens of each row.
-            num_read: tokens of the decoder's prompt.
-        """
-        num = len(self._logits)
-        tokens = tokens[: self._num_rows, :num]
-        forced = _Forced(tokens)
-        settings = copy.deepcopy(options.settings)
-        settings.do_sample, settings.max_new_tokens, settings.max_length = False, num, None
-        least = max(options.rules.min_new_tokens, options.rules.min_length - num_read, 0)
-        settings.min_new_tokens, settings.min_length = min(least, num), None
-        settings.return_dict_in_generate = settings.output_logits = True
-        rows = {name: value[: self._num_rows] for name, value in batch.items()}
-        found = model.generate(**rows, generation_config=settings, logits_processor=[forced])
-        ends = tokens.new_tensor(options.rules.ends)
-        most = torch.from_numpy(limits[: self._num_rows]).to(tokens.device)
-        goes_on = most > 0
-        for number, (own, eager) in enumerate(zip(self._logits, found.logits, strict=False)):
-            if not bool(_are_near(own, eager, self._near)[goes_on].all()):
-                return f"the logits of new token {number + 1} differ from those of an eager step"
-            is_best = _is_best(forced.scores[number], tokens[:, number, None], self._near)
-            if not options.rules.draws and not bool(is_best[goes_on].all()):
-                return f"new token {number + 1} is not the one that an eager step takes"
-            goes_on &= ~torch.isin(tokens[:, number], ends) & (most > number + 1)
-        return None
-
-
-def _are_near(own: Tensor, eager: Tensor, near: float) -> Tensor:
-    """Say of each row whether logits differ by rounding only."""
-    own, eager = own.double(), eager.double()
-    distance = torch.where(own == eager, 0.0, (own - eager).abs()).nan_to_num(nan=torch.inf)
-    return distance.amax(dim=1) <= near * _scale(eager)
-
-
-def _is_best(scores: Tensor, tokens: Tensor, near: float) -> Tensor:
-    """Say of each row whether a token has the highest score, or one as high but for rounding."""
-    scores = scores.double()
-    best, own = scores.amax(dim=1), scores.gather(1, tokens)[:, 0]
-    return (own == best) | (own >= best - near * _scale(scores))
-
-
-def _scale(scores: Tensor) -> Tensor:
-    return torch.where(scores.isfinite(), scores, 0.0).abs().amax(dim=1).clamp(min=1e-6)
-
-
-@final
-class _Forced:
-    """A logits processor that takes tokens which are given.
-
-    Attributes:
-        scores: what the processors of transformers have made of the logits.
-    """
-
-    def __init__(self, tokens: Tensor) -> None:
-        self._tokens = tokens
-        self.scores: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores of which one token is the best."""
-        forced = torch.full_like(scores, -torch.inf)
-        forced.scatter_(1, self._tokens[:, len(self.scores), None], 0.0)
-        self.scores.append(scores.clone())
-        return forced

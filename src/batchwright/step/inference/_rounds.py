@@ -33,7 +33,8 @@ class Figures:
     """What decoding by replays did and took.
 
     Attributes:
-        num_batches: prompts that were read.
+        num_batches: batches that were decoded.
+        num_reads: pieces of prompts that were read.
         num_steps: steps that were replayed.
         num_row_steps: rows of these, ended ones included.
         num_captures: graphs.
@@ -45,6 +46,7 @@ class Figures:
     """
 
     num_batches: int = 0
+    num_reads: int = 0
     num_steps: int = 0
     num_row_steps: int = 0
     num_captures: int = 0
@@ -90,6 +92,9 @@ class Rounds:
         slots: what is decoded.
         backend: what captures.
         figures: counts what is done.
+
+    Attributes:
+        step_bytes: what one step took, None if that was not measured.
     """
 
     def __init__(self, slots: Slots, backend: GraphBackend, figures: Figures) -> None:
@@ -99,14 +104,18 @@ class Rounds:
         width = slots.layout.width
         self._widths = widths_up_to(width) if slots.attend is None else [width]  # ranges end where keys do
         self._looks = _Looks(slots.finished)
+        self.step_bytes: int | None = None
 
-    def run(self, limits: Counts, read: int, gather: Callable[[Slots], bool] | None = None) -> None:
+    def run(
+        self, limits: Counts, read: int, gather: Callable[[Slots], bool] | None = None, *, goes_on: bool = True
+    ) -> None:
         """Decode until every row has ended.
 
         Args:
             limits: the most new tokens of each row; the first tokens are there.
             read: tokens in the cache.
             gather: is called after each of the first steps, until it returns False; rows stay in place meanwhile.
+            goes_on: whether to go on after these.
         """
         rows = _Rows(limits)
         num_rows = next(size for size in reversed(self._rows) if size >= len(limits))
@@ -122,10 +131,12 @@ class Rounds:
             rows.num_new += num_steps
             self._looks.send(has_ends=bool(self.slots.rules.ends))
             is_watched = is_watched and gather is not None and gather(self.slots)
+            if not is_watched and not goes_on:
+                return
 
     def _replay(self, num_rows: int, width: int, num_steps: int, *, is_cold: bool) -> None:
         if is_cold:  # what is made lazily exists after a first step
-            self.slots.step(num_rows, width)
+            self.step_bytes = self._backend.measure(lambda: self.slots.step(num_rows, width))
             num_steps -= 1
         if num_steps:
             replay, self.slots.logits = self._graph(num_rows, width)
@@ -231,9 +242,7 @@ class _Looks:
         """Ask for a look; rows without an end token end by their limits, which the host knows."""
         if not has_ends:
             return
-        host = (
-            self._free.pop() if self._free else torch.empty_like(self._finished, device="cpu", pin_memory=self._is_cuda)
-        )
+        host = self._free.pop() if self._free else self._host()
         host.copy_(self._finished, non_blocking=True)
         event = torch.cuda.Event() if self._is_cuda else None
         if event is not None:

@@ -18,28 +18,19 @@ NUM_COMPARED = 4
 
 @final
 class Prompt(NamedTuple):
-    """What the slots begin with, one row per example.
+    """What some slots begin with, one row per example.
 
     Attributes:
         ids: what the decoder has read, ``(rows, tokens)``.
         mask: which of these count.
         source_mask: which tokens of the source count, None without an encoder.
-        limits: the most new tokens.
-        uniform: numbers to draw with, ``(rows, new tokens)``, None if nothing is drawn.
+        logits: after what was read, ``(rows, vocabulary)``.
     """
 
     ids: Tensor
     mask: Tensor
     source_mask: Tensor | None
-    limits: Tensor
-    uniform: Tensor | None
-
-    @property
-    def is_plain(self) -> bool:
-        """Say whether the tokens that count lie side by side: at the end of a prompt, at the start of a source."""
-        if not bool((self.mask[:, 1:] >= self.mask[:, :-1]).all()):
-            return False
-        return self.source_mask is None or bool((self.source_mask[:, 1:] <= self.source_mask[:, :-1]).all())
+    logits: Tensor
 
 
 @final
@@ -55,6 +46,8 @@ class Slots:
         logits: of a prompt, ``(rows, vocabulary)``.
         num_read: tokens of the decoder's prompt.
         attend: attends over ranges of keys, None to leave attention to the model.
+        has_limits: rows have limits of their own.
+        keeps_logits: keep those of the first rows of each step.
 
     Attributes:
         place: where the next keys are written.
@@ -65,12 +58,22 @@ class Slots:
     """
 
     def __init__(
-        self, model: Any, layers: Layers, rules: Rules, logits: Tensor, num_read: int, attend: Attend | None = None
+        self,
+        model: Any,
+        layers: Layers,
+        rules: Rules,
+        logits: Tensor,
+        num_read: int,
+        attend: Attend | None = None,
+        *,
+        has_limits: bool = True,
+        keeps_logits: bool = True,
     ) -> None:
         self._model, self._layers, self.rules = model, layers, rules
         self.layout = layout = layers.layout
         self._num_read = num_read
-        self.attend = attend
+        self.attend, self._has_limits, self._keeps_logits = attend, has_limits, keeps_logits
+        self._is_decoder_only = layout.source_width is None
         self._parameters = set(inspect.signature(model.forward).parameters)
         device, num = logits.device, layout.num_rows
         self._lowest = torch.finfo(layers.dtype).min
@@ -99,31 +102,53 @@ class Slots:
         """Say whether rules that count the decoder's prompt would differ for a prompt of so many tokens."""
         return self.layout.source_width is not None and num_read != self._num_read
 
-    def begin(self, prompt: Prompt, logits: Tensor) -> None:
-        """Take the rows of a prompt whose keys and values are in the layers, and choose their first tokens."""
-        (num, read), device = prompt.ids.shape, logits.device
-        self.place.fill_(read)
+    def begin(self, num: int, num_read: int, limits: Tensor, uniform: Tensor | None) -> None:
+        """Make the first rows ready for prompts.
+
+        Args:
+            num: rows of the batch.
+            num_read: tokens of the longest prompt of the decoder; all prompts end with its last one.
+            limits: the most new tokens of each row.
+            uniform: numbers to draw with, ``(rows, new tokens)``, None if nothing is drawn.
+        """
+        self.place.fill_(num_read)
         self._num_new.zero_()
         self.finished.fill_(True)
         self.finished[:num] = False
-        self._limit[:num] = prompt.limits
-        self._result.copy_(torch.arange(self.layout.num_rows, device=device))
-        self._position[:num] = prompt.mask.sum(dim=1, keepdim=True)
-        self._mask.fill_(self._lowest)
-        self._mask[:num, 0, 0, :read] = self._additive(prompt.mask)
-        self._mask[num:, :, :, 0] = 0
-        if prompt.source_mask is not None:
-            self._source_mask.fill_(self._lowest)
-            self._source_mask[:num, 0, 0, : prompt.source_mask.shape[1]] = self._additive(prompt.source_mask)
-            self._source_mask[num:, :, :, 0] = 0
-            self._source_lengths[:num] = prompt.source_mask.sum(dim=1)
-        self._own.start[:num] = read - prompt.mask.sum(dim=1)
+        self._limit[:num] = limits
+        torch.arange(self.layout.num_rows, out=self._result)
+        for mask in (self._mask, self._source_mask):
+            mask.fill_(self._lowest)
+            mask[num:, :, :, :1] = 0
         if self._seen is not None:
             self._seen.zero_()
-            self._seen[:num].scatter_(1, prompt.ids, True)
-        if self._uniform is not None and prompt.uniform is not None:
-            self._uniform[:num, : prompt.uniform.shape[1]] = prompt.uniform
-        self._choose(logits, num)
+        if self._uniform is not None and uniform is not None:
+            self._uniform[:num, : uniform.shape[1]] = uniform
+
+    def fill(self, first: int, num_read: int, prompt: Prompt) -> None:
+        """Take rows of a prompt whose keys and values are in the layers, and choose their first tokens.
+
+        Args:
+            first: the slot of the first one.
+            num_read: as for ``begin``.
+            prompt: what was read.
+        """
+        num, width = prompt.ids.shape
+        rows = slice(first, first + num)
+        count = prompt.mask.sum(dim=1)
+        self._position[rows, 0] = count
+        self._mask[rows, 0, 0, num_read - width : num_read] = self._additive(prompt.mask)
+        self._own.start[rows] = num_read - count
+        if prompt.source_mask is not None:
+            self._source_mask[rows, 0, 0, : prompt.source_mask.shape[1]] = self._additive(prompt.source_mask)
+            self._source_lengths[rows] = prompt.source_mask.sum(dim=1)
+        if self._seen is not None:
+            self._seen[rows].scatter_(1, prompt.ids, True)
+        self._choose(prompt.logits, rows, is_first=True)
+
+    def go(self) -> None:
+        """Count the first tokens, after all rows have theirs."""
+        self._num_new.fill_(1)
 
     def _additive(self, mask: Tensor) -> Tensor:
         zeros = torch.zeros(mask.shape, dtype=self._mask.dtype, device=mask.device)
@@ -142,9 +167,12 @@ class Slots:
         with attending(self._model, self._active(inputs["past_key_values"])):
             outputs = self._model(**inputs, use_cache=True, return_dict=True)
         logits = outputs.logits[:, -1]
-        self.logits = logits[:NUM_COMPARED].float()  # only these: what is kept here is kept for each graph
+        if self._keeps_logits:
+            self.logits = logits[:NUM_COMPARED].float()  # only these: what is kept here is kept for each graph
         self.place.add_(1)
-        self._choose(logits, num_rows)
+        self._choose(logits, slice(0, num_rows))
+        if self._is_decoder_only:  # rows that have ended stay, as tables of positions may be no longer
+            self._position[:num_rows, 0].add_(self.finished[:num_rows].logical_not())
 
     def _inputs(self, num_rows: int, width: int, mask: Tensor) -> dict[str, Any]:
         token = self._token[:num_rows]
@@ -164,8 +192,10 @@ class Slots:
         """Return the ranges of keys; rows that have ended have none."""
         if self.attend is None:
             return None
-        self._own.stop.copy_(torch.where(self.finished, 0, self.place + 1))
-        self._from_source.stop.copy_(torch.where(self.finished, 0, self._source_lengths))
+        goes_on = self.finished.logical_not()
+        torch.mul(goes_on, self.place + 1, out=self._own.stop)
+        if not self._is_decoder_only:
+            torch.mul(goes_on, self._source_lengths, out=self._from_source.stop)
         own, source = cache, None
         if self.layout.source_width is not None:
             own, source = cache.self_attention_cache, cache.cross_attention_cache
@@ -183,18 +213,19 @@ class Slots:
         expanded: Any = states.expand(num_rows, width, size)
         return BaseModelOutput(last_hidden_state=expanded)
 
-    def _choose(self, logits: Tensor, num_rows: int) -> None:
-        finished, number = self.finished[:num_rows], self._num_new
-        seen = None if self._seen is None else self._seen[:num_rows]
-        uniform = None if self._uniform is None else self._uniform[:num_rows].index_select(1, number)
+    def _choose(self, logits: Tensor, rows: slice, *, is_first: bool = False) -> None:
+        finished, number = self.finished[rows], self._num_new
+        seen = None if self._seen is None else self._seen[rows]
+        uniform = None if self._uniform is None else self._uniform[rows].index_select(1, number)
         chosen = self._chooser.choose(logits, number, seen, uniform)
-        tokens = torch.where(finished, self.rules.pad, chosen)
-        self.results.index_put_((self._result[:num_rows], number), tokens)
-        number.add_(1)
-        finished.logical_or_(self._chooser.are_ends(tokens))
-        finished.logical_or_(number >= self._limit[:num_rows])
-        self._token[:num_rows, 0] = tokens
-        self._position[:num_rows].add_(self.layout.source_width is None and number > 1)
+        tokens = chosen.masked_fill_(finished, self.rules.pad)
+        self.results.index_put_((self._result[rows], number), tokens)
+        if self.rules.ends:
+            finished.logical_or_(self._chooser.are_ends(tokens))
+        num_new = 1 if is_first else number.add_(1)
+        if self._has_limits:
+            finished.logical_or_(self._limit[rows] <= num_new)
+        self._token[rows, 0] = tokens
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
 

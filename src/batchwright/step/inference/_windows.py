@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..graphs._micro import NotGraphableError
+from ._sizing import Layout
 
 try:
     from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
@@ -90,19 +90,24 @@ class Pair(NamedTuple):
 
 @final
 class Filling(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused-ignore]
-    """A layer that a prompt is read into; its memory stays.
+    """A layer that some rows of a prompt are read into; its memory stays.
 
     Args:
         num_rows: rows to make room for.
         width: tokens to make room for.
         pair: memory of that size from before, None to take some.
+        first: the row that the first one is written to.
+        end: the place after the last token of a prompt, None for one that begins at the first place.
     """
 
     is_sliding = False
 
-    def __init__(self, num_rows: int, width: int, pair: Pair | None = None) -> None:
+    def __init__(
+        self, num_rows: int, width: int, pair: Pair | None = None, *, first: int = 0, end: int | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self._num_rows, self._width, self.pair = num_rows, width, pair
+        self._first, self._end = first, end
         self._num_filled = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -121,10 +126,13 @@ class Filling(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused-ig
         if self._num_filled or self.pair is None:
             raise NotGraphableError("the model reads its prompt in several pieces")
         num, width = key_states.shape[0], key_states.shape[2]
+        rows, start = slice(self._first, self._first + num), 0 if self._end is None else self._end - width
+        if start < 0:
+            raise NotGraphableError("a prompt is not in the cache as a whole")
         for held, states in zip(self.pair, (key_states, value_states), strict=True):
             if held.dtype != states.dtype or held.shape[1] != states.shape[1] or held.shape[3] != states.shape[3]:
                 raise NotGraphableError("the layers of the cache change their form from batch to batch")
-            held[:num, :, :width] = states
+            held[rows, :, start : start + width] = states
         self._num_filled = width
         return key_states, value_states
 
@@ -190,26 +198,6 @@ def _cache_of(layers: list[Any]) -> Any:
 
 
 @final
-@dataclass(frozen=True)
-class Layout:
-    """How much room slots have.
-
-    Attributes:
-        num_rows: rows side by side.
-        width: tokens of the decoder in the cache.
-        source_width: tokens of the source, None for a model without an encoder.
-    """
-
-    num_rows: int
-    width: int
-    source_width: int | None
-
-    def holds(self, other: Layout) -> bool:
-        """Say whether rows of another layout can be decoded in this one without any more work."""
-        return self.num_rows >= other.num_rows and (self.width, self.source_width) == (other.width, other.source_width)
-
-
-@final
 class Layers:
     """The memory of all layers: keys and values of what is decoded, and of the source for an encoder-decoder.
 
@@ -222,17 +210,24 @@ class Layers:
         self._own: list[Pair] = []
         self._source: list[Pair] = []
 
-    def filling(self) -> Any:
-        """Return an empty cache whose layers are filled by a prompt."""
-        own = self._fillings(self._own, self.layout.width)
-        if self.layout.source_width is None:
-            return own
-        return EncoderDecoderCache(own, self._fillings(self._source, self.layout.source_width))
+    def filling(self, first: int, num_prompt: int) -> Any:
+        """Return an empty cache whose layers are filled by some rows of a prompt.
 
-    def _fillings(self, pairs: Sequence[Pair], width: int) -> Any:
+        Args:
+            first: the place of the first of these rows.
+            num_prompt: tokens of the longest prompt; without an encoder, all prompts end with its last one.
+        """
+        source_width = self.layout.source_width
+        if source_width is None:
+            return self._fillings(self._own, self.layout.width, first=first, end=num_prompt)
+        own = self._fillings(self._own, self.layout.width, first=first)
+        return EncoderDecoderCache(own, self._fillings(self._source, source_width, first=first))
+
+    def _fillings(self, pairs: Sequence[Pair], width: int, *, first: int, end: int | None = None) -> Any:
+        num_rows = self.layout.num_rows
         if pairs:
-            return _cache_of([Filling(self.layout.num_rows, width, pair) for pair in pairs])
-        make: Any = partial(Filling, self.layout.num_rows, width)
+            return _cache_of([Filling(num_rows, width, pair, first=first, end=end) for pair in pairs])
+        make: Any = partial(Filling, num_rows, width, first=first, end=end)
         return Cache(layer_class_to_replicate=make)
 
     def keep(self, cache: Any) -> int:
@@ -274,4 +269,12 @@ class Layers:
     @property
     def num_bytes(self) -> int:
         """Return the memory of all layers."""
-        return sum(held.nbytes for pair in (*self._own, *self._source) for held in pair)
+        own, source = self.bytes_per_token
+        return self.layout.num_rows * (own * self.layout.width + source * (self.layout.source_width or 0))
+
+    @property
+    def bytes_per_token(self) -> tuple[int, int]:
+        """Return the memory of one token in one row: of the decoder's own, and of the source."""
+        pairs = (self._own, self._source)
+        own, source = (sum(held[0, :, 0].nbytes for pair in one for held in pair) for one in pairs)
+        return own, source

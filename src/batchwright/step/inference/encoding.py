@@ -24,8 +24,8 @@ from ..graphs.backend import Choice
 from ..graphs.functions import graphed
 from ..graphs.summary import GraphSummary
 from ..memory.monitor import MemoryMonitor
+from ._limits import Limit, Meter, first_limit
 from ._pooling import Pooled, TokenIds, longest_of, pad_id_of, stacked
-from .generation import Limit, Meter, first_limit
 from .pieces import run_in_pieces
 
 # Without a budget, graphs are captured for batches of so many tokens: larger ones hardly gain.
@@ -48,7 +48,7 @@ def encode(
     normalize: bool = False,
     max_length: int | None = None,
     budget: Budget | str = "auto",
-    graphs: Choice = False,
+    graphs: Choice = "auto",
     memory: MemoryMonitor | None = None,
     progress: bool = False,
 ) -> Tensor:
@@ -67,7 +67,7 @@ def encode(
         budget: what a batch may cost. "auto" lets batches grow as ``generate`` does, and takes 16,384 tokens where
             graphs are captured.
         graphs: False never captures; ``"auto"`` captures at most 16 shapes if the plan has enough batches of them on a
-            CUDA device, and True in any case. Graphs of functions have not run on a GPU yet.
+            CUDA device, and True in any case.
         memory: reads the peak of every batch that runs without a budget; None reads that of a CUDA device.
         progress: show a progress bar.
 
@@ -100,8 +100,9 @@ def encode(
         return torch.zeros(0, width)
     run = _Run(pooled, rows, pad_id_of(tokenizer, pooled))
     with ProgressBar(label="encoding", total=len(rows), enabled=progress) as bar, evaluating(pooled):
-        plan = None if graphs is False else _static_plan(run.lengths, budget)
-        if plan is not None and _is_worth(plan, graphs, pooled.device):
+        is_off = graphs is False or (graphs == "auto" and pooled.device.type != "cuda")
+        plan = None if is_off else _static_plan(run.lengths, budget)
+        if plan is not None and _is_worth(plan, graphs):
             run.over(plan, graphs, bar)
         else:
             run.growing(None if isinstance(budget, str) else check_budget(budget), memory, bar)
@@ -121,12 +122,12 @@ def _static_plan(lengths: npt.NDArray[np.int32], budget: Budget | str) -> Plan:
     return plan_batches(lengths, chosen, grouping=Buckets(_NUM_SHAPES), shuffle=False, oversize="alone")
 
 
-def _is_worth(plan: Plan, graphs: Choice, device: torch.device) -> bool:
-    """Say whether graphs are wanted: with "auto", where batches are many more than shapes, on a CUDA device."""
+def _is_worth(plan: Plan, graphs: Choice) -> bool:
+    """Say whether graphs are wanted: with "auto", where batches are many more than shapes."""
     if not isinstance(graphs, str):
         return True
     num_shapes = len(np.unique(plan.shapes, axis=0))
-    return device.type == "cuda" and len(plan) >= _RUNS_PER_CAPTURE * num_shapes
+    return len(plan) >= _RUNS_PER_CAPTURE * num_shapes
 
 
 @final
@@ -205,7 +206,7 @@ class Encoder:
         max_items: the most texts in a batch.
         max_tokens: the most padded tokens in a batch; at least one text of ``max_length`` always fits.
         shapes: ``(num_items, length)`` of the batches, None for powers of 2 up to these limits.
-        graphs: False, ``"auto"`` or True, as for ``graphed``.
+        graphs: ``"auto"``, True or False, as for ``graphed``; ``"auto"`` runs eagerly without a CUDA device.
 
     >>> import torch
     >>> class Tiny(torch.nn.Embedding):
@@ -232,7 +233,7 @@ class Encoder:
         max_items: int = 64,
         max_tokens: int = _TOKENS,
         shapes: Any = None,
-        graphs: Choice = False,
+        graphs: Choice = "auto",
     ) -> None:
         self._pooled = Pooled(model, pool=pool, normalize=normalize)
         if any(part.training for part in self._pooled.model.modules()):
@@ -248,7 +249,7 @@ class Encoder:
         )
         self._lengths = sorted({length for _, length in self.shapes})
         self._pad_id = pad_id_of(tokenizer, self._pooled)
-        is_off = isinstance(graphs, str) and graphs == "auto" and self._pooled.device.type == "cpu"
+        is_off = isinstance(graphs, str) and graphs == "auto" and self._pooled.device.type != "cuda"
         self._function = graphed(
             self._pooled,
             self.shapes,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, final
 
@@ -14,29 +14,26 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..._ceiling import Ceiling
 from ..._checks import as_whole
 from ..._lengths import pad_up
 from ..._progress import ProgressBar
 from ...errors import ArgumentError
-from ...plan import Budget, MaxItems, MaxTokens, Plan, Sorted, plan_batches
-from ...plan.budget import check_budget
+from ...plan import Budget
 from .._loss_probe import evaluating
 from ..graphs.backend import Choice, GraphBackend, make_backend
 from ..memory.monitor import MemoryMonitor
 from ._decoding import Collate, Counts, Decoder
+from ._limits import MOST_ITEMS_KNOWN, Meter, first_limit
+from ._sizing import GraphBytes, Sizes, room_for
 from .pieces import Pieces, run_in_pieces
 
-# Without a budget the first batch has this many of the longest examples, the next as many as the peak says will fit.
-_FIRST_ITEMS = 8
-# A small batch says little about a far larger one, and the allocator cannot fill a device to the last byte.
-_MOST_GROWTH, _USABLE = 32, 0.8
-# Where no peak is measured.
-_BLIND_GROWTH = 2
-# Less than this much larger is not worth a new plan.
-_WORTHWHILE = 1.25
-# Larger batches gain little. Fewer where no peak is measured, and fewest on a CPU, where running out ends the process.
-_MOST_ITEMS, _MOST_ITEMS_BLIND, _MOST_ITEMS_ON_CPU = 1024, 256, 32
+# With fewer examples than this there is nothing to learn for others.
+_FEW = 8
+# Of the room for batches: a little less is free when one begins, as the allocator and other streams keep some.
+_PLANNED = 0.97
+# With "auto": a comparison and the first captures take about as long as so many eager steps.
+_LEAST_STEPS = 24
+_SAID: set[str] = set()
 
 
 def generate(
@@ -51,7 +48,7 @@ def generate(
     pad_multiple_of: int = 1,
     memory: MemoryMonitor | None = None,
     progress: bool = False,
-    graphs: Choice = False,
+    graphs: Choice = "auto",
     **generate_kwargs: Any,
 ) -> list[Tensor]:
     """Generate from every example as ``model.generate`` does, in batches of similar length that fit.
@@ -61,17 +58,19 @@ def generate(
     greedy and beam search give each example what it gets on its own; sampling draws differently. The longest examples
     run first, so that one that does not fit shows at once.
 
-    With ``graphs``, tokens are decoded on a CUDA device by replays, where a step has no launches to wait for, and rows
-    that have ended make room. The first steps are compared with eager ones. What graphs do not follow, such as beams,
-    runs through ``model.generate`` as elsewhere, and a warning says why. Drawn tokens then have the same distribution,
-    and with ``torch.manual_seed`` each example gets the same ones whichever batch it is in.
+    On a CUDA device tokens are decoded by replays of graphs, where a step has no launches to wait for, and rows that
+    have ended make room. A few rows of a model are compared with eager steps before. What graphs do not follow, such as
+    beams, runs through ``model.generate`` as elsewhere, and a warning says why, once. Tokens drawn by replays have the
+    same distribution, and with ``torch.manual_seed`` each example gets the same ones whichever batch it is in.
 
     Args:
         model: a transformers model in any mode; it generates in evaluation mode.
         examples: token ids (lists or 1-D tensors), or mappings with ``input_ids``; anything with ``collate``.
         budget: what a batch may cost. A batch that still runs out of memory is split, and later batches keep to the
             number of tokens that fitted. None begins with 8 examples and lets the peak of each batch decide how large
-            the next can be, up to 0.8 of the memory; on a CPU it doubles up to 32 examples.
+            the next can be, up to 0.8 of the memory; on a CPU it doubles up to 32 examples. Graphs know the bytes of
+            their cache before they take it: batches are as large as fits into 0.8 of the memory, or into the bytes of
+            a budget that counts bytes.
         collate: makes the keyword arguments of ``model.generate`` from a list of examples.
         lengths: ``(N,)`` or ``(N, axes)``, or a function of an example; None counts the ids.
         count_output: add the most new tokens as one more axis of length, for the budget to count.
@@ -79,9 +78,8 @@ def generate(
         pad_multiple_of: pad to multiples of this, for few shapes.
         memory: reads the peak of every batch when there is no budget; None reads that of a CUDA device.
         progress: show a progress bar.
-        graphs: ``False`` always calls ``model.generate``; ``"auto"`` decodes with CUDA graphs where that is exact, and
-            ``True`` refuses what they cannot do. Graphs were compared with eager generation on a CPU, by a stand-in,
-            and not on a GPU yet.
+        graphs: ``"auto"`` decodes with CUDA graphs where that is exact and there are at least 24 steps to gain from;
+            ``True`` refuses what they cannot do; ``False`` always calls ``model.generate``.
         **generate_kwargs: for ``model.generate``, e.g. ``max_new_tokens=128, num_beams=4``. ``max_new_tokens`` may be a
             sequence with one number per example.
 
@@ -104,12 +102,20 @@ def generate(
     if limits is not None:
         generate_kwargs["max_new_tokens"] = int(limits.max())
     decoder = Decoder(model, generate_kwargs, collate, pad_token_id, pad_multiple_of, has_limits=limits is not None)
-    axes = decoder.lengths(examples, lengths, limits=limits, with_output=count_output or budget is None)
+    has_output = count_output or budget is None
+    axes = decoder.lengths(examples, lengths, limits=limits, with_output=has_output)
+    most = int(decoder.lengths(examples, lengths, limits=limits, with_output=True)[:, -1].max())
     meter = Meter.of(budget, memory, decoder.device)
-    limit = first_limit(budget, int(pad_up(axes, pad_multiple_of).sum(axis=1).max()), decoder.device, meter)
+    longest = int(pad_up(axes, pad_multiple_of).sum(axis=1).max())
     results: dict[int, Tensor] = {}
     with ProgressBar(label="generating", total=len(examples), enabled=progress) as bar, evaluating(model):
-        runner = make_runner(decoder, graphs)
+        room = _room(budget, memory, decoder.device)
+        runner = make_runner(decoder, graphs, len(examples), most, has_limits=limits is not None, room=room)
+        is_plain = lengths is None and collate is None
+        known = _known(runner, decoder, examples, axes, limits, room) if is_plain else None
+        if known is not None and not has_output:
+            known = replace(known, most_new=most)
+        limit = first_limit(budget, longest, decoder.device, meter, known)
         waiting = np.arange(len(examples))
         while len(waiting):
             plan = limit.plan(axes[waiting], pad_multiple_of)
@@ -128,6 +134,33 @@ def generate(
     return [results[index] for index in range(len(examples))]
 
 
+def _room(budget: Budget | None, memory: MemoryMonitor | None, device: torch.device) -> Callable[[int], float | None]:
+    """Return what tells the bytes for a batch."""
+    if memory is None and device.type == "cuda":
+        memory = MemoryMonitor(device)
+    return partial(room_for, budget, memory)
+
+
+def _known(
+    runner: Runner,
+    decoder: Decoder,
+    examples: Sequence[Any],
+    axes: npt.NDArray[np.int32],
+    limits: Counts | None,
+    room: Callable[[int], float | None],
+) -> GraphBytes | None:
+    """Return what the memory has room for, None if that is not known before batches run."""
+    if len(examples) <= _FEW:
+        return None
+    order = np.argsort(-axes.sum(axis=1), kind="stable")
+    few = np.concatenate([order[: _FEW - 2], order[-2:]])
+    sizes = runner.learn([examples[index] for index in few], None if limits is None else limits[few])
+    left = None if sizes is None else room(0)
+    if sizes is None or left is None:
+        return None
+    return GraphBytes(sizes, _PLANNED * left, 1 if decoder.is_encoder_decoder else None, None)
+
+
 def _run(
     runner: Runner, examples: Sequence[Any], indices: list[int], axes: npt.NDArray[np.int32], limits: Counts | None
 ) -> Pieces:
@@ -141,87 +174,24 @@ def _run(
     )
 
 
-@final
-@dataclass(frozen=True)
-class Limit:
-    """What a batch may cost, and what running batches has taught."""
-
-    budget: Budget
-    learned: Ceiling = field(default_factory=Ceiling)  # the most padded tokens per batch
-    grows: bool = False
-
-    def plan(self, lengths: npt.NDArray[np.int32], pad_multiple_of: int) -> Plan:
-        """Sort examples into batches; one that is over the budget on its own runs alone."""
-        tokens = self.learned.limit
-        budget = self.budget if math.isinf(tokens) else self.budget & MaxTokens(int(tokens))
-        return plan_batches(
-            lengths, budget, grouping=Sorted(), shuffle=False, pad_multiple_of=pad_multiple_of, oversize="alone"
-        )
-
-    def after(self, shape: list[int], num_fitting: int, meter: Meter) -> Limit:
-        """Return the limit after a batch of this shape, of which ``num_fitting`` examples fitted at once."""
-        num_items, width = shape[0], sum(shape[1:])
-        tokens = num_items * width
-        if num_fitting < num_items:
-            return replace(self, learned=self.learned.fall(num_fitting * width, failed_at=tokens), grows=False)
-        if not self.grows or 2 * tokens <= self.learned.limit:
-            return self  # fewer examples were left than the limit allows, so their peak says little
-        room = meter.room()
-        new = _BLIND_GROWTH * self.learned.limit if room is None else int(min(room, _MOST_GROWTH) * tokens)
-        return replace(self, learned=self.learned.rise(new)) if new > _WORTHWHILE * self.learned.limit else self
-
-
-@final
-class Meter:
-    """Measures how many times the last batch would fit into the memory."""
-
-    def __init__(self, memory: MemoryMonitor | None) -> None:
-        self._memory, self._before = memory, 0
-
-    @staticmethod
-    def of(budget: Budget | None, memory: MemoryMonitor | None, device: torch.device) -> Meter:
-        """Return a meter of the given memory or of a CUDA device; with a budget it measures nothing."""
-        if budget is not None:
-            return Meter(None)
-        return Meter(MemoryMonitor(device) if memory is None and device.type == "cuda" else memory)
-
-    @property
-    def measures(self) -> bool:
-        """Return whether peaks are measured."""
-        return self._memory is not None
-
-    def begin(self, held_bytes: int = 0) -> None:
-        """Begin a batch.
-
-        Args:
-            held_bytes: memory that is in use for the batch before, and that this one takes over or gives back.
-        """
-        if self._memory is not None:
-            self._memory.reset_peak()
-            self._before = self._memory.used_bytes - held_bytes
-
-    def room(self) -> float | None:
-        """Return ``(usable − before) / (peak − before)``, None if no peak is measured."""
-        if self._memory is None or self._memory.peak_bytes <= self._before:
-            return None
-        usable = _USABLE * self._memory.total_bytes
-        return max(0.0, usable - self._before) / (self._memory.peak_bytes - self._before)
-
-
-def first_limit(budget: Budget | None, longest: int, device: torch.device, meter: Meter) -> Limit:
-    """Return the limit of the first batch: the budget, or 8 of the longest examples.
+def as_limits(value: Any, num: int) -> Counts | None:
+    """Return ``max_new_tokens`` of each example, None if there is one number for all.
 
     Args:
-        budget: what a batch may cost; None lets batches grow.
-        longest: tokens of the longest example, input and output.
-        device: of the model.
-        meter: whether peaks are measured.
+        value: what was given.
+        num: the number of examples.
     """
-    if budget is not None:
-        return Limit(check_budget(budget))
-    most = _MOST_ITEMS_ON_CPU if device.type == "cpu" else _MOST_ITEMS_BLIND
-    items = MaxItems(_MOST_ITEMS if meter.measures else most)
-    return Limit(items, Ceiling(_FIRST_ITEMS * longest), grows=True)
+    if value is None:
+        return None
+    limits = np.asarray(value)
+    if limits.ndim == 0 and np.issubdtype(limits.dtype, np.integer) and limits >= 1:
+        return None
+    if limits.shape != (num,) or not np.issubdtype(limits.dtype, np.integer) or limits.min() < 1:
+        raise ArgumentError(
+            f"max_new_tokens must be one whole number from 1, or one per example, {num}; got an array of shape "
+            f"{limits.shape} and type {limits.dtype}"
+        )
+    return limits.astype(np.int64)
 
 
 class Runner(Protocol):
@@ -233,6 +203,14 @@ class Runner(Protocol):
         Args:
             examples: those of one batch.
             indices: their places among all.
+            limits: the most new tokens of each, None if all have the same.
+        """
+
+    def learn(self, examples: list[Any], limits: Counts | None) -> Sizes | None:
+        """Return what batches take of the memory, None if that is not known.
+
+        Args:
+            examples: a few of the longest.
             limits: the most new tokens of each, None if all have the same.
         """
 
@@ -254,34 +232,32 @@ class Eager:
         """Return the token ids of each example."""
         return self._decoder.run(examples, limits)
 
-
-def as_limits(value: Any, num: int) -> Counts | None:
-    """Return ``max_new_tokens`` of each example, None if there is one number for all.
-
-    Args:
-        value: what was given.
-        num: the number of examples.
-    """
-    if value is None or np.ndim(value) == 0:
+    def learn(self, examples: list[Any], limits: Counts | None) -> Sizes | None:
+        """Return None: the peaks of batches tell."""
         return None
-    limits = np.asarray(value)
-    if limits.shape != (num,) or not np.issubdtype(limits.dtype, np.integer) or limits.min() < 1:
-        raise ArgumentError(
-            f"max_new_tokens must be one whole number from 1, or one per example, {num}; got an array of shape "
-            f"{limits.shape} and type {limits.dtype}"
-        )
-    return limits.astype(np.int64)
 
 
-def make_runner(decoder: Decoder, graphs: Choice) -> Runner:
+def make_runner(
+    decoder: Decoder,
+    graphs: Choice,
+    num: int,
+    most: int,
+    *,
+    has_limits: bool,
+    room: Callable[[int], float | None],
+) -> Runner:
     """Return what runs a batch.
 
     Args:
         decoder: runs a batch eagerly.
         graphs: what was asked for.
+        num: the number of examples.
+        most: the most new tokens.
+        has_limits: examples have limits of their own.
+        room: returns the bytes for a batch, see ``Replaying``.
     """
     backend = None if graphs is False else make_backend(graphs, decoder.device)
-    if backend is None:
+    if backend is None or (isinstance(graphs, str) and -(-num // MOST_ITEMS_KNOWN) * (most - 1) < _LEAST_STEPS):
         return Eager(decoder)
     from ._options import read_options
 
@@ -291,13 +267,37 @@ def make_runner(decoder: Decoder, graphs: Choice) -> Runner:
         from ._replaying import Replaying
 
         seed = int(torch.randint(2**62, ())) if options.rules.draws else 0
-        make = partial(_another, backend, graphs, decoder.device)
-        attend = make_attend(decoder.base, decoder.device)
-        return Replaying(decoder, options, make, seed=seed, is_wanted=graphs is True, attend=attend)
-    if graphs is True:
-        raise ArgumentError(f"graphs=True cannot be followed: {options}; pass graphs='auto' or graphs=False")
-    warnings.warn(f"generate runs eagerly: {options}", stacklevel=4)
+        return Replaying(
+            decoder,
+            options,
+            partial(_another, backend, graphs, decoder.device),
+            seed=seed,
+            give_up=partial(give_up, graphs),
+            has_limits=has_limits,
+            attend=make_attend(decoder.base, decoder.device),
+            room=room,
+        )
+    give_up(graphs, options)
     return Eager(decoder)
+
+
+def give_up(graphs: Choice, reason: str) -> None:
+    """Say why batches run eagerly, with ``"auto"`` once for each reason; refuse where graphs are a must."""
+    if graphs is True:
+        raise ArgumentError(f"graphs=True cannot be followed: {reason}; pass graphs='auto' or graphs=False")
+    if isinstance(graphs, str):
+        if reason in _SAID:
+            return
+        _SAID.add(reason)
+    warnings.warn(f"generate runs eagerly: {reason}", stacklevel=_stacklevel())
+
+
+def _stacklevel() -> int:
+    """Return the level of the line outside of this package that is to blame, however deep decoding stands."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("batchwright."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _another(given: GraphBackend, graphs: Choice, device: torch.device) -> GraphBackend:
