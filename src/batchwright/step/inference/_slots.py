@@ -90,6 +90,9 @@ class Slots:
         self._own = Range(*torch.zeros((2, num), dtype=torch.int32, device=device))
         self._from_source = Range(*torch.zeros((2, num), dtype=torch.int32, device=device))
         self._source_lengths = torch.zeros(num, dtype=torch.int32, device=device)
+        config = model.config
+        size = 1 if self._is_decoder_only else getattr(config, "d_model", None) or config.hidden_size
+        self._states = torch.zeros((1, 1, size), dtype=layers.dtype, device=device)  # of the source, see _source
         vocabulary = logits.shape[1]
         has_penalty = rules.repetition_penalty is not None
         self._seen = torch.zeros((num, vocabulary), dtype=torch.bool, device=device) if has_penalty else None
@@ -207,10 +210,8 @@ class Slots:
         """Return hidden states of the source for their form only: their keys and values are in the cache."""
         from transformers.modeling_outputs import BaseModelOutput
 
-        config, width = self._model.config, self.layout.source_width or 0
-        size = getattr(config, "d_model", None) or config.hidden_size
-        states = torch.zeros((1, 1, size), dtype=self._mask.dtype, device=self._mask.device)
-        expanded: Any = states.expand(num_rows, width, size)
+        size = self._states.shape[2]
+        expanded: Any = self._states.expand(num_rows, self.layout.source_width or 0, size)
         return BaseModelOutput(last_hidden_state=expanded)
 
     def _choose(self, logits: Tensor, rows: slice, *, is_first: bool = False) -> None:
