@@ -1,4 +1,4 @@
-"""Run a module once for every rank, and leave no process behind."""
+"""Run a module in processes of its own, one for every rank, and leave none behind."""
 
 import atexit
 import multiprocessing
@@ -43,6 +43,14 @@ def run_ranks(module, world_size, *arguments, python=(), fresh=False):
         outputs = [path.read_text() for path in paths]
     assert codes == [0] * world_size, "\n".join([f"exit codes {codes}", *outputs])
     return outputs
+
+
+def run_alone(module, *arguments):
+    """Run ``module *arguments`` in a new process, forked as ranks are, and return its exit code and what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        (code,) = run_forks([[module, *map(str, arguments)]], [output], ())
+        return code, output.read_text()
 
 
 def run_interpreters(lines, paths, options):
