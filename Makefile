@@ -10,6 +10,10 @@ OLDEST_PYTHON ?= $(shell for python in python3.10 $${PYENV_ROOT:-$$HOME/.pyenv}/
 OLDEST_TESTS ?= tests/plan tests/size tests/serve tests/step tests/integrations/huggingface tests/integrations/accelerate \
 	tests/integrations/lightning
 
+# Tests of one file stay with one worker until another has nothing left to do: servers and browsers start once. The
+# tests start some hundred interpreters, each of which would compile the package anew if bytecode were not kept.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest --numprocesses $(HYPOTHESIS_JOBS) --dist worksteal
+
 KERAS_TESTS ?= tests/integrations/keras src/batchwright/integrations/keras
 
 .DEFAULT_GOAL := help
@@ -51,7 +55,9 @@ demo: .venv-demo/.ready ## train one model five ways on the standard library; on
 	.venv-demo/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable . --group demo
 	@touch $@
 
-test: lint types tests ## everything CI runs: lint, types, tests, doctests, README blocks
+# Types are checked on one core while tests start on the other.
+test: lint ## everything CI runs: lint, types, tests, doctests, README blocks
+	@$(MAKE) --no-print-directory --jobs=2 types tests
 
 lint: .venv/.ready
 	$(BIN)/ruff check .
@@ -61,10 +67,10 @@ types: .venv/.ready
 	$(BIN)/mypy
 
 tests: .venv/.ready .venv/.system
-	$(BIN)/pytest --numprocesses $(HYPOTHESIS_JOBS)
+	$(PYTEST)
 
-check: lint types ## the same with many more random cases
-	HYPOTHESIS_PROFILE=check $(BIN)/pytest --numprocesses $(HYPOTHESIS_JOBS)
+check: lint types .venv/.system ## the same with many more random cases, and whole grids where `make test` runs a part
+	HYPOTHESIS_PROFILE=check $(PYTEST)
 
 # Not part of `make test`: another Python and another torch, about 3 GB from PyPI. Where a release has no torch.nn.attention.varlen
 # or no FSDP2, the tests of these are skipped.

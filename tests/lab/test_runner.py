@@ -383,16 +383,6 @@ def test_a_replay_waits_for_its_run_whatever_the_order():
         assert job.after is None or ends.index(job.after) < ends.index(job.id)
 
 
-def test_processes_give_the_same_results_as_one(tmp_path):
-    given = plan(strategies=("constant", "loss_difference_exponential", "replay_loss_difference_exponential"))
-    alone, shared = run(tmp_path / "a", given), run(tmp_path / "b", given, num_workers=2)
-    assert [found["id"] for found in alone] == [found["id"] for found in shared]
-    assert [found["final"]["validation_loss"] for found in alone] == [
-        found["final"]["validation_loss"] for found in shared
-    ]
-    assert [found["decisions"] for found in alone] == [found["decisions"] for found in shared]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the process under /proc")
 def test_a_process_that_dies_costs_its_run_alone():
     slow = Cell(dataset="wine", model="mlp", num_epochs=40, lr=0.01)

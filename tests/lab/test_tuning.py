@@ -223,10 +223,16 @@ def test_tuning_goes_on_where_it_stopped(tmp_path):
     assert again == first  # the same rates, so nothing that was compared is repeated
 
 
-def test_processes_choose_the_same_rates_as_one(tmp_path):
-    given = plan(strategies=("constant", "exponential", "replay_exponential"), tuning_rounds=1)
+def test_processes_choose_the_same_rates_and_give_the_same_results_as_one(tmp_path):
+    names = ("constant", "loss_difference_exponential", "replay_loss_difference_exponential")
+    given = plan(Cell(dataset="wine", model="logistic", num_epochs=4), strategies=names, tuning_rounds=1)
     alone, shared = run(tmp_path / "a", given), run(tmp_path / "b", given, num_workers=2)
-    assert [one["tuning"] for one in alone] == [one["tuning"] for one in shared]
+    assert len(alone) == 6
+    assert any(one["decisions"] for one in alone)
+    for field in ("id", "tuning", "decisions"):
+        assert [one[field] for one in alone] == [one[field] for one in shared]
+    losses = [[one["final"]["validation_loss"] for one in records] for records in (alone, shared)]
+    assert losses[0] == losses[1]
 
 
 def test_progress_is_shown_while_tuning(tmp_path, capsys):

@@ -1,6 +1,5 @@
 """What holds for every plan, whatever the data and options: 2,700 random cases, 13,500 in `make check`."""
 
-import os
 from itertools import chain
 
 import numpy as np
@@ -10,13 +9,12 @@ from hypothesis import strategies as st
 
 import batchwright as bw
 
+from ..thorough import num_cases
 from .strategies import Case, cases
 
-_FACTOR = 5 if os.environ.get("HYPOTHESIS_PROFILE") == "check" else 1
 
-
-def num_cases(num):
-    return settings(max_examples=num * _FACTOR)
+def draws(num):
+    return settings(max_examples=num_cases(num, thorough=10 * num))
 
 
 def flat(batch):
@@ -27,13 +25,13 @@ def examples(plan):
     return [index for batch in plan for index in flat(batch)]
 
 
-@num_cases(500)
+@draws(250)
 @given(cases())
 def test_every_index_appears_once(case):
     assert sorted(examples(case.plan())) == list(range(len(case.lengths)))
 
 
-@num_cases(500)
+@draws(250)
 @given(cases(), st.sampled_from([1, 2, 3, 8]))
 def test_the_budget_is_never_exceeded_by_what_a_collator_pads(case, world_size):
     lengths = np.asarray(case.lengths).reshape(len(case.lengths), -1)
@@ -48,7 +46,7 @@ def test_the_budget_is_never_exceeded_by_what_a_collator_pads(case, world_size):
             assert all(lengths[row].sum() <= case.options["grouping"].capacity for row in batch)
 
 
-@num_cases(200)
+@draws(100)
 @given(cases())
 def test_the_same_seed_and_epoch_give_the_same_plan(case):
     first, second = case.plan(epoch=3), case.plan(epoch=3)
@@ -56,7 +54,7 @@ def test_the_same_seed_and_epoch_give_the_same_plan(case):
     assert (first.shapes == second.shapes).all()
 
 
-@num_cases(300)
+@draws(150)
 @given(cases(), st.integers(1, 64))
 def test_ranks_take_equally_many_batches_and_lose_nothing(case, world_size):
     plan = case.plan(world_size=world_size)
@@ -67,7 +65,7 @@ def test_ranks_take_equally_many_batches_and_lose_nothing(case, world_size):
     assert len(given_out) - len(case.lengths) == plan.num_repeated <= world_size - 1
 
 
-@num_cases(200)
+@draws(100)
 @given(cases(balance_over=64))
 def test_the_order_is_the_same_for_every_world_size_dividing_64(case):
     alone = case.plan().indices
@@ -91,7 +89,7 @@ def consume(case, world_size, state, num_steps):
     return [index for step in zip(*taken, strict=True) for batch in step for index in batch], states[0]
 
 
-@num_cases(500)
+@draws(250)
 @given(cases(max_examples=40), st.data())
 def test_resuming_at_any_point_on_any_world_size_loses_and_repeats_nothing(case, data):
     first_world = data.draw(st.integers(1, 9))
@@ -110,7 +108,7 @@ def test_resuming_at_any_point_on_any_world_size_loses_and_repeats_nothing(case,
         assert len(set(last[-last_world:])) < last_world
 
 
-@num_cases(500)
+@draws(250)
 @given(cases(max_examples=40), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), max_size=5), st.booleans())
 def test_an_epoch_that_moves_from_world_to_world_keeps_one_order(case, worlds, begins_earlier):
     state, taken = None, []

@@ -1,6 +1,5 @@
 """pad_to: the widths a collator pads to are those the plan counted on."""
 
-import os
 import pickle
 
 import numpy as np
@@ -12,9 +11,8 @@ import batchwright as bw
 from batchwright.errors import ArgumentError, LengthsError
 from batchwright.plan.collating import pad_batches
 
+from ..thorough import num_cases
 from .strategies import Case, cases
-
-_NUM_CASES = 1500 if os.environ.get("HYPOTHESIS_PROFILE") == "check" else 300
 
 
 @st.composite
@@ -64,7 +62,7 @@ def tight(case):
     return Case(case.lengths, bw.MaxTokens(limit) & bw.MaxItems(9), {**case.options, "grouping": grouping})
 
 
-@settings(max_examples=_NUM_CASES)
+@settings(max_examples=num_cases(150, thorough=1500))
 @given(cases(), st.integers(1, 5), st.booleans(), st.sampled_from(["error", "alone", "truncate"]))
 def test_a_collator_builds_the_shapes_of_the_plan_whatever_the_grouping(case, world_size, drop_last, oversize):
     if oversize != "error" and not isinstance(case.options["grouping"], bw.Packed):

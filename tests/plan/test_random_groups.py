@@ -1,6 +1,5 @@
 """What holds for every plan with groups, whatever the data and options: random cases, many more in `make check`."""
 
-import os
 from collections import Counter
 from itertools import chain
 
@@ -11,10 +10,9 @@ from hypothesis import strategies as st
 import batchwright as bw
 from batchwright.errors import BudgetError
 
+from ..thorough import num_cases
 from .grouped import assert_whole_groups, flat
 from .strategies import Case, cases, quadratic
-
-_IS_CHECK = os.environ.get("HYPOTHESIS_PROFILE") == "check"
 
 
 def assert_plan_is_right(case, ids, **options):
@@ -63,7 +61,7 @@ def grouped_cases(draw):
     return case, [f"group {ids[place]}" for place in order]
 
 
-@settings(max_examples=1500 if _IS_CHECK else 300)
+@settings(max_examples=num_cases(150, thorough=1500))
 @given(
     grouped_cases(),
     st.sampled_from([1, 1, 2, 3, 8]),
@@ -107,10 +105,10 @@ def random_case(rng):
 
 
 def test_many_random_plans_keep_their_groups():
-    """500 plans, 10,000 in ``make check``."""
+    """250 plans, 10,000 in ``make check``."""
     rng = np.random.default_rng(20)
     num_planned: Counter[str] = Counter()
-    for _ in range(10_000 if _IS_CHECK else 500):
+    for _ in range(num_cases(250, thorough=10_000)):
         case, ids = random_case(rng)
         options = {
             "world_size": int(rng.choice([1, 2, 3, 8])),
@@ -138,7 +136,7 @@ def run_ranks(case, ids, world_size, state, num_steps):
     return list(chain.from_iterable(zip(*taken, strict=True))), states[0]
 
 
-@settings(max_examples=500 if _IS_CHECK else 100)
+@settings(max_examples=num_cases(50, thorough=500))
 @given(grouped_cases(), st.integers(1, 5), st.integers(1, 5), st.integers(0, 6))
 def test_resuming_on_any_world_size_keeps_groups_and_loses_nothing(grouped, first_world, second_world, num_steps):
     case, ids = grouped

@@ -12,6 +12,8 @@ from batchwright.size.noise import NoiseAverage, estimate_noise, noise_ratio
 from batchwright.step import Stepper
 from batchwright.step.noise import GradientNorms
 
+from ..thorough import crossed
+
 NUM = 400
 
 
@@ -46,8 +48,7 @@ def exact(model, x, y, scale):
     return float((flat - mean).square().sum(dim=1).mean()), float(mean.square().sum())
 
 
-@pytest.mark.parametrize("by_length", [False, True])
-@pytest.mark.parametrize("micro_batch", [2, 5])
+@pytest.mark.parametrize(("micro_batch", "by_length"), crossed([2, 5], [False, True]))
 def test_the_estimates_average_to_the_exact_noise_for_uneven_splits(by_length, micro_batch):
     model, x, y, scale = make_problem(by_length)
     true_s, true_g2 = exact(model, x, y, scale)

@@ -1,6 +1,6 @@
 """A small training run with a batch-size policy; as a script it saves after every update and can be killed.
 
-python adaptive_run.py FOLDER POLICY WAY NUM_EPOCHS [DIE_AFTER]
+python -m tests.walk.adaptive_run FOLDER POLICY WAY NUM_EPOCHS [DIE_AFTER]
 """
 
 from __future__ import annotations

@@ -2,16 +2,13 @@
 
 import json
 import signal
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
+from ..processes import run_alone
 from .adaptive_run import NUM, POLICIES, Run
 
-SCRIPT = Path(__file__).with_name("adaptive_run.py")
 WAYS = ["sampler", "regroup"]
 
 
@@ -59,10 +56,11 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_gives_the_same_sizes_and_batche
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_process_killed_at_work_goes_on_where_it_was(tmp_path, way):
-    command = [sys.executable, str(SCRIPT), str(tmp_path), "loss", way, "2"]
-    killed = subprocess.run([*command, "5"], capture_output=True, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    given = ("tests.walk.adaptive_run", tmp_path, "loss", way, 2)
+    code, output = run_alone(*given, 5)
+    assert code == -signal.SIGKILL, output
+    code, output = run_alone(*given)
+    assert code == 0, output
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     expected = [[examples, size] for examples, size in Run("loss", way).epochs(2)]
     assert rows == expected

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from batchwright.errors import ArgumentError, BudgetError
 from batchwright.step import MemoryMonitor
 
+from ...thorough import crossed
 from .test_auto_budget import auto_trainer, cache, count_forwards, with_memory
 from .trainers import collate, flat, flat_parameters, make_model, numbered
 
@@ -42,8 +43,7 @@ def run_out(model, most_tokens, where):
     model.lm_head.register_forward_hook(lambda module, args, output: Failing.apply(output, num[0]))
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("is_measured", [True, False])
+@pytest.mark.parametrize(("where", "is_measured"), crossed(["forward", "backward"], [True, False]))
 def test_running_out_of_memory_in_either_pass_bounds_the_batches(where, is_measured, tmp_path):
     model, memory = with_memory(40_000)
     run_out(model, 100, where)

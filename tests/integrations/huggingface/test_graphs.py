@@ -25,6 +25,7 @@ from batchwright.step import FitToMemory, PadCollator
 from batchwright.testing import EagerGraphs
 
 from ...step.graphs.tape import TapeGraphs
+from ...thorough import crossed
 from ..dynabatch.failing import raise_error
 from ..dynabatch.tokenizers import make_fast
 from .trainers import (
@@ -89,8 +90,7 @@ def losses(trainer):
 # The same training
 
 
-@pytest.mark.parametrize("name", ["llama", "t5"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("name", "accumulation"), crossed(["llama", "t5"], [1, 3]))
 def test_training_with_graphs_is_training_without(name, accumulation, tmp_path):
     graphed = check_same(name, tmp_path, gradient_accumulation_steps=accumulation, least_replayed=10)
     summary = graphed.graph_summary()

@@ -11,6 +11,7 @@ from batchwright import size
 from batchwright.errors import ArgumentError
 from batchwright.size.noise import estimate_noise
 
+from ...thorough import crossed
 from ..dynabatch.failing import fail_above
 from .trainers import (
     MODELS,
@@ -29,9 +30,7 @@ from .trainers import (
 WEIGHTINGS = ("tokens", "examples")
 
 
-@pytest.mark.parametrize("window", [1, 2, 8])
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "weighting", "window"), crossed(MODELS, WEIGHTINGS, [1, 2, 8]))
 def test_uneven_micro_batches_give_the_exact_gradient_and_loss(name, weighting, window, tmp_path):
     options = {"gradient_accumulation_steps": window, "weighting": weighting}
     trainer, seen, gradients = make_trainer(name, tmp_path, **options)

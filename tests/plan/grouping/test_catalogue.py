@@ -18,8 +18,7 @@ from batchwright.plan.grouping._covering import cover
 from batchwright.plan.grouping._shelves import Shelves, largest_divisor
 from batchwright.plan.grouping.base import Problem, SizeRounding
 
-# 400 random arrays in `make test`, 10,000 in `make check`.
-_NUM_CASES = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "check" else 400
+from ...thorough import num_cases
 
 
 def log_normal(num, axes, seed=0, longest=255):
@@ -76,7 +75,7 @@ def assume_planned(count, options):
     """Leave out the plans that may be refused: one shape has no room for what a multiple of the size leaves."""
 
 
-@settings(max_examples=_NUM_CASES)
+@settings(max_examples=num_cases(200, thorough=10_000))
 @given(problems(), st.integers(1, 40))
 def test_a_plan_has_at_most_so_many_shapes_and_is_collated_as_it_says(problem, count):
     lengths, budget, options = problem

@@ -7,6 +7,7 @@ import torch
 import batchwright as bw
 from batchwright.testing import FakeMemory
 
+from ...thorough import crossed
 from .test_finding import Machine
 
 CAP = 32 * 2**30
@@ -46,8 +47,7 @@ class Translation(Machine):
         return shapes, np.array([self.bytes_of(*shape) for shape in shapes.tolist()]) / CAP
 
 
-@pytest.mark.parametrize("wants_knee", [True, False])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "wants_knee"), crossed([0, 1], [True, False]))
 def test_a_peak_that_small_batches_have_elsewhere_is_told_apart(seed, wants_knee):
     """Small batches peak with all gradients: one line through both kinds would be too flat, and plan too much."""
     machine = Translation(pairs(seed))
@@ -56,8 +56,7 @@ def test_a_peak_that_small_batches_have_elsewhere_is_told_apart(seed, wants_knee
     assert machine.memory.peak_bytes <= CAP
 
 
-@pytest.mark.parametrize("wants_knee", [True, False])
-@pytest.mark.parametrize("most_items", [100, 300])
+@pytest.mark.parametrize(("most_items", "wants_knee"), crossed([100, 300], [True, False]))
 def test_examples_that_fail_by_their_number_are_bounded_and_others_are_not(most_items, wants_knee):
     free, _ = Translation(pairs()).planned(wants_knee=wants_knee)
     shapes, peaks = Translation(pairs(), most_items=most_items).planned(wants_knee=wants_knee)

@@ -12,6 +12,8 @@ from batchwright.step import default_shapes, growing_shapes
 from batchwright.step.calibration.result import Calibration, Measurement
 from batchwright.step.calibration.shapes import GROWTH, in_turn
 
+from ...thorough import num_cases
+
 GIB = 2**30
 
 
@@ -59,7 +61,7 @@ def explore(strategy, peak, total_bytes):
         return found, failed, end.value
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", range(num_cases(1, thorough=2)))
 def test_a_budget_from_growing_probes_is_kept_and_filled(seed):
     lengths, limit = short_texts(5_000, seed), int(0.95 * 32 * GIB)
     found, _, _ = explore(growing_shapes(lengths)(limit), translation_model, 32 * GIB)

@@ -23,6 +23,8 @@ import batchwright as bw
 from batchwright.step import PadCollator, Stepper, huggingface_loss
 from batchwright.step.filler import ROW_WEIGHT
 
+from ...thorough import crossed
+
 torch.set_num_threads(1)
 
 SMALL = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -169,9 +171,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize(("name", "way"), CASES)
-def test_the_gradient_with_filler_is_that_of_the_batch_without(name, way, dtype):
+@pytest.mark.parametrize(("case", "dtype"), crossed(CASES, [torch.float64, torch.float32]), ids=str)
+def test_the_gradient_with_filler_is_that_of_the_batch_without(case, dtype):
+    name, way = case
     torch.manual_seed(0)
     model = MODELS[name]().to(dtype).train()
     examples, axes = make_examples(name, dtype), axes_of(name)

@@ -1,12 +1,11 @@
 """Ranks that fail in every way at random: no rank waits for ever, and all have the same parameters after each step."""
 
-import os
-
 import pytest
 
 from ...processes import run_ranks
+from ...thorough import num_cases
 
-NUM_STEPS = 500 if os.environ.get("HYPOTHESIS_PROFILE") == "check" else 150
+NUM_STEPS = num_cases(150, thorough=500)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

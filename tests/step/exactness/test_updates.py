@@ -7,7 +7,6 @@ A failure prints the plainest case that still fails. To run it alone::
     print(outcome_of(Case(model="temperature", clip=True)))
 """
 
-import os
 import random
 import re
 
@@ -15,10 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from ...processes import leave_group
+from ...thorough import num_cases
 from .cases import draw_case, simplest
 from .examiner import outcome_of
 
-NUM_CASES = 2000 if os.environ.get("HYPOTHESIS_PROFILE") == "check" else 200
+NUM_CASES = num_cases(100, thorough=2000)
 PER_TEST = 100
 
 # Every refusal that a drawn case may meet; the guide lists them.

@@ -18,6 +18,7 @@ from batchwright.step.measuring import experiment
 from batchwright.testing import EagerGraphs, FakeClock, FakeMemory
 
 from ...processes import run_ranks
+from ...thorough import crossed
 from ..graphs.tape import TapeGraphs
 
 torch.set_num_threads(1)
@@ -170,8 +171,7 @@ STEPPERS = {
 
 
 @pytest.mark.filterwarnings("ignore:BatchNorm in training mode")
-@pytest.mark.parametrize("at", [0, 3])
-@pytest.mark.parametrize("name", STEPPERS)
+@pytest.mark.parametrize(("name", "at"), crossed(STEPPERS, [0, 3]))
 def test_training_goes_on_to_the_bit_as_if_there_had_been_no_experiment(name, at):
     expected = trained(STEPPERS[name], with_experiment=False, at=at)
     assert trained(STEPPERS[name], with_experiment=True, at=at) == expected

@@ -9,6 +9,7 @@ from torch import nn
 from batchwright.errors import ArgumentError
 from batchwright.integrations._safe_steps import SafeSteps
 
+from ....thorough import crossed
 from ..failing import fail_above
 from ..models import MODELS, collate, make_examples, make_model
 from .training import exact_gradient, flat_gradient, make_sampler, make_trainer, relative_error, windows
@@ -31,9 +32,7 @@ def run(name, folder, most, where="backward", window=2, **options):
     return trainer, gradients.seen, shapes
 
 
-@pytest.mark.parametrize("window", [1, 2, 8])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "where", "window"), crossed(MODELS, ["forward", "backward"], [1, 2, 8]))
 def test_split_retry_gives_the_exact_gradient(name, where, window, tmp_path):
     trainer, found, _ = run(name, tmp_path, 2, where, window)
     assert trainer._oom_failed_count > 0
