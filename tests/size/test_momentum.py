@@ -1,4 +1,4 @@
-"""Adam's averages when beta2 changes: with a constant gradient g, v / (1 - beta2 ** t) is g² and m / (1 - beta1 ** t) g."""
+"""Adam's averages when beta2 changes: with a constant gradient g, corrected averages are g and its square."""
 
 import math
 

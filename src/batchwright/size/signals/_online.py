@@ -58,8 +58,9 @@ _TRY_AGAIN = 4 * _PATIENCE
 _MOST_MOVES = 8
 # Looks come after 8, 16, 32 and 64 updates of a size, then every 64: a fit takes about as long as a small update.
 _FIRST_LOOK, _LOOK_EVERY = 8, 64
-# What a smaller size must promise at first: the noise scale is low while the loss falls fast, and grows.
-_GAIN_DOWN, _EARLY = 1.15, 32  # measured updates
+# The noise scale is low while the loss falls fast, and grows. What a smaller size must promise at first, and measured
+# updates until a noise scale below the base counts as it is.
+_GAIN_DOWN, _EARLY = 1.15, 32
 # How far beyond the sizes that were timed a first step goes.
 _REACH = 2.0
 _USUAL = (0.1, 0.9)
@@ -281,6 +282,8 @@ class OnlineGoodput(ReasoningPolicy):
             name = f"noise scale not known yet, taken as the base size, {show(scale)}"
         else:
             name = f"noise scale {'' if is_known else 'at least '}{show(scale)} over {found.num_updates:.0f} updates"
+            scale, words = _lean(scale, state["base"], found.num_updates)
+            name += words
         best = self._best(state, observation, scale, least=self._home(state) if is_guess else 1.0)
         if not (is_known or is_guess or is_first) and best.size < observation.current:
             # What is at least so much may be more; the time must demand a smaller size at several times as much too.
@@ -366,6 +369,19 @@ def _find_scale(state: State) -> Evidence:
     if found.is_sure or before is None or (found.scale is not None and found.scale > before):
         return found
     return found._replace(scale=before, is_sure=True)
+
+
+def _lean(scale: float, base: float, num_updates: float) -> tuple[float, str]:
+    """Return a noise scale, one below the base drawn to it as long as little was measured, and the words for it.
+
+    The noise scale is low while the loss falls fast, and grows: what was measured so far says what it is at least for
+    the rest of the run. Whoever chose the base knew more of the whole run than its first updates tell.
+    """
+    trust = min(1.0, num_updates / _EARLY)
+    if scale >= base or trust == 1:
+        return scale, ""
+    drawn = math.exp(trust * math.log(scale) + (1 - trust) * math.log(base))
+    return drawn, f", which grows, taken as {show(drawn)}"
 
 
 def _known(state: State) -> list[Timing]:
