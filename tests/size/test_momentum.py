@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from batchwright.size.momentum import MADE_FOR, changed_beta2, check_beta2, follow_beta2  # noqa: E402
+from batchwright.size.momentum import MADE_AT, MADE_FOR, changed_beta2, check_beta2, follow_beta2, follow_noise  # noqa: E402
 
 torch.set_num_threads(1)
 GRADIENT = torch.tensor([3.0, -0.5, 1e-2])
@@ -216,3 +216,41 @@ def test_optimizers_are_known_by_what_they_are_made_from():
     optimizer = Watched([parameter])
     follow_beta2(optimizer, [0.5])
     assert optimizer.param_groups[0][MADE_FOR] == 0.5
+
+
+@pytest.mark.parametrize("name", ["adam", "adam amsgrad", "nadam"])
+def test_squares_of_a_size_become_those_of_another(name):
+    # N = 48: 1 + 48/16 = 4 at 16 examples, 1 + 48/48 = 2 at 48. The average of squares is half as large, others stay.
+    kind, more = KINDS[name]
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = kind([parameter], **OPTIONS, **more)
+    follow_noise(optimizer, 16, lambda: 48.0)
+    list(run(optimizer, parameter, [0.98] * 3))
+    before = {key: value.clone() for key, value in optimizer.state[parameter].items()}
+    follow_noise(optimizer, 48, lambda: 48.0)
+    follow_noise(optimizer, 48, lambda: 48.0)
+    for key, value in optimizer.state[parameter].items():
+        expected = before[key] / 2 if "exp_avg_sq" in key else before[key]
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)
+    assert optimizer.param_groups[0][MADE_AT] == 48
+
+
+def test_squares_stay_where_the_noise_is_not_known_or_the_size_is_about_the_same():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.Adam([parameter], **OPTIONS)
+    follow_noise(optimizer, 100, lambda: pytest.fail("nobody needs to know"))
+    list(run(optimizer, parameter, [0.98]))
+    average = optimizer.state[parameter]["exp_avg_sq"].clone()
+    follow_noise(optimizer, 109, lambda: pytest.fail("nobody needs to know"))
+    follow_noise(optimizer, 200, lambda: None)
+    assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], average)
+    assert optimizer.param_groups[0][MADE_AT] == 200
+
+
+def test_an_optimizer_whose_averages_are_not_known_is_left_alone():
+    class Lion(torch.optim.Optimizer):
+        pass
+
+    optimizer = Lion([torch.nn.Parameter(torch.zeros(1))], {"betas": (0.9, 0.99)})
+    follow_noise(optimizer, 16, lambda: 48.0)
+    assert MADE_AT not in optimizer.param_groups[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, final
 
@@ -25,6 +25,10 @@ _AVERAGES = ("exp_avg_sq", "max_exp_avg_sq")
 # Where a group notes the beta2 whose correction its averages need. It belongs to them: whoever saves, loads, copies or
 # restores an optimizer takes both along.
 MADE_FOR = "exp_avg_sq_beta2"
+# Where a group notes the batch size that its averages of squares are right for.
+MADE_AT = "exp_avg_sq_size"
+# A size within this factor is the same: squares differ by less than they are off anyway.
+_SAME_SIZE = 1.1
 # A part of a step, far below what the largest change of a size makes of the first one.
 _FEWEST_STEPS = 1e-12
 
@@ -66,6 +70,40 @@ def follow_beta2(optimizer: Any, values: Sequence[float | None] | None) -> None:
         _follow(inner, values)
     elif any(MADE_FOR in group for group in inner.param_groups):  # a rule was at work before, perhaps in another run
         _follow(inner, beta2s_of(inner))
+
+
+def follow_noise(optimizer: Any, batch_size: int, find_scale: Callable[[], float | None]) -> None:
+    """Make Adam's averages of squared gradients those that batches of another size would have given.
+
+    The gradient of ``B`` examples has a mean square of ``G2 + S / B``, so that a noise scale ``N = S / G2`` says what
+    the averages of ``B0`` examples would be at ``B``: they are multiplied by ``(1 + N / B) / (1 + N / B0)``. Without
+    that, a batch that has grown takes steps that are too short until its own squares have replaced the others. A group
+    notes the size as ``"exp_avg_sq_size"``, and checkpoints of the optimizer hold it.
+
+    Args:
+        optimizer: Adam, AdamW, NAdam, RAdam or SparseAdam of ``torch.optim``; others are left alone.
+        batch_size: of the next step; within a tenth of the one before, nothing changes.
+        find_scale: returns the noise scale in examples, None if it is not known; asked only after a change.
+    """
+    inner = innermost(optimizer)
+    if not _is_corrected(inner):
+        return
+    for group in inner.param_groups:
+        before = group.setdefault(MADE_AT, batch_size)
+        if abs(math.log(batch_size / before)) > math.log(_SAME_SIZE):
+            scale = find_scale()
+            if scale is not None:
+                _scale_squares(inner, group, (1 + scale / batch_size) / (1 + scale / before))
+            group[MADE_AT] = batch_size
+
+
+def _scale_squares(optimizer: Any, group: dict[str, Any], factor: float) -> None:
+    import torch
+
+    found = [optimizer.state.get(parameter) or {} for parameter in group["params"]]
+    averages = [_local(held[name]) for held in found for name in _AVERAGES if name in held]
+    if averages:
+        torch._foreach_mul_(averages, factor)
 
 
 def beta2s_of(optimizer: Any) -> Beta2s:

@@ -24,7 +24,7 @@ def test_a_noise_scale_below_the_base_is_drawn_to_it_as_long_as_little_was_measu
 
 
 def test_a_low_noise_scale_of_the_first_updates_does_not_shrink_a_batch_that_costs_no_more_time():
-    # Launches take 50 ms whatever the batch holds: what is measured at first, a tenth of the base, is no reason to stay.
+    # Launches take 50 ms whatever the batch holds: a noise scale of a tenth of the base is no reason to stay at first.
     controller = control(initial=32)
     drive(controller, 24, scale=3.2, seconds=lambda size: 0.05)
     assert controller.size > 64
