@@ -125,5 +125,5 @@ class ExperimentBudget:
         """Return the budget of a saved state."""
         names = [item.name for item in fields(ExperimentBudget)]
         state = as_state(state, of="ExperimentBudget", needs=names)
-        values = {name: read_number(state, name, least=0) for name in names}
+        values: dict[str, Any] = {name: read_number(state, name, least=0) for name in names}
         return ExperimentBudget(**{**values, "num_held": int(values["num_held"])})

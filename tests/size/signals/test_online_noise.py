@@ -3,7 +3,7 @@
 import pytest
 
 from batchwright.size import BatchSizeController, Observation, goodput
-from batchwright.size.signals._online_noise import lean
+from batchwright.size.signals.noise_scale import lean
 
 
 def drive(controller, num, *, scale, seconds=lambda size: 0.1 + 0.001 * size):

@@ -16,7 +16,6 @@ from .._states import Check, check_flag, check_number, check_record, check_whole
 from ..noise import NoiseAverage, check_recent
 from ..observation import SOURCES, Observation
 from ..policy import Answer, ReasoningPolicy, State, ask, hold, options, show
-from ._online_noise import EARLY, FEWEST_NOISE, find_scale, lean, take_noise
 from ._prediction import StepTime
 from ._timings import (
     ENOUGH,
@@ -40,7 +39,16 @@ from ._token_times import (
     spans_enough,
     token_timings,
 )
-from .noise_scale import check_average, lacks_noise, need_two
+from .noise_scale import (
+    EARLY,
+    FEWEST_NOISE,
+    check_average,
+    find_scale,
+    lacks_noise,
+    lean,
+    need_two,
+    take_noise,
+)
 
 SizeUnit: TypeAlias = Literal["examples", "tokens"]
 
