@@ -433,6 +433,7 @@ ADDED = {
     "batchwright.lab.strategies.Strategy.min_epochs",
     "batchwright.lab.strategies.RunSettings",
     "batchwright.size.Decision.tokens",
+    "batchwright.size.ExperimentBudget",
     "batchwright.size.Observation.begins_tokens",
     "batchwright.size.learning_rate.current_lr",
     "batchwright.size.learning_rate.get_beta2_rule",

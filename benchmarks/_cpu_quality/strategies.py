@@ -4,7 +4,8 @@ constant-64x3   64 examples, 3 times the task's rate as its rule scales it to 64
 goodput         size.goodput(), which learns times and noise on the way
 goodput_betas   the same, with Adam's betas as they are
 goodput_oracle  the same, where noise is that of a thousand other examples, and takes no time
-measured        size.measured(), which reads experiments of step.measure_size
+measured        size.measured(), which reads experiments of step.measure_size, at most 5 % of the time
+measured_early  the same, where experiments may take half of the time
 smith           the batch grows where the rate would fall (Smith et al. 2017): for SGD as 1 / rate, for Adam its square
 seesaw          the batch grows as 1 / rate, the rate falls as its root (arXiv 2510.14717)
 warmup          the batch doubles after an eighth, a quarter and half of the time, the rate follows by the rule: as the
@@ -25,6 +26,7 @@ from batchwright import size
 from batchwright.size import learning_rate
 from batchwright.step import Stepper, StepReport, measure_size
 
+from .clocks import Clock
 from .tasks import LOSS, Task
 
 STRATEGIES = ("goodput", "measured", "smith", "seesaw", "warmup")
@@ -33,12 +35,11 @@ PARTS = 1000  # of the time, in which schedules count
 LARGEST = 64  # times the base size
 NOISE_EVERY = 2  # updates
 ORACLE_EXAMPLES = 1024
-# When experiments are made, in parts of the time: once, at the end of the warm-up. While the loss falls fast the test
-# allows more, and what is found is of use for longer: on the teacher, 0.1 held the base in three of five runs, 0.05 in
-# none; on the images two and three.
-EXPERIMENTS = (0.05,)
-# To train on: 8 updates at 4 times the size. Twice as many took 22 % of a run instead of 13 %.
+# To train on: 8 updates at 4 times the size.
 EXPERIMENT_BATCHES = 32
+# Of the time, that experiments may take: what ``size.ExperimentBudget`` has by itself, and one that lets the first of
+# them be made in these short runs, after about a quarter of the time.
+SHARES = {"measured": 0.05, "measured_early": 0.5}
 # To compare losses on, and how many times the size in force: fewer and larger passes take less time for the same error.
 HELD_OUT, HELD_OUT_FACTOR = 8, 4
 FACTORS = (1, 2, 4)
@@ -74,7 +75,8 @@ class Strategy:
         self.name, self.task = name, task
         self.stepper_options: dict[str, Any] = {}
         self._rate_of: Callable[[int], float] = decay
-        self._experiments = list(EXPERIMENTS) if name == "measured" else []
+        share = SHARES.get(name)
+        self._budget = None if share is None else size.ExperimentBudget(share)
         self._oracle: Callable[[], Row] | None = None
         self.controller = self._make()
 
@@ -92,6 +94,8 @@ class Strategy:
         if self.name.startswith("goodput"):
             known = self._oracle() if self._oracle is not None else {}
             self.controller.observe(**{**report.observation(), "seconds": seconds, **known})
+        elif self._budget is not None:
+            self._budget = self._budget.after_update(seconds)
         elif self.name in ("smith", "seesaw", "warmup"):
             self.controller.observe(epoch=min(PARTS, int(PARTS * gone)))
 
@@ -100,12 +104,16 @@ class Strategy:
         if self.name == "goodput_oracle":
             self._oracle = _Oracle(model, draw)
 
-    def experiment(self, stepper: Stepper, take: Batches, gone: float, time_of: TimeOf) -> Work | None:
-        """Measure larger sizes if it is time to, and return the work of it."""
-        if not self._experiments or gone < self._experiments[0]:
-            return None
-        self._experiments = [moment for moment in self._experiments if moment > gone]
-        return experiment(self.controller, stepper, take, time_of)
+    def experiment(self, stepper: Stepper, take: Batches, clock: Clock) -> float:
+        """Measure larger sizes if the budget allows it, and return the seconds of it."""
+        if self._budget is None or not self._budget.allows(EXPERIMENT_BATCHES, FACTORS):
+            return 0.0
+        began, before = clock.seconds, self.size
+        work = experiment(self.controller, stepper, take, clock.time_of)
+        clock.passed(passes=work["passes"], examples=work["examples"])
+        took, counts = clock.seconds - began, {"num_batches": EXPERIMENT_BATCHES, "factors": FACTORS}
+        self._budget = self._budget.after_experiment(took, **counts, has_grown=self.size > before)
+        return took
 
     def _make(self) -> bw.BatchSizeController:
         base, task = self.task.base_size, self.task
@@ -129,7 +137,7 @@ class Strategy:
         if self.name == "warmup":
             policy = size.milestones({0: base, 125: 2 * base, 250: 4 * base, 500: 8 * base}, per="epoch")
             return bw.BatchSizeController(policy, **limits)
-        if self.name == "measured":
+        if self._budget is not None:
             return bw.BatchSizeController(size.measured(), initial=base, **limits)
         if self.name in ("goodput", "goodput_betas", "goodput_oracle"):
             if self.name != "goodput_oracle":

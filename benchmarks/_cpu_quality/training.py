@@ -76,12 +76,8 @@ def run(unit: Unit, scale: float = 1.0) -> Row:
     strategy.watch(model, lambda num: data.batch(others.integers(0, len(data.train[1]), num)))
     clock.start()
     while (began := clock.seconds) < seconds:
-        gone = began / seconds
-        work = strategy.experiment(stepper, take, gone, clock.time_of)
-        if work is not None:
-            clock.passed(passes=work["passes"], examples=work["examples"])
-            extra += clock.seconds - began
-            began = clock.seconds
+        extra += strategy.experiment(stepper, take, clock)
+        began = clock.seconds
         size = strategy.size
         for group in optimizer.param_groups:
             group["lr"] = task.lr * strategy.rate(began / seconds)

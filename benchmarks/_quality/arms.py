@@ -17,7 +17,8 @@ smith-16-4096              the same by a schedule: the batch grows where the rat
 seesaw-16-4096             the batch grows, and the rate falls by the root
 auto-32                    32 texts of like length at first, run eagerly; size.goodput decides how many
 auto_betas-32              the same, with the betas as they are
-trials-32                  the same; size.measured decides, by experiments of step.measure_size
+trials-32                  the same; size.measured decides, by experiments of step.measure_size, 5 % of the time at most
+trials_early-32            the same, where experiments may take half of the time
 warmup-16-4096             the batch doubles after an eighth, a quarter and half of the time
 """
 
@@ -36,7 +37,8 @@ from .corpus import Corpus, Part, Update
 
 _NUMBERS = {
     "fixed": 1, "grouped": 1, "group_by_length": 1, "batch_rebalance": 2, "dynabatch": 1, "max_tokens": 1,
-    "auto": 1, "auto_betas": 1, "trials": 1, "goodput": 2, "measured": 2, "smith": 2, "seesaw": 2, "warmup": 2,
+    "auto": 1, "auto_betas": 1, "trials": 1, "trials_early": 1,
+    "goodput": 2, "measured": 2, "smith": 2, "seesaw": 2, "warmup": 2,
     "buckets": 2, "graphs": 2, "compile": 2, "compile_apart": 2, "compile_dynamic": 2, "compile_dynamic_apart": 2,
 }  # fmt: skip
 _OF_OTHERS = ("group_by_length", "batch_rebalance", "dynabatch")
@@ -89,7 +91,7 @@ class Arm:
     @property
     def is_sized(self) -> bool:
         """Return whether a policy decides the texts of an update that runs eagerly."""
-        return self.kind in ("auto", "auto_betas", "trials")
+        return self.kind in ("auto", "auto_betas", "trials", "trials_early")
 
     @property
     def is_compiled(self) -> bool:

@@ -1,6 +1,8 @@
 """The arms without a batch size: updates run eagerly, and a policy decides how many texts the next one has.
 
 ``auto`` asks ``size.goodput``, ``trials`` asks ``size.measured``, which reads experiments of ``step.measure_size``.
+These take at most the share of the time that ``size.ExperimentBudget`` has by itself; ``trials_early`` lets them take
+half of it.
 
 Texts of about the same length share an update, as in the grouped arms. The rate follows the root of the size and Adam's
 second moment keeps its half-life, both meant for the first size; ``auto_betas`` leaves the second moment alone. Batches
@@ -29,10 +31,10 @@ from .corpus import Batch, Corpus, Made, Part
 # As ``controller="auto"`` of the trainers measures it.
 NOISE: Row = {"measure_noise": 4, "noise_from": "vectors"}
 LARGEST = 64  # times the first size
-# Batches that are made at a time, while the clock stands still and the device with it. At every update that would drain
-# the device, which runs behind the host in all other arms.
-AHEAD = 48
-EXPERIMENTS = (0.1, 0.3)  # when, in parts of the time
+# Batches that are made at a time, while the clock stands still and the device with it: that drains the device, which
+# runs behind the host in all other arms. So there are twice as many each time, as long as the size stays.
+AHEAD, MOST_AHEAD = 48, 768
+SHARES = {"trials": 0.05, "trials_early": 0.5}
 FACTORS = (1, 2, 4)
 # Batches to train on, and groups of them to compare losses on; batches of a group can be joined to one.
 EXPERIMENT_BATCHES, HELD_OUT = 16, 4
@@ -43,7 +45,7 @@ class Auto:
     """Trains at sizes that a controller decides.
 
     Args:
-        arm: ``auto-32``, ``auto_betas-32`` or ``trials-32``: the first size.
+        arm: ``auto-32``, ``auto_betas-32``, ``trials-32`` or ``trials_early-32``: the first size.
         corpus: what is trained on.
         device: where.
         model: that is trained.
@@ -78,13 +80,14 @@ class Auto:
         self._stepper = Stepper(
             model, optimizer, loss_fn, clip_norm=clip_norm, autocast=torch.bfloat16, lr_rule="sqrt",
             beta2_rule=None if arm.kind == "auto_betas" else "half_life", base_size=base,
-            **({} if arm.kind == "trials" else NOISE),
+            **({} if arm.kind in SHARES else NOISE),
             tokens_of=lambda batch: sum(batch[column].numel() for column in columns),
         )  # fmt: skip
         limits = {"min_size": max(2, base // 8), "max_size": LARGEST * base, "initial": base}
-        policy = size.measured() if arm.kind == "trials" else size.goodput()
+        policy = size.measured() if arm.kind in SHARES else size.goodput()
         self._controller = bw.BatchSizeController(policy, **limits)
-        self._experiments = list(EXPERIMENTS) if arm.kind == "trials" else []
+        self._budget = size.ExperimentBudget(SHARES[arm.kind]) if arm.kind in SHARES else None
+        self._ahead = AHEAD
         self._reasons: list[str] = []
         self._report: StepReport | None = None
         self._size = 0
@@ -98,9 +101,13 @@ class Auto:
 
     def make_ready(self) -> None:
         """Make some batches: of a window of texts, sorted and cut, or of a new one where the size has changed."""
-        if self._controller.size != self._size or not self._batches:
+        if self._controller.size != self._size:
             self._cut(self._controller.size)
-        cuts = [self._batches.popleft() for _ in range(min(AHEAD, len(self._batches)))]
+            self._ahead = AHEAD
+        while len(self._batches) < self._ahead:
+            self._add_window(self._size)
+        cuts = [self._batches.popleft() for _ in range(self._ahead)]
+        self._ahead = min(2 * self._ahead, MOST_AHEAD)
         made = self._pin([self._corpus.make(Part(cut)) for cut in cuts], self._device)
         self._ready.extend(zip(cuts, made, strict=True))
 
@@ -108,13 +115,13 @@ class Auto:
         """Return the next batch that is ready."""
         return self._ready.popleft()[1]
 
-    def is_due(self, gone: float) -> bool:
+    @property
+    def is_due(self) -> bool:
         """Say whether it is time for an experiment."""
-        return bool(self._experiments) and gone >= self._experiments[0]
+        return self._budget is not None and self._budget.allows(EXPERIMENT_BATCHES, FACTORS)
 
-    def take_experiment(self, gone: float) -> tuple[list[Batch], list[Batch]]:
+    def take_experiment(self) -> tuple[list[Batch], list[Batch]]:
         """Return batches to train on and batches to compare losses on."""
-        self._experiments = [moment for moment in self._experiments if moment > gone]
         number, most = self._controller.size, max(FACTORS)
         groups = [self._take_group(number * most) for _ in range(EXPERIMENT_BATCHES // most + HELD_OUT)]
         parts = [[_rows(group, at, number) for at in range(0, number * most, number)] for group in groups[HELD_OUT:]]
@@ -130,6 +137,10 @@ class Auto:
         result = measure_size(self._stepper, train, factors=FACTORS, evaluate=test)
         before = self._controller.size
         self._controller.observe(**result.observation())
+        assert self._budget is not None
+        counts = {"num_batches": EXPERIMENT_BATCHES, "factors": FACTORS}
+        has_grown = self._controller.size > before
+        self._budget = self._budget.after_experiment(result.total_seconds, **counts, has_grown=has_grown)
         self._reasons.append(f"{before} to {self._controller.size} after {result.total_seconds:.2f} s: {result}")
 
     def _sent(self, batch: Batch) -> Batch:
@@ -139,21 +150,28 @@ class Auto:
         unused = [*(cut for cut, _ in self._ready), *self._batches]
         self._ready.clear()
         rest = self._rng.permutation(np.concatenate([*unused, np.empty(0, dtype=np.int64)]))
-        self._left = np.concatenate([rest, self._left])
+        self._left, self._size = np.concatenate([rest, self._left]), number
+        self._batches.clear()
+        self._add_window(number)
+
+    def _add_window(self, number: int) -> None:
+        """Add a window of texts, sorted and cut."""
         while len(self._left) < number:
             self._left = np.concatenate([self._left, self._rng.permutation(len(self._corpus.lengths))])
         num = min(len(self._left) // number, WINDOW) * number
-        window, self._left, self._size = self._left[:num], self._left[num:], number
+        window, self._left = self._left[:num], self._left[num:]
         order = window[np.lexsort(self._corpus.lengths[window].T[::-1])]
         batches = np.split(order, range(number, num, number))
-        self._batches = deque(batches[place] for place in self._rng.permutation(len(batches)))
+        self._batches.extend(batches[place] for place in self._rng.permutation(len(batches)))
 
     def __call__(self, update: Sequence[Made]) -> None:
         """Run an update, and let the policy see it."""
         (made,) = update
         report, before = self._stepper.step(self._sent(made.batch)), self._report
         self._report = report
-        if before is not None and self._controller.policy.name == "goodput":
+        if before is not None and self._budget is not None:
+            self._budget = self._budget.after_update(before.seconds)
+        elif before is not None:
             # That of the update before: its values are there, and the host need not wait for the device.
             self._controller.observe(**before.observation())
         self.trained.append(made)

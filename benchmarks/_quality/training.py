@@ -258,10 +258,9 @@ class Run:
     def _next(self, number: int, clock: Clock) -> tuple[Made, ...]:
         if not isinstance(self.train, Auto):
             return self.updates[number % len(self.updates)]
-        gone = clock.seconds / self.settings.seconds
-        if self.train.is_due(gone):
+        if self.train.is_due:
             clock.pause()
-            found = self.train.take_experiment(gone)
+            found = self.train.take_experiment()
             clock.start()
             self.train.experiment(*found)
         if not self.train.is_ready:  # nobody knew the size, so batches are made now

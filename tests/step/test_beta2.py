@@ -1,6 +1,7 @@
 """Stepper(beta2_rule=…): the second of betas inside the step, and the user's betas everywhere else."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from batchwright.errors import ArgumentError
 from batchwright.size.momentum import ChangedBeta2, beta2s_of, changed_beta2
+from batchwright.size.noise import NoiseAverage
 from batchwright.step import Stepper
 
 torch.set_num_threads(1)
@@ -59,8 +61,14 @@ OPTIMIZERS = {
 
 
 def keep_corrected(optimizer, before, after):
-    """Multiply what a step divides by 1 - beta2 ** t, so that the quotient is what it was."""
+    """Count Adam's steps so far as steps of the new size; others keep v / (1 - beta2 ** t) what it was."""
     for state in optimizer.state.values():
+        if isinstance(optimizer, torch.optim.Adam):
+            t = float(state["step"])
+            u = t * math.log(before) / math.log(after)
+            state["exp_avg"] *= (1 - 0.9**u) / (1 - 0.9**t)
+            state["step"] *= u / t
+            continue
         for name in {"exp_avg_sq", "max_exp_avg_sq"} & state.keys():
             t = int(state["step"])
             state[name] *= (1 - after**t) / (1 - before**t)
@@ -82,7 +90,7 @@ def by_hand(model, optimizer, sizes):
 
 def assert_same(mine, other):
     for one, twin in zip(mine.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one, twin, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(one, twin, rtol=2e-6, atol=2e-7)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -277,3 +285,23 @@ def test_equal_values_touch_nothing():
     betas = optimizer.param_groups[0]["betas"]
     with changed_beta2(optimizer, [0.99]):
         assert optimizer.param_groups[0]["betas"] is betas
+
+
+def test_a_stepper_that_measures_noise_makes_the_squares_follow_the_size():
+    model = make_model()
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    far = lambda model, batch: ((model(batch[0]) - 9.0).square().sum(), len(batch[0]))  # noqa: E731
+    stepper = Stepper(model, optimizer, far, measure_noise=True, **RULES)
+    for seed in range(40):
+        stepper.step(batch_of(8, seed))
+    before, seen = [held["exp_avg_sq"].clone() for held in optimizer.state.values()], []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.extend(one["exp_avg_sq"].clone() for one in optimizer.state.values())
+    )
+    stepper.step(batch_of(64, 99))
+    noise = NoiseAverage.from_state(stepper.state_dict()["noise"])
+    assert noise.is_reliable
+    factor = (1 + noise.scale / 64) / (1 + noise.scale / 8)
+    assert 0.3 < factor < 0.99
+    for average, was in zip(seen, before, strict=True):
+        torch.testing.assert_close(average, factor * was, rtol=1e-5, atol=0)

@@ -29,8 +29,9 @@ _LEAST_UPDATES = 20
 NOISE_EVERY = 8
 # Of so many first updates every second one is measured, so that the first decision does not wait.
 NOISE_FIRST = 32
-# The same from vectors. 7 of the first 64 measurements cut the batch in two, to compare with the whole gradient. At
-# every fourth update that and the vectors add 2.4 to 3.1 % to the operators of the first 256 updates, later below 1 %.
+# The same from vectors. The 1st, 32nd and every 64th measurement cut the batch in two, to compare with the whole
+# gradient. At every fourth update that and the vectors add 2 to 3 % to the operators of the first 64 updates, and less
+# later (tests/step/noise/test_cost.py).
 _VECTORS_EVERY = 4
 _NOISE_OPTIONS = {"noise_parts", "noise_groups", "noise_from", "measure_noise"}
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

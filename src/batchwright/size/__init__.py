@@ -9,6 +9,7 @@ from .combine import switch as switch
 from .controller import BatchSizeController as BatchSizeController
 from .controller import Decision as Decision
 from .curriculum import Curriculum as Curriculum
+from .experiments import ExperimentBudget as ExperimentBudget
 from .from_learning_rate import from_lr as from_lr
 from .from_learning_rate import seesaw as seesaw
 from .observation import Observation as Observation
@@ -44,6 +45,7 @@ __all__ = [
     "BatchSizeController",
     "Curriculum",
     "Decision",
+    "ExperimentBudget",
     "Observation",
     "Policy",
     "Transform",

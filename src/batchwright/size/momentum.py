@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, final
 
@@ -16,6 +16,8 @@ from .learning_rate import Beta2Rule, in_step, innermost
 Beta2s: TypeAlias = "tuple[float | None, ...]"
 # Of torch.optim: the average starts at 0, and the step divides it by ``1 - beta2 ** step``.
 _CORRECTED = frozenset({"Adam", "AdamW", "NAdam", "RAdam", "SparseAdam"})
+# Of these, the ones whose steps may be any number: nothing but the two corrections depends on it.
+_COUNTED = frozenset({"Adam", "AdamW"})
 # The second beta is that of an average without a correction.
 _UNCORRECTED = frozenset({"Adamax", "Lion"})
 # The largest average that AMSGrad has seen is divided by the same correction.
@@ -23,6 +25,12 @@ _AVERAGES = ("exp_avg_sq", "max_exp_avg_sq")
 # Where a group notes the beta2 whose correction its averages need. It belongs to them: whoever saves, loads, copies or
 # restores an optimizer takes both along.
 MADE_FOR = "exp_avg_sq_beta2"
+# Where a group notes the batch size that its averages of squares are right for.
+MADE_AT = "exp_avg_sq_size"
+# A size within this factor is the same: squares differ by less than they are off anyway.
+_SAME_SIZE = 1.1
+# A part of a step, far below what the largest change of a size makes of the first one.
+_FEWEST_STEPS = 1e-12
 
 
 def check_beta2(optimizer: Any) -> None:
@@ -43,11 +51,15 @@ def check_beta2(optimizer: Any) -> None:
 
 
 def follow_beta2(optimizer: Any, values: Sequence[float | None] | None) -> None:
-    """Prepare Adam's averages of squared gradients for a step with another beta2 than the step before.
+    """Prepare Adam's averages for a step with another beta2 than the step before.
 
-    The step divides them by ``1 - beta2 ** step``, which is right for averages made with this beta2 alone. They are
-    multiplied so that the quotient stays what it was. A group notes for which beta2 they are right as
-    ``"exp_avg_sq_beta2"``, and checkpoints of the optimizer hold it.
+    The step divides the average of squared gradients by ``1 - beta2 ** step``, which is right for one made with this
+    beta2 alone. With Adam and AdamW, ``step`` becomes the number of steps with the new beta2 that would have forgotten
+    as much, ``step · log(old) / log(new)``: under ``half_life``, ten updates of 16 examples are one and a quarter of
+    128, and the first few gradients of small batches, which are noisy and large, do not count as if each had been of a
+    large one. The average of gradients is multiplied so that its own correction is right too. With NAdam, RAdam and
+    SparseAdam, steps stay, and the average of squares is multiplied so that the quotient is what it was. A group notes
+    for which beta2 its averages are right as ``"exp_avg_sq_beta2"``, and checkpoints of the optimizer hold it.
 
     Args:
         optimizer: Adam, AdamW, NAdam, RAdam or SparseAdam of ``torch.optim``; others are left alone.
@@ -58,6 +70,40 @@ def follow_beta2(optimizer: Any, values: Sequence[float | None] | None) -> None:
         _follow(inner, values)
     elif any(MADE_FOR in group for group in inner.param_groups):  # a rule was at work before, perhaps in another run
         _follow(inner, beta2s_of(inner))
+
+
+def follow_noise(optimizer: Any, batch_size: int, find_scale: Callable[[], float | None]) -> None:
+    """Make Adam's averages of squared gradients those that batches of another size would have given.
+
+    The gradient of ``B`` examples has a mean square of ``G2 + S / B``, so that a noise scale ``N = S / G2`` says what
+    the averages of ``B0`` examples would be at ``B``: they are multiplied by ``(1 + N / B) / (1 + N / B0)``. Without
+    that, a batch that has grown takes steps that are too short until its own squares have replaced the others. A group
+    notes the size as ``"exp_avg_sq_size"``, and checkpoints of the optimizer hold it.
+
+    Args:
+        optimizer: Adam, AdamW, NAdam, RAdam or SparseAdam of ``torch.optim``; others are left alone.
+        batch_size: of the next step; within a tenth of the one before, nothing changes.
+        find_scale: returns the noise scale in examples, None if it is not known; asked only after a change.
+    """
+    inner = innermost(optimizer)
+    if not _is_corrected(inner):
+        return
+    for group in inner.param_groups:
+        before = group.setdefault(MADE_AT, batch_size)
+        if abs(math.log(batch_size / before)) > math.log(_SAME_SIZE):
+            scale = find_scale()
+            if scale is not None:
+                _scale_squares(inner, group, (1 + scale / batch_size) / (1 + scale / before))
+            group[MADE_AT] = batch_size
+
+
+def _scale_squares(optimizer: Any, group: dict[str, Any], factor: float) -> None:
+    import torch
+
+    found = [optimizer.state.get(parameter) or {} for parameter in group["params"]]
+    averages = [_local(held[name]) for held in found for name in _AVERAGES if name in held]
+    if averages:
+        torch._foreach_mul_(averages, factor)
 
 
 def beta2s_of(optimizer: Any) -> Beta2s:
@@ -186,10 +232,9 @@ def _is_corrected(optimizer: Any) -> bool | None:
 
 
 def _follow(optimizer: Any, values: Sequence[float | None]) -> None:
-    """Multiply averages by ``(1 - new ** t) / (1 - old ** t)`` in groups whose beta2 is not that of the update before.
+    """Prepare the groups whose beta2 is not that of the update before; see ``follow_beta2``.
 
-    Here ``t`` counts the steps of a parameter so far. Called again with the same values, it changes nothing. Steps on
-    the device are not waited for.
+    Called again with the same values, it changes nothing. Steps on the device are not waited for.
 
     Args:
         optimizer: without its wrappers; one whose correction is not known is left alone.
@@ -197,18 +242,33 @@ def _follow(optimizer: Any, values: Sequence[float | None]) -> None:
     """
     if not _is_corrected(optimizer):
         return
+    may_count = any(kind.__name__ in _COUNTED for kind in type(optimizer).__mro__)
     for group, value in zip(optimizer.param_groups, values, strict=True):
         if value is None:
             continue
         before = group.get(MADE_FOR, float(group["betas"][1]))
         if value != before:
             found = [optimizer.state.get(parameter) for parameter in group["params"]]
-            _multiply([held for held in found if held and "step" in held], before, value)
+            held = [one for one in found if one and "step" in one]
+            if may_count and min(before, value) > 0 and all(hasattr(one["step"], "mul_") for one in held):
+                _count_anew(held, math.log(before) / math.log(value), float(group["betas"][0]))
+            else:
+                _multiply(held, _AVERAGES, before, value)
             group[MADE_FOR] = value
 
 
-def _multiply(states: list[dict[str, Any]], before: float, after: float) -> None:
-    """Multiply averages that are right for one beta2, so that they are for another."""
+def _count_anew(states: list[dict[str, Any]], ratio: float, beta1: float) -> None:
+    """Multiply steps, so that averages of squares are right for another beta2, and averages of gradients with them."""
+    import torch
+
+    if states:
+        # 1 - beta1 ** (ratio · step) is the correction of a beta1 ** ratio after as many steps as there were.
+        _multiply(states, ("exp_avg",), beta1, beta1**ratio)
+        torch._foreach_mul_([_local(held["step"]) for held in states], ratio)
+
+
+def _multiply(states: list[dict[str, Any]], names: Sequence[str], before: float, after: float) -> None:
+    """Multiply averages that are right for one beta by ``(1 - after ** t) / (1 - before ** t)``: right for another."""
     import torch
 
     on_host: list[tuple[dict[str, Any], float]] = []
@@ -225,21 +285,21 @@ def _multiply(states: list[dict[str, Any]], before: float, after: float) -> None
         steps = torch.stack([step for _, step in members])
         factors = (_weight(steps, after) / _weight(steps, before)).unbind()
         pairs += [(held, factor) for (held, _), factor in zip(members, factors, strict=True)]
-    averages = [(_local(held[name]), factor) for held, factor in on_host for name in _AVERAGES if name in held]
+    averages = [(_local(held[name]), factor) for held, factor in on_host for name in names if name in held]
     if averages:
         torch._foreach_mul_([average for average, _ in averages], [factor for _, factor in averages])
     for held, factor in pairs:
-        for name in _AVERAGES:
+        for name in names:
             if name in held:
                 _local(held[name]).mul_(factor)
 
 
 def _weight(step: Any, beta2: float) -> Any:
-    """Return ``1 - beta2 ** step`` to the last digit, for one step if there was none: the average is 0 then."""
+    """Return ``1 - beta2 ** step`` to the last digit; without a step the average is 0, and any factor will do."""
     rate = math.log(beta2) if beta2 > 0 else -math.inf
     if isinstance(step, float):
-        return -math.expm1(max(step, 1) * rate)
-    return -(step.clamp(min=1) * rate).expm1()
+        return -math.expm1(max(step, _FEWEST_STEPS) * rate)
+    return -(step.clamp(min=_FEWEST_STEPS) * rate).expm1()
 
 
 def _local(tensor: Any) -> Any:

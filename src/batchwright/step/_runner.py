@@ -90,13 +90,11 @@ class Runner:
         if noise_seed is not None:
             # Parts sorted by length are not random samples: their gradients differ by more than noise.
             order = np.random.default_rng([noise_seed]).permutation(logical.num_examples)
-        factor = 1.0 if self._feedback is None else self._feedback.factor
-        limit, budget = min(self._settings.asked * factor, self.limit.ceiling), self._settings.cost_budget
-        least = self._least_parts(noise_seed)
+        limit, budget, least = self._most_cost, self._settings.cost_budget, self._least_parts(noise_seed)
         parts: Parts | None = None
         if order is not None and self._settings.noise_parts is not None and logical.refusal is None:
             exact = near_equal(order, logical.num_examples, min(least, logical.num_examples))
-            parts = exact if max(cost_of(logical, part, budget) for part in exact) <= limit else None
+            parts = exact if max(self._cost(logical, part) for part in exact) <= limit else None
         if parts is None:
             parts = split(logical, budget=budget, limit=limit, order=order, least_parts=least, pad_to=self.pad_to)
         self._check(parts)
@@ -124,7 +122,7 @@ class Runner:
             parts = self.cut(logical, seed)
             num_cut = len(parts)
             if norms is not None:
-                parts = norms.arrange(parts)
+                parts = norms.arrange(parts, lambda part: self._cost(logical, part) <= self._most_cost)
                 self._check(parts)
             num_parts = self._agree_on_parts(parts)
             outcome = self._attempt(logical, parts, num_parts, pending, norms)
@@ -186,6 +184,14 @@ class Runner:
     def _needs_exact(self, pending: Pending) -> bool:
         """Return whether gradients have the short range of float16."""
         return self._settings.autocast is torch.float16 or pending.gradients.has_float16
+
+    @property
+    def _most_cost(self) -> float:
+        factor = 1.0 if self._feedback is None else self._feedback.factor
+        return min(self._settings.asked * factor, self.limit.ceiling)
+
+    def _cost(self, logical: LogicalBatch, part: Sequence[int]) -> float:
+        return cost_of(logical, part, self._settings.cost_budget)
 
     def _check(self, parts: Parts) -> None:
         if len(parts) > 1 and self._compares:
@@ -362,9 +368,8 @@ class Runner:
 
     def _learn(self, logical: LogicalBatch, parts: Parts, *, is_cut: bool, is_replayed: bool) -> None:
         if math.isfinite(self.limit.ceiling):
-            largest = max(cost_of(logical, part, self._settings.cost_budget) for part in parts)
-            is_cut = is_cut and self.limit.ceiling < self._settings.asked
-            self.limit = self.limit.after_success(largest, is_cut=is_cut)
+            largest = max(self._cost(logical, part) for part in parts)
+            self.limit = self.limit.after_success(largest, is_cut=is_cut and self.limit.ceiling < self._settings.asked)
         if self._feedback is not None and not is_replayed:
             pad_to = PadTo() if self.pad_to is None else self.pad_to
             shapes = [shape for part in parts if (shape := logical.shape_of(part, pad_to)) is not None]

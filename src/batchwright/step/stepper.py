@@ -15,7 +15,7 @@ from .._ranks import Ranks
 from ..errors import ArgumentError
 from ..plan import Budget, PadTo
 from ..size.learning_rate import Beta2Rule, Rule, adascale, current_lr, get_beta2_rule, get_rule, scaled_lr
-from ..size.momentum import MADE_FOR, Beta2s, beta2s_for, changed_beta2, check_beta2, follow_beta2
+from ..size.momentum import MADE_FOR, Beta2s, beta2s_for, changed_beta2, check_beta2, follow_beta2, follow_noise
 from ..size.noise import NoiseAverage
 from ._copies import copied_numbers
 from ._gathering import Gatherer
@@ -339,7 +339,13 @@ class Stepper:
             if any(MADE_FOR in group for group in self._optimizer.param_groups):  # a run before had a rule
                 follow_beta2(self._optimizer, None)
             return None
+        if self._meter is not None:
+            follow_noise(self._optimizer, batch_size, self._noise_scale)
         return beta2s_for(self._optimizer, self._beta2_rule, batch_size, self._settings.base_size or 1)
+
+    def _noise_scale(self) -> float | None:
+        average = None if self._meter is None else self._meter.average
+        return average.scale if average is not None and average.is_reliable else None
 
     def _report(self, pending: Pending, rate: float | None) -> StepReport:
         assert pending.summary is not None

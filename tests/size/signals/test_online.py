@@ -203,7 +203,7 @@ def test_the_reason_can_be_read():
     assert reasons[0] == "timing 64, 0 of 5 updates: 64"
     # 207 / 0.307 against 124 / 0.224 is 1.22, and (400 + 124) / (400 + 207) is 0.86.
     assert reasons[-1] == (
-        "noise scale 400 over 16 updates: 1.22 times the examples per second of 124, each worth 0.86: 207"
+        "noise scale 400 over 12 updates: 1.22 times the examples per second of 124, each worth 0.86: 207"
     )
     assert controller.explain().split(": ")[-1].startswith("holds")
 

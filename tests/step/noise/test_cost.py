@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from batchwright.step import Stepper
+
 from .models import Transformer, class_loss, make_stepper, rows_of, token_loss, tokens_of
 
 # They launch nothing: they make a view, or memory that is written later.
@@ -75,3 +77,35 @@ def test_an_update_waits_for_the_device_no_more_often_than_one_without_noise():
 def test_several_micro_batches_add_their_sums_and_one_norm_of_the_gradient():
     one, four = (launches(added(Transformer, token_loss, tokens_of(8), micro_batch=size)) for size in (8, 2))
     assert four <= 4 * one + 8
+
+
+class Deep(nn.Module):
+    """Twelve blocks of a decoder, at a size at which only the number of calls counts."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.TransformerEncoderLayer(12, 3, 24, dropout=0.0, batch_first=True) for _ in range(12)]
+        self.embed, self.layers, self.output = nn.Embedding(11, 12), nn.Sequential(*layers), nn.Linear(12, 11)
+
+    def forward(self, tokens):
+        return self.output(self.layers(self.embed(tokens)))
+
+
+def test_noise_at_every_fourth_update_adds_less_than_three_percent_to_the_first_64():
+    batch = torch.randint(0, 11, (8, 5)), torch.randint(0, 11, (8, 5))
+    loss_fn = lambda model, batch: (  # noqa: E731
+        nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum"),
+        8,
+    )
+    totals = []
+    for noise in ({}, {"measure_noise": 4, "noise_from": "vectors"}):
+        torch.manual_seed(0)
+        model = Deep()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        stepper = Stepper(model, optimizer, loss_fn, **noise)
+        with Calls() as calls:
+            parts = [stepper.step(batch).num_micro_batches for _ in range(64)]
+        totals.append(launches(calls.counts))
+    assert parts[:5] == [2, 1, 1, 1, 1]
+    assert sum(parts) == 65  # the whole gradient once: the second time comes with the 125th update
+    assert 1 < totals[1] / totals[0] < 1.03

@@ -116,15 +116,27 @@ def test_the_whole_gradient_is_measured_at_first_and_then_rarely():
     model, loss_fn, batch, _ = make("LayerNorm transformer")
     stepper = make_stepper(model, loss_fn)
     cut = [place for place in range(200) if stepper.step(batch).num_micro_batches > 1]
-    assert cut == [0, 3, 15, 63, 127, 191]
+    assert cut == [0, 31, 63, 127, 191]
+
+
+@pytest.mark.parametrize(("micro_batch", "parts"), [("auto", 2), (6, 2), (5, 3), (4, 3), (3, 3)])
+def test_vectors_are_checked_in_parts_of_two_sizes_none_above_the_limit(micro_batch, parts):
+    # 8 examples: 2 and 6 if six may run at once, else 4, 1 and 3; a limit of three cuts unequal parts anyway.
+    sizes = []
+    watched = lambda model, part: (sizes.append(len(part[0])), token_loss(model, part))[1]  # noqa: E731
+    report = make_stepper(Transformer(), watched, micro_batch=micro_batch).step(tokens_of(8))
+    assert report.num_micro_batches == parts
+    assert len(set(sizes)) >= 2
+    assert sum(sizes) == 8
+    assert micro_batch == "auto" or max(sizes) <= micro_batch
 
 
 def test_every_third_update_is_measured_and_the_others_run_whole():
     model, loss_fn, batch, _ = make("LayerNorm transformer")
     stepper = make_stepper(model, loss_fn, measure_noise=3)
-    reports = [stepper.step(batch) for _ in range(10)]
-    assert [report.noise is not None for report in reports] == [place % 3 == 0 for place in range(10)]
-    assert [report.num_micro_batches > 1 for report in reports] == [place in (0, 9) for place in range(10)]
+    reports = [stepper.step(batch) for _ in range(95)]
+    assert [report.noise is not None for report in reports] == [place % 3 == 0 for place in range(95)]
+    assert [place for place, report in enumerate(reports) if report.num_micro_batches > 1] == [0, 31 * 3]
 
 
 def test_measuring_leaves_the_update_and_the_model_as_they_were():
@@ -260,7 +272,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened():
     other.load_state_dict(state)
     assert other.state_dict() == state
     ours, theirs = stepper.step(batch).noise, other.step(batch).noise
-    assert theirs.s == pytest.approx(ours.s, rel=0.1)  # the vectors are checked again, which measures the whole once
+    assert theirs.s == pytest.approx(ours.s, rel=0.3)  # the vectors are checked again, which compares a second time
     assert theirs.reliable == ours.reliable
     kept = other.state_dict()["vectors"]
     assert kept["average"] == pytest.approx(stepper.state_dict()["vectors"]["average"], rel=1e-4)
@@ -276,7 +288,7 @@ def test_what_was_held_is_put_back():
     assert stepper.state_dict() == state
     again = [stepper.step(batch) for _ in range(2)]  # vectors are checked anew, in the same micro-batches
     assert [report.noise for report in again] == [report.noise for report in reports]
-    assert [report.num_micro_batches for report in again] == [3, 1]
+    assert [report.num_micro_batches for report in again] == [2, 1]
 
 
 def test_reports_are_read_after_another_state_was_loaded():

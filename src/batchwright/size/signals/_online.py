@@ -13,7 +13,7 @@ from ..._checks import as_number
 from ..._types import FloatArray
 from ...errors import ArgumentError, MissingSignalError
 from .._states import Check, check_flag, check_number, check_record, check_whole, optional
-from ..noise import Evidence, NoiseAverage, RecentNoise, add_recent, check_recent
+from ..noise import NoiseAverage, check_recent
 from ..observation import SOURCES, Observation
 from ..policy import Answer, ReasoningPolicy, State, ask, hold, options, show
 from ._prediction import StepTime
@@ -39,7 +39,16 @@ from ._token_times import (
     spans_enough,
     token_timings,
 )
-from .noise_scale import add_noise, check_average, lacks_noise, need_two
+from .noise_scale import (
+    EARLY,
+    FEWEST_NOISE,
+    check_average,
+    find_scale,
+    lacks_noise,
+    lean,
+    need_two,
+    take_noise,
+)
 
 SizeUnit: TypeAlias = Literal["examples", "tokens"]
 
@@ -59,16 +68,12 @@ _MOST_MOVES = 8
 # Looks come after 8, 16, 32 and 64 updates of a size, then every 64: a fit takes about as long as a small update.
 _FIRST_LOOK, _LOOK_EVERY = 8, 64
 # What a smaller size must promise at first: the noise scale is low while the loss falls fast, and grows.
-_GAIN_DOWN, _EARLY = 1.15, 32  # measured updates
+_GAIN_DOWN = 1.15
 # How far beyond the sizes that were timed a first step goes.
 _REACH = 2.0
 _USUAL = (0.1, 0.9)
 # How many times a noise scale that is only a bound must be allowed for before a smaller size is taken.
 _MORE = 4.0
-# Measured updates over which averages of the noise forget, if no horizon in examples is given.
-_NUM_NOISE = 64.0
-# Updates of several examples that may lack noise after a single one, which cannot say whether noise is measured at all.
-_GRACE = 256
 # What states of earlier versions do not have, and what it was.
 _LATER: dict[str, Any] = {"recent": [], "moves": 0, "grace": 0, "readings": [], "lengths": []}
 
@@ -103,7 +108,7 @@ class OnlineGoodput(ReasoningPolicy):
 
     def init(self) -> State:
         """Return a state that has seen nothing."""
-        first = self.horizon or _NUM_NOISE
+        first = self.horizon or FEWEST_NOISE
         return {
             "base": self.base_size,
             "average": NoiseAverage(first).to_state(),
@@ -114,6 +119,7 @@ class OnlineGoodput(ReasoningPolicy):
             "explored": 0 if self.time is None else None,
             "size": None,
             "waited": 0,
+            "measured": 0,
             **_LATER,
         }
 
@@ -138,8 +144,9 @@ class OnlineGoodput(ReasoningPolicy):
             "grace": check_whole,
             "readings": check_token_readings,
             "lengths": check_lengths,
+            "measured": check_whole,
         }
-        check_record(name, state, checks, may_lack=list(_LATER))
+        check_record(name, state, checks, may_lack=["measured", *_LATER])
         if state.get("readings") and not state.get("lengths"):
             raise ArgumentError(f"{name}['lengths'] must not be empty beside readings")
         is_done = self.time is None and state["explored"] is None
@@ -150,7 +157,8 @@ class OnlineGoodput(ReasoningPolicy):
         """Take in the update; then time a size, or compare sizes every few updates."""
         if observation.ends_epoch or (observation.batch_size is None and state["size"] is not None):
             return hold(observation, state, "no batch ran")
-        state = self._take_in({**_LATER, **state}, observation)
+        measured = round(NoiseAverage(**state["average"]).num_updates)  # for states of versions that did not count them
+        state = self._take_in({**_LATER, "measured": measured, **state}, observation)
         left = _until_look(state["waited"])
         if left and state["explored"] is None:
             return hold(observation, state, f"the next look comes after {left} updates")
@@ -178,7 +186,7 @@ class OnlineGoodput(ReasoningPolicy):
             )
         if self.time is None:
             after |= self._time(after, observation, float(observation.need("seconds", by=self.name)))
-        return self._take_noise(after, observation)
+        return take_noise(after, observation, horizon=self.horizon, by=self.name)
 
     def _time(self, state: State, observation: Observation, seconds: float) -> State:
         """Return what changes with the seconds of an update: by its tokens where they are told, else by its size.
@@ -209,20 +217,6 @@ class OnlineGoodput(ReasoningPolicy):
     def _amount(self, observation: Observation) -> int:
         """Return the size of the batch that ran in the unit of sizes, 0 if it is not known."""
         return (observation.batch_size if self.unit == "examples" else observation.batch_tokens) or 0
-
-    def _take_noise(self, state: State, observation: Observation) -> State:
-        if observation.noise_s is None and (state["has_noise"] or state["grace"] > 0 or lacks_noise(observation)):
-            return {**state, "grace": _GRACE if lacks_noise(observation) else max(0, state["grace"] - 1)}
-        average = NoiseAverage(**state["average"])
-        if self.horizon is None:
-            # The average forgets after so many updates of the size that runs, and an update counts by its examples.
-            horizon = _NUM_NOISE * int(observation.need("batch_size", by=self.name))
-            part = min(average.horizon / horizon, 1 / max(average.weight, 1e-300))
-            weights = {"weight": average.weight * part, "weight_square": average.weight_square * part**2}
-            average = replace(average, horizon=horizon, **weights)
-        average = add_noise(average.to_state(), observation, by=self.name)
-        recent = add_recent(state["recent"], float(observation.noise_s or 0.0), float(observation.noise_g2 or 0.0))
-        return {**state, "average": average.to_state(), "recent": recent, "has_noise": True}
 
     def _explore(self, state: State, observation: Observation) -> Answer:
         """Time a second size, unless lengths have shown the curve; what runs are ordinary updates of training."""
@@ -268,7 +262,7 @@ class OnlineGoodput(ReasoningPolicy):
 
     def _look(self, state: State, observation: Observation, *, is_first: bool = False) -> Answer:
         """Compare sizes at the noise scale as far as it is known, else at the base size."""
-        found = _find_scale(state)
+        found = find_scale(state)
         if found.scale is None and lacks_noise(observation):
             return need_two(observation, state)
         state = {**state, "scale": found.scale if found.is_sure else None}
@@ -281,11 +275,13 @@ class OnlineGoodput(ReasoningPolicy):
             name = f"noise scale not known yet, taken as the base size, {show(scale)}"
         else:
             name = f"noise scale {'' if is_known else 'at least '}{show(scale)} over {found.num_updates:.0f} updates"
+            scale, words = lean(scale, state["base"], found.num_updates)
+            name += words
         best = self._best(state, observation, scale, least=self._home(state) if is_guess else 1.0)
         if not (is_known or is_guess or is_first) and best.size < observation.current:
             # What is at least so much may be more; the time must demand a smaller size at several times as much too.
             best = self._best(state, observation, _MORE * scale, least=best.size)
-        is_early = best.size < observation.current and found.num_updates < _EARLY
+        is_early = best.size < observation.current and found.num_updates < EARLY
         least = max(self.gain, _GAIN_DOWN) if is_early else self.gain
         if best.gain <= least:
             words = f"{name}, {show(best.size)} promises {best.gain:.3f} of the progress per second"
@@ -353,19 +349,6 @@ class OnlineGoodput(ReasoningPolicy):
                 gain=(self.gain, 1.05),
             ),
         ]
-
-
-def _find_scale(state: State) -> Evidence:
-    """Return the noise scale; a bound where it is not reliable, and None where nobody can tell.
-
-    A batch far below the noise scale never measures it; the bound lets it grow until it does. A scale that was reliable
-    once stands until the next one, or until the bound is above it.
-    """
-    found = RecentNoise.of(state["recent"]).weigh(NoiseAverage(**state["average"]))
-    before = state["scale"]
-    if found.is_sure or before is None or (found.scale is not None and found.scale > before):
-        return found
-    return found._replace(scale=before, is_sure=True)
 
 
 def _known(state: State) -> list[Timing]:

@@ -102,7 +102,7 @@ def goodput(
     Until the noise is reliable, the noise scale is taken to be the base size, or the least that is likely,
     ``S / (G2 + 2 standard errors)``, if that is more: whoever chose the base tried not to waste examples. A size below
     the base is not taken before. Where ``G2`` has surely left its average, as it does early in training, the newest
-    twelve measured updates count alone.
+    twelve measured updates count alone. A noise scale below the base is drawn to it until 32 updates were measured.
 
     Couple the learning rate to the size, e.g. ``Stepper(lr_rule="sqrt", beta2_rule="half_life", base_size=…)`` for
     Adam: the formula of the efficiency assumes a rate that follows.
@@ -121,7 +121,8 @@ def goodput(
         max_items: with a time model: the most examples that a rank runs at once; more are run in pieces. None runs all
             at once.
         horizon: examples over which the averages of the noise forget; well above four times the largest batch. None is
-            100,000 if a time model, a length and a base size are given, else 64 measured updates of the size that runs.
+            100,000 if a time model, a length and a base size are given, else half of the updates that were measured so
+            far, 12 to 64, of the size that runs.
         gain: how many times better another size must be, 1 or more.
         unit: what sizes count: ``"examples"``, or ``"tokens"`` per update; the noise scale is converted by the tokens
             per example that are observed.

@@ -130,11 +130,19 @@ class VectorNorms(Norms):
 
         return put_back
 
-    def arrange(self, parts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Return parts of at least two sizes while a vector waits for them: of equal ones, the last is cut again."""
+    def arrange(self, parts: Sequence[Sequence[int]], fits: Callable[[Sequence[int]], bool]) -> Sequence[Sequence[int]]:
+        """Return parts of at least two sizes while a vector waits for them.
+
+        Two equal ones become a third and the rest, if that fits; of several, the last is cut again.
+        """
         is_checking = self.whole is not None and any(one.reason is None and not one.is_good for one in self.vectors)
         if not is_checking or len({len(part) for part in parts}) != 1 or len(parts[-1]) < 2:
             return parts
+        if len(parts) == 2:
+            both = [*parts[0], *parts[1]]
+            place = len(both) // 3
+            if fits(both[place:]):
+                return [both[:place], both[place:]]
         place = max(1, len(parts[-1]) // 3)
         return [*parts[:-1], parts[-1][:place], parts[-1][place:]]
 

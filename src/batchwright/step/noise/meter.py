@@ -244,8 +244,8 @@ class Norms(ABC):
     def num_groups(self) -> int:
         """Return how many sums there are."""
 
-    def arrange(self, parts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Return the micro-batches that run in place of some that are equally random."""
+    def arrange(self, parts: Sequence[Sequence[int]], fits: Callable[[Sequence[int]], bool]) -> Sequence[Sequence[int]]:
+        """Return the micro-batches that run in place of equally random ones; ``fits`` says what is small enough."""
         return parts
 
     @abstractmethod
