@@ -51,11 +51,10 @@ class Turns:
         with self._changed:
             self._members.add(member)
 
-    def least_allowance(self) -> float:
-        """Return the shortest time in seconds that the requests of any batcher are allowed; ``inf``: no deadlines."""
+    def members(self) -> list[Member]:
+        """Return the batchers of the device."""
         with self._changed:
-            members = list(self._members)
-        return min((member.allowance() for member in members), default=math.inf)
+            return list(self._members)
 
     def check_inside(self, held: Iterable[Turns]) -> None:
         """Refuse a request from a function that runs while these devices are held, unless all were made earlier."""
@@ -110,6 +109,12 @@ class Member(Protocol):
 
     def allowance(self) -> float:
         """Return the shortest time in seconds that its requests are allowed."""
+
+    def longest_part(self, most: float) -> float:
+        """Return the predicted seconds that a part of background work may take, at most ``most``."""
+
+    def expected_late(self, seconds: float, now: float) -> float:
+        """Return how many of its requests a part of so many predicted seconds is expected to make late."""
 
 
 @final
