@@ -105,7 +105,9 @@ def test_while_requests_have_no_deadline_an_item_that_takes_long_runs_once_a_sec
     assert driver.take(now=5.0) == [0]
     turn, part = driver.work.take(5.25)
     assert (part, turn.wake_seconds) == (None, 1.0)
-    assert driver.work.background_stats()["waiting"] == "an item takes about 10.7 ms; one such item runs every second"
+    assert driver.work.background_stats()["waiting"] == (
+        "an item takes about 10.7 ms; one that takes so long runs every second"
+    )
     assert driver.take(now=6.0) == [1]
     assert driver.take(now=6.5) is None
     driver.core.model = LatencyModel.fixed(2**-10, 2**-12)  # the machine is fast again
@@ -132,6 +134,16 @@ def test_an_item_that_would_make_requests_late_waits_until_enough_of_them_have_c
         answer(driver, arrival=float(second), now=second + 0.012, allowed=0.020)
     assert driver.take(now=22.1) == [0]  # three requests save 0.003
     assert driver.take(now=22.1) is None
+
+
+def test_where_a_call_itself_takes_long_items_still_run_together():
+    driver = Driver([range(9)], deadline_ms=30)
+    driver.core.model = LatencyModel.fixed(8 * 2**-10, 2**-10)
+    for second in range(2):  # parts may take 5 ms: not even a call
+        answer(driver, arrival=float(second), now=second + 0.028 - second / 1000, allowed=0.030)
+    for _ in range(400):
+        driver.work._gaps.note_arrival(2.0)
+    assert driver.take(now=200.0) == [*range(8)]  # twice the 8 ms of a call
 
 
 def test_a_batch_whose_items_take_long_does_not_hold_up_the_next_one():

@@ -212,18 +212,18 @@ class Work:
             return background.take(seconds, self.core.model, self.core.settings, most_seconds=longest_item)
         long = self._long_seconds(background, seconds, longest_item)
         if long is not None and self._may_run(long, members, now, has_deadline=allowed < math.inf):
-            single = dataclasses.replace(self.core.settings, max_items=1)
-            return background.take(math.inf, self.core.model, single, most_seconds=math.inf)
+            return background.take(long, self.core.model, self.core.settings, most_seconds=longest_item)
         return background.take(seconds, self.core.model, self.core.settings, most_seconds=longest_item)
 
     def _long_seconds(self, background: Units, seconds: float, most: float) -> float | None:
-        """Return the predicted seconds of the next item, if it takes longer than parts may and is not refused."""
+        """Return what the next item takes at least, if that is longer than parts may take and it is not refused."""
         self._why_waiting = None
         length, model = background.next_length(), self.core.model
         if length is None or not model.is_ready:
             return None
         alone = model.predict(1, length)
-        return alone if seconds < alone <= most else None
+        # Up to twice the constant, more items with it cost little: there batching pays.
+        return max(alone, min(2 * model.constant, most)) if seconds < alone <= most else None
 
     def _may_run(self, seconds: float, members: Sequence[Member], now: float, *, has_deadline: bool) -> bool:
         """Say whether an item that takes longer than parts may runs now all the same."""
@@ -231,7 +231,7 @@ class Work:
             if now >= self._hold_until:
                 self._hold_until = now + HOLD_SECONDS
                 return True
-            self._why_waiting = f"an item takes about {seconds * 1e3:.1f} ms; one such item runs every second"
+            self._why_waiting = f"an item takes about {seconds * 1e3:.1f} ms; one that takes so long runs every second"
             return False
         num_late = sum(member.expected_late(seconds, now) for member in members)
         if self._gaps.may_spend(num_late):
