@@ -125,7 +125,7 @@ def test_an_item_that_would_make_requests_late_waits_until_enough_of_them_have_c
     for second in range(20):  # each could have waited for 8 ms, and the item takes 10.7
         answer(driver, arrival=float(second), now=second + 0.012, allowed=0.020)
     # One per second, and of each 2.7 ms are the time in which it is late if the item begins: 0.0028 requests.
-    driver.work._gaps.may_spend(driver.work._gaps.saved)
+    driver.work.gaps.may_spend(driver.work.gaps.saved)
     assert driver.take(now=19.1) is None
     why = driver.work.background_stats()["waiting"]
     assert why == "an item takes about 10.7 ms and is expected to make 0.0029 requests late; 0 are saved up for it"
@@ -142,7 +142,7 @@ def test_where_a_call_itself_takes_long_items_still_run_together():
     for second in range(2):  # parts may take 5 ms: not even a call
         answer(driver, arrival=float(second), now=second + 0.028 - second / 1000, allowed=0.030)
     for _ in range(400):
-        driver.work._gaps.note_arrival(2.0)
+        driver.work.gaps.note_arrival(2.0)
     assert driver.take(now=200.0) == [*range(8)]  # twice the 8 ms of a call
 
 
@@ -150,7 +150,7 @@ def test_a_batch_whose_items_take_long_does_not_hold_up_the_next_one():
     driver = Driver([[10, 10], [1, 1]], deadline_ms=20, length=lambda item: item)
     for second in range(20):
         answer(driver, arrival=float(second), now=second + 0.012, allowed=0.020)
-    driver.work._gaps.may_spend(driver.work._gaps.saved)
+    driver.work.gaps.may_spend(driver.work.gaps.saved)
     assert driver.take(now=19.1) == [1, 1]
     assert driver.take(now=19.1) is None
 

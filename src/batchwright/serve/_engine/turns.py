@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, final
 
 from ...errors import ArgumentError
+from .gaps import Gaps
 
 # How often those that wait look whether they still need the device.
 POLL_SECONDS = 0.25
@@ -105,16 +106,14 @@ class Turns:
 
 
 class Member(Protocol):
-    """What shares a device: something that knows how long its requests may take."""
+    """What shares a device: something that knows how long its requests may take, and what is between them."""
+
+    @property
+    def gaps(self) -> Gaps:
+        """Return what is known about the time between its requests."""
 
     def allowance(self) -> float:
         """Return the shortest time in seconds that its requests are allowed."""
-
-    def longest_part(self, most: float) -> float:
-        """Return the predicted seconds that a part of background work may take, at most ``most``."""
-
-    def expected_late(self, seconds: float, now: float) -> float:
-        """Return how many of its requests a part of so many predicted seconds is expected to make late."""
 
 
 @final

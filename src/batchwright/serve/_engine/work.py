@@ -44,7 +44,7 @@ class Work:
         self._num_parts = 0
         self._allowances: deque[float] = deque(maxlen=NUM_ALLOWANCES)
         self._hold_until = -math.inf
-        self._gaps = Gaps()
+        self.gaps = Gaps()
         # By how much the last part held up the requests that have been running since it ended.
         self._delay = 0.0
         self._is_blameless = True
@@ -74,7 +74,7 @@ class Work:
 
     def add(self, request: Request) -> None:
         """Take a request in, or say why not."""
-        self._gaps.note_arrival(request.arrival)
+        self.gaps.note_arrival(request.arrival)
         try:
             self.core.add(request)
         except DeadlineExceeded as error:
@@ -96,14 +96,6 @@ class Work:
         met = (allowance for allowance in list(self._allowances) if allowance >= least)
         return min(math.inf if setting is None else setting / 1e3, min(met, default=math.inf))
 
-    def longest_part(self, most: float) -> float:
-        """Return the predicted seconds that a part may take for the sake of these requests."""
-        return self._gaps.longest_part(most)
-
-    def expected_late(self, seconds: float, now: float) -> float:
-        """Return how many of these requests a part of so many predicted seconds is expected to make late."""
-        return self._gaps.expected_late(seconds, now)
-
     def take(self, now: float) -> tuple[Turn, Part | None]:
         """Return a batch of requests; only if there is none, a part of the background work."""
         turn = self.core.take(now) if self.core.num_waiting else Turn()
@@ -124,7 +116,7 @@ class Work:
     def complete(self, job: Job, outcome: Outcome, now: float, seconds: float) -> tuple[Call | None, list[Request]]:
         """Take in what a call gave; return the call that follows, and the requests that have ended."""
         if isinstance(job, Call):
-            self._gaps.note_batch(seconds, self._ratio(len(job.requests), longest(job.requests), seconds))
+            self.gaps.note_batch(seconds, self._ratio(len(job.requests), longest(job.requests), seconds))
             turn = self.core.complete(job, outcome, now, seconds)
             self._note(turn.ended, now)
             return turn.call, turn.ended
@@ -145,7 +137,7 @@ class Work:
 
     def _learn(self, part: Part, seconds: float) -> None:
         model, size = self.core.model, part.stop - part.start
-        self._gaps.note_part(self._ratio(size, part.length, seconds))
+        self.gaps.note_part(self._ratio(size, part.length, seconds))
         model.observe(size, part.length, seconds)
 
     def _ratio(self, num_items: int, length: int, seconds: float) -> float:
@@ -164,11 +156,11 @@ class Work:
 
     def _note_one(self, request: Request, left: float, now: float) -> None:
         """Note a request by the seconds that were left when it ended, below 0 if it is late."""
-        self._gaps.note_request(request.allowance, left + self._delay, now)
+        self.gaps.note_request(request.allowance, left + self._delay, now)
         if left < 0 < left + self._delay:
             self._num_late += 1
             if self._is_blameless:  # one part counts once: a pause of the machine may make many late
-                self._gaps.note_late()
+                self.gaps.note_late()
             self._is_blameless = False
 
     def begin_background(self) -> None:
@@ -192,8 +184,8 @@ class Work:
             return {}
         return {
             "part_ms": None if self._part_seconds is None else 1e3 * self._part_seconds,
-            "slowness": self._gaps.slowness,
-            "boldness": self._gaps.boldness,
+            "slowness": self.gaps.slowness,
+            "boldness": self.gaps.boldness,
             "num_late": self._num_late,
             "waiting": self._why_waiting,
         }
@@ -206,7 +198,7 @@ class Work:
             most, longest_item = self.core.settings.max_wait_ms / 1e3, 2 * self.core.settings.max_wait_ms / 1e3
         else:
             most, longest_item = BACKGROUND_SHARE * allowed, allowed
-        self._part_seconds = seconds = min(member.longest_part(most) for member in members)
+        self._part_seconds = seconds = min(member.gaps.longest_part(most) for member in members)
         if wake_seconds is not None:
             seconds = min(seconds, wake_seconds)
             return background.take(seconds, self.core.model, self.core.settings, most_seconds=longest_item)
@@ -233,11 +225,11 @@ class Work:
                 return True
             self._why_waiting = f"an item takes about {seconds * 1e3:.1f} ms; one that takes so long runs every second"
             return False
-        num_late = sum(member.expected_late(seconds, now) for member in members)
-        if self._gaps.may_spend(num_late):
+        num_late = sum(member.gaps.expected_late(seconds, now) for member in members)
+        if self.gaps.may_spend(num_late):
             return True
         self._why_waiting = (
             f"an item takes about {seconds * 1e3:.1f} ms and is expected to make {num_late:.2g} requests late; "
-            f"{self._gaps.saved:.2g} are saved up for it"
+            f"{self.gaps.saved:.2g} are saved up for it"
         )
         return False
