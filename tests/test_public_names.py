@@ -93,8 +93,9 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
     ),
     "batchwright.serve.Stats": (
         _STATS.format(more=""),
-        _STATS.format(more=", num_abandoned=0, num_restarts=0, failure=None"),
-        "what ended a batcher by mistake is said; threads that hang and processes that ended are counted",
+        _STATS.format(more=", num_abandoned=0, num_restarts=0, failure=None, background=<factory>"),
+        "what ended a batcher by mistake is said; threads that hang and processes that ended are counted; what offline "
+        "work beside requests may do, and why it waits",
     ),
     "batchwright.serve.Batcher": (
         _BATCHER.format(lengths="length_of=None", more=""),
@@ -404,7 +405,10 @@ ADDED = {
         f"batchwright.lab.datasets.Dataset.{name}"
         for name in ("describe", "dimension", "num_examples", "num_signal_columns", "source")
     ),
-    *(f"batchwright.serve.Stats.{name}" for name in ("failure", "is_healthy", "num_abandoned", "num_restarts")),
+    *(
+        f"batchwright.serve.Stats.{name}"
+        for name in ("background", "failure", "is_healthy", "num_abandoned", "num_restarts")
+    ),
     *(f"batchwright.errors.{name}" for name in ("RunInterrupted", "RunTimeout", "WorkerDied")),
     *(f"batchwright.serve.{name}" for name in ("RunInterrupted", "RunTimeout", "WorkerDied")),
     *(f"batchwright.serve.{name}" for name in ("Background", "BackgroundBatch", "Batcher.background", "Device")),

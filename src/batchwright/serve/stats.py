@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
@@ -52,6 +52,10 @@ class Stats:
         num_restarts: processes of workers that were started in place of one that ended.
         failure: what ended the batcher by mistake, or why none of its processes can start; None while it works, and
             after it was closed on purpose.
+        background: of offline work beside the requests: ``part_ms`` that a part of it may take now, None before the
+            first; ``slowness`` of the machine beside what the time model says; ``boldness``, the share of the allowed
+            risk that is taken; ``num_late`` requests that would have been in time without it; ``waiting``, why its next
+            item waits, None if it does not. Empty without such work.
     """
 
     num_waiting: int
@@ -80,6 +84,7 @@ class Stats:
     num_abandoned: int = 0
     num_restarts: int = 0
     failure: str | None = None
+    background: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_healthy(self) -> bool:

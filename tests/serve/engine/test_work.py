@@ -21,7 +21,7 @@ class Driver:
     def __init__(self, batches, *, device=None, length=1, **settings):
         self.background = Background(batches)
         units = self.background._units
-        units.read(lambda item: length, lambda: None)
+        units.read(length if callable(length) else lambda item: length, lambda: None)
         self.core = Core(Settings(**settings), LatencyModel.fixed(**MODEL))
         self.work = Work(self.core, device=device and device._turns, background=units)
 
@@ -45,9 +45,9 @@ class Driver:
         return [(batch.results, batch.error) for batch in self.background]
 
 
-def test_a_batch_runs_in_parts_that_take_half_of_the_deadline():
-    # 10 ms of 20: a call of 1 ms and nine items.
-    driver = Driver([range(20)], deadline_ms=20)
+def test_a_batch_runs_in_parts_that_take_a_third_of_the_deadline():
+    # 10 ms of 30: a call of 1 ms and nine items.
+    driver = Driver([range(20)], deadline_ms=30)
     assert driver.run() == [[*range(9)], [*range(9, 18)], [18, 19]]
     assert driver.results() == [([f"{item}!" for item in range(20)], None)]
 
@@ -58,7 +58,7 @@ def test_without_deadlines_a_part_takes_what_a_window_does():
 
 def test_the_shortest_deadline_of_a_request_counts_too():
     driver = Driver([range(9)], deadline_ms=300)
-    driver.work.add(Request("live", 1, 0.0, 0.008))
+    driver.work.add(Request("live", 1, 0.0, 0.012))
     assert driver.take() == ["live"]
     assert driver.take() == [0, 1, 2]
 
@@ -93,20 +93,97 @@ def test_an_item_that_never_fits_ends_its_batch_with_the_reason():
     assert driver.background.num_failed == 2
 
 
-def test_an_item_that_is_too_slow_just_now_waits_and_is_tried_once_a_second():
-    driver = Driver([range(4)], deadline_ms=20, length=10)  # 10.7 ms, of which 10 are free
+def answer(driver, *, arrival, now, allowed):
+    """Let a request come and have its answer."""
+    driver.work.add(Request("live", 1, arrival, arrival + allowed))
+    turn, _ = driver.work.take(arrival)
+    driver.work.complete(turn.call, Outcome(values=["live!"]), now, 2**-9)
+
+
+def test_while_requests_have_no_deadline_an_item_that_takes_long_runs_once_a_second():
+    driver = Driver([range(4)], max_wait_ms=8, length=10)  # 10.7 ms
     assert driver.take(now=5.0) == [0]
     turn, part = driver.work.take(5.25)
-    assert (part, turn.wake_seconds) == (None, 0.75)
+    assert (part, turn.wake_seconds) == (None, 1.0)
+    assert driver.work.background_stats()["waiting"] == (
+        "an item takes about 10.7 ms; one that takes so long runs every second"
+    )
     assert driver.take(now=6.0) == [1]
     assert driver.take(now=6.5) is None
     driver.core.model = LatencyModel.fixed(2**-10, 2**-12)  # the machine is fast again
     assert driver.take(now=6.6) == [2, 3]
+    assert driver.work.background_stats()["waiting"] is None
+
+
+def test_while_no_request_comes_an_item_that_takes_long_runs_at_once():
+    driver = Driver([range(4)], deadline_ms=20, length=10)  # 10.7 ms, of which 6.7 are free
+    assert [driver.take(now=5.0) for _ in range(4)] == [[0], [1], [2], [3]]
+
+
+def test_an_item_that_would_make_requests_late_waits_until_enough_of_them_have_come():
+    driver = Driver([range(4)], deadline_ms=20, length=10)
+    for second in range(20):  # each could have waited for 8 ms, and the item takes 10.7
+        answer(driver, arrival=float(second), now=second + 0.012, allowed=0.020)
+    # One per second, and of each 2.7 ms are the time in which it is late if the item begins: 0.0028 requests.
+    driver.work.gaps.may_spend(driver.work.gaps.saved)
+    assert driver.take(now=19.1) is None
+    why = driver.work.background_stats()["waiting"]
+    assert why == "an item takes about 10.7 ms and is expected to make 0.0029 requests late; 0 are saved up for it"
+    assert driver.work.background_stats()["part_ms"] == pytest.approx(20 / 3)
+    for second in (20, 21, 22, 23, 24):
+        answer(driver, arrival=float(second), now=second + 0.012, allowed=0.020)
+    assert driver.take(now=24.1) == [0]  # five requests save 0.0033
+    assert driver.take(now=24.1) is None
+
+
+def test_where_a_call_itself_takes_long_items_still_run_together():
+    driver = Driver([range(9)], deadline_ms=30)
+    driver.core.model = LatencyModel.fixed(8 * 2**-10, 2**-10)
+    for second in range(2):  # parts may take 5 ms: not even a call
+        answer(driver, arrival=float(second), now=second + 0.028 - second / 1000, allowed=0.030)
+    for _ in range(400):
+        driver.work.gaps.note_arrival(2.0)
+    assert driver.take(now=200.0) == [*range(8)]  # twice the 8 ms of a call
+
+
+def test_a_batch_whose_items_take_long_does_not_hold_up_the_next_one():
+    driver = Driver([[10, 10], [1, 1]], deadline_ms=20, length=lambda item: item)
+    for second in range(20):
+        answer(driver, arrival=float(second), now=second + 0.012, allowed=0.020)
+    driver.work.gaps.may_spend(driver.work.gaps.saved)
+    assert driver.take(now=19.1) == [1, 1]
+    assert driver.take(now=19.1) is None
+
+
+def test_requests_that_came_near_their_deadline_make_parts_shorter():
+    driver = Driver([range(90)], deadline_ms=30)
+    for second in range(2):  # 2 and 3 ms were left: parts may take 5 ms, a call of 1 ms and four items
+        answer(driver, arrival=float(second), now=second + 0.028 - second / 1000, allowed=0.030)
+    assert len(driver.take(now=3.0)) == 4
+    assert driver.work.background_stats()["part_ms"] == pytest.approx(5.0)
+
+
+def test_a_request_that_a_part_made_late_is_told_from_one_that_was_late_by_itself():
+    driver = Driver([range(90)], deadline_ms=30)
+    answer(driver, arrival=0.0, now=0.040, allowed=0.030)  # nothing ran before it
+    assert driver.work.background_stats()["num_late"] == 0
+    assert driver.work.background_stats()["boldness"] == 1.0
+    _, part = driver.work.take(1.0)
+    driver.work.add(Request("live", 1, 1.001, 1.031))
+    driver.work.complete(part, Outcome(values=part.items), 1.021, 0.021)  # held up by 20 ms
+    turn, _ = driver.work.take(1.021)
+    driver.work.complete(turn.call, Outcome(values=["live!"]), 1.032, 0.011)
+    assert driver.work.background_stats()["num_late"] == 1
+    assert driver.work.background_stats()["boldness"] < 0.8
+
+
+def test_without_background_work_there_are_no_figures_of_it():
+    assert Work(Core(Settings(), LatencyModel()), device=None, background=None).background_stats() == {}
 
 
 def test_the_deadlines_of_other_batchers_on_the_device_count():
     device = Device()
-    other = Work(Core(Settings(deadline_ms=8), LatencyModel()), device=device._turns, background=None)
+    other = Work(Core(Settings(deadline_ms=12), LatencyModel()), device=device._turns, background=None)
     driver = Driver([range(9)], deadline_ms=300, device=device)
     assert driver.take() == [0, 1, 2]
     other.core.stop()

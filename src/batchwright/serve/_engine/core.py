@@ -131,6 +131,10 @@ class Core:
         """Return when the most urgent request that waits is due; ``inf``: none waits."""
         return min((request.urgency for request in self._queue), default=math.inf)
 
+    def first_arrival(self) -> float:
+        """Return when the first of the requests that wait arrived; ``inf``: none waits."""
+        return min((request.arrival for request in self._queue), default=math.inf)
+
     def take(self, now: float) -> Turn:
         """Decide what a free worker does."""
         decision = pick(self._queue, now, self.model, self._limits())

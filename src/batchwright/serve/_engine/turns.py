@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, final
 
 from ...errors import ArgumentError
+from .gaps import Gaps
 
 # How often those that wait look whether they still need the device.
 POLL_SECONDS = 0.25
@@ -51,11 +52,10 @@ class Turns:
         with self._changed:
             self._members.add(member)
 
-    def least_allowance(self) -> float:
-        """Return the shortest time in seconds that the requests of any batcher are allowed; ``inf``: no deadlines."""
+    def members(self) -> list[Member]:
+        """Return the batchers of the device."""
         with self._changed:
-            members = list(self._members)
-        return min((member.allowance() for member in members), default=math.inf)
+            return list(self._members)
 
     def check_inside(self, held: Iterable[Turns]) -> None:
         """Refuse a request from a function that runs while these devices are held, unless all were made earlier."""
@@ -106,7 +106,11 @@ class Turns:
 
 
 class Member(Protocol):
-    """What shares a device: something that knows how long its requests may take."""
+    """What shares a device: something that knows how long its requests may take, and what is between them."""
+
+    @property
+    def gaps(self) -> Gaps:
+        """Return what is known about the time between its requests."""
 
     def allowance(self) -> float:
         """Return the shortest time in seconds that its requests are allowed."""

@@ -14,10 +14,6 @@ from ..latency import LatencyModel
 from ..settings import Settings
 from .calls import Outcome
 
-# Hiccups of the machine add to a call and do not grow with it. A margin that follows them all the way would make parts
-# so small that hiccups are most of their time, which raises the margin again.
-MAX_MARGIN = 1.5
-
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -120,13 +116,11 @@ def _how_many(lengths: list[int], seconds: float, model: LatencyModel, settings:
     tokens, longest, count = settings.max_tokens, 0, 0
     # Before it is ready the model knows no seconds. Sizes that differ teach it what an item costs.
     most = settings.max_items if model.is_ready else min(settings.max_items, 2 ** (model.num_observed // 2))
-    margin = min(model.margin, MAX_MARGIN)
     for length in lengths[:most]:
         longest = max(longest, length)
         if tokens is not None and (count + 1) * longest > tokens and (count or not is_estimate):
             break
-        # One item needs no margin: a machine that is slow for a moment must not refuse what usually fits.
-        if model.is_ready and (margin if count else 1.0) * model.predict(count + 1, longest) > seconds:
+        if model.is_ready and model.predict(count + 1, longest) > seconds:
             break
         count += 1
     return count
@@ -216,10 +210,19 @@ class Units:
             for unit in self._units:
                 while unit.has_part:
                     part = unit.take(seconds, model, settings, most_seconds=most_seconds)
-                    if part is not None or unit.has_part:
+                    if part is not None:
                         return part
+                    if unit.has_part:  # its next item takes longer; maybe those of a later batch do not
+                        break
                     self._end_unit(unit)
         return None
+
+    def next_length(self) -> int | None:
+        """Return the length of the item that is next by order; None if there is none."""
+        with self._changed:
+            waiting = (unit for unit in self._units if unit.has_part)
+            unit = None if self._is_stopped else next(waiting, None)
+            return None if unit is None else unit.lengths[unit.waiting[0][0]]
 
     def finish(self, part: Part, outcome: Outcome, settings: Settings) -> None:
         """Take in what a part gave; after an error the settings may allow another call of it."""

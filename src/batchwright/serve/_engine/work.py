@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from typing import TypeAlias, final
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias, final
 
+from ...errors import DeadlineExceeded
 from .calls import Call, Outcome
 from .core import Core, Turn
-from .request import Request
-from .turns import Turns
+from .gaps import Gaps
+from .request import Request, State, longest
+from .turns import Member, Turns
 from .units import Part, Units
 
-# The share of the time allowed that a part of background work may take. A request that arrives just after it began
-# waits for it and then for its own batch, so that two batches must fit, as among requests.
-BACKGROUND_SHARE = 0.5
-# How often an item is run that takes too long by prediction, while no request waits.
+# The most of the time allowed that a part of background work may take. A request that arrives just after it began waits
+# for it, for a batch of others that came meanwhile, and for its own: three must fit. What requests need may lower it.
+BACKGROUND_SHARE = 1 / 3
+# How often an item that takes too long is looked at again; how often it is run if requests have no deadline.
 HOLD_SECONDS = 1.0
 # The time allowed is the shortest among this many of the latest requests.
 NUM_ALLOWANCES = 256
@@ -41,6 +44,15 @@ class Work:
         self._num_parts = 0
         self._allowances: deque[float] = deque(maxlen=NUM_ALLOWANCES)
         self._hold_until = -math.inf
+        self.gaps = Gaps()
+        # Without background work on its device nobody asks what is between requests.
+        self._has_gaps = background is not None or device is not None
+        # By how much the last part held up the requests that have been running since it ended.
+        self._delay = 0.0
+        self._is_blameless = True
+        self._num_late = 0
+        self._part_seconds: float | None = None
+        self._why_waiting: str | None = None
         self.urgency = math.inf
         if device is not None:
             device.register(self)
@@ -64,12 +76,23 @@ class Work:
 
     def add(self, request: Request) -> None:
         """Take a request in, or say why not."""
-        self.core.add(request)
+        if self._has_gaps:
+            self._add_noted(request)
+        else:
+            self.core.add(request)
         self.urgency = min(self.urgency, request.urgency)
         # A deadline that the request alone cannot meet is no reason to hold back or refuse background work.
         model = self.core.model
         if not model.is_ready or request.allowance >= model.predict(1, request.least_length):
             self._allowances.append(request.allowance)
+
+    def _add_noted(self, request: Request) -> None:
+        self.gaps.note_arrival(request.arrival)
+        try:
+            self.core.add(request)
+        except DeadlineExceeded as error:
+            self._note_one(request, request.allowance - (error.predicted_seconds or 0.0), request.arrival)
+            raise
 
     def allowance(self) -> float:
         """Return the shortest time in seconds that requests are allowed; ``inf``: they have no deadline."""
@@ -84,27 +107,70 @@ class Work:
     def take(self, now: float) -> tuple[Turn, Part | None]:
         """Return a batch of requests; only if there is none, a part of the background work."""
         turn = self.core.take(now) if self.core.num_waiting else Turn()
+        self._note(turn.ended, now)
         if self._device is not None:
             self.urgency = self.core.least_urgency()
-        if turn.call is not None or self._background is None or not self.core.is_open:
+        if turn.call is not None:
             return turn, None
-        part = self._take_part(self._background, turn.wake_seconds)
+        self._delay = 0.0
+        if self._background is None or not self.core.is_open:
+            return turn, None
+        part = self._take_part(self._background, turn.wake_seconds, now)
         if part is None and turn.wake_seconds is None and self._background.has_part():
-            turn, part = self._hold(self._background, turn, now)
+            turn = dataclasses.replace(turn, wake_seconds=HOLD_SECONDS)
         self._num_parts += part is not None
         return turn, part
 
     def complete(self, job: Job, outcome: Outcome, now: float, seconds: float) -> tuple[Call | None, list[Request]]:
         """Take in what a call gave; return the call that follows, and the requests that have ended."""
         if isinstance(job, Call):
+            if self._has_gaps:
+                self.gaps.note_batch(seconds, self._ratio(len(job.requests), longest(job.requests), seconds))
             turn = self.core.complete(job, outcome, now, seconds)
+            self._note(turn.ended, now)
             return turn.call, turn.ended
         assert self._background is not None
         if outcome.error is None:
-            self.core.model.observe(job.stop - job.start, job.length, seconds)
+            self._learn(job, seconds)
         self._background.finish(job, outcome, self.core.settings)
         self._num_parts -= 1
+        self._delay = max(0.0, now - self.core.first_arrival())
+        self._is_blameless = self.core.model.is_ready  # before that, nobody could know how long it takes
         return None, []
+
+    def expire(self, request: Request, now: float, *, running: bool = False) -> list[Request]:
+        """Give up a request that still waits at its deadline; one that runs may finish, unless ``running``."""
+        ended = self.core.expire(request, now, running=running)
+        self._note(ended, now)
+        return ended
+
+    def _learn(self, part: Part, seconds: float) -> None:
+        model, size = self.core.model, part.stop - part.start
+        self.gaps.note_part(self._ratio(size, part.length, seconds))
+        model.observe(size, part.length, seconds)
+
+    def _ratio(self, num_items: int, length: int, seconds: float) -> float:
+        """Return real over predicted seconds."""
+        model = self.core.model
+        return seconds / model.predict(num_items, length) if model.is_ready else 1.0
+
+    def _note(self, ended: Iterable[Request], now: float) -> None:
+        """Note how much longer requests could have waited, had no part held them up."""
+        for request in ended if self._has_gaps else ():
+            if request.state is State.ANSWERED:
+                self._note_one(request, request.deadline - now, now)
+            elif request.state is State.SHED and self.core.model.is_ready:
+                alone = self.core.model.predict(1, request.least_length)
+                self._note_one(request, min(-1e-9, request.deadline - now - alone), now)
+
+    def _note_one(self, request: Request, left: float, now: float) -> None:
+        """Note a request by the seconds that were left when it ended, below 0 if it is late."""
+        self.gaps.note_request(request.allowance, left + self._delay, now)
+        if left < 0 < left + self._delay:
+            self._num_late += 1
+            if self._is_blameless:  # one part counts once: a pause of the machine may make many late
+                self.gaps.note_late()
+            self._is_blameless = False
 
     def begin_background(self) -> None:
         """Begin to read background work."""
@@ -121,17 +187,58 @@ class Work:
         if self._background is not None:
             self._background.forget()
 
-    def _take_part(self, background: Units, wake_seconds: float | None) -> Part | None:
-        """Return a part that ends before the requests that wait are due, and soon enough for one that comes next."""
-        allowed = self.allowance() if self._device is None else self._device.least_allowance()
-        seconds = self.core.settings.max_wait_ms / 1e3 if allowed == math.inf else BACKGROUND_SHARE * allowed
-        now = seconds if wake_seconds is None else min(seconds, wake_seconds)
-        return background.take(now, self.core.model, self.core.settings, most_seconds=seconds / BACKGROUND_SHARE)
+    def background_stats(self) -> dict[str, Any]:
+        """Return how long parts may take, and why the next item waits; nothing without background work."""
+        if self._background is None:
+            return {}
+        return {
+            "part_ms": None if self._part_seconds is None else 1e3 * self._part_seconds,
+            "slowness": self.gaps.slowness,
+            "boldness": self.gaps.boldness,
+            "num_late": self._num_late,
+            "waiting": self._why_waiting,
+        }
 
-    def _hold(self, background: Units, turn: Turn, now: float) -> tuple[Turn, Part | None]:
-        """Wait with an item that takes too long by prediction, but run it now and then: the prediction may be old."""
-        if now < self._hold_until:
-            return dataclasses.replace(turn, wake_seconds=self._hold_until - now), None
-        self._hold_until = now + HOLD_SECONDS
-        single = dataclasses.replace(self.core.settings, max_items=1)
-        return turn, background.take(math.inf, self.core.model, single, most_seconds=math.inf)
+    def _take_part(self, background: Units, wake_seconds: float | None, now: float) -> Part | None:
+        """Return a part that ends before the requests that wait are due, and soon enough for one that comes next."""
+        members: list[Member] = [self] if self._device is None else self._device.members()
+        allowed = min(member.allowance() for member in members)
+        if allowed == math.inf:
+            most, longest_item = self.core.settings.max_wait_ms / 1e3, 2 * self.core.settings.max_wait_ms / 1e3
+        else:
+            most, longest_item = BACKGROUND_SHARE * allowed, allowed
+        self._part_seconds = seconds = min(member.gaps.longest_part(most) for member in members)
+        if wake_seconds is not None:
+            seconds = min(seconds, wake_seconds)
+            return background.take(seconds, self.core.model, self.core.settings, most_seconds=longest_item)
+        long = self._long_seconds(background, seconds, longest_item)
+        if long is not None and self._may_run(long, members, now, has_deadline=allowed < math.inf):
+            return background.take(long, self.core.model, self.core.settings, most_seconds=longest_item)
+        return background.take(seconds, self.core.model, self.core.settings, most_seconds=longest_item)
+
+    def _long_seconds(self, background: Units, seconds: float, most: float) -> float | None:
+        """Return what the next item takes at least, if that is longer than parts may take and it is not refused."""
+        self._why_waiting = None
+        length, model = background.next_length(), self.core.model
+        if length is None or not model.is_ready:
+            return None
+        alone = model.predict(1, length)
+        # Up to twice the constant, more items with it cost little: there batching pays.
+        return max(alone, min(2 * model.constant, most)) if seconds < alone <= most else None
+
+    def _may_run(self, seconds: float, members: Sequence[Member], now: float, *, has_deadline: bool) -> bool:
+        """Say whether an item that takes longer than parts may runs now all the same."""
+        if not has_deadline:
+            if now >= self._hold_until:
+                self._hold_until = now + HOLD_SECONDS
+                return True
+            self._why_waiting = f"an item takes about {seconds * 1e3:.1f} ms; one that takes so long runs every second"
+            return False
+        num_late = sum(member.gaps.expected_late(seconds, now) for member in members)
+        if self.gaps.may_spend(num_late):
+            return True
+        self._why_waiting = (
+            f"an item takes about {seconds * 1e3:.1f} ms and is expected to make {num_late:.2g} requests late; "
+            f"{self.gaps.saved:.2g} are saved up for it"
+        )
+        return False

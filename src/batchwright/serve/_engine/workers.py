@@ -106,7 +106,7 @@ class Workers:
     def expire(self, request: Request) -> None:
         """Give up a request whose deadline has come, if it waits, or runs in a call that may hang."""
         with self._changed:
-            ended = self._core.expire(request, self.clock(), running=self._timeout is not None)
+            ended = self._work.expire(request, self.clock(), running=self._timeout is not None)
             self._tell_if_idle()
         deliver(ended)
 
@@ -123,8 +123,9 @@ class Workers:
             stats = self._core.stats()
             num_restarts = sum(max(0, worker.runner.num_starts - 1) for worker in self._workers)
             failure = stats.failure or why_none_is_ready(self._workers)
+            beside = self._work.background_stats()
             return dataclasses.replace(
-                stats, num_abandoned=self._num_abandoned, num_restarts=num_restarts, failure=failure
+                stats, num_abandoned=self._num_abandoned, num_restarts=num_restarts, failure=failure, background=beside
             )
 
     def wake(self) -> None:
