@@ -92,15 +92,21 @@ def one_process(args: Any) -> Iterator[None]:
 
 @contextmanager
 def on_its_own(trainer: Any) -> Iterator[None]:
-    """Let a loss be tried out: it gathers nothing from other ranks, and what trainers note of calls stays as it was."""
-    accelerator = trainer.accelerator
+    """Let a loss be tried out: it gathers nothing from other ranks, logs nothing, and what trainers note stays."""
+    accelerator, mine = trainer.accelerator, vars(trainer)
+    log = mine.get("log")  # of this trainer alone
     noted = {name: copy.deepcopy(getattr(trainer, name)) for name in _NOTED if hasattr(trainer, name)}
     names = ("gather", "gather_for_metrics")
     for name in names:  # over the methods of its class
         setattr(accelerator, name, lambda tensor, *args, **kwargs: tensor)
+    mine["log"] = lambda *args, **kwargs: None
     try:
         yield
     finally:
+        if log is None:
+            del mine["log"]
+        else:
+            mine["log"] = log
         for name in names:
             delattr(accelerator, name)
         for name, value in noted.items():

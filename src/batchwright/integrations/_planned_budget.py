@@ -20,8 +20,10 @@ from ..step.losses import LossFunction
 from ._auto_budget import (
     BudgetFinder,
     agreement_of,
+    describe_callable,
     describe_lengths,
     describe_model,
+    describe_optimizer,
     describe_packages,
     is_auto_budget,
     monitor_of,
@@ -173,9 +175,10 @@ def find_planned(
         "model": describe_model(module),
         "lengths": describe_lengths(lengths),
         "packages": describe_packages(),
-        "loss": getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__),
+        "loss": describe_callable(loss_fn),
+        "collator": describe_callable(loader.collate_fn),
         "precision": str(autocast),
-        "optimizer": type(inner).__qualname__,
+        "optimizer": describe_optimizer(inner),
         "options": sorted(needed),
     }
     found, is_known = finder.find(
@@ -183,6 +186,7 @@ def find_planned(
         search,
         device=device,
         monitor=monitor,
+        lengths=lengths,
         reserved_bytes=0,  # DDP has its buckets by now
         agreement=agreement,
         world_size=world_size,
