@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import inspect
@@ -77,6 +78,14 @@ def agreement_of(device: torch.device, world_size: int) -> Agreement:
 def monitor_of(device: torch.device, given: MemoryMonitor | None) -> MemoryMonitor | None:
     """Return what reads memory; on a CPU nothing does unless it is given, as running out there ends the process."""
     return given if given is not None or device.type == "cpu" else MemoryMonitor(device)
+
+
+def own_collator(collate: Any) -> Any:
+    """Return a collator whose random numbers and counts do not move on; the collator itself if it cannot be copied."""
+    try:
+        return copy.deepcopy(collate)
+    except Exception:  # each type has its own way to refuse
+        return collate
 
 
 # The key

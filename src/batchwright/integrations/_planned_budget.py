@@ -27,6 +27,7 @@ from ._auto_budget import (
     describe_packages,
     is_auto_budget,
     monitor_of,
+    own_collator,
     tell,
 )
 
@@ -99,7 +100,7 @@ class StepperProbe(Probe):
 
     def __init__(self, stepper: Stepper, loader: Any, move: Callable[[Any], Any]) -> None:
         self._stepper, self._move = stepper, move
-        self._dataset, self._collate = loader.dataset, loader.collate_fn
+        self._dataset, self._collate = loader.dataset, own_collator(loader.collate_fn)
 
     def load(self, indices: list[int]) -> Any:
         """Return the batch of some examples, on the device."""

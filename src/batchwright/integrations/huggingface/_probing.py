@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from .._auto_budget import (
     describe_optimizer,
     describe_packages,
     monitor_of,
+    own_collator,
     tell,
 )
 from .._devices import Devices, on_its_own
@@ -234,7 +234,7 @@ class TrainerProbe(Probe):
 
     def __init__(self, trainer: Any, model: Any, examples: Any, collate: Any) -> None:
         self._trainer, self._model = trainer, model
-        self._examples, self._collate = ExampleLists(examples), _copied(collate)
+        self._examples, self._collate = ExampleLists(examples), own_collator(collate)
         self._num_items: Any = None
 
     def load(self, indices: list[int]) -> Any:
@@ -261,14 +261,6 @@ class TrainerProbe(Probe):
             self._trainer.training_step(self._model, dict(batch), self._num_items)
 
 
-def _copied(collate: Any) -> Any:
-    """Return a collator whose random numbers and counts do not move on; the collator itself if it cannot be copied."""
-    try:
-        return copy.deepcopy(collate)
-    except Exception:  # each type has its own way to refuse
-        return collate
-
-
 def evaluation_budget_of_trainer(
     trainer: Any, base: Any, lengths: IntArray, finder: BudgetFinder, *, loss_only: bool | None
 ) -> Budget:
@@ -289,7 +281,7 @@ def evaluation_budget_of_trainer(
     if key in finder.evaluation:
         return finder.evaluation[key]
     quiet = replace(settings, budget=MaxItems(1), memory=None, micro_batch=None, graphs=False, on_oom="raise")
-    before, examples, collate = Snapshot.of(trainer.model), ExampleLists(base.dataset), _copied(base.collate_fn)
+    before, examples, collate = Snapshot.of(trainer.model), ExampleLists(base.dataset), own_collator(base.collate_fn)
     modes = [(part, part.training) for part in trainer.model.modules()]
     try:
         with probing(trainer, quiet) as model:
