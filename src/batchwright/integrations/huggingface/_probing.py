@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
@@ -32,6 +33,7 @@ from .._auto_budget import (
     tell,
 )
 from .._devices import Devices, on_its_own
+from .._keeping import is_plain, kept
 from .._ranked import is_stream
 from .._safe_steps import trained_parameters
 from ._batches import Counted, Received
@@ -39,7 +41,7 @@ from ._data import ExampleLists
 from ._lengths import pad_multiple_of
 from ._settings import Settings
 from ._streams import first_buffer
-from ._undoing import probing
+from .callbacks import Batching
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,9 @@ _ARGUMENTS = (
     "torch_empty_cache_steps",
     "use_liger_kernel",
 )
+_SET_BY_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")
+_LEFT_ALONE = ("train_dataset", "eval_dataset")
+_MISSING = object()
 
 
 def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: BudgetFinder) -> FoundBudget:
@@ -89,7 +94,7 @@ def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: Budge
 
     def search() -> FoundBudget:
         quiet = replace(settings, budget=MaxItems(1), memory=None, micro_batch=None, graphs=False, is_probe=True)
-        with probing(trainer, quiet) as model:
+        with _probing(trainer, quiet) as model:
             return find_budget(
                 TrainerProbe(trainer, model, examples, base.collate_fn),
                 lengths,
@@ -221,6 +226,43 @@ def _as_text(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
+@contextmanager
+def _probing(trainer: Any, settings: Settings) -> Iterator[Any]:
+    """Let a trainer run batches that leave no trace in it; parameters and random states are held by others.
+
+    Yields:
+        The model as it computes, without DDP.
+    """
+    batching, model, accelerator = trainer._batching, trainer.model, trainer.accelerator
+    names = set(vars(trainer))
+    held = {name: kept(value) for name, value in vars(trainer).items() if name not in _LEFT_ALONE and is_plain(value)}
+    places = [(name, vars(model).get(name, _MISSING)) for name in _SET_BY_ACCELERATE]
+    prepared, scaler, syncs = list(accelerator._models), accelerator.scaler, accelerator.sync_gradients
+    scaler_state = None if scaler is None else dict(vars(scaler))
+    try:
+        trainer._batching = Batching(settings)
+        trainer.current_gradient_accumulation_steps = 1
+        accelerator.gradient_state._set_sync_gradients(True)
+        # Autocast and the conversion of outputs, but not DDP: ranks measure by themselves.
+        yield model if prepared else accelerator.prepare_model(model, evaluation_mode=True)
+    finally:
+        accelerator.gradient_state._set_sync_gradients(syncs)
+        accelerator._models[:] = prepared
+        for name, value in places:
+            if value is not _MISSING:
+                vars(model)[name] = value
+            else:
+                vars(model).pop(name, None)
+        if scaler is not None and scaler_state is not None:
+            vars(scaler).clear()
+            vars(scaler).update(scaler_state)
+        for name in set(vars(trainer)) - names:
+            delattr(trainer, name)
+        for name, put_back in held.items():
+            setattr(trainer, name, put_back())
+        trainer._batching = batching
+
+
 @final
 class TrainerProbe(Probe):
     """Runs batches through a trainer's own training step.
@@ -284,7 +326,7 @@ def evaluation_budget_of_trainer(
     before, examples, collate = Snapshot.of(trainer.model), ExampleLists(base.dataset), own_collator(base.collate_fn)
     modes = [(part, part.training) for part in trainer.model.modules()]
     try:
-        with probing(trainer, quiet) as model:
+        with _probing(trainer, quiet) as model:
             trainer.model.eval()
 
             def run(shape: tuple[int, ...]) -> None:

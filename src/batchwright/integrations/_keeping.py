@@ -1,59 +1,15 @@
-"""Batches that a trainer runs and that leave no trace in it: its attributes get their values back in place."""
+"""Keeping: plain values get their contents back in place, as the same objects, after a loss was tried out."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._settings import Settings
-from .callbacks import Batching
-
-_SET_BY_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")
-_LEFT_ALONE = ("train_dataset", "eval_dataset")
-_MISSING = object()
 _MOST_VALUES = 10_000
-
-
-@contextmanager
-def probing(trainer: Any, settings: Settings) -> Iterator[Any]:
-    """Let a trainer run batches that leave no trace in it; parameters and random states are held by others.
-
-    Yields:
-        The model as it computes, without DDP.
-    """
-    batching, model, accelerator = trainer._batching, trainer.model, trainer.accelerator
-    names = set(vars(trainer))
-    held = {name: kept(value) for name, value in vars(trainer).items() if name not in _LEFT_ALONE and is_plain(value)}
-    places = [(name, vars(model).get(name, _MISSING)) for name in _SET_BY_ACCELERATE]
-    prepared, scaler, syncs = list(accelerator._models), accelerator.scaler, accelerator.sync_gradients
-    scaler_state = None if scaler is None else dict(vars(scaler))
-    try:
-        trainer._batching = Batching(settings)
-        trainer.current_gradient_accumulation_steps = 1
-        accelerator.gradient_state._set_sync_gradients(True)
-        # Autocast and the conversion of outputs, but not DDP: ranks measure by themselves.
-        yield model if prepared else accelerator.prepare_model(model, evaluation_mode=True)
-    finally:
-        accelerator.gradient_state._set_sync_gradients(syncs)
-        accelerator._models[:] = prepared
-        for name, value in places:
-            if value is not _MISSING:
-                vars(model)[name] = value
-            else:
-                vars(model).pop(name, None)
-        if scaler is not None and scaler_state is not None:
-            vars(scaler).clear()
-            vars(scaler).update(scaler_state)
-        for name in set(vars(trainer)) - names:
-            delattr(trainer, name)
-        for name, put_back in held.items():
-            setattr(trainer, name, put_back())
-        trainer._batching = batching
 
 
 def is_plain(value: Any) -> bool:
@@ -111,7 +67,7 @@ def _refilled(value: Any, contents: Any, fill: Callable[[Any], None]) -> Any:
 
 
 def _kept_tensor(tensor: Tensor) -> Callable[[], Any]:
-    before, gradient = tensor.detach().clone(), tensor.grad
+    before, gradient = tensor.detach().clone(), tensor.grad if tensor.is_leaf else None
     at_first = None if gradient is None else gradient.detach().clone()
 
     def put_back() -> Tensor:
@@ -119,7 +75,8 @@ def _kept_tensor(tensor: Tensor) -> Callable[[], Any]:
             tensor.detach().copy_(before)
             if gradient is not None and at_first is not None:
                 gradient.copy_(at_first)
-        tensor.grad = gradient
+        if tensor.is_leaf:
+            tensor.grad = gradient
         return tensor
 
     return put_back
