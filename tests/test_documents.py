@@ -44,5 +44,7 @@ def test_the_trainer_example_of_the_readme_is_complete_in_at_most_15_lines():
     trainer, data = names["trainer"], names["data"]
     assert trainer.state.epoch == 1
     # What was found planned the batches of the epoch: every example once.
-    plan = bw.plan_batches([len(example["input_ids"]) for example in data], trainer.found_budget)
+    plan = bw.plan_batches(
+        [len(example["input_ids"]) for example in data], trainer.found_budget, seed=trainer.args.seed
+    )
     assert trainer.state.global_step == len(plan)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -11,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import CodeType
 from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
@@ -37,6 +41,10 @@ _PACKAGES = ("batchwright", "torch", "transformers", "accelerate", "lightning")
 _QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 # With this much more memory than there was, larger batches have to be measured.
 _MORE_MEMORY = 1.1
+# What files of any content, folders of any kind and users without a home can raise.
+_UNREADABLE = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, BatchwrightError),
+)
 
 
 def is_auto_budget(budget: Any) -> bool:
@@ -72,6 +80,14 @@ def monitor_of(device: torch.device, given: MemoryMonitor | None) -> MemoryMonit
     return given if given is not None or device.type == "cpu" else MemoryMonitor(device)
 
 
+def own_collator(collate: Any) -> Any:
+    """Return a collator whose random numbers and counts do not move on; the collator itself if it cannot be copied."""
+    try:
+        return copy.deepcopy(collate)
+    except Exception:  # each type has its own way to refuse
+        return collate
+
+
 # The key
 
 
@@ -91,7 +107,68 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "gradient_checkpointing": bool(getattr(model, "is_gradient_checkpointing", False)),
         "modules": _digest(json.dumps([[name, _name_of(type(part))] for name, part in model.named_modules()])),
+        "code": _digest(json.dumps(sorted({_code_digest(type(part).forward) for part in model.modules()}))),
     }
+
+
+def describe_callable(value: Any) -> Any:
+    """Return the name, the code and the plain settings of a function or of an object that is called, as JSON values.
+
+    A collator that pads to another length, or a loss that was written anew under its old name, is another one. What is
+    no plain value, such as a tokenizer, is left out.
+    """
+    if value is None or isinstance(value, type):
+        return None if value is None else _name_of(value)
+    if isinstance(value, functools.partial):
+        return [describe_callable(value.func), _scalars(dict(enumerate(value.args))), _scalars(value.keywords)]
+    inner: Any = inspect.unwrap(value)
+    if inspect.isroutine(inner):
+        code = getattr(inner, "__code__", None)
+        cells = getattr(inner, "__closure__", None) or ()
+        names = () if code is None else code.co_freevars
+        held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=False) if _is_filled(cell)}
+        name = f"{getattr(inner, '__module__', None)}.{getattr(inner, '__qualname__', inner)}"
+        defaults = dict(enumerate(getattr(inner, "__defaults__", None) or ()))
+        return [name, _code_digest(inner), _scalars(held), _scalars(defaults)]
+    return [_name_of(type(value)), _code_digest(type(value).__call__), _scalars(getattr(value, "__dict__", {}))]
+
+
+def describe_optimizer(optimizer: Any) -> list[Any]:
+    """Return the kind of an optimizer and the settings that its state may depend on, as JSON values.
+
+    >>> describe_optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9))[1]["momentum"]
+    '0.9'
+    """
+    chosen = {name: value for name, value in optimizer.defaults.items() if name not in ("lr", "weight_decay", "eps")}
+    return [_name_of(type(optimizer)), _scalars(chosen)]
+
+
+def _scalars(values: Mapping[Any, Any]) -> dict[str, str]:
+    return {str(name): str(value) for name, value in values.items() if isinstance(value, str | int | float | None)}
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # a name that is bound later
+        return False
+    return True
+
+
+def _code_digest(function: Any) -> str:
+    """Return a digest of what a function computes, the same in every process; of one without code, its name."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return _digest(_text_of(code) if isinstance(code, CodeType) else str(getattr(function, "__qualname__", None)))
+
+
+def _text_of(code: CodeType) -> str:
+    consts = [_text_of(one) if isinstance(one, CodeType) else _text_of_const(one) for one in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {consts}"
+
+
+def _text_of_const(value: Any) -> str:
+    # The order of a set differs between processes.
+    return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
 def describe_lengths(lengths: IntArray) -> dict[str, Any]:
@@ -135,12 +212,13 @@ def _digest(text: str) -> str:
 # The cache
 
 
-def read_cached(key: Mapping[str, Any], limit: int | None) -> FoundBudget | None:
+def read_cached(key: Mapping[str, Any], limit: int | None, longest: IntArray) -> FoundBudget | None:
     """Return the budget that was found under a key, None if there is none that can be used.
 
     Args:
         key: as JSON values.
         limit: the memory there is now; with much more than there was, the budget is found again.
+        longest: padded lengths, ``(1, axes)``, which the budget must be able to tell the items of.
     """
     try:
         entry = json.loads(_path_of(key).read_text(encoding="utf-8"))
@@ -149,11 +227,13 @@ def read_cached(key: Mapping[str, Any], limit: int | None) -> FoundBudget | None
         before = entry["limit_bytes"]
         if (before is None) != (limit is None) or (limit is not None and limit > _MORE_MEMORY * before):
             return None
-        return FoundBudget.from_json(json.dumps(entry["budget"])).within(limit)
+        found = FoundBudget.from_json(json.dumps(entry["budget"])).within(limit)
+        found.max_items(longest)  # numbers that nothing can be planned with are as good as none
+        return found
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, BatchwrightError) as error:
-        logger.info("No budget was read from %s: %s", cache_folder(), error)
+    except _UNREADABLE as error:
+        logger.info("No budget was read from the cache: %s", error)
         return None
 
 
@@ -164,7 +244,7 @@ def write_cached(key: Mapping[str, Any], limit: int | None, budget: FoundBudget)
         make_folder(_path_of(key).parent)
         text = json.dumps({**entry, "budget": json.loads(budget.to_json())}, indent=1)
         write_atomic(_path_of(key), text)
-    except (OSError, RuntimeError, BatchwrightError) as error:
+    except _UNREADABLE as error:
         logger.info("The budget is not kept: %s", error)
 
 
@@ -197,6 +277,7 @@ class BudgetFinder:
         *,
         device: torch.device,
         monitor: MemoryMonitor | None,
+        lengths: IntArray,
         reserved_bytes: int,
         agreement: Agreement,
         world_size: int,
@@ -208,6 +289,7 @@ class BudgetFinder:
             search: measures batches; a collective.
             device: of this rank.
             monitor: of its memory.
+            lengths: of the examples, as padded.
             reserved_bytes: what training needs besides batches.
             agreement: of the ranks.
             world_size: number of ranks.
@@ -218,7 +300,7 @@ class BudgetFinder:
         name = json.dumps([_plain(whole), limit])
         text = None
         if dist_rank(world_size) == 0:
-            known = self._known[name] if name in self._known else read_cached(whole, limit)
+            known = self._known[name] if name in self._known else read_cached(whole, limit, lengths.max(axis=0)[None])
             text = None if known is None else known.to_json()
         (text,) = _broadcast([text], world_size)
         is_known = text is not None

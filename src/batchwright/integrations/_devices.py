@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+
+from ._keeping import kept
 
 # Where losses of TRL and of sentence-transformers note figures of every call.
 _NOTED = ("_metrics", "_total_train_tokens", "accum_loss_components")
@@ -92,19 +93,25 @@ def one_process(args: Any) -> Iterator[None]:
 
 @contextmanager
 def on_its_own(trainer: Any) -> Iterator[None]:
-    """Let a loss be tried out: it gathers nothing from other ranks, and what trainers note of calls stays as it was."""
-    accelerator = trainer.accelerator
-    noted = {name: copy.deepcopy(getattr(trainer, name)) for name in _NOTED if hasattr(trainer, name)}
+    """Let a loss be tried out: it gathers nothing from other ranks, logs nothing, and what trainers note stays."""
+    accelerator, mine = trainer.accelerator, vars(trainer)
+    log = mine.get("log")  # of this trainer alone
+    noted = {name: kept(mine[name]) for name in _NOTED if name in mine}
     names = ("gather", "gather_for_metrics")
     for name in names:  # over the methods of its class
         setattr(accelerator, name, lambda tensor, *args, **kwargs: tensor)
+    mine["log"] = lambda *args, **kwargs: None
     try:
         yield
     finally:
+        if log is None:
+            del mine["log"]
+        else:
+            mine["log"] = log
         for name in names:
             delattr(accelerator, name)
-        for name, value in noted.items():
-            setattr(trainer, name, value)
+        for name, put_back in noted.items():
+            mine[name] = put_back()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, final
 
 from torch import Tensor
@@ -143,6 +144,42 @@ class Whole(Cut):
     def take(self, units: Sequence[int]) -> dict[str, Any]:
         """Return everything."""
         return dict(self.batch)
+
+
+@final
+class Grouped(Cut):
+    """Groups of examples that stay together: the units of a micro-batch, several of them in each group.
+
+    Args:
+        cut: the micro-batch as examples, in the order of the plan.
+        sizes: the number of examples of every group.
+    """
+
+    unit = "group"
+
+    def __init__(self, cut: Cut, sizes: Sequence[int]) -> None:
+        self.batch, self.num = cut.batch, len(sizes)
+        self._cut, self._ends = cut, list(accumulate(sizes, initial=0))
+
+    def take(self, units: Sequence[int]) -> dict[str, Any]:
+        """Return the examples of some groups."""
+        return self._cut.take([row for unit in units for row in range(self._ends[unit], self._ends[unit + 1])])
+
+
+def in_groups(cut: Cut, sizes: Sequence[int] | None) -> Cut:
+    """Return a cut between groups of examples; what does not have a unit per example is not cut at all.
+
+    Args:
+        cut: of a micro-batch.
+        sizes: the number of examples of every group, in order; None if examples stand for themselves.
+    """
+    if sizes is None or cut.why_whole or max(sizes) == 1:
+        return cut
+    if cut.num != sum(sizes):
+        return Whole(
+            cut.batch, f"its {sum(sizes)} examples stay together in groups, but are not its {cut.num} {cut.unit}s"
+        )
+    return Grouped(cut, sizes)
 
 
 @final

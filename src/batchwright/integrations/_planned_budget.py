@@ -20,11 +20,14 @@ from ..step.losses import LossFunction
 from ._auto_budget import (
     BudgetFinder,
     agreement_of,
+    describe_callable,
     describe_lengths,
     describe_model,
+    describe_optimizer,
     describe_packages,
     is_auto_budget,
     monitor_of,
+    own_collator,
     tell,
 )
 
@@ -97,7 +100,7 @@ class StepperProbe(Probe):
 
     def __init__(self, stepper: Stepper, loader: Any, move: Callable[[Any], Any]) -> None:
         self._stepper, self._move = stepper, move
-        self._dataset, self._collate = loader.dataset, loader.collate_fn
+        self._dataset, self._collate = loader.dataset, own_collator(loader.collate_fn)
 
     def load(self, indices: list[int]) -> Any:
         """Return the batch of some examples, on the device."""
@@ -173,9 +176,10 @@ def find_planned(
         "model": describe_model(module),
         "lengths": describe_lengths(lengths),
         "packages": describe_packages(),
-        "loss": getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__),
+        "loss": describe_callable(loss_fn),
+        "collator": describe_callable(loader.collate_fn),
         "precision": str(autocast),
-        "optimizer": type(inner).__qualname__,
+        "optimizer": describe_optimizer(inner),
         "options": sorted(needed),
     }
     found, is_known = finder.find(
@@ -183,6 +187,7 @@ def find_planned(
         search,
         device=device,
         monitor=monitor,
+        lengths=lengths,
         reserved_bytes=0,  # DDP has its buckets by now
         agreement=agreement,
         world_size=world_size,

@@ -37,12 +37,21 @@ def collate(examples):
     return {"x": rows, "index": torch.tensor([example["index"] for example in examples])}
 
 
-def make(budget="auto", *, sampler_budget=ONE, total_bytes=20_000, sampler=None, **options):
+def make(
+    budget="auto",
+    *,
+    sampler_budget=ONE,
+    total_bytes=20_000,
+    sampler=None,
+    collate_fn=collate,
+    kind=torch.optim.AdamW,
+    **options,
+):
     """Prepare a small model whose batches take 10 bytes per padded token of made-up memory."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     memory = FakeMemory(total_bytes, used_bytes=100)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = kind(model.parameters(), lr=0.01)
     sampler = bw.BatchSampler(LENGTHS, sampler_budget) if sampler is None else sampler
 
     def loss_fn(model, batch):
@@ -50,7 +59,7 @@ def make(budget="auto", *, sampler_budget=ONE, total_bytes=20_000, sampler=None,
         return model(batch["x"]).square().sum(), len(batch["x"])
 
     accelerator = Accelerator(cpu=True)
-    loader = DataLoader(DATA, batch_sampler=sampler, collate_fn=collate)
+    loader = DataLoader(DATA, batch_sampler=sampler, collate_fn=collate_fn)
     options = {"loss_fn": loss_fn, "memory": MemoryMonitor(source=memory), "budget": budget, **options}
     return accelerator, prepare(accelerator, model, optimizer, loader, **options), memory
 
@@ -82,6 +91,36 @@ def test_training_is_that_with_the_found_budget_given_to_the_sampler():
     assert train(given, 2) == seen
     assert torch.equal(weights(given), weights(auto))
     assert len(seen) < 60
+
+
+class Drawing:
+    """A collator with random numbers of its own, and a count."""
+
+    def __init__(self):
+        self.random, self.num_calls, self.drawn = np.random.default_rng(0), 0, []
+
+    def __call__(self, examples):
+        self.num_calls += 1
+        self.drawn.append(self.random.random())
+        return collate(examples)
+
+
+def test_a_collator_with_random_numbers_of_its_own_draws_none_for_the_look():
+    drawing = Drawing()
+    _, prepared, _ = make(collate_fn=drawing)
+    assert (drawing.num_calls, drawing.drawn) == (0, [])
+    train(prepared)
+    assert drawing.drawn[0] == np.random.default_rng(0).random()
+
+
+def test_another_collator_or_optimizer_is_another_key(tmp_path, monkeypatch):
+    found = FoundBudget(None, bw.TimeModel.fit([(1, 8), (2, 8), (4, 8)], [0.1, 0.2, 0.3]))
+    searches = []
+    monkeypatch.setattr(_planned_budget, "find_budget", lambda *args, **kwargs: searches.append(args) or found)
+    for options in ({}, {}, {"collate_fn": Drawing()}, {"kind": torch.optim.Adam}):
+        make(**options)
+        forget()
+    assert len(searches) == len(list((tmp_path / "cache" / "batchwright" / "budgets").iterdir())) == 3
 
 
 def test_a_known_budget_is_not_looked_for_again(monkeypatch):

@@ -34,6 +34,15 @@ def make(rank, folder, case):
             time.sleep(0.002)
         memory.run_batch(tokens, PER_TOKEN)
 
+    class Broken(torch.optim.AdamW):
+        def step(self, *args, **kwargs):
+            if rank == 1:
+                raise torch.OutOfMemoryError("no room for the state")
+
+    examples = numbered(NUM)
+    if (case, rank) == ("lengths", 1):
+        examples[3] = {"number": 3}
+
     def load(examples):
         if case == "collator" and rank == 1 and len(examples) > 2:
             raise KeyError("no such column")
@@ -46,7 +55,8 @@ def make(rank, folder, case):
         "t5",
         folder,
         model=model,
-        examples=numbered(NUM),
+        examples=examples,
+        optimizers=(Broken(model.parameters()) if case == "state" else None, None),
         budget="auto",
         data_collator=load,
         memory=MemoryMonitor(source=memory),
@@ -95,6 +105,8 @@ def main(rank, world_size, folder):
     with quick():
         fails(rank, folder, "collator", KeyError)
         fails(rank, folder, "error", ZeroDivisionError)
+        fails(rank, folder, "lengths", KeyError)  # before anything is measured
+        fails(rank, folder, "state", torch.OutOfMemoryError)  # in the first step of the optimizer
         agrees(rank, folder, "less")
         agrees(rank, folder, "oom")  # with so much more memory than is kept on disk, batches are measured again
         assert (folder / f"cache{rank}").exists() is (rank == 0)

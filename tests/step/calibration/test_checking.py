@@ -65,6 +65,15 @@ def test_examples_that_fail_by_their_number_are_bounded_and_others_are_not(most_
     assert 0.75 < peaks.max() <= 0.9
 
 
+def test_more_items_than_ever_ran_are_run_before_they_count():
+    """321 examples of a middle length were planned, far below the limit of memory, after at most 265 had run."""
+    lengths = np.random.default_rng(0).integers(5, 300, (1000, 1))
+    machine = Translation(lengths, bytes_of=lambda num, side: num * (100 * side + 2 * side**2), most_items=300)
+    machine.memory = FakeMemory(20_000_000, used_bytes=1000, bytes_of=machine.bytes_of)
+    shapes, _ = machine.planned(wants_knee=False)
+    assert 200 < shapes[:, 0].max() <= 300
+
+
 @pytest.mark.parametrize(("power", "factor"), [(3, 150.0), (4, 1.0)])
 @pytest.mark.parametrize("seed", [2, 5])
 def test_what_the_fit_has_no_term_for_is_seen_before_it_counts(seed, power, factor):

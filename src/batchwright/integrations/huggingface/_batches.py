@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -40,12 +41,15 @@ class Item(NamedTuple):
         is_repeat: fewer examples than ranks were left, so this rank runs another rank's example with weight 0.
         is_measured: the micro-batches are random parts, from which gradient noise is measured.
         num_padded: the tokens of packed micro-batches, with padding; None if they are padded to their longest example.
+        groups: the number of examples of every group that stays together, of an item of one micro-batch; None if
+            examples stand for themselves.
     """
 
     parts: list[list[int]]
     is_repeat: bool
     is_measured: bool = False
     num_padded: int | None = None
+    groups: list[int] | None = None
 
 
 class Received(NamedTuple):
@@ -55,11 +59,13 @@ class Received(NamedTuple):
         counted: what its micro-batches hold, without repeats.
         repeats: for each of them, whether it is a repeat that counts on another rank.
         is_measured: gradient noise is measured.
+        groups: for each of them, the sizes of the groups that stay together; None if examples stand for themselves.
     """
 
     counted: Counted
     repeats: list[bool]
     is_measured: bool
+    groups: list[list[int] | None] | None = None
 
 
 class BatchSource(ABC):
@@ -138,7 +144,8 @@ class BatchSource(ABC):
         padded = tokens if self.is_flat else sum(map(self._num_padded, given))
         repeats = [item.is_repeat for item in items for _ in item.parts]
         counted = Counted(sum(map(len, parts)), tokens, padded, len(repeats))
-        return Received(counted, repeats, any(item.is_measured for item in items))
+        groups = [item.groups for item in items for _ in item.parts]
+        return Received(counted, repeats, any(item.is_measured for item in items), groups)
 
     def _lengths_of(self, part: Any) -> IntArray:
         """Return the lengths of the examples of a micro-batch."""
@@ -198,14 +205,27 @@ class PlannedBatches(BatchSource):
         for step, batch in enumerate(self.sampler):
             is_repeat = step == last and self._is_repeat(plan.num_repeated_batches)
             if self.packing is None:
-                self._fetched.append(Item([batch], is_repeat))  # type: ignore[list-item]  # these are no rows
+                examples: Any = batch  # these are no rows
+                self._fetched.append(Item([examples], is_repeat, groups=self._groups_of(examples)))
                 yield batch
                 continue
             rows: Any = batch
             examples = [index for row in rows for index in row]
             num_padded = self.packing.num_padded(rows, self.lengths)
-            self._fetched.append(Item([examples], is_repeat, num_padded=num_padded))
+            self._fetched.append(Item([examples], is_repeat, num_padded=num_padded, groups=self._groups_of(examples)))
             yield rows if self.packing.takes_rows else examples
+
+    def _groups_of(self, batch: Any) -> list[int] | None:
+        """Return how many examples of a batch belong to each group, None without groups.
+
+        Members stand next to each other; where packed rows part them, all of the batch is one group.
+        """
+        groups = self.sampler.settings.groups
+        if groups is None:
+            return None
+        ids = groups.ids[batch].tolist()
+        sizes = [len(list(same)) for _, same in groupby(ids)]
+        return sizes if len(sizes) == len(set(ids)) else [len(ids)]
 
     def begin_epoch(self, epoch: int) -> int:
         """Go to an epoch, and return how many items are left in it."""

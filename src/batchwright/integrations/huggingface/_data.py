@@ -21,6 +21,7 @@ from ...plan.grouping.sorting import WindowSort
 from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
 from ...plan.sampler.stream import AsGiven
+from ...step.calibration.found import FoundBudget
 from ...step.oom import free_memory, is_out_of_memory
 from .._devices import Devices
 from .._failures import raise_together
@@ -162,7 +163,7 @@ class TrainingData:
             raise ArgumentError(_why_empty(len(lengths), drops_last=args.dataloader_drop_last))
         batches = PlannedBatches(sampler, lengths, options["pad_multiple_of"])
         batches.packing = packing if grouping.row_capacity is not None else None
-        if settings.finds_budget:  # now, before a place in an epoch is restored
+        if isinstance(settings.budget, FoundBudget):  # now, before a place in an epoch is restored
             batches.planned_size = batches.mean_size(args.gradient_accumulation_steps)
         return batches
 

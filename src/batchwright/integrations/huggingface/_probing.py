@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,13 +23,17 @@ from ...step.oom import Snapshot
 from .._auto_budget import (
     BudgetFinder,
     agreement_of,
+    describe_callable,
     describe_lengths,
     describe_model,
+    describe_optimizer,
     describe_packages,
     monitor_of,
+    own_collator,
     tell,
 )
 from .._devices import Devices, on_its_own
+from .._keeping import is_plain, kept
 from .._ranked import is_stream
 from .._safe_steps import trained_parameters
 from ._batches import Counted, Received
@@ -63,7 +65,6 @@ _ARGUMENTS = (
 _SET_BY_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")
 _LEFT_ALONE = ("train_dataset", "eval_dataset")
 _MISSING = object()
-_MOST_VALUES = 10_000
 
 
 def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: BudgetFinder) -> FoundBudget:
@@ -80,17 +81,14 @@ def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: Budge
         if saved is not None:
             _warn_of_less_memory(trainer, settings, saved)
             return saved
-    _check(trainer)
-    trainer.create_optimizer()  # as training does a moment later
-    _check_hooks(trained_parameters(trainer.model, trainer.optimizer))
     args, device = trainer.args, trainer.args.device
-    examples, dataset = base.dataset, trainer.train_dataset
-    if is_stream(dataset):
-        examples, lengths = first_buffer(dataset, settings, Devices.of(trainer), trainer.model)
-    else:
-        lengths = trainer._batching.data.lengths(dataset, args, trainer.model, trainer.data_collator)
-    lengths = pad_up(lengths, pad_multiple_of(trainer.data_collator))
     agreement, monitor = agreement_of(device, args.world_size), monitor_of(device, settings.memory)
+    lengths, failure = _made_ready(trainer)
+    agreement.settle(failure)
+    examples = base.dataset
+    if lengths is None:
+        examples, lengths = first_buffer(trainer.train_dataset, settings, Devices.of(trainer), trainer.model)
+    lengths = pad_up(lengths, pad_multiple_of(trainer.data_collator))
     accumulates = settings.controller is not None or args.gradient_accumulation_steps > 1
     reserved = _bytes_of_ranks(trainer)
 
@@ -116,6 +114,7 @@ def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: Budge
         search,
         device=device,
         monitor=monitor,
+        lengths=lengths,
         reserved_bytes=reserved,
         agreement=agreement,
         world_size=args.world_size,
@@ -123,6 +122,20 @@ def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: Budge
     is_shown = not args.disable_tqdm and args.process_index == 0
     tell(found, lengths, how="as found before" if is_known else "measured now", is_shown=is_shown)
     return found
+
+
+def _made_ready(trainer: Any) -> tuple[IntArray | None, Exception | None]:
+    """Make the optimizer, and return the lengths of the data, None of a stream, or an error, which all ranks raise."""
+    dataset = trainer.train_dataset
+    try:
+        _check(trainer)
+        trainer.create_optimizer()  # as training does a moment later
+        _check_hooks(trained_parameters(trainer.model, trainer.optimizer))
+        if is_stream(dataset):
+            return None, None
+        return trainer._batching.data.lengths(dataset, trainer.args, trainer.model, trainer.data_collator), None
+    except Exception as error:
+        return None, error
 
 
 def saved_budget(checkpoint: Path, ignores_place: bool) -> FoundBudget | None:
@@ -184,23 +197,29 @@ def _bytes_of_ranks(trainer: Any) -> int:
 
 
 def _key_of(trainer: Any, settings: Settings, lengths: IntArray, accumulates: bool) -> dict[str, Any]:
-    args, loss = trainer.args, trainer.compute_loss_func
+    args = trainer.args
     return {
         "model": describe_model(trainer.model),
         "lengths": describe_lengths(lengths),
         "packages": describe_packages(),
         "trainer": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__],
-        "loss": None if loss is None else getattr(loss, "__qualname__", type(loss).__qualname__),
-        "collator": [type(trainer.data_collator).__qualname__, pad_multiple_of(trainer.data_collator)],
+        "loss": [describe_callable(trainer.compute_loss_func), *_own_steps(type(trainer))],
+        "collator": [describe_callable(trainer.data_collator), pad_multiple_of(trainer.data_collator)],
         "arguments": {name: _as_text(getattr(args, name, None)) for name in _ARGUMENTS},
         "precision": str(trainer.accelerator.mixed_precision),
-        "optimizer": type(innermost(trainer.optimizer)).__qualname__,
+        "optimizer": describe_optimizer(innermost(trainer.optimizer)),
         "accumulates": accumulates,
         "has_controller": settings.controller is not None,
         "on_oom": settings.on_oom,
         "weighting": settings.weighting,
         "entropy": settings.wants_entropy,
     }
+
+
+def _own_steps(kind: type) -> list[Any]:
+    """Return the losses and steps of the classes of a trainer, so that one that is written anew is measured again."""
+    found = [vars(base).get(name) for base in kind.__mro__ for name in ("compute_loss", "training_step")]
+    return [describe_callable(one) for one in found if one is not None]
 
 
 def _as_text(value: Any) -> Any:
@@ -215,7 +234,8 @@ def _probing(trainer: Any, settings: Settings) -> Iterator[Any]:
         The model as it computes, without DDP.
     """
     batching, model, accelerator = trainer._batching, trainer.model, trainer.accelerator
-    held = {name: _MISSING if name in _LEFT_ALONE else plain_copy(value) for name, value in vars(trainer).items()}
+    names = set(vars(trainer))
+    held = {name: kept(value) for name, value in vars(trainer).items() if name not in _LEFT_ALONE and is_plain(value)}
     places = [(name, vars(model).get(name, _MISSING)) for name in _SET_BY_ACCELERATE]
     prepared, scaler, syncs = list(accelerator._models), accelerator.scaler, accelerator.sync_gradients
     scaler_state = None if scaler is None else dict(vars(scaler))
@@ -236,40 +256,11 @@ def _probing(trainer: Any, settings: Settings) -> Iterator[Any]:
         if scaler is not None and scaler_state is not None:
             vars(scaler).clear()
             vars(scaler).update(scaler_state)
-        _put_back(trainer, held)
+        for name in set(vars(trainer)) - names:
+            delattr(trainer, name)
+        for name, put_back in held.items():
+            setattr(trainer, name, put_back())
         trainer._batching = batching
-
-
-def plain_copy(value: Any) -> Any:
-    """Return a copy of what consists of plain values, such as the sums that a trainer logs later; else nothing.
-
-    >>> plain_copy({"loss": [1.0, 2.0]})
-    {'loss': [1.0, 2.0]}
-    >>> plain_copy([object()]) is plain_copy(object())
-    True
-    """
-    return copy.deepcopy(value) if _is_plain(value, [_MOST_VALUES]) else _MISSING
-
-
-def _is_plain(value: Any, left: list[int]) -> bool:
-    left[0] -= 1
-    if left[0] < 0:
-        return False
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple | set | deque):
-        return all(_is_plain(item, left) for item in value)
-    if isinstance(value, Tensor):
-        return value.is_leaf and value.numel() <= _MOST_VALUES
-    return value is None or isinstance(value, str | int | float | bool)
-
-
-def _put_back(trainer: Any, held: Mapping[str, Any]) -> None:
-    for name in set(vars(trainer)) - set(held):
-        delattr(trainer, name)
-    for name, value in held.items():
-        if value is not _MISSING:
-            setattr(trainer, name, value)
 
 
 @final
@@ -285,7 +276,7 @@ class TrainerProbe(Probe):
 
     def __init__(self, trainer: Any, model: Any, examples: Any, collate: Any) -> None:
         self._trainer, self._model = trainer, model
-        self._examples, self._collate = ExampleLists(examples), _copied(collate)
+        self._examples, self._collate = ExampleLists(examples), own_collator(collate)
         self._num_items: Any = None
 
     def load(self, indices: list[int]) -> Any:
@@ -312,14 +303,6 @@ class TrainerProbe(Probe):
             self._trainer.training_step(self._model, dict(batch), self._num_items)
 
 
-def _copied(collate: Any) -> Any:
-    """Return a collator whose random numbers and counts do not move on; the collator itself if it cannot be copied."""
-    try:
-        return copy.deepcopy(collate)
-    except Exception:  # each type has its own way to refuse
-        return collate
-
-
 def evaluation_budget_of_trainer(
     trainer: Any, base: Any, lengths: IntArray, finder: BudgetFinder, *, loss_only: bool | None
 ) -> Budget:
@@ -336,11 +319,11 @@ def evaluation_budget_of_trainer(
     loss_only = args.prediction_loss_only if loss_only is None else loss_only
     pillars = tuple(dict.fromkeys(int(place) for place in lengths.argmax(axis=0)))
     row = Row(tuple(int(length) for length in lengths.max(axis=0)), pillars)
-    key = (row.lengths, loss_only, type(trainer.model).__name__)
+    key = (row.lengths, loss_only, json.dumps(describe_model(trainer.model)))
     if key in finder.evaluation:
         return finder.evaluation[key]
     quiet = replace(settings, budget=MaxItems(1), memory=None, micro_batch=None, graphs=False, on_oom="raise")
-    before, examples, collate = Snapshot.of(trainer.model), ExampleLists(base.dataset), _copied(base.collate_fn)
+    before, examples, collate = Snapshot.of(trainer.model), ExampleLists(base.dataset), own_collator(base.collate_fn)
     modes = [(part, part.training) for part in trainer.model.modules()]
     try:
         with _probing(trainer, quiet) as model:

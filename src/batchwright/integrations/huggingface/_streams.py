@@ -10,6 +10,8 @@ from itertools import islice
 from typing import Any, NamedTuple, final
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ..._checks import as_state, read_whole
 from ..._lengths import as_lengths
@@ -33,6 +35,8 @@ _DIFFERENT = (
     "ranks read different examples, so some would be lost; give every rank the same stream, or pass "
     "plan_options={'sharded': True} if it was split beforehand, as split_by_node does"
 )
+# Examples of a stream that is read twice: one alone may look like a later one.
+_COMPARED = 4
 _INSTEAD = "give a budget such as MaxTokens(8192)"
 
 
@@ -137,7 +141,7 @@ def first_buffer(dataset: Any, settings: Settings, devices: Devices, model: Any)
             raise ArgumentError(f"ranks that read streams of their own would measure different batches; {_INSTEAD}")
         examples = list(islice(_apart(dataset), options.get("buffer_size", 20_000)))
         rows = [lengths(example) for example in examples]
-        _check_unread(dataset, examples, args, model)
+        _check_unread(dataset, examples)
     except Exception as error:
         failure = error
     raise_together(failure, args.device, world_size=args.world_size)
@@ -147,19 +151,29 @@ def first_buffer(dataset: Any, settings: Settings, devices: Devices, model: Any)
     return examples, as_lengths(rows)
 
 
-def _check_unread(dataset: Any, examples: list[Any], args: Any, model: Any) -> None:
-    """Refuse a stream that was moved by looking at it, such as one around a generator."""
-    digests = []
-    for found in (examples[:1], list(islice(_apart(dataset), 1))):
-        lengths = _lengths_for(args, model)
-        for example in found:
-            lengths(example)
-        digests.append((len(found), lengths.digest))
-    if not examples or digests[0] != digests[1]:
+def _check_unread(dataset: Any, examples: list[Any]) -> None:
+    """Refuse a stream that was moved by looking at it, such as one around a generator: what was read would be lost."""
+    again = list(islice(_apart(dataset), _COMPARED))
+    if not examples or not _is_same(examples[:_COMPARED], again):
         raise ArgumentError(
             "budget='auto' reads the first examples of the stream twice, and it does not begin anew with them; "
             f"{_INSTEAD}"
         )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Say whether two examples are equal; of what is neither a number, a text nor a list of these, only its type."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    return not isinstance(one, str | bytes | int | float) or one == other or one != one
 
 
 def _apart(dataset: Any) -> Iterable[Any]:

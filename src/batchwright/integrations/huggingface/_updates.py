@@ -21,6 +21,7 @@ from ...step.noise import GradientNoise
 from ...step.oom import drop_gradients, warn_of_split
 from .._devices import Devices
 from .._failures import raise_gathered
+from .._inputs import Rows, in_groups
 from .._observing import monitor_for
 from .._safe_steps import (
     SafeSteps,
@@ -71,6 +72,7 @@ class Updates:
         self._graphs = graphs
         self._devices: Devices | None = None
         self._shares: deque[float] = deque()  # the weights of the micro-batches that are left
+        self._groups: deque[list[int] | None] = deque()  # and the sizes of their groups
         self._weight, self._left_out = 0.0, 0.0  # of this rank in the update, and of what did not fit
         self._key = ""
         self._safe_steps: SafeSteps | None = None
@@ -135,7 +137,7 @@ class Updates:
             devices: whose micro-batches make one update together.
             optimizer: tells which parameters are trained.
         """
-        counted, repeats, is_measured = received
+        counted, repeats, is_measured, groups = received
         self.noise = self._meter if is_measured else None
         self._devices, self._key = devices, row_key(batches[0], loss.model)
         if self._safe_steps is None and self._settings.on_oom != "raise":
@@ -170,7 +172,7 @@ class Updates:
         if sums[FAILED] > 0:
             raise_gathered(failure)
         self.figures.begin(sums)
-        self._shares = deque(shares)
+        self._shares, self._groups = deque(shares), deque(groups or [None] * len(batches))
         self._weight, self._left_out = sum(shares), 0.0
         if self.memory is not None:
             self.memory.reset_peak()
@@ -241,6 +243,7 @@ class Updates:
         """Add the gradient of a micro-batch, in pieces if memory runs out."""
         assert self._safe_steps is not None
         share, inputs = self._next_share(), dict(part)
+        groups = self._groups.popleft() if self._groups else None
         self.entropy.keep()
         if self.noise is not None:
             self.noise.keep()
@@ -250,7 +253,7 @@ class Updates:
             inputs,
             partial(self._weighted_step, step, has_share=share > 0),
             is_last=is_end and devices.accelerator.sync_gradients,
-            cut=self._weights.cut(inputs),
+            cut=in_groups(self._weights.cut(inputs) or Rows(inputs, self._key), groups),
             optimizer=optimizer,
             has_scaler=devices.accelerator.scaler is not None,
             replay=self._graphs.replay(inputs, share, self.whole),

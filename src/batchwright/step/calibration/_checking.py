@@ -114,10 +114,10 @@ def _least_known(plan: Plan, budget: FoundBudget, search: Search) -> _Batch | No
 
 
 def _is_known(shape: Shape, budget: FoundBudget, search: Search) -> bool:
-    """Say whether a batch at least as large ran, or this one is far from all limits."""
+    """Say whether a batch at least as large ran, or this one is far from all limits, also that of items that ran."""
     assert budget.memory is not None
     predicted = float(budget.memory.model.predict([shape])[0])
-    few = min([2 * max(num for num, *_ in search.ran), *(int(CLOSE * num) for num, *_ in search.failed)])
+    few = min([max(num for num, *_ in search.ran), *(int(CLOSE * num) for num, *_ in search.failed)])
     is_far = predicted < _NEAR * budget.memory.max_bytes and shape[0] <= few
     return is_far or any(dominates(other, shape) for other in search.ran)
 

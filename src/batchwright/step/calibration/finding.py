@@ -113,8 +113,7 @@ def find_budget(
     search = Search(probe_rows(lengths), limit, wants_knee=wants_knee, most_items=max(8, len(lengths)))
     trained = [parameter for module in modules for parameter in module.parameters()]
     with restored(modules, optimizers), ProgressBar(label="finding a budget", enabled=progress) as bar:
-        for optimizer in optimizers:
-            step_of_zeros(optimizer)
+        agreement.settle(_failure_of_states(optimizers))
         prober = _Prober(probe, device, monitor, [] if accumulates else trained, agreement, clock)
         for row, num in search.shapes():
             found = prober.measure((num, *row.lengths), row.examples(num, lengths))
@@ -125,6 +124,16 @@ def find_budget(
             bar.update()
     free_memory([device])
     return search.budget()
+
+
+def _failure_of_states(optimizers: list[Any]) -> Exception | None:
+    """Allocate the states of optimizers; return the error, which all ranks raise: one may have no room for them."""
+    try:
+        for optimizer in optimizers:
+            step_of_zeros(optimizer)
+    except Exception as error:
+        return error
+    return None
 
 
 def limit_bytes(monitor: MemoryMonitor | None, reserved_bytes: int, agreement: Agreement) -> int | None:

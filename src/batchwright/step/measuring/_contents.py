@@ -8,7 +8,7 @@ import logging
 import random
 import types
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from io import IOBase
@@ -45,6 +45,7 @@ _FRAMES = (
 # Hooks are functions of others; what they keep is theirs.
 _MODULE_HOOKS = frozenset(name for name in vars(nn.Module()) if "hook" in name)
 _OWN_OF_MODULES = ("_parameters", "_buffers", "_modules")
+_MOST_VALUES = 10_000
 _OWN_OF_OPTIMIZERS = ("state", "param_groups")
 
 
@@ -123,9 +124,31 @@ def _is_hooks(owner: Any, name: str) -> bool:
 def _own_of(value: nn.Module | Optimizer) -> Contents:
     if isinstance(value, Optimizer):
         return Contents([(name, getattr(value, name)) for name in _OWN_OF_OPTIMIZERS], None)
-    mode = value.training
+    mode, held = value.training, vars(value)
+    names, left = set(held), [_MOST_VALUES]
+    # Counts, lists of losses and the like; what is not plain is no part of what training changes in most modules.
+    plain = {name: item for name, item in held.items() if _is_plain(item, left) and not _is_hooks(value, name)}
     items = [(name, getattr(value, name)) for name in _OWN_OF_MODULES]
-    return Contents(items, lambda _: setattr(value, "training", mode))
+
+    def put_back(_: Current) -> None:
+        for name in set(held) - names:
+            del held[name]
+        held.update(plain)
+        value.training = mode
+
+    return Contents([*items, *plain.items()], put_back)
+
+
+def _is_plain(value: Any, left: list[int]) -> bool:
+    """Say whether a value consists of numbers, texts and containers of them, not too many for a module."""
+    left[0] -= 1
+    if left[0] < 0:
+        return False
+    if type(value) in (dict, OrderedDict, defaultdict):
+        return all(_is_plain(item, left) for pair in value.items() for item in pair)
+    if type(value) in (list, tuple, set, deque):
+        return all(_is_plain(item, left) for item in value)
+    return type(value) in (bool, int, float, complex, str, bytes, type(None))
 
 
 def _refill(kind: Any, value: Any, entries: dict[Any, Any], current: Current) -> None:
