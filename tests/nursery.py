@@ -21,7 +21,7 @@ def serve(connection):
     """Fork what is asked for until nobody asks any more; return, in a rank, what it is to run, and None at the end."""
     while (request := receive(connection)) is not None:
         for name in request["frameworks"]:
-            with suppress(ModuleNotFoundError):  # the rank says what it misses
+            with suppress(ImportError):  # the rank says what it misses
                 importlib.import_module(name)
         pids = []
         for rank in request["ranks"]:

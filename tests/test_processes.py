@@ -84,9 +84,10 @@ def test_a_rank_that_fails_fails_the_test_with_what_it_said(action, said, option
 
 @pytest.mark.parametrize("options", [{}, {"fresh": True}])
 def test_a_rank_that_waits_for_ever_is_stopped(options, monkeypatch, tmp_path):
-    monkeypatch.setattr(processes, "LIMIT_SECONDS", 5)
-    with pytest.raises(AssertionError, match=r"exit codes .*-9(.|\n)*rank 1 of 2: hang"):
-        run("hang", tmp_path / "pid", **options)
+    with monkeypatch.context() as patched:
+        patched.setattr(processes, "LIMIT_SECONDS", 5)
+        with pytest.raises(AssertionError, match=r"exit codes .*-9(.|\n)*rank 1 of 2: hang"):
+            run("hang", tmp_path / "pid", **options)
     assert has_ended(int((tmp_path / "pid").read_text()))
     assert run("nothing") == [[], []]
 
