@@ -186,7 +186,7 @@ class Simulation:
         self.batches = enumerate(offline_lengths(case.num_items, seed)) if offline else iter(())
         self.units = Units([], max_ahead=MAX_AHEAD)
         core = Core(Settings(deadline_ms=1e3 * allowed, max_queue=100_000), LatencyModel())
-        for num, length in itertools.product((1, 2, 4, 8, 16), (8, 16, 32, 64, 128)):
+        for num, length in [*itertools.product((1, 2, 4, 8, 16), (8, 16, 32, 64, 128))] * 2:
             core.model.observe(num, length, call_seconds(num, length))
         self.work = Work(core, device=None, background=self.units)
 

@@ -15,6 +15,7 @@ from batchwright.serve._engine.gaps import (
     expected_late,
     longest_part,
     next_boldness,
+    slacks_of,
 )
 
 ONE = GapSettings(late_share=0.0, share_of_late=0.0)  # one late request, however many there are
@@ -131,7 +132,7 @@ def test_while_the_machine_is_slow_parts_are_shorter_and_then_as_before():
 
 
 def test_boldness_rests_where_as_many_are_late_as_may_be():
-    settings = GapSettings(late_share=0.004, long_share=0.006)
+    settings = GapSettings(found_share=0.01)
     boldness = 0.5
     for place in range(501):  # one in a hundred
         boldness = next_boldness(boldness, settings, is_late=False)
@@ -187,6 +188,8 @@ def test_a_longer_item_never_costs_less(first, second, values, busy):
 
 @given(st.floats(0.01, 10.0), st.floats(0.0, 20.0), st.floats(1.0, 3.0), st.floats(1.0, 3.0), st.floats(1.0, 3.0))
 def test_a_slower_machine_never_leaves_more_slack(allowance, need, ratio, first, second):
-    sample = Sample(0.0, allowance, need, ratio)
-    slow, slower = sorted((first, second))
-    assert sample.slack(slower) <= sample.slack(slow)
+    slow, slower = (
+        slacks_of([Sample(0.0, allowance, need, ratio)], slowness, GapSettings()).ordered.sum()
+        for slowness in sorted((first, second))
+    )
+    assert slower <= slow

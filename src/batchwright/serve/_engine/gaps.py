@@ -7,8 +7,8 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import final
+from itertools import chain
+from typing import NamedTuple, final
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ..latency import MAX_RATIO
 MAX_BUSY = 0.9
 # How far the latest call moves the slowness of the machine, and how wide the classes are that it is put into.
 FOLLOW = 0.5
-LEVEL = 0.1
+LEVEL = 0.05
 # How far one part that made a request late moves the boldness, as a logarithm, and how little of it is left at least.
 STEP = 0.35
 LEAST_BOLDNESS = 1 / 64
@@ -35,6 +35,8 @@ class GapSettings:
             is always allowed, since a single one is no tail.
         share_of_late: or this share of those that are late in any case, if that is more.
         long_share: the share of requests that single items may make late which are longer than parts may be.
+        found_share: the share of requests that parts and items may really make late; where there are more, less is
+            expected of them from then on.
         num_requests: so many of the latest requests are looked at,
         num_seconds: if they ended in the last so many seconds.
         num_arrivals: so many of the latest arrivals tell the rate of requests.
@@ -43,6 +45,7 @@ class GapSettings:
     late_share: float = 1 / 2000
     share_of_late: float = 0.1
     long_share: float = 1 / 1000
+    found_share: float = 1 / 1000
     num_requests: int = 8000
     num_seconds: float = 900.0
     num_arrivals: int = 256
@@ -74,11 +77,11 @@ class Slacks:
     num_late: int
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Slacks:
+    def of(cls, seconds: Sequence[float] | FloatArray) -> Slacks:
         """Sort the seconds of requests."""
-        ordered = sorted(value for value in seconds if 0 < value < math.inf)
-        num_late = sum(value <= 0 for value in seconds)
-        return cls(np.array(ordered), np.array([0.0, *accumulate(ordered)]), len(seconds), num_late)
+        values = np.asarray(seconds, dtype=float)
+        ordered = np.sort(values[(values > 0) & (values < math.inf)])
+        return cls(ordered, np.concatenate([[0.0], np.cumsum(ordered)]), len(values), int((values <= 0).sum()))
 
     def late_seconds(self, seconds: float) -> float:
         """Return ``Σ max(0, seconds - slack)``: the time at the start of a part in which each is late if it arrives.
@@ -105,7 +108,7 @@ def next_boldness(boldness: float, settings: GapSettings, *, is_late: bool) -> f
     >>> next_boldness(1.0, GapSettings(), is_late=False), round(next_boldness(1.0, GapSettings(), is_late=True), 3)
     (1.0, 0.705)
     """
-    step = -STEP if is_late else STEP * (settings.late_share + settings.long_share)
+    step = -STEP if is_late else STEP * settings.found_share
     return min(1.0, max(LEAST_BOLDNESS, boldness * math.exp(step)))
 
 
@@ -158,8 +161,7 @@ def expected_late(seconds: float, slacks: Slacks, *, rate: float, busy: float) -
 
 
 @final
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A request that has ended.
 
     Args:
@@ -174,13 +176,27 @@ class Sample:
     need: float
     ratio: float
 
-    def slack(self, slowness: float) -> float:
-        """Return the predicted seconds of a part that it could wait for and be in time, on a machine as slow as now.
 
-        >>> Sample(at=0.0, allowance=0.2, need=0.04, ratio=1.5).slack(slowness=2.0)
-        0.04
-        """
-        return (self.allowance / slowness - self.need) / self.ratio
+def slacks_of(samples: Sequence[Sample], slowness: float, settings: GapSettings) -> Slacks:
+    """Return the predicted seconds of a part that requests could wait for and be in time, on a machine as slow as now.
+
+    ``(allowance / slowness - need) / ratio``. Late in any case is who was late, not who would be on this machine.
+
+    Args:
+        samples: the latest requests, the latest last.
+        slowness: how many times slower than predicted the machine is just now.
+        settings: how old they may be.
+
+    >>> sample = Sample(at=0.0, allowance=0.2, need=0.04, ratio=1.5)
+    >>> slacks_of([sample], 2.0, GapSettings()).ordered.round(6).tolist()
+    [0.04]
+    """
+    if not samples:
+        return Slacks.of([])
+    table = np.fromiter(chain.from_iterable(samples), dtype=float, count=4 * len(samples)).reshape(-1, 4)
+    _, allowance, need, ratio = table[table[:, 0] >= samples[-1].at - settings.num_seconds].T
+    found = Slacks.of((allowance / slowness - need) / ratio)
+    return dataclasses.replace(found, num_late=int((need >= allowance).sum()))
 
 
 @final
@@ -298,15 +314,7 @@ class Gaps:
         if self._num_new > len(self._samples) // 32:
             self._num_new, self._table = 0, Table()
         table = self._table  # others on the same device ask as well, and one of them may put a new one in its place
-        level = math.ceil(round(math.log(self._slowness) / LEVEL, 6))
+        level = round(math.log(self._slowness) / LEVEL)
         if level not in table.slacks:
-            table.slacks[level] = self._sort(math.exp(level * LEVEL))
+            table.slacks[level] = slacks_of(list(self._samples), math.exp(level * LEVEL), self._settings)
         return table, level
-
-    def _sort(self, slowness: float) -> Slacks:
-        samples = list(self._samples)
-        since = samples[-1].at - self._settings.num_seconds if samples else 0.0
-        latest = [one for one in samples if one.at >= since]
-        slacks = Slacks.of([one.slack(slowness) for one in latest])
-        # Late in any case is who was late, not who would be if the machine were as slow as now.
-        return dataclasses.replace(slacks, num_late=sum(one.slack(1.0) <= 0 for one in latest))

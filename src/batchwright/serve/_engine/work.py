@@ -45,6 +45,8 @@ class Work:
         self._allowances: deque[float] = deque(maxlen=NUM_ALLOWANCES)
         self._hold_until = -math.inf
         self.gaps = Gaps()
+        # Without background work on its device nobody asks what is between requests.
+        self._has_gaps = background is not None or device is not None
         # By how much the last part held up the requests that have been running since it ended.
         self._delay = 0.0
         self._is_blameless = True
@@ -74,17 +76,23 @@ class Work:
 
     def add(self, request: Request) -> None:
         """Take a request in, or say why not."""
+        if self._has_gaps:
+            self._add_noted(request)
+        else:
+            self.core.add(request)
+        self.urgency = min(self.urgency, request.urgency)
+        # A deadline that the request alone cannot meet is no reason to hold back or refuse background work.
+        model = self.core.model
+        if not model.is_ready or request.allowance >= model.predict(1, request.least_length):
+            self._allowances.append(request.allowance)
+
+    def _add_noted(self, request: Request) -> None:
         self.gaps.note_arrival(request.arrival)
         try:
             self.core.add(request)
         except DeadlineExceeded as error:
             self._note_one(request, request.allowance - (error.predicted_seconds or 0.0), request.arrival)
             raise
-        self.urgency = min(self.urgency, request.urgency)
-        # A deadline that the request alone cannot meet is no reason to hold back or refuse background work.
-        model = self.core.model
-        if not model.is_ready or request.allowance >= model.predict(1, request.least_length):
-            self._allowances.append(request.allowance)
 
     def allowance(self) -> float:
         """Return the shortest time in seconds that requests are allowed; ``inf``: they have no deadline."""
@@ -116,7 +124,8 @@ class Work:
     def complete(self, job: Job, outcome: Outcome, now: float, seconds: float) -> tuple[Call | None, list[Request]]:
         """Take in what a call gave; return the call that follows, and the requests that have ended."""
         if isinstance(job, Call):
-            self.gaps.note_batch(seconds, self._ratio(len(job.requests), longest(job.requests), seconds))
+            if self._has_gaps:
+                self.gaps.note_batch(seconds, self._ratio(len(job.requests), longest(job.requests), seconds))
             turn = self.core.complete(job, outcome, now, seconds)
             self._note(turn.ended, now)
             return turn.call, turn.ended
@@ -126,7 +135,7 @@ class Work:
         self._background.finish(job, outcome, self.core.settings)
         self._num_parts -= 1
         self._delay = max(0.0, now - self.core.first_arrival())
-        self._is_blameless = True
+        self._is_blameless = self.core.model.is_ready  # before that, nobody could know how long it takes
         return None, []
 
     def expire(self, request: Request, now: float, *, running: bool = False) -> list[Request]:
@@ -147,7 +156,7 @@ class Work:
 
     def _note(self, ended: Iterable[Request], now: float) -> None:
         """Note how much longer requests could have waited, had no part held them up."""
-        for request in ended:
+        for request in ended if self._has_gaps else ():
             if request.state is State.ANSWERED:
                 self._note_one(request, request.deadline - now, now)
             elif request.state is State.SHED and self.core.model.is_ready:
