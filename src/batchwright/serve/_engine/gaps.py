@@ -42,9 +42,9 @@ class GapSettings:
         num_arrivals: so many of the latest arrivals tell the rate of requests.
     """
 
-    late_share: float = 1 / 2000
+    late_share: float = 1 / 1500
     share_of_late: float = 0.1
-    long_share: float = 1 / 1000
+    long_share: float = 1 / 1500
     found_share: float = 1 / 1000
     num_requests: int = 8000
     num_seconds: float = 900.0
@@ -53,7 +53,7 @@ class GapSettings:
     def allowed(self, num: int, num_late: int) -> float:
         """Return how many of ``num`` requests parts may make late, if ``num_late`` are late in any case.
 
-        >>> [GapSettings().allowed(num, num_late) for num, num_late in ((100, 0), (8000, 0), (8000, 60))]
+        >>> [GapSettings().allowed(num, num_late) for num, num_late in ((100, 0), (6000, 0), (6000, 60))]
         [1.0, 4.0, 6.0]
         """
         return max(1.0, self.late_share * num, self.share_of_late * num_late)
