@@ -65,7 +65,7 @@ class Case:
     noise: str = "measured"
     num_items: int = 32
     deadline: float = 10.0  # times the mean seconds of one request alone
-    seconds: float = 600.0
+    seconds: float = 400.0
 
 
 NOISES = ("none", "calm", "measured", "heavy", "pauses")
@@ -292,8 +292,9 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--label", default="now", help="names the version of the code in the output")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=600.0, help="of simulated time, of each arm")
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--first-seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=400.0, help="of simulated time, of each arm")
     parser.add_argument("--cases", nargs="*", type=int, help="only these, by their place from 0")
     parser.add_argument("--smoke", action="store_true", help="one short case")
     parser.add_argument("--output", type=Path)
@@ -304,8 +305,9 @@ def main() -> None:
     head = "code load noise items deadline busy share p99_alone p99_beside missed_alone missed_beside added".split()
     print("| " + " | ".join(head) + " |\n|" + " --- |" * len(head))
     rows: list[dict[str, Any]] = []
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
     for case in (dataclasses.replace(case, seconds=options.seconds) for case in cases):
-        rows.append(summary(case, options.label, [measure(case, seed) for seed in range(1, options.seeds + 1)]))
+        rows.append(summary(case, options.label, [measure(case, seed) for seed in seeds]))
         print(line(rows[-1]), flush=True)
         if options.output:
             write(rows, options)
@@ -316,7 +318,10 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     kept = [row for row in earlier if row["label"] != options.label]
     device = {"constant": CONSTANT, "per_token": PER_TOKEN, "per_square": PER_SQUARE}
     noise = {"levels": LEVELS, "real_over_fitted": MEASURED, "lasting_seconds": LASTING}
-    said = {"device_seconds": device, "mean_alone_ms": 1e3 * mean_alone(), "measured_noise": noise}
+    command = (
+        f"python benchmarks/serving_background_simulation.py --seeds {options.seeds} --seconds {options.seconds:g}"
+    )
+    said = {"command": command, "device_seconds": device, "mean_alone_ms": 1e3 * mean_alone(), "measured_noise": noise}
     options.output.write_text(json.dumps({**said, "rows": kept + rows}, indent=1) + "\n")
 
 
