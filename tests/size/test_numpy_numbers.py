@@ -221,7 +221,7 @@ def test_what_is_shown_is_the_call_that_makes_it_again(name, data):
 
 
 def test_every_factory_and_every_number_of_it_is_tried():
-    names = set(size.__all__) - WITHOUT_NUMBERS - {"BatchSizeController", "noise"}
+    names = set(size.__all__) - WITHOUT_NUMBERS - {"BatchSizeController", "ExperimentBudget", "noise"}
     assert set(CALLS) == names
     for name in names - {"milestones", "clamp", "cooldown", "switch", "Curriculum"}:  # called through a function here
         parameters = inspect.signature(getattr(size, name)).parameters.values()
@@ -239,6 +239,14 @@ def test_the_average_of_noise_keeps_plain_numbers(kind):
     assert average == plain
     assert repr(average) == repr(plain)
     assert json.dumps(average.to_state()) == json.dumps(plain.to_state())
+
+
+def test_a_budget_of_experiments_keeps_plain_numbers():
+    budget = size.ExperimentBudget(np.float32(0.25), num_held=np.int64(1)).after_update(np.float64(2.0))
+    budget = budget.after_experiment(np.float32(8), num_batches=np.int64(4), has_grown=False)
+    plain = size.ExperimentBudget(0.25, num_held=1).after_update(2.0)
+    assert repr(budget) == repr(plain.after_experiment(8.0, num_batches=4, has_grown=False))
+    json.dumps(budget.to_state())
 
 
 @pytest.mark.parametrize("rule", [linear, sqrt, none])
