@@ -159,11 +159,19 @@ def test_the_padding_of_a_fast_tokenizer_is_not_counted():
 @pytest.fixture
 def transformers_log(monkeypatch):
     """What transformers logs; its own handler writes to a stream that pytest does not see."""
-    records = []
+    records, logger = [], logging.getLogger("transformers")
     handler = logging.Handler()
     handler.emit = records.append
-    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
-    return records
+    monkeypatch.setattr(logger, "handlers", [handler])
+    # Frameworks of other tests may have set another level, or switched loggers off.
+    monkeypatch.setattr(logging.root.manager, "disable", 0)
+    for one in (logger, logging.getLogger("transformers.tokenization_utils_base")):
+        monkeypatch.setattr(one, "disabled", False)
+        monkeypatch.setattr(one, "propagate", one is not logger)
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    yield records
+    logger.setLevel(level)
 
 
 def test_texts_over_the_models_maximum_are_no_matter_for_a_warning(tokenizer, transformers_log):
