@@ -146,7 +146,7 @@ def test_boldness_never_ends_and_comes_back():
     for _ in range(100):
         boldness = next_boldness(boldness, GapSettings(), is_late=True)
     assert boldness == LEAST_BOLDNESS
-    for _ in range(20_000):
+    for _ in range(40_000):
         boldness = next_boldness(boldness, GapSettings(), is_late=False)
     assert boldness == 1.0
 

@@ -42,10 +42,10 @@ class GapSettings:
         num_arrivals: so many of the latest arrivals tell the rate of requests.
     """
 
-    late_share: float = 1 / 1500
+    late_share: float = 1 / 3000
     share_of_late: float = 0.1
-    long_share: float = 1 / 1500
-    found_share: float = 1 / 1000
+    long_share: float = 1 / 3000
+    found_share: float = 1 / 2000
     num_requests: int = 8000
     num_seconds: float = 900.0
     num_arrivals: int = 256
@@ -54,7 +54,7 @@ class GapSettings:
         """Return how many of ``num`` requests parts may make late, if ``num_late`` are late in any case.
 
         >>> [GapSettings().allowed(num, num_late) for num, num_late in ((100, 0), (6000, 0), (6000, 60))]
-        [1.0, 4.0, 6.0]
+        [1.0, 2.0, 6.0]
         """
         return max(1.0, self.late_share * num, self.share_of_late * num_late)
 
