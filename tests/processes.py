@@ -59,7 +59,9 @@ def run_interpreters(lines, paths, options):
     for line, path in zip(lines, paths, strict=True):
         with path.open("wb") as output:
             command = [sys.executable, *options, "-m", *line]
-            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT))
+            processes.append(
+                subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT)
+            )
     limit = time.monotonic() + LIMIT_SECONDS
     try:
         for process in processes:
@@ -79,7 +81,7 @@ def run_forks(lines, paths, warnings):
     """
     frameworks = next((names for start, names in FRAMEWORKS.items() if lines[0][0].startswith(start)), TORCH)
     ranks = [
-        {"line": line, "output": str(path), "warnings": warnings, "environment": dict(os.environ)}
+        {"line": line, "output": str(path), "warnings": warnings, "environment": environment()}
         for line, path in zip(lines, paths, strict=True)
     ]
     shares = [share for share in (ranks[0::2], ranks[1::2]) if share]
@@ -93,6 +95,14 @@ def run_forks(lines, paths, warnings):
             nursery.close()  # and with it the ranks that still run
         raise
     return [codes[rank % 2][rank // 2] for rank in range(len(lines))]
+
+
+def environment():
+    """Return the environment of every rank, forked or not: one thread each.
+
+    A fork has none of the threads of a pool that stands, and would wait for them.
+    """
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class Nursery:
@@ -110,9 +120,7 @@ class Nursery:
         self.place = place
         self.connection, theirs = multiprocessing.Pipe()
         command = [sys.executable, "-m", "tests.nursery", str(theirs.fileno())]
-        # A fork has none of the threads of a pool that stands, and would wait for them.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()])
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment(), pass_fds=[theirs.fileno()])
         theirs.close()
         atexit.register(self.close)
 

@@ -51,10 +51,11 @@ def ends_of(batcher, items):
 
 
 def lives(pid):
-    """Say whether a process runs; one that has ended may wait to be reaped by whoever inherited it."""
+    """Say whether a thread of a process runs; one that has ended may wait to be reaped by whoever inherited it."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+            is_zombie = file.read().rsplit(")", 1)[1].split()[0] == "Z"
+        return not is_zombie or len(os.listdir(f"/proc/{pid}/task")) > 1  # the main thread may end before the others
     except FileNotFoundError:
         return False
 

@@ -78,7 +78,8 @@ class ProcessRunner(Runner):
     @property
     def needs_start(self) -> bool:
         """Say whether there is no process."""
-        return self._process is None or not self._process.is_alive()
+        # The sentinel tells at once: ``is_alive`` is wrong while another thread that starts a process looks after all.
+        return self._process is None or bool(wait([self._process.sentinel], 0)) or not self._process.is_alive()
 
     def __call__(self, items: list[Any], requests: Sequence[Request] = ()) -> Outcome:
         """Return what the function gave in the process, or that the process ended."""
