@@ -169,8 +169,8 @@ def test_advise_as_json(heavy, capsys):
         ("data.txt", b"a\n", ["--format", "txt"], "--format is for standard input"),
         ("data.txt", b"a\n", ["--pairs"], "no fields"),
         ("data.txt", b"\x00\x01\n", ["--tokenizer", "lengths"], "data.txt:1: --tokenizer lengths needs"),
-        ("data.txt", b"5\n-3\n", ["--tokenizer", "lengths"], "data.txt:2: --tokenizer lengths needs a whole number from 0"),
-        ("data.txt", b"9" * 20, ["--tokenizer", "lengths"], "a whole number from 0 to 2,147,483,647 or a list in field"),
+        ("data.txt", b"5\n-3\n", ["--tokenizer", "lengths"], "data.txt:2: --tokenizer lengths needs a whole number"),
+        ("data.txt", b"9" * 20, ["--tokenizer", "lengths"], "a whole number from 0 to 2,147,483,647 or a list"),
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "advise"])
@@ -213,7 +213,10 @@ def test_a_text_without_any_token_is_not_planned(tmp_path, capsys):
         (["advise", "a.txt", "--against", "luck"], "invalid choice: 'luck' (choose from"),
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["advice", "a.txt"], "; did you mean 'advise'?"),
-        (["plan", "a.txt", "--max_tokens", "100"], "plan: error: unrecognized arguments: --max_tokens 100; did you mean"),
+        (
+            ["plan", "a.txt", "--max_tokens", "9"],
+            "unrecognized arguments: --max_tokens 9; did you mean '--max-tokens'?",
+        ),
         (["advise", "a.txt", "--task", "trian"], "; did you mean 'train'?"),
         (["serve", "a:b", "--port", "80000"], "--port: needs a number from 0 to 65535, got '80000'"),
         (["lab", "show", "--port", "-1"], "--port: needs a whole number of 0 or more, got '-1'"),

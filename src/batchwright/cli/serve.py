@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .._optional import require
 from ..errors import ArgumentError
 from .lengths import load_tokenizer
-from .options import Commands, Options, add_command, add_option, count, load_function, load_object, port, positive
+from .options import Commands, Options, add_command, add_option, load_function, load_object, port, positive
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
