@@ -121,10 +121,15 @@ def _jsonl_records(path: Path) -> Iterator[tuple[str, Record | None]]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ArgumentError(f"{where}: not JSON: {error}") from None
+            raise ArgumentError(f"{where}: not JSON: {_place_in_line(error)}; got {line.strip()[:40]}") from None
         if not isinstance(record, dict):
             raise ArgumentError(f'{where}: each line must be a JSON object such as {{"text": "…"}}, got {line[:40]}')
         yield where, record
+
+
+def _place_in_line(error: Exception) -> str:
+    """Say what is wrong without the line that json counts, which is always the first."""
+    return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def _csv_records(path: Path) -> Iterator[tuple[str, Record | None]]:

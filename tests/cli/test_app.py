@@ -158,7 +158,8 @@ def test_advise_as_json(heavy, capsys):
             [],
             "one JSON document; write one object per line and call the file data.jsonl",
         ),
-        ("data.jsonl", b'{"text": "a"}\n{oops\n', [], "data.jsonl:2: not JSON"),
+        ("data.jsonl", b'{"text": "a"}\n{oops\n', [], "data.jsonl:2: not JSON: Expecting property name enclosed in"),
+        ("data.jsonl", b'{"text": "a"}\noops\n', [], "data.jsonl:2: not JSON: Expecting value at column 1; got oops\n"),
         ("data.jsonl", b'{"body": "a", "title": "b"}\n', ["--field", "text"], "fields here: body, title"),
         ("data.txt", b"a\xff\n", [], "data.txt:1: not UTF-8"),
         ("data.txt.gz", b"no gzip", [], "is not a readable gzip file"),
@@ -168,6 +169,8 @@ def test_advise_as_json(heavy, capsys):
         ("data.txt", b"a\n", ["--format", "txt"], "--format is for standard input"),
         ("data.txt", b"a\n", ["--pairs"], "no fields"),
         ("data.txt", b"\x00\x01\n", ["--tokenizer", "lengths"], "data.txt:1: --tokenizer lengths needs"),
+        ("data.txt", b"5\n-3\n", ["--tokenizer", "lengths"], "data.txt:2: --tokenizer lengths needs a whole number"),
+        ("data.txt", b"9" * 20, ["--tokenizer", "lengths"], "a whole number from 0 to 2,147,483,647 or a list"),
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "advise"])
@@ -209,7 +212,15 @@ def test_a_text_without_any_token_is_not_planned(tmp_path, capsys):
         (["advise", "a.txt", "--model-kind", "rnn"], "invalid choice: 'rnn' (choose from"),
         (["advise", "a.txt", "--against", "luck"], "invalid choice: 'luck' (choose from"),
         (["nonsense"], "invalid choice: 'nonsense'"),
-        ([], "the following arguments are required: COMMAND"),
+        (["advice", "a.txt"], "; did you mean 'advise'?"),
+        (
+            ["plan", "a.txt", "--max_tokens", "9"],
+            "unrecognized arguments: --max_tokens 9; did you mean '--max-tokens'?",
+        ),
+        (["advise", "a.txt", "--task", "trian"], "; did you mean 'train'?"),
+        (["serve", "a:b", "--port", "80000"], "--port: needs a number from 0 to 65535, got '80000'"),
+        (["lab", "show", "--port", "-1"], "--port: needs a whole number of 0 or more, got '-1'"),
+        (["lab"], "the following arguments are required: COMMAND"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -221,6 +232,13 @@ def test_wrong_options_are_one_line_and_exit_code_2(capsys, arguments, message):
     assert message in err
     assert err.count("\n") == 1
     assert err.endswith("--help\n")
+
+
+def test_no_words_at_all_show_the_help(capsys):
+    code, out, err = run(capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: batchwright ")
+    assert "batchwright advise train.jsonl" in out
 
 
 def test_ctrl_c_ends_quietly(tmp_path, capsys, monkeypatch):

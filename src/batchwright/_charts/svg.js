@@ -130,9 +130,10 @@ function stepsOf(points, x, y) {
     .join("");
 }
 
-// The corners of square, triangle and diamond; the first series has a circle.
+// The corners of square, triangle, diamond, and of triangles that point down and to the right; the first series has a circle.
 const CORNERS = [
   [], [[-0.9, -0.9], [0.9, -0.9], [0.9, 0.9], [-0.9, 0.9]], [[0, -1.15], [1.1, 0.85], [-1.1, 0.85]], [[0, -1.3], [1.3, 0], [0, 1.3], [-1.3, 0]],
+  [[0, 1.15], [1.1, -0.85], [-1.1, -0.85]], [[1.15, 0], [-0.85, 1.1], [-0.85, -1.1]],
 ];
 
 // The mark of a series: its shape tells series apart where colours do not.

@@ -16,6 +16,8 @@ from .screen import Screen, counted, percent, render_table, times
 # With fewer batches, the last ones, only partly filled, distort every figure.
 _FEW_BATCHES = 20
 
+_FASTER_PACKED = "How much faster packed rows are than each of the others:"
+
 _ENDS = {
     "train": (
         "compute-bound: the time of a step grows with its padded tokens (large models, large batches).",
@@ -106,8 +108,9 @@ def _table(advice: Advice) -> list[str]:
     if advice.verdict == "pack":
         fixed = [(entry, gain_of(entry, best)) for entry in (advice.shuffled, advice.sorted, advice.planned)]
     rows = [[*basics(entry), times(gain.compute_bound), times(gain.launch_bound)] for entry, gain in fixed]
-    rows.append([*basics(best), "1", "1"])
-    return render_table(["", "padding", "batches", "gain if compute-bound", "if launch-bound"], rows)
+    rows.append([*basics(best), "", ""])
+    table = render_table(["", "padding", "batches", "if compute-bound", "if launch-bound"], rows)
+    return [f"How much faster {best.name} is than each fixed size:" if len(rows) == 3 else _FASTER_PACKED, *table]
 
 
 def answer(advice: Advice) -> str:

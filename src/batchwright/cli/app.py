@@ -25,6 +25,8 @@ Start with your own file:
   batchwright plan train.jsonl      how long the examples are, and how each grouping would batch them
   batchwright advise train.jsonl    whether planned batches pay off, against what, and the lines to copy
   batchwright doctor                what this machine means for batches
+
+No file at hand? `batchwright demo` trains a small model with and without planned batches.
 """
 
 
@@ -40,7 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         _check_streams()
-        arguments = make_parser().parse_args(argv)
+        parser = make_parser()
+        if not (sys.argv[1:] if argv is None else argv):
+            parser.print_help()
+            return 0
+        arguments = parser.parse_args(argv)
         arguments.run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:

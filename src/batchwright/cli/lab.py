@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._optional import require
 from ..errors import ArgumentError
-from .options import Commands, add_command, add_option, count, names, positive, spelt_as_options
+from .options import Commands, add_command, add_option, count, names, port, positive, spelt_as_options
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def add_lab(commands: Commands) -> None:
     for one in (report, show):
         about = f"folder of a lab (default: {FOLDER})"
         one.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=FOLDER, help=about)
-    add_option(show, "--port N", "port of the page; 0 takes any free one", type=count, default=0)
+    add_option(show, "--port N", "port of the page; 0 takes any free one", type=port, default=0)
     add_option(show, "--no-browser", "print the address without opening it")
     add_command(parts, "list", _LIST, run=_list)
 

@@ -8,7 +8,7 @@ import importlib
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, final
@@ -22,15 +22,28 @@ Options: TypeAlias = "argparse._ActionsContainer"
 # An argument as Python spells it, with its value if there is one, and the texts in the value.
 _ARGUMENT = re.compile(r"\b(columns|task|target|limit)=(\[[^\]]*\]|'[^']*'|\"[^\"]*\"|)")
 _QUOTED = re.compile(r"'([^']*)'|\"([^\"]*)\"")
+# What argparse says of a value that is none of several.
+_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
 @final
 class Parser(argparse.ArgumentParser):
     """A parser that answers a mistake in one line: what is wrong, and where the options are explained."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Read the arguments; what a command does not know is its own mistake, not one of ``batchwright``."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            close = _did_you_mean(options[0], self._option_string_actions) if options else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{close}")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         """Print the mistake and end with exit code 2."""
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        choice = _CHOICE.search(message)
+        close = _did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""
+        self.exit(2, f"{self.prog}: error: {message}{close}; see {self.prog} --help\n")
 
 
 def add_command(
@@ -81,11 +94,20 @@ def add_option(options: Options, usage: str, about: str, **settings: Any) -> Non
 
 # 1,5 may be meant as a fraction, or as two numbers.
 _GROUPED = re.compile(r"\d{1,3}(,\d{3})+")
+_MAX_PORT = 65_535
 
 
 def positive(text: str) -> int:
     """Read a whole number of 1 or more."""
     return count(text, least=1)
+
+
+def port(text: str) -> int:
+    """Read the number of a port; 0 stands for any free one."""
+    number = count(text)
+    if number > _MAX_PORT:
+        raise argparse.ArgumentTypeError(f"needs a number from 0 to {_MAX_PORT}, got {text!r}")
+    return number
 
 
 def count(text: str, *, least: int = 0) -> int:
@@ -159,8 +181,11 @@ def _import(name: str) -> Any:
 
 
 def _suggestion(name: str, holder: Any) -> str:
-    public = [known for known in vars(holder) if not known.startswith("_")] if hasattr(holder, "__dict__") else []
-    close = difflib.get_close_matches(name, public, n=1)
+    return _did_you_mean(name, [known for known in getattr(holder, "__dict__", ()) if not known.startswith("_")])
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

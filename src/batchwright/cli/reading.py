@@ -144,7 +144,7 @@ def as_length(value: Any, name: str, where: str) -> int:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise ArgumentError(
-            f"{where}: --tokenizer lengths needs a whole number or a list in field {name!r}, "
+            f"{where}: --tokenizer lengths needs a whole number from 0 to {MAX_INT32:,} or a list in field {name!r}, "
             f"got {_kind(value)}: {str(value)[:40]!r}"
         ) from None
     return int(value)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .._optional import require
 from ..errors import ArgumentError
 from .lengths import load_tokenizer
-from .options import Commands, Options, add_command, add_option, count, load_function, load_object, positive
+from .options import Commands, Options, add_command, add_option, load_function, load_object, port, positive
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -110,7 +110,7 @@ def _add_batches(batches: Options) -> None:
 
 def _add_server(server: Options) -> None:
     add_option(server, "--host NAME", "address to listen on; 127.0.0.1 is this machine only", default="127.0.0.1")
-    add_option(server, "--port N", "port to listen on; 0 takes any free one", type=count, default=8000)
+    add_option(server, "--port N", "port to listen on; 0 takes any free one", type=port, default=8000)
     names = (
         "also answer requests for this host name, or *.NAME for all below it; may be repeated. Without it the server "
         "answers to localhost, to addresses in numbers and, unless it listens on this machine only, to its own name"

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .._files import make_folder, write_atomic
+from .._modules import recomputes_activations
 from .._types import IntArray
 from ..errors import ArgumentError, BatchwrightError
 from ..plan.budget import Budget
@@ -105,7 +106,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
         "attention": str(getattr(config, "_attn_implementation", None)),
         "parameters": _digest(json.dumps(parameters)),
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "gradient_checkpointing": bool(getattr(model, "is_gradient_checkpointing", False)),
+        "gradient_checkpointing": recomputes_activations(model),
         "modules": _digest(json.dumps([[name, _name_of(type(part))] for name, part in model.named_modules()])),
         "code": _digest(json.dumps(sorted({_code_digest(type(part).forward) for part in model.modules()}))),
     }

@@ -83,7 +83,8 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path, capsys):
 
 def test_the_verdict_is_printed_before_the_tables(printed):
     places = [
-        printed.index(words) for words in ("Against shuffled", "The same examples", "The same seconds", "On a GPU")
+        printed.index(words)
+        for words in ("Against shuffled", "The same examples", "The same seconds", "On a GPU (stored")
     ]
     assert places == sorted(places)
     assert f"at most {MINUTES} minutes" in printed

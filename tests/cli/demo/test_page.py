@@ -201,6 +201,33 @@ def test_the_verdict_comes_before_everything_else(source):
     assert "Against shuffled batches of the same memory: slower (0.77x)." in text
     assert "grouped by length: slower (0.85x)." in text
     assert "(14 s planned, 12 s by length, 10 s shuffled)" in text
+    assert "So a fixed size grouped by length is the faster choice here." in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "conclusion"),
+    [
+        ((10.0, 3.0, 2.5), "So planning is the faster choice here."),  # shuffled, by length, planned
+        ((10.0, 3.0, 3.1), "So like lengths in a batch are what saves time here, and on a CPU a plan adds no more. "),
+        ((3.0, 3.0, 3.1), "So there is little to gain here."),
+        ((10.0, 3.0, 4.0), "So a fixed size grouped by length is the faster choice here."),
+    ],
+)
+def test_the_verdict_names_the_faster_choice_whichever_it_is(seconds, conclusion):
+    arms = make_run().results
+    shuffled, grouped, planned = (replace(arm, seconds=took) for arm, took in zip(arms[:3], seconds, strict=True))
+    sentences = records.verdict([shuffled, grouped, arms[2], planned], [grouped, planned])
+    assert conclusion in sentences[0]
+
+
+def test_the_verdict_names_the_lowest_loss_first():
+    def arm(loss):
+        return replace(make_run().results[0], checks=(Check(num_examples=8, seconds=1.0, loss=loss),))
+
+    shuffled, grouped, planned = arm(3.57), arm(3.42), arm(3.67)
+    _, updates, seconds, _ = records.verdict([shuffled, grouped, planned, planned], [arm(3.03), arm(2.95)])
+    assert updates.endswith("loss 3.42 by length, 3.57 shuffled, 3.67 planned.")
+    assert seconds.endswith("loss 2.95 planned, 3.03 by length, 3.57 shuffled.")
 
 
 def test_stored_results_of_a_gpu_are_marked_as_such(source):

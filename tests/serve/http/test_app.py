@@ -113,6 +113,11 @@ def test_a_body_that_is_no_json_is_a_bad_request(body):
     assert recorder.calls == []
 
 
+def test_a_text_without_quotes_is_told_how_texts_are_sent():
+    message = post(Batcher(Recorder()), b"one text").json()["message"]
+    assert message == 'the body cannot be read: not JSON: Expecting value; a text needs its quotes, such as "one text"'
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("X-Deadline-Ms", "soon"), ("X-Deadline-Ms", "0"), ("X-Deadline-Ms", "nan"), ("X-Priority", "11")],

@@ -2,14 +2,19 @@
 
 import asyncio
 import contextlib
+import json
 import re
+import shutil
 import socket
+import subprocess
 import threading
 import time
 
 import httpx
+import pytest
 import uvicorn
 
+from batchwright._charts.page import read_asset
 from batchwright.serve import Batcher
 from batchwright.serve.demo import make_demo_app
 from batchwright.serve.http import make_app
@@ -76,9 +81,13 @@ def test_failed_requests_have_a_column_and_a_plot_and_models_a_row_each(browser)
     app = make_app({"double": Batcher(Recorder(bad=range(100)), deadline_ms=50), "rank": Batcher(Recorder())})
     with served(app) as address:
         page = browser.open(address)
+        page.wait("document.getElementById('verdict').textContent === 'No request came in the last two seconds.'")
         for item in range(20):
             httpx.post(f"{address}/v1/{'double' if item % 2 else 'rank'}", content=str(item))
-        page.wait("document.querySelector('td.bad[data-name=\"failed\"]') !== null")
+        page.wait(  # both at once: they are true for two seconds
+            "document.querySelector('td.bad[data-name=\"failed\"]') !== null"
+            "&& /raises errors for items at double/.test(document.getElementById('verdict').textContent)"
+        )
         names = page.value("[...document.querySelectorAll('tbody td:first-child')].map((it) => it.textContent)")
         assert names == ["double", "rank"]
         assert page.value("document.querySelector('figcaption[data-key=failed]').textContent").startswith("Failed")
@@ -107,6 +116,30 @@ def test_the_slider_moves_the_load_of_three_policies(browser, demo, tmp_path):
         eventually(lambda: demo.rate == 33)  # the server may be busy with the load it has
         assert page.problems() == []
         assert page.screenshot(tmp_path / "page.png").stat().st_size > 10_000
+
+
+def in_words(*points):
+    """Return the sentence of the page for points of a few figures; what is not named is nothing."""
+    shown = [{"asked": 10, "waiting": 0, "missed": 0, "failed": 0, "padding": None, **point} for point in points]
+    names = ["one", "two", "three"][: len(points)] if len(points) > 1 else [""]
+    function = re.search(
+        r"^function inWords.*?^}", read_asset("batchwright.serve.http", "live/script.js"), re.M | re.S
+    )[0]
+    shared = read_asset("batchwright._charts", "svg.js")
+    code = f"{shared}\n{function}\nconsole.log(inWords(...{json.dumps([names, shown])}))"
+    return subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+def test_the_page_says_in_words_what_its_figures_say():
+    assert in_words({"asked": 0}) == "No request came in the last two seconds."
+    assert in_words({}) == "10 requests per second. Nothing is late or refused."
+    assert in_words({"missed": 12.34}).endswith("late, given up or refused: 12.3 % at this server.")
+    assert in_words({"failed": 1}).endswith(" The function raises errors for items at this server.")
+    # Missing 0.04 % would be shown as 0.0 %.
+    found = in_words({"missed": 0.04, "padding": 51}, {"padding": 6}, {"missed": 2, "padding": 26})
+    assert found.startswith("Missed, which is late, given up or refused: 2.0 % at three.")
+    assert found.endswith("Padding, work for nothing: 6 % at two, 26 % at three, 51 % at one.")
 
 
 def test_a_phone_needs_no_sideways_scrolling(browser, demo):

@@ -57,7 +57,7 @@ def train_without_size(corpus: Corpus, settings: DemoSettings) -> ArmResult:
     sampler = bw.ResizableBatchSampler(len(corpus.train), controller, **options)
     # A list is a data set to DataLoader, but not to its types.
     loader: DataLoader[Any] = DataLoader(cast("Dataset[Any]", corpus.train), batch_sampler=sampler, collate_fn=list)
-    with ProgressBar(label=f"{NAME:<22}", total=len(corpus.train)) as bar:
+    with ProgressBar(label=f"{NAME:<22} functions", total=len(corpus.train)) as bar:
         start = time.process_time()
         for batch in loader:
             run.update(batch, start)

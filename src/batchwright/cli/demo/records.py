@@ -142,22 +142,46 @@ def verdict(results: Sequence[ArmResult], longer: Sequence[ArmResult]) -> list[s
     """
     shuffled, grouped, _, planned = results[:4]
     grouped_longer, planned_longer = longer
+    in_short = _in_short(_ratio(shuffled, planned), _ratio(grouped, planned))
     return [
         f"Against shuffled batches of the same memory: {_faster(shuffled, planned)}. Against the same fixed size "
-        f"grouped by length: {_faster(grouped, planned)}.",
+        f"grouped by length: {_faster(grouped, planned)}. {in_short}",
         f"At about equal updates ({planned.num_steps} planned, {shuffled.num_steps} of a fixed size, the same "
-        f"examples): loss {planned.loss:.2f} planned, {grouped.loss:.2f} by length, {shuffled.loss:.2f} shuffled.",
+        f"examples): loss {_ranked(planned, grouped, shuffled)}.",
         f"At about equal seconds ({_seconds(planned_longer)} planned, {_seconds(grouped_longer)} by length, "
-        f"{_seconds(shuffled)} shuffled): loss {planned_longer.loss:.2f} planned, {grouped_longer.loss:.2f} by length, "
-        f"{shuffled.loss:.2f} shuffled.",
-        "All of this ran on your CPU, where time grows with padded tokens, however many steps they are in. "
-        "One seed each: small differences in loss mean nothing.",
+        f"{_seconds(shuffled)} shuffled): loss {_ranked(planned_longer, grouped_longer, shuffled)}.",
+        "Lower is better, the lowest comes first. One seed each: small differences in loss mean nothing. All of this "
+        "ran on your CPU, where time grows with padded tokens, however many steps they are in.",
     ]
+
+
+def _in_short(to_shuffled: float, to_grouped: float) -> str:
+    """Return the conclusion in a sentence, whoever is ahead."""
+    if to_grouped < 1 - _ALIKE:
+        return "So a fixed size grouped by length is the faster choice here."
+    if to_grouped > 1 + _ALIKE:
+        return "So planning is the faster choice here."
+    if to_shuffled <= 1 + _ALIKE:
+        return "So there is little to gain here."
+    return (
+        "So like lengths in a batch are what saves time here, and on a CPU a plan adds no more. On a GPU planned "
+        "shapes can be replayed as CUDA graphs, which does (stored results, below)."
+    )
+
+
+def _ranked(planned: ArmResult, grouped: ArmResult, shuffled: ArmResult) -> str:
+    """Name the losses of the three, the lowest first."""
+    losses = sorted([(planned.loss, "planned"), (grouped.loss, "by length"), (shuffled.loss, "shuffled")])
+    return ", ".join(f"{loss:.2f} {name}" for loss, name in losses)
+
+
+def _ratio(slow: ArmResult, fast: ArmResult) -> float:
+    return fast.tokens_per_second / slow.tokens_per_second
 
 
 def _faster(slow: ArmResult, fast: ArmResult) -> str:
     """Say how many times as fast the second is, in real tokens per second."""
-    ratio = fast.tokens_per_second / slow.tokens_per_second
+    ratio = _ratio(slow, fast)
     if abs(ratio - 1) <= _ALIKE:
         return f"about as fast ({times(ratio)})"
     return f"{times(ratio)} as fast" if ratio > 1 else f"slower ({times(ratio)})"
@@ -202,11 +226,8 @@ def gpu_rows(task: dict[str, Any]) -> list[list[str]]:
 
 def gpu_line(task: dict[str, Any]) -> str:
     """Return a stored task in a sentence."""
-    first, last = task["rows"][0], task["rows"][-1]
-    return (
-        f"{task['title']}, {task['seconds']} s per arm: loss {first['loss']:.2f} with {first['name']}; "
-        f"{last['loss']:.2f} with {last['name']}."
-    )
+    losses = "; ".join(f"{row['loss']:.2f} with {row['name']}" for row in task["rows"])
+    return f"{task['title']}, {task['seconds']} s per arm: loss {losses}."
 
 
 def gpu_section(stored: dict[str, Any]) -> str:

@@ -172,7 +172,7 @@ def train_arm(arm: Arm, corpus: Corpus, settings: DemoSettings, *, num_updates: 
     checks: list[Check] = []
     shapes: list[tuple[int, int]] = []
     num_examples, num_tokens, seconds = 0, 0, 0.0
-    with ProgressBar(label=f"{arm.name:<22}", total=total) as bar:
+    with ProgressBar(label=f"{arm.name:<22} updates", total=total) as bar:
         # Processor time does not count other programs on the machine; on one thread it is otherwise the same as time.
         start = time.process_time()
         for batch in islice(_epochs(arm.loader), total):

@@ -45,7 +45,10 @@ def decode_json(body: bytes) -> Any:
     >>> decode_json(b'{"text": "to be"}')
     {'text': 'to be'}
     """
-    return json.loads(body, parse_constant=_refuse, parse_float=_as_finite)
+    try:
+        return json.loads(body, parse_constant=_refuse, parse_float=_as_finite)
+    except json.JSONDecodeError as error:
+        raise ValueError(f'not JSON: {error.msg}; a text needs its quotes, such as "one text"') from error
 
 
 def encode_json(answer: Any) -> bytes:

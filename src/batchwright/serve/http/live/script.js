@@ -86,6 +86,23 @@ function row(name, point, index) {
   return tag("tr", {}, tag("td", {}, swatch(`s${index % NUM_COLOURS}`, index % NUM_COLOURS), name || "this server"), ...figures);
 }
 
+// What the figures of the last two seconds say, in a sentence or two.
+function inWords(names, points) {
+  const asked = points.reduce((sum, point) => sum + point.asked, 0);
+  if (!asked && points.every((point) => !point.waiting)) return "No request came in the last two seconds.";
+  const listed = (places) => places.map((place) => names[place] || "this server").join(" and ");
+  const places = points.map((_, place) => place);
+  const missing = places.filter((place) => points[place].missed >= 0.05), failing = places.filter((place) => points[place].failed > 0);
+  const rate = points.length === 1 ? `${asked.toFixed(0)} requests per second. ` : "";
+  const missed = missing.map((place) => `${points[place].missed.toFixed(1)} % at ${listed([place])}`).join(", ");
+  const late = missing.length ? `Missed, which is late, given up or refused: ${missed}.` : "Nothing is late or refused.";
+  const failed = failing.length ? ` The function raises errors for items at ${listed(failing)}.` : "";
+  const padded = places.filter((place) => isNumber(points[place].padding)).sort((a, b) => points[a].padding - points[b].padding);
+  const share = (place) => `${points[place].padding.toFixed(0)} % at ${listed([place])}`;
+  const padding = padded.length > 1 ? ` Padding, work for nothing: ${padded.map(share).join(", ")}.` : "";
+  return rate + late + failed + padding;
+}
+
 function refresh() {
   const latest = samples[samples.length - 1];
   const times = [], series = latest.arms.map(() => []);
@@ -97,6 +114,7 @@ function refresh() {
   });
   if (!times.length) return;
   find("now").replaceChildren(...latest.arms.map((arm, index) => row(arm.name, series[index][times.length - 1], index)));
+  find("verdict").textContent = inWords(latest.arms.map((arm) => arm.name), series.map((points) => points[times.length - 1]));
   CHARTS.forEach((chart, place) => {
     find("charts").children[place].querySelector("svg").replaceWith(draw(chart, times, series, latest.deadline_ms, latest.at));
   });
