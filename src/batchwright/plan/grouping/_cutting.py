@@ -86,7 +86,7 @@ class Cut(NamedTuple):
     first_open: int
 
 
-def cut_running(problem: Problem, columns: npt.NDArray[np.int32], weights: IntArray | None = None) -> Cut:
+def cut_running(problem: Problem, columns: npt.NDArray[np.int32], weights: IntArray | None) -> Cut:
     """Cut lengths in any order and on any number of axes: a batch ends before the example that would break the budget.
 
     Args:

@@ -92,7 +92,7 @@ def make_ordering(
     curriculum: HasPrefix | None,
     settings: PlanSettings,
     *,
-    counts_tokens: bool = False,
+    counts_tokens: bool,
 ) -> Ordering:
     """Check what an order is made of.
 

@@ -27,7 +27,7 @@ class Cursor:
         num_batches: how many batches it will give; None where nobody knows in advance.
     """
 
-    def __init__(self, epoch: int, start: int, num_batches: int | None = None) -> None:
+    def __init__(self, epoch: int, start: int, num_batches: int | None) -> None:
         self.epoch = epoch
         self.start = start
         self.num_batches = num_batches
