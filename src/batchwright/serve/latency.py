@@ -197,6 +197,7 @@ class LatencyModel:
         ratio = min(seconds / scale, MAX_RATIO)
         terms = (1.0, float(num_items * length), num_items * length * float(length), float(is_new))
         row, decay = [term / scale for term in terms], self._decay
+        # Sums of least squares in which older calls fade: all that a refit needs, whatever the number of calls.
         for gram, x in zip(self._gram, row, strict=True):
             gram[:] = [old * decay + x * y for old, y in zip(gram, row, strict=True)]
         self._moment = [old * decay + x * ratio for old, x in zip(self._moment, row, strict=True)]

@@ -17,22 +17,12 @@ from batchwright.errors import ArgumentError, StateMismatchError
 from batchwright.plan.sampler.regrouping import Regrouped, regroup
 from batchwright.plan.sampler.resizable import ResizableBatchSampler
 
+from .loops import Sizes, run
+
 NUM = 100
 DATA = list(range(NUM))
 LENGTHS = np.random.default_rng(0).integers(1, 60, size=NUM)
 BUDGET = bw.MaxTokens(300)
-
-
-class Sizes:
-    """A controller that follows a list: `sizes[i]` for batch number i of the run, as the loop counts them."""
-
-    def __init__(self, *sizes):
-        self.sizes = sizes
-        self.step = 0
-
-    @property
-    def size(self):
-        return self.sizes[self.step % len(self.sizes)]
 
 
 class Recording:
@@ -47,15 +37,6 @@ class Recording:
     def __getitem__(self, index):
         self.loaded.append(index)
         return index
-
-
-def run(regrouped, num=None):
-    """The batches of an epoch, telling the controller after each that a step is done, as a training loop does."""
-    batches = []
-    for batch in islice(regrouped, num):
-        batches.append(batch)
-        regrouped.controller.step += 1
-    return batches
 
 
 def sizes_of(batches):

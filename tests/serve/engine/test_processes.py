@@ -23,17 +23,11 @@ from batchwright.serve._engine.runners import Runner
 from .. import in_processes
 from ..tools import ROOT, run_script
 
+pytestmark = pytest.mark.usefixtures("importable")
+
 
 def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 60))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-    """Have processes find the functions of these tests by name."""
-    sys.path.insert(0, str(ROOT))
-    yield
-    sys.path.remove(str(ROOT))
 
 
 @pytest.fixture(scope="module")

@@ -169,11 +169,16 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _pack_loop(lengths: Any, capacity: int, most_rows: int, row_of: Any) -> None:
+    """Do what ``_pack_plain`` does, in one function of plain loops, as numba compiles it.
+
+    Which rooms have rows is a set of bits in two levels, so the least room that is large enough is found in a few steps
+    whatever the capacity: ``has_rows`` has a bit per room, ``summary`` one per word of ``has_rows``.
+    """
     num_words = (capacity >> 6) + 1
     has_rows = np.zeros(num_words, dtype=np.uint64)
     summary = np.zeros((num_words >> 6) + 1, dtype=np.uint64)  # which words are not empty
-    newest = np.full(capacity + 1, -1, dtype=np.int32)
-    older = np.empty(most_rows, dtype=np.int32)
+    newest = np.full(capacity + 1, -1, dtype=np.int32)  # per room, the row that got it last; -1: none
+    older = np.empty(most_rows, dtype=np.int32)  # per row, the one that had the same room before it
     num_rows = 0
     place = 0
     one = np.uint64(1)
@@ -186,6 +191,7 @@ def _pack_loop(lengths: Any, capacity: int, most_rows: int, row_of: Any) -> None
         while place < end:
             # The least room >= length: the rest of its word, else the first later word that is not empty.
             word = length >> 6
+            # Shifting right and left again clears the bits of the rooms that are too small.
             bits = has_rows[word] >> np.uint64(length & 63) << np.uint64(length & 63)
             if bits == zero:
                 word += 1
