@@ -100,7 +100,7 @@ class LatencyModel:
         b = as_number("per_token", per_token, least=0)
         c = as_number("per_square", per_square, least=0)
         if not (a or b or c):
-            raise ArgumentError("a model that predicts 0 seconds is of no use; give a coefficient above 0")
+            raise ArgumentError("a latency model must not predict 0 seconds; give at least one coefficient above 0")
         model = cls()
         model._coefficients, model._learns = (a, b, c, 0.0), False
         model._renew_constant()

@@ -210,7 +210,7 @@ class Totals:
         return self._num_rows - self.num_examples
 
     def add(self, sums: MicroSums, num_examples: int | Copied, num_rows: int) -> None:
-        """Add a micro-batch of so many examples and rows."""
+        """Add the numbers of examples and rows of a micro-batch."""
         self._losses.append(0.0 if sums.is_empty else sums.loss.detach())
         self._weights.append(sums.weight)
         for name, value in sums.metrics.items():

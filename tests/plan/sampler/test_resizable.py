@@ -314,7 +314,7 @@ BAD_PREFIXES = {
     "a table": ([[0, 1]], "one or more whole numbers"),
     "too large": ([0, 300], "indices from 0 to 299, got 0 to 300"),
     "negative": ([-1, 2], "indices from 0 to 299, got -1 to 2"),
-    "twice": ([4, 7, 4], "every index once, got 4 2 times"),
+    "twice": ([4, 7, 4], "every index once, got index 4 2 times"),
 }
 
 

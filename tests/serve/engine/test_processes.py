@@ -73,7 +73,7 @@ def test_a_function_runs_in_another_process_that_imports_no_torch(shared):
         ("raise", ValueError, "bad"),
         ("sys.exit", RunInterrupted, "SystemExit: 4"),
         ("mute", RuntimeError, "Mute: one"),
-        ("memory", DoesNotFitError, "alone ran out of memory: full"),
+        ("memory", DoesNotFitError, "ran out of memory by itself: full"),
         ("lambda", ResultError, "the result, a function, cannot be pickled"),
         (in_processes.LoadsNowhere(), ArgumentError, "cannot be unpickled in the process of the worker .OSError: no"),
         (threading.Lock(), ArgumentError, "the item, a lock, cannot be pickled"),

@@ -19,7 +19,7 @@ RUNS = "runs.jsonl"
 TUNING = "tuning.jsonl"
 PLAN = "lab.json"
 _NEEDED = ("dataset", "model", "strategy", "seed", "status")
-# Over so many looks the pace of a lab is taken, so that it follows slower and faster parts.
+# The pace of a lab is taken over this many looks, so that it follows slower and faster parts.
 _NUM_MOMENTS = 20
 
 

@@ -95,7 +95,7 @@ def _candidates(problem: Problem, units: IntArray) -> IntArray:
 
 
 def _maximal(units: IntArray, most: int) -> tuple[IntArray, IntArray]:
-    """Return about so many boxes that no other one holds, by descending lengths, and the others that they leave."""
+    """Return about ``most`` boxes that no other one holds, by descending lengths, and the boxes that these leave."""
     found: list[IntArray] = []
     left = _descending(units)
     while len(left) and len(found) < most:

@@ -299,7 +299,7 @@ def _walk(sizes: IntArray, place: int) -> tuple[IntArray, int]:
     return np.array(visited, dtype=np.int64), place
 
 
-_RUN = 4  # equal sizes are worth counting in runs of so many
+_RUN = 4  # equal sizes are worth counting in runs of this many
 
 
 def _walk_runs(steps: list[int], ends: list[int], place: int) -> tuple[IntArray, int]:

@@ -27,7 +27,7 @@ Int32Array = npt.NDArray[np.int32]
 _LOW_HALF = 0 if sys.byteorder == "little" else 1
 _WINDOW_ROWS = 128  # rows a window is worth: at this many the rows of all three benchmark corpora are full
 # Two examples of a row meet again where both fall into one window again. Rows with room are carried on from window to
-# window, so an epoch of few rows can have so many windows too. Where a row holds few examples they seldom meet again,
+# window, so an epoch of few rows can have as many windows too. Where a row holds few examples they seldom meet again,
 # and more windows would only leave more room: two windows per example of a row are enough.
 _MIN_WINDOWS = 12
 _WINDOWS_PER_EXAMPLE = 2
@@ -94,7 +94,7 @@ def rows_that_fit(problem: Problem, capacity: int) -> int:
     """Return the rows of a batch, or say that not even one fits."""
     if problem.budget.max_items(np.array([[capacity]]))[0] < 1:
         raise BudgetError(
-            f"a row of Packed(capacity={capacity}) does not fit {problem.budget}; lower it or raise the budget"
+            f"a row of capacity={capacity} does not fit {problem.budget}; lower the capacity or raise the budget"
         )
     return int(problem.sizes(np.array([[capacity]]))[0])
 

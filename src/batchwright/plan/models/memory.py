@@ -197,7 +197,9 @@ class MaxBytes(Budget):
         lengths = np.asarray(lengths)
         if lengths.ndim != 2 or lengths.shape[1] != self.model.num_axes:
             wanted = f"{self.model.num_axes} length axes"
-            raise BudgetError(f"the memory model has {wanted}, got lengths of shape {lengths.shape}")
+            raise BudgetError(
+                f"the memory model was fitted to {wanted}, got lengths of shape {lengths.shape}; pass (M, axes)"
+            )
         return [phase.per_item(lengths) for phase in self.model.phases]
 
     def _share(self, num_items: IntArray, per_items: list[Doubles]) -> Doubles:

@@ -15,7 +15,7 @@ from .request import Request
 
 # A function that failed for this many items one by one, and worked for none in between, is taken to fail always.
 ALWAYS_FAILS_AFTER = 16
-# Of each later batch so many items are still run one by one before the others are given up.
+# Of each later batch this many items are still run one by one before the others are given up.
 NUM_PROBES = 3
 # The shares of bad items that are thought possible, each as likely as the others before a batch has run.
 RATES = tuple(2.0**-power for power in range(1, 13))
@@ -74,7 +74,7 @@ class Odds:
         self._weights = [(weight / total, 1 - rate) for weight, rate in zip(weights, RATES, strict=True)]
 
     def of_clean(self, num: int, num_suspects: int | None = None) -> float:
-        """Return the probability that so many items are all good; among suspects at least one is bad."""
+        """Return the probability that ``num`` items are all good; among suspects at least one is bad."""
         if num_suspects is None:
             return sum(weight * good**num for weight, good in self._weights)
         # P(part clean, suspects not clean) / P(suspects not clean), and clean suspects have a clean part.
@@ -266,7 +266,7 @@ class Isolation:
 def _does_not_fit(request: Request, outcome: Outcome) -> DoesNotFitError:
     assert outcome.error is not None, "only an error is out of memory"
     said = text_of(outcome.error)
-    error = DoesNotFitError(f"an item of length {request.length} alone ran out of memory: {said}")
+    error = DoesNotFitError(f"an item of length {request.length} ran out of memory by itself: {said}")
     error.__cause__ = outcome.error
     return error
 

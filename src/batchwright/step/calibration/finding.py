@@ -29,7 +29,7 @@ from .found import FoundBudget
 from .result import Measurement, Shape
 from .running import USABLE, synchronize
 
-# Steps are timed until they have taken so long together, but so many at most.
+# Steps are timed until they have taken this long together, but this often at most.
 _MOST_REPEATS, _ENOUGH_SECONDS = 5, 0.25
 
 
