@@ -359,7 +359,7 @@ def check_summary(summary: Summary) -> None:
     check_weight(summary.weight)
     if summary.num_spoiled:
         raise ArgumentError(
-            f"{summary.num_spoiled} micro-batches have weight 0 and a loss that is no number, as is their gradient; "
+            f"{summary.num_spoiled} micro-batches have weight 0 and a loss that is not a number, as is their gradient; "
             "return a loss of 0 for them, or the weight as a number of Python, and they are left out"
         )
     asked, found = summary.asked_weight, summary.weight
