@@ -169,9 +169,9 @@ class Pace:
         return max(0.0, num_left * (ended - begun) / (after - before) - (seconds - ended))
 
 
-def progress_of(lab: LabFolder, *, seconds_left: float | None = None) -> Progress:
+def progress_of(lab: LabFolder) -> Progress:
     """Return how far a lab is."""
-    return Progress(num_done=len(lab.records), num_expected=expected_runs(lab), seconds_left=seconds_left)
+    return Progress(num_done=len(lab.records), num_expected=expected_runs(lab))
 
 
 def read_begun(folder: Path) -> LabFolder:
