@@ -76,18 +76,19 @@ def _cut(name: str, words: IntArray, chars: IntArray) -> Corpus:
     return Corpus(name, tokens, kept, np.maximum(1, chars * kept // words))
 
 
-def _lines(path: Path) -> Iterator[str]:
+def read_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a compressed file that are not blank."""
     with gzip.open(path, "rt", encoding="utf-8", newline="\n") as file:
         yield from (line for line in (line.rstrip("\n") for line in file) if line.strip())
 
 
 def _sources(path: Path) -> Iterator[str]:
-    yield from (line.split("\t")[0] for line in _lines(path))
+    yield from (line.split("\t")[0] for line in read_lines(path))
 
 
 def _field(*names: str) -> Callable[[Path], Iterator[str]]:
     def read(path: Path) -> Iterator[str]:
-        for line in _lines(path):
+        for line in read_lines(path):
             row = json.loads(line)
             yield " ".join(row[name] for name in names)
 
@@ -98,7 +99,7 @@ _FILES: dict[str, tuple[str, Callable[[Path], Iterator[str]]]] = {
     "europarl10k": ("europarl10k-en-de.tsv.gz", _sources),
     "tatoeba": ("tatoeba-en-de.tsv.gz", _sources),
     "movie-reviews": ("movie-reviews.jsonl.gz", _field("text")),
-    "wikitext2": ("wikitext2-raw-valid.txt.gz", _lines),
+    "wikitext2": ("wikitext2-raw-valid.txt.gz", read_lines),
     "instruct-mix": ("instruct-mix.jsonl.gz", _field("prompt", "response")),
     "clinc150": ("clinc150.jsonl.gz", _field("text")),
 }

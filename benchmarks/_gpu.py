@@ -82,6 +82,11 @@ class Device:
         """Return how often the allocator gave its cached blocks back to find room, which stops the device."""
         return 0 if self.is_cpu else int(torch.cuda.memory_stats()["num_alloc_retries"])
 
+    @property
+    def num_ooms(self) -> int:
+        """Return how often memory ran out."""
+        return 0 if self.is_cpu else int(torch.cuda.memory_stats().get("num_ooms", 0))
+
     def free(self) -> None:
         """Give back what nothing refers to any more."""
         gc.collect()

@@ -87,7 +87,7 @@ class Memory:
     def reset(self) -> None:
         """Begin anew."""
         self._allocated = self._reserved = 0
-        self._ooms = self._num_ooms()
+        self._ooms = self._device.num_ooms
         self.skip()
 
     def skip(self) -> None:
@@ -107,14 +107,11 @@ class Memory:
             return {"ooms": 0}
         cap = self._device.cap_bytes
         return {
-            "ooms": self._num_ooms() - self._ooms,
+            "ooms": self._device.num_ooms - self._ooms,
             "peak_gib": self._allocated / GIB,
             "peak_of_cap": self._allocated / cap,
             "reserved_of_cap": self._reserved / cap,
         }
-
-    def _num_ooms(self) -> int:
-        return 0 if self._device.is_cpu else int(torch.cuda.memory_stats().get("num_ooms", 0))
 
 
 @final

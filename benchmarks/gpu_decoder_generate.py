@@ -106,7 +106,7 @@ def run_arm(device: Device, name: str, call: Callable[[], Results], num_new: lis
     row: Row = {"arm": name}
     device.free()
     device.monitor.reset_peak()
-    before = num_ooms(device)
+    before = device.num_ooms
     results: Results = []
     for visit in ("first", "steady"):
         device.synchronize()
@@ -118,14 +118,10 @@ def run_arm(device: Device, name: str, call: Callable[[], Results], num_new: lis
     assert [len(one) for one in results] == num_new, "every prompt gets as many tokens as it asked for"
     row.update(
         tokens_per_second=sum(num_new) / seconds,
-        ooms=num_ooms(device) - before,
+        ooms=device.num_ooms - before,
         peak_gib=device.monitor.peak_bytes / GIB,
     )
     return row, results
-
-
-def num_ooms(device: Device) -> int:
-    return 0 if device.is_cpu else int(torch.cuda.memory_stats()["num_ooms"])
 
 
 def share_alike(one: Results, other: Results) -> float:

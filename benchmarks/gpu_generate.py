@@ -241,7 +241,7 @@ def run_arm(device: Device, peaks: Peaks, name: str, call: Callable[[], Any], nu
     row: Row = {"arm": name}
     device.free()
     peaks.forget()
-    ooms = num_ooms(device)
+    ooms = device.num_ooms
     for visit in ("first", "steady"):
         Translator.num_prompts = 0
         device.synchronize()
@@ -253,12 +253,8 @@ def run_arm(device: Device, peaks: Peaks, name: str, call: Callable[[], Any], nu
         row["prompts"] = Translator.num_prompts
     row["tokens_per_second"] = int(num_new.sum()) / seconds
     most = peaks.highest_bytes
-    row.update(ooms=num_ooms(device) - ooms, peak_gib=most / GIB, peak_of_cap=most / device.cap_bytes)
+    row.update(ooms=device.num_ooms - ooms, peak_gib=most / GIB, peak_of_cap=most / device.cap_bytes)
     return row
-
-
-def num_ooms(device: Device) -> int:
-    return 0 if device.is_cpu else int(torch.cuda.memory_stats()["num_ooms"])
 
 
 def clocked(model: Translator, call: Callable[..., Any], pairs: IntArray) -> Row:

@@ -26,7 +26,6 @@ import argparse
 import contextlib
 import cProfile
 import datetime
-import hashlib
 import os
 import pstats
 import time
@@ -55,6 +54,7 @@ from _quality.results import (
     summarize,
 )
 from _quality.training import Clock, Pace, Run, Settings, warm_device
+from _resuming import data_digest
 
 Number = TypeVar("Number", int, float)
 MARKS = (2, 3, 4, 5, 6, 8, 10, 12, 15, 18, 21, 24, 28)
@@ -206,11 +206,6 @@ def run_all(device: Device, corpus: Corpus, options: argparse.Namespace, started
         write(options.output, {"commands": commands, "rows": rows})
         print(_line(row), flush=True)
     return rows
-
-
-def data_digest(path: Path | None) -> str:
-    """Return what tells a file of data from another."""
-    return "drawn" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def make_settings(options: argparse.Namespace) -> Settings:

@@ -3,6 +3,7 @@
 import atexit
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -138,6 +139,21 @@ class Nursery:
         self.everyone.pop(self.place, None)
         self.connection.close()
         self.process.wait()
+
+
+def act_as_torchrun(rank, world_size, store):
+    """Set the environment that torchrun would; the first rank chooses a free port and writes it to a file."""
+    path = Path(store)
+    if rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        path.with_suffix(".new").write_text(str(port))
+        path.with_suffix(".new").rename(path)
+    while not path.exists():
+        time.sleep(0.05)
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"OMP_NUM_THREADS": "1", **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": path.read_text()}
 
 
 def leave_group():

@@ -210,7 +210,7 @@ def test_the_layers_of_a_cache_are_cut_layer_by_layer():
         ({"other": [[1], [2]]}, r"batch\['other'\] is a list of 2 entries in a batch of 3 examples"),
         ({"deep": {"other": (1, 2)}}, r"batch\['deep'\]\['other'\] is a tuple of 2 entries"),
         ({"layers": (torch.zeros(3, 2),) * 3}, r"batch\['layers'\] may be one entry per example or 3 fields"),
-        ({"cache": Cache()}, r"batch\['cache'\] is a Cache, of which it is not known what a row is"),
+        ({"cache": Cache()}, r"batch\['cache'\] is a Cache, and it is not known what a row of it is"),
     ],
 )  # fmt: skip
 def test_an_input_whose_rows_are_not_known_is_named(inputs, message):

@@ -5,13 +5,13 @@ Runs where `tokenizers`, `transformers` and `dynabatch` are installed; a GPU mac
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+from _corpora import read_lines
 
 from .corpus import END, START, Corpus, IntArray, Part, Texts, Update
 
@@ -53,7 +53,7 @@ def prepare_pairs(folder: Path, *, first_batch: int | None = None) -> Corpus:
     pairs: list[list[str]] = []
     held_out: list[list[str]] = []
     for name, num in PAIRS.items():
-        found = [line.split("\t")[1::-1] for line in _lines(folder / name)]
+        found = [line.split("\t")[1::-1] for line in read_lines(folder / name)]
         places = rng.permutation(len(found))
         pairs += [found[place] for place in places[:num]]
         held_out += [found[place] for place in places[num : num + num // 100]]
@@ -168,17 +168,12 @@ def _encode(task: str, texts: list[tuple[str, ...]]) -> tuple[Texts, ...]:
     return tuple(columns)
 
 
-def _lines(path: Path) -> Iterator[str]:
-    with gzip.open(path, "rt", encoding="utf-8", newline="\n") as file:
-        yield from (line for line in (line.rstrip("\n") for line in file) if line.strip())
-
-
 def _pairs(folder: Path) -> Iterator[tuple[str, ...]]:
-    for line in _lines(folder / "pythondocs-en-es.tsv.gz"):
+    for line in read_lines(folder / "pythondocs-en-es.tsv.gz"):
         yield tuple(line.split("\t")[:2])
 
 
 def _instructions(folder: Path) -> Iterator[tuple[str, ...]]:
-    for line in _lines(folder / "instruct-mix.jsonl.gz"):
+    for line in read_lines(folder / "instruct-mix.jsonl.gz"):
         row = json.loads(line)
         yield (f"### Instruction:\n{row['prompt']}\n\n### Response:\n{row['response']}",)

@@ -17,7 +17,6 @@ import numpy as np
 from rows import load_pairs
 
 WORDS_A_TOKEN = 0.75
-CHARACTERS_A_WORD = 5.0
 
 
 def features(reference: np.ndarray, batch: np.ndarray) -> dict[str, np.ndarray]:

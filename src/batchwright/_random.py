@@ -1,4 +1,4 @@
-"""Random bits that stay the same for ever.
+"""Random bits that stay the same forever.
 
 NumPy promises the raw stream of a bit generator, but not the methods of ``Generator``: ``permutation`` may draw
 differently in the next release. A resumed epoch is planned anew, so every draw here comes from the raw stream.

@@ -194,7 +194,7 @@ class Ranks:
 
     # Gradients
 
-    def sum_gradients(self, parameters: Sequence[nn.Parameter], factor: float = 1.0) -> None:
+    def sum_gradients(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
         """Add up ``.grad`` over all ranks; a parameter unused on every rank keeps None."""
         summed = self.add_up([parameter.grad for parameter in parameters], parameters, factor)
         for parameter, gradient in zip(parameters, summed, strict=True):

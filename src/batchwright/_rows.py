@@ -110,7 +110,7 @@ class Reader:
             return self._named(value, fields, place)
         if is_plain(value):
             return lambda selection: value
-        raise self._complaint(f"{place} is a {type(value).__name__}, of which it is not known what a row is")
+        raise self._complaint(f"{place} is a {type(value).__name__}, and it is not known what a row of it is")
 
     def _array(self, value: Any, place: str) -> Cut:
         if isinstance(value, Tensor) and (value.is_nested or value.layout not in _LAYOUTS):

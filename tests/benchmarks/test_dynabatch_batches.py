@@ -1,21 +1,10 @@
 """The benchmark that counts batches: its pure parts, a plan of drawn lengths, and a trial run of the measuring."""
 
-import importlib
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """A function that imports a file of benchmarks/, which is a folder of scripts and no package."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Loss against seconds: the corpus, the arms, the clock, what results say together, and a trial run on the CPU."""
 
-import importlib
 import json
 import math
 import sys
@@ -18,13 +17,6 @@ import batchwright as bw
 from batchwright.step import PadCollator
 
 NAN = float("nan")
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module
 
 
 @pytest.fixture

@@ -1,36 +1,12 @@
 """Arms through the Trainer, and packed rows beside padded batches: names, counts, tables, and a trial run of each."""
 
-import importlib
-import json
 import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """A function that imports a file of benchmarks/, which is a folder of scripts and no package."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module
-
-
-@pytest.fixture
-def run(script, monkeypatch, tmp_path):
-    """A function that runs a script and returns what it wrote as JSON."""
-
-    def run(name, *options):
-        monkeypatch.setattr(sys, "argv", [name, "--smoke", "--output", str(tmp_path / "out.json"), *options])
-        script(name).main()
-        return json.loads((tmp_path / "out.json").read_text())
-
-    return run
 
 
 @pytest.fixture
@@ -157,11 +133,11 @@ def test_data_that_is_not_there_is_named(script, tmp_path):
         script("_resuming").check_data(tmp_path / "none.npz", smoke=True)
 
 
-def test_arms_run_through_the_trainer_on_the_cpu_and_are_not_run_twice(run, capsys):
+def test_arms_run_through_the_trainer_on_the_cpu_and_are_not_run_twice(smoke_test, capsys):
     pytest.importorskip("dynabatch")
     arms = "fixed-10,group_by_length-10,batch_rebalance-10-4,dynabatch-10,max_tokens-256,auto,auto_sqrt-10"
     arms += ",auto_controller-10"
-    rows = {one["arm"]: one for one in run("gpu_trainer", "--arms", arms)["rows"]}
+    rows = {one["arm"]: one for one in smoke_test("gpu_trainer", "--arms", arms)["rows"]}
     assert list(rows) == arms.split(",")
     assert [one.get("error") for one in rows.values()] == [None] * 8
     # The same weights for every arm, and losses that fall.
@@ -173,7 +149,7 @@ def test_arms_run_through_the_trainer_on_the_cpu_and_are_not_run_twice(run, caps
     assert all(rows[arm]["found_budget"] for arm in ("auto", "auto_sqrt-10", "auto_controller-10"))
     assert rows["auto_controller-10"]["examples_per_update"] >= 10
     capsys.readouterr()
-    assert len(run("gpu_trainer", "--arms", "fixed-10,max_tokens-256")["rows"]) == 8
+    assert len(smoke_test("gpu_trainer", "--arms", "fixed-10,max_tokens-256")["rows"]) == 8
     assert "examples/s," not in capsys.readouterr().out  # nothing ran
 
 
@@ -189,8 +165,8 @@ def test_an_arm_that_fails_does_not_end_the_others(script, monkeypatch, tmp_path
     assert found == {"arm": "auto", "lr": 1e-3, "error": "RuntimeError: no memory"}
 
 
-def test_packed_rows_give_the_loss_of_padded_batches_on_the_cpu(run):
-    rows = {one["arm"]: one for one in run("gpu_packing")["rows"]}
+def test_packed_rows_give_the_loss_of_padded_batches_on_the_cpu(smoke_test):
+    rows = {one["arm"]: one for one in smoke_test("gpu_packing")["rows"]}
     assert [one.get("error") for one in rows.values()] == [None] * 4
     assert all(rows[arm]["difference"] < 1e-5 and rows[arm]["is_equal"] for arm in ("padded", "positions", "flat"))
     assert rows["flat"]["padding"] == 0 < rows["positions"]["padding"]
@@ -227,8 +203,8 @@ def test_the_loop_by_hand_makes_the_update_of_the_stepper(script):
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-7)
 
 
-def test_a_profile_tells_the_kernels_of_arms(run):
-    rows = run("gpu_packing", "--profile", "flat,plain")["rows"]
+def test_a_profile_tells_the_kernels_of_arms(smoke_test):
+    rows = smoke_test("gpu_packing", "--profile", "flat,plain")["rows"]
     assert [row["arm"] for row in rows] == ["flat", "plain"]
     for row in rows:
         assert row["busy_ms"] > 0

@@ -1,6 +1,5 @@
 """Time to a loss on the CPU: clocks, strategies, which runs are made, and what they say together."""
 
-import importlib
 import json
 import math
 import xml.etree.ElementTree as ET
@@ -10,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -19,16 +16,14 @@ def one_thread():
 
 
 @pytest.fixture
-def part(monkeypatch):
+def part(script):
     """A function that imports a part of the benchmark."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return lambda name: importlib.import_module(f"_cpu_quality.{name}")
+    return lambda name: script(f"_cpu_quality.{name}")
 
 
 @pytest.fixture
-def quality(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("quality")
+def quality(script):
+    return script("quality")
 
 
 # Tasks
@@ -36,9 +31,8 @@ def quality(monkeypatch):
 
 def test_rates_and_base_sizes_are_those_of_the_earlier_benchmark(part):
     """One rate and base size per task, fixed before the sweep: what policies.py stored for such models."""
-    stored = {
-        task["title"]: task["settings"] for task in json.loads((SCRIPTS / "results/policies.json").read_text())["tasks"]
-    }
+    results = json.loads((Path(__file__).parents[2] / "benchmarks/results/policies.json").read_text())
+    stored = {task["title"]: task["settings"] for task in results["tasks"]}
     titles = {
         "images": "Fashion-MNIST (1,600 images), CNN with GroupNorm, SGD",
         "characters": "Python source, character LM, Adam",

@@ -1,20 +1,15 @@
 """The benchmark of offline work beside requests: pairs of the same requests, on the same machine."""
 
-import importlib
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def simulation(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("serving_background_simulation")
+def simulation(script):
+    return script("serving_background_simulation")
 
 
 def test_a_call_takes_as_long_as_the_machine_is_slow(simulation):

@@ -1,21 +1,10 @@
 """Everything that goes wrong at once, for some seconds; benchmarks/serving_stress.py does it for minutes."""
 
 import asyncio
-import importlib
-from pathlib import Path
 
 import pytest
 
 from batchwright.serve import DeadlineExceeded, WorkerDied
-
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """A function that imports a file of benchmarks/, which is a folder of scripts and no package."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module
 
 
 @pytest.fixture

@@ -1,37 +1,13 @@
 """The GPU benchmarks on the CPU: tiny models, live tensors in place of a device's memory."""
 
-import importlib
 import json
-import sys
 from argparse import Namespace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import batchwright as bw
-
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """A function that imports a file of benchmarks/, which is a folder of scripts and no package."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module
-
-
-@pytest.fixture
-def rows_of(script, monkeypatch, tmp_path, capsys):
-    """A function that runs a script and returns what it wrote as JSON."""
-
-    def run(name, *options):
-        monkeypatch.setattr(sys, "argv", [name, "--smoke", "--output", str(tmp_path / "out.json"), *options])
-        script(name).main()
-        return json.loads((tmp_path / "out.json").read_text())
-
-    return run
 
 
 def test_live_bytes_follow_tensors_and_views(script):
@@ -214,8 +190,8 @@ def test_rows_end_after_as_many_tokens_as_their_input(script):
     assert [len(row) - 1 for row in results] == [3, 1, 2]
 
 
-def test_training_runs_on_the_cpu(rows_of):
-    report = rows_of("gpu_training")
+def test_training_runs_on_the_cpu(smoke_test):
+    report = smoke_test("gpu_training")
     arms = [(row["arm"], row.get("pairs")) for row in report["rows"]]
     assert arms[0] == ("fixed 10, shuffled", 100)
     assert ("calibrated, Sorted()", 100) in arms
@@ -236,22 +212,22 @@ def test_arms_are_chosen_by_words_in_their_names(script):
     assert all(is_wanted(name, Namespace(arms=None)) for name in names)
 
 
-def test_generating_runs_on_the_cpu(rows_of):
-    rows = {row["arm"]: row for row in rows_of("gpu_generate")["rows"]}
+def test_generating_runs_on_the_cpu(smoke_test):
+    rows = {row["arm"]: row for row in smoke_test("gpu_generate")["rows"]}
     assert rows["fixed 64, sorted"]["prompts"] == 2  # 96 examples
     assert rows["graphs, calibrated budget"]["ooms"] == rows["eager, calibrated budget"]["ooms"] == 0
     assert rows["fixed 64, shuffled"]["to_fixed"] == 1
 
 
-def test_a_decoder_runs_on_the_cpu_and_an_engine_that_cannot_says_so(rows_of):
-    eager, graphs, engine = rows_of("gpu_decoder_generate")["rows"]
+def test_a_decoder_runs_on_the_cpu_and_an_engine_that_cannot_says_so(smoke_test):
+    eager, graphs, engine = smoke_test("gpu_decoder_generate")["rows"]
     assert eager["same_tokens"] == graphs["same_tokens"] == 1
     assert eager["to_eager"] == 1
     assert engine["error"] == "RuntimeError: needs a CUDA device"
 
 
-def test_memory_of_images_is_predicted_on_the_cpu(rows_of):
-    rows = rows_of("gpu_memory", "--models", "vit")["models"]
+def test_memory_of_images_is_predicted_on_the_cpu(smoke_test):
+    rows = smoke_test("gpu_memory", "--models", "vit")["models"]
     assert [row["mode"] for row in rows] == ["train", "infer"]
     assert all(row["over_upper"] == row["ran_out"] == 0 and row["mean_error"] < 0.1 for row in rows)
 
@@ -279,10 +255,10 @@ def test_without_a_gpu_the_trial_run_is_named(script, monkeypatch):
         script("_gpu").Device(1, smoke=False)
 
 
-def test_an_encoder_is_measured_in_all_phases_and_a_second_command_measures_nothing(rows_of):
-    report = rows_of("gpu_encoder")
+def test_an_encoder_is_measured_in_all_phases_and_a_second_command_measures_nothing(smoke_test):
+    report = smoke_test("gpu_encoder")
     found = [(row["phase"], row["arm"]) for row in report["rows"]]
     arms = [(phase, arm) for arm in ("eager", "graphed") for phase in ("visits", "load", "closed")]
     assert sorted(found) == sorted([*arms, ("warm_up", "graphed"), ("difference", "both")])
     assert max(report["rows"][-1][name] for name in ("eager_batch", "graphed_batch", "graphed_alone")) < 1e-5
-    assert rows_of("gpu_encoder")["rows"] == report["rows"]
+    assert smoke_test("gpu_encoder")["rows"] == report["rows"]

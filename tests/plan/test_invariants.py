@@ -1,7 +1,5 @@
 """What holds for every plan, whatever the data and options: 2,700 random cases, 13,500 in `make check`."""
 
-from itertools import chain
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,15 +8,12 @@ from hypothesis import strategies as st
 import batchwright as bw
 
 from ..thorough import num_cases
+from .grouped import flat
 from .strategies import Case, cases
 
 
 def draws(num):
     return settings(max_examples=num_cases(num, thorough=10 * num))
-
-
-def flat(batch):
-    return list(chain.from_iterable(batch)) if batch and isinstance(batch[0], list) else batch
 
 
 def examples(plan):

@@ -164,7 +164,7 @@ def test_pad_to_is_the_same_in_every_epoch_and_pickles_small():
 
 def test_lengths_with_another_number_of_axes_are_refused():
     sampler = bw.BatchSampler([(3, 9), (4, 1)], bw.MaxTokens(64), grouping=bw.Buckets(2))
-    with pytest.raises(LengthsError, match="the plan has 2 axes of length, got 1"):
+    with pytest.raises(LengthsError, match="lengths must have 2 axes, as those of the plan have, got 1"):
         sampler.pad_to([3, 4])
 
 

@@ -82,5 +82,5 @@ class Short(Plain):
 def test_a_data_set_that_gives_fewer_examples_than_asked_for_is_refused():
     # Otherwise a loader would take the missing example for the end of the epoch.
     loader = DataLoader(bw.Rows(Short()), batch_sampler=[[[0, 1], [2]]], collate_fn=as_it_is)
-    with pytest.raises(LengthsError, match="asked for 3 examples, gave 2"):
+    with pytest.raises(LengthsError, match="one example per index, 3, got 2"):
         list(loader)

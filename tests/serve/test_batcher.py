@@ -264,7 +264,7 @@ def test_an_item_that_never_fits_has_its_own_error():
     def no_memory(items):
         raise MemoryError("full")
 
-    with Batcher(no_memory) as batcher, pytest.raises(DoesNotFitError, match="alone ran out of memory: full"):
+    with Batcher(no_memory) as batcher, pytest.raises(DoesNotFitError, match="ran out of memory by itself: full"):
         batcher.submit_sync(1)
 
 

@@ -58,7 +58,7 @@ def test_the_batcher_refuses_what_is_no_function_and_no_workers():
 
 
 def test_an_unknown_setting_cannot_be_changed():
-    with pytest.raises(ArgumentError, match="cannot change num_workers; allowed are deadline_ms"):
+    with pytest.raises(ArgumentError, match="cannot change num_workers; it can change deadline_ms"):
         Batcher(list).configure(num_workers=3)
 
 

@@ -58,3 +58,22 @@ def run_script(text):
 def finish(requests, state=State.ANSWERED):
     for request in requests:
         request.state = state
+
+
+async def call_and_leave(app, path, body, leave):
+    """Post a request as a server does, say that the client has gone once ``leave`` is set, and return the status."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    sent = []
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await leave.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "root_path": ""}
+    await app(scope, receive, send)
+    return sent[0]["status"]

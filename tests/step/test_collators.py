@@ -154,7 +154,7 @@ def test_settings_that_cannot_work_are_refused(options, message):
 
 def test_one_axis_for_a_plan_with_two_is_refused():
     sampler = bw.BatchSampler(PAIRS, bw.MaxTokens(400), grouping=bw.Buckets(3))
-    with pytest.raises(LengthsError, match="the plan has 2 axes of length, got 1"):
+    with pytest.raises(LengthsError, match="lengths must have 2 axes, as those of the plan have, got 1"):
         PadCollator(pad_to=sampler.pad_to)([TOKENS])
 
 

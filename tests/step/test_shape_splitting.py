@@ -155,7 +155,7 @@ def test_a_catalogue_without_static_shapes_is_refused(pad_to):
 
 
 def test_lengths_of_another_number_of_axes_are_refused():
-    with pytest.raises(LengthsError, match="the plan has 1 axes of length, got 2"):
+    with pytest.raises(LengthsError, match="lengths must have 1 axes, as those of the plan have, got 2"):
         split_by_shapes([(3, 4)], LADDER)
 
 

@@ -41,7 +41,7 @@ class Batches(NamedTuple):
         return self._replace(indices=kept[self.indices].astype(np.int32))
 
     def joined(self, lone: npt.NDArray[np.int32], sizes: IntArray, padded: IntArray) -> Batches:
-        """Return the batches, followed by others with so many of the lone examples each, every one in its own row."""
+        """Return the batches, followed by others of ``sizes`` lone examples, each in a row of its own."""
         num_units, unit_sizes = np.ones_like(sizes), sizes
         if self.packed:
             num_units, unit_sizes = sizes, np.ones(len(lone), dtype=np.int64)

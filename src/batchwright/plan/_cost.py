@@ -39,7 +39,9 @@ def evaluate(cost: Cost, num_items: IntArray, lengths: IntArray) -> FloatArray:
         )
     if np.isnan(costs).any():
         row = int(np.argmax(np.isnan(costs)))
-        raise BudgetError(f"cost is NaN for {num_items[row]} items of length {lengths[row].tolist()}")
+        raise BudgetError(
+            f"cost is NaN for {num_items[row]} items of length {lengths[row].tolist()}; return a finite number"
+        )
     return costs
 
 
@@ -82,7 +84,7 @@ def name_of(cost: Cost) -> str:
 
 
 def with_values(text: str, cost: Cost) -> str:
-    """Return a text by which a saved state knows a cost: its values at 28 shapes stand behind it.
+    """Return a text by which a saved state knows a cost: its name and its values at 28 shapes.
 
     The shapes have 1 to 1,000 items of 1 to 20,000 tokens and one to three axes. Functions that differ only elsewhere
     are not told apart. What a cost refuses, or cannot compute, counts as such.

@@ -178,6 +178,7 @@ def _partition(numbers: npt.NDArray[np.uint64], labels: Any) -> AtomicGroups:
     """Sort examples by the number of their group, all below 2**32, and the groups by their first members."""
     members = np.arange(len(numbers), dtype=np.int32)
     if (numbers[1:] < numbers[:-1]).any():
+        # Number and index in one word: a plain sort of these keeps the order within a group.
         keys = (numbers << np.uint64(32)) | members.astype(np.uint64)
         keys.sort()
         members = (keys & _LOW_HALF).astype(np.int32)
@@ -186,6 +187,7 @@ def _partition(numbers: npt.NDArray[np.uint64], labels: Any) -> AtomicGroups:
     offsets = np.append(starts, len(numbers))
     first = members[starts]
     if (first[1:] < first[:-1]).any():
+        # A table over the examples sorts the groups by their first members without comparing them.
         group_at = np.full(len(members), -1, dtype=np.int32)
         group_at[first] = np.arange(len(first), dtype=np.int32)
         order = group_at[group_at >= 0]

@@ -29,7 +29,7 @@ def order_batches(
     stream: np.random.PCG64,
     *,
     run_length: int,
-    keep_first: int = 0,
+    keep_first: int,
 ) -> IntArray:
     """Return a random order in which aligned blocks of batches cost nearly the same, for every block size at once.
 

@@ -38,7 +38,7 @@ def _part(plan: AnyPlan, first: int, last: int, world_size: int) -> AnyPlan:
     start, stop = int(plan.offsets[first]), int(plan.offsets[last])
     rows = plan.row_offsets
     if rows is not None:
-        low, high = np.searchsorted(rows, [start, stop])
+        low, high = np.searchsorted(rows, [start, stop])  # rows lie within batches, so both are borders of rows
         rows = rows[low : high + 1] - start
     return replace(
         plan,
@@ -91,6 +91,7 @@ def _spread(plan: AnyPlan, tail: int) -> AnyPlan:
     """Replace the batches from ``tail`` on by one piece per rank."""
     start = int(plan.offsets[tail])
     parts = _tail_of(plan, tail)
+    # A unit is what a piece must keep whole: an example, a packed row, or a group of examples.
     # Units per batch of the tail, cut into pieces; ``cuts`` are the borders of the pieces, counted in examples.
     units = parts.unit_offsets
     counts = np.diff(np.searchsorted(units, parts.group_bounds)).tolist()

@@ -99,7 +99,9 @@ def pad_batches(pad_to: PadTo, num_items: IntArray, longest: IntArray) -> IntArr
         return padded
     shapes, sizes = pad_to._by_tokens
     if shapes.shape[1] != padded.shape[1]:
-        raise LengthsError(f"the plan has {shapes.shape[1]} axes of length, got {padded.shape[1]}")
+        raise LengthsError(
+            f"lengths must have {shapes.shape[1]} axes, as those of the plan have, got {padded.shape[1]}"
+        )
     step = max(1, _MAX_COMPARED // len(shapes))
     for start in range(0, len(padded), step):
         part = padded[start : start + step]
@@ -149,7 +151,9 @@ class Rows(Generic[Example]):
         indices = [index for row in rows for index in row]
         found = list(fetch(indices))
         if len(found) != len(indices):
-            raise LengthsError(f"__getitems__ of the data set was asked for {len(indices)} examples, gave {len(found)}")
+            raise LengthsError(
+                f"__getitems__ of the data set must return one example per index, {len(indices)}, got {len(found)}"
+            )
         examples = iter(found)
         return [list(islice(examples, len(row))) for row in rows]
 

@@ -56,9 +56,9 @@ class Plan(PlanArrays):
         try:
             index = operator.index(index)  # a small kind of NumPy could not hold len(self)
         except TypeError:
-            raise TypeError(f"a plan is asked for a batch by its number or a slice, got {index!r}") from None
+            raise TypeError(f"plan[…] takes the number of a batch or a slice, got {index!r}") from None
         if not -len(self) <= index < len(self):
-            raise IndexError(f"batch {index} of a plan with {len(self)}")
+            raise IndexError(f"there is no batch {index}: the plan has {len(self)} batches")
         index %= len(self)
         start, stop = self.offsets[index], self.offsets[index + 1]
         if self.row_offsets is None:

@@ -249,7 +249,9 @@ class Batcher(Generic[Item, Result]):
         allowed = {field.name for field in dataclasses.fields(Settings)}
         unknown = sorted(changes.keys() - allowed)
         if unknown:
-            raise ArgumentError(f"cannot change {', '.join(unknown)}; allowed are {', '.join(sorted(allowed))}")
+            raise ArgumentError(
+                f"configure() cannot change {', '.join(unknown)}; it can change {', '.join(sorted(allowed))}"
+            )
         self._settings = dataclasses.replace(self._settings, **changes)
         self._workers.configure(self._settings)
 

@@ -100,7 +100,7 @@ class LatencyModel:
         b = as_number("per_token", per_token, least=0)
         c = as_number("per_square", per_square, least=0)
         if not (a or b or c):
-            raise ArgumentError("a model that predicts 0 seconds is of no use; give a coefficient above 0")
+            raise ArgumentError("a latency model must not predict 0 seconds; give at least one coefficient above 0")
         model = cls()
         model._coefficients, model._learns = (a, b, c, 0.0), False
         model._renew_constant()
@@ -197,6 +197,7 @@ class LatencyModel:
         ratio = min(seconds / scale, MAX_RATIO)
         terms = (1.0, float(num_items * length), num_items * length * float(length), float(is_new))
         row, decay = [term / scale for term in terms], self._decay
+        # Sums of least squares in which older calls fade: all that a refit needs, whatever the number of calls.
         for gram, x in zip(self._gram, row, strict=True):
             gram[:] = [old * decay + x * y for old, y in zip(gram, row, strict=True)]
         self._moment = [old * decay + x * ratio for old, x in zip(self._moment, row, strict=True)]

@@ -16,7 +16,6 @@ from ..errors import ArgumentError
 
 RuleName: TypeAlias = Literal["linear", "sqrt", "adascale", "none"]
 Rule: TypeAlias = Callable[[int, int], float]
-Beta2RuleName: TypeAlias = Literal["half_life"]
 Beta2Rule: TypeAlias = Callable[[int, int, float], float]
 
 

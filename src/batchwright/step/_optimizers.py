@@ -43,7 +43,9 @@ def check_optimizer(optimizer: Any) -> None:
     inner = innermost(optimizer)
     name = type(inner).__name__
     if hasattr(inner, "fused_backward"):
-        raise ArgumentError(f"{name} steps inside backward, once per micro-batch; use an optimizer with a step() alone")
+        raise ArgumentError(
+            f"{name} steps inside backward, once per micro-batch; use an optimizer that updates in step()"
+        )
     if hasattr(inner, "first_step") and hasattr(inner, "second_step"):
         raise ArgumentError(
             f"{name} needs the gradient at two points per update, but it is computed once, before step(); "

@@ -81,7 +81,7 @@ class Filler:
         model: nn.Module,
         snapshot: Callable[[], Callable[[], None]],
         *,
-        is_half: bool = False,
+        is_half: bool,
     ) -> None:
         self._run, self._model, self._snapshot, self._is_half = run, model, snapshot, is_half
         self._is_left_out: bool | None = None

@@ -309,7 +309,7 @@ def why_not_apart(loss: ProbedLoss, views: Views) -> str:
     inside, alone, tolerance = _at_full_precision(loss, second, views.second)
     if math.isclose(inside, alone, rel_tol=tolerance):
         return ""
-    return f"the loss of a sequence is {inside:.7g} behind another one and {alone:.7g} alone; positions may go on"
+    return f"the loss of a sequence is {inside:.7g} after another one and {alone:.7g} alone; positions may go on"
 
 
 def _is_noise(loss: ProbedLoss, *inputs: Mapping[str, Any]) -> bool:

@@ -210,7 +210,7 @@ class Totals:
         return self._num_rows - self.num_examples
 
     def add(self, sums: MicroSums, num_examples: int | Copied, num_rows: int) -> None:
-        """Add a micro-batch of so many examples and rows."""
+        """Add the numbers of examples and rows of a micro-batch."""
         self._losses.append(0.0 if sums.is_empty else sums.loss.detach())
         self._weights.append(sums.weight)
         for name, value in sums.metrics.items():
@@ -359,7 +359,7 @@ def check_summary(summary: Summary) -> None:
     check_weight(summary.weight)
     if summary.num_spoiled:
         raise ArgumentError(
-            f"{summary.num_spoiled} micro-batches have weight 0 and a loss that is no number, as is their gradient; "
+            f"{summary.num_spoiled} micro-batches have weight 0 and a loss that is not a number, as is their gradient; "
             "return a loss of 0 for them, or the weight as a number of Python, and they are left out"
         )
     asked, found = summary.asked_weight, summary.weight

@@ -41,7 +41,9 @@ def split_by_shapes(lengths: npt.ArrayLike, pad_to: PadTo) -> list[list[int]]:
             "grouping=Buckets(count)"
         )
     if len(pad_to.shapes[0]) != rows.shape[1]:
-        raise LengthsError(f"the plan has {len(pad_to.shapes[0])} axes of length, got {rows.shape[1]}")
+        raise LengthsError(
+            f"lengths must have {len(pad_to.shapes[0])} axes, as those of the plan have, got {rows.shape[1]}"
+        )
     return _Splitting(pad_up(rows, pad_to.multiple_of), pad_to).parts()
 
 

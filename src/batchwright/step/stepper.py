@@ -303,7 +303,9 @@ class Stepper:
         """
         state = as_state(state, of="Stepper")
         if not is_same(state.get("version"), 2):
-            raise ArgumentError(f"the state of a Stepper has version 2, got {state.get('version')!r}")
+            raise ArgumentError(
+                f"this Stepper reads states of version 2, got version {state.get('version')!r}; start without the state"
+            )
         state = as_state(state, of="Stepper", needs=("limit", "noise", "num_updates", "memory"))
         limit, take_noise = MicroLimit.from_state(state["limit"]), self._read_noise(state)
         num_updates = read_whole(state, "num_updates")

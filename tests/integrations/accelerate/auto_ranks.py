@@ -1,6 +1,5 @@
 """Run by test_auto in two processes: prepare(controller="auto") on DDP, whose clocks disagree."""
 
-import os
 import sys
 import time
 from itertools import chain
@@ -14,8 +13,7 @@ from torch.utils.data import DataLoader
 
 from batchwright.integrations.accelerate import prepare
 
-from ...processes import leave_group
-from ..dynabatch.trainer.ranks import agree_on_port
+from ...processes import act_as_torchrun, leave_group
 
 NUM, BASE = 960, 2
 DRAW = torch.Generator().manual_seed(0)
@@ -42,14 +40,7 @@ def make_model(kind):
 
 
 def main(rank, world_size, folder, kind):
-    os.environ |= {
-        "OMP_NUM_THREADS": "1",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    os.environ["MASTER_PORT"] = agree_on_port(folder / "store", rank)
+    act_as_torchrun(rank, world_size, folder / "store")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = make_model(kind)

@@ -71,7 +71,7 @@ def test_columns_of_data_sets_encodings_and_lists_of_tensors_are_cut(split):
 
 
 def test_a_set_has_no_rows_and_is_refused():
-    with pytest.raises(ArgumentError, match=r"\['tags'\] is a set, of which it is not known what a row is"):
+    with pytest.raises(ArgumentError, match=r"\['tags'\] is a set, and it is not known what a row of it is"):
         split_batch({"input_ids": torch.zeros(3, 2), "tags": {"a"}}, 2)
 
 

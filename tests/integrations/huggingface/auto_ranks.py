@@ -1,6 +1,5 @@
 """Run by test_auto in two processes: controller="auto" on DDP, whose clocks disagree."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -9,22 +8,14 @@ import torch.distributed as dist
 
 from batchwright.integrations.huggingface._figures import TrainingFigures
 
-from ...processes import leave_group
-from ..dynabatch.trainer.ranks import agree_on_port
+from ...processes import act_as_torchrun, leave_group
 from .trainers import flat, flat_parameters, make_trainer, numbered, quick
 
 NUM = 320
 
 
 def main(rank, world_size, folder):
-    os.environ |= {
-        "OMP_NUM_THREADS": "1",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    os.environ["MASTER_PORT"] = agree_on_port(folder / "store", rank)
+    act_as_torchrun(rank, world_size, folder / "store")
     # The second rank is the slower one, and an update ends when it does.
     TrainingFigures.seconds = property(lambda self: 0.05 + 0.01 * rank)
     with quick():

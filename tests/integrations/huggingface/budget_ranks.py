@@ -12,8 +12,7 @@ import torch.distributed as dist
 from batchwright.step import MemoryMonitor
 from batchwright.testing import FakeMemory
 
-from ...processes import leave_group
-from ..dynabatch.trainer.ranks import agree_on_port
+from ...processes import act_as_torchrun, leave_group
 from .trainers import collate, flat_parameters, make_model, make_trainer, numbered, quick
 
 NUM = 24
@@ -93,15 +92,8 @@ def agrees(rank, folder, case):
 
 
 def main(rank, world_size, folder):
-    os.environ |= {
-        "OMP_NUM_THREADS": "1",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "XDG_CACHE_HOME": str(folder / f"cache{rank}"),
-    }
-    os.environ["MASTER_PORT"] = agree_on_port(folder / "store", rank)
+    act_as_torchrun(rank, world_size, folder / "store")
+    os.environ["XDG_CACHE_HOME"] = str(folder / f"cache{rank}")
     with quick():
         fails(rank, folder, "collator", KeyError)
         fails(rank, folder, "error", ZeroDivisionError)

@@ -1,6 +1,5 @@
 """Run by test_memory in two processes: what fails on one rank is raised on both, and idle ranks spoil nothing."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,9 +11,8 @@ import batchwright as bw
 from batchwright.errors import ArgumentError, DoesNotFitError
 from batchwright.step.losses import whole_batch
 
-from ...processes import leave_group
+from ...processes import act_as_torchrun, leave_group
 from ..dynabatch.failing import fail_above
-from ..dynabatch.trainer.ranks import agree_on_port
 from .test_refusals import Contrastive, Scaled, masked_mean, without_labels
 from .trainers import (
     collate,
@@ -31,14 +29,7 @@ from .trainers import (
 
 
 def main(rank, world_size, folder):
-    os.environ |= {
-        "OMP_NUM_THREADS": "1",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    os.environ["MASTER_PORT"] = agree_on_port(folder / "store", rank)
+    act_as_torchrun(rank, world_size, folder / "store")
     with quick():
         for check in (check_an_example_that_does_not_fit, check_a_loss, check_a_collator, check_a_first_look):
             check(rank, folder)

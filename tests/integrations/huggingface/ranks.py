@@ -1,6 +1,5 @@
 """Run by test_data in two processes: DDP on gloo, where one rank runs out of memory on its own."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -14,9 +13,8 @@ from batchwright.size.noise import estimate_noise
 from batchwright.step import PadCollator
 from batchwright.testing import EagerGraphs
 
-from ...processes import leave_group
+from ...processes import act_as_torchrun, leave_group
 from ..dynabatch.failing import fail_above
-from ..dynabatch.trainer.ranks import agree_on_port
 from .trainers import (
     MODELS,
     by_update,
@@ -36,14 +34,7 @@ NUM = 25
 
 
 def main(rank, world_size, folder):
-    os.environ |= {
-        "OMP_NUM_THREADS": "1",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    os.environ["MASTER_PORT"] = agree_on_port(folder / "store", rank)
+    act_as_torchrun(rank, world_size, folder / "store")
     with quick():
         for name, options in (
             ("t5", {}),

@@ -14,8 +14,7 @@ from torch.utils.data import IterableDataset
 import batchwright as bw
 from batchwright.errors import ArgumentError, BudgetError, RankError
 
-from ...processes import leave_group
-from ..dynabatch.trainer.ranks import agree_on_port
+from ...processes import act_as_torchrun, leave_group
 from .ranks import check_gradients, everyone
 from .trainers import MODELS, collate, flat, flat_parameters, make_model, make_trainer, numbered, quick
 
@@ -31,14 +30,7 @@ class Plain(IterableDataset):
 
 
 def main(rank, world_size, folder):
-    os.environ |= {
-        "OMP_NUM_THREADS": "1",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    os.environ["MASTER_PORT"] = agree_on_port(folder / "store", rank)
+    act_as_torchrun(rank, world_size, folder / "store")
     with quick():
         for name, options in (
             ("t5", {}),

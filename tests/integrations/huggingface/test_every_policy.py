@@ -17,7 +17,6 @@ def halving(step):
     return 0.5 ** (step // 2)
 
 
-CERTAIN = size.entropy_driven(23, mode="threshold", reference=100.0, **STEP)
 SPEED = size.speed_driven(every=1, **STEP)
 CURRICULUM = size.Curriculum(range(96), start_fraction=0.25, full_at=1)
 

@@ -1,6 +1,5 @@
 """Run by test_trl_ranks in two processes: trainers of TRL, and packed rows, with gradients computed by hand."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -13,8 +12,7 @@ import batchwright as bw
 from batchwright.errors import ArgumentError
 from batchwright.step import PackCollator
 
-from ...processes import leave_group
-from ..dynabatch.trainer.ranks import agree_on_port
+from ...processes import act_as_torchrun, leave_group
 from ..dynabatch.trainer.training import flat_gradient
 from . import test_packing as packing
 from .preferences import make_pairs, make_policy, make_preferences, make_tokenizer, record
@@ -35,14 +33,7 @@ ON_RANKS = {"ddp_backend": "gloo", "on_oom": "raise"}
 
 
 def main(rank, world_size, folder):
-    os.environ |= {
-        "OMP_NUM_THREADS": "1",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    os.environ["MASTER_PORT"] = agree_on_port(folder / "store", rank)
+    act_as_torchrun(rank, world_size, folder / "store")
     torch.set_num_threads(1)
     encoder = sentences.save_encoder(folder / f"encoder {rank}")  # in a group only the first rank would save
     with quick():

@@ -607,8 +607,8 @@ def sentencepiece_models(directory):
             input=str(corpus),
             model_prefix=str(directory / str(size)),
             vocab_size=size,
+            model_type="bpe",  # of unigrams, releases keep other pieces
             minloglevel=2,
-            hard_vocab_limit=False,
         )
     return [
         functools.partial(sentencepiece.SentencePieceProcessor, str(directory / f"{size}.model")) for size in (40, 90)

@@ -12,6 +12,8 @@ from batchwright.plan.models._terms import Terms, fit_terms
 from batchwright.plan.models.memory import MaxBytes, MemoryModel
 from batchwright.plan.models.time import TimeModel, _first_to_reach
 
+from ...thorough import num_cases
+
 GIB = 2**30
 ONE_AXIS = np.array([[1, 64], [8, 64], [8, 128], [4, 256], [2, 512], [6, 300], [1, 512], [16, 100]])
 # fmt: off
@@ -91,7 +93,7 @@ def test_without_noise_a_few_probes_predict_other_shapes(architecture, probes):
 def test_with_one_per_cent_noise_the_error_stays_near_one_per_cent(architecture, probes):
     others = held_out(probes.shape[1] - 1)
     errors, covered = [], []
-    for seed in range(20):
+    for seed in range(num_cases(6, thorough=20)):
         rng = np.random.default_rng(seed)
         noisy = architecture(*probes.T) * (1 + 0.01 * rng.standard_normal(len(probes)))
         model = MemoryModel.fit(probes, noisy)
@@ -109,7 +111,7 @@ def test_errors_are_relative_so_a_small_batch_counts_as_much_as_a_large_one():
     np.testing.assert_allclose(model.predict(shapes[:3]), [3, 6, 9], rtol=0.25)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_cases(25, thorough=250))
 @given(st.integers(3, 30), st.integers(1, 2), st.integers(0, 2**32 - 1))
 def test_at_quantile_one_every_measured_peak_is_covered(num_rows, num_axes, seed):
     rng = np.random.default_rng(seed)
@@ -131,8 +133,8 @@ def test_the_margin_is_the_error_of_a_shape_left_out():
 
 def test_with_many_shapes_the_margin_is_a_quantile():
     rng = np.random.default_rng(0)
-    shapes = np.column_stack([rng.integers(1, 65, 400), rng.integers(16, 513, 400)])
-    noise = rng.uniform(-0.04, 0.04, 400)
+    shapes = np.column_stack([rng.integers(1, 65, 200), rng.integers(16, 513, 200)])
+    noise = rng.uniform(-0.04, 0.04, 200)
     low, high = (MemoryModel.fit(shapes, encoder(*shapes.T) * (1 + noise), quantile=q).margin for q in (0.5, 0.95))
     # |error| is uniform up to 4 %: half of them are below 2 %, 95 % below 3.8 %.
     assert low == pytest.approx(0.02, abs=0.004)

@@ -12,20 +12,14 @@ from tqdm import tqdm
 import batchwright as bw
 from batchwright.errors import ArgumentError, LengthsError
 
+from .loops import KINDS, every_kind, first_four, halves
+
 LENGTHS = np.random.default_rng(0).integers(1, 60, size=60)
 BUDGET = bw.MaxTokens(200)
 DATA = list(range(60))
 
+
 # With prefetch_factor=8 two workers are sent 16 batches at once: more than an epoch has.
-KINDS = {
-    "no workers": {"num_workers": 0},
-    "two workers": {"num_workers": 2},
-    "persistent workers": {"num_workers": 2, "persistent_workers": True},
-    "all prefetched": {"num_workers": 2, "prefetch_factor": 8},
-}
-every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-
-
 def make(state=None):
     sampler = bw.BatchSampler(LENGTHS, BUDGET)
     if state is not None:
@@ -147,16 +141,6 @@ def test_a_resumed_epoch_with_nothing_left_is_empty_and_the_next_is_whole():
 
 def to_device(loader):
     yield from loader
-
-
-def first_four(loader):
-    yield from islice(loader, 4)
-
-
-def halves(loader):
-    for batch in loader:
-        yield batch[::2]
-        yield batch[1::2]
 
 
 @pytest.mark.parametrize("wrap", [to_device, lambda loader: tqdm(loader, disable=True)], ids=["generator", "tqdm"])

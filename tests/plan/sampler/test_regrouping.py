@@ -17,22 +17,12 @@ from batchwright.errors import ArgumentError, StateMismatchError
 from batchwright.plan.sampler.regrouping import Regrouped, regroup
 from batchwright.plan.sampler.resizable import ResizableBatchSampler
 
+from .loops import Sizes, run
+
 NUM = 100
 DATA = list(range(NUM))
 LENGTHS = np.random.default_rng(0).integers(1, 60, size=NUM)
 BUDGET = bw.MaxTokens(300)
-
-
-class Sizes:
-    """A controller that follows a list: `sizes[i]` for batch number i of the run, as the loop counts them."""
-
-    def __init__(self, *sizes):
-        self.sizes = sizes
-        self.step = 0
-
-    @property
-    def size(self):
-        return self.sizes[self.step % len(self.sizes)]
 
 
 class Recording:
@@ -47,15 +37,6 @@ class Recording:
     def __getitem__(self, index):
         self.loaded.append(index)
         return index
-
-
-def run(regrouped, num=None):
-    """The batches of an epoch, telling the controller after each that a step is done, as a training loop does."""
-    batches = []
-    for batch in islice(regrouped, num):
-        batches.append(batch)
-        regrouped.controller.step += 1
-    return batches
 
 
 def sizes_of(batches):
@@ -404,7 +385,7 @@ def test_a_state_without_a_generator_is_refused_where_there_is_one():
 
 def test_a_place_behind_the_end_of_the_data_is_refused_when_it_is_read():
     state = {**regroup(lists(), Sizes(7)).state_dict(), "consumed": NUM + 4}
-    with pytest.raises(StateMismatchError, match="ended 4 examples before the place of the state, 104 examples"):
+    with pytest.raises(StateMismatchError, match="saved after 104 examples, and the loader ended 4 examples earlier"):
         next(iter(resumed(lists(), state)))
 
 
@@ -459,7 +440,7 @@ def test_a_pickled_object_begins_where_iterating_would():
 
 
 def test_a_loader_that_collates_is_refused():
-    with pytest.raises(ArgumentError, match="it has the default collate; collate_fn=list"):
+    with pytest.raises(ArgumentError, match="it has the default collate_fn; pass collate_fn=list"):
         regroup(DataLoader(DATA, batch_size=4), Sizes(4))
     with pytest.raises(ArgumentError, match="must yield lists of examples, got Tensor; pass collate_fn=list"):
         next(iter(regroup(DataLoader(DATA, batch_size=4, collate_fn=torch.tensor), Sizes(4))))

@@ -18,22 +18,12 @@ from batchwright.plan.plan import PlanSettings, plan_epoch
 from batchwright.plan.sampler.resizable import ResizableBatchSampler
 from batchwright.testing import check_batch_sampler
 
+from .loops import KINDS, Sizes, every_kind, first_four, halves, run
+
 NUM = 300
 LENGTHS = np.random.default_rng(0).integers(1, 60, size=NUM)
 BUDGET = bw.MaxTokens(240)
 GROUPED = {"lengths": LENGTHS, "budget": BUDGET}
-
-
-class Sizes:
-    """A controller whose size tests set, or that follows a list: `sizes[i]` for the batch that begins as number i."""
-
-    def __init__(self, *sizes):
-        self.sizes = sizes
-        self.step = 0
-
-    @property
-    def size(self):
-        return self.sizes[self.step % len(self.sizes)]
 
 
 class Prefixes:
@@ -47,15 +37,6 @@ class Prefixes:
 
 def make(*sizes, num_examples=NUM, **options):
     return ResizableBatchSampler(num_examples, Sizes(*sizes or (32,)), **options)
-
-
-def run(sampler, num=None):
-    """The batches of an epoch, telling the controller after each that a step is done, as a training loop does."""
-    batches = []
-    for batch in islice(sampler, num):
-        batches.append(batch)
-        sampler.controller.step += 1
-    return batches
 
 
 def ranks(world_size, *sizes, **options):
@@ -333,7 +314,7 @@ BAD_PREFIXES = {
     "a table": ([[0, 1]], "one or more whole numbers"),
     "too large": ([0, 300], "indices from 0 to 299, got 0 to 300"),
     "negative": ([-1, 2], "indices from 0 to 299, got -1 to 2"),
-    "twice": ([4, 7, 4], "every index once, got 4 2 times"),
+    "twice": ([4, 7, 4], "every index once, got index 4 2 times"),
 }
 
 
@@ -713,13 +694,6 @@ def test_something_without_a_size_is_no_controller(controller):
 
 
 DATA = list(range(NUM))
-KINDS = {
-    "no workers": {"num_workers": 0},
-    "two workers": {"num_workers": 2},
-    "persistent workers": {"num_workers": 2, "persistent_workers": True},
-    "all prefetched": {"num_workers": 2, "prefetch_factor": 8},
-}
-every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 
 
 def loader_of(sampler, kind=KINDS["two workers"], data=DATA):
@@ -793,16 +767,6 @@ def test_leaving_a_tracked_loop_and_looping_again_restarts_the_epoch(kind):
         assert batch
     assert list(sampler.track(loader)) == list(make(30))
     assert sampler.epoch == 1
-
-
-def halves(loader):
-    for batch in loader:
-        yield batch[::2]
-        yield batch[1::2]
-
-
-def first_four(loader):
-    yield from islice(loader, 4)
 
 
 def test_a_wrapper_that_ends_early_does_not_end_the_epoch():

@@ -195,7 +195,7 @@ def test_a_one_shot_source_gives_one_pass_and_refuses_a_second(kind):
     assert sorted(flat(batcher)) == NUMBERS
     for _ in range(2):
         with pytest.raises(
-            ArgumentError, match=r"\w+ can be read only once, and it was read; pass something that can be"
+            ArgumentError, match=r"\w+ can be read only once, and it has been read; pass something that can be"
         ):
             iter(batcher)
     assert batcher.epoch == 1
@@ -248,7 +248,9 @@ def test_what_is_its_own_iterator_is_read_once_and_does_not_go_back_to_a_state(s
     received = list(islice(batcher, 2))
     state = batcher.state_dict()
     received += list(islice(batcher, 1))
-    with pytest.raises(ArgumentError, match=r"(Wrapped|DictReader) can be read only once, and it was read; pass some"):
+    with pytest.raises(
+        ArgumentError, match=r"(Wrapped|DictReader) can be read only once, and it has been read; pass some"
+    ):
         batcher.load_state_dict(state)
     received += list(batcher)  # the pass under way goes on
     assert len(flat(received)) == 95
@@ -263,7 +265,7 @@ def test_a_reader_that_cannot_begin_again_is_refused_after_an_error():
     batcher = make(rows(), length_of=fails)
     with pytest.raises(ZeroDivisionError):
         list(batcher)
-    with pytest.raises(ArgumentError, match="DictReader can be read only once, and it was read"):
+    with pytest.raises(ArgumentError, match="DictReader can be read only once, and it has been read"):
         list(batcher)
 
 
@@ -279,7 +281,10 @@ def test_a_pass_that_is_read_again_and_begins_elsewhere_is_refused(source, lengt
     batcher = make(source(), length_of=length)
     list(islice(batcher, 2))
     batcher.load_state_dict(batcher.state_dict())
-    with pytest.raises(ArgumentError, match=r"began pass 0 with another example before, so examples would be lost; pa"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"began pass 0 with another example before: .*, so examples would be lost; pa",
+    ):
         list(batcher)
 
 
@@ -341,7 +346,7 @@ def test_a_generator_that_was_read_cannot_go_back_to_a_state():
     first = list(islice(batcher, 1))
     state = batcher.state_dict()
     first += list(islice(batcher, 3))
-    with pytest.raises(ArgumentError, match="generator can be read only once, and it was read"):
+    with pytest.raises(ArgumentError, match="generator can be read only once, and it has been read"):
         batcher.load_state_dict(state)
     assert first + list(batcher) == list(make())  # the pass under way goes on
 

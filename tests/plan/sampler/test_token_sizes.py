@@ -12,30 +12,11 @@ import batchwright as bw
 from batchwright import size
 from batchwright.errors import ArgumentError, StateMismatchError
 
+from .loops import Sizes, run
+
 LENGTHS = [4, 4, 9, 1, 2, 3]
 NUM = 200
 RANDOM_LENGTHS = np.random.default_rng(3).integers(1, 40, size=NUM)
-
-
-class Sizes:
-    """A controller that follows a list: `sizes[i]` for the batch that begins as number i."""
-
-    def __init__(self, *sizes, step=0):
-        self.sizes = sizes
-        self.step = step
-
-    @property
-    def size(self):
-        return self.sizes[self.step % len(self.sizes)]
-
-
-def run(batches, num=None):
-    """The batches of an epoch, telling the controller after each that a step is done, as a training loop does."""
-    found = []
-    for batch in islice(batches, num):
-        found.append(batch)
-        batches.controller.step += 1
-    return found
 
 
 def make(size, lengths=LENGTHS, **options):

@@ -17,6 +17,8 @@ from batchwright.serve._engine.child import Message, dumps, unpack_message
 from .. import in_processes
 from ..tools import ROOT
 
+pytestmark = pytest.mark.usefixtures("importable")
+
 # A program that is killed while its worker holds the interpreter of its process.
 KILLED = """
 import multiprocessing, os, signal, threading, time
@@ -32,14 +34,6 @@ if __name__ == "__main__":
     time.sleep(1.0)  # the call has begun by then
     os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-    """Have processes find the functions of these tests by name."""
-    sys.path.insert(0, str(ROOT))
-    yield
-    sys.path.remove(str(ROOT))
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])

@@ -23,17 +23,11 @@ from batchwright.serve._engine.runners import Runner
 from .. import in_processes
 from ..tools import ROOT, run_script
 
+pytestmark = pytest.mark.usefixtures("importable")
+
 
 def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 60))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-    """Have processes find the functions of these tests by name."""
-    sys.path.insert(0, str(ROOT))
-    yield
-    sys.path.remove(str(ROOT))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +74,7 @@ def test_a_function_runs_in_another_process_that_imports_no_torch(shared):
         ("raise", ValueError, "bad"),
         ("sys.exit", RunInterrupted, "SystemExit: 4"),
         ("mute", RuntimeError, "Mute: one"),
-        ("memory", DoesNotFitError, "alone ran out of memory: full"),
+        ("memory", DoesNotFitError, "ran out of memory by itself: full"),
         ("lambda", ResultError, "the result, a function, cannot be pickled"),
         (in_processes.LoadsNowhere(), ArgumentError, "cannot be unpickled in the process of the worker .OSError: no"),
         (threading.Lock(), ArgumentError, "the item, a lock, cannot be pickled"),

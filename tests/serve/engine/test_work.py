@@ -130,10 +130,12 @@ def test_an_item_that_would_make_requests_late_waits_until_enough_of_them_have_c
     why = driver.work.background_stats()["waiting"]
     assert why == "an item takes about 10.7 ms and is expected to make 0.0029 requests late; 0 are saved up for it"
     assert driver.work.background_stats()["part_ms"] == pytest.approx(20 / 3)
-    for second in (20, 21, 22, 23, 24):
+    for second in range(20, 28):
         answer(driver, arrival=float(second), now=second + 0.012, allowed=0.020)
-    assert driver.take(now=24.1) == [0]  # five requests save 0.0033
-    assert driver.take(now=24.1) is None
+    assert driver.take(now=27.1) is None  # eight requests save 0.0027
+    answer(driver, arrival=28.0, now=28.012, allowed=0.020)
+    assert driver.take(now=28.1) == [0]  # nine save 0.0030
+    assert driver.take(now=28.1) is None
 
 
 def test_where_a_call_itself_takes_long_items_still_run_together():

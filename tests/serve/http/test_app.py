@@ -22,7 +22,7 @@ from batchwright.serve.http._answering import decode_json, encode_json, read_num
 from batchwright.serve.http._errors import Refused
 from batchwright.serve.settings import as_deadline
 
-from ..tools import Recorder
+from ..tools import Recorder, call_and_leave
 
 
 def run(coroutine):
@@ -279,25 +279,6 @@ def test_an_app_without_a_page_has_none():
     assert run(main()) == [405, 404, 200]
 
 
-async def call_and_leave(app, body, leave):
-    """Send a request as a server does, and say that the client has gone once ``leave`` is set."""
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-    sent = []
-
-    async def receive():
-        if messages:
-            return messages.pop()
-        await leave.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b"", "root_path": ""}
-    await app(scope, receive, send)
-    return sent[0]["status"]
-
-
 def test_a_client_that_goes_away_while_it_waits_is_never_run():
     async def main():
         recorder, leave = Recorder(held=True), asyncio.Event()
@@ -305,7 +286,7 @@ def test_a_client_that_goes_away_while_it_waits_is_never_run():
         app = make_app(batcher)
         first = asyncio.create_task(batcher.submit(1))
         await asyncio.to_thread(recorder.started.wait, 30)
-        second = asyncio.create_task(call_and_leave(app, b"2", leave))
+        second = asyncio.create_task(call_and_leave(app, "/", b"2", leave))
         await until(lambda: batcher.stats().num_waiting == 1)
         leave.set()
         assert await second == 499

@@ -12,7 +12,7 @@ from batchwright.serve import Batcher, batched
 from batchwright.serve.http import Limits, make_app
 
 from .. import in_processes
-from ..tools import ROOT, Recorder
+from ..tools import ROOT, Recorder, call_and_leave
 
 
 def run(coroutine):
@@ -137,34 +137,15 @@ def test_a_client_that_goes_away_cancels_all_its_items():
         batcher = Batcher(recorder)
         first = asyncio.create_task(batcher.submit(0))
         await asyncio.to_thread(recorder.started.wait, 30)
-        messages, sent = [{"type": "http.request", "body": b"[1, 2, 3]", "more_body": False}], []
-
-        async def receive():
-            if messages:
-                return messages.pop()
-            await leave.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            sent.append(message)
-
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/batch",
-            "headers": [],
-            "query_string": b"",
-            "root_path": "",
-        }
-        request = asyncio.create_task(make_app(batcher)(scope, receive, send))
+        request = asyncio.create_task(call_and_leave(make_app(batcher), "/batch", b"[1, 2, 3]", leave))
         while batcher.stats().num_waiting < 3:
             await asyncio.sleep(0.002)
         leave.set()
-        await request
+        status = await request
         recorder.gate.set()
         await first
         await batcher.close()
-        return sent[0]["status"], recorder.items_run, batcher.stats().num_cancelled
+        return status, recorder.items_run, batcher.stats().num_cancelled
 
     assert run(main()) == (499, [0], 3)
 

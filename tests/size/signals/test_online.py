@@ -11,6 +11,8 @@ from batchwright.errors import ArgumentError, MissingSignalError, StateMismatchE
 from batchwright.size import BatchSizeController, Observation, chain, goodput, multiple_of, rate_limit
 from batchwright.testing import check_policy
 
+from .drawn import noise
+
 
 class Seconds:
     """``0.1 + 0.001 × num_items`` seconds, and 1e-5 more per token."""
@@ -110,22 +112,12 @@ def test_a_flat_time_lets_it_grow_to_its_end_before_the_noise_is_known():
     assert sizes[40] >= 200
 
 
-def noisy(rng, scale, size, num_parts=4, dims=50):
-    """Return S and G2 as ``num_parts`` random parts of a batch give them; the squared gradient is 1."""
-    each = size / num_parts
-    gradients = rng.normal(size=(num_parts, dims)) * math.sqrt(scale / dims / each)
-    gradients[:, 0] += 1.0
-    q, gb = each * (gradients**2).sum(), (gradients.mean(axis=0) ** 2).sum()
-    s = (q - size * gb) / (num_parts - 1)
-    return float(s), float(gb - s / size)
-
-
 def test_a_noise_far_above_the_batch_lets_it_grow_before_it_is_known():
     # N is 100,000 and the base is 16: G2 is lost in its error, but the noise scale is surely not small.
     rng, controller = np.random.default_rng(0), control(initial=16, max_size=2048)
     reasons = []
     for _ in range(150):
-        s, g2 = noisy(rng, 100_000.0, controller.size)
+        s, g2 = noise(rng, 100_000.0, controller.size).values()
         controller.observe(batch_size=controller.size, seconds=0.1, noise_s=s, noise_g2=g2)
         reasons.append(controller.explain())
     assert any("noise scale at least" in decision.reason for decision in controller.history)
@@ -137,7 +129,7 @@ def test_a_noise_below_the_batch_never_lets_it_run_away_while_it_is_not_known():
         rng, controller = np.random.default_rng(seed), control(initial=64, max_size=65536)
         sizes = []
         for _ in range(300):
-            s, g2 = noisy(rng, 30.0, controller.size)
+            s, g2 = noise(rng, 30.0, controller.size).values()
             sizes.append(
                 controller.observe(batch_size=controller.size, seconds=0.01 * controller.size, noise_s=s, noise_g2=g2)
             )
@@ -157,7 +149,7 @@ def test_it_comes_back_down_when_the_noise_falls():
 def test_it_does_not_swing():
     rng, controller = np.random.default_rng(3), control()
     for _ in range(1500):
-        s, g2 = noisy(rng, 400.0, controller.size)
+        s, g2 = noise(rng, 400.0, controller.size).values()
         seconds = (0.1 + 0.001 * controller.size) * math.exp(0.05 * rng.normal())
         controller.observe(batch_size=controller.size, seconds=seconds, noise_s=s, noise_g2=g2)
     assert controller.num_changes <= 8

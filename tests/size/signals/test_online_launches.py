@@ -14,6 +14,8 @@ import pytest
 
 from batchwright.size import BatchSizeController, goodput
 
+from .drawn import noise
+
 BASE = 32
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384)
 LEAST_UPDATES = 60
@@ -34,17 +36,6 @@ DEVICES = {
     "translation": Device(0.050, 0.050 / 16_000, 66, 0.9, (10, 400)),
     "decoder": Device(0.048, 0.048 / 9_500, 129, 0.8, (6, 120)),
 }
-
-
-def noise(rng, scale, size, num_parts=8, dims=50):
-    """Return S and G2 of random parts of a batch, with all their scatter."""
-    num_parts = min(num_parts, size)
-    each = size / num_parts
-    gradients = rng.normal(size=(num_parts, dims)) * math.sqrt(scale / dims / each)
-    gradients[:, 0] += 1.0
-    q, gb = each * (gradients**2).sum(), (gradients.mean(axis=0) ** 2).sum()
-    s = (q - size * gb) / (num_parts - 1)
-    return {"noise_s": float(s), "noise_g2": float(gb - s / size)}
 
 
 def windows(rng, device, size):
@@ -71,7 +62,7 @@ def train(device, total, *, size=None, seed=0):
         clock, done = clock + seconds, done + 1 / (LEAST_UPDATES * (1 + scale / now))
         sizes.append(now)
         if size is None:
-            found = noise(rng, scale * (0.4 if step < 75 else 0.7), now) if is_measured else {}
+            found = noise(rng, scale * (0.4 if step < 75 else 0.7), now, num_parts=8) if is_measured else {}
             controller.observe(batch_size=now, batch_tokens=tokens, seconds=seconds, **found)
     return done, sizes
 

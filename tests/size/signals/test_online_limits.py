@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,6 +17,8 @@ from batchwright import TimeModel, size
 from batchwright.errors import ArgumentError, BatchwrightError, StateMismatchError
 from batchwright.size.signals._timings import Timing, add_reading, timed
 from batchwright.step import Stepper, supervised_loss
+
+from ..makers import Seconds
 
 
 def train(
@@ -104,15 +105,10 @@ def test_a_first_batch_of_one_example_grows_as_it_has_no_noise(every: int) -> No
     assert controller.size == 2, controller.explain()
 
 
-class _Seconds:
-    def predict(self, shapes: Any) -> Any:
-        return 0.1 + 0.001 * np.asarray(shapes)[:, 0]
-
-
 @pytest.mark.parametrize("tokens", [{"tokens": 500}, {"batch_tokens": 0}], ids=["a count that stays", "none at all"])
 def test_tokens_that_never_tell_a_length_are_refused_in_words(tokens: dict[str, int]) -> None:
     with pytest.raises(BatchwrightError, match="tokens"):
-        train(size.goodput(_Seconds()), num_updates=60, **tokens)
+        train(size.goodput(Seconds()), num_updates=60, **tokens)
 
 
 def test_a_time_model_of_two_axes_without_a_length_is_refused_when_the_policy_is_made() -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from batchwright.size import BatchSizeController, goodput
 
+from .drawn import noise
+
 LEAST_UPDATES = 400
 DEVICES = {  # launch, constant, seconds of an example
     "launch-bound": (0.05, 0.01, 0.0001),
@@ -38,17 +40,6 @@ def best_constant(device, scale):
     sizes = np.unique(np.rint(np.geomspace(2, 20_000, 150)).astype(int)).tolist()
     times = [time_at(device, scale, size) for size in sizes]
     return sizes[int(np.argmin(times))], min(times)
-
-
-def noise(rng, scale, size, num_parts=4, dims=50):
-    """Return S and G2 as ``num_parts`` random parts of a batch give them, with all their scatter."""
-    num_parts = min(num_parts, size)
-    each = size / num_parts
-    gradients = rng.normal(size=(num_parts, dims)) * math.sqrt(scale / dims / each)
-    gradients[:, 0] += 1.0
-    q, gb = each * (gradients**2).sum(), (gradients.mean(axis=0) ** 2).sum()
-    s = (q - size * gb) / (num_parts - 1)
-    return {"noise_s": float(s), "noise_g2": float(gb - s / size)}
 
 
 def train(device, scale, base, *, seed, every=1):

@@ -12,6 +12,8 @@ from batchwright.size import BatchSizeController, goodput
 from batchwright.size.signals._token_times import add_tokens, mean_seconds, spans_enough, token_timings
 from batchwright.testing import check_policy
 
+from .drawn import noise
+
 # Seconds of an update: launch, constant, per token; the mean of lengths and the spread of their logarithm. Like two
 # models on an H200: translation is flat up to 256 examples, the decoder up to 64.
 DEVICES = {
@@ -50,15 +52,6 @@ class Run:
         self.done += 1 / (least_updates * (1 + self.scale(self.done) / size))
         self.seconds, self.step = self.seconds + seconds, self.step + 1
         return tokens, seconds
-
-
-def noise(rng, scale, size, num_parts=4, dims=50):
-    each = size / num_parts
-    gradients = rng.normal(size=(num_parts, dims)) * math.sqrt(scale / dims / each)
-    gradients[:, 0] += 1.0
-    q, gb = each * (gradients**2).sum(), (gradients.mean(axis=0) ** 2).sum()
-    s = (q - size * gb) / (num_parts - 1)
-    return {"noise_s": float(s), "noise_g2": float(gb - s / size)}
 
 
 def best_constant(device, scale):

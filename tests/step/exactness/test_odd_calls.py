@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from batchwright.errors import ArgumentError, UpdateMemoryError
 from batchwright.step import Stepper
@@ -673,22 +672,6 @@ def test_buffers_of_a_part_that_was_put_in_later_are_restored_after_out_of_memor
 
 
 # Noise
-
-
-class _Checkpointed(nn.Module):
-    """One layer, used twice."""
-
-    def __init__(self, use_reentrant):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(2, 2, dtype=WIDE)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        x = x.clone().requires_grad_()
-        for _ in range(2):
-            x = checkpoint(lambda value: torch.tanh(self.layer(value)), x, use_reentrant=self.use_reentrant)
-        return x.sum(1, keepdim=True)
 
 
 def test_a_hook_that_halves_all_gradients_quarters_their_noise_or_leaves_it():

@@ -60,6 +60,13 @@ class Tape:
         for tensor, value in reversed(self._written.values()):  # views of a tensor before the tensor
             tensor.data.copy_(value)  # autograd does not count this as a change
 
+    def spoil(self, value):
+        """Give the results a value of no use: on CUDA what a capture has made holds none before the first replay."""
+        for _, _, _, results in self._calls:
+            for tensor, _ in results:
+                if tensor.is_floating_point():
+                    tensor.data.fill_(value)
+
     def replay(self):
         """Run the kernels again; results land in the tensors of the recording."""
         with torch._C._AutoDispatchBelowAutograd():
@@ -138,9 +145,11 @@ class TapeGraphs:
     Attributes:
         num_captures: how often something was captured, failures included.
         num_replays: how often a tape ran.
+        spoiled: what results hold before the first replay; None leaves them their values.
     """
 
     lost_peak_bytes = 0
+    spoiled = None
 
     def __init__(self):
         self.num_captures = self.num_replays = 0
@@ -155,6 +164,8 @@ class TapeGraphs:
             tape.record(function)
         finally:
             tape.undo()
+        if self.spoiled is not None:
+            tape.spoil(self.spoiled)
 
         def replay():
             self.num_replays += 1

@@ -91,10 +91,6 @@ def from_nested(model):
     return model.value["a"][0]
 
 
-def from_partial(model):
-    return model.value()
-
-
 def rewrite(value, place, new):
     value[place] = new
 

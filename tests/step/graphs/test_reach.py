@@ -49,10 +49,6 @@ class Trainer:
         return output.sum() * self.beta * self.settings.alpha
 
 
-def labels_of(reach):
-    return sorted(place.label for place in reach.places)
-
-
 def changes(reach, before):
     found = [place.change_from(values) for place, values in zip(reach.places, before, strict=True)]
     return [one for one in found if one is not None]

@@ -220,7 +220,7 @@ MASK = torch.tensor([[0, 1], [1, 1]])
         ({"input_ids": IDS, "labels": torch.tensor([1, 2])}, r"labels of shape \(2,\), not a value per token"),
         ({"input_ids": IDS, "position_ids": IDS}, "position_ids that do not begin at 0"),
         # A padded model would predict token 5 from the padding before it.
-        ({"input_ids": IDS, "attention_mask": MASK, "labels": IDS}, "at the first token behind padding on the left"),
+        ({"input_ids": IDS, "attention_mask": MASK, "labels": IDS}, "at the first token after padding on the left"),
         (
             {"input_ids": IDS, "attention_mask": torch.tensor([[1, 0], [1, 1]]), "labels": IDS},
             "labels count at padding",

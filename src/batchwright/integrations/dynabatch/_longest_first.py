@@ -88,7 +88,7 @@ def arrange(
     *,
     without_last: bool = False,
 ) -> Groups:
-    """Return batches in the order of the epoch: as they are, or shuffled behind the first of them.
+    """Return batches in the order of the epoch: as they are, or shuffled after the first of them.
 
     Args:
         problem: the lengths, and how to shuffle.

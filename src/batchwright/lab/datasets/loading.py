@@ -134,9 +134,9 @@ def _load_file(
     path: Path,
     *,
     target: str,
-    columns: Sequence[str] | None = None,
-    task: FileTask | None = None,
-    limit: int | None = None,
+    columns: Sequence[str] | None,
+    task: FileTask | None,
+    limit: int | None,
     max_length: int,
 ) -> Dataset:
     """Return the data set of a file; see ``datasets.load``."""

@@ -123,7 +123,7 @@ def make_cnn(num_channels: int, num_outputs: int, *, norm: Callable[[int], nn.Mo
     Args:
         num_channels: of an image.
         num_outputs: of the linear layer.
-        norm: makes the normalisation of so many channels. With ``nn.BatchNorm2d`` every example depends on the others
+        norm: normalises a number of channels. With ``nn.BatchNorm2d`` every example depends on the others
             of its batch, or micro-batch, so that the batch size changes more than the average of gradients.
     """
     first, second = _CHANNELS

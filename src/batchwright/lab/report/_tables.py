@@ -76,9 +76,7 @@ def matrix_effects(records: Sequence[RunRecord], measure: Measure) -> dict[tuple
     }
 
 
-def pooled_effects(
-    records: Sequence[RunRecord], measure: Measure, *, family: Family | None = None
-) -> dict[str, Effect]:
+def pooled_effects(records: Sequence[RunRecord], measure: Measure, *, family: Family | None) -> dict[str, Effect]:
     """Return the entry over all cells of each strategy that ran on all of them.
 
     Empty for a single cell, and for a measure with a unit, which cannot be averaged over data sets.
@@ -130,7 +128,7 @@ def _table(
 
 
 def matrix_rows(
-    records: Sequence[RunRecord], order: Sequence[str], measure: Measure, *, family: Family | None = None
+    records: Sequence[RunRecord], order: Sequence[str], measure: Measure, *, family: Family | None
 ) -> tuple[list[CellKey | None], dict[str, list[Effect | None]]]:
     """Return the columns, and the entries of each strategy; a column without a cell, if any, is over all cells."""
     cells = cells_of(records)

@@ -19,7 +19,7 @@ RUNS = "runs.jsonl"
 TUNING = "tuning.jsonl"
 PLAN = "lab.json"
 _NEEDED = ("dataset", "model", "strategy", "seed", "status")
-# Over so many looks the pace of a lab is taken, so that it follows slower and faster parts.
+# The pace of a lab is taken over this many looks, so that it follows slower and faster parts.
 _NUM_MOMENTS = 20
 
 
@@ -169,9 +169,9 @@ class Pace:
         return max(0.0, num_left * (ended - begun) / (after - before) - (seconds - ended))
 
 
-def progress_of(lab: LabFolder, *, seconds_left: float | None = None) -> Progress:
+def progress_of(lab: LabFolder) -> Progress:
     """Return how far a lab is."""
-    return Progress(num_done=len(lab.records), num_expected=expected_runs(lab), seconds_left=seconds_left)
+    return Progress(num_done=len(lab.records), num_expected=expected_runs(lab))
 
 
 def read_begun(folder: Path) -> LabFolder:

@@ -16,9 +16,8 @@ from typing import Any, Literal, TypeAlias, final
 from ... import size
 from ...errors import ArgumentError
 from . import schedules
-from ._ready import Ready, add_to
 from .schedules import schedule_of as schedule_of
-from .strategy import GROUPS, Conditions, Seconds, Setup, Strategy
+from .strategy import GROUPS, Conditions, Ready, Seconds, Setup, Strategy, add_to
 
 Measure: TypeAlias = Literal["difference", "ema", "variance"]
 Mode: TypeAlias = Literal["linear", "exponential"]

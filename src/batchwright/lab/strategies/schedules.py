@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 
 from ... import size
 from ...errors import ArgumentError
-from ._ready import Ready, add_to
-from .strategy import Conditions, Setup, power_of_two
+from .strategy import Conditions, Ready, Setup, add_to, power_of_two
 
 Growth: TypeAlias = Callable[[Conditions, int], size.Policy]
 

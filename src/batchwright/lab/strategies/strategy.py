@@ -253,6 +253,22 @@ class Strategy:
         return is_long_enough and (num_classes is not None or not self.needs_classes)
 
 
+Ready: TypeAlias = dict[str, Strategy]
+
+
+def add_to(ready: Ready, group: str, name: str, about: str, **options: Any) -> Callable[[Make], Make]:
+    """Add a strategy to a catalogue of ready ones; it decorates the function that makes the setup."""
+
+    def add(make: Make) -> Make:
+        # Only the entropy of an output needs classes to choose between.
+        ready[name] = Strategy(
+            name=name, group=group, make=make, about=about, needs_classes=group == "entropy", **options
+        )
+        return make
+
+    return add
+
+
 def _base_size(num_train: int) -> int:
     smallest, largest = BASE_SIZES
     return min(max(power_of_two(num_train // BASE_BATCHES), smallest), largest)

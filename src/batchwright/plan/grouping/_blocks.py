@@ -85,7 +85,7 @@ class _Block:
 
 
 def rows_hold(members: Members, capacity: int, most_rows: int) -> npt.NDArray[np.bool_]:
-    """Return whether so many rows hold each group, packed by itself.
+    """Return whether ``most_rows`` rows hold each group, packed by itself.
 
     >>> members = Members(np.arange(4), np.array([0, 2, 4]), np.array([3, 3, 5, 4]))
     >>> rows_hold(members, 6, 1).tolist()

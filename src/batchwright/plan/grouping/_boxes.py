@@ -125,6 +125,7 @@ class Merging:
         return self._places[self._alive]
 
     def _merge(self, first: int, second: int) -> None:
+        """Let the first of two boxes hold both, and repair who is whose cheapest partner."""
         self._places[first] = np.maximum(self._places[first], self._places[second])
         self._counts[first] += self._counts[second]
         self._costs[first] = self._cells.costs_at(self._places[first])
@@ -133,11 +134,13 @@ class Merging:
         self._least[second] = np.inf
         row = self._row(first)
         self._more[first] = self._more[:, first] = row
+        # Only boxes whose partner was one of the two look for another: searching all would be quadratic.
         stale = np.flatnonzero(((self._partner == first) | (self._partner == second)) & self._alive)
         self._partner[stale] = self._more[stale].argmin(axis=1)
         self._least[stale] = self._more[stale, self._partner[stale]]
         self._partner[first] = int(row.argmin())
         self._least[first] = row[self._partner[first]]
+        # To the others the grown box may have become the cheapest partner.
         closer = (row < self._least) & self._alive
         self._partner[closer], self._least[closer] = first, row[closer]
 
@@ -241,6 +244,7 @@ class Moving:
         boxes[:, axis] = tries
         prices = self._cells.costs_at(boxes)
         places = self._cells.places
+        # Only cells inside the largest of these boxes that the other boxes do not hold as cheaply can gain.
         inside: npt.NDArray[np.bool_] = np.all(places <= boxes[-1], axis=1)
         near = np.flatnonzero(inside & (others > prices.min()))
         held = np.where(places[near, axis] <= tries[:, None], prices[:, None], np.inf)

@@ -45,6 +45,7 @@ def _fits(problem: Problem, boxes: IntArray) -> npt.NDArray[np.bool_]:
 
 def _stairs(units: IntArray) -> IntArray:
     """Return the pairs that no other one holds: the first axis ascends, the second falls."""
+    # From the longest on the first axis down, a pair is on the stairs if it is longer on the second than all before it.
     units = units[np.lexsort(units.T[::-1])][::-1]
     highest = np.maximum.accumulate(units[:, 1])
     is_higher = np.append([True], units[1:, 1] > highest[:-1])
@@ -62,6 +63,7 @@ def _cover_stairs(problem: Problem, front: IntArray) -> IntArray:
         middle = (low[open_] + high[open_]) // 2
         fits = _fits(problem, np.stack([front[middle, 0], front[open_, 1]], axis=1))
         low[open_[fits]], high[open_[~fits]] = middle[fits], middle[~fits]
+    # Greedy is best: the neighbours that one box holds are a run, and a run that ends later never needs more boxes.
     last, starts = low.tolist(), [0]
     while last[starts[-1]] + 1 < len(front):
         starts.append(last[starts[-1]] + 1)
@@ -93,7 +95,7 @@ def _candidates(problem: Problem, units: IntArray) -> IntArray:
 
 
 def _maximal(units: IntArray, most: int) -> tuple[IntArray, IntArray]:
-    """Return about so many boxes that no other one holds, by descending lengths, and the others that they leave."""
+    """Return about ``most`` boxes that no other one holds, by descending lengths, and the boxes that these leave."""
     found: list[IntArray] = []
     left = _descending(units)
     while len(left) and len(found) < most:

@@ -86,7 +86,7 @@ class Cut(NamedTuple):
     first_open: int
 
 
-def cut_running(problem: Problem, columns: npt.NDArray[np.int32], weights: IntArray | None = None) -> Cut:
+def cut_running(problem: Problem, columns: npt.NDArray[np.int32], weights: IntArray | None) -> Cut:
     """Cut lengths in any order and on any number of axes: a batch ends before the example that would break the budget.
 
     Args:
@@ -299,7 +299,7 @@ def _walk(sizes: IntArray, place: int) -> tuple[IntArray, int]:
     return np.array(visited, dtype=np.int64), place
 
 
-_RUN = 4  # equal sizes are worth counting in runs of so many
+_RUN = 4  # equal sizes are worth counting in runs of this many
 
 
 def _walk_runs(steps: list[int], ends: list[int], place: int) -> tuple[IntArray, int]:

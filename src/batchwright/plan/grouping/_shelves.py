@@ -111,7 +111,7 @@ class Shelves:
         return table
 
     def flow(self, counts: IntArray) -> Flow:
-        """Fill the shapes with so many examples each: leftovers move up, whoever they are."""
+        """Fill the shapes with given numbers of examples: leftovers move up, whoever they are."""
         totals, full = counts.tolist(), [0] * len(counts)
         rests = [0] * len(counts)
         for shape, (size, parent) in enumerate(zip(self.sizes.tolist(), self.parents.tolist(), strict=True)):
@@ -123,7 +123,7 @@ class Shelves:
         return Flow(*(np.array(numbers, dtype=np.int64) for numbers in (totals, full, rests)))
 
     def short_sizes(self, rest: int, size: int) -> list[int]:
-        """Return the short batches that so many leftovers of a shape make."""
+        """Return the sizes of the short batches that the leftovers of a shape make."""
         rounding = self.problem.rounding
         if not self.equal_rests or rest == 0:
             return cut_rest(rest, size, rounding)

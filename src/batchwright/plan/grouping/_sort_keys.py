@@ -85,6 +85,8 @@ class _Widths(NamedTuple):
 def _sorted_keys(
     num_examples: int, fields: Fields, widths: _Widths, stream: np.random.PCG64 | None, *, num_groups: int
 ) -> UInt64Array:
+    # group | value | chance | index, from the highest bit: one sort of plain numbers orders by group, then by value,
+    # shuffles ties, and carries the example along. Indices differ, so the order is the same whatever the algorithm.
     keys = np.empty(num_examples, dtype=np.uint64)
     mask = np.uint64((1 << widths.chance_bits) - 1)
     shifts = [np.uint64(sum(widths[:num])) for num in (1, 2, 3)]

@@ -257,7 +257,7 @@ class SizeRounding:
         return int(self._on_ladder(np.array([num_items]))[0])
 
     def per_group(self, size: int) -> SizeRounding:
-        """Return the rounding of a number of groups of so many examples, by the number of their examples.
+        """Return the rounding of a number of groups of ``size`` examples each, by the number of their examples.
 
         Where no number of groups has a size on the ladder, there is no ladder.
 

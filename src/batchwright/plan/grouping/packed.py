@@ -27,7 +27,7 @@ Int32Array = npt.NDArray[np.int32]
 _LOW_HALF = 0 if sys.byteorder == "little" else 1
 _WINDOW_ROWS = 128  # rows a window is worth: at this many the rows of all three benchmark corpora are full
 # Two examples of a row meet again where both fall into one window again. Rows with room are carried on from window to
-# window, so an epoch of few rows can have so many windows too. Where a row holds few examples they seldom meet again,
+# window, so an epoch of few rows can have as many windows too. Where a row holds few examples they seldom meet again,
 # and more windows would only leave more room: two windows per example of a row are enough.
 _MIN_WINDOWS = 12
 _WINDOWS_PER_EXAMPLE = 2
@@ -94,7 +94,7 @@ def rows_that_fit(problem: Problem, capacity: int) -> int:
     """Return the rows of a batch, or say that not even one fits."""
     if problem.budget.max_items(np.array([[capacity]]))[0] < 1:
         raise BudgetError(
-            f"a row of Packed(capacity={capacity}) does not fit {problem.budget}; lower it or raise the budget"
+            f"a row of capacity={capacity} does not fit {problem.budget}; lower the capacity or raise the budget"
         )
     return int(problem.sizes(np.array([[capacity]]))[0])
 
@@ -169,11 +169,16 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _pack_loop(lengths: Any, capacity: int, most_rows: int, row_of: Any) -> None:
+    """Do what ``_pack_plain`` does, in one function of plain loops, as numba compiles it.
+
+    Which rooms have rows is a set of bits in two levels, so the least room that is large enough is found in a few steps
+    whatever the capacity: ``has_rows`` has a bit per room, ``summary`` one per word of ``has_rows``.
+    """
     num_words = (capacity >> 6) + 1
     has_rows = np.zeros(num_words, dtype=np.uint64)
     summary = np.zeros((num_words >> 6) + 1, dtype=np.uint64)  # which words are not empty
-    newest = np.full(capacity + 1, -1, dtype=np.int32)
-    older = np.empty(most_rows, dtype=np.int32)
+    newest = np.full(capacity + 1, -1, dtype=np.int32)  # per room, the row that got it last; -1: none
+    older = np.empty(most_rows, dtype=np.int32)  # per row, the one that had the same room before it
     num_rows = 0
     place = 0
     one = np.uint64(1)
@@ -186,6 +191,7 @@ def _pack_loop(lengths: Any, capacity: int, most_rows: int, row_of: Any) -> None
         while place < end:
             # The least room >= length: the rest of its word, else the first later word that is not empty.
             word = length >> 6
+            # Shifting right and left again clears the bits of the rooms that are too small.
             bits = has_rows[word] >> np.uint64(length & 63) << np.uint64(length & 63)
             if bits == zero:
                 word += 1

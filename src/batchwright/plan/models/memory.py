@@ -197,7 +197,9 @@ class MaxBytes(Budget):
         lengths = np.asarray(lengths)
         if lengths.ndim != 2 or lengths.shape[1] != self.model.num_axes:
             wanted = f"{self.model.num_axes} length axes"
-            raise BudgetError(f"the memory model has {wanted}, got lengths of shape {lengths.shape}")
+            raise BudgetError(
+                f"the memory model was fitted to {wanted}, got lengths of shape {lengths.shape}; pass (M, axes)"
+            )
         return [phase.per_item(lengths) for phase in self.model.phases]
 
     def _share(self, num_items: IntArray, per_items: list[Doubles]) -> Doubles:
@@ -219,6 +221,7 @@ _Mask: TypeAlias = npt.NDArray[np.bool_]
 MIN_SHAPES = 12
 # Many shapes tell the phases apart by themselves, and each limit of the other phase makes a fit slower.
 _FEW_SHAPES = 48
+_LEVEL = 0.95  # of the margin over a floor, as the default of ``fit``
 _MAX_TURNS = 10
 _NUM_WORST = 3
 _ROUNDING = 1e-18  # of squared relative errors
@@ -261,9 +264,9 @@ def with_floor(shapes: IntArray, values: Doubles) -> Phases:
     return terms, Terms(terms.num_axes, (floor, *(0.0 for _ in terms.values[1:])))
 
 
-def margin_with_floor(shapes: IntArray, values: Doubles, *, level: float = 0.95) -> float:
+def margin_with_floor(shapes: IntArray, values: Doubles) -> float:
     """Return the margin of ``with_floor`` for a shape not measured; see ``MemoryModel.fit``."""
-    return unseen_margin(unseen_errors(_by(with_floor), shapes, values), level)
+    return unseen_margin(unseen_errors(_by(with_floor), shapes, values), _LEVEL)
 
 
 def two_phases(shapes: IntArray, values: Doubles) -> Phases:

@@ -129,7 +129,8 @@ class RelativeCost:
         """Return the relative memory of batches ``(M,)`` with lengths ``(M, axes)``."""
         if lengths.shape[1] != len(self.reference) - 1:
             raise ArgumentError(
-                f"the reference {self.reference} has {len(self.reference) - 1} length axes, got {lengths.shape[1]}"
+                f"lengths must have as many axes as the reference {self.reference}, {len(self.reference) - 1}, got "
+                f"{lengths.shape[1]}"
             )
         prior, length = self.prior, lengths.sum(axis=1).astype(np.float64)
         reference = float(sum(self.reference[1:]))

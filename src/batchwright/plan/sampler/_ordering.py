@@ -92,7 +92,7 @@ def make_ordering(
     curriculum: HasPrefix | None,
     settings: PlanSettings,
     *,
-    counts_tokens: bool = False,
+    counts_tokens: bool,
 ) -> Ordering:
     """Check what an order is made of.
 
@@ -134,7 +134,8 @@ def _check_fit(lengths: Int32Array, budget: Budget, settings: PlanSettings) -> N
         shown = length[0] if len(length) == 1 else tuple(length)
         more = f" (and {len(over) - 1} more)" if len(over) > 1 else ""
         raise BudgetError(
-            f"example {over[0]}{more} of length {shown} is over {budget} by itself; raise the budget or leave it out"
+            f"example {over[0]}{more} of length {shown} is over {budget} by itself; raise the budget, or leave the "
+            "example out"
         )
 
 
@@ -161,5 +162,5 @@ def _check_prefix(prefix: npt.ArrayLike, epoch: int, num_examples: int) -> Int32
         )
     counts = np.bincount(array, minlength=num_examples)
     if counts.max() > 1:
-        raise ArgumentError(f"{name} must hold every index once, got {int(counts.argmax())} {counts.max()} times")
+        raise ArgumentError(f"{name} must hold every index once, got index {int(counts.argmax())} {counts.max()} times")
     return array.astype(np.int32)

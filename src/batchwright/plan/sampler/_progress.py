@@ -27,7 +27,7 @@ class Cursor:
         num_batches: how many batches it will give; None where nobody knows in advance.
     """
 
-    def __init__(self, epoch: int, start: int, num_batches: int | None = None) -> None:
+    def __init__(self, epoch: int, start: int, num_batches: int | None) -> None:
         self.epoch = epoch
         self.start = start
         self.num_batches = num_batches
@@ -62,7 +62,8 @@ class Cursor:
         num_received, num_formed = (self.num_received or 0) + 1, len(self._ends) - 1
         if num_received > num_formed:
             raise ArgumentError(
-                f"track() counts one item per batch, the loader gave more than the {num_formed} batches formed"
+                f"track() counts one item per batch, and the loader gave more than the {num_formed} batches formed; "
+                "track the loader before anything divides its batches"
             )
         self.num_received = num_received
 

@@ -234,15 +234,15 @@ class Reader(Generic[Example]):
         # Not asked with iter(), which may move what is read.
         goes_on = isinstance(self.source, Iterator) and not is_stateful(self.source)
         if goes_on and self.num_opened:
-            raise ArgumentError(f"{kind(self.source)} can be read only once, and it was read; {ADVICE}")
+            raise ArgumentError(f"{kind(self.source)} can be read only once, and it has been read; {ADVICE}")
 
     def _check_begins_anew(self, first: Example, place: Place) -> None:
         """Refuse a pass that is opened again and begins elsewhere: a second loop over one open file does."""
         begins = (place.epoch, _fingerprint(first))
         if self.begins is not None and self.begins[0] == place.epoch and self.begins != begins:
             raise ArgumentError(
-                f"the source ({kind(self.source)}) began pass {place.epoch} with another example before, so examples "
-                f"would be lost; {ADVICE}"
+                f"the source ({kind(self.source)}) began pass {place.epoch} with another example before: it goes on "
+                f"where it was left, or its order changes, so examples would be lost; {ADVICE}"
             )
         self.begins = begins
 

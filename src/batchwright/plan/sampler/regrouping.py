@@ -29,7 +29,7 @@ from .resizable import ResizableBatchSampler, check_length_of
 
 Example = TypeVar("Example")
 STATE_VERSION = 2
-_EARLIER_RUNS = 64  # version 1 did not hold the order of a planned loader, which then had runs of so many batches
+_EARLIER_RUNS = 64  # version 1 did not hold the order of a planned loader, which then had runs of this many batches
 
 
 def regroup(
@@ -226,7 +226,9 @@ class Source(Generic[Example]):
         if not isinstance(loader, Iterable):
             raise ArgumentError(f"loader must be iterable, got {kind(loader)}")
         if getattr(getattr(loader, "collate_fn", None), "__name__", "") == "default_collate":
-            raise ArgumentError("the loader must yield lists of examples, it has the default collate; collate_fn=list")
+            raise ArgumentError(
+                "the loader must yield lists of examples, and it has the default collate_fn; pass collate_fn=list"
+            )
         self._loader = loader
         self._batch_sampler: Any = getattr(loader, "batch_sampler", None)
         self._sampler: Any = getattr(self._batch_sampler, "sampler", None)
@@ -253,7 +255,7 @@ class Source(Generic[Example]):
             skip = max(0, skip - len(chunk))
         if skip:
             raise StateMismatchError(
-                f"the loader ended {skip} examples before the place of the state, {num_consumed} examples; "
+                f"the state was saved after {num_consumed} examples, and the loader ended {skip} examples earlier; "
                 "give the same data"
             )
 

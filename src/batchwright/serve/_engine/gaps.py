@@ -37,9 +37,9 @@ class GapSettings:
         long_share: the share of requests that single items may make late which are longer than parts may be.
         found_share: the share of requests that parts and items may really make late; where there are more, less is
             expected of them from then on.
-        num_requests: so many of the latest requests are looked at,
-        num_seconds: if they ended in the last so many seconds.
-        num_arrivals: so many of the latest arrivals tell the rate of requests.
+        num_requests: the latest requests that are looked at, this many at most,
+        num_seconds: and of these only those that ended in the last seconds, this many.
+        num_arrivals: the latest arrivals that tell the rate of requests, this many.
     """
 
     late_share: float = 1 / 3000
@@ -295,7 +295,7 @@ class Gaps:
         return expected_late(seconds, table.slacks[level], rate=rate, busy=busy)
 
     def may_spend(self, num_late: float) -> bool:
-        """Say whether so many late requests are saved up, and spend them.
+        """Say whether this many late requests are saved up, and spend them.
 
         Every request saves ``long_share``, times the boldness. However much is saved, what is left afterwards is one at
         most, so that a quiet hour does not pay for many at once.

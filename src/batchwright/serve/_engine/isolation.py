@@ -15,7 +15,7 @@ from .request import Request
 
 # A function that failed for this many items one by one, and worked for none in between, is taken to fail always.
 ALWAYS_FAILS_AFTER = 16
-# Of each later batch so many items are still run one by one before the others are given up.
+# Of each later batch this many items are still run one by one before the others are given up.
 NUM_PROBES = 3
 # The shares of bad items that are thought possible, each as likely as the others before a batch has run.
 RATES = tuple(2.0**-power for power in range(1, 13))
@@ -65,17 +65,19 @@ class Odds:
     """
 
     def __init__(self, num_good: int, num_bad: int, num_failed: list[int]) -> None:
+        # The posterior of p on a grid of powers of two, all of which are as likely at first.
         weights = [
             (1 - rate) ** num_good * rate**num_bad * math.prod(1 - (1 - rate) ** num for num in num_failed)
             for rate in RATES
         ]
-        total = sum(weights) or 1.0
+        total = sum(weights) or 1.0  # 0 where the counts are so large that every weight underflows
         self._weights = [(weight / total, 1 - rate) for weight, rate in zip(weights, RATES, strict=True)]
 
     def of_clean(self, num: int, num_suspects: int | None = None) -> float:
-        """Return the probability that so many items are all good; among suspects at least one is bad."""
+        """Return the probability that ``num`` items are all good; among suspects at least one is bad."""
         if num_suspects is None:
             return sum(weight * good**num for weight, good in self._weights)
+        # P(part clean, suspects not clean) / P(suspects not clean), and clean suspects have a clean part.
         return sum(
             weight * (good**num - good**num_suspects) / (1 - good**num_suspects) for weight, good in self._weights
         )
@@ -264,7 +266,7 @@ class Isolation:
 def _does_not_fit(request: Request, outcome: Outcome) -> DoesNotFitError:
     assert outcome.error is not None, "only an error is out of memory"
     said = text_of(outcome.error)
-    error = DoesNotFitError(f"an item of length {request.length} alone ran out of memory: {said}")
+    error = DoesNotFitError(f"an item of length {request.length} ran out of memory by itself: {said}")
     error.__cause__ = outcome.error
     return error
 

@@ -216,9 +216,7 @@ async def _limited(coroutine: Coroutine[Any, Any, Any], timeout: float | None) -
         raise timed_out(timeout) from None
 
 
-def _result(
-    future: concurrent.futures.Future[Any], loop: asyncio.AbstractEventLoop, timeout: float | None = None
-) -> Any:
+def _result(future: concurrent.futures.Future[Any], loop: asyncio.AbstractEventLoop, timeout: float | None) -> Any:
     """Wait for a coroutine in another thread's loop, but not for a loop that is gone."""
     start = last_seen_running = time.monotonic()
     while not concurrent.futures.wait([future], timeout=_poll_seconds(start, timeout)).done:

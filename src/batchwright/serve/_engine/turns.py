@@ -63,7 +63,7 @@ class Turns:
             if other is self:
                 raise ArgumentError(
                     f"a function that runs on {self!r} submits to a batcher of the same device and would wait for "
-                    "itself forever; call the other function directly"
+                    "itself forever; call that function directly"
                 )
             if other._place > self._place:
                 raise ArgumentError(

@@ -163,7 +163,7 @@ class Units:
         self._is_estimate = is_estimate
         with self._changed:
             if self._is_taken:
-                raise ArgumentError("this background work belongs to another batcher; make one for each")
+                raise ArgumentError("this background work belongs to another batcher; make one Background per batcher")
             self._is_taken = True
             # A daemon: batches that never come must not keep the interpreter from ending.
             arguments = (length_of, wake)

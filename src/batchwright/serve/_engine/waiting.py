@@ -262,6 +262,7 @@ class Backlog:
 
     def arrive(self, request: Request, now: float) -> None:
         """Count an arrival, whether it is taken in or not."""
+        # The rate of arrivals is that of the slot that runs and the one before it, which counts as empty after a pause.
         if now - self._slot_start >= SLOT_SECONDS:
             is_fresh = now - self._slot_start < 2 * SLOT_SECONDS
             self._arrived = self._arriving if is_fresh else Sums()

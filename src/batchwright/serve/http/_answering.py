@@ -264,7 +264,7 @@ def _refuse(name: str) -> NoReturn:
 def _as_finite(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        raise ValueError(f"{text[:40]} is beyond every float")
+        raise ValueError(f"{text[:40]} is larger than any float")
     return number
 
 

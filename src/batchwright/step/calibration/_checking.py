@@ -14,11 +14,11 @@ from ._searching import Search
 from .found import FoundBudget
 from .result import Shape
 
-# Of more examples, every so many are planned: the checks need some full batches, not all of them.
+# Of more examples, a part is planned, evenly spread: the checks need some full batches, not all of them.
 _MOST_EXAMPLES = 50_000
 _Batch: TypeAlias = tuple[Shape, IntArray]  # and its examples
 
-# One per kind runs if all is well; more if not, until so many ran.
+# One per kind runs if all is well; more if not, up to this many.
 _MOST_RUNS = 24
 # Where a fit is doubtful, each full batch is at most this many times as long on an axis as one that ran.
 _APART = 1.3

@@ -24,7 +24,7 @@ _MOST_PROBES_PER_AXIS = 2  # more for every further axis, which has terms of its
 _LEAST_ROWS = 3
 # Batches that may run out of memory on the way.
 _MOST_FAILURES = 5
-# A model fitted to small batches says little about far larger ones: a batch costs at most so many times the last.
+# A model fitted to small batches says little about far larger ones: a batch costs at most this many times the last.
 _GROWTH = 8
 # Throughput gains no more if a smaller batch has this share of it; until then batches grow by this factor.
 _FLAT, _STEP = 0.9, 4

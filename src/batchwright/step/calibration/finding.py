@@ -29,7 +29,7 @@ from .found import FoundBudget
 from .result import Measurement, Shape
 from .running import USABLE, synchronize
 
-# Steps are timed until they have taken so long together, but so many at most.
+# Steps are timed until they have taken this long together, but this often at most.
 _MOST_REPEATS, _ENOUGH_SECONDS = 5, 0.25
 
 
@@ -304,7 +304,7 @@ def _is_worthwhile(readings: dict[int, _Reading], num: int, wanted: int, margin:
     now = readings[num]
     if sum(reading.seconds for reading in readings.values()) * 2 > _MOST_SECONDS:
         return False
-    if has_memory:
+    if has_memory:  # at one length, what a batch takes grows in proportion to its items
         return now.used + (now.peak - now.used) * wanted / num <= (1 - margin) * now.total
     before = readings.get(num // 2)
     return before is None or num / now.seconds >= _LEAST_GAIN * (num // 2) / before.seconds

@@ -37,7 +37,7 @@ class FoundBudget(Budget):
         time: what a batch takes, by the sum of its padded lengths; None if throughput does not matter, as for
             micro-batches.
         tokens: the most padded tokens, where larger batches could not be measured.
-        least_tokens: a batch of so many padded tokens was measured to be slower than a larger one.
+        least_tokens: a batch of this many padded tokens was measured to be slower than a larger one.
         bounds: batches ``(num_items, padded length per axis)`` that ran out of memory. None is planned that has as many
             items and is as long on every axis; about others they say nothing.
 

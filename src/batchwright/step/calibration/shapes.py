@@ -14,6 +14,7 @@ from ...errors import BudgetError
 from ...plan import Budget, MaxItems, MaxTokens, MemoryModel
 from ...plan.budget import check_budget
 from ...plan.models.memory import MIN_ROWS, MIN_SHAPES, one_phase, two_phases
+from ._bounds import dominates
 from .result import Measurement, Shape
 
 QUANTILES = (0.1, 0.5, 0.9, 1.0)
@@ -160,7 +161,7 @@ def _growing(lengths: npt.ArrayLike, limit: int | None, limit_tokens: MaxTokens)
     uneven = [row for row in dict.fromkeys(_uneven_rows(levels, columns)) if row not in rows]
     while wanted:
         for shape in wanted:
-            if any(_is_as_large(shape, other) for other in failed):
+            if any(dominates(shape, other) for other in failed):
                 continue
             row = yield shape
             if row is None:
@@ -168,10 +169,10 @@ def _growing(lengths: npt.ArrayLike, limit: int | None, limit_tokens: MaxTokens)
             else:
                 found.append(row)
         if limit is None or len(found) < MIN_ROWS:
-            break
+            break  # nothing to grow towards, or too little for a model
         model = _fit(found)
         wanted = list(_larger(rows, found, failed, model.budget(limit) & limit_tokens))
-        if not wanted:
+        if not wanted:  # no row can grow any more: now those that are long on one axis only, once each
             uneven = [lengths_of for lengths_of in uneven if all(row.shape[1:] != lengths_of for row in found)]
             wanted = list(_filling(uneven, failed, model.budget(UNEVEN_SHARE * limit) & limit_tokens))
     return f"{failed[0]} ran out of memory" if failed else None
@@ -210,7 +211,7 @@ def _filling(rows: list[tuple[int, ...]], failed: list[Shape], budget: Budget) -
     """Yield each row of lengths with as many items as fit, or half as many as ran out of memory."""
     for row in rows:
         num = int(budget.max_items(np.array([row]))[0])
-        while num and any(_is_as_large((num, *row), other) for other in failed):
+        while num and any(dominates((num, *row), other) for other in failed):
             num //= 2
         if num:
             yield (num, *row)
@@ -224,12 +225,8 @@ def _larger(
     for row, most in zip(rows, budget.max_items(np.array(rows)).tolist(), strict=True):
         ran = max((probe.shape[0] for probe in found if probe.shape[1:] == row), default=0)
         num = min(max(GROWTH * ran, FIRST_LOOK.limit), most)
-        while num > ran and any(_is_as_large((num, *row), other) for other in failed):
+        while num > ran and any(dominates((num, *row), other) for other in failed):
             num = (num + ran) // 2
         if num > WORTHWHILE * ran:
             shapes.append((num, *row))
     yield from sorted(shapes, key=lambda shape: shape[0] * sum(shape[1:]))
-
-
-def _is_as_large(shape: Shape, other: Shape) -> bool:
-    return all(one >= two for one, two in zip(shape, other, strict=True))

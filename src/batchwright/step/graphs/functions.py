@@ -27,12 +27,7 @@ _MOST_CHANGES = 8
 # Calls that differ in fields, types and single values are captured up to so many times.
 _MOST_KINDS = 4
 _UNREADABLE = "a call holds more than plain tensors and single values"
-_NO_ROOM = "a shape did not fit into memory beside the others"
 _OTHER_KINDS = "fields, types or single values of calls differ again and again"
-_PADDED = (
-    "padding changes what the function returns: mask what is padded, give the values in pad=, or leave pad= out to "
-    "replay only calls of planned shapes"
-)
 
 
 @final

@@ -27,12 +27,15 @@ def _attend(
     size: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
+    # One program per row and head. Softmax in one pass over the keys (Milakov and Gimelshein 2018): where a higher
+    # score comes, what was summed so far is scaled down.
     row = tl.program_id(0)
     head = tl.program_id(1)
     start = tl.load(starts + row)
     stop = tl.load(stops + row)
     inner = tl.arange(0, size)
     query = tl.load(queries + (row * num_heads + head) * size + inner).to(tl.float32) * scale
+    # Several heads of queries share one of keys; 64 bits, as a large cache has more than 2**31 numbers.
     first = (row * (num_heads // num_groups) + head // num_groups).to(tl.int64) * width * size
     highest = -float("inf")
     total = 0.0

@@ -22,7 +22,7 @@ from ._decoding import Counts, Decoder
 from ._options import Options
 from ._ranges import Attend
 from ._reading import Batch, Read, read_rows
-from ._rounds import Figures, Rounds
+from ._rounds import Rounds
 from ._sizing import Sizes
 from ._slots import NUM_COMPARED, Slots
 from ._windows import Layers
@@ -51,9 +51,6 @@ class Replaying:
         has_limits: examples have limits of their own.
         attend: attends over ranges of keys, None to leave attention to the model.
         room: returns the bytes for a batch, None if no memory is measured; it is told what will be given back.
-
-    Attributes:
-        figures: what was done.
     """
 
     def __init__(
@@ -69,7 +66,8 @@ class Replaying:
         room: Callable[[int], float | None] = lambda held_bytes: None,
     ) -> None:
         self._decoder, self._options, self._make_backend = decoder, options, make_backend
-        self._seed, self._give_up, self.figures = seed, give_up, Figures()
+        self._seed, self._give_up = seed, give_up
+        self._has_given_up = False
         self._is_half = next(decoder.base.parameters()).dtype in _HALF
         self._has_limits = has_limits or options.max_new_tokens is None
         self._attend, self._room = attend, room
@@ -104,7 +102,7 @@ class Replaying:
 
     def _tried(self, function: Callable[[], Any]) -> Any:
         """Return what a function returns, None if it showed that graphs cannot follow."""
-        if self.figures.reason is not None:
+        if self._has_given_up:
             return None
         try:
             # Not in inference mode, whose tensors could not be written to by a later call outside of it.
@@ -116,7 +114,7 @@ class Replaying:
                 raise
             reason = _text_of(error)
         self._drop()
-        self.figures.reason = reason
+        self._has_given_up = True
         self._give_up(reason)
         return None
 
@@ -201,7 +199,6 @@ class Replaying:
         return self._results(started, rounds)
 
     def _results(self, started: _Started, rounds: Rounds) -> tuple[Tensor, Tensor, Counts]:
-        self.figures.num_batches += 1
         most = started.most
         # A copy in any case: the next batch writes to the same place.
         new = rounds.slots.results[: len(most), : int(most.max())].to("cpu", copy=True)
@@ -243,7 +240,6 @@ class Replaying:
         """Read some rows, and return what that took besides the cache; 0 if it is not measured."""
         assert self._layers is not None
         assert self._backend is not None
-        self.figures.num_reads += 1
         found: list[Read] = []
         read = partial(read_rows, self._decoder.base, self._options.settings, batch, self._layers, rows)
         if not is_measured:
@@ -278,8 +274,7 @@ class Replaying:
             )  # fmt: skip
             if rounds is not None:
                 self._backend = self._make_backend()
-            self._rounds = rounds = Rounds(slots, self._backend, self.figures)
-        self.figures.cache_bytes = max(self.figures.cache_bytes, layers.num_bytes)
+            self._rounds = rounds = Rounds(slots, self._backend)
         return rounds
 
     def _compared(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
@@ -25,36 +24,6 @@ _LEAST_WIDTH, _HALFWAY_FROM = 32, 256
 
 Bools = npt.NDArray[np.bool_]
 Counts = npt.NDArray[np.int64]
-
-
-@final
-@dataclass
-class Figures:
-    """What decoding by replays did and took.
-
-    Attributes:
-        num_batches: batches that were decoded.
-        num_reads: pieces of prompts that were read.
-        num_steps: steps that were replayed.
-        num_row_steps: rows of these, ended ones included.
-        num_captures: graphs.
-        capture_seconds: spent on capturing.
-        cache_bytes: the largest cache.
-        pool_bytes: the largest pool of the graphs.
-        replays: steps by rows and width of the cache.
-        reason: why something ran eagerly, None if nothing did.
-    """
-
-    num_batches: int = 0
-    num_reads: int = 0
-    num_steps: int = 0
-    num_row_steps: int = 0
-    num_captures: int = 0
-    capture_seconds: float = 0.0
-    cache_bytes: int = 0
-    pool_bytes: int = 0
-    replays: dict[tuple[int, int], int] = field(default_factory=dict)
-    reason: str | None = None
 
 
 def fewer_rows(num: int) -> list[int]:
@@ -91,14 +60,13 @@ class Rounds:
     Args:
         slots: what is decoded.
         backend: what captures.
-        figures: counts what is done.
 
     Attributes:
         step_bytes: what one step took, None if that was not measured.
     """
 
-    def __init__(self, slots: Slots, backend: GraphBackend, figures: Figures) -> None:
-        self.slots, self._backend, self._figures = slots, backend, figures
+    def __init__(self, slots: Slots, backend: GraphBackend) -> None:
+        self.slots, self._backend = slots, backend
         self._graphs: dict[tuple[int, int], tuple[Replay, Tensor | None]] = {}
         self._rows = fewer_rows(slots.layout.num_rows)
         width = slots.layout.width
@@ -142,19 +110,13 @@ class Rounds:
             replay, self.slots.logits = self._graph(num_rows, width)
             for _ in range(num_steps):
                 replay()
-        self._figures.num_steps += num_steps
-        self._figures.num_row_steps += num_steps * num_rows
-        self._figures.replays[num_rows, width] = self._figures.replays.get((num_rows, width), 0) + num_steps
 
     def _graph(self, num_rows: int, width: int) -> tuple[Replay, Tensor | None]:
         found = self._graphs.get((num_rows, width))
         if found is None:
-            start = self._backend.seconds()
             replay = self._backend.capture(lambda: self.slots.step(num_rows, width))
             found = replay, self.slots.logits
             self._graphs[num_rows, width] = found
-            self._figures.num_captures += 1
-            self._figures.capture_seconds += self._backend.seconds() - start
         return found
 
     def _width(self, num_rows: int, place: int, left: int) -> int:

@@ -127,7 +127,7 @@ class Feedback(ABC):
 
     @abstractmethod
     def failed(self, size: int) -> None:
-        """Note that a micro-batch of so many examples ran out of memory; call it when its memory is free again."""
+        """Note that a micro-batch of this many examples ran out of memory; call it when its memory is free again."""
 
     @abstractmethod
     def end(self, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] | None) -> None:

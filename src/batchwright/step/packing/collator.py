@@ -69,7 +69,7 @@ class PackCollator:
         object.__setattr__(self, "pad_id", as_whole("pad_id", self.pad_id, least=0))
         object.__setattr__(self, "causal", as_flag("causal", self.causal))
         if isinstance(self.token_fields, str):
-            raise ArgumentError(f"token_fields must be a tuple, got {self.token_fields!r}; write a comma behind it")
+            raise ArgumentError(f"token_fields must be a tuple, got {self.token_fields!r}; write a comma after it")
         if self.layout == "positions" and not self.causal:
             raise ArgumentError(
                 "layout='positions' is for decoders: encoders do not look for borders in position_ids; use 'flat' with "
@@ -250,7 +250,7 @@ def flattened(batch: Mapping[str, Any], *, causal: bool) -> dict[str, Any]:
 
 
 def _check_labels(batch: Mapping[str, Any], is_real: Tensor, *, causal: bool) -> None:
-    """Refuse labels that count in a padded batch and would be lost: those of padding, or behind padding on the left."""
+    """Refuse labels that count in a padded batch and would be lost: those of padding, or after padding on the left."""
     is_kept = is_real
     if causal and "shift_labels" not in batch:
         is_first = is_real & (is_real.cumsum(dim=1) == 1)
@@ -260,6 +260,6 @@ def _check_labels(batch: Mapping[str, Any], is_real: Tensor, *, causal: bool) ->
         labels = batch.get(name)
         if isinstance(labels, Tensor) and bool(((labels != _IGNORED) & ~is_kept).any()):
             raise ArgumentError(
-                f"{name} count at padding, or at the first token behind padding on the left; pad on the right, with "
+                f"{name} count at padding, or at the first token after padding on the left; pad on the right, with "
                 "-100 in the labels"
             )

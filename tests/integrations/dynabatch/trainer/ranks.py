@@ -1,44 +1,20 @@
 """Run by test_loader in two processes: DDP on gloo, where ranks run out of memory on their own."""
 
-import os
-import socket
 import sys
 import tempfile
-import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ....processes import leave_group
+from ....processes import act_as_torchrun, leave_group
 from ..failing import fail_above
 from ..models import MODELS, collate, make_examples, make_model
 from .training import exact_gradient, make_sampler, make_trainer, relative_error
 
 
-def agree_on_port(store, rank):
-    """Let the first rank choose a free port and tell the other through a file."""
-    path = Path(store)
-    if rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        path.with_suffix(".new").write_text(str(port))
-        path.with_suffix(".new").rename(path)
-    while not path.exists():
-        time.sleep(0.05)
-    return path.read_text()
-
-
 def main(rank, world_size, store):
     torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    os.environ["MASTER_PORT"] = agree_on_port(store, rank)
+    act_as_torchrun(rank, world_size, store)
     for name in ("t5", "llama"):
         check(name, rank)
         check(name, rank, oom_fallback="split_retry", shuffle=True)

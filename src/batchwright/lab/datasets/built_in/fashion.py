@@ -22,7 +22,7 @@ BLOCKS = {"fashion_mnist": 1, "fashion_mnist_7x7": 4}
 _UNSIGNED_BYTE = 0x08
 
 
-def load_fashion(name: str, *, folder: Path | None = None, limit: int | None = None) -> Dataset:
+def load_fashion(name: str, *, folder: Path | None, limit: int | None) -> Dataset:
     """Return images of clothes in 10 classes; the published test part is for validation.
 
     Args:

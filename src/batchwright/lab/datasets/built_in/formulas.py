@@ -26,7 +26,7 @@ _MIXED = np.array([[0, 1], [0, 2], [1, 2]])
 NAMES = ("friedman", "friedman_wide", "waveform", "waveform_wide")
 
 
-def load_formula(name: str, *, limit: int | None = None) -> Dataset:
+def load_formula(name: str, *, limit: int | None) -> Dataset:
     """Return one of the tables; see ``friedman`` and ``waveform``."""
     is_wide = name.endswith("_wide")
     if name.startswith("friedman"):
