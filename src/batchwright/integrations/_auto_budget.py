@@ -37,7 +37,9 @@ AUTO = "auto"
 BudgetChoice: TypeAlias = "Budget | Literal['auto']"
 
 _KIND, _VERSION = "batchwright.budget", 2
-_PACKAGES = ("batchwright", "torch", "transformers", "accelerate", "lightning")
+_PACKAGES = ("batchwright", "torch", "transformers", "accelerate", "lightning", "peft", "trl", "sentence-transformers")
+# Of a module: its mode, which changes, and where its weights came from.
+_NO_SETTINGS = ("training", "name_or_path")
 _QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 # With this much more memory than there was, larger batches have to be measured.
 _MORE_MEMORY = 1.1
@@ -106,9 +108,15 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
         "parameters": _digest(json.dumps(parameters)),
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "gradient_checkpointing": bool(getattr(model, "is_gradient_checkpointing", False)),
-        "modules": _digest(json.dumps([[name, _name_of(type(part))] for name, part in model.named_modules()])),
+        "modules": _digest(json.dumps([[name, _describe_part(part)] for name, part in model.named_modules()])),
         "code": _digest(json.dumps(sorted({_code_digest(type(part).forward) for part in model.modules()}))),
     }
+
+
+def _describe_part(part: nn.Module) -> list[Any]:
+    """Return the class of a module and its plain settings, such as the heads of an attention, which no weight shows."""
+    chosen = {name: value for name, value in vars(part).items() if name[0] != "_" and name not in _NO_SETTINGS}
+    return [_name_of(type(part)), _scalars(chosen)]
 
 
 def describe_callable(value: Any) -> Any:

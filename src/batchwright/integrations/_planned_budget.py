@@ -131,6 +131,7 @@ def find_planned(
     autocast: torch.dtype | None,
     name: str,
     is_shown: bool,
+    runs: Any = None,
 ) -> FoundBudget:
     """Return the budget of a sampler's batches, each of which is an update. A collective.
 
@@ -148,6 +149,7 @@ def find_planned(
         autocast: the type of the forward pass.
         name: of the framework.
         is_shown: show progress and result.
+        runs: what ``loss_fn`` calls, if that is a loss of the user; None if ``loss_fn`` is it.
     """
     if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()) and world_size > 1:
         raise ArgumentError(
@@ -176,11 +178,11 @@ def find_planned(
         "model": describe_model(module),
         "lengths": describe_lengths(lengths),
         "packages": describe_packages(),
-        "loss": describe_callable(loss_fn),
+        "loss": describe_callable(loss_fn if runs is None else runs),
         "collator": describe_callable(loader.collate_fn),
         "precision": str(autocast),
         "optimizer": describe_optimizer(inner),
-        "options": sorted(needed),
+        "options": {option: _describe(value) for option, value in sorted(needed.items())},
     }
     found, is_known = finder.find(
         key,
@@ -194,3 +196,7 @@ def find_planned(
     )
     tell(found, lengths, how="as found before" if is_known else "measured now", is_shown=is_shown)
     return found
+
+
+def _describe(option: Any) -> Any:
+    return describe_callable(option) if callable(option) else repr(option)
