@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from batchwright._modules import Parts, parameters_of, parts_of
+from batchwright._modules import Parts, parameters_of, parts_of, recomputes_activations
 
 
 def are_same(found, wanted):
@@ -107,3 +107,25 @@ class Chosen(nn.Linear):
 def test_a_module_that_names_its_own_parameters_is_asked():
     model = Chosen(2, 2)
     assert are_same(parameters_of(model), [model.weight])
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_model_of_transformers_is_asked_whether_it_computes_activations_again_without_a_warning(is_on):
+    transformers = pytest.importorskip("transformers")
+    shape = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 8,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    model.model.gradient_checkpointing = is_on  # what enabling sets, by a name that each release has
+    assert recomputes_activations(model) is is_on
+
+
+def test_a_model_of_an_older_transformers_is_asked_by_the_old_name():
+    model = nn.Linear(1, 1)
+    assert recomputes_activations(model) is False
+    model.is_gradient_checkpointing = True
+    assert recomputes_activations(model) is True

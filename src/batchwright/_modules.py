@@ -157,3 +157,14 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     if kind.parameters is not nn.Module.parameters or kind.named_parameters is not nn.Module.named_parameters:
         return list(module.parameters())
     return parts_of(module).parameters()
+
+
+def recomputes_activations(model: object) -> bool:
+    """Say whether a model of transformers computes activations again in the backward pass.
+
+    Release 5.23 renamed the property, and warns of the name that older releases have.
+    """
+    for name in ("is_activation_checkpointing", "is_gradient_checkpointing"):  # asked of adapters too, which hand it on
+        if hasattr(model, name):
+            return bool(getattr(model, name))
+    return False

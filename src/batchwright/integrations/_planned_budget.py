@@ -20,15 +20,17 @@ from ..step.losses import LossFunction
 from ._auto_budget import (
     BudgetFinder,
     agreement_of,
+    is_auto_budget,
+    monitor_of,
+    own_collator,
+    tell,
+)
+from ._describing import (
     describe_callable,
     describe_lengths,
     describe_model,
     describe_optimizer,
     describe_packages,
-    is_auto_budget,
-    monitor_of,
-    own_collator,
-    tell,
 )
 
 # What a Stepper needs to run a batch; the rest is about updates.

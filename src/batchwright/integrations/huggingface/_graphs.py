@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..._modules import recomputes_activations
 from ..._types import IntArray
 from ...errors import ArgumentError
 from ...plan.collating import PadTo
@@ -222,7 +223,7 @@ def _why_not_columns(planned: PlannedCollator, dataset: Any) -> str | None:
 
 
 def _checkpoints(trainer: Any) -> bool:
-    return bool(trainer.args.gradient_checkpointing or getattr(trainer.model, "is_gradient_checkpointing", False))
+    return bool(trainer.args.gradient_checkpointing or recomputes_activations(trainer.model))
 
 
 def _is_of_trl(trainer: Any) -> bool:

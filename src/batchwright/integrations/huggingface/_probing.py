@@ -24,14 +24,16 @@ from ...step.oom import Snapshot
 from .._auto_budget import (
     BudgetFinder,
     agreement_of,
+    monitor_of,
+    own_collator,
+    tell,
+)
+from .._describing import (
     describe_callable,
     describe_lengths,
     describe_model,
     describe_optimizer,
     describe_packages,
-    monitor_of,
-    own_collator,
-    tell,
 )
 from .._devices import Devices, on_its_own
 from .._keeping import is_plain, kept
@@ -226,7 +228,7 @@ def _own_arguments(args: Any) -> list[str]:
 def _own_steps(kind: type) -> list[Any]:
     """Return the losses and steps of the classes of a trainer, so that one that is written anew is measured again."""
     found = [vars(base).get(name) for base in kind.__mro__ for name in ("compute_loss", "training_step")]
-    return [describe_callable(one) for one in found if one is not None]
+    return [describe_callable(one, owner=kind) for one in found if one is not None]
 
 
 def _as_text(value: Any) -> Any:
