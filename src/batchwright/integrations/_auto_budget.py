@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import copy
-import functools
-import hashlib
-import inspect
 import json
 import logging
 import os
-import platform
 import sys
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import CodeType
 from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from .._files import make_folder, write_atomic
-from .._modules import recomputes_activations
 from .._types import IntArray
 from ..errors import ArgumentError, BatchwrightError
 from ..plan.budget import Budget
 from ..step.calibration.finding import ALONE, Agreement, limit_bytes
 from ..step.calibration.found import FoundBudget
 from ..step.memory.monitor import MemoryMonitor
+from ._describing import describe_device, digest
 from ._failures import raise_together
 
 logger = logging.getLogger(__name__)
@@ -38,8 +31,6 @@ AUTO = "auto"
 BudgetChoice: TypeAlias = "Budget | Literal['auto']"
 
 _KIND, _VERSION = "batchwright.budget", 2
-_PACKAGES = ("batchwright", "torch", "transformers", "accelerate", "lightning")
-_QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 # With this much more memory than there was, larger batches have to be measured.
 _MORE_MEMORY = 1.1
 # What files of any content, folders of any kind and users without a home can raise.
@@ -89,127 +80,6 @@ def own_collator(collate: Any) -> Any:
         return collate
 
 
-# The key
-
-
-def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Return what the cost of a model depends on, as JSON values."""
-    config: Any = getattr(model, "config", None)
-    text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else repr(config)
-    parameters = [
-        [name, list(parameter.shape), str(parameter.dtype), parameter.requires_grad]
-        for name, parameter in model.named_parameters()
-    ]
-    return {
-        "class": _name_of(type(model)),
-        "config": _digest(text),
-        "attention": str(getattr(config, "_attn_implementation", None)),
-        "parameters": _digest(json.dumps(parameters)),
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "gradient_checkpointing": recomputes_activations(model),
-        "modules": _digest(json.dumps([[name, _name_of(type(part))] for name, part in model.named_modules()])),
-        "code": _digest(json.dumps(sorted({_code_digest(type(part).forward) for part in model.modules()}))),
-    }
-
-
-def describe_callable(value: Any) -> Any:
-    """Return the name, the code and the plain settings of a function or of an object that is called, as JSON values.
-
-    A collator that pads to another length, or a loss that was written anew under its old name, is another one. What is
-    no plain value, such as a tokenizer, is left out.
-    """
-    if value is None or isinstance(value, type):
-        return None if value is None else _name_of(value)
-    if isinstance(value, functools.partial):
-        return [describe_callable(value.func), _scalars(dict(enumerate(value.args))), _scalars(value.keywords)]
-    inner: Any = inspect.unwrap(value)
-    if inspect.isroutine(inner):
-        code = getattr(inner, "__code__", None)
-        cells = getattr(inner, "__closure__", None) or ()
-        names = () if code is None else code.co_freevars
-        held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=False) if _is_filled(cell)}
-        name = f"{getattr(inner, '__module__', None)}.{getattr(inner, '__qualname__', inner)}"
-        defaults = dict(enumerate(getattr(inner, "__defaults__", None) or ()))
-        return [name, _code_digest(inner), _scalars(held), _scalars(defaults)]
-    return [_name_of(type(value)), _code_digest(type(value).__call__), _scalars(getattr(value, "__dict__", {}))]
-
-
-def describe_optimizer(optimizer: Any) -> list[Any]:
-    """Return the kind of an optimizer and the settings that its state may depend on, as JSON values.
-
-    >>> describe_optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9))[1]["momentum"]
-    '0.9'
-    """
-    chosen = {name: value for name, value in optimizer.defaults.items() if name not in ("lr", "weight_decay", "eps")}
-    return [_name_of(type(optimizer)), _scalars(chosen)]
-
-
-def _scalars(values: Mapping[Any, Any]) -> dict[str, str]:
-    return {str(name): str(value) for name, value in values.items() if isinstance(value, str | int | float | None)}
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:  # a name that is bound later
-        return False
-    return True
-
-
-def _code_digest(function: Any) -> str:
-    """Return a digest of what a function computes, the same in every process; of one without code, its name."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return _digest(_text_of(code) if isinstance(code, CodeType) else str(getattr(function, "__qualname__", None)))
-
-
-def _text_of(code: CodeType) -> str:
-    consts = [_text_of(one) if isinstance(one, CodeType) else _text_of_const(one) for one in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {consts}"
-
-
-def _text_of_const(value: Any) -> str:
-    # The order of a set differs between processes.
-    return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
-
-
-def describe_lengths(lengths: IntArray) -> dict[str, Any]:
-    """Return the quantiles of lengths, and the order of their number.
-
-    >>> describe_lengths(np.array([[3], [5], [9]]))
-    {'quantiles': [[3, 3, 3, 5, 9, 9, 9]], 'number': '2 bits'}
-    """
-    found = np.quantile(lengths, _QUANTILES, axis=0, method="inverted_cdf").astype(int)
-    return {"quantiles": found.T.tolist(), "number": f"{len(lengths).bit_length()} bits"}
-
-
-def describe_device(device: torch.device) -> list[Any]:
-    """Return the name of a device, and its memory or its threads."""
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        return [found.name, found.total_memory]
-    return [device.type, f"{platform.machine()} {platform.processor()}", torch.get_num_threads(), os.cpu_count()]
-
-
-def describe_packages() -> dict[str, str | None]:
-    """Return the versions of what runs a step."""
-    return {name: _version_of(name) for name in _PACKAGES}
-
-
-def _version_of(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
 # The cache
 
 
@@ -250,7 +120,7 @@ def write_cached(key: Mapping[str, Any], limit: int | None, budget: FoundBudget)
 
 
 def _path_of(key: Mapping[str, Any]) -> Path:
-    return cache_folder() / "budgets" / f"{_digest(json.dumps(_plain(key), sort_keys=True))}.json"
+    return cache_folder() / "budgets" / f"{digest(json.dumps(_plain(key), sort_keys=True))}.json"
 
 
 def _plain(key: Mapping[str, Any]) -> Any:

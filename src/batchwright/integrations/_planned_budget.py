@@ -20,15 +20,17 @@ from ..step.losses import LossFunction
 from ._auto_budget import (
     BudgetFinder,
     agreement_of,
+    is_auto_budget,
+    monitor_of,
+    own_collator,
+    tell,
+)
+from ._describing import (
     describe_callable,
     describe_lengths,
     describe_model,
     describe_optimizer,
     describe_packages,
-    is_auto_budget,
-    monitor_of,
-    own_collator,
-    tell,
 )
 
 # What a Stepper needs to run a batch; the rest is about updates.
@@ -131,6 +133,7 @@ def find_planned(
     autocast: torch.dtype | None,
     name: str,
     is_shown: bool,
+    runs: Any = None,
 ) -> FoundBudget:
     """Return the budget of a sampler's batches, each of which is an update. A collective.
 
@@ -148,6 +151,7 @@ def find_planned(
         autocast: the type of the forward pass.
         name: of the framework.
         is_shown: show progress and result.
+        runs: what ``loss_fn`` calls, if that is a loss of the user; None if ``loss_fn`` is it.
     """
     if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()) and world_size > 1:
         raise ArgumentError(
@@ -176,11 +180,11 @@ def find_planned(
         "model": describe_model(module),
         "lengths": describe_lengths(lengths),
         "packages": describe_packages(),
-        "loss": describe_callable(loss_fn),
+        "loss": describe_callable(loss_fn if runs is None else runs),
         "collator": describe_callable(loader.collate_fn),
         "precision": str(autocast),
         "optimizer": describe_optimizer(inner),
-        "options": sorted(needed),
+        "options": {option: _describe(value) for option, value in sorted(needed.items())},
     }
     found, is_known = finder.find(
         key,
@@ -194,3 +198,7 @@ def find_planned(
     )
     tell(found, lengths, how="as found before" if is_known else "measured now", is_shown=is_shown)
     return found
+
+
+def _describe(option: Any) -> Any:
+    return describe_callable(option) if callable(option) else repr(option)

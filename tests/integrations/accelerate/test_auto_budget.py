@@ -123,6 +123,21 @@ def test_another_collator_or_optimizer_is_another_key(tmp_path, monkeypatch):
     assert len(searches) == len(list((tmp_path / "cache" / "batchwright" / "budgets").iterdir())) == 3
 
 
+def test_options_of_the_stepper_that_change_what_runs_are_part_of_the_key(tmp_path, monkeypatch):
+    """A collate that pads further takes more memory; its name alone stood in the key."""
+    found = FoundBudget(None, bw.TimeModel.fit([(1, 8), (2, 8), (4, 8)], [0.1, 0.2, 0.3]))
+    monkeypatch.setattr(_planned_budget, "find_budget", lambda *args, **kwargs: found)
+
+    def padding(least):
+        return lambda examples: collate([*examples, {"x": torch.zeros(least, 4), "index": -1}])
+
+    longest = max(LENGTHS)
+    for least in (longest, longest, 2 * longest):
+        make(collate_fn=list, collate=padding(int(least)), lengths=lambda example: len(example["x"]))
+        forget()
+    assert len(list((tmp_path / "cache" / "batchwright" / "budgets").iterdir())) == 2
+
+
 def test_a_known_budget_is_not_looked_for_again(monkeypatch):
     _, first, _ = make()
     forget()

@@ -1,5 +1,6 @@
 """budget="auto": what a look at batches must not change, what its cache must not trust, and groups that stay whole."""
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -9,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import batchwright as bw
 from batchwright.errors import ArgumentError, DoesNotFitError
-from batchwright.integrations._auto_budget import describe_callable
+from batchwright.integrations._describing import describe_callable
 from batchwright.integrations.huggingface import _probing
 from batchwright.step import FoundBudget, MemoryMonitor
 
 from .test_auto_budget import TRAINED, auto_trainer, cache, count_forwards, with_memory
-from .trainers import collate, flat_parameters, make_model, make_trainer, numbered, relative_error
+from .trainers import ARGUMENTS, collate, flat_parameters, make_model, make_trainer, numbered, relative_error
 
 __all__ = ["cache"]  # a fixture
 
@@ -159,7 +160,26 @@ def with_momentum(momentum):
     return {"model": model, "optimizers": (torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum), None)}
 
 
+@dataclasses.dataclass
+class Arguments(TrainingArguments):
+    """Those of a trainer with a loss of its own."""
+
+    keeps_reference: bool = False
+
+
+class WithReference(Trainer):
+    """A trainer with arguments of its own."""
+
+
+ARGUMENTS[WithReference] = Arguments
+
+
+def with_reference(keeps_reference):
+    return {"trainer_cls": WithReference, "keeps_reference": keeps_reference}
+
+
 CHANGES = {
+    "argument of its own": [lambda: with_reference(False), lambda: with_reference(True)],
     "collator": [lambda: {"data_collator": Padding(0)}, lambda: {"data_collator": Padding(512)}],
     "function": [
         lambda: {"data_collator": lambda examples: collate(examples)},

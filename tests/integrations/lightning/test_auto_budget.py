@@ -77,6 +77,22 @@ def test_a_known_budget_is_not_looked_for_again(monkeypatch):
     assert second.found_budget == first.found_budget
 
 
+def test_a_loss_that_is_written_anew_is_measured_again(tmp_path):
+    """loss_sums of the same name may hold more; the class before was found in the cache."""
+
+    class Twice(Logging):
+        def loss_sums(self, batch):
+            loss, weight = super().loss_sums(batch)
+            return 2 * loss, weight
+
+    Twice.__qualname__, Twice.__module__ = Logging.__qualname__, Logging.__module__
+    for kind in (Logging, Logging, Twice):
+        memory = FakeMemory(10_000, used_bytes=100)
+        batching = AdaptiveBatching(budget="auto", memory=MemoryMonitor(source=memory))
+        fit(kind(memory), make_loader(bw.BatchSampler(LENGTHS, ONE)), batching=batching, max_epochs=1)
+    assert len(list((tmp_path / "cache" / "batchwright" / "budgets").iterdir())) == 2
+
+
 @pytest.mark.parametrize("num_steps", [1, 3, 12])
 def test_a_resumed_run_plans_the_same_batches_whatever_it_would_find(num_steps, tmp_path, monkeypatch):
     whole, _, batching, _ = train(total_bytes=2_000, max_epochs=2, callbacks=[Save(tmp_path)])

@@ -104,6 +104,18 @@ class BatchSource(ABC):
     def num_updates(self, num_epochs: float, accumulation: int) -> int:
         """Return the expected number of updates in that many epochs."""
 
+    def name_of(self, epoch: int, item: Any) -> tuple[int, int]:
+        """Return the epoch and the place of an item that was given out now, the same wherever the epoch was begun.
+
+        Args:
+            epoch: that the loop began in.
+            item: as it was given out; every example comes once per epoch, so the first one tells it apart.
+        """
+        first = item
+        while isinstance(first, list):
+            first = first[0]
+        return epoch, int(first)
+
     @property
     def epoch(self) -> int:
         """Return the running epoch."""

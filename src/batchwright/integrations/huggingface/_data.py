@@ -27,6 +27,7 @@ from .._devices import Devices
 from .._failures import raise_together
 from .._ranked import is_stream, loader_options
 from ._batches import BatchSource, PlannedBatches, ResizableBatches
+from ._drawing import SeededData, SeededItems
 from ._graphs import TrainerGraphs
 from ._lengths import LengthCache, is_flat, pad_multiple_of
 from ._packing import Packing, check_collator, choose_packing
@@ -236,8 +237,8 @@ def _why_empty(num_examples: int, *, drops_last: bool) -> str:
 class TrainLoader(DataLoader[Any]):
     """A trainer's loader with the items of a source; a loop runs one epoch, or what is left of it.
 
-    Worker processes are seeded from the seed and the epoch, not from the global random state: a run that begins in the
-    middle of an epoch must draw as many random numbers as a run without a break.
+    Worker processes are seeded from the seed and the epoch, not from the global random state, and in them every batch
+    by its place: a run that begins in the middle of an epoch draws the random numbers of a run without a break.
 
     Args:
         base: the trainer's own loader.
@@ -259,7 +260,10 @@ class TrainLoader(DataLoader[Any]):
             dataset, options["collate_fn"] = ExampleLists(dataset), CollateParts(options["collate_fn"])
         elif isinstance(batches, StreamBatches):
             dataset, options["collate_fn"] = AsGiven(), CollateParts(options["collate_fn"])
-        super().__init__(dataset, batch_sampler=batches, generator=torch.Generator(), **options)
+        items: Any = batches
+        if options["num_workers"] > 0:
+            dataset, items = SeededData(dataset), SeededItems(batches, seed)
+        super().__init__(dataset, batch_sampler=items, generator=torch.Generator(), **options)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch."""

@@ -6,11 +6,12 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor, nn
+from transformers import TrainingArguments
 
 from ..._lengths import pad_up
 from ..._types import IntArray
@@ -23,14 +24,16 @@ from ...step.oom import Snapshot
 from .._auto_budget import (
     BudgetFinder,
     agreement_of,
+    monitor_of,
+    own_collator,
+    tell,
+)
+from .._describing import (
     describe_callable,
     describe_lengths,
     describe_model,
     describe_optimizer,
     describe_packages,
-    monitor_of,
-    own_collator,
-    tell,
 )
 from .._devices import Devices, on_its_own
 from .._keeping import is_plain, kept
@@ -205,7 +208,7 @@ def _key_of(trainer: Any, settings: Settings, lengths: IntArray, accumulates: bo
         "trainer": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__],
         "loss": [describe_callable(trainer.compute_loss_func), *_own_steps(type(trainer))],
         "collator": [describe_callable(trainer.data_collator), pad_multiple_of(trainer.data_collator)],
-        "arguments": {name: _as_text(getattr(args, name, None)) for name in _ARGUMENTS},
+        "arguments": {name: _as_text(getattr(args, name, None)) for name in [*_ARGUMENTS, *_own_arguments(args)]},
         "precision": str(trainer.accelerator.mixed_precision),
         "optimizer": describe_optimizer(innermost(trainer.optimizer)),
         "accumulates": accumulates,
@@ -216,10 +219,16 @@ def _key_of(trainer: Any, settings: Settings, lengths: IntArray, accumulates: bo
     }
 
 
+def _own_arguments(args: Any) -> list[str]:
+    """Return the arguments that only this kind of trainer has: what a loss reads may be among them."""
+    usual = {field.name for field in fields(TrainingArguments)}
+    return [field.name for field in fields(args) if field.name not in usual]
+
+
 def _own_steps(kind: type) -> list[Any]:
     """Return the losses and steps of the classes of a trainer, so that one that is written anew is measured again."""
     found = [vars(base).get(name) for base in kind.__mro__ for name in ("compute_loss", "training_step")]
-    return [describe_callable(one) for one in found if one is not None]
+    return [describe_callable(one, owner=kind) for one in found if one is not None]
 
 
 def _as_text(value: Any) -> Any:

@@ -258,6 +258,7 @@ class StreamBatches(BatchSource):
         self._num_items = 0  # of the pass, that were received
         self._is_resumed = False
         self._passes_ahead = 0  # of the trainer's epoch
+        self._newest = (0, 0)  # pass and number of the item that was given out last
 
     def _lengths_of(self, part: Any) -> IntArray:
         return np.array(part, dtype=np.int64)
@@ -291,20 +292,25 @@ class StreamBatches(BatchSource):
 
     def __iter__(self) -> Iterator[list[list[Any]]]:
         is_empty = True
-        for update in self._together(self._updates()):
+        for number, update in enumerate(self._together(self._updates()), start=self._num_items):
             is_empty = False
-            yield self._give(update)
+            yield self._give(update, number)
         if is_empty and self._is_resumed:
             # The state was saved after the last batch of a pass, when nobody knew that it was the last.
             self._passes_ahead += 1
-            for update in self._together(self._updates()):
-                yield self._give(update)
+            for number, update in enumerate(self._together(self._updates())):
+                yield self._give(update, number)
         self._is_resumed = False
 
-    def _give(self, update: _Update) -> list[list[Any]]:
+    def _give(self, update: _Update, number: int) -> list[list[Any]]:
         self._fetched.extend(update.items)
         self._states.append(update.state)
+        self._newest = update.state["epoch"], number
         return update.parts
+
+    def name_of(self, epoch: int, item: Any) -> tuple[int, int]:
+        """Return the pass and the number of the item that was given out last."""
+        return self._newest
 
     def _updates(self) -> Generator[_Update, None, None]:
         """Yield the batches of every update; in the last one of a pass there may be fewer."""

@@ -221,7 +221,6 @@ def find_for_trainer(
         return module.transfer_batch_to_device(batch, module.device, 0)
 
     has_examples = options.get("collate") is not None
-    loss_fn.__qualname__ = f"{type(module).__qualname__}.loss_sums"
     with _silent(module):
         return find_planned(
             finder,
@@ -237,6 +236,7 @@ def find_for_trainer(
             autocast=autocast,
             name="lightning",
             is_shown=trainer.is_global_zero and trainer.progress_bar_callback is not None,
+            runs=module.loss_sums,
         )
 
 

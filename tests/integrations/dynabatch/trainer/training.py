@@ -41,7 +41,11 @@ def make_args(folder, kind=TrainingArguments, **options):
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-    return kind(**{**settings, **options})
+    settings |= options
+    renamed = "activation_checkpointing"  # since transformers 5.23, which warns of the older name
+    if "gradient_checkpointing" in settings and renamed in kind.__dataclass_fields__:
+        settings[renamed] = settings.pop("gradient_checkpointing")
+    return kind(**settings)
 
 
 class Gradients(TrainerCallback):
