@@ -1,6 +1,8 @@
 """Parts of modules: found once and read anew."""
 
 import gc
+import gc
+import warnings
 import weakref
 
 import pytest
@@ -121,7 +123,9 @@ def test_a_model_of_transformers_is_asked_whether_it_computes_activations_again_
     }
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
     model.model.gradient_checkpointing = is_on  # what enabling sets, by a name that each release has
-    assert recomputes_activations(model) is is_on
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert recomputes_activations(model) is is_on
 
 
 def test_a_model_of_an_older_transformers_is_asked_by_the_old_name():
