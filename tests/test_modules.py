@@ -1,7 +1,6 @@
 """Parts of modules: found once and read anew."""
 
 import gc
-import gc
 import warnings
 import weakref
 
