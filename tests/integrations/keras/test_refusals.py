@@ -38,7 +38,9 @@ def compiled(model, loss="mse", **options):
 def test_keras_without_its_backend_says_what_is_missing():
     code = f"import sys; sys.modules[{models.BACKEND!r}] = None; import batchwright.integrations.keras"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    words = f"MissingDependencyError: {models.BACKEND}, the backend of Keras, is not installed; install it, or one of"
+    words = (
+        f"{models.BACKEND}, the backend of Keras, is not installed; run: pip install {models.BACKEND}, or set KERAS_B"
+    )
     assert words in done.stderr.splitlines()[-1]
 
 

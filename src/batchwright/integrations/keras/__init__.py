@@ -9,7 +9,7 @@ except ModuleNotFoundError as error:  # Keras is there, and what it runs on is n
     backend = (error.name or "").split(".")[0]
     if backend not in ("tensorflow", "torch", "jax"):
         raise
-    words = "install it, or one of tensorflow, torch and jax that KERAS_BACKEND names"
+    words = f"run: pip install {backend}, or set KERAS_BACKEND to the one of tensorflow, torch and jax that you have"
     raise MissingDependencyError(f"{backend}, the backend of Keras, is not installed; {words}", name=backend) from None
 
 from .callbacks import BatchSizeCallback
