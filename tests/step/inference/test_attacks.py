@@ -13,7 +13,7 @@ from batchwright.errors import ArgumentError
 from batchwright.step import MemoryMonitor
 from batchwright.step.inference import _sizing, generation
 from batchwright.step.inference.generation import generate
-from batchwright.testing import FakeMemory
+from batchwright.testing import EagerGraphs, FakeMemory
 from tests.step.graphs.tape import TapeGraphs
 
 from . import shapes
@@ -204,6 +204,88 @@ def test_several_threads_share_a_model():
     for thread in threads:
         thread.join()
     assert found == expected
+
+
+def make_local(window=64):
+    """A model whose second layer sees the last 64 tokens only, which nothing but its code says."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": shapes.NUM_TOKENS, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
+    config = transformers.GPTNeoConfig(
+        **sizes, attention_types=[[["global", "local"], 1]], window_size=window, max_position_embeddings=512
+    )
+    model = transformers.GPTNeoForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.5)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = [59], 1
+    return model
+
+
+def test_local_attention_that_begins_beyond_the_tokens_that_were_compared():
+    """A cache of 49 tokens is within the window, one of 149 is not: what was found of the first says nothing of it."""
+    model, examples = make_local(), shapes.prompts(9)
+    assert replayed(model, examples, max_new_tokens=20) == eager(model, examples, max_new_tokens=20)
+    with pytest.warns(UserWarning, match="the logits of new token 2 differ"):
+        found = generate(model, examples, graphs=TapeGraphs(), max_new_tokens=120)
+    assert shapes.as_lists(found) == eager(model, examples, max_new_tokens=120)
+
+
+@pytest.mark.parametrize("least", [0, 2, None])
+@pytest.mark.parametrize("own", [None, 7])
+def test_min_new_tokens_takes_precedence_over_min_length(least, own):
+    model = shapes.make("m2m100")
+    model.generation_config.min_length = own
+    options = {"max_new_tokens": 12, "min_new_tokens": least, **({} if own else {"min_length": 7})}
+    assert replayed(model, shapes.prompts(12), **options) == eager(model, shapes.prompts(12), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("llama", "repetition_penalty", 2.0),
+        ("llama", "eos_token_id", shapes.ENDS),
+        ("m2m100", "forced_bos_token_id", 33),
+        ("m2m100", "min_length", 6),
+        ("t5", "suppress_tokens", [20, 21, 22]),
+    ],
+)
+def test_none_switches_a_setting_of_the_model_off(name, setting, value):
+    model = shapes.make(name)
+    setattr(model.generation_config, setting, value)
+    options = {"max_new_tokens": 9, setting: None}
+    found = replayed(model, shapes.prompts(12), **options)
+    assert found == eager(model, shapes.prompts(12), **options)
+    if setting == "eos_token_id":
+        assert {len(row) for row in found} == {9}
+
+
+@pytest.mark.parametrize("name", shapes.NAMES)
+def test_a_cache_that_is_neither_on_nor_off_is_on(name):
+    model, examples = shapes.make(name), shapes.prompts(12)
+    expected = [eager(model, [example], max_new_tokens=9)[0] for example in examples]
+    assert replayed(model, examples, max_new_tokens=9, use_cache=None) == expected
+    assert eager(model, examples, max_new_tokens=9, use_cache=None, budget=bw.MaxItems(12)) == expected
+
+
+@pytest.mark.parametrize("name", shapes.NAMES)
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.5}, {"max_new_tokens": list(range(1, 15))}], ids=str)
+def test_the_stand_in_for_graphs_decodes_too(name, options):
+    model, examples, graphs = shapes.make(name), shapes.prompts(14), EagerGraphs()
+    options = {"max_new_tokens": 20, **options}
+    found = generate(model, examples, graphs=graphs, **options)
+    assert shapes.as_lists(found) == eager(model, examples, **options)
+    assert graphs.num_replayed > graphs.num_captured > 0
+
+
+def test_a_penalty_where_a_mask_leaves_out_first_tokens_runs_eagerly():
+    """Whether tokens that the mask leaves out count depends on the release of transformers."""
+    model = shapes.make("llama")
+    examples = [{"input_ids": [20, 21, 22 + place], "attention_mask": [0, 1, 1]} for place in range(9)]
+    options = {"max_new_tokens": 9, "repetition_penalty": 1.5}
+    with pytest.warns(UserWarning, match="a mask leaves out tokens in front"):
+        found = generate(model, examples, graphs=TapeGraphs(), **options)
+    assert shapes.as_lists(found) == eager(model, examples, **options)
+    assert replayed(model, examples, max_new_tokens=9) == eager(model, examples, max_new_tokens=9)
 
 
 def test_softcapped_attention_and_logits():

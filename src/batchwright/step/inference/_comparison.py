@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Hashable, Iterator
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,16 +15,32 @@ from ..graphs._comparing import NEAR, NEAR_ROUGHLY
 from ..graphs._reach import MODULE_OWN, PLAIN
 from ._choosing import Rules
 from ._decoding import Counts
-from ._options import Options
+from ._options import Options, cleared
 from ._reading import Batch
 from ._rounds import Rounds
+from ._sharing import are_near, scale
 from ._sizing import Sizes
 from ._slots import NUM_COMPARED, Slots
 
 Key: TypeAlias = Hashable
 
+
+@final
+class Compared(NamedTuple):
+    """What a comparison has shown.
+
+    Attributes:
+        sizes: what decoding takes.
+        width: the widest cache that a step looked at. A layer whose reach ends somewhere, such as local attention,
+            differs only in wider ones.
+    """
+
+    sizes: Sizes
+    width: int
+
+
 # Models with their settings; what was compared longest ago is forgotten first.
-_KNOWN: WeakKeyDictionary[nn.Module, dict[Key, Sizes]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[nn.Module, dict[Key, Compared]] = WeakKeyDictionary()
 _MOST_KEYS = 16
 # How many tokens there will be changes nothing about a step.
 _LIMITS = ("max_new_tokens", "max_length")
@@ -83,12 +99,13 @@ class Comparison:
         settings.min_new_tokens, settings.min_length = min(least, num), None
         settings.return_dict_in_generate = settings.output_logits = True
         rows = {name: value[: self._num_rows] for name, value in batch.fields.items()}
-        found = model.generate(**rows, generation_config=settings, logits_processor=[forced])
+        off = cleared(model, options.settings)
+        found = model.generate(**rows, **off, generation_config=settings, logits_processor=[forced])
         ends = tokens.new_tensor(options.rules.ends)
         most = torch.from_numpy(limits[: self._num_rows]).to(tokens.device)
         goes_on = most > 0
         for number, (own, eager) in enumerate(zip(self._logits, found.logits, strict=False)):
-            if not bool(_are_near(own, eager, self._near)[goes_on].all()):
+            if not bool(are_near(own, eager, self._near)[goes_on].all()):
                 return f"the logits of new token {number + 1} differ from those of an eager step"
             is_best = _is_best(forced.scores[number], tokens[:, number, None], self._near)
             if not options.rules.draws and not bool(is_best[goes_on].all()):
@@ -98,22 +115,11 @@ class Comparison:
         return None
 
 
-def _are_near(own: Tensor, eager: Tensor, near: float) -> Tensor:
-    """Say of each row whether logits differ by rounding only."""
-    own, eager = own.double(), eager.double()
-    distance = torch.where(own == eager, 0.0, (own - eager).abs()).nan_to_num(nan=torch.inf)
-    return distance.amax(dim=1) <= near * _scale(eager)
-
-
 def _is_best(scores: Tensor, tokens: Tensor, near: float) -> Tensor:
     """Say of each row whether a token has the highest score, or one as high but for rounding."""
     scores = scores.double()
     best, own = scores.amax(dim=1), scores.gather(1, tokens)[:, 0]
-    return (own == best) | (own >= best - near * _scale(scores))
-
-
-def _scale(scores: Tensor) -> Tensor:
-    return torch.where(scores.isfinite(), scores, 0.0).abs().amax(dim=1).clamp(min=1e-6)
+    return (own == best) | (own >= best - near * scale(scores))
 
 
 @final
@@ -136,15 +142,15 @@ class _Forced:
         return forced
 
 
-def sizes_of(model: nn.Module, key: Key) -> Sizes | None:
-    """Return what decoding takes, if this model was compared as it is now; else None."""
+def compared(model: nn.Module, key: Key) -> Compared | None:
+    """Return what a comparison has shown, if this model was compared as it is now; else None."""
     return _KNOWN.get(model, {}).get(key)
 
 
-def remember(model: nn.Module, key: Key, sizes: Sizes) -> None:
+def remember(model: nn.Module, key: Key, shown: Compared) -> None:
     """Remember that replays of a model agreed with eager steps; with the model this is forgotten."""
     known = _KNOWN.setdefault(model, {})
-    known[key] = sizes
+    known[key] = shown
     while len(known) > _MOST_KEYS:
         del known[next(iter(known))]
 

@@ -10,14 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..._checks import as_whole
+from ..._checks import as_whole, is_whole
 from ..._lengths import as_lengths
 from ..._tree import map_leaves
 from ...errors import ArgumentError
 from ...plan import PadTo
 from ..huggingface import unwrapped
+from ._sharing import Group, by_number, is_doubtful, pads_freely, renew, same_reach
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 Counts = npt.NDArray[np.int64]
@@ -42,12 +43,14 @@ class Decoder:
         has_limits: bool = False,
     ) -> None:
         self.base: Any = unwrapped(model)
-        self.model: Any = model if hasattr(model, "generate") else self.base
+        self.model: Any = _generating(model, self.base)
         if not hasattr(self.model, "generate"):
             raise ArgumentError(
                 f"the model must have generate(), as transformers models do, got {type(model).__name__}"
             )
         self.kwargs = dict(kwargs)
+        if self.kwargs.get("use_cache", True) is None:  # which transformers takes for neither on nor off
+            del self.kwargs["use_cache"]
         self.is_encoder_decoder = bool(getattr(getattr(self.base, "config", None), "is_encoder_decoder", False))
         self._check(has_limits=has_limits)
         self.device = next(self.base.parameters()).device
@@ -63,6 +66,7 @@ class Decoder:
         self.multiple_of = multiple_of
         # A penalty on repetition would count the padding token of shorter rows, see ``_row``.
         has_penalty = not self.is_encoder_decoder and (self._setting("repetition_penalty") or 1.0) != 1.0
+        self._pads = collate is None
         self._collate = collate or partial(
             _pad,
             pad_id=None if has_penalty and not self._setting("no_repeat_ngram_size") else known,
@@ -124,6 +128,36 @@ class Decoder:
         new = np.full((len(axes), 1), most) if self._max_length is None else np.maximum(1, most - axes[:, :1])
         return as_lengths(np.hstack([axes, new]))
 
+    def groups(self, examples: Sequence[Any], limits: Counts | None) -> list[Group]:
+        """Return the examples that may share batches; a ``collate`` of the user's own may do anything.
+
+        Args:
+            examples: all of them.
+            limits: the most new tokens of each, None if all have the same.
+        """
+        everything = Group(np.arange(len(examples)))
+        if not self._pads:
+            return [everything]
+        reach = same_reach(self.base)
+        if reach is not None:
+            self._pad_no_further()
+            axes = self.lengths(examples, None, limits=limits, with_output=True)
+            is_long = axes[:, 0] + axes[:, -1].max() > reach  # rows that have ended go on counting
+            together = np.flatnonzero(~is_long)
+            obstacle = f"beyond {reach} tokens the positions of {type(self.base).__name__} change with the longest row"
+            alone = [Group(np.array([place]), obstacle) for place in np.flatnonzero(is_long)]
+            return [*alone, *([Group(together)] if len(together) else [])]
+        if self.is_encoder_decoder or not is_doubtful(self.model):
+            return [everything]
+        if pads_freely(self.model, _as_ids(_ids(examples[0])).to(self.device), self._pad):
+            return [everything]
+        self._pad_no_further()
+        return [Group(np.array(places)) for places in by_number([len(_ids(example)) for example in examples])]
+
+    def _pad_no_further(self) -> None:
+        """Pad to the longest row, not to multiples."""
+        self._collate, self.multiple_of = partial(self._collate, multiple_of=1), 1
+
     def run(self, examples: list[Any], limits: Counts | None = None) -> list[Tensor]:
         """Return the token ids of each example.
 
@@ -138,6 +172,7 @@ class Decoder:
             kwargs = {**kwargs, "max_new_tokens": int(limits.max())}
         elif most is not None:
             kwargs = {**kwargs, "max_length": batch["input_ids"].shape[1] + int(most.max())}
+        renew(self.base)
         sequences = self.model.generate(**batch, **kwargs).cpu()
         if len(sequences) != len(examples):
             raise ArgumentError(f"model.generate gave {len(sequences)} rows for {len(examples)} examples")
@@ -147,13 +182,24 @@ class Decoder:
 
     def collated(self, examples: list[Any]) -> dict[str, Any]:
         """Return the batch on the model's device; a decoder-only model needs its padding on the left."""
-        batch: dict[str, Any] = map_leaves(dict(self._collate(examples)), lambda tensor: tensor.to(self.device))
+        batch: dict[str, Any] = dict(self._collate(examples))
+        if self._pads:
+            self._check_ids(batch["input_ids"])
+        batch = map_leaves(batch, lambda tensor: tensor.to(self.device))
         mask = None if self.is_encoder_decoder or "input_ids" not in batch else batch.get("attention_mask")
         if mask is not None and not mask[:, -1].all():
             raise ArgumentError(
                 "a decoder-only model continues the last column of input_ids: collate must pad on the left"
             )
         return batch
+
+    def _check_ids(self, ids: Tensor) -> None:
+        """Refuse ids that the model does not know, which on a device would end the process's work there."""
+        table: Any = self.base.get_input_embeddings() if hasattr(self.base, "get_input_embeddings") else None
+        num = getattr(table, "num_embeddings", None)
+        least, most = (int(one) for one in ids.aminmax())
+        if is_whole(num) and not 0 <= least <= most < num:
+            raise ArgumentError(f"token ids must be from 0 to {num - 1}, got {least} to {most}")
 
     def most_new(self, batch: Mapping[str, Any]) -> Counts | None:
         """Return how many tokens each row may get under max_length, which would otherwise count padding."""
@@ -191,6 +237,15 @@ class Decoder:
         return [row[: first + width] for row, width in zip(rows.unbind(), widths.tolist(), strict=True)]
 
 
+def _generating(model: Any, base: Any) -> Any:
+    """Return the outermost module with a ``generate``: an adapter's own one does more than that of its base."""
+    if not hasattr(model, "generate") or "generate" not in dir(type(model)):
+        inner = getattr(model, "_orig_mod", getattr(model, "module", None))
+        if isinstance(inner, nn.Module) and "get_base_model" not in dir(type(model)):
+            return _generating(inner, base)
+    return model if hasattr(model, "generate") else base
+
+
 def _ids(example: Any) -> Any:
     ids = example.get("input_ids") if isinstance(example, Mapping) else example
     if isinstance(ids, str) or not hasattr(ids, "__len__") or getattr(ids, "ndim", 1) != 1:
@@ -199,6 +254,17 @@ def _ids(example: Any) -> Any:
             "tokenize texts first, without padding, or give collate= and lengths="
         )
     return ids
+
+
+def _as_ids(values: Any) -> Tensor:
+    """Return whole numbers as they are, in int64; numbers of other types would be cut."""
+    try:
+        ids = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"an example must be token ids or a mapping with input_ids: {error}") from error
+    if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        raise ArgumentError(f"token ids must be whole numbers, one per token, got {ids.ndim} axes of {ids.dtype}")
+    return ids.long()
 
 
 def _pad(examples: list[Any], *, pad_id: int | None, on_left: bool, multiple_of: int) -> dict[str, Tensor]:
@@ -219,9 +285,7 @@ def _pad_lists(examples: list[list[Any]], pad_id: int | None, on_left: bool, mul
     (width,) = PadTo(multiple_of=multiple_of)(lengths)
     places = np.arange(width)
     is_real = places >= width - lengths[:, None] if on_left else places < lengths[:, None]
-    flat = torch.as_tensor([token for example in examples for token in example], dtype=torch.long).numpy()
-    if flat.ndim != 1:
-        raise ArgumentError("an example must be token ids or a mapping with input_ids, got a list of lists")
+    flat = _as_ids([token for example in examples for token in example]).numpy()
     fill = flat[np.cumsum(lengths) - lengths, None] if pad_id is None else pad_id  # as in ``_row``
     ids = np.broadcast_to(np.asarray(fill, dtype=np.int64), is_real.shape).copy()
     ids[is_real] = flat
@@ -229,7 +293,7 @@ def _pad_lists(examples: list[list[Any]], pad_id: int | None, on_left: bool, mul
 
 
 def _fields(example: Any) -> dict[str, Tensor]:
-    ids = torch.as_tensor(_ids(example), dtype=torch.long)
+    ids = _as_ids(_ids(example))
     given = {name: torch.as_tensor(value) for name, value in example.items()} if isinstance(example, Mapping) else {}
     return {"attention_mask": torch.ones_like(ids), **given, "input_ids": ids}
 

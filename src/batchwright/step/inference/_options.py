@@ -81,6 +81,19 @@ def read_options(base: Any, model: Any, kwargs: Mapping[str, Any]) -> Options | 
     return _options_of(settings, has_length=_has_length(base, config, kwargs), is_decoder_only=_is_decoder_only(base))
 
 
+def cleared(base: Any, settings: Any) -> dict[str, None]:
+    """Return what was switched off with None although the model's own configuration has a value.
+
+    Transformers would take that value once more where it is given the settings as a configuration.
+
+    Args:
+        base: a transformers model.
+        settings: what transformers has made of a call.
+    """
+    own = {name for name, value in vars(base.generation_config).items() if value is not None}
+    return {name: None for name, value in vars(settings).items() if value is None and name in own}
+
+
 def why_not_fields(fields: Mapping[str, Any], *, is_encoder_decoder: bool) -> str | None:
     """Return why graphs cannot run a batch with these fields, or None."""
     known = _FIELDS | {"decoder_input_ids"} if is_encoder_decoder else _FIELDS
@@ -169,7 +182,8 @@ def _rules_of(settings: Any, *, is_decoder_only: bool) -> Rules | str:
         ends=ends,
         pad=int(pad) if pad is not None and int(pad) >= 0 else ends[0] if ends else 0,
         min_new_tokens=int(settings.min_new_tokens or 0),
-        min_length=0 if is_decoder_only else int(settings.min_length or 0),
+        # min_new_tokens takes precedence, even as 0.
+        min_length=0 if is_decoder_only or settings.min_new_tokens is not None else int(settings.min_length or 0),
         repetition_penalty=None if penalty in (None, 1.0) else float(penalty),
         forced_first=settings.forced_bos_token_id,
         suppressed=_tokens(settings.suppress_tokens),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from ..graphs._micro import NotGraphableError
 from ._decoding import Counts, Decoder
-from ._options import why_not_fields
+from ._options import cleared, why_not_fields
+from ._sharing import has_positions
 from ._sizing import Layout, Sizes, layout_of
 from ._slots import Prompt
 from ._windows import Layers
@@ -76,6 +76,19 @@ class Batch:
         """Say whether no row has any padding."""
         return bool((self.widths == self.widths[0]).all())
 
+    @property
+    def hides_tokens(self) -> bool:
+        """Say whether a mask leaves out tokens in front of a row that stand nowhere else in it.
+
+        Releases of transformers differ in whether a penalty on repetition counts these.
+        """
+        mask = self.fields.get("attention_mask")
+        if self.is_encoder_decoder or mask is None:
+            return False
+        counts, ids = mask.cpu().numpy() != 0, self.fields["input_ids"].cpu().numpy()
+        starts = counts.argmax(axis=1)
+        return any(not np.isin(row[:start], row[start:]).all() for row, start in zip(ids, starts, strict=True))
+
     def extremes(self, num: int) -> list[int]:
         """Return the places of the shortest row, some of the longest, and one more of the shortest."""
         order = np.argsort(self.widths, kind="stable").tolist()
@@ -112,11 +125,6 @@ class Batch:
         width = -(-int(self.widths[rows].max()) // self.multiple_of) * self.multiple_of
         columns = slice(0, width) if self.is_encoder_decoder else slice(max(0, self.width - width), None)
         return {name: value[:, columns] if name in _FIELDS else value for name, value in fields.items()}
-
-
-def has_positions(base: Any) -> bool:
-    """Say whether a model is told the positions of tokens, as transformers finds out."""
-    return "position_ids" in inspect.signature(base.forward).parameters
 
 
 def _looked_at(fields: Mapping[str, Any], *, is_encoder_decoder: bool) -> tuple[Counts, bool]:
@@ -156,13 +164,13 @@ def read_rows(base: Any, settings: Any, batch: Batch, layers: Layers, rows: slic
         layers: the cache.
         rows: which rows.
     """
-    settings = copy.deepcopy(settings)
+    off, settings = cleared(base, settings), copy.deepcopy(settings)
     settings.max_new_tokens, settings.max_length, settings.min_length, settings.min_new_tokens = 1, None, None, 0
     settings.do_sample, settings.disable_compile = False, True
     settings.return_dict_in_generate = settings.output_logits = True
     fields = batch.rows(rows)
     cache = layers.filling(rows.start, batch.num_prompt)
-    found = base.generate(**fields, generation_config=settings, past_key_values=cache)
+    found = base.generate(**fields, **off, generation_config=settings, past_key_values=cache)
     ids, num_kept = found.sequences[:, :-1], layers.keep(cache)
     if num_kept != ids.shape[1]:
         raise NotGraphableError("a prompt is not in the cache as a whole")

@@ -17,7 +17,7 @@ from ..graphs._micro import NotGraphableError
 from ..graphs.backend import GraphBackend
 from ..oom import is_out_of_memory
 from ._choosing import uniforms
-from ._comparison import Comparison, key_of, remember, sizes_of
+from ._comparison import Compared, Comparison, compared, key_of, remember
 from ._decoding import Counts, Decoder
 from ._options import Options
 from ._ranges import Attend
@@ -71,7 +71,7 @@ class Replaying:
         self._is_half = next(decoder.base.parameters()).dtype in _HALF
         self._has_limits = has_limits or options.max_new_tokens is None
         self._attend, self._room = attend, room
-        self._sizes: dict[_Kind, Sizes] = {}
+        self._shown: dict[_Kind, Compared] = {}
         self._measured: Sizes | None = None
         self._layers: Layers | None = None
         self._backend: GraphBackend | None = None
@@ -93,7 +93,7 @@ class Replaying:
         def look() -> Sizes | None:
             batch = Batch.of(self._decoder, examples)
             most = int(self._most_new(batch, limits, batch.num_prompt).max())
-            return self._known(batch) or (self._probe(batch, examples, most) if most > 1 else None)
+            return self._known(batch, most) or (self._probe(batch, examples, most) if most > 1 else None)
 
         try:
             return self._tried(look)
@@ -129,8 +129,10 @@ class Replaying:
 
     def _replayed(self, examples: list[Any], indices: list[int], limits: Counts | None) -> list[Tensor]:
         batch = Batch.of(self._decoder, examples)
+        if self._options.rules.repetition_penalty is not None and batch.hides_tokens:
+            raise NotGraphableError("repetition_penalty is given, and a mask leaves out tokens in front of others")
         most = self._most_new(batch, limits, batch.num_prompt)
-        sizes = self._known(batch)
+        sizes = self._known(batch, int(most.max()))
         if sizes is None and most.max() > 1:
             if len(batch) > NUM_FIRST:
                 sizes = self._probe(batch, examples, int(most.max()))
@@ -157,14 +159,14 @@ class Replaying:
         own = self._decoder.most_new(batch.fields)
         return np.full(len(batch), self._options.max_length - num_prompt) if own is None else own
 
-    def _known(self, batch: Batch) -> Sizes | None:
+    def _known(self, batch: Batch, most: int) -> Sizes | None:
         """Return what decoding such batches takes, if they were compared with eager steps."""
-        uses_ranges = self._uses_ranges(batch)
+        uses_ranges, width = self._uses_ranges(batch), batch.layout(most).width
         for kind in [_Kind(uses_ranges, is_even=False), *([_Kind(uses_ranges, is_even=True)] if batch.is_even else [])]:
-            found = self._sizes.get(kind) or sizes_of(self._decoder.base, self._key(kind))
-            if found is not None:
-                self._sizes[kind] = found
-                return found
+            found = self._shown.get(kind) or compared(self._decoder.base, self._key(kind))
+            if found is not None and found.width >= width:
+                self._shown[kind] = found
+                return found.sizes
         return None
 
     def _probe(self, batch: Batch, examples: list[Any], most: int) -> Sizes:
@@ -295,8 +297,8 @@ class Replaying:
                 raise NotGraphableError(difference)
         if comparison.num_compared > 1:
             kind = _Kind(self._uses_ranges(batch), batch.is_even)
-            self._sizes[kind] = self._measured
-            remember(self._decoder.base, self._key(kind), self._measured)
+            self._shown[kind] = Compared(self._measured, rounds.slots.layout.width)
+            remember(self._decoder.base, self._key(kind), self._shown[kind])
         return self._results(started, rounds)
 
     def _sizes_from(self, batch: Batch, started: _Started, rounds: Rounds) -> Sizes:

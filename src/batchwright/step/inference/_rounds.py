@@ -103,8 +103,8 @@ class Rounds:
                 return
 
     def _replay(self, num_rows: int, width: int, num_steps: int, *, is_cold: bool) -> None:
-        if is_cold:  # what is made lazily exists after a first step
-            self.step_bytes = self._backend.measure(lambda: self.slots.step(num_rows, width))
+        if is_cold:  # what is made lazily exists after a first step, which looks as far as any will
+            self.step_bytes = self._backend.measure(lambda: self.slots.step(num_rows, self.slots.layout.width))
             num_steps -= 1
         if num_steps:
             replay, self.slots.logits = self._graph(num_rows, width)
@@ -114,7 +114,7 @@ class Rounds:
     def _graph(self, num_rows: int, width: int) -> tuple[Replay, Tensor | None]:
         found = self._graphs.get((num_rows, width))
         if found is None:
-            replay = self._backend.capture(lambda: self.slots.step(num_rows, width))
+            replay = self._backend.capture(lambda: self.slots.step(num_rows, width), writes=self.slots.written)
             found = replay, self.slots.logits
             self._graphs[num_rows, width] = found
         return found

@@ -101,6 +101,13 @@ class Slots:
         self._chooser = Chooser(rules, vocabulary, num_read, device)
         self.logits: Tensor | None = None
 
+    @property
+    def written(self) -> list[Tensor]:
+        """Return all that a step writes to."""
+        held = [self.place, self._num_new, self._token, self._position, self.finished, self._mask, self.results]
+        held += [self._own.stop, self._from_source.stop, *([] if self._seen is None else [self._seen])]
+        return held + self._layers.written
+
     def is_other_prompt(self, num_read: int) -> bool:
         """Say whether rules that count the decoder's prompt would differ for a prompt of so many tokens."""
         return self.layout.source_width is not None and num_read != self._num_read
@@ -118,6 +125,7 @@ class Slots:
         self._num_new.zero_()
         self.finished.fill_(True)
         self.finished[:num] = False
+        self._position[num:] = 0  # as if nothing had been there: some models look at the longest row
         self._limit[:num] = limits
         torch.arange(self.layout.num_rows, out=self._result)
         for mask in (self._mask, self._source_mask):

@@ -262,6 +262,11 @@ class Layers:
             pair.move(source, target, pair.keys.shape[2])
 
     @property
+    def written(self) -> list[Tensor]:
+        """Return what decoding writes to."""
+        return [held for pair in self._own for held in pair]
+
+    @property
     def dtype(self) -> torch.dtype:
         """Return the type of the keys."""
         return self._own[0].keys.dtype

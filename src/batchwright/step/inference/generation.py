@@ -23,9 +23,10 @@ from .._loss_probe import evaluating
 from ..graphs.backend import Choice, GraphBackend, make_backend
 from ..memory.monitor import MemoryMonitor
 from ._decoding import Collate, Counts, Decoder
-from ._limits import MOST_ITEMS_KNOWN, Meter, first_limit
+from ._limits import MOST_ITEMS_KNOWN, Limit, Meter, first_limit
+from ._sharing import Group
 from ._sizing import GraphBytes, Sizes, room_for
-from .pieces import Pieces, run_in_pieces
+from .pieces import run_in_pieces
 
 # With fewer examples than this there is nothing to learn for others.
 _FEW = 8
@@ -95,6 +96,7 @@ def generate(
     """
     if isinstance(examples, Mapping | str):
         raise ArgumentError(f"examples must be a list with one entry per example, got {type(examples).__name__}")
+    examples = examples if hasattr(examples, "__len__") else list(examples)
     if len(examples) == 0:
         return []
     pad_multiple_of = as_whole("pad_multiple_of", pad_multiple_of, least=1)
@@ -107,31 +109,80 @@ def generate(
     most = int(decoder.lengths(examples, lengths, limits=limits, with_output=True)[:, -1].max())
     meter = Meter.of(budget, memory, decoder.device)
     longest = int(pad_up(axes, pad_multiple_of).sum(axis=1).max())
-    results: dict[int, Tensor] = {}
     with ProgressBar(label="generating", total=len(examples), enabled=progress) as bar, evaluating(model):
+        groups = decoder.groups(examples, limits)
         room = _room(budget, memory, decoder.device)
         runner = make_runner(decoder, graphs, len(examples), most, has_limits=limits is not None, room=room)
         is_plain = lengths is None and collate is None
-        known = _known(runner, decoder, examples, axes, limits, room) if is_plain else None
+        known = _known(runner, decoder, examples, axes, limits, room, groups[-1]) if is_plain else None
         if known is not None and not has_output:
             known = replace(known, most_new=most)
+        obstacle = next((group.obstacle for group in groups if group.obstacle is not None), None)
+        if obstacle is not None and not isinstance(runner, Eager):
+            give_up(graphs, obstacle)
+        work, eager = _Work(examples, axes, limits, pad_multiple_of, meter, bar), Eager(decoder)
         limit = first_limit(budget, longest, decoder.device, meter, known)
-        waiting = np.arange(len(examples))
+        for group in groups:
+            limit = work.run(runner if group.obstacle is None else eager, group, limit)
+    return [work.results[index] for index in range(len(examples))]
+
+
+@final
+class _Work:
+    """All examples, and the results so far by their places.
+
+    Args:
+        examples: what to generate from.
+        axes: their lengths, as the budget counts them.
+        limits: the most new tokens of each, None if all have the same.
+        pad_multiple_of: pad to multiples of this.
+        meter: measures batches.
+        bar: shows progress.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Any],
+        axes: npt.NDArray[np.int32],
+        limits: Counts | None,
+        pad_multiple_of: int,
+        meter: Meter,
+        bar: ProgressBar,
+    ) -> None:
+        self._examples, self._axes, self._limits = examples, axes, limits
+        self._pad_multiple_of, self._meter, self._bar = pad_multiple_of, meter, bar
+        self.results: dict[int, Tensor] = {}
+
+    def run(self, runner: Runner, group: Group, limit: Limit) -> Limit:
+        """Run a group, the longest first, and return what its batches have taught."""
+        waiting = group.places
         while len(waiting):
-            plan = limit.plan(axes[waiting], pad_multiple_of)
+            plan = limit.plan(self._axes[waiting], self._pad_multiple_of)
             for number in np.argsort(-plan.shapes[:, 1:].sum(axis=1), kind="stable"):
-                indices = waiting[plan[number]].tolist()
-                meter.begin(runner.held_bytes)
-                pieces = _run(runner, examples, indices, axes, limits)
-                # Cloned outside inference mode: tensors made inside it cannot be trained on.
-                rows = [row.clone() for piece in pieces.results for row in piece]
-                results.update(zip(indices, rows, strict=True))
-                bar.update(len(indices))
-                before, limit = limit, limit.after(plan.shapes[number].tolist(), pieces.size, meter)
+                num_fitting = self._run_batch(runner, waiting[plan[number]].tolist())
+                before, limit = limit, limit.after(plan.shapes[number].tolist(), num_fitting, self._meter)
                 if limit != before:
                     break
-            waiting = np.setdiff1d(waiting, list(results))
-    return [results[index] for index in range(len(examples))]
+            waiting = np.setdiff1d(waiting, list(self.results))
+        return limit
+
+    def _run_batch(self, runner: Runner, indices: list[int]) -> int:
+        """Run a batch, in pieces if it does not fit, and return how many examples fitted at once."""
+        self._meter.begin(runner.held_bytes)
+        axes, limits = self._axes, self._limits
+        pieces = run_in_pieces(
+            lambda chosen: runner.run(
+                [self._examples[index] for index in chosen], chosen, None if limits is None else limits[chosen]
+            ),
+            lambda start, stop: indices[start:stop],
+            len(indices),
+            describe=lambda place: f"example {indices[place]} of length {axes[indices[place]].tolist()}",
+        )
+        # Cloned outside inference mode: tensors made inside it cannot be trained on.
+        rows = [row.clone() for piece in pieces.results for row in piece]
+        self.results.update(zip(indices, rows, strict=True))
+        self._bar.update(len(indices))
+        return pieces.size
 
 
 def _room(budget: Budget | None, memory: MemoryMonitor | None, device: torch.device) -> Callable[[int], float | None]:
@@ -148,30 +199,20 @@ def _known(
     axes: npt.NDArray[np.int32],
     limits: Counts | None,
     room: Callable[[int], float | None],
+    group: Group,
 ) -> GraphBytes | None:
-    """Return what the memory has room for, None if that is not known before batches run."""
-    if len(examples) <= _FEW:
+    """Return what the memory has room for, None if that is not known before batches of a group run."""
+    if len(group.places) <= _FEW or group.obstacle is not None:
         return None
-    order = np.argsort(-axes.sum(axis=1), kind="stable")
+    order = group.places[np.argsort(-axes[group.places, 0], kind="stable")]
     few = np.concatenate([order[: _FEW - 2], order[-2:]])
-    sizes = runner.learn([examples[index] for index in few], None if limits is None else limits[few])
+    # As far as any batch may reach, so that none of them has to be compared once more.
+    limits = None if limits is None else np.full(len(few), limits.max())
+    sizes = runner.learn([examples[index] for index in few], limits)
     left = None if sizes is None else room(0)
     if sizes is None or left is None:
         return None
     return GraphBytes(sizes, _PLANNED * left, 1 if decoder.is_encoder_decoder else None, None)
-
-
-def _run(
-    runner: Runner, examples: Sequence[Any], indices: list[int], axes: npt.NDArray[np.int32], limits: Counts | None
-) -> Pieces:
-    return run_in_pieces(
-        lambda chosen: runner.run(
-            [examples[index] for index in chosen], chosen, None if limits is None else limits[chosen]
-        ),
-        lambda start, stop: indices[start:stop],
-        len(indices),
-        describe=lambda place: f"example {indices[place]} of length {axes[indices[place]].tolist()}",
-    )
 
 
 def as_limits(value: Any, num: int) -> Counts | None:

@@ -1,0 +1,150 @@
+"""What a prompt must not share a batch with: models whose results depend on padding, or on the longest row."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from ..._types import IntArray
+from .._loss_probe import unwrapped
+from ..graphs._comparing import NEAR, NEAR_ROUGHLY
+
+_HALF = (torch.float16, torch.bfloat16)
+# Of the prompt that is tried with padding and without.
+_NUM_TRIED, _NUM_PADS = 8, 5
+
+
+@final
+class Group(NamedTuple):
+    """Examples that may share batches.
+
+    Attributes:
+        places: of the examples.
+        obstacle: why no graph decodes them, None if nothing is known.
+    """
+
+    places: IntArray
+    obstacle: str | None = None
+
+
+@final
+class _Frequencies(NamedTuple):
+    """Rotary frequencies that are others for long texts.
+
+    Attributes:
+        part: the module that holds them.
+        prefix: of its attributes; models with several kinds of layers have one for each.
+        reach: tokens up to which they are the same.
+        is_kept: what a long text has changed stays for the next one.
+    """
+
+    part: Any
+    prefix: str
+    reach: int
+    is_kept: bool
+
+
+def _frequencies(base: Any) -> Iterator[_Frequencies]:
+    for part in base.modules():
+        kinds = getattr(part, "rope_type", None)
+        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            prefix = "" if layer is None else f"{layer}_"
+            if kind == "longrope":
+                settings = part.config.rope_parameters
+                settings = settings if layer is None else settings[layer]
+                yield _Frequencies(part, prefix, int(settings["original_max_position_embeddings"]), is_kept=False)
+            elif isinstance(kind, str) and "dynamic" in kind:
+                yield _Frequencies(part, prefix, int(part.original_max_seq_len), is_kept=True)
+
+
+def same_reach(base: Any) -> int | None:
+    """Return up to how many tokens the positions of a row do not depend on longer rows, None for any number."""
+    return min((one.reach for one in _frequencies(base)), default=None)
+
+
+def renew(base: Any) -> None:
+    """Let positions be those of a model that has not read a long text yet."""
+    for one in _frequencies(base):
+        if one.is_kept:
+            now, first = (getattr(one.part, f"{one.prefix}{name}") for name in ("inv_freq", "original_inv_freq"))
+            one.part.register_buffer(f"{one.prefix}inv_freq", first.to(now.device), persistent=False)
+            setattr(one.part, f"{one.prefix}max_seq_len_cached", one.reach)
+
+
+def has_positions(base: Any) -> bool:
+    """Say whether a model is told the positions of tokens, as transformers finds out."""
+    return "position_ids" in inspect.signature(base.forward).parameters
+
+
+def is_doubtful(model: Any) -> bool:
+    """Say whether padding on the left may change what a model without an encoder computes.
+
+    It does not where transformers tells positions and masks keys: neither holds for a state that runs over all tokens,
+    for positions that are counted from the first column, and for learned tokens in front of the padding.
+    """
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return True
+    inner: Any = unwrapped(model)
+    if not hasattr(inner, "_supports_default_dynamic_cache"):
+        return False  # not of transformers
+    is_stateful = getattr(inner, "_is_stateful", False) or not inner._supports_default_dynamic_cache()
+    return is_stateful or not has_positions(inner)
+
+
+def pads_freely(model: Any, ids: Tensor, pad: int) -> bool:
+    """Say whether a prompt gives the same logits with padding on its left; where it cannot be tried, it does not.
+
+    Args:
+        model: what ``generate`` is called on.
+        ids: of the prompt, on the model's device.
+        pad: the padding token.
+    """
+    ids = ids[:_NUM_TRIED]
+    try:
+        plain, padded = (_first_logits(model, ids, num, pad) for num in (0, _NUM_PADS))
+    except Exception:  # whatever it is, batches without padding do not need an answer
+        return False
+    return bool(are_near(padded, plain, NEAR_ROUGHLY if plain.dtype in _HALF else NEAR).all())
+
+
+def _first_logits(model: Any, ids: Tensor, num_pads: int, pad: int) -> Tensor:
+    row = torch.cat([ids.new_full((num_pads,), pad), ids])[None]
+    mask = (torch.arange(row.shape[1], device=ids.device) >= num_pads).long()[None]
+    found = model.generate(
+        input_ids=row, attention_mask=mask, max_new_tokens=1, do_sample=False, num_beams=1, pad_token_id=pad,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    logits: Tensor = found.logits[0]
+    return logits
+
+
+def are_near(own: Tensor, eager: Tensor, near: float) -> Tensor:
+    """Say of each row whether logits differ by rounding only.
+
+    >>> are_near(torch.tensor([[1.0, 2.0], [1.0, 2.5]]), torch.tensor([[1.0, 2.0], [1.0, 2.0]]), 0.1)
+    tensor([ True, False])
+    """
+    own, eager = own.double(), eager.double()
+    distance = torch.where(own == eager, 0.0, (own - eager).abs()).nan_to_num(nan=torch.inf)
+    return distance.amax(dim=1) <= near * scale(eager)
+
+
+def scale(scores: Tensor) -> Tensor:
+    """Return the largest size of a finite score of each row."""
+    return torch.where(scores.isfinite(), scores, 0.0).abs().amax(dim=1).clamp(min=1e-6)
+
+
+def by_number(numbers: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the places of equal numbers, the largest first.
+
+    >>> list(by_number([3, 5, 3]))
+    [[1], [0, 2]]
+    """
+    places: dict[int, list[int]] = {}
+    for place, number in enumerate(numbers):
+        places.setdefault(number, []).append(place)
+    return (places[number] for number in sorted(places, reverse=True))

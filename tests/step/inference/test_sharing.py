@@ -1,0 +1,191 @@
+"""Which prompts share a batch: results are those of an example on its own, whatever the model does with padding."""
+
+import warnings
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import batchwright as bw
+from batchwright.errors import ArgumentError
+from batchwright.step.inference import _decoding
+from batchwright.step.inference.generation import generate
+from tests.step.graphs.tape import TapeGraphs
+
+from . import shapes
+
+SMALL = {"vocab_size": shapes.NUM_TOKENS, "hidden_size": 16, "num_hidden_layers": 2}
+BART = {
+    **{name: value for name, value in shapes.M2M100.items() if name != "max_position_embeddings"},
+    "max_position_embeddings": 128, "is_decoder": True, "is_encoder_decoder": False, "forced_eos_token_id": None,
+}  # fmt: skip
+RECURRENT = {**SMALL, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24, "lru_width": 16}
+
+
+def make_random(kind, config):
+    torch.manual_seed(0)
+    model = kind(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.7)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = shapes.ENDS, 1
+    model.generation_config.forced_eos_token_id = None
+    return model.eval()
+
+
+def make_bart():
+    """Its positions are counted from the first column, padding or not."""
+    return make_random(transformers.BartForCausalLM, transformers.BartConfig(**BART))
+
+
+def make_xlnet():
+    """It has no mask for padding that stands in front."""
+    config = transformers.XLNetConfig(vocab_size=shapes.NUM_TOKENS, d_model=16, n_layer=2, n_head=2, d_inner=24)
+    return make_random(transformers.XLNetLMHeadModel, config)
+
+
+def make_recurrent():
+    """Its state runs over padding as over tokens."""
+    config = transformers.RecurrentGemmaConfig(**RECURRENT, attention_window_size=8)
+    return make_random(transformers.RecurrentGemmaForCausalLM, config)
+
+
+def make_prompt_tuned(kind=peft.PromptTuningConfig):
+    """Learned tokens stand in front of the padding, and so at another distance from each prompt."""
+    torch.manual_seed(0)
+    return peft.get_peft_model(shapes.make("llama"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+
+
+def make_dynamic():
+    """Its frequencies change where the longest row goes beyond 16 tokens, and stay so."""
+    scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    return shapes.make("llama", max_position_embeddings=16, rope_parameters=scaling)
+
+
+def make_long():
+    """Its frequencies are others for rows beyond 24 tokens, and its cache is made anew there."""
+    scaling = {
+        "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 24,
+        "short_factor": [1.0, 1.2], "long_factor": [4.0, 9.0],
+    }  # fmt: skip
+    sizes = {**shapes.LLAMA, "max_position_embeddings": 256, "original_max_position_embeddings": 24}
+    config = transformers.Phi3Config(**sizes, pad_token_id=1, rope_parameters=scaling)
+    return make_random(transformers.Phi3ForCausalLM, config)
+
+
+def alone(make, examples, **options):
+    """Return what a new model gives for each example."""
+    found = []
+    for ids in examples:
+        row = torch.tensor([ids])
+        result = make().generate(input_ids=row, attention_mask=torch.ones_like(row), pad_token_id=1, **options)
+        found.append(result[0, len(ids) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [make_bart, make_xlnet, make_recurrent, make_prompt_tuned, make_dynamic, make_long],
+    ids=lambda one: one.__name__,
+)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "replayed"])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_every_result_is_what_the_example_alone_gives(make, graphs):
+    examples, options = shapes.prompts(12), {"max_new_tokens": 8}
+    found = generate(
+        make(), examples, graphs=TapeGraphs() if graphs else False, budget=bw.MaxItems(12), pad_multiple_of=8, **options
+    )
+    assert shapes.as_lists(found) == alone(make, examples, **options)
+
+
+@pytest.mark.parametrize("make", [make_bart, make_prompt_tuned, make_long], ids=lambda one: one.__name__)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_in_one_batch_results_would_be_others(make, monkeypatch):
+    monkeypatch.setattr(_decoding, "is_doubtful", lambda model: False)
+    monkeypatch.setattr(_decoding, "same_reach", lambda base: None)
+    examples, options = shapes.prompts(12), {"max_new_tokens": 8}
+    found = generate(make(), examples, graphs=False, budget=bw.MaxItems(12), **options)
+    assert shapes.as_lists(found) != alone(make, examples, **options)
+
+
+def test_a_long_text_changes_nothing_for_those_after_it():
+    model, long, short = make_dynamic(), [13] * 60, [[12] * 20, [14] * 5]
+    generate(model, [long], graphs=False, max_new_tokens=4)
+    found = generate(model, short, graphs=False, max_new_tokens=4)
+    assert shapes.as_lists(found) == alone(make_dynamic, short, max_new_tokens=4)
+
+
+def test_a_row_that_has_ended_does_not_carry_others_beyond_their_reach():
+    """Each of them stays below 24 tokens, but the first one would count up to 20 + 15 beside the second."""
+    examples, limits = [[12] * 20, [13] * 5], [2, 15]
+    found = generate(make_long(), examples, graphs=False, max_new_tokens=limits, budget=bw.MaxItems(2))
+    expected = [
+        alone(make_long, [example], max_new_tokens=limit)[0] for example, limit in zip(examples, limits, strict=True)
+    ]
+    assert shapes.as_lists(found) == expected
+
+
+def test_rows_up_to_the_reach_of_their_positions_are_replayed_and_others_are_said_to_run_eagerly_once():
+    examples = [*([12 + place, 13] for place in range(9)), [14] * 30, [15] * 40]
+    graphs = TapeGraphs()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        generate(make_long(), examples, graphs=graphs, max_new_tokens=9)
+    said = [str(one.message) for one in caught if "runs eagerly" in str(one.message)]
+    assert said == [
+        "generate runs eagerly: beyond 24 tokens the positions of Phi3ForCausalLM change with the longest row"
+    ]
+    assert graphs.num_replays
+
+
+def test_models_that_are_told_positions_share_batches(monkeypatch):
+    monkeypatch.setattr(_decoding, "pads_freely", lambda *_: pytest.fail("tried"))
+    for name in shapes.NAMES:
+        generate(shapes.make(name), shapes.prompts(3), graphs=False, max_new_tokens=2)
+
+
+def test_a_model_without_positions_that_padding_does_not_change_shares_batches():
+    """Bloom tells distances by the mask."""
+    torch.manual_seed(0)
+    config = transformers.BloomConfig(vocab_size=shapes.NUM_TOKENS, hidden_size=16, n_layer=2, n_head=2)
+    decoder = _decoding.Decoder(transformers.BloomForCausalLM(config).eval(), {"max_new_tokens": 3}, None, None, 1)
+    assert [len(group.places) for group in decoder.groups(shapes.prompts(7), None)] == [7]
+
+
+@pytest.mark.parametrize(
+    "wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager")], ids=["parallel", "compiled"]
+)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_learned_prompts_count_under_a_wrapper_too(wrap):
+    examples = shapes.prompts(5)
+    expected = alone(make_prompt_tuned, examples, max_new_tokens=6)
+    for graphs in (False, TapeGraphs()):
+        found = generate(wrap(make_prompt_tuned()), examples, graphs=graphs, max_new_tokens=6)
+        assert shapes.as_lists(found) == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize(
+    ("example", "match"),
+    [
+        ([12.0, 13.0], "whole numbers"),
+        ([True, False], "whole numbers"),
+        ([[12], [13]], "2 axes"),
+        (["a"], "must be token ids"),
+        ([None], "must be token ids"),
+        ({"input_ids": [1.5]}, "whole numbers"),
+        ([12, shapes.NUM_TOKENS], "from 0 to 60, got 12 to 61"),
+        ({"input_ids": [-1]}, "from 0 to 60, got -1 to -1"),
+    ],
+)
+def test_what_are_no_ids_of_the_model_is_refused(name, example, match):
+    with pytest.raises(ArgumentError, match=match):
+        generate(shapes.make(name), [example], graphs=False, max_new_tokens=2)
+
+
+def test_examples_may_come_from_a_generator():
+    model, examples = shapes.make("llama"), shapes.prompts(4)
+    found = generate(model, (one for one in examples), max_new_tokens=3)
+    assert shapes.as_lists(found) == shapes.as_lists(generate(model, examples, max_new_tokens=3))
