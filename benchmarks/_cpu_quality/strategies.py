@@ -6,6 +6,9 @@ goodput_betas   the same, with Adam's betas as they are
 goodput_oracle  the same, where noise is that of a thousand other examples, and takes no time
 measured        size.measured(), which reads experiments of step.measure_size, at most 5 % of the time
 measured_early  the same, where experiments may take half of the time
+measured_plan   the same, at most 5 % of the planned time, so that a short experiment comes early
+mixed           the larger of size.measured() and size.goodput(); experiments take at most 5 % of the time so far
+mixed_plan      the same, at most 5 % of the planned time, so that a short experiment comes early
 smith           the batch grows where the rate would fall (Smith et al. 2017): for SGD as 1 / rate, for Adam its square
 seesaw          the batch grows as 1 / rate, the rate falls as its root (arXiv 2510.14717)
 warmup          the batch doubles after an eighth, a quarter and half of the time, the rate follows by the rule: as the
@@ -14,9 +17,10 @@ warmup          the batch doubles after an eighth, a quarter and half of the tim
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
@@ -35,16 +39,35 @@ PARTS = 1000  # of the time, in which schedules count
 LARGEST = 64  # times the base size
 NOISE_EVERY = 2  # updates
 ORACLE_EXAMPLES = 1024
-# To train on: 8 updates at 4 times the size.
-EXPERIMENT_BATCHES = 32
 # Of the time, that experiments may take: what ``size.ExperimentBudget`` has by itself, and one that lets the first of
 # them be made in these short runs, after about a quarter of the time.
-SHARES = {"measured": 0.05, "measured_early": 0.5}
-# To compare losses on, and how many times the size in force: fewer and larger passes take less time for the same error.
-HELD_OUT, HELD_OUT_FACTOR = 8, 4
-FACTORS = (1, 2, 4)
+SHARES = {"measured": 0.05, "measured_early": 0.5, "measured_plan": 0.05, "mixed": 0.05, "mixed_plan": 0.05}
+PLANNED = ("measured_plan", "mixed_plan")
 
 _RULES = {"linear": learning_rate.linear, "sqrt": learning_rate.sqrt}
+
+
+@final
+class Design(NamedTuple):
+    """An experiment: what is trained on, what losses are compared on, and the factors.
+
+    Attributes:
+        num_batches: to train on.
+        factors: of the size.
+        num_held_out: batches to compare losses on.
+        held_out_size: examples of one, by the size in force: fewer and larger passes take less time for the same error.
+    """
+
+    num_batches: int
+    factors: tuple[int, ...]
+    num_held_out: int
+    held_out_size: Callable[[int], int]
+
+
+# 8 updates at 4 times the size.
+LONG = Design(32, (1, 2, 4), 8, lambda size: 4 * size)
+# 2 of them: the longest that 5 % of the planned time allow at the base.
+SHORT = Design(8, (1, 4), 4, lambda size: max(64, size))
 
 Batches = Callable[[int, int], list[Any]]
 TimeOf = Callable[[int, int], float] | None
@@ -69,14 +92,17 @@ class Strategy:
     Args:
         name: of a strategy.
         task: gives the base size and the rules.
+        seconds: that the run is planned to take.
     """
 
-    def __init__(self, name: str, task: Task) -> None:
+    def __init__(self, name: str, task: Task, seconds: float = math.inf) -> None:
         self.name, self.task = name, task
         self.stepper_options: dict[str, Any] = {}
         self._rate_of: Callable[[int], float] = decay
         share = SHARES.get(name)
-        self._budget = None if share is None else size.ExperimentBudget(share)
+        planned = seconds if name in PLANNED and math.isfinite(seconds) else None
+        self._budget = None if share is None else size.ExperimentBudget(share, planned_seconds=planned)
+        self._design = SHORT if name in PLANNED else LONG
         self._oracle: Callable[[], Row] | None = None
         self.controller = self._make()
 
@@ -91,13 +117,13 @@ class Strategy:
 
     def after(self, report: StepReport, *, seconds: float, gone: float) -> None:
         """Let the policy see an update: its own seconds, and the part of the time that is gone."""
-        if self.name.startswith("goodput"):
+        if self.name.startswith(("goodput", "mixed")):
             known = self._oracle() if self._oracle is not None else {}
             self.controller.observe(**{**report.observation(), "seconds": seconds, **known})
-        elif self._budget is not None:
-            self._budget = self._budget.after_update(seconds)
         elif self.name in ("smith", "seesaw", "warmup"):
             self.controller.observe(epoch=min(PARTS, int(PARTS * gone)))
+        if self._budget is not None:
+            self._budget = self._budget.after_update(seconds)
 
     def watch(self, model: nn.Module, draw: Callable[[int], Any]) -> None:
         """Let an oracle measure the noise of a model on other examples, while the clock stands still."""
@@ -106,12 +132,13 @@ class Strategy:
 
     def experiment(self, stepper: Stepper, take: Batches, clock: Clock) -> float:
         """Measure larger sizes if the budget allows it, and return the seconds of it."""
-        if self._budget is None or not self._budget.allows(EXPERIMENT_BATCHES, FACTORS):
+        design = self._design
+        if self._budget is None or not self._budget.allows(design.num_batches, design.factors):
             return 0.0
         began, before = clock.seconds, self.size
-        work = experiment(self.controller, stepper, take, clock.time_of)
+        work = experiment(self.controller, stepper, take, clock.time_of, design)
         clock.passed(passes=work["passes"], examples=work["examples"])
-        took, counts = clock.seconds - began, {"num_batches": EXPERIMENT_BATCHES, "factors": FACTORS}
+        took, counts = clock.seconds - began, {"num_batches": design.num_batches, "factors": design.factors}
         self._budget = self._budget.after_experiment(took, **counts, has_grown=self.size > before)
         return took
 
@@ -137,8 +164,11 @@ class Strategy:
         if self.name == "warmup":
             policy = size.milestones({0: base, 125: 2 * base, 250: 4 * base, 500: 8 * base}, per="epoch")
             return bw.BatchSizeController(policy, **limits)
-        if self._budget is not None:
+        if self.name.startswith("measured"):
             return bw.BatchSizeController(size.measured(), initial=base, **limits)
+        if self.name.startswith("mixed"):
+            self.stepper_options |= {"measure_noise": NOISE_EVERY, "noise_from": "vectors"}
+            return bw.BatchSizeController(size.maximum(size.measured(), size.goodput()), initial=base, **limits)
         if self.name in ("goodput", "goodput_betas", "goodput_oracle"):
             if self.name != "goodput_oracle":
                 self.stepper_options |= {"measure_noise": NOISE_EVERY, "noise_from": "vectors"}
@@ -183,11 +213,14 @@ def follow_size(task: Task) -> dict[str, Any]:
     return options if task.optimizer == "sgd" else {**options, "beta2_rule": "half_life"}
 
 
-def experiment(controller: bw.BatchSizeController, stepper: Stepper, take: Batches, time_of: TimeOf) -> Work:
-    """Branch training at 1, 2 and 4 times the size in force, let the policy read it, and return the work of it."""
-    size_before, num = controller.size, EXPERIMENT_BATCHES
-    held_out = take(HELD_OUT, HELD_OUT_FACTOR * size_before)
-    result = measure_size(stepper, take(num, size_before), factors=FACTORS, evaluate=held_out)
+def experiment(
+    controller: bw.BatchSizeController, stepper: Stepper, take: Batches, time_of: TimeOf, design: Design = LONG
+) -> Work:
+    """Branch training at multiples of the size in force, let the policy read it, and return the work of it."""
+    size_before, num, factors = controller.size, design.num_batches, design.factors
+    held_out_size = design.held_out_size(size_before)
+    held_out = take(design.num_held_out, held_out_size)
+    result = measure_size(stepper, take(num, size_before), factors=factors, evaluate=held_out)
     observation = result.observation()
     if time_of is not None:
         found = observation["experiment"]
@@ -199,7 +232,7 @@ def experiment(controller: bw.BatchSizeController, stepper: Stepper, take: Batch
             ]
     controller.observe(**observation)
     # An evaluation is a forward pass, a third of a whole one; held-out batches run before, and along each branch.
-    evaluated = (1 + sum(len(branch.curve) for branch in result.branches)) * HELD_OUT / 3
-    passes = sum(num // factor for factor in FACTORS) + evaluated
-    examples = (len(FACTORS) * num + HELD_OUT_FACTOR * evaluated) * size_before
+    evaluated = (1 + sum(len(branch.curve) for branch in result.branches)) * design.num_held_out / 3
+    passes = sum(num // factor for factor in factors) + evaluated
+    examples = len(factors) * num * size_before + held_out_size * evaluated
     return {"passes": round(passes), "examples": round(examples)}

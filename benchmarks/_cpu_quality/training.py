@@ -60,10 +60,10 @@ def run(unit: Unit, scale: float = 1.0) -> Row:
     task = TASKS[unit.task]
     data, model = task.load(), task.make()
     optimizer = task.make_optimizer(model)
-    strategy = Strategy(unit.strategy, task)
+    seconds = scale * unit.horizon * task.seconds[kind_of(unit.clock)]
+    strategy = Strategy(unit.strategy, task, seconds)
     stepper = Stepper(model, optimizer, LOSS, **strategy.stepper_options)
     stream, clock = Stream(len(data.train[1]), unit.seed), make_clock(unit.clock)
-    seconds = scale * unit.horizon * task.seconds[kind_of(unit.clock)]
     updates = examples = 0
     extra = 0.0  # seconds of experiments
     running = weighted = 0.0  # seconds of updates, and these times their sizes

@@ -287,11 +287,14 @@ def test_equal_values_touch_nothing():
         assert optimizer.param_groups[0]["betas"] is betas
 
 
+def far_loss(model, batch):
+    return (model(batch[0]) - 9.0).square().sum(), len(batch[0])
+
+
 def test_a_stepper_that_measures_noise_makes_the_squares_follow_the_size():
     model = make_model()
     optimizer = OPTIMIZERS["adam"](model.parameters())
-    far = lambda model, batch: ((model(batch[0]) - 9.0).square().sum(), len(batch[0]))  # noqa: E731
-    stepper = Stepper(model, optimizer, far, measure_noise=True, **RULES)
+    stepper = Stepper(model, optimizer, far_loss, measure_noise=True, **RULES)
     for seed in range(40):
         stepper.step(batch_of(8, seed))
     before, seen = [held["exp_avg_sq"].clone() for held in optimizer.state.values()], []
@@ -305,3 +308,23 @@ def test_a_stepper_that_measures_noise_makes_the_squares_follow_the_size():
     assert 0.3 < factor < 0.99
     for average, was in zip(seen, before, strict=True):
         torch.testing.assert_close(average, factor * was, rtol=1e-5, atol=0)
+
+
+def test_squares_that_followed_no_size_for_a_while_are_not_scaled_from_an_old_one():
+    model = make_model()
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    with_rule = Stepper(model, optimizer, far_loss, measure_noise=True, **RULES)
+    for seed in range(40):
+        with_rule.step(batch_of(8, seed))
+    without = Stepper(model, optimizer, far_loss)
+    for seed in range(40):
+        without.step(batch_of(64, seed))
+    again = Stepper(model, optimizer, far_loss, measure_noise=True, **RULES)
+    again.load_state_dict(with_rule.state_dict())  # which knows the noise scale
+    before, seen = [held["exp_avg_sq"].clone() for held in optimizer.state.values()], []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.extend(one["exp_avg_sq"].clone() for one in optimizer.state.values())
+    )
+    again.step(batch_of(64, 99))  # the averages are those of 64 examples
+    for average, was in zip(seen, before, strict=True):
+        torch.testing.assert_close(average, was, rtol=0, atol=0)

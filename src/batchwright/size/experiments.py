@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, SupportsIndex, final
 
-from .._checks import as_number, as_state, as_whole, read_number
+from .._checks import as_number, as_state, as_whole, read_number, read_whole
 from ..errors import ArgumentError
 
 # How many times the plain estimate the first experiment is taken to last: copies, evaluations, new shapes.
 _FIRST_OVERRUN = 2.0
 # Updates over which the mean of their seconds forgets.
 _UPDATES = 16
+# How many times the mean an update counts at most: a longer one is a pause of the machine, and no training.
+_LONGEST = 16.0
 # Halvings of the share, after which more experiments that hold the size change nothing.
 _MOST_HELD = 10
 
@@ -30,6 +32,10 @@ class ExperimentBudget:
     first experiment; then the newest experiment says how far the estimate was off. One that held the size makes the
     next one less likely to pay, so the share is halved until the size grows. A run too short for one has none.
 
+    A size that is found early helps for the rest of the run. If it is known how long the run will be,
+    ``planned_seconds`` takes the place of ``t + e + x`` as long as it is more: the first experiment then comes as soon
+    as training took as long as it will take, and the share is one of the whole run.
+
     Attributes:
         max_share: of all seconds, above 0 and below 1.
         trained_seconds: of updates so far.
@@ -37,6 +43,7 @@ class ExperimentBudget:
         update_seconds: mean of the newest updates, 0 before the first.
         overrun: how many times the plain estimate an experiment takes.
         num_held: experiments since the last one that let the size grow.
+        planned_seconds: of the whole run, with experiments; None if nobody knows.
 
     >>> budget = ExperimentBudget()
     >>> num_updates = 0
@@ -55,12 +62,16 @@ class ExperimentBudget:
     update_seconds: float = 0.0
     overrun: float = _FIRST_OVERRUN
     num_held: int = 0
+    planned_seconds: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_share", as_number("max_share", self.max_share, above=0, below=1))
         for name in ("trained_seconds", "spent_seconds", "update_seconds", "overrun"):
             object.__setattr__(self, name, as_number(name, getattr(self, name), least=0))
-        object.__setattr__(self, "num_held", as_whole("num_held", self.num_held, least=0))
+        num_held = min(as_whole("num_held", self.num_held, least=0), _MOST_HELD)
+        object.__setattr__(self, "num_held", num_held)
+        if self.planned_seconds is not None:
+            object.__setattr__(self, "planned_seconds", as_number("planned_seconds", self.planned_seconds, above=0))
 
     @property
     def share(self) -> float:
@@ -81,13 +92,21 @@ class ExperimentBudget:
         """
         expected = self.expected_seconds(num_batches, factors)
         spent = self.spent_seconds + expected
-        return expected > 0 and spent <= self.max_share / 2**self.num_held * (self.trained_seconds + spent)
+        total = self.trained_seconds + spent
+        if self.planned_seconds is not None and self.trained_seconds >= expected:
+            total = max(total, self.planned_seconds)
+        return expected > 0 and spent <= self.max_share / 2**self.num_held * total
 
     def after_update(self, seconds: float) -> ExperimentBudget:
-        """Return the budget after an update of some seconds; what is no duration counts as none."""
+        """Return the budget after an update of some seconds; what is no duration counts as none.
+
+        A machine that was asleep, or a clock that jumped, is no training: an update counts at most 16 times the mean.
+        """
         seconds = float(seconds)
         if not 0 < seconds < float("inf"):
             return self
+        if self.update_seconds:
+            seconds = min(seconds, _LONGEST * self.update_seconds)
         mean = self.update_seconds + (seconds - self.update_seconds) / (_UPDATES if self.update_seconds else 1)
         return replace(self, trained_seconds=self.trained_seconds + seconds, update_seconds=mean)
 
@@ -118,12 +137,16 @@ class ExperimentBudget:
 
     def to_state(self) -> dict[str, Any]:
         """Return the budget as JSON values."""
-        return asdict(self)
+        # Without a plan it leaves the state that it always left.
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> ExperimentBudget:
         """Return the budget of a saved state."""
-        names = [item.name for item in fields(ExperimentBudget)]
-        state = as_state(state, of="ExperimentBudget", needs=names)
-        values: dict[str, Any] = {name: read_number(state, name, least=0) for name in names}
-        return ExperimentBudget(**{**values, "num_held": int(values["num_held"])})
+        numbers = ["trained_seconds", "spent_seconds", "update_seconds", "overrun"]
+        state = as_state(state, of="ExperimentBudget", needs=["max_share", *numbers, "num_held"])
+        values: dict[str, Any] = {name: read_number(state, name, least=0) for name in numbers}
+        values["max_share"] = read_number(state, "max_share", above=0, below=1)
+        if state.get("planned_seconds") is not None:
+            values["planned_seconds"] = read_number(state, "planned_seconds", above=0)
+        return ExperimentBudget(**values, num_held=read_whole(state, "num_held"))

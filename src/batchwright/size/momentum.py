@@ -92,9 +92,18 @@ def follow_noise(optimizer: Any, batch_size: int, find_scale: Callable[[], float
         before = group.setdefault(MADE_AT, batch_size)
         if abs(math.log(batch_size / before)) > math.log(_SAME_SIZE):
             scale = find_scale()
-            if scale is not None:
+            if scale is not None and math.isfinite(scale):
                 _scale_squares(inner, group, (1 + scale / batch_size) / (1 + scale / before))
             group[MADE_AT] = batch_size
+
+
+def forget_size(optimizer: Any) -> None:
+    """Drop the note of ``follow_noise``: from this update on the averages follow no size.
+
+    A later run that measures noise again would otherwise multiply them from a size that they left long ago.
+    """
+    for group in innermost(optimizer).param_groups:
+        group.pop(MADE_AT, None)
 
 
 def _scale_squares(optimizer: Any, group: dict[str, Any], factor: float) -> None:

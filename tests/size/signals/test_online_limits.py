@@ -15,9 +15,10 @@ from torch import nn
 
 from batchwright import TimeModel, size
 from batchwright.errors import ArgumentError, BatchwrightError, StateMismatchError
-from batchwright.size.signals._timings import Timing, add_reading, timed
+from batchwright.size.signals._timings import Timing, add_reading, check_timings, timed
 from batchwright.step import Stepper, supervised_loss
 
+from ...thorough import num_cases
 from ..makers import Seconds
 
 
@@ -160,3 +161,65 @@ def test_sizes_of_all_kinds_never_push_out_the_last_two_that_were_timed() -> Non
         timings = add_reading(timings, amount, 0.01)
     assert [timing["work"] for timing in timed(timings)] == [100, 200]
     assert len(timings) == 12
+
+
+@pytest.mark.parametrize("unit", [2.0**-17, 2.0**20], ids=["microseconds", "hours"])
+def test_the_unit_of_the_clock_changes_no_size(unit: float) -> None:
+    def sizes(factor: float) -> list[int]:
+        found = train(size.goodput(), num_updates=300, seconds=lambda batch: factor * (0.02 + 0.001 * batch))
+        return [decision.new for decision in found.history]
+
+    assert sizes(unit) == sizes(1.0) != []
+
+
+def test_a_clock_that_jumps_by_hundreds_of_digits_leaves_readings_that_can_be_loaded() -> None:
+    timings: list[Timing] = []
+    for seconds in [1e-11] * 16 + [1e11] * 16 + [1e300, 1e-300, 5e-324] + [1e-11] * 16:
+        timings = add_reading(timings, 200, seconds)
+        timings = add_reading(timings, 100, seconds)
+    assert all(1e-12 <= value <= 1e12 for timing in timings for value in timing["seconds"])
+    check_timings("timings", timings)
+
+
+@pytest.mark.parametrize(("s", "g2"), [(1e149, 2.0), (1e-149, 1e149)])
+def test_a_noise_scale_beyond_every_batch_is_one_that_a_state_can_hold(s: float, g2: float) -> None:
+    controller = size.BatchSizeController(size.goodput(), min_size=16, max_size=64)
+    for _ in range(60):
+        batch = controller.size
+        controller.observe(batch_size=batch, seconds=0.02 + 0.001 * batch, noise_s=s, noise_g2=g2)
+    state = json.loads(json.dumps(controller.state_dict(), allow_nan=False))
+    again = size.BatchSizeController(size.goodput(), min_size=16, max_size=64)
+    again.load_state_dict(state)
+    assert again.size == (64 if s > g2 else 16)
+
+
+_WILD: dict[str, list[float]] = {
+    "seconds": [1e-6, 1e4, 1e-300, 1e300, 5e-324, 0.0, -1.0, math.nan, math.inf, 1e16],
+    "noise_s": [-5.0, math.nan, math.inf, -math.inf, 0.0, 1e149, -1e149, 5e-324, 1e308],
+    "noise_g2": [-5.0, math.nan, math.inf, -math.inf, 0.0, 1e149, -1e149, 5e-324, 1e75],
+}
+
+
+@pytest.mark.parametrize("seed", range(num_cases(8, thorough=200)))
+def test_whatever_an_update_tells_the_run_goes_on_and_can_be_resumed(seed: int) -> None:
+    chance = random.Random(seed)
+    low, high = chance.choice([(1, 4096), (16, 16), (2, 10**6), (1, 2**60), (100, 101)])
+    tokens = chance.choice([None, 1, 300])
+
+    def control() -> size.BatchSizeController:
+        return size.BatchSizeController(size.goodput(), min_size=low, max_size=high)
+
+    controller = control()
+    for step in range(150):
+        batch = controller.size if chance.random() < 0.9 else chance.choice([1, controller.size // 2 or 1])
+        figures: dict[str, Any] = {"seconds": 0.05 + 0.001 * batch, "noise_s": 800.0, "noise_g2": 2.0}
+        for name, wild in _WILD.items():
+            if chance.random() < 0.1:
+                figures[name] = chance.choice(wild)
+        if tokens is not None:
+            figures["batch_tokens"] = chance.choice([batch * tokens, batch * tokens, batch, 0])
+        assert low <= controller.observe(batch_size=batch, **figures) <= high
+        if step % 10 == 0:
+            state = json.loads(json.dumps(controller.state_dict(), allow_nan=False))
+            controller = control()
+            controller.load_state_dict(state)

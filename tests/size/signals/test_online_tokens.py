@@ -190,6 +190,26 @@ def test_the_oldest_reading_of_what_was_read_most_leaves_first():
     assert readings[-1][1] == 1 + 299 / 1e6
 
 
+def test_readings_of_the_same_tokens_are_one_group_behind_a_few_smaller_ones():
+    (one,) = token_timings([[1024.0, 0.5], *([[2048.0, 1.0]] * 20)])
+    assert one["work"] == 2048
+    # A group is full here after four readings, and the next one would begin one token further on.
+    readings = [[1024.0, 0.5], *([[2047.0, 1.0], [2048.0, 1.01]] * 10)]
+    assert len(token_timings(readings)) == 1
+
+
+@pytest.mark.parametrize(("bounds", "last"), [((16, 16), 16), ((8, 16), 16), ((16, 24), 24)])
+def test_epochs_that_end_with_half_a_batch_of_one_length_do_not_end_training(bounds, last):
+    controller = BatchSizeController(goodput(), min_size=bounds[0], max_size=bounds[1], initial=16)
+    left = 1000  # 62 batches of 16 and one of 8
+    for _ in range(400):
+        size = min(controller.size, left)
+        left = left - size or 1000
+        figures = {"batch_tokens": 128 * size, "seconds": 0.02 + 1e-4 * size}
+        controller.observe(batch_size=size, noise_s=400.0, noise_g2=2.0, **figures)
+    assert controller.size == last
+
+
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, 0.0, -1.0])
 def test_a_reading_that_is_no_duration_is_left_out(seconds):
     assert add_tokens([], 100, seconds) == []

@@ -34,6 +34,8 @@ _APART = 1.9
 LARGEST_SIZE = 2.0**53
 # The least number of sizes that a curve goes through.
 FEWEST = 2
+# Seconds below, or above its inverse, are those of no update.
+_LEAST_SECONDS = 1e-12
 
 
 class Timing(TypedDict):
@@ -64,7 +66,7 @@ def add_reading(timings: list[Timing], work: float, seconds: float) -> list[Timi
     >>> timings
     [{'work': 64.0, 'seconds': [1.0, 1.2, 1.1], 'pace': None}]
     """
-    if not (math.isfinite(seconds) and seconds > 0):
+    if not is_duration(seconds):
         return timings
     mine = min(
         (timing for timing in timings if _is_near(timing, work)), key=partial(_distance, work=work), default=None
@@ -81,6 +83,16 @@ def add_reading(timings: list[Timing], work: float, seconds: float) -> list[Timi
         others = [_scale(timing, now / before) for timing in others]
         readings, before = readings[-_RECENT:], now
     return [*others, {"work": work, "seconds": readings, "pace": before}]
+
+
+def is_duration(seconds: float) -> bool:
+    """Return whether an update may have taken so many seconds."""
+    return _LEAST_SECONDS < seconds < 1 / _LEAST_SECONDS
+
+
+def at_pace(seconds: float, factor: float) -> float:
+    """Return what a reading would have been at another pace, within what updates take."""
+    return min(max(factor * seconds, _LEAST_SECONDS), 1 / _LEAST_SECONDS)
 
 
 def num_readings(timings: list[Timing], work: float) -> int:
@@ -165,5 +177,5 @@ def _is_near(timing: Timing, work: float) -> bool:
 
 
 def _scale(timing: Timing, factor: float) -> Timing:
-    pace = None if timing["pace"] is None else timing["pace"] * factor
-    return {"work": timing["work"], "seconds": [value * factor for value in timing["seconds"]], "pace": pace}
+    pace = None if timing["pace"] is None else at_pace(timing["pace"], factor)
+    return {"work": timing["work"], "seconds": [at_pace(value, factor) for value in timing["seconds"]], "pace": pace}

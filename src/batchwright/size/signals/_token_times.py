@@ -12,7 +12,7 @@ import numpy as np
 from ..._types import FloatArray
 from ...errors import ArgumentError
 from .._states import check_numbers
-from ._timings import LARGEST_SIZE, Timing, predict_seconds, timed
+from ._timings import LARGEST_SIZE, Timing, at_pace, is_duration, predict_seconds, timed
 
 # [tokens, seconds] of an update.
 Reading: TypeAlias = list[float]
@@ -25,6 +25,8 @@ _WIDTH = math.log(1.5)
 # A group of readings is at least and at most so wide, and there are about so many groups. The root of the widest stays
 # below what counts as slow.
 _NARROWEST, _WIDEST, _MOST_GROUPS = 1.2, 2.0, 12
+# Groups whose middles are closer are one: the noise of the clock between them would be the slope of the curve.
+_CLOSEST = 1.1
 # Readings of a group that make it timed.
 ENOUGH_OF_TOKENS = 3
 # A reading this many times the lower quartile of its group paid for a new shape, or for something else that passes.
@@ -35,8 +37,6 @@ _SPAN, _FEWEST_GROUPS = 4.0, 3
 # logarithm, that counts.
 _RECENT, _COMPARABLE = 15, 10
 _CHANGE = 0.2
-# Seconds below, or above its inverse, are those of no update.
-_LEAST_SECONDS = 1e-12
 
 
 def add_tokens(readings: list[Reading], tokens: float, seconds: float) -> list[Reading]:
@@ -47,7 +47,7 @@ def add_tokens(readings: list[Reading], tokens: float, seconds: float) -> list[R
     >>> add_tokens([[100.0, 0.5]], 300, 0.7)
     [[100.0, 0.5], [300.0, 0.7]]
     """
-    if not (_LEAST_SECONDS < seconds < 1 / _LEAST_SECONDS and 0 < tokens <= LARGEST_SIZE):
+    if not (is_duration(seconds) and 0 < tokens <= LARGEST_SIZE):
         return readings
     readings = [*readings, [float(tokens), float(seconds)]]
     if len(readings) > _MOST_READINGS:
@@ -68,8 +68,8 @@ def _follow_pace(readings: list[Reading]) -> list[Reading]:
     quarter = len(ratios) // 4
     if ratios[quarter] < math.exp(_CHANGE) and ratios[-1 - quarter] > math.exp(-_CHANGE):
         return readings
-    factor, least = median(ratios), _LEAST_SECONDS
-    return [*([tokens, min(max(factor * seconds, least), 1 / least)] for tokens, seconds in before), *recent]
+    factor = median(ratios)
+    return [*([tokens, at_pace(seconds, factor)] for tokens, seconds in before), *recent]
 
 
 def _is_unusual(reading: Reading, before: list[Reading]) -> bool:
@@ -95,7 +95,13 @@ def token_timings(readings: list[Reading]) -> list[Timing]:
         if wide > _WIDEST or (len(groups[-1]) >= enough and wide > _NARROWEST):
             groups.append([])
         groups[-1].append(reading)
-    return [_timing(group) for group in groups]
+    apart: list[list[Reading]] = []
+    for group in groups:
+        if apart and _middle(group) < _CLOSEST * _middle(apart[-1]):
+            apart[-1] += group
+        else:
+            apart.append(group)
+    return [_timing(group) for group in apart]
 
 
 def _ratio(reading: Reading, usual: list[Timing]) -> float | None:
@@ -107,10 +113,14 @@ def _ratio(reading: Reading, usual: list[Timing]) -> float | None:
 
 
 def _timing(readings: list[Reading]) -> Timing:
-    middle = median(tokens for tokens, _ in readings)
+    middle = _middle(readings)
     seconds = sorted(_scaled(reading, middle) for reading in readings)
     most = _SLOW * seconds[(len(seconds) - 1) // 4]
     return {"work": middle, "seconds": [value for value in seconds if value <= most], "pace": None}
+
+
+def _middle(readings: list[Reading]) -> float:
+    return median(tokens for tokens, _ in readings)
 
 
 def spans_enough(timings: list[Timing]) -> bool:

@@ -26,6 +26,8 @@ _SHARE_OF_NOISE, FEWEST_NOISE, _MOST_NOISE = 0.5, 12.0, 64.0
 EARLY = 32
 # Updates of several examples that may lack noise after a single one, which cannot say whether noise is measured at all.
 _GRACE = 256
+# A noise scale of more examples is larger than every batch.
+_MOST_SCALE = 2.0**53
 _NOT_MEASURED = "no noise was measured since the last observation"
 
 
@@ -346,6 +348,8 @@ def find_scale(state: State) -> Evidence:
     once stands until the next one, or until the bound is above it.
     """
     found = RecentNoise.of(state["recent"]).weigh(NoiseAverage(**state["average"]))
+    if found.scale is not None:  # a quotient of extremes is no number of examples, nor one that a state can hold
+        found = found._replace(scale=min(max(found.scale, 1 / _MOST_SCALE), _MOST_SCALE))
     before = state["scale"]
     if found.is_sure or before is None or (found.scale is not None and found.scale > before):
         return found
