@@ -344,6 +344,7 @@ def _pairs(max_length: int, max_items: Any, max_tokens: Any) -> tuple[tuple[int,
     ((1, 16), (2, 16), (1, 32), (4, 16), (2, 32))
     """
     max_items, max_tokens = as_whole("max_items", max_items, least=1), as_whole("max_tokens", max_tokens, least=1)
+    max_tokens = max(max_tokens, max_length)  # one of the longest texts always fits, and so do as many short ones
     found = []
     for length in _powers(_SHORTEST, max_length):
         most = max(1, min(max_items, max_tokens // length))
