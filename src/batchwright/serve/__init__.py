@@ -11,6 +11,7 @@ from ..errors import RunInterrupted as RunInterrupted
 from ..errors import RunTimeout as RunTimeout
 from ..errors import TooLarge as TooLarge
 from ..errors import WorkerDied as WorkerDied
+from ._engine.ways import give_way as give_way
 from .background import Background as Background
 from .background import BackgroundBatch as BackgroundBatch
 from .batcher import Batcher as Batcher
@@ -42,5 +43,6 @@ __all__ = [
     "TooLarge",
     "WorkerDied",
     "batched",
+    "give_way",
     "guess_length",
 ]

@@ -273,10 +273,10 @@ def test_a_batch_that_ends_every_process_is_given_up_after_so_many():
 SCRIPT = """
     import sys
     from batchwright.serve import Batcher
-    from batchwright.serve._engine import workers
+    from batchwright.serve._engine import lifetimes
     from tests.serve.in_processes import obey
 
-    workers.EXIT_SECONDS = 0.2
+    lifetimes.EXIT_SECONDS = 0.2
     batcher = Batcher(obey, worker="process")
     print(batcher.submit_sync("pid"), flush=True)
 """

@@ -26,6 +26,8 @@ class Outcome:
         is_oom: the error means that memory ran out.
         is_final: the error says nothing about the items, so running parts of them would not help.
         is_lost: the event loop that ran the batch is gone; another one may do better.
+        held_seconds: the longest time for which a part of background work that gives way let nobody else run; None: it
+            never gave way.
     """
 
     values: Sequence[Any] = ()
@@ -33,6 +35,7 @@ class Outcome:
     is_oom: bool = False
     is_final: bool = False
     is_lost: bool = False
+    held_seconds: float | None = None
 
 
 @final

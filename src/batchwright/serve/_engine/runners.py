@@ -81,6 +81,7 @@ class Worker:
         runner: calls the function.
         claim: what it waits for the device with.
         current: what it runs, and since when by ``time.monotonic()``; one field, so that a look at both needs no lock.
+        paused: the part of background work that gives way to what it runs.
         is_ready: its runner can run a batch; None: not known yet.
         is_abandoned: its call took too long, and another worker has its place.
         has_ended: its thread is over, and its runner closed.
@@ -90,6 +91,7 @@ class Worker:
     claim: Claim
     thread: threading.Thread = field(default_factory=threading.Thread)
     current: tuple[Any, float] | None = None
+    paused: Any = None
     is_ready: bool | None = None
     is_abandoned: bool = False
     has_ended: bool = False

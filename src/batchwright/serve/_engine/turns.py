@@ -13,6 +13,7 @@ from typing import Any, Protocol, final
 
 from ...errors import ArgumentError
 from .gaps import Gaps
+from .lifetimes import forget_in_forks
 
 # How often those that wait look whether they still need the device.
 POLL_SECONDS = 0.25
@@ -23,7 +24,6 @@ POLL_SECONDS = 0.25
 _held: contextvars.ContextVar[tuple[int, frozenset[Any]]] = contextvars.ContextVar("_held", default=(0, frozenset()))
 
 _places = itertools.count()
-_all: weakref.WeakSet[Turns] = weakref.WeakSet()
 
 
 @final
@@ -42,10 +42,15 @@ class Turns:
         self._claims: list[Claim] = []
         self._numbers = itertools.count()
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
-        _all.add(self)
+        forget_in_forks(self)
 
     def __repr__(self) -> str:
         return f"Device({self.name!r})"
+
+    @property
+    def is_wanted(self) -> bool:
+        """Say, without a lock, whether somebody waits for the device with a request."""
+        return any(claim.is_urgent for claim in tuple(self._claims))
 
     def register(self, member: Member) -> None:
         """Note a batcher, so that the background work of no other one takes longer than its requests allow."""
@@ -133,6 +138,11 @@ class Claim:
         self.number = 0
         self.running_urgency = math.inf
 
+    @property
+    def is_urgent(self) -> bool:
+        """Say whether it is for a request."""
+        return self.place()[0] < math.inf
+
     def place(self) -> tuple[float, int]:
         """Return the order among claims: by urgency, then by age."""
         return min(self._urgency(), self.running_urgency), self.number
@@ -147,12 +157,3 @@ def held_here() -> frozenset[Any]:
     """Return what is busy until what runs in this context returns; nothing in a process that was forked there."""
     pid, busy = _held.get()
     return busy if pid == os.getpid() else frozenset()
-
-
-def _forget_all() -> None:
-    for turns in list(_all):
-        turns.forget()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)

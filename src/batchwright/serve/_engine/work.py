@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, final
 
 from ...errors import DeadlineExceeded
+from ..latency import LatencyModel
 from .calls import Call, Outcome
 from .core import Core, Turn
 from .gaps import Gaps
@@ -50,7 +51,10 @@ class Work:
         # By how much the last part held up the requests that have been running since it ended.
         self._delay = 0.0
         self._is_blameless = True
+        self._is_between = False
         self._num_late = 0
+        # How long parts that give way hold up requests at once; None: none ever gave way.
+        self._held: LatencyModel | None = None
         self._part_seconds: float | None = None
         self._why_waiting: str | None = None
         self.urgency = math.inf
@@ -106,13 +110,9 @@ class Work:
 
     def take(self, now: float) -> tuple[Turn, Part | None]:
         """Return a batch of requests; only if there is none, a part of the background work."""
-        turn = self.core.take(now) if self.core.num_waiting else Turn()
-        self._note(turn.ended, now)
-        if self._device is not None:
-            self.urgency = self.core.least_urgency()
+        turn = self._take_requests(now)
         if turn.call is not None:
             return turn, None
-        self._delay = 0.0
         if self._background is None or not self.core.is_open:
             return turn, None
         part = self._take_part(self._background, turn.wake_seconds, now)
@@ -125,18 +125,45 @@ class Work:
         """Take in what a call gave; return the call that follows, and the requests that have ended."""
         if isinstance(job, Call):
             if self._has_gaps:
-                self.gaps.note_batch(seconds, self._ratio(len(job.requests), longest(job.requests), seconds))
+                ratio = _ratio(self.core.model, len(job.requests), longest(job.requests), seconds)
+                self.gaps.note_batch(seconds, ratio)
             turn = self.core.complete(job, outcome, now, seconds)
             self._note(turn.ended, now)
             return turn.call, turn.ended
         assert self._background is not None
         if outcome.error is None:
-            self._learn(job, seconds)
+            self._learn(job, seconds, outcome.held_seconds)
         self._background.finish(job, outcome, self.core.settings)
         self._num_parts -= 1
+        self._hold_up(now)
+        return None, []
+
+    def _hold_up(self, now: float) -> None:
+        """Note that a part has held up the requests that wait until now."""
         self._delay = max(0.0, now - self.core.first_arrival())
         self._is_blameless = self.core.model.is_ready  # before that, nobody could know how long it takes
-        return None, []
+
+    @property
+    def is_wanted(self) -> bool:
+        """Say, without a lock, whether a request waits, of this batcher or of another one of the device."""
+        return bool(self.core.num_waiting) or (self._device is not None and self._device.is_wanted)
+
+    def take_between(self, now: float) -> Turn:
+        """Return a batch of requests that runs in the middle of a part, which has held them up until now."""
+        if not self._is_between:
+            self._hold_up(now)
+        turn = self._take_requests(now)
+        self._is_between = turn.call is not None or bool(turn.ended)
+        return turn
+
+    def _take_requests(self, now: float) -> Turn:
+        turn = self.core.take(now) if self.core.num_waiting else Turn()
+        self._note(turn.ended, now)
+        if self._device is not None:
+            self.urgency = self.core.least_urgency()
+        if turn.call is None:
+            self._delay = 0.0
+        return turn
 
     def expire(self, request: Request, now: float, *, running: bool = False) -> list[Request]:
         """Give up a request that still waits at its deadline; one that runs may finish, unless ``running``."""
@@ -144,15 +171,21 @@ class Work:
         self._note(ended, now)
         return ended
 
-    def _learn(self, part: Part, seconds: float) -> None:
-        model, size = self.core.model, part.stop - part.start
-        self.gaps.note_part(self._ratio(size, part.length, seconds))
-        model.observe(size, part.length, seconds)
+    def _learn(self, part: Part, seconds: float, held_seconds: float | None) -> None:
+        size, model = part.stop - part.start, self._part_model
+        held = seconds if held_seconds is None else held_seconds
+        of_requests = model is self.core.model  # until the other one is ready
+        self.gaps.note_part(_ratio(model, size, part.length, seconds if of_requests else held))
+        self.core.model.observe(size, part.length, seconds)
+        if held_seconds is not None and self._held is None:
+            self._held = LatencyModel()
+        if self._held is not None:
+            self._held.observe(size, part.length, held)
 
-    def _ratio(self, num_items: int, length: int, seconds: float) -> float:
-        """Return real over predicted seconds."""
-        model = self.core.model
-        return seconds / model.predict(num_items, length) if model.is_ready else 1.0
+    @property
+    def _part_model(self) -> LatencyModel:
+        """Return what tells for how long a part lets no request run: until it ends, or gives way the next time."""
+        return self._held if self._held is not None and self._held.is_ready else self.core.model
 
     def _note(self, ended: Iterable[Request], now: float) -> None:
         """Note how much longer requests could have waited, had no part held them up."""
@@ -210,16 +243,16 @@ class Work:
         self._part_seconds = seconds = min(member.gaps.longest_part(most) for member in members)
         if wake_seconds is not None:
             seconds = min(seconds, wake_seconds)
-            return background.take(seconds, self.core.model, self.core.settings, most_seconds=longest_item)
+            return background.take(seconds, self._part_model, self.core.settings, most_seconds=longest_item)
         long = self._long_seconds(background, seconds, longest_item)
         if long is not None and self._may_run(long, members, now, has_deadline=allowed < math.inf):
-            return background.take(long, self.core.model, self.core.settings, most_seconds=longest_item)
-        return background.take(seconds, self.core.model, self.core.settings, most_seconds=longest_item)
+            return background.take(long, self._part_model, self.core.settings, most_seconds=longest_item)
+        return background.take(seconds, self._part_model, self.core.settings, most_seconds=longest_item)
 
     def _long_seconds(self, background: Units, seconds: float, most: float) -> float | None:
         """Return what the next item takes at least, if that is longer than parts may take and it is not refused."""
         self._why_waiting = None
-        length, model = background.next_length(), self.core.model
+        length, model = background.next_length(), self._part_model
         if length is None or not model.is_ready:
             return None
         alone = model.predict(1, length)
@@ -242,3 +275,8 @@ class Work:
             f"{self.gaps.saved:.2g} are saved up for it"
         )
         return False
+
+
+def _ratio(model: LatencyModel, num_items: int, length: int, seconds: float) -> float:
+    """Return real over predicted seconds."""
+    return seconds / model.predict(num_items, length) if model.is_ready else 1.0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import dataclasses
 import math
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any, final
 
@@ -18,17 +16,16 @@ from ..settings import Settings
 from ..stats import Stats
 from .calls import Call, Garbage, Outcome
 from .core import Core
+from .lifetimes import end_at_exit, forget_in_forks
 from .processes import most_lost
 from .request import Request
 from .runners import POLL_SECONDS, Runner, Worker, timed_out, why_none_is_ready
 from .turns import Claim, Turns, held_here, hold
 from .units import Units
 from .waiters import deliver
+from .ways import run_job
 from .work import Job, Work
 
-_all: weakref.WeakSet[Workers] = weakref.WeakSet()
-# How long the end of the interpreter waits for batches that still run.
-EXIT_SECONDS = 5.0
 # A worker wakes at least this often: one whose batcher was forgotten in a bad moment ends then.
 MAX_SLEEP_SECONDS = 60.0
 # One whose process could not start tries again after this time, and after the pause between starts.
@@ -80,7 +77,8 @@ class Workers:
         self._watcher: threading.Thread | None = None
         self._pid = os.getpid()
         self._idle_futures: list[concurrent.futures.Future[None]] = []
-        _all.add(self)
+        end_at_exit(self)
+        forget_in_forks(self)
 
     @property
     def is_open(self) -> bool:
@@ -217,10 +215,10 @@ class Workers:
                 self._device.acquire(worker.claim)
             job = job or self._next(worker)
             while job is not None:
-                self._run(worker, job)
+                self.run(worker, job)
                 job = None if worker.is_abandoned else self._next(worker)
         except BaseException as error:  # callers must hear of it, whatever it is
-            self._crash(error)
+            self.crash(error)
             raise
         finally:
             self._give_back(worker)
@@ -235,7 +233,8 @@ class Workers:
         if not self._core.is_open:
             self._work.stop_background()
 
-    def _crash(self, error: BaseException) -> None:
+    def crash(self, error: BaseException) -> None:
+        """End all requests with an error that no worker survives."""
         with self._changed:
             ended = self._core.crash(error, self.clock())
             self._tell_if_idle()
@@ -285,7 +284,7 @@ class Workers:
         if self._device is not None:
             self._device.release(worker.claim)
 
-    def _run(self, worker: Worker, job: Job) -> None:
+    def run(self, worker: Worker, job: Job) -> None:
         """Run a batch, and the parts of it that must run again after a failure; or a part of background work."""
         following: Job | None = job
         num_lost, is_clean = 0, False
@@ -319,9 +318,23 @@ class Workers:
             self._start_again(worker, requests)
         worker.current = (job, time.monotonic())
         start = self.clock()
-        outcome = worker.runner(job.items, requests)
+        outcome, given = run_job(self, self._work, worker, job)
         worker.current = None  # at once: a call that has returned does not hang, however long the lock is busy
-        return outcome, self.clock() - start
+        return outcome, self.clock() - start - given
+
+    def next_call(self, worker: Worker) -> Call | None:
+        """Return requests to run in the middle of a part, after more urgent ones of others on the device."""
+        while not worker.is_abandoned:
+            if self._device is not None:
+                self._device.release(worker.claim)
+                self._device.acquire(worker.claim)
+            with self._changed:
+                turn = self._work.take_between(self.clock())
+                self._tell_if_idle()
+            deliver(turn.ended)
+            if turn.call is not None or not turn.ended:
+                return turn.call
+        return None
 
     def _start_again(self, worker: Worker, requests: list[Request]) -> None:
         """Start a process in the middle of a batch; others may use the device until it is there."""
@@ -358,12 +371,14 @@ class Workers:
             self._hung.append(worker)
             outcome = Outcome(error=timed_out(timeout), is_final=True)
             following, ended = self._work.complete(job, outcome, self.clock(), time.monotonic() - start)
+            if worker.paused is not None:  # it gave way to what hangs, and has to begin again
+                self._work.complete(worker.paused, dataclasses.replace(outcome, is_lost=True), self.clock(), 0.0)
             failure = self._replace(worker, following)
             self._tell_if_idle()
         deliver(ended)
         self._give_back(worker)
         if failure is not None:
-            self._crash(failure)
+            self.crash(failure)
 
     def _replace(self, worker: Worker, following: Call | None) -> Exception | None:
         """Put another worker in the place of one that hangs, or say why there is none."""
@@ -381,20 +396,3 @@ class Workers:
                 if future.set_running_or_notify_cancel():
                     future.set_result(None)
             self._idle_futures.clear()
-
-
-@atexit.register
-def _end_all() -> None:
-    """Leave no thread in the middle of a batch, and no process, when the interpreter ends."""
-    end = time.monotonic() + EXIT_SECONDS
-    for workers in list(_all):
-        workers.join(end)
-
-
-def _forget_all() -> None:
-    for workers in list(_all):
-        workers.forget()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
