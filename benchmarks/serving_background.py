@@ -9,8 +9,10 @@ folder of another); or the NumPy encoder of `batchwright serve --demo`; or the s
 long as a model would take, so that other work on the machine disturbs it less. `serving_background_simulation.py` has
 the same on a simulated clock. Everything runs in one process with one thread for the encoder. Requests arrive at random
 (Poisson) with lognormal lengths; `--load` is the share of the time that the encoder would need for them one at a time.
-Offline batches hold 32 texts of similar length, as a plan makes them. Each round measures the three arms one after the
-other, every second round in the other order, and all ratios are taken within a round:
+Offline batches hold 32 texts of similar length, as a plan makes them. The BERT calls `give_way` before every attention
+and every feed-forward block, one line of a hook, so that requests run in the middle of an offline batch; with `--whole`
+it does not, and parts of the work must be short enough for the requests. Each round measures the three arms one after
+the other, every second round in the other order, and all ratios are taken within a round:
 
 - offline only: the same batches in a plain loop; nothing else runs. This is what a dedicated process would do.
 - live only: the batcher without background work.
@@ -45,7 +47,7 @@ import numpy as np
 from serving_encoder import Encoder, tokens
 from serving_load import Load, Stub, drive, poisson, stub_seconds, summarise
 
-from batchwright.serve import Background, Batcher, LatencyModel
+from batchwright.serve import Background, Batcher, LatencyModel, give_way
 from batchwright.serve.demo import DemoEncoder
 
 Row = dict[str, Any]
@@ -215,6 +217,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--encoder", choices=tuple(MAKERS), default="bert")
     parser.add_argument("--model", help="folder of a sentence encoder; else random weights of its shape")
+    parser.add_argument("--whole", action="store_true", help="no requests in the middle of a batch of the BERT")
     parser.add_argument("--load", type=float, default=0.3, help="share of the time that requests need one at a time")
     parser.add_argument("--seconds", type=float, default=140.0, help="of each arm")
     parser.add_argument("--offline-seconds", type=float, default=12.0, help='of the arm "offline only"')
@@ -231,7 +234,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    encoders = {"bert": lambda: Encoder("cpu", options.model), "demo": DemoEncoder, "stub": Stub}
+    encoders = {"bert": lambda: gives_way(Encoder("cpu", options.model)), "demo": DemoEncoder, "stub": Stub}
+    if options.whole:
+        encoders["bert"] = lambda: Encoder("cpu", options.model)
     encode = Timed(options.encoder, encoders[options.encoder]())
     alone = _seconds_alone(encode, poisson(100, 2.0, 0).lengths)
     if options.encoder == "stub":  # what it is meant to take: sleeping takes longer on a busy machine
@@ -264,6 +269,7 @@ def report(rows: list[Row], alone: float, options: argparse.Namespace) -> None:
     said = {
         "encoder": options.encoder,
         "model": options.model or "random, 6 layers of 384",
+        "gives_way": options.encoder == "bert" and not options.whole,
     }
     said |= {"device": platform.machine(), "one_alone_ms": alone * 1e3, "deadline_ms": options.deadline_ms}
     said |= {"rate": options.rate, "load": options.load, "seconds": options.seconds}
@@ -279,6 +285,14 @@ def _pooled_added(rows: list[Row]) -> tuple[float, float]:
     # Of pairs: each request adds 1, 0 or -1. None at all is taken for one, since it cannot be told from one.
     error = math.sqrt(max(more + fewer, 1) - (more - fewer) ** 2 / total) / total
     return 100 * (more - fewer) / total, 100 * error
+
+
+def gives_way(encoder: Encoder) -> Encoder:
+    """Have a BERT look for requests before every attention and every feed-forward block."""
+    for layer in encoder.model.encoder.layer:
+        for block in (layer, layer.intermediate):
+            block.register_forward_pre_hook(lambda *_: give_way())
+    return encoder
 
 
 def _seconds_alone(encode: Timed, lengths: np.ndarray) -> float:

@@ -62,7 +62,7 @@ class Encoder:
         model = (
             AutoModel.from_pretrained(folder) if folder else BertModel(BertConfig(**small if device == "cpu" else {}))
         )
-        self._model: Any = model.eval().to(device) if device == "cpu" else model.eval().half().to(device)
+        self.model: Any = model.eval().to(device) if device == "cpu" else model.eval().half().to(device)
         self._device, self._torch = device, torch
         self.calls: list[Call] = []
 
@@ -75,7 +75,7 @@ class Encoder:
         ids = ids.to(self._device)
         mask = ids > 0
         with torch.inference_mode():
-            hidden = self._model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+            hidden = self.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
             mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
             found: list[list[float]] = torch.nn.functional.normalize(mean.float(), dim=-1).tolist()
         self.calls.append((len(texts), longest, time.perf_counter() - start))

@@ -11,9 +11,9 @@ from ..errors import RunInterrupted as RunInterrupted
 from ..errors import RunTimeout as RunTimeout
 from ..errors import TooLarge as TooLarge
 from ..errors import WorkerDied as WorkerDied
-from ._engine.ways import give_way as give_way
 from .background import Background as Background
 from .background import BackgroundBatch as BackgroundBatch
+from .background import give_way as give_way
 from .batcher import Batcher as Batcher
 from .decorator import BatchedFunction as BatchedFunction
 from .decorator import batched as batched

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing.util  # noqa: F401 - its handler waits for all processes, so it must run after ours: the last is first
 import os
 import time
 import weakref

@@ -124,7 +124,7 @@ def _run_requests(driver: Driver, worker: Worker, part: Part) -> None:
 
 @contextmanager
 def _way_in_this_thread(way: Way | None) -> Iterator[None]:
-    """Have ``give_way`` in this thread ask this one."""
+    """Have ``look_around`` in this thread ask this one."""
     before, _here.way = _here.way, way
     try:
         yield
@@ -132,24 +132,7 @@ def _way_in_this_thread(way: Way | None) -> Iterator[None]:
         _here.way = before
 
 
-def give_way() -> None:
-    """Let requests that wait run now, if this thread is in the middle of offline work; else do nothing.
-
-    To be called by a batched function between its steps: before every layer of a model, or every item of a loop. The
-    requests run inside of this call, by the same function, so hold no lock here, and leave nothing half changed that
-    they read. It costs less than a microsecond where nobody waits. Functions that are coroutines, and those in
-    processes (``worker="process"``), are not interrupted.
-
-    >>> from batchwright.serve import Batcher, give_way
-    >>> def double(numbers):
-    ...     results = []
-    ...     for number in numbers:
-    ...         give_way()
-    ...         results.append(2 * number)
-    ...     return results
-    >>> with Batcher(double, background=[[1, 2, 3]]) as batcher:
-    ...     [batch.results for batch in batcher.background]
-    [[2, 4, 6]]
-    """
+def look_around() -> None:
+    """Let what waits run, if this thread is in the middle of a part."""
     if _here.way is not None and not has_running_loop():  # a coroutine in a loop of the worker's own
         _here.way.look()
