@@ -133,7 +133,7 @@ def in_words(*points):
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
 def test_the_page_says_in_words_what_its_figures_say():
     assert in_words({"asked": 0}) == "No request came in the last two seconds."
-    assert in_words({}) == "10 requests per second. Nothing is late or refused."
+    assert in_words({}) == "10 requests per second. Nothing was late or refused in the last two seconds."
     assert in_words({"missed": 12.34}).endswith("late, given up or refused: 12.3 % at this server.")
     assert in_words({"failed": 1}).endswith(" The function raises errors for items at this server.")
     # Missing 0.04 % would be shown as 0.0 %.

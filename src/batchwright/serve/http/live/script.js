@@ -95,7 +95,7 @@ function inWords(names, points) {
   const missing = places.filter((place) => points[place].missed >= 0.05), failing = places.filter((place) => points[place].failed > 0);
   const rate = points.length === 1 ? `${asked.toFixed(0)} requests per second. ` : "";
   const missed = missing.map((place) => `${points[place].missed.toFixed(1)} % at ${listed([place])}`).join(", ");
-  const late = missing.length ? `Missed, which is late, given up or refused: ${missed}.` : "Nothing is late or refused.";
+  const late = missing.length ? `Missed, which is late, given up or refused: ${missed}.` : "Nothing was late or refused in the last two seconds.";
   const failed = failing.length ? ` The function raises errors for items at ${listed(failing)}.` : "";
   const padded = places.filter((place) => isNumber(points[place].padding)).sort((a, b) => points[a].padding - points[b].padding);
   const share = (place) => `${points[place].padding.toFixed(0)} % at ${listed([place])}`;
