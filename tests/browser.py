@@ -72,7 +72,7 @@ class Browser:
         ready="document.documentElement.dataset.ready === 'yes'",
         hurried=False,
     ):
-        """Open a page and wait until it has drawn itself, or something else is true; ``hurried`` shortens its timers."""
+        """Open a page, with shorter timers if ``hurried``, and wait until it has drawn itself or something is true."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, session)
