@@ -141,7 +141,7 @@ def test_a_fixed_model_learns_nothing():
     ("wrong", "message"),
     [
         ((-1.0, 0.0, 0.0), "constant must be a number of 0 or more, got -1.0"),
-        ((0.0, 0.0, 0.0), "give a coefficient above 0"),
+        ((0.0, 0.0, 0.0), "give at least one coefficient above 0"),
         ((float("nan"), 1.0, 0.0), "constant must be"),
         ((1.0, "2"), "per_token must be"),
         ((1.0, 0.0, float("inf")), "per_square must be"),
