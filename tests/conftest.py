@@ -27,8 +27,12 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if importlib.util.find_spec("torch") is not None:
         import torch
+        import torch.utils.data
 
         torch.set_num_threads(1)
+        # After an error in a DataLoader its workers are collected as garbage, together with the queues that would tell
+        # them to end; torch 2.13 waits this long for each worker before it ends it, 5 seconds by itself.
+        torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 
 def pytest_collection_modifyitems(items):

@@ -27,7 +27,7 @@ def test_nothing_is_lost_wrong_or_given_twice_and_no_good_request_fails_by_a_mat
         script("_serving_callers"), "RARE", (("coroutine", "hang", 10**6), ("process", "kill -9", 10**6))
     )
     monkeypatch.setattr(stress, "STANDSTILL_SECONDS", 30.0)
-    row = stress.stress(3000, run_timeout_ms=500)
+    row = stress.stress(3000, run_timeout_ms=2000)  # a busy machine alone must not end a call
     assert stress.problems(row | {"out_of_memory": {"median_share": 1.0}}) == []
     assert row["num_requests"] == sum(row["ends"].values()) == 3000
     assert row["num_forks"] >= 1

@@ -4,7 +4,7 @@ import gzip
 import json
 import struct
 import sys
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -30,6 +30,10 @@ LIMITS = dict.fromkeys((*TEXTS, *WINDOWS), 100)
 needs_fashion = pytest.mark.skipif(
     not DEBIAN_FOLDER.is_dir(), reason=f"needs Fashion-MNIST in {DEBIAN_FOLDER}: apt install dataset-fashion-mnist"
 )
+
+
+# Nobody changes a data set, so one for all tests of this file will do where it is only looked at.
+loaded = cache(load)
 
 
 # --- the split and the scale
@@ -98,7 +102,7 @@ def test_the_names_are_sorted_and_hold_what_every_machine_has():
 
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_a_data_set_is_the_same_at_every_call(name):
-    first, second = load(name, limit=LIMITS.get(name)), load(name, limit=LIMITS.get(name))
+    first, second = loaded(name, limit=LIMITS.get(name)), load(name, limit=LIMITS.get(name))
     for part in ("train", "validation"):
         one, other = getattr(first, part), getattr(second, part)
         np.testing.assert_array_equal(one.labels, other.labels)
@@ -116,7 +120,7 @@ def test_a_data_set_is_the_same_at_every_call(name):
     ],
 )
 def test_the_built_in_tables_have_their_published_sizes(name, shape, num_classes, sizes):
-    dataset = load(name)
+    dataset = loaded(name)
     assert (len(dataset.train), len(dataset.validation)) == sizes
     assert dataset.train.features.shape[1:] == shape
     assert dataset.train.features.dtype == np.float32
@@ -346,7 +350,7 @@ def rows_of(part):
 
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_no_example_is_in_both_parts(name):
-    dataset = load(name, limit=1000)
+    dataset = loaded(name, limit=1000)
     train, validation = rows_of(dataset.train), rows_of(dataset.validation)
     assert len(train) >= 3 * len(validation) > 0
     assert not set(train) & set(validation)
@@ -356,7 +360,7 @@ def test_no_example_is_in_both_parts(name):
 
 @pytest.mark.parametrize("name", [*TEXTS, *WINDOWS])
 def test_no_text_changes_its_part_with_the_limit(name):
-    few, many = (load(name, limit=size) for size in (60, 1000))
+    few, many = (loaded(name, limit=size) for size in (60, 1000))
     assert not set(rows_of(few.train)) & set(rows_of(many.validation))
     assert not set(rows_of(few.validation)) & set(rows_of(many.train))
 
@@ -396,7 +400,7 @@ def test_a_text_stays_in_its_part_when_it_is_cut_elsewhere():
     ],
 )
 def test_a_data_set_states_kind_size_dimension_and_source(name, kind, task, sizes, dimension):
-    dataset = load(name)
+    dataset = loaded(name)
     assert (dataset.kind, dataset.task, dataset.dimension) == (kind, task, dimension)
     assert (len(dataset.train), len(dataset.validation)) == sizes
     assert dataset.num_examples == sum(sizes)
@@ -412,17 +416,22 @@ def test_size_and_dimension_are_crossed_within_a_kind():
     # Small or large, low or high: a kind with all four can tell size, dimension and kind apart.
     tables = {
         (len(data.train) > 1000, data.dimension > 100)
-        for data in (load("diabetes"), load("friedman"), load("friedman_wide", limit=500), load("friedman_wide"))
+        for data in (
+            loaded("diabetes"),
+            loaded("friedman"),
+            loaded("friedman_wide", limit=500),
+            loaded("friedman_wide"),
+        )
     }
     texts = {
         (len(data.train) > 1000, data.dimension > 1000)
         for name in ("python_paragraphs", "python_docstrings")
-        for data in (load(name), load(name, limit=500))
+        for data in (loaded(name), loaded(name, limit=500))
     }
     windows = {
         (len(data.train) > 1000, data.dimension > 100)
         for name in WINDOWS
-        for data in (load(name, limit=5000), load(name, limit=500))
+        for data in (loaded(name, limit=5000), loaded(name, limit=500))
     }
     assert len(tables) == len(texts) == len(windows) == 4
 
@@ -502,7 +511,7 @@ def test_paragraphs_are_characters_and_none_is_the_padding():
 
 
 def test_the_frequent_words_of_the_training_files_have_ids_of_their_own():
-    dataset = load("python_words", limit=1000)
+    dataset = loaded("python_words", limit=1000)
     labels = dataset.train.labels
     # Ids are ranks: 1 is the most frequent word. One word in seven or so is rare, and shares the id 0.
     counts = np.bincount(labels.ravel(), minlength=1024)

@@ -399,7 +399,7 @@ def test_a_served_page_shows_how_far_the_lab_is(browser, tmp_path, monkeypatch):
     plan = {"seeds": [*range(5)], "strategies": ["constant", "linear"], "cells": cells}
     (tmp_path / "lab.json").write_text(json.dumps({"plan": plan}))
     with serving(tmp_path) as address:
-        page = browser.open(address, ready="document.querySelector('progress') !== null")
+        page = browser.open(address, ready="document.querySelector('progress') !== null", hurried=True)
         assert visible(page, ".lead") == ["No run of this lab has ended yet: 0 of 10. This page reloads by itself."]
         assert page.value("getComputedStyle(document.body).maxWidth") != "none"  # it looks as the page that follows
         write_folder(tmp_path, records[:4])
@@ -416,7 +416,7 @@ def test_a_served_page_shows_how_far_the_lab_is(browser, tmp_path, monkeypatch):
 def test_a_served_page_follows_the_lab(browser, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "SECONDS_BETWEEN_PAGES", 0.0)
     with serving(write_folder(tmp_path, RECORDS[:20])) as address:
-        page = browser.open(address)
+        page = browser.open(address, hurried=True)
         assert visible(page, ".figures b")[0] == "20"
         write_folder(tmp_path, RECORDS[:30])
         page.wait("document.querySelector('.figures b').textContent === '30'")

@@ -177,7 +177,7 @@ def test_a_loader_that_has_begun_is_refused():
 
 def test_a_loader_of_more_items_than_batches_is_refused():
     sampler = make()
-    with pytest.raises(ArgumentError, match="one item per batch, the loader gave more"):
+    with pytest.raises(ArgumentError, match="one item per batch, and the loader gave more"):
         list(sampler.track(halves(loader_of(sampler))))
 
 

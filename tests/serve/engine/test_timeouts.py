@@ -67,7 +67,7 @@ def test_a_caller_has_its_error_at_its_deadline_while_the_function_hangs(hanging
     async def main():
         async with Batcher(hanging, run_timeout_ms=500) as batcher:
             with pytest.raises(DeadlineExceeded, match="still running"):
-                await batcher.submit(-1, deadline_ms=20)
+                await batcher.submit(-1, deadline_ms=200)  # a busy machine has begun by then
             assert batcher.stats().num_abandoned == 0  # it still hangs, and may
             assert batcher.stats().num_shed == 1
             assert await batcher.submit(3) == 6
@@ -78,8 +78,8 @@ def test_a_caller_has_its_error_at_its_deadline_while_the_function_hangs(hanging
 def test_without_a_time_out_a_late_answer_is_still_an_answer(hanging):
     async def main():
         async with Batcher(hanging) as batcher:
-            task = asyncio.create_task(batcher.submit(-1, deadline_ms=20))
-            await asyncio.sleep(0.1)
+            task = asyncio.create_task(batcher.submit(-1, deadline_ms=200))
+            await asyncio.sleep(0.3)
             hanging.gate.set()
             assert await task == -2
             assert batcher.stats().num_missed == 1

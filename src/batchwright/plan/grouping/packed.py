@@ -94,7 +94,8 @@ def rows_that_fit(problem: Problem, capacity: int) -> int:
     """Return the rows of a batch, or say that not even one fits."""
     if problem.budget.max_items(np.array([[capacity]]))[0] < 1:
         raise BudgetError(
-            f"a row of capacity={capacity} does not fit {problem.budget}; lower the capacity or raise the budget"
+            f"a row of Packed(capacity={capacity}) does not fit {problem.budget}; lower the capacity or raise the "
+            "budget"
         )
     return int(problem.sizes(np.array([[capacity]]))[0])
 
