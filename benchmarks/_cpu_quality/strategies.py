@@ -33,7 +33,7 @@ from batchwright.step import Stepper, StepReport, measure_size
 from .clocks import Clock
 from .tasks import LOSS, Task
 
-STRATEGIES = ("goodput", "measured", "smith", "seesaw", "warmup")
+STRATEGIES = ("goodput", "measured", "measured_plan", "mixed", "smith", "seesaw", "warmup")
 WARM_UP = 0.05  # of the time
 PARTS = 1000  # of the time, in which schedules count
 LARGEST = 64  # times the base size

@@ -146,7 +146,7 @@ def test_all_strategies_see_the_same_examples_in_the_same_order(part):
     assert sorted(whole[:10].tolist()) == sorted(whole[10:20].tolist()) == list(range(10))
 
 
-@pytest.mark.parametrize("strategy", ["constant-32x1", "goodput", "measured", "measured_early", "seesaw"])
+@pytest.mark.parametrize("strategy", ["constant-32x1", "goodput", "measured", "measured_early", "mixed", "seesaw"])
 def test_a_run_on_a_stated_clock_repeats_to_the_digit(part, strategy):
     training = part("training")
     unit = training.Unit("5.8,0.1", "teacher", strategy, 1.0, 0)
@@ -173,6 +173,14 @@ def test_experiments_are_charged(part):
     once = (10 * round(passes) + 0.5 * round(examples)) / 1000
     assert row["experiment_seconds"] == pytest.approx(once)
     assert row["seconds"] == pytest.approx(once + (10 * row["updates"] + 0.5 * row["examples"]) / 1000)
+
+
+def test_where_the_length_of_a_run_is_known_a_short_experiment_is_charged(part):
+    """8 batches of 16, in 8 + 2 updates, and 4 evaluations of 4 batches of 64 at a third of a pass."""
+    row = part("training").run(part("training").Unit("5.8,0.1", "teacher", "measured_plan", 1.0, 0))
+    once = (5.8 * 15 + 0.1 * round(2 * 8 * 16 + 64 * 16 / 3)) / 1000
+    assert row["experiment_seconds"] == pytest.approx(once)
+    assert once < 0.05 * 5.4 < 2 * once
 
 
 @pytest.mark.parametrize(("strategy", "most"), [("measured", 0.05), ("measured_early", 0.5)])

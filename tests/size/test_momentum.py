@@ -243,8 +243,9 @@ def test_squares_stay_where_the_noise_is_not_known_or_the_size_is_about_the_same
     average = optimizer.state[parameter]["exp_avg_sq"].clone()
     follow_noise(optimizer, 109, lambda: pytest.fail("nobody needs to know"))
     follow_noise(optimizer, 200, lambda: None)
+    follow_noise(optimizer, 400, lambda: math.inf)
     assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], average)
-    assert optimizer.param_groups[0][MADE_AT] == 200
+    assert optimizer.param_groups[0][MADE_AT] == 400
 
 
 def test_an_optimizer_whose_averages_are_not_known_is_left_alone():

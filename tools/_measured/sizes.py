@@ -9,6 +9,8 @@ TASKS = ("images", "characters", "teacher")
 STRATEGIES = {
     "goodput": "`goodput`, no sweep",
     "measured": "`measured`, no sweep",
+    "measured_plan": "`measured`, the length of the run known",
+    "mixed": "the larger of `measured` and `goodput`",
     "warmup": "a warm-up: 2, 4, 8 times the base",
     "smith": "Smith's ramp",
     "seesaw": "Seesaw",

@@ -16,6 +16,7 @@ from ..errors import ArgumentError
 from ..plan import Budget, PadTo
 from ..size.learning_rate import Beta2Rule, Rule, adascale, current_lr, get_beta2_rule, get_rule, scaled_lr
 from ..size.momentum import (
+    MADE_AT,
     MADE_FOR,
     Beta2s,
     beta2s_for,
@@ -346,10 +347,11 @@ class Stepper:
         return adascale(batch_size, base_size, s=average.s, g2=average.g2) if average.is_reliable else 1.0
 
     def _beta2s(self, batch_size: int) -> Beta2s | None:
-        if self._beta2_rule is None or self._meter is None:
+        groups = self._optimizer.param_groups
+        if (self._beta2_rule is None or self._meter is None) and any(MADE_AT in group for group in groups):
             forget_size(self._optimizer)
         if self._beta2_rule is None:
-            if any(MADE_FOR in group for group in self._optimizer.param_groups):  # a run before had a rule
+            if any(MADE_FOR in group for group in groups):  # a run before had a rule
                 follow_beta2(self._optimizer, None)
             return None
         if self._meter is not None:
