@@ -411,7 +411,10 @@ ADDED = {
     ),
     *(f"batchwright.errors.{name}" for name in ("RunInterrupted", "RunTimeout", "WorkerDied")),
     *(f"batchwright.serve.{name}" for name in ("RunInterrupted", "RunTimeout", "WorkerDied")),
-    *(f"batchwright.serve.{name}" for name in ("Background", "BackgroundBatch", "Batcher.background", "Device")),
+    *(
+        f"batchwright.serve.{name}"
+        for name in ("Background", "BackgroundBatch", "Batcher.background", "Device", "give_way")
+    ),
     "batchwright.serve.guess_length",
     *(f"batchwright.serve.http.{name}" for name in ("Limits", "limited_protocol")),
     "batchwright.lab.Lab.forecast",
