@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _MOST_VALUES = 10_000
+# A data set may hold its generator in a transform of another one that it wraps.
+_MOST_DEEP, _MOST_OBJECTS = 4, 1000
 
 
 def is_plain(value: Any) -> bool:
@@ -80,3 +84,61 @@ def _kept_tensor(tensor: Tensor) -> Callable[[], Any]:
         return tensor
 
     return put_back
+
+
+def kept_draws(value: Any) -> Callable[[], None]:
+    """Return what puts the random generators back that an object holds, such as a data set that augments examples.
+
+    >>> class Data:
+    ...     def __init__(self):
+    ...         self.random = random.Random(0)
+    >>> data = Data()
+    >>> put_back = kept_draws(data)
+    >>> drawn = data.random.random()
+    >>> put_back()
+    >>> data.random.random() == drawn
+    True
+    """
+    setters = [setter for one in _held_by(value) if (setter := _setter_of(one)) is not None]
+
+    def put_back() -> None:
+        for setter in setters:
+            setter()
+
+    return put_back
+
+
+def _held_by(value: Any) -> list[Any]:
+    """Return an object and those that its attributes hold, a few deep; models and classes are left alone."""
+    found, newest = {id(value): value}, [value]
+    for _ in range(_MOST_DEEP):
+        inner = [item for one in newest for item in _attributes_of(one)]
+        newest = list({id(item): item for item in inner if id(item) not in found}.values())
+        if len(found) + len(newest) > _MOST_OBJECTS:
+            break
+        found |= {id(item): item for item in newest}
+    return list(found.values())
+
+
+def _attributes_of(value: Any) -> list[Any]:
+    if isinstance(value, type | nn.Module | Tensor):
+        return []
+    return [item for item in getattr(value, "__dict__", {}).values() if item is not None]
+
+
+def _setter_of(value: Any) -> Callable[[], Any] | None:
+    """Return what sets a generator to the state that it has now, None of anything else."""
+    if isinstance(value, random.Random):
+        numbers = value.getstate()
+        return lambda: value.setstate(numbers)
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        state = bits.state
+        return lambda: setattr(bits, "state", state)
+    if isinstance(value, np.random.RandomState):
+        words = value.get_state()
+        return lambda: value.set_state(words)
+    if isinstance(value, torch.Generator):
+        place = value.get_state()
+        return lambda: value.set_state(place)
+    return None

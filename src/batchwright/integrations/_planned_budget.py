@@ -32,6 +32,7 @@ from ._describing import (
     describe_optimizer,
     describe_packages,
 )
+from ._keeping import kept_draws
 
 # What a Stepper needs to run a batch; the rest is about updates.
 _OPTIONS = ("lengths", "collate", "trim", "weight_of", "split", "tokens_of")
@@ -164,16 +165,20 @@ def find_planned(
 
     def search() -> FoundBudget:
         stepper = Stepper(module, inner, loss_fn, autocast=autocast, on_oom="raise", **needed)
-        return find_budget(
-            StepperProbe(stepper, loader, move),
-            lengths,
-            modules=[module],
-            optimizers=[inner],
-            device=device,
-            monitor=monitor,
-            agreement=agreement,
-            progress=is_shown,
-        )
+        put_back = kept_draws(loader.dataset)
+        try:
+            return find_budget(
+                StepperProbe(stepper, loader, move),
+                lengths,
+                modules=[module],
+                optimizers=[inner],
+                device=device,
+                monitor=monitor,
+                agreement=agreement,
+                progress=is_shown,
+            )
+        finally:
+            put_back()
 
     key = {
         "framework": name,

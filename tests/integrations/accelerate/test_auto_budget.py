@@ -45,6 +45,7 @@ def make(
     sampler=None,
     collate_fn=collate,
     kind=torch.optim.AdamW,
+    data=DATA,
     **options,
 ):
     """Prepare a small model whose batches take 10 bytes per padded token of made-up memory."""
@@ -59,7 +60,7 @@ def make(
         return model(batch["x"]).square().sum(), len(batch["x"])
 
     accelerator = Accelerator(cpu=True)
-    loader = DataLoader(DATA, batch_sampler=sampler, collate_fn=collate_fn)
+    loader = DataLoader(data, batch_sampler=sampler, collate_fn=collate_fn)
     options = {"loss_fn": loss_fn, "memory": MemoryMonitor(source=memory), "budget": budget, **options}
     return accelerator, prepare(accelerator, model, optimizer, loader, **options), memory
 
@@ -111,6 +112,25 @@ def test_a_collator_with_random_numbers_of_its_own_draws_none_for_the_look():
     assert (drawing.num_calls, drawing.drawn) == (0, [])
     train(prepared)
     assert drawing.drawn[0] == np.random.default_rng(0).random()
+
+
+class Noisy:
+    """The data, with a generator that is drawn from."""
+
+    def __init__(self):
+        self.random = np.random.default_rng(0)
+
+    def __len__(self):
+        return len(DATA)
+
+    def __getitem__(self, place):
+        return {**DATA[place], "x": DATA[place]["x"] + self.random.random()}
+
+
+def test_a_data_set_with_a_generator_of_its_own_draws_none_for_the_look():
+    data = Noisy()
+    make(data=data)
+    assert data.random.random() == np.random.default_rng(0).random()
 
 
 def test_another_collator_or_optimizer_is_another_key(tmp_path, monkeypatch):

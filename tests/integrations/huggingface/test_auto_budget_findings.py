@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import batchwright as bw
@@ -342,3 +342,28 @@ def test_a_loss_that_compares_the_examples_of_a_group_is_cut_between_groups(tmp_
     assert trainer._batching.updates.figures.num_ooms > 0
     assert max(pieces) <= 13
     assert relative_error(gradients[0], expected[0]) < 1e-6
+
+
+class Augmented(Dataset):
+    """Replaces a token by one from a generator of its own."""
+
+    def __init__(self):
+        self.examples, self.random = numbered(20), np.random.default_rng(0)
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, place):
+        example = self.examples[place]
+        return {**example, "input_ids": [int(self.random.integers(3, 20)), *example["input_ids"][1:]]}
+
+
+def test_a_data_set_with_a_generator_of_its_own_draws_none_for_the_look(cache, tmp_path):
+    """The first run, which measures, trained on other tokens than the next one, which found its budget."""
+    trained = []
+    for _ in range(2):
+        trainer, *_ = auto_trainer(tmp_path, examples=Augmented())
+        trainer.train()
+        trained.append(flat_parameters(trainer.model))
+    assert len(list(cache.iterdir())) == 1
+    assert torch.equal(*trained)

@@ -22,6 +22,9 @@ from .preferences import (
     record,
 )
 
+# TRL 1.16 asks models by a name that transformers 5.23 warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
 KINDS = ["preferences", "rewards"]
 BUDGET = bw.MaxTokens(90)
 TOLERANCE = 1e-6  # norms round to float32

@@ -36,7 +36,7 @@ from .._describing import (
     describe_packages,
 )
 from .._devices import Devices, on_its_own
-from .._keeping import is_plain, kept
+from .._keeping import is_plain, kept, kept_draws
 from .._ranked import is_stream
 from .._safe_steps import trained_parameters
 from ._batches import Counted, Received
@@ -245,6 +245,7 @@ def _probing(trainer: Any, settings: Settings) -> Iterator[Any]:
     batching, model, accelerator = trainer._batching, trainer.model, trainer.accelerator
     names = set(vars(trainer))
     held = {name: kept(value) for name, value in vars(trainer).items() if name not in _LEFT_ALONE and is_plain(value)}
+    draws = [kept_draws(getattr(trainer, name, None)) for name in _LEFT_ALONE]
     places = [(name, vars(model).get(name, _MISSING)) for name in _SET_BY_ACCELERATE]
     prepared, scaler, syncs = list(accelerator._models), accelerator.scaler, accelerator.sync_gradients
     scaler_state = None if scaler is None else dict(vars(scaler))
@@ -269,6 +270,8 @@ def _probing(trainer: Any, settings: Settings) -> Iterator[Any]:
             delattr(trainer, name)
         for name, put_back in held.items():
             setattr(trainer, name, put_back())
+        for put_back in draws:
+            put_back()
         trainer._batching = batching
 
 
