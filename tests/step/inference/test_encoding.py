@@ -1,7 +1,6 @@
 """encode: the vector that each text has on its own, in batches that fit; Encoder: the same for live requests."""
 
 import asyncio
-import os
 
 import numpy as np
 import pytest
@@ -16,12 +15,13 @@ from batchwright.errors import ArgumentError, DeadlineExceeded, DoesNotFitError
 from batchwright.serve import Batcher
 from batchwright.step import Encoder, MemoryMonitor, encode
 from batchwright.testing import EagerGraphs, FakeMemory
+from tests.thorough import num_cases
 
 from ..graphs.tape import TapeGraphs
 
 NUM_TOKENS = 50
-# So many requests of a random mix; many more can be asked for.
-NUM_MIXED = int(os.environ.get("BATCHWRIGHT_NUM_MIXED", "300"))
+# Requests of a random mix.
+NUM_MIXED = num_cases(300, thorough=10_000)
 _SIDES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 MODELS = {
     "BertModel": ("BertConfig", {**_SIDES, "max_position_embeddings": 64}),
