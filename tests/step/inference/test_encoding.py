@@ -144,6 +144,12 @@ def test_models_that_see_padding_get_none(make, graphs):
         Encoder(model, None, max_length=32)
 
 
+def test_fields_that_say_nothing_are_left_out():
+    model, ids = make_model(), make_ids(4)
+    plain = [{"input_ids": one, "attention_mask": [1] * len(one), "token_type_ids": [0] * len(one)} for one in ids]
+    torch.testing.assert_close(encode(model, None, plain), encode(model, None, ids))
+
+
 class Small(nn.Module):
     """Runs out of memory with more tokens than fit."""
 
@@ -189,6 +195,15 @@ def test_batches_grow_as_far_as_memory_allows():
         ({"texts": [[3], [NUM_TOKENS]]}, "text 1: token ids must be from 0 to 49"),
         ({"texts": [[3], [-1]]}, "text 1: token ids must be"),
         ({"texts": [[0.5]]}, "text 0: an item must be"),
+        (
+            {"texts": [{"input_ids": [3, 4], "attention_mask": [1, 0]}]},
+            "text 0: an item has attention_mask other than 1",
+        ),
+        (
+            {"texts": [{"input_ids": [3, 4], "token_type_ids": [0, 1]}]},
+            "text 0: an item has token_type_ids other than 0",
+        ),
+        ({"texts": [{"input_ids": [3, 4], "position_ids": [5, 6]}]}, "text 0: an item has position_ids"),
         ({"texts": [[3] * 65]}, "more than max_length=64"),
         ({"max_length": 65}, "more than the 64 positions"),
         ({"max_length": 0}, "max_length"),

@@ -174,6 +174,7 @@ class TokenIds:
 
     def _checked(self, item: Any) -> list[int]:
         if isinstance(item, Mapping):
+            _check_fields(item)
             item = item.get("input_ids")
         ids = item.tolist() if isinstance(item, Tensor | np.ndarray) else item
         if not isinstance(ids, list | tuple) or not all(map(is_whole, ids)):
@@ -185,6 +186,16 @@ class TokenIds:
         if self.max_length is not None and len(ids) > self.max_length:
             raise ArgumentError(f"an item has {len(ids)} token ids, more than max_length={self.max_length}; cut it")
         return [int(one) for one in ids]
+
+
+def _check_fields(item: Mapping[str, Any]) -> None:
+    """Refuse fields for a model that would count and are not read here; those of a plain text say nothing."""
+    for name, plain in (("attention_mask", 1), ("token_type_ids", 0)):
+        if item.get(name) is not None and (np.asarray(item[name]) != plain).any():
+            raise ArgumentError(f"an item has {name} other than {plain}, but only its input_ids are read; leave it out")
+    for name in ("position_ids", "inputs_embeds"):
+        if item.get(name) is not None:
+            raise ArgumentError(f"an item has {name}, but only its input_ids are read; leave it out")
 
 
 def _reader_of(tokenizer: Any, max_length: int | None) -> Callable[[str], Any]:
