@@ -1,7 +1,6 @@
 """encode: the vector that each text has on its own, in batches that fit; Encoder: the same for live requests."""
 
 import asyncio
-import os
 
 import numpy as np
 import pytest
@@ -16,12 +15,13 @@ from batchwright.errors import ArgumentError, DeadlineExceeded, DoesNotFitError
 from batchwright.serve import Batcher
 from batchwright.step import Encoder, MemoryMonitor, encode
 from batchwright.testing import EagerGraphs, FakeMemory
+from tests.thorough import num_cases
 
 from ..graphs.tape import TapeGraphs
 
 NUM_TOKENS = 50
-# So many requests of a random mix; many more can be asked for.
-NUM_MIXED = int(os.environ.get("BATCHWRIGHT_NUM_MIXED", "300"))
+# Requests of a random mix.
+NUM_MIXED = num_cases(300, thorough=10_000)
 _SIDES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 MODELS = {
     "BertModel": ("BertConfig", {**_SIDES, "max_position_embeddings": 64}),
@@ -116,7 +116,38 @@ def test_batches_are_made_of_similar_lengths():
         lambda part, args, kwargs: sizes.append(kwargs["input_ids"].shape), with_kwargs=True
     )
     encode(model, None, [[3] * length for length in (1, 30, 2, 31, 1, 32)], budget=bw.MaxItems(3))
-    assert sorted(sizes) == [(3, 2), (3, 32)]
+    assert sorted(size for size in sizes if size[0] > 1) == [(3, 2), (3, 32)]  # one text is tried with padding first
+
+
+def make_convolving():
+    """A BERT with convolutions, which see padding."""
+    torch.manual_seed(0)
+    config = transformers.ConvBertConfig(vocab_size=NUM_TOKENS, **_SIDES, embedding_size=16)
+    return transformers.ConvBertModel(config).eval()
+
+
+def make_mixing():
+    """A model that mixes tokens by Fourier transforms, padding included."""
+    torch.manual_seed(0)
+    sides = {name: value for name, value in _SIDES.items() if name != "num_attention_heads"}
+    return transformers.FNetModel(transformers.FNetConfig(vocab_size=NUM_TOKENS, **sides)).eval()
+
+
+@pytest.mark.parametrize("graphs", [False, TapeGraphs])
+@pytest.mark.parametrize("make", [make_convolving, make_mixing])
+def test_models_that_see_padding_get_none(make, graphs):
+    model, ids = make(), make_ids(25)
+    found = encode(model, None, ids, graphs=graphs and graphs())
+    wanted = torch.stack([by_hand(model, one) for one in ids])
+    torch.testing.assert_close(found, wanted, atol=2e-6, rtol=1e-5)
+    with pytest.raises(ArgumentError, match="padding changes the vectors"):
+        Encoder(model, None, max_length=32)
+
+
+def test_fields_that_say_nothing_are_left_out():
+    model, ids = make_model(), make_ids(4)
+    plain = [{"input_ids": one, "attention_mask": [1] * len(one), "token_type_ids": [0] * len(one)} for one in ids]
+    torch.testing.assert_close(encode(model, None, plain), encode(model, None, ids))
 
 
 class Small(nn.Module):
@@ -164,6 +195,15 @@ def test_batches_grow_as_far_as_memory_allows():
         ({"texts": [[3], [NUM_TOKENS]]}, "text 1: token ids must be from 0 to 49"),
         ({"texts": [[3], [-1]]}, "text 1: token ids must be"),
         ({"texts": [[0.5]]}, "text 0: an item must be"),
+        (
+            {"texts": [{"input_ids": [3, 4], "attention_mask": [1, 0]}]},
+            "text 0: an item has attention_mask other than 1",
+        ),
+        (
+            {"texts": [{"input_ids": [3, 4], "token_type_ids": [0, 1]}]},
+            "text 0: an item has token_type_ids other than 0",
+        ),
+        ({"texts": [{"input_ids": [3, 4], "position_ids": [5, 6]}]}, "text 0: an item has position_ids"),
         ({"texts": [[3] * 65]}, "more than max_length=64"),
         ({"max_length": 65}, "more than the 64 positions"),
         ({"max_length": 0}, "max_length"),

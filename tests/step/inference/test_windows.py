@@ -79,3 +79,12 @@ def test_memory_serves_a_batch_of_the_same_widths_with_no_more_rows():
     assert layout.holds(Layout(9, 32, 64))
     assert not layout.holds(Layout(17, 32, 64))
     assert not layout.holds(Layout(9, 40, 64))
+    assert not layout.holds(Layout(9, 32, 48))
+
+
+def test_where_attention_is_over_ranges_memory_serves_smaller_widths_too():
+    layout = Layout(16, 32, 64)
+    assert layout.holds(Layout(9, 24, 48), uses_ranges=True)
+    assert not layout.holds(Layout(9, 40, 48), uses_ranges=True)
+    assert not layout.holds(Layout(9, 24, 72), uses_ranges=True)
+    assert Layout(16, 32, None).holds(Layout(16, 8, None), uses_ranges=True)

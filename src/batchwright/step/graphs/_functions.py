@@ -164,7 +164,7 @@ class FunctionCapturer:
             self.is_pure = self._versions() == before
             self._check_inputs(call, copy, versions)
             check_output(output)
-            self.is_half = precision.is_half or _is_rough(self._device)
+            self.is_half = precision.is_half or is_rough(self._device)
             if moved == [CPU] or self._device.type == "cpu":
                 self.draws = self._vain_draws(call, moved)
             elif moved:
@@ -304,7 +304,7 @@ def device_of(reach: Reach, call: Call) -> torch.device:
     return next(found, torch.device("cpu"))
 
 
-def _is_rough(device: torch.device) -> bool:
+def is_rough(device: torch.device) -> bool:
     """Say whether torch itself computes in less than single precision."""
     return torch.is_autocast_enabled(device.type) or torch.get_float32_matmul_precision() != "highest"
 

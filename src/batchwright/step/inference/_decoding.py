@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, final
 
@@ -156,7 +157,8 @@ class Decoder:
 
     def _pad_no_further(self) -> None:
         """Pad to the longest row, not to multiples."""
-        self._collate, self.multiple_of = partial(self._collate, multiple_of=1), 1
+        collate: Any = self._collate  # our own
+        self._collate, self.multiple_of = partial(collate, multiple_of=1), 1
 
     def run(self, examples: list[Any], limits: Counts | None = None) -> list[Tensor]:
         """Return the token ids of each example.
@@ -195,10 +197,14 @@ class Decoder:
 
     def _check_ids(self, ids: Tensor) -> None:
         """Refuse ids that the model does not know, which on a device would end the process's work there."""
-        table: Any = self.base.get_input_embeddings() if hasattr(self.base, "get_input_embeddings") else None
-        num = getattr(table, "num_embeddings", None)
+        table: Any = None
+        with suppress(AttributeError, NotImplementedError):  # a model that has none, or does not say so
+            table = self.base.get_input_embeddings()
+        num: Any = getattr(table, "num_embeddings", None)
+        if not is_whole(num) or not ids.numel():
+            return
         least, most = (int(one) for one in ids.aminmax())
-        if is_whole(num) and not 0 <= least <= most < num:
+        if not 0 <= least <= most < num:
             raise ArgumentError(f"token ids must be from 0 to {num - 1}, got {least} to {most}")
 
     def most_new(self, batch: Mapping[str, Any]) -> Counts | None:

@@ -19,12 +19,17 @@ from ..._checks import as_flag, as_whole, check_choice, is_whole
 from ..._lengths import is_transformers_tokenizer
 from ..._types import MAX_INT32
 from ...errors import ArgumentError
+from ..graphs._comparing import NEAR_ROUGHLY
+from ..graphs._functions import is_rough
 from ..huggingface import unwrapped
+from ._sharing import are_near
 
 POOLS = ("mean", "cls", "last")
 # Tokenizers without a maximum give a number beyond all texts.
 _MAX_LENGTH = 1_000_000
 _MOST_KEPT = 4096
+# Of the text that is tried with padding and without; rounding in single precision is a hundredth of what counts.
+_NUM_TRIED, _NUM_PADS, _NEAR = 8, 5, 1e-4
 
 
 @final
@@ -62,6 +67,26 @@ class Pooled(nn.Module):
             weights = attention_mask.to(hidden.dtype)
             vectors = (hidden * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
         return F.normalize(vectors, dim=-1) if self._is_unit else vectors
+
+    def pads_freely(self, ids: Sequence[int], pad_id: int) -> bool | None:
+        """Say whether a text keeps its vector with padding on its right, None if the model cannot run it.
+
+        Convolutions, transforms over the whole row and attention to averages of keys see padding whatever a mask says.
+        """
+        room = self.most_positions or _MAX_LENGTH
+        few = list(ids[: min(_NUM_TRIED, max(1, room // 2))])
+        num_pads = min(_NUM_PADS, room - len(few))
+        row, mask = (tensor.to(self.device) for tensor in stacked([few], pad_id))
+        try:
+            with torch.no_grad():
+                plain = self(input_ids=row, attention_mask=mask)
+                padded = self(
+                    input_ids=F.pad(row, (0, num_pads), value=pad_id), attention_mask=F.pad(mask, (0, num_pads))
+                )
+        except Exception:  # whatever it is, the texts themselves will show it
+            return None
+        is_half = any(value.dtype in (torch.float16, torch.bfloat16) for value in self.model.parameters())
+        return bool(are_near(padded, plain, NEAR_ROUGHLY if is_half or is_rough(self.device) else _NEAR).all())
 
     @property
     def device(self) -> torch.device:
@@ -149,6 +174,7 @@ class TokenIds:
 
     def _checked(self, item: Any) -> list[int]:
         if isinstance(item, Mapping):
+            _check_fields(item)
             item = item.get("input_ids")
         ids = item.tolist() if isinstance(item, Tensor | np.ndarray) else item
         if not isinstance(ids, list | tuple) or not all(map(is_whole, ids)):
@@ -160,6 +186,16 @@ class TokenIds:
         if self.max_length is not None and len(ids) > self.max_length:
             raise ArgumentError(f"an item has {len(ids)} token ids, more than max_length={self.max_length}; cut it")
         return [int(one) for one in ids]
+
+
+def _check_fields(item: Mapping[str, Any]) -> None:
+    """Refuse fields for a model that would count and are not read here; those of a plain text say nothing."""
+    for name, plain in (("attention_mask", 1), ("token_type_ids", 0)):
+        if item.get(name) is not None and (np.asarray(item[name]) != plain).any():
+            raise ArgumentError(f"an item has {name} other than {plain}, but only its input_ids are read; leave it out")
+    for name in ("position_ids", "inputs_embeds"):
+        if item.get(name) is not None:
+            raise ArgumentError(f"an item has {name}, but only its input_ids are read; leave it out")
 
 
 def _reader_of(tokenizer: Any, max_length: int | None) -> Callable[[str], Any]:

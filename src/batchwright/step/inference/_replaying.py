@@ -209,7 +209,7 @@ class Replaying:
     def _make_room(self, batch: Batch, most: Counts, sizes: Sizes | None) -> None:
         """Keep the memory of the batch before if that will do, else drop it with its graphs for new, if that fits."""
         layout = batch.layout(int(most.max()))
-        if self._layers is not None and self._layers.layout.holds(layout):
+        if self._layers is not None and self._layers.layout.holds(layout, uses_ranges=self._uses_ranges(batch)):
             return
         self._drop()
         room = None if len(batch) == 1 else self._room(0)

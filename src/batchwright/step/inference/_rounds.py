@@ -131,7 +131,9 @@ class Rounds:
         """Let the rows that go on move together, if that pays."""
         sizes = [size for size in self._rows if rows.num_going_on <= size < num_rows]
         width = self._width(num_rows, place, left)
-        sizes = [size for size in sizes if left >= _WORTH_STEPS or (size, width) in self._graphs]
+        # At most the share of the rows that go can be saved, and a capture has to be paid of it.
+        worth = _WORTH_STEPS * num_rows
+        sizes = [size for size in sizes if left * (num_rows - size) >= worth or (size, width) in self._graphs]
         if not sizes:
             return num_rows
         source, target = rows.close_up(sizes[-1])

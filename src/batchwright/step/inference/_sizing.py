@@ -37,9 +37,16 @@ class Layout:
     width: int
     source_width: int | None
 
-    def holds(self, other: Layout) -> bool:
-        """Say whether rows of another layout can be decoded in this one without any more work."""
-        return self.num_rows >= other.num_rows and (self.width, self.source_width) == (other.width, other.source_width)
+    def holds(self, other: Layout, *, uses_ranges: bool = False) -> bool:
+        """Say whether rows of another layout can be decoded in this one without any more work.
+
+        Args:
+            other: of the same model.
+            uses_ranges: attention is over the keys that there are, whatever room is left beside them.
+        """
+        own, others = (self.width, self.source_width or 0), (other.width, other.source_width or 0)
+        fits = all(one >= another for one, another in zip(own, others, strict=True)) if uses_ranges else own == others
+        return self.num_rows >= other.num_rows and fits
 
 
 @final

@@ -26,6 +26,7 @@ from ..graphs.summary import GraphSummary
 from ..memory.monitor import MemoryMonitor
 from ._limits import Limit, Meter, first_limit
 from ._pooling import Pooled, TokenIds, longest_of, pad_id_of, stacked
+from ._sharing import by_number
 from .pieces import run_in_pieces
 
 # Without a budget, graphs are captured for batches of so many tokens: larger ones hardly gain.
@@ -54,7 +55,8 @@ def encode(
 ) -> Tensor:
     """Return one vector per text, as if each had been encoded on its own, in batches of similar length that fit.
 
-    Texts are padded on the right and masked. A batch that runs out of memory is split.
+    Texts are padded on the right and masked. A model that padding changes nevertheless (ConvBERT, FNet, Nystromformer),
+    which one padded text shows, gets batches of texts of one length. A batch that runs out of memory is split.
 
     Args:
         model: an encoder of transformers as ``AutoModel`` loads it, a decoder, or an encoder-decoder, whose encoder
@@ -101,11 +103,13 @@ def encode(
     run = _Run(pooled, rows, pad_id_of(tokenizer, pooled))
     with ProgressBar(label="encoding", total=len(rows), enabled=progress) as bar, evaluating(pooled):
         is_off = graphs is False or (graphs == "auto" and pooled.device.type != "cuda")
-        plan = None if is_off else _static_plan(run.lengths, budget)
+        groups = run.groups()
+        plan = None if is_off or len(groups) > 1 else _static_plan(run.lengths, budget)
         if plan is not None and _is_worth(plan, graphs):
             run.over(plan, graphs, bar)
         else:
-            run.growing(None if isinstance(budget, str) else check_budget(budget), memory, bar)
+            for places in groups:
+                run.growing(places, None if isinstance(budget, str) else check_budget(budget), memory, bar)
     return run.result()
 
 
@@ -139,18 +143,27 @@ class _Run:
         self.lengths = as_lengths([len(row) for row in rows])
         self._vectors: dict[int, Tensor] = {}
 
+    def groups(self) -> list[npt.NDArray[np.int64]]:
+        """Return the places of texts that may share a batch: only those of one length if padding changes vectors."""
+        lengths = self.lengths[:, 0].tolist()
+        if min(lengths) == max(lengths) or self._pooled.pads_freely(min(self._rows, key=len), self._pad_id):
+            return [np.arange(len(lengths))]
+        return [np.array(places) for places in by_number(lengths)]
+
     def over(self, plan: Plan, graphs: Choice, bar: ProgressBar) -> None:
         """Run a plan of few shapes; what fits none of them, or into no memory, runs eagerly in pieces."""
         function = graphed(self._pooled, plan, pad={"input_ids": self._pad_id, "attention_mask": 0}, graphs=graphs)
         for number in np.argsort(-plan.shapes.prod(axis=1), kind="stable"):
             self._run(function, list(plan[number]), bar)
 
-    def growing(self, budget: Budget | None, memory: MemoryMonitor | None, bar: ProgressBar) -> None:
+    def growing(
+        self, places: npt.NDArray[np.int64], budget: Budget | None, memory: MemoryMonitor | None, bar: ProgressBar
+    ) -> None:
         """Run eagerly in batches of a budget, or in such that grow as far as memory allows."""
         device = self._pooled.device
         meter = Meter.of(budget, memory, device)
-        limit: Limit = first_limit(budget, int(self.lengths.max()), device, meter)
-        waiting = np.arange(len(self._rows))
+        limit: Limit = first_limit(budget, int(self.lengths[places].max()), device, meter)
+        waiting = places
         while len(waiting):
             plan = limit.plan(self.lengths[waiting], 1)
             for number in np.argsort(-plan.shapes[:, 1], kind="stable"):
@@ -195,7 +208,7 @@ class Encoder:
     ``encoder.batcher(deadline_ms=50)`` returns a ``Batcher`` whose lengths, ``max_items``, ``max_tokens`` and times
     come from here. A batch is padded to the smallest of the shapes that holds it, run (with ``graphs``, replayed
     as a CUDA graph), and cut. So no request pays for a shape that is new to the device, and every vector is the
-    one that its text has on its own.
+    one that its text has on its own. A model that padding changes is refused.
 
     Args:
         model: as for ``encode``; in evaluation mode, ``model.eval()``.
@@ -249,6 +262,11 @@ class Encoder:
         )
         self._lengths = sorted({length for _, length in self.shapes})
         self._pad_id = pad_id_of(tokenizer, self._pooled)
+        if self._pooled.pads_freely(self._example(1, most)[0][0].tolist(), self._pad_id) is False:
+            raise ArgumentError(
+                "padding changes the vectors of this model, so requests cannot share batches; encode() puts texts of "
+                "one length into a batch"
+            )
         is_off = isinstance(graphs, str) and graphs == "auto" and self._pooled.device.type != "cuda"
         self._function = graphed(
             self._pooled,
