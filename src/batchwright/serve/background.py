@@ -124,6 +124,10 @@ def give_way() -> None:
     look_around()
 
 
+# For torch.compile, which would take what it finds here for constant: the call ends a graph, and is made.
+give_way._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
 def _as_batch(unit: Unit) -> BackgroundBatch[Any, Any]:
     return BackgroundBatch(unit.index, unit.items, [] if unit.error is not None else unit.results, unit.error)
 
