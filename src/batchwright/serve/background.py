@@ -106,8 +106,9 @@ def give_way() -> None:
 
     A batched function calls it between its steps: before every layer of a model, or every item of a loop. The requests
     run inside of this call, by the same function, so hold no lock here, and leave nothing half changed that they read.
-    It costs about a microsecond where nobody waits. Coroutines, and functions in processes (``worker="process"``), are
-    not interrupted.
+    Context variables, autocast and the modes of gradients are then those with which the function was called. It costs
+    about a microsecond where nobody waits. Coroutines, and functions in processes (``worker="process"``), are not
+    interrupted.
 
     >>> from batchwright.serve import Batcher, give_way
     >>> def double(numbers):
@@ -121,6 +122,10 @@ def give_way() -> None:
     [[2, 4, 6]]
     """
     look_around()
+
+
+# For torch.compile, which would take what it finds here for constant: the call ends a graph, and is made.
+give_way._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _as_batch(unit: Unit) -> BackgroundBatch[Any, Any]:

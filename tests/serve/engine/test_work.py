@@ -264,3 +264,46 @@ def test_after_a_stop_only_requests_run():
     assert driver.work.take(0.0)[1] is None
     assert driver.work.is_over
     assert driver.work.allowance() == math.inf
+
+
+def test_a_part_looks_for_requests_that_wait_on_purpose_only_when_they_may_run():
+    driver = Driver([range(5)], policy="window", max_wait_ms=10)
+    work = driver.work
+    assert not work.is_wanted(0.0)
+    work.add(Request("live", 1, 0.0))
+    assert work.is_wanted(0.001)
+    assert work.take_between(0.001).call is None
+    assert not work.is_wanted(0.009)
+    assert work.is_wanted(0.0101)
+    work.add(Request("another", 1, 0.002))
+    assert work.is_wanted(0.002)  # a batch may be full by now
+    assert work.take_between(0.002).call is None
+    assert not work.is_wanted(0.003)
+    work.configure(Settings(policy="window", max_wait_ms=2), 0.003)
+    assert work.is_wanted(0.003)
+    work.configure(Settings(policy="window", max_wait_ms=20), 0.003)
+    assert work.take_between(0.003).call is None
+    assert not work.is_wanted(0.004)
+    driver.core.stop()
+    assert work.is_wanted(0.004)
+    assert [request.item for request in work.take_between(0.004).call.requests] == ["live", "another"]
+
+
+def test_requests_that_ran_out_of_memory_beside_a_part_run_again_after_it():
+    driver = Driver([["offline"], ["next"]], max_wait_ms=5)
+    work = driver.work
+    _, part = work.take(0.0)
+    work.pause(part)
+    for item in range(2):
+        work.add(Request(item, 1, 0.0))
+    call = work.take_between(0.0).call
+    assert work.complete(call, Outcome(error=MemoryError(), is_oom=True), 0.0, 0.001) == (None, [])
+    turn, other = work.take(0.0)  # by another worker
+    assert (turn.call, turn.wake_seconds, other) == (None, 0.02, None)
+    assert work.take_between(0.0).call is None
+    work.resume(part)
+    work.complete(part, Outcome(values=["offline!"]), 0.0, 0.001)
+    assert work.take(0.0)[0].call is call
+    assert len(work.complete(call, Outcome(values=[1, 2]), 0.0, 0.001)[1]) == 2
+    assert driver.take() == ["next"]
+    assert driver.core.stats().max_tokens is None

@@ -42,6 +42,8 @@ class Turns:
         self._claims: list[Claim] = []
         self._numbers = itertools.count()
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+        # Parts of offline work that wait, in their middle, until they may go on.
+        self.paused: set[Any] = set()
         forget_in_forks(self)
 
     def __repr__(self) -> str:
@@ -103,8 +105,14 @@ class Turns:
                 self._holder = None
                 self._changed.notify_all()
 
+    def pass_on(self, claim: Claim) -> None:
+        """Give the device to those that are more urgent, and wait until it is back."""
+        self.release(claim)
+        self.acquire(claim)
+
     def forget(self) -> None:
         """Begin anew in the child of a fork, where no thread of the parent lives."""
+        self.paused.clear()
         self._changed = threading.Condition()
         self._holder = None
         self._claims = []
@@ -131,21 +139,23 @@ class Claim:
 
     Attributes:
         running_urgency: when a batch that has begun, and waits for the device again, is due.
+        has_begun: it is for a part that goes on afterwards, which comes before new parts: it holds memory meanwhile.
     """
 
     def __init__(self, urgency: Callable[[], float]) -> None:
         self._urgency = urgency
         self.number = 0
         self.running_urgency = math.inf
+        self.has_begun = False
 
     @property
     def is_urgent(self) -> bool:
         """Say whether it is for a request."""
         return self.place()[0] < math.inf
 
-    def place(self) -> tuple[float, int]:
-        """Return the order among claims: by urgency, then by age."""
-        return min(self._urgency(), self.running_urgency), self.number
+    def place(self) -> tuple[float, bool, int]:
+        """Return the order among claims: by urgency, then those that have begun, then by age."""
+        return min(self._urgency(), self.running_urgency), not self.has_begun, self.number
 
 
 def hold(busy: frozenset[Any]) -> None:

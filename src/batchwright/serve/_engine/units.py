@@ -16,7 +16,7 @@ from .calls import Outcome
 
 
 @final
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Part:
     """Items of one batch that run together."""
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
-from ...errors import Closed
+from ...errors import Closed, RunTimeout
 from .calls import Call, Outcome
+from .lifetimes import forget_in_forks
 from .runners import Worker
-from .turns import held_here, hold
 from .units import Part
 from .waiters import has_running_loop
 from .work import Job, Work
@@ -23,8 +25,13 @@ class _Here(threading.local):
 
     way: Way | None = None
 
+    def forget(self) -> None:
+        """Give way to nobody in the child of a fork, where only the thread that made it lives."""
+        self.way = None
+
 
 _here = _Here()
+forget_in_forks(_here)
 
 
 @final
@@ -32,7 +39,7 @@ class Way:
     """How a part gives way to requests, and for how long it held them up in between.
 
     Args:
-        is_wanted: says whether somebody waits; asked often, so it needs no lock.
+        is_wanted: says whether somebody waits at a time; asked often, so it needs no lock.
         run_others: runs what waits, and returns once the part may go on.
         clock: returns seconds that never go back.
 
@@ -42,7 +49,7 @@ class Way:
     """
 
     def __init__(
-        self, is_wanted: Callable[[], bool], run_others: Callable[[], None], clock: Callable[[], float]
+        self, is_wanted: Callable[[float], bool], run_others: Callable[[], None], clock: Callable[[], float]
     ) -> None:
         self._is_wanted, self._run_others, self._clock = is_wanted, run_others, clock
         self._since = clock()
@@ -54,7 +61,7 @@ class Way:
         """Let others run if somebody waits."""
         now = self._note()
         self.num_looks += 1
-        if self._is_wanted():
+        if self._is_wanted(now):
             with _way_in_this_thread(None):  # what runs now is not part of the offline work
                 self._run_others()
             self._since = self._clock()
@@ -77,7 +84,7 @@ class Driver(Protocol):
 
     clock: Callable[[], float]
 
-    def next_call(self, worker: Worker) -> Call | None:
+    def next_call(self, worker: Worker, part: Part) -> Call | None:
         """Return requests to run now; None: the part may go on."""
 
     def run(self, worker: Worker, job: Call) -> None:
@@ -96,30 +103,115 @@ def run_job(driver: Driver, work: Work, worker: Worker, job: Job) -> tuple[Outco
         worker: of this thread.
         job: what runs.
     """
-    if isinstance(job, Call):
-        return worker.runner(job.items, job.requests), 0.0
-    way = Way(lambda: work.is_wanted, lambda: _run_requests(driver, worker, job), driver.clock)
+    requests = job.requests if isinstance(job, Call) else []
+    if not work.has_background:
+        return worker.runner(job.items, requests), 0.0
+    way = _way_of_part(driver, work, worker, job) if isinstance(job, Part) else Way(_never, _nothing, driver.clock)
     with _way_in_this_thread(way):
-        outcome = worker.runner(job.items)
+        outcome = worker.runner(job.items, requests)
     if way.num_looks:
         outcome = dataclasses.replace(outcome, held_seconds=way.end())
     return outcome, way.given_seconds
 
 
-def _run_requests(driver: Driver, worker: Worker, part: Part) -> None:
-    start, current, busy = time.monotonic(), worker.current, held_here()
-    worker.paused = part
+def interrupted() -> Outcome:
+    """Return what becomes of a part that gave way to requests that hang."""
+    why = "requests that ran in the middle of this part hang"
+    return Outcome(error=RunTimeout(f'{why}, and with on_error="raise" no item runs twice'), is_lost=True)
+
+
+def _way_of_part(driver: Driver, work: Work, worker: Worker, part: Part) -> Way:
+    # Requests run as the part began: what it has set since then is its own, and what they set is theirs.
+    context, modes = contextvars.copy_context(), _modes_now(_torch())
+
+    def run_requests() -> None:
+        with _in_modes(modes):
+            context.run(_run_requests, driver, work, worker, part)
+
+    return Way(lambda now: worker.is_abandoned or work.is_wanted(now), run_requests, driver.clock)
+
+
+def _never(now: float) -> bool:
+    return False  # requests only tell how often the function looks
+
+
+def _nothing() -> None:
+    return None
+
+
+def _run_requests(driver: Driver, work: Work, worker: Worker, part: Part) -> None:
+    start, current = time.monotonic(), worker.current
+    work.pause(part)
+    worker.claim.has_begun = True
     try:
-        while (call := driver.next_call(worker)) is not None:
+        while (call := driver.next_call(worker, part)) is not None:
             driver.run(worker, call)
     except BaseException as error:  # the function, which sees it next, may hide it
         driver.crash(error)
         raise
+    finally:
+        work.resume(part)
+        worker.claim.has_begun = False
     if worker.is_abandoned:
-        raise Closed("a batch of requests that ran in between hangs; this part of background work runs again elsewhere")
-    hold(busy)
+        raise Closed("this call took longer than run_timeout_ms, or requests in the middle of it did, and was given up")
+    worker.runner.is_awaiting = False
     worker.paused = None
     worker.current = None if current is None else (part, current[1] + time.monotonic() - start)
+
+
+@final
+class _Modes(NamedTuple):
+    """What decides in this thread how torch computes; by default, as a thread begins.
+
+    Args:
+        casts: for each kind of device, whether autocast is on, and its type.
+        is_inference: inference mode is on.
+        has_grad: gradients are recorded.
+    """
+
+    casts: tuple[tuple[bool, Any], ...] = ()
+    is_inference: bool = False
+    has_grad: bool = True
+
+
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+def _torch() -> Any:
+    """Return torch if it has been imported, by whomever."""
+    torch = sys.modules.get("torch")
+    return None if getattr(getattr(torch, "__spec__", None), "_initializing", False) else torch
+
+
+def _modes_now(torch: Any) -> _Modes:
+    if torch is None:
+        return _Modes()
+    casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES)
+    return _Modes(casts, torch.is_inference_mode_enabled(), torch.is_grad_enabled())
+
+
+@contextmanager
+def _in_modes(modes: _Modes) -> Iterator[None]:
+    """Have torch compute in these modes: a request must not get other numbers where a part has entered autocast."""
+    torch = _torch()
+    now = _modes_now(torch)
+    # Without casts: torch was imported by the part, and its thread began without autocast.
+    casts = modes.casts or tuple((False, dtype) for _, dtype in now.casts)
+    if now == modes._replace(casts=casts):
+        yield
+        return
+    with torch.inference_mode(modes.is_inference), torch.set_grad_enabled(modes.has_grad):
+        _set_casts(torch, casts)
+        try:
+            yield
+        finally:
+            _set_casts(torch, now.casts)
+
+
+def _set_casts(torch: Any, casts: tuple[tuple[bool, Any], ...]) -> None:
+    for kind, (is_on, dtype) in zip(_DEVICES, casts, strict=True):
+        torch.set_autocast_enabled(kind, is_on)
+        torch.set_autocast_dtype(kind, dtype)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, final
 
 from ...errors import DeadlineExceeded
 from ..latency import LatencyModel
+from ..settings import Settings
 from .calls import Call, Outcome
 from .core import Core, Turn
 from .gaps import Gaps
@@ -22,6 +23,8 @@ from .units import Part, Units
 BACKGROUND_SHARE = 1 / 3
 # How often an item that takes too long is looked at again; how often it is run if requests have no deadline.
 HOLD_SECONDS = 1.0
+# How often it is looked whether a part that gave way has ended its wait.
+POLL_SECONDS = 0.02
 # The time allowed is the shortest among this many of the latest requests.
 NUM_ALLOWANCES = 256
 
@@ -58,6 +61,11 @@ class Work:
         self._part_seconds: float | None = None
         self._why_waiting: str | None = None
         self.urgency = math.inf
+        # Until then requests wait on purpose, unless another one comes.
+        self._waits_until = -math.inf
+        # Parts that wait in their middle, and requests for which they left no memory.
+        self._paused: set[Part] = set() if device is None else device.paused
+        self._again: deque[Call] = deque()
         if device is not None:
             device.register(self)
 
@@ -69,12 +77,17 @@ class Work:
     @property
     def is_over(self) -> bool:
         """Say whether there will be nothing more to run."""
-        return not self.core.is_open and not self.core.num_waiting
+        return not self.core.is_open and not self.core.num_waiting and not self._again
+
+    @property
+    def has_background(self) -> bool:
+        """Say whether there is background work beside the requests."""
+        return self._background is not None
 
     @property
     def has_job(self) -> bool:
         """Say whether there is something to run, now or soon."""
-        return bool(self.core.num_waiting) or (
+        return bool(self.core.num_waiting or self._again) or (
             self.core.is_open and self._background is not None and self._background.has_part()
         )
 
@@ -85,6 +98,7 @@ class Work:
         else:
             self.core.add(request)
         self.urgency = min(self.urgency, request.urgency)
+        self._waits_until = -math.inf
         # A deadline that the request alone cannot meet is no reason to hold back or refuse background work.
         model = self.core.model
         if not model.is_ready or request.allowance >= model.predict(1, request.least_length):
@@ -110,9 +124,14 @@ class Work:
 
     def take(self, now: float) -> tuple[Turn, Part | None]:
         """Return a batch of requests; only if there is none, a part of the background work."""
+        if self._again and not self._paused:
+            return Turn(self._again.popleft()), None
         turn = self._take_requests(now)
         if turn.call is not None:
             return turn, None
+        if self._paused and (self._again or self._device is not None):  # a device has memory for one part
+            wake = POLL_SECONDS if turn.wake_seconds is None else min(POLL_SECONDS, turn.wake_seconds)
+            return dataclasses.replace(turn, wake_seconds=wake), None
         if self._background is None or not self.core.is_open:
             return turn, None
         part = self._take_part(self._background, turn.wake_seconds, now)
@@ -124,6 +143,12 @@ class Work:
     def complete(self, job: Job, outcome: Outcome, now: float, seconds: float) -> tuple[Call | None, list[Request]]:
         """Take in what a call gave; return the call that follows, and the requests that have ended."""
         if isinstance(job, Call):
+            if outcome.is_oom and self._paused and self.core.settings.on_oom == "split":
+                self._again.append(job)  # nobody knows whether it fits without the part, which holds memory
+                self.core.counters.num_ooms += 1
+                return None, []
+            if outcome.error is None and outcome.held_seconds is not None:
+                self._learn_held(len(job.requests), longest(job.requests), outcome.held_seconds)
             if self._has_gaps:
                 ratio = _ratio(self.core.model, len(job.requests), longest(job.requests), seconds)
                 self.gaps.note_batch(seconds, ratio)
@@ -131,6 +156,7 @@ class Work:
             self._note(turn.ended, now)
             return turn.call, turn.ended
         assert self._background is not None
+        self.resume(job)
         if outcome.error is None:
             self._learn(job, seconds, outcome.held_seconds)
         self._background.finish(job, outcome, self.core.settings)
@@ -140,13 +166,39 @@ class Work:
 
     def _hold_up(self, now: float) -> None:
         """Note that a part has held up the requests that wait until now."""
-        self._delay = max(0.0, now - self.core.first_arrival())
+        self._delay = max(0.0, now - max(self.core.first_arrival(), self._waits_until))
         self._is_blameless = self.core.model.is_ready  # before that, nobody could know how long it takes
 
-    @property
-    def is_wanted(self) -> bool:
-        """Say, without a lock, whether a request waits, of this batcher or of another one of the device."""
-        return bool(self.core.num_waiting) or (self._device is not None and self._device.is_wanted)
+    def is_wanted(self, now: float) -> bool:
+        """Say, without a lock, whether a request waits to run, of this batcher or of another one of the device."""
+        if self.core.num_waiting and not self._waits_on_purpose(now):
+            return True
+        return self._device is not None and self._device.is_wanted
+
+    def urgency_at(self, now: float) -> float:
+        """Return when the most urgent request is due; ``inf``: there is none, or it still waits on purpose."""
+        return math.inf if self._waits_on_purpose(now) else self.urgency
+
+    def _waits_on_purpose(self, now: float) -> bool:
+        return now < self._waits_until and self.core.is_open
+
+    def pause(self, part: Part) -> None:
+        """Note that a part waits, in its middle, for others."""
+        self._paused.add(part)
+
+    def resume(self, part: Part) -> None:
+        """Note that it goes on, or never will."""
+        self._paused.discard(part)
+
+    def configure(self, settings: Settings, now: float) -> list[Request]:
+        """Change the settings; return the requests that no longer fit."""
+        self._waits_until = -math.inf
+        return self.core.configure(settings, now)
+
+    def crash(self, error: BaseException, now: float) -> list[Request]:
+        """End all requests with an error that no worker survives."""
+        self._again.clear()
+        return self.core.crash(error, now)
 
     def take_between(self, now: float) -> Turn:
         """Return a batch of requests that runs in the middle of a part, which has held them up until now."""
@@ -159,6 +211,8 @@ class Work:
     def _take_requests(self, now: float) -> Turn:
         turn = self.core.take(now) if self.core.num_waiting else Turn()
         self._note(turn.ended, now)
+        is_waiting = turn.call is None and turn.wake_seconds is not None
+        self._waits_until = now + (turn.wake_seconds or 0.0) if is_waiting else -math.inf
         if self._device is not None:
             self.urgency = self.core.least_urgency()
         if turn.call is None:
@@ -177,10 +231,13 @@ class Work:
         of_requests = model is self.core.model  # until the other one is ready
         self.gaps.note_part(_ratio(model, size, part.length, seconds if of_requests else held))
         self.core.model.observe(size, part.length, seconds)
-        if held_seconds is not None and self._held is None:
+        if held_seconds is not None or self._held is not None:
+            self._learn_held(size, part.length, held)
+
+    def _learn_held(self, size: int, length: int, seconds: float) -> None:
+        if self._held is None:
             self._held = LatencyModel()
-        if self._held is not None:
-            self._held.observe(size, part.length, held)
+        self._held.observe(size, length, seconds)
 
     @property
     def _part_model(self) -> LatencyModel:

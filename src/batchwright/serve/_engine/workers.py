@@ -21,9 +21,9 @@ from .processes import most_lost
 from .request import Request
 from .runners import POLL_SECONDS, Runner, Worker, timed_out, why_none_is_ready
 from .turns import Claim, Turns, held_here, hold
-from .units import Units
+from .units import Part, Units
 from .waiters import deliver
-from .ways import run_job
+from .ways import interrupted, run_job
 from .work import Job, Work
 
 # A worker wakes at least this often: one whose batcher was forgotten in a bad moment ends then.
@@ -111,7 +111,7 @@ class Workers:
     def configure(self, settings: Settings) -> None:
         """Change the settings from the next decision on."""
         with self._changed:
-            ended = self._core.configure(settings, self.clock())
+            ended = self._work.configure(settings, self.clock())
             self._changed.notify_all()
         deliver(ended)
 
@@ -201,7 +201,8 @@ class Workers:
             self._watcher.start()
 
     def _start_worker(self, call: Call | None) -> Worker:
-        worker = Worker(self._make_runner(lambda: self._work.is_over), Claim(lambda: self._work.urgency))
+        claim = Claim(lambda: self._work.urgency_at(self.clock()))
+        worker = Worker(self._make_runner(lambda: self._work.is_over), claim)
         # Daemons: a function that never returns must not keep the interpreter from ending.
         name = f"batchwright-serve-{len(self._workers)}"
         worker.thread = threading.Thread(target=self._serve, args=(worker, call), name=name, daemon=True)
@@ -236,7 +237,7 @@ class Workers:
     def crash(self, error: BaseException) -> None:
         """End all requests with an error that no worker survives."""
         with self._changed:
-            ended = self._core.crash(error, self.clock())
+            ended = self._work.crash(error, self.clock())
             self._tell_if_idle()
             self._changed.notify_all()
         self._work.stop_background()
@@ -322,12 +323,13 @@ class Workers:
         worker.current = None  # at once: a call that has returned does not hang, however long the lock is busy
         return outcome, self.clock() - start - given
 
-    def next_call(self, worker: Worker) -> Call | None:
+    def next_call(self, worker: Worker, part: Part) -> Call | None:
         """Return requests to run in the middle of a part, after more urgent ones of others on the device."""
+        with self._changed:  # the part does not hang now, however long others take
+            worker.current, worker.paused = None, part
         while not worker.is_abandoned:
             if self._device is not None:
-                self._device.release(worker.claim)
-                self._device.acquire(worker.claim)
+                self._device.pass_on(worker.claim)
             with self._changed:
                 turn = self._work.take_between(self.clock())
                 self._tell_if_idle()
@@ -351,7 +353,7 @@ class Workers:
         while True:
             with self._changed:
                 current = [worker.current for worker in self._workers]
-                if self._work.is_over and not any(current):
+                if self._work.is_over and self._work.is_idle and not any(current):
                     return
             for worker in list(self._workers):
                 if worker.is_late(self._timeout):
@@ -372,7 +374,7 @@ class Workers:
             outcome = Outcome(error=timed_out(timeout), is_final=True)
             following, ended = self._work.complete(job, outcome, self.clock(), time.monotonic() - start)
             if worker.paused is not None:  # it gave way to what hangs, and has to begin again
-                self._work.complete(worker.paused, dataclasses.replace(outcome, is_lost=True), self.clock(), 0.0)
+                self._work.complete(worker.paused, interrupted(), self.clock(), 0.0)
             failure = self._replace(worker, following)
             self._tell_if_idle()
         deliver(ended)
