@@ -11,8 +11,8 @@ same loop too. Medians of the ratios of processor seconds, turn by turn. ``--aga
 checkout (``git worktree add ../before <commit>``) in the same run. ``--noise`` measures only the arms of noise, in one
 and in four micro-batches: every update, every fourth and every eighth, from vectors or from the whole gradient. Every
 row has the standard error of its median, and what it is over the Stepper without noise, also turn by turn. Vectors
-measure the whole gradient too in one of 64 measured updates, in 7 of the first 64. A median of turns does not show
-that, and a mean shows every burst of a busy machine, so the columns "first" and "later" add it: the part 7/64 or 1/64
+measure the whole gradient too in one of 64 measured updates, in 3 of the first 64. A median of turns does not show
+that, and a mean shows every burst of a busy machine, so the columns "first" and "later" add it: the part 3/64 or 1/64
 of what the arm "noise", which measures the whole gradient at every update, takes over "vectors".
 """
 
@@ -201,7 +201,7 @@ def add_rare(rows: list[dict[str, object]]) -> None:
         for interval in INTERVALS:
             if row["arm"] == _name("vectors", interval):
                 cost = costs[row["arm"]]
-                row |= {"first": cost + rare * 7 / 64 / interval, "later": cost + rare / 64 / interval}
+                row |= {"first": cost + rare * 3 / 64 / interval, "later": cost + rare / 64 / interval}
 
 
 def _name(kind: str, interval: int) -> str:

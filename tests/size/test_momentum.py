@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from batchwright.errors import ArgumentError  # noqa: E402
 from batchwright.size.momentum import MADE_AT, MADE_FOR, changed_beta2, check_beta2, follow_beta2, follow_noise  # noqa: E402
 
 torch.set_num_threads(1)
@@ -193,6 +194,21 @@ def test_the_same_beta2_again_changes_nothing_and_a_group_without_changes_gets_n
     assert all(torch.equal(optimizer.state[parameter][name], value) for name, value in before.items())
     follow_beta2(optimizer, [None])
     assert optimizer.param_groups[0][MADE_FOR] == 0.5
+
+
+def test_averages_that_were_counted_anew_are_refused_without_the_note_of_their_beta2():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.AdamW([parameter], **OPTIONS)
+    list(run(optimizer, parameter, [0.98, 0.97]))
+    saved = optimizer.state_dict()
+    again = torch.optim.AdamW([parameter], **OPTIONS)
+    again.load_state_dict(saved)
+    follow_beta2(again, [0.96])
+    del again.param_groups[0][MADE_FOR]  # as a loader does that keeps only what a new optimizer has
+    with pytest.raises(ArgumentError, match=f"'{MADE_FOR}', which says for which beta2; load a state_dict"):
+        follow_beta2(again, [0.96])
+    again.param_groups[0][MADE_FOR] = 0.96
+    follow_beta2(again, [0.96])
 
 
 def test_optimizers_are_known_by_what_they_are_made_from():

@@ -255,6 +255,8 @@ def _follow(optimizer: Any, values: Sequence[float | None]) -> None:
     for group, value in zip(optimizer.param_groups, values, strict=True):
         if value is None:
             continue
+        if may_count and MADE_FOR not in group:
+            _check_steps(optimizer, group)
         before = group.get(MADE_FOR, float(group["betas"][1]))
         if value != before:
             found = [optimizer.state.get(parameter) for parameter in group["params"]]
@@ -264,6 +266,22 @@ def _follow(optimizer: Any, values: Sequence[float | None]) -> None:
             else:
                 _multiply(held, _AVERAGES, before, value)
             group[MADE_FOR] = value
+
+
+def _check_steps(optimizer: Any, group: dict[str, Any]) -> None:
+    """Refuse averages that count for another beta2 than the group's, if nothing says for which; steps on a device pass.
+
+    Steps become fractions when they count anew, and the note stands beside the betas. Who keeps only the options that
+    a new optimizer has, as flattened states of ``torch.distributed.checkpoint`` do, loses the note.
+    """
+    found = (optimizer.state.get(parameter) for parameter in group["params"])
+    step = next((held["step"] for held in found if held and "step" in held), 0)
+    if getattr(step, "is_cpu", True) and not float(step).is_integer():
+        raise ArgumentError(
+            f"averages of {type(optimizer).__name__} are those of {float(step):g} steps, as beta2_rule counts them, "
+            f"but their group has no {MADE_FOR!r}, which says for which beta2; load a state_dict() of the optimizer "
+            "with all entries of its groups (flatten_optimizer_state_dict=True loses this one), or set the entry"
+        )
 
 
 def _count_anew(states: list[dict[str, Any]], ratio: float, beta1: float) -> None:

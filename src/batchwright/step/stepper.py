@@ -74,7 +74,7 @@ class Stepper:
         noise_from: what noise is measured in. ``"all"``: the gradients of micro-batches. ``"vectors"``: the gradient of
             every example in the biases of norm layers (their weights without biases; biases of other layers without
             norms), from the same backward pass: it costs little, and batches are not split. The noise of the whole is
-            that times a ratio, from the 1st, 4th, 16th and every 64th measured update, which measures both.
+            that times a ratio, from the 1st, 32nd and every 64th measured update, which measures both.
         noise_groups: returns the group of a parameter's name, ``lambda name: name.split(".")[0]``; noise is then
             reported per group too.
         lr_rule: ``"linear"``, ``"sqrt"``, ``"adascale"`` or a function of ``(batch_size, base_size)``; it scales the
