@@ -85,6 +85,11 @@ class Workers:
         """Say whether requests are taken."""
         return self._core.is_open
 
+    @property
+    def is_inside(self) -> bool:
+        """Say whether this thread runs the function."""
+        return any(worker.thread is threading.current_thread() for worker in self._workers)
+
     def add(self, request: Request) -> None:
         """Take a request in and wake a worker."""
         request.held_by = self._check_nesting()
@@ -323,13 +328,18 @@ class Workers:
         worker.current = None  # at once: a call that has returned does not hang, however long the lock is busy
         return outcome, self.clock() - start - given
 
-    def next_call(self, worker: Worker, part: Part) -> Call | None:
-        """Return requests to run in the middle of a part, after more urgent ones of others on the device."""
+    def next_call(self, worker: Worker, part: Part, *, may_run: bool) -> Call | None:
+        """Return requests to run in the middle of a part, after more urgent ones of others on the device.
+
+        None if there are none, or unless they ``may_run``: the part goes on.
+        """
         with self._changed:  # the part does not hang now, however long others take
             worker.current, worker.paused = None, part
         while not worker.is_abandoned:
             if self._device is not None:
                 self._device.pass_on(worker.claim)
+            if not may_run:
+                return None
             with self._changed:
                 turn = self._work.take_between(self.clock())
                 self._tell_if_idle()
