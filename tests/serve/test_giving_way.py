@@ -552,7 +552,7 @@ def test_a_part_deep_in_calls_of_its_own_hurts_no_request(left):
         return items
 
     with Batcher(run, background=[["offline"]]) as batcher, ThreadPoolExecutor(1) as pool:
-        wait_until(lambda: looks)
+        wait_until(lambda: looks or batcher.background.num_batches)
         answer = pool.submit(batcher.submit_sync, 1)
         wait_until(lambda: batcher.stats().num_submitted)
         num_looks = len(looks)

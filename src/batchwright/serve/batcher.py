@@ -283,7 +283,7 @@ class Batcher(Generic[Item, Result]):
         timeout = _as_timeout(timeout_seconds)
         if timeout is None and not self._workers.when_idle().done():
             self._check_thread("close_sync", "await close()")
-            if self._workers.is_inside:
+            if any(worker.thread is threading.current_thread() for worker in self._workers._workers):
                 raise ArgumentError(
                     "the batched function closes its own batcher and would wait for itself forever; close it elsewhere"
                 )

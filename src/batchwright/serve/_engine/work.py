@@ -220,8 +220,14 @@ class Work:
         self._again.clear()
         return self.core.crash(error, now)
 
-    def take_between(self, now: float) -> Turn:
-        """Return a batch of requests that runs in the middle of a part, which has held them up until now."""
+    def take_between(self, now: float, *, may_run: bool = True) -> Turn:
+        """Return a batch of requests that runs in the middle of a part, which has held them up until now.
+
+        Nothing unless they ``may_run``: the part goes on, and holds up those that wait once more.
+        """
+        if not may_run:
+            self._is_between, self._delay = False, 0.0
+            return Turn()
         if not self._is_between:
             self._hold_up(now)
         turn = self._take_requests(now)

@@ -85,11 +85,6 @@ class Workers:
         """Say whether requests are taken."""
         return self._core.is_open
 
-    @property
-    def is_inside(self) -> bool:
-        """Say whether this thread runs the function."""
-        return any(worker.thread is threading.current_thread() for worker in self._workers)
-
     def add(self, request: Request) -> None:
         """Take a request in and wake a worker."""
         request.held_by = self._check_nesting()
@@ -329,19 +324,14 @@ class Workers:
         return outcome, self.clock() - start - given
 
     def next_call(self, worker: Worker, part: Part, *, may_run: bool) -> Call | None:
-        """Return requests to run in the middle of a part, after more urgent ones of others on the device.
-
-        None if there are none, or unless they ``may_run``: the part goes on.
-        """
+        """Return requests to run in the middle of a part, if they may, after more urgent ones of the device."""
         with self._changed:  # the part does not hang now, however long others take
             worker.current, worker.paused = None, part
         while not worker.is_abandoned:
             if self._device is not None:
                 self._device.pass_on(worker.claim)
-            if not may_run:
-                return None
             with self._changed:
-                turn = self._work.take_between(self.clock())
+                turn = self._work.take_between(self.clock(), may_run=may_run)
                 self._tell_if_idle()
             deliver(turn.ended)
             if turn.call is not None or not turn.ended:
