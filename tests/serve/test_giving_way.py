@@ -926,6 +926,28 @@ def test_what_stands_in_the_place_of_torch_ends_nothing(monkeypatch):
         assert first_of(batcher.background).results == ["offline"]
 
 
+def test_a_part_that_records_a_graph_gives_way_once_it_has(monkeypatch):
+    torch = pytest.importorskip("torch")
+    asked, is_recording = [], [True]
+
+    def is_capturing():
+        asked.append(1)
+        return is_recording[0]
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_capturing)
+    steps = Steps()
+    with Batcher(steps, background=[["offline"]]) as batcher, ThreadPoolExecutor(1) as pool:
+        assert steps.has_begun.wait(LIMIT_SECONDS)
+        answer = pool.submit(batcher.submit_sync, 1)
+        wait_until(lambda: len(asked) > 3)
+        assert steps.calls == [["offline"]]
+        is_recording[0] = False
+        assert answer.result(LIMIT_SECONDS) == 2
+        steps.may_end.set()
+        assert first_of(batcher.background).results == ["offline"]
+
+
 def test_compiled_code_gives_way_whenever_it_runs():
     torch = pytest.importorskip("torch")
     has_begun, may_end = threading.Event(), threading.Event()

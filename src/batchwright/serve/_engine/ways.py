@@ -61,7 +61,7 @@ class Way:
         """Let others run if somebody waits."""
         now = self._note()
         self.num_looks += 1
-        if self._is_wanted(now) and _has_room():
+        if self._is_wanted(now) and _has_room() and not _is_recording(_torch()):
             with _way_in_this_thread(None):  # what runs now is not part of the offline work
                 self._run_others()
             self._since = self._clock()
@@ -95,6 +95,11 @@ def _has_room() -> bool:
 def _descend(depth: int) -> None:
     if depth:
         _descend(depth - 1)
+
+
+def _is_recording(torch: Any) -> bool:
+    """Say whether what this thread starts goes into a CUDA graph, and does not run now."""
+    return torch is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Driver(Protocol):
