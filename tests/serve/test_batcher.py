@@ -155,6 +155,18 @@ def test_a_close_that_runs_out_of_time_ends_what_still_waits():
     run(main())
 
 
+def test_a_function_that_closes_its_own_batcher_and_would_wait_for_itself_is_refused():
+    def run(items):
+        batcher.close_sync()
+        return items
+
+    batcher = Batcher(run)
+    with pytest.raises(ArgumentError, match="wait for itself"):
+        batcher.submit_sync(1)
+    assert batcher.is_open
+    batcher.close_sync()
+
+
 def test_a_raising_length_of_fails_only_its_request():
     async def main():
         async with Batcher(lambda texts: [text.upper() for text in texts], length_of=len) as batcher:

@@ -4,9 +4,12 @@ import asyncio
 import contextvars
 import functools
 import os
+import sys
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from random import Random
 
 import pytest
@@ -471,6 +474,115 @@ def test_memory_that_a_part_of_another_batcher_of_the_device_holds_is_waited_for
         assert first_of(offline.background).results == ["offline"]
 
 
+@contextmanager
+def busy(batcher):
+    """Keep requests waiting in a batcher, more than it can run at once."""
+    is_over = threading.Event()
+
+    def ask():
+        while not is_over.is_set():
+            batcher.submit_sync("small")
+
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask) for _ in range(4)]
+        try:
+            yield
+        finally:
+            is_over.set()
+        for one in asked:
+            one.result(LIMIT_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("offline", "flooded"),
+    [(0, None), (0, 0), (0, 1), (1, 0), (1, 1)],
+    ids=["one batcher", "one on a device", "another is busy", "the part is of another", "that one is busy too"],
+)
+def test_requests_that_need_the_memory_of_a_part_run_also_if_others_never_stop_coming(offline, flooded):
+    steps, holders, num_short = Steps(), set(), []
+
+    def run(items):
+        if "offline" in items:
+            holders.add(1)
+            results = steps(items)
+            for _ in range(5):
+                give_way()
+            holders.clear()
+            return results
+        if "big" in items and holders:
+            num_short.append(1)
+            raise MemoryError
+        time.sleep(0.002)  # as long as a call of a model, so that the next request waits when it ends
+        return items
+
+    device = None if flooded is None else Device()
+    works = [[["offline"]] if index == offline else None for index in range(2)]
+    batchers = [Batcher(run, background=work, device=device, max_items=1) for work in works]
+    with batchers[0], batchers[1], ThreadPoolExecutor(1) as pool:
+        assert steps.has_begun.wait(LIMIT_SECONDS)
+        answer = pool.submit(batchers[0].submit_sync, "big")
+        wait_until(lambda: num_short)
+        with busy(batchers[flooded or 0]):
+            steps.may_end.set()
+            assert answer.result(LIMIT_SECONDS) == "big"
+        assert first_of(batchers[offline].background).results == ["offline"]
+
+
+def _nested(depth, run):
+    return run() if depth == 0 else _nested(depth - 1, run)
+
+
+@pytest.mark.parametrize("left", range(8, 36, 4))
+def test_a_part_deep_in_calls_of_its_own_hurts_no_request(left):
+    may_end, looks = [], []
+
+    def look():  # only calls that need no room of their own
+        end = time.monotonic() + LIMIT_SECONDS
+        while not may_end and time.monotonic() < end:
+            looks.append(1)
+            give_way()
+            time.sleep(0.001)
+
+    def run(items):
+        if "offline" in items:
+            depth, frame = 0, sys._getframe()
+            while frame is not None:
+                depth, frame = depth + 1, frame.f_back
+            _nested(sys.getrecursionlimit() - depth - left, look)
+        return items
+
+    with Batcher(run, background=[["offline"]]) as batcher, ThreadPoolExecutor(1) as pool:
+        wait_until(lambda: looks or batcher.background.num_batches)
+        answer = pool.submit(batcher.submit_sync, 1)
+        wait_until(lambda: batcher.stats().num_submitted)
+        num_looks = len(looks)
+        wait_until(lambda: len(looks) > num_looks + 2 or batcher.background.num_batches)
+        may_end.append(1)
+        assert answer.result(LIMIT_SECONDS) == 1
+        assert first_of(batcher.background).index == 0
+        assert batcher.stats().is_healthy
+
+
+def test_a_request_too_deep_for_what_a_part_leaves_runs_after_it():
+    steps, depths = Steps(), []
+
+    def run(items):
+        if "offline" in items:
+            return _nested(sys.getrecursionlimit() * 4 // 10, lambda: steps(items))
+        depths.append(items)
+        _nested(sys.getrecursionlimit() * 6 // 10, list)
+        return items
+
+    with Batcher(run, background=[["offline"]]) as batcher, ThreadPoolExecutor(1) as pool:
+        assert steps.has_begun.wait(LIMIT_SECONDS)
+        answer = pool.submit(batcher.submit_sync, 1)
+        wait_until(lambda: depths)
+        steps.may_end.set()
+        assert answer.result(LIMIT_SECONDS) == 1
+        assert first_of(batcher.background).results == ["offline"]
+    assert depths == [[1], [1]]
+
+
 def test_a_part_that_runs_out_of_memory_after_it_gave_way_runs_in_halves():
     steps = Steps()
 
@@ -782,6 +894,58 @@ def test_requests_compute_in_the_modes_in_which_the_part_began():
         steps.may_end.set()
         assert first_of(batcher.background).results == [(torch.float32, True, False, torch.bfloat16, True)]
         assert in_the_middle == [(torch.float32, True, False, torch.bfloat16, True)] * 2
+
+
+def test_modes_that_a_request_leaves_behind_are_not_those_of_the_part():
+    torch = pytest.importorskip("torch")
+    steps = Steps()
+
+    def run(items):
+        if "offline" not in items:
+            torch.set_grad_enabled(False)
+            torch.set_autocast_enabled("cpu", True)
+            return items
+        results = steps(items)
+        square = torch.ones(2, 2)
+        return [(torch.is_grad_enabled(), (square @ square).dtype) for _ in results]
+
+    with Batcher(run, background=[["offline"]]) as batcher:
+        assert steps.has_begun.wait(LIMIT_SECONDS)
+        assert [batcher.submit_sync(number) for number in (1, 2)] == [1, 2]
+        steps.may_end.set()
+        assert first_of(batcher.background).results == [(True, torch.float32)]
+
+
+def test_what_stands_in_the_place_of_torch_ends_nothing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    steps = Steps()
+    with Batcher(steps, background=[["offline"]]) as batcher:
+        assert steps.has_begun.wait(LIMIT_SECONDS)
+        assert batcher.submit_sync(1) == 2
+        steps.may_end.set()
+        assert first_of(batcher.background).results == ["offline"]
+
+
+def test_a_part_that_records_a_graph_gives_way_once_it_has(monkeypatch):
+    torch = pytest.importorskip("torch")
+    asked, is_recording = [], [True]
+
+    def is_capturing():
+        asked.append(1)
+        return is_recording[0]
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_capturing)
+    steps = Steps()
+    with Batcher(steps, background=[["offline"]]) as batcher, ThreadPoolExecutor(1) as pool:
+        assert steps.has_begun.wait(LIMIT_SECONDS)
+        answer = pool.submit(batcher.submit_sync, 1)
+        wait_until(lambda: len(asked) > 3)
+        assert steps.calls == [["offline"]]
+        is_recording[0] = False
+        assert answer.result(LIMIT_SECONDS) == 2
+        steps.may_end.set()
+        assert first_of(batcher.background).results == ["offline"]
 
 
 def test_compiled_code_gives_way_whenever_it_runs():

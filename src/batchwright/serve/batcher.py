@@ -283,6 +283,10 @@ class Batcher(Generic[Item, Result]):
         timeout = _as_timeout(timeout_seconds)
         if timeout is None and not self._workers.when_idle().done():
             self._check_thread("close_sync", "await close()")
+            if any(worker.thread is threading.current_thread() for worker in self._workers._workers):
+                raise ArgumentError(
+                    "the batched function closes its own batcher and would wait for itself forever; close it elsewhere"
+                )
         self._workers.stop(drop=not as_flag("drain", drain))
         concurrent.futures.wait([self._workers.when_idle()], timeout=timeout)
         self._workers.stop(drop=True)

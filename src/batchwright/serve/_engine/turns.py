@@ -40,6 +40,7 @@ class Turns:
         self._changed = threading.Condition()
         self._holder: Claim | None = None
         self._claims: list[Claim] = []
+        self._num_turns = 0
         self._numbers = itertools.count()
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
         # Parts of offline work that wait, in their middle, until they may go on.
@@ -86,17 +87,25 @@ class Turns:
             unless: says that the device is not needed any more; the claim is then given up.
         """
         with self._changed:
-            claim.number = next(self._numbers)
+            claim.number, claim.num_turns_before = next(self._numbers), self._num_turns
             self._claims.append(claim)
             self._changed.notify_all()
             while not unless():
-                if self._holder is None and min(self._claims, key=Claim.place) is claim:
+                if self._holder is None and min(self._claims, key=self._order) is claim:
                     self._holder = claim
+                    self._num_turns += 1
                     break
                 self._changed.wait(POLL_SECONDS)
             self._claims.remove(claim)
             if self._holder is not claim:
                 self._changed.notify_all()
+
+    def _order(self, claim: Claim) -> tuple[float, bool, int]:
+        """Return the order among claims; if requests wait until a part has ended, it goes on after every other turn."""
+        urgency, is_new, number = claim.place()
+        if claim.has_begun and self._num_turns > claim.num_turns_before:
+            urgency = min([urgency, *(member.again_urgency for member in self._members)])
+        return urgency, is_new, number
 
     def release(self, claim: Claim) -> None:
         """Give the device back; of a claim that does not have it, nothing."""
@@ -125,6 +134,10 @@ class Member(Protocol):
     def gaps(self) -> Gaps:
         """Return what is known about the time between its requests."""
 
+    @property
+    def again_urgency(self) -> float:
+        """Return when the most urgent of its requests that wait until a part has ended is due; ``inf``: none does."""
+
     def allowance(self) -> float:
         """Return the shortest time in seconds that its requests are allowed."""
 
@@ -139,12 +152,13 @@ class Claim:
 
     Attributes:
         running_urgency: when a batch that has begun, and waits for the device again, is due.
+        num_turns_before: how many turns there were on the device when it began to wait.
         has_begun: it is for a part that goes on afterwards, which comes before new parts: it holds memory meanwhile.
     """
 
     def __init__(self, urgency: Callable[[], float]) -> None:
         self._urgency = urgency
-        self.number = 0
+        self.number = self.num_turns_before = 0
         self.running_urgency = math.inf
         self.has_begun = False
 

@@ -61,7 +61,7 @@ class Way:
         """Let others run if somebody waits."""
         now = self._note()
         self.num_looks += 1
-        if self._is_wanted(now):
+        if self._is_wanted(now) and _has_room() and not _is_recording(_torch()):
             with _way_in_this_thread(None):  # what runs now is not part of the offline work
                 self._run_others()
             self._since = self._clock()
@@ -79,13 +79,36 @@ class Way:
         return now
 
 
+# How many calls deep requests may always go in the middle of a part; at most half of what Python allows.
+_ROOM = 500
+
+
+def _has_room() -> bool:
+    """Say whether a part is not so deep in calls of its own that requests would end with ``RecursionError``."""
+    try:
+        _descend(min(_ROOM, sys.getrecursionlimit() // 2))
+    except RecursionError:
+        return False
+    return True
+
+
+def _descend(depth: int) -> None:
+    if depth:
+        _descend(depth - 1)
+
+
+def _is_recording(torch: Any) -> bool:
+    """Say whether what this thread starts goes into a CUDA graph, and does not run now."""
+    return torch is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 class Driver(Protocol):
     """What runs requests in the middle of a part."""
 
     clock: Callable[[], float]
 
-    def next_call(self, worker: Worker, part: Part) -> Call | None:
-        """Return requests to run now; None: the part may go on."""
+    def next_call(self, worker: Worker, part: Part, *, may_run: bool) -> Call | None:
+        """Return requests to run now; None: the part may go on, as it does in any case unless more ``may_run``."""
 
     def run(self, worker: Worker, job: Call) -> None:
         """Run them, and hand out the answers."""
@@ -144,8 +167,10 @@ def _run_requests(driver: Driver, work: Work, worker: Worker, part: Part) -> Non
     work.pause(part)
     worker.claim.has_begun = True
     try:
-        while (call := driver.next_call(worker, part)) is not None:
+        may_run = True
+        while (call := driver.next_call(worker, part, may_run=may_run)) is not None:
             driver.run(worker, call)
+            may_run = not work.must_go_on
     except BaseException as error:  # the function, which sees it next, may hide it
         driver.crash(error)
         raise
@@ -179,8 +204,10 @@ _DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 def _torch() -> Any:
     """Return torch if it has been imported, by whomever."""
-    torch = sys.modules.get("torch")
-    return None if getattr(getattr(torch, "__spec__", None), "_initializing", False) else torch
+    torch: Any = sys.modules.get("torch")
+    if not hasattr(torch, "set_autocast_dtype"):  # something that stands in its place
+        return None
+    return None if getattr(torch.__spec__, "_initializing", False) else torch
 
 
 def _modes_now(torch: Any) -> _Modes:
@@ -198,7 +225,10 @@ def _in_modes(modes: _Modes) -> Iterator[None]:
     # Without casts: torch was imported by the part, and its thread began without autocast.
     casts = modes.casts or tuple((False, dtype) for _, dtype in now.casts)
     if now == modes._replace(casts=casts):
-        yield
+        try:
+            yield
+        finally:
+            _set_modes(torch, now)
         return
     with torch.inference_mode(modes.is_inference), torch.set_grad_enabled(modes.has_grad):
         _set_casts(torch, casts)
@@ -206,6 +236,13 @@ def _in_modes(modes: _Modes) -> Iterator[None]:
             yield
         finally:
             _set_casts(torch, now.casts)
+
+
+def _set_modes(torch: Any, modes: _Modes) -> None:
+    """Go back to these modes, whatever a request has left behind."""
+    if _modes_now(torch) != modes:
+        torch.set_grad_enabled(modes.has_grad)
+        _set_casts(torch, modes.casts)
 
 
 def _set_casts(torch: Any, casts: tuple[tuple[bool, Any], ...]) -> None:

@@ -91,6 +91,18 @@ class Work:
             self.core.is_open and self._background is not None and self._background.has_part()
         )
 
+    @property
+    def again_urgency(self) -> float:
+        """Return when the most urgent of the requests that wait until a part has ended is due; ``inf``: none does."""
+        again = (request.urgency for call in tuple(self._again) for request in call.requests)
+        return min(again, default=math.inf)
+
+    @property
+    def must_go_on(self) -> bool:
+        """Say whether a part goes on after every batch in its middle, since requests wait until it has ended."""
+        members: list[Member] = [self] if self._device is None else self._device.members()
+        return any(member.again_urgency < math.inf for member in members)
+
     def add(self, request: Request) -> None:
         """Take a request in, or say why not."""
         if self._has_gaps:
@@ -143,9 +155,9 @@ class Work:
     def complete(self, job: Job, outcome: Outcome, now: float, seconds: float) -> tuple[Call | None, list[Request]]:
         """Take in what a call gave; return the call that follows, and the requests that have ended."""
         if isinstance(job, Call):
-            if outcome.is_oom and self._paused and self.core.settings.on_oom == "split":
-                self._again.append(job)  # nobody knows whether it fits without the part, which holds memory
-                self.core.counters.num_ooms += 1
+            if self._paused and self._may_work_after(outcome):
+                self._again.append(job)  # nobody knows whether it works without the part, which holds memory
+                self.core.counters.num_ooms += outcome.is_oom
                 return None, []
             if outcome.error is None and outcome.held_seconds is not None:
                 self._learn_held(len(job.requests), longest(job.requests), outcome.held_seconds)
@@ -164,6 +176,13 @@ class Work:
         self._hold_up(now)
         return None, []
 
+    def _may_work_after(self, outcome: Outcome) -> bool:
+        """Say whether a call failed for want of what a part takes, memory or depth of calls, and may run once more."""
+        settings = self.core.settings
+        if outcome.is_oom:
+            return settings.on_oom == "split"
+        return isinstance(outcome.error, RecursionError) and settings.on_error == "bisect"
+
     def _hold_up(self, now: float) -> None:
         """Note that a part has held up the requests that wait until now."""
         self._delay = max(0.0, now - max(self.core.first_arrival(), self._waits_until))
@@ -177,7 +196,8 @@ class Work:
 
     def urgency_at(self, now: float) -> float:
         """Return when the most urgent request is due; ``inf``: there is none, or it still waits on purpose."""
-        return math.inf if self._waits_on_purpose(now) else self.urgency
+        urgency = math.inf if self._waits_on_purpose(now) else self.urgency
+        return urgency if self._paused else min(urgency, self.again_urgency)
 
     def _waits_on_purpose(self, now: float) -> bool:
         return now < self._waits_until and self.core.is_open
@@ -200,8 +220,14 @@ class Work:
         self._again.clear()
         return self.core.crash(error, now)
 
-    def take_between(self, now: float) -> Turn:
-        """Return a batch of requests that runs in the middle of a part, which has held them up until now."""
+    def take_between(self, now: float, *, may_run: bool = True) -> Turn:
+        """Return a batch of requests that runs in the middle of a part, which has held them up until now.
+
+        Nothing unless they ``may_run``: the part goes on, and holds up those that wait once more.
+        """
+        if not may_run:
+            self._is_between, self._delay = False, 0.0
+            return Turn()
         if not self._is_between:
             self._hold_up(now)
         turn = self._take_requests(now)

@@ -323,15 +323,15 @@ class Workers:
         worker.current = None  # at once: a call that has returned does not hang, however long the lock is busy
         return outcome, self.clock() - start - given
 
-    def next_call(self, worker: Worker, part: Part) -> Call | None:
-        """Return requests to run in the middle of a part, after more urgent ones of others on the device."""
+    def next_call(self, worker: Worker, part: Part, *, may_run: bool) -> Call | None:
+        """Return requests to run in the middle of a part, if they may, after more urgent ones of the device."""
         with self._changed:  # the part does not hang now, however long others take
             worker.current, worker.paused = None, part
         while not worker.is_abandoned:
             if self._device is not None:
                 self._device.pass_on(worker.claim)
             with self._changed:
-                turn = self._work.take_between(self.clock())
+                turn = self._work.take_between(self.clock(), may_run=may_run)
                 self._tell_if_idle()
             deliver(turn.ended)
             if turn.call is not None or not turn.ended:
