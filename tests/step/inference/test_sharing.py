@@ -185,6 +185,21 @@ def test_what_are_no_ids_of_the_model_is_refused(name, example, match):
         generate(shapes.make(name), [example], graphs=False, max_new_tokens=2)
 
 
+def test_an_image_may_stand_for_an_id_beyond_those_of_the_table():
+    """Idefics has 32,000 ids and another table for an image; PaliGemma puts 0 in place of such an id."""
+
+    class Seeing(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, pixel_values=None, **kwargs):
+            return super().forward(input_ids.clamp(max=shapes.NUM_TOKENS - 1), **kwargs)
+
+    model = shapes.make("llama")
+    model.__class__ = Seeing
+    example = {"input_ids": [12, shapes.NUM_TOKENS, 13], "pixel_values": torch.zeros(2, 2)}
+    found = generate(model, [example], graphs=False, max_new_tokens=3)
+    plain = generate(shapes.make("llama"), [[12, shapes.NUM_TOKENS - 1, 13]], graphs=False, max_new_tokens=3)
+    assert shapes.as_lists(found) == shapes.as_lists(plain)
+
+
 def test_examples_may_come_from_a_generator():
     model, examples = shapes.make("llama"), shapes.prompts(4)
     found = generate(model, (one for one in examples), max_new_tokens=3)

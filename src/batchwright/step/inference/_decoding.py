@@ -26,6 +26,7 @@ Counts = npt.NDArray[np.int64]
 
 # What transformers does if nothing says how many.
 _DEFAULT_NEW_TOKENS = 20
+_TEXT = {"input_ids", "attention_mask", "token_type_ids", "decoder_input_ids"}
 _PER_EXAMPLE = {"inputs", "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "encoder_outputs"}
 
 
@@ -185,7 +186,7 @@ class Decoder:
     def collated(self, examples: list[Any]) -> dict[str, Any]:
         """Return the batch on the model's device; a decoder-only model needs its padding on the left."""
         batch: dict[str, Any] = dict(self._collate(examples))
-        if self._pads:
+        if self._pads and batch.keys() <= _TEXT:  # an image may be an id of its own, beyond those of the table
             self._check_ids(batch["input_ids"])
         batch = map_leaves(batch, lambda tensor: tensor.to(self.device))
         mask = None if self.is_encoder_decoder or "input_ids" not in batch else batch.get("attention_mask")

@@ -19,7 +19,7 @@ from ..._checks import as_flag, as_whole, check_choice, is_whole
 from ..._lengths import is_transformers_tokenizer
 from ..._types import MAX_INT32
 from ...errors import ArgumentError
-from ..graphs._comparing import NEAR_ROUGHLY
+from ..graphs._comparing import NEAR, NEAR_ROUGHLY
 from ..graphs._functions import is_rough
 from ..huggingface import unwrapped
 from ._sharing import are_near
@@ -30,6 +30,8 @@ _MAX_LENGTH = 1_000_000
 _MOST_KEPT = 4096
 # Of the text that is tried with padding and without; rounding in single precision is a hundredth of what counts.
 _NUM_TRIED, _NUM_PADS, _NEAR = 8, 5, 1e-4
+# Beyond any rounding: of 32 layers in bfloat16 it was up to 0.08.
+_FAR = 0.3
 
 
 @final
@@ -77,16 +79,26 @@ class Pooled(nn.Module):
         few = list(ids[: min(_NUM_TRIED, max(1, room // 2))])
         num_pads = min(_NUM_PADS, room - len(few))
         row, mask = (tensor.to(self.device) for tensor in stacked([few], pad_id))
+
+        def padded_with(value: int) -> Tensor:
+            ids = F.pad(row, (0, num_pads), value=value)
+            vectors: Tensor = self(input_ids=ids, attention_mask=F.pad(mask, (0, num_pads)))
+            return vectors
+
         try:
             with torch.no_grad():
-                plain = self(input_ids=row, attention_mask=mask)
-                padded = self(
-                    input_ids=F.pad(row, (0, num_pads), value=pad_id), attention_mask=F.pad(mask, (0, num_pads))
-                )
+                plain, padded = self(input_ids=row, attention_mask=mask), padded_with(pad_id)
+                is_half = any(value.dtype in (torch.float16, torch.bfloat16) for value in self.model.parameters())
+                if not is_half and not is_rough(self.device):
+                    return bool(are_near(padded, plain, _NEAR).all())
+                is_near = bool(are_near(padded, plain, NEAR_ROUGHLY).all())
+                if is_near or not are_near(padded, plain, _FAR).all():
+                    return is_near
+                # Kernels for another width round in another way; in the same width, what the padding is shows nothing.
+                other = next((one for one in (*few, 0, 1) if one != pad_id), pad_id)
+                return bool(are_near(padded_with(min(other, self.num_tokens - 1)), padded, NEAR).all())
         except Exception:  # whatever it is, the texts themselves will show it
             return None
-        is_half = any(value.dtype in (torch.float16, torch.bfloat16) for value in self.model.parameters())
-        return bool(are_near(padded, plain, NEAR_ROUGHLY if is_half or is_rough(self.device) else _NEAR).all())
 
     @property
     def device(self) -> torch.device:

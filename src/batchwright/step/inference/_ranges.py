@@ -41,6 +41,23 @@ class Active(NamedTuple):
     attend: Attend
 
 
+@final
+class Noted:
+    """Attends over ranges of keys, and notes that it was asked to.
+
+    Args:
+        attend: attends.
+    """
+
+    def __init__(self, attend: Attend) -> None:
+        self._attend, self.was_called = attend, False
+
+    def __call__(self, *args: Any) -> Tensor:
+        """Return what it gives."""
+        self.was_called = True
+        return self._attend(*args)
+
+
 _ACTIVE: ContextVar[Active | None] = ContextVar("active ranges", default=None)
 
 

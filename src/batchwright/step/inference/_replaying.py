@@ -20,7 +20,7 @@ from ._choosing import uniforms
 from ._comparison import Compared, Comparison, compared, key_of, remember
 from ._decoding import Counts, Decoder
 from ._options import Options
-from ._ranges import Attend
+from ._ranges import Attend, Noted
 from ._reading import Batch, Read, read_rows
 from ._rounds import Rounds
 from ._sizing import Sizes
@@ -70,7 +70,7 @@ class Replaying:
         self._has_given_up = False
         self._is_half = next(decoder.base.parameters()).dtype in _HALF
         self._has_limits = has_limits or options.max_new_tokens is None
-        self._attend, self._room = attend, room
+        self._attend, self._room = None if attend is None else Noted(attend), room
         self._shown: dict[_Kind, Compared] = {}
         self._measured: Sizes | None = None
         self._layers: Layers | None = None
@@ -209,7 +209,9 @@ class Replaying:
     def _make_room(self, batch: Batch, most: Counts, sizes: Sizes | None) -> None:
         """Keep the memory of the batch before if that will do, else drop it with its graphs for new, if that fits."""
         layout = batch.layout(int(most.max()))
-        if self._layers is not None and self._layers.layout.holds(layout, uses_ranges=self._uses_ranges(batch)):
+        # A model whose attention is of another kind looks at all of a cache, so that a wide one costs time.
+        in_ranges = self._uses_ranges(batch) and self._attend is not None and self._attend.was_called
+        if self._layers is not None and self._layers.layout.holds(layout, uses_ranges=in_ranges):
             return
         self._drop()
         room = None if len(batch) == 1 else self._room(0)

@@ -104,6 +104,11 @@ def encode(
     with ProgressBar(label="encoding", total=len(rows), enabled=progress) as bar, evaluating(pooled):
         is_off = graphs is False or (graphs == "auto" and pooled.device.type != "cuda")
         groups = run.groups()
+        if graphs is True and len(groups) > 1:
+            raise ArgumentError(
+                "graphs=True cannot be followed: padding changes the vectors of this model, so texts share a batch "
+                "only with those of their length; pass graphs='auto' or graphs=False"
+            )
         plan = None if is_off or len(groups) > 1 else _static_plan(run.lengths, budget)
         if plan is not None and _is_worth(plan, graphs):
             run.over(plan, graphs, bar)
