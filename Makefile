@@ -97,7 +97,7 @@ test-keras: .venv-keras/.ready ## the tests of the Keras integration on TensorFl
 	.venv-keras/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable . --group keras
 	@touch $@
 
-bench: .venv-bench/.ready ## measure the planner beside its peers, three distributions; QUICK=1 takes half a minute
+bench: .venv-bench/.ready ## measure the planner beside its peers, three distributions; QUICK=1 takes half a minute after the install
 	.venv-bench/bin/python benchmarks/planning.py $(if $(QUICK),--quick)
 
 # The second list goes without dependencies: by their metadata they would bring GPU libraries that nothing here uses.

@@ -117,7 +117,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--distributions", type=_names(DISTRIBUTIONS), help=f"some of {','.join(DISTRIBUTIONS)}")
     parser.add_argument("--quick", action="store_true", help="a smoke test: few examples, no slow peers")
     parser.add_argument("--large", action="store_true", help="also 10,000,000 lengths for our arms and numpy")
-    parser.add_argument("--output", default=str(_ROOT / "benchmarks" / "results" / "planning.json"))
+    parser.add_argument("--output", help="(benchmarks/results/planning.json; quick: build/planning_quick.json)")
     parser.add_argument("--max-seconds", type=float, default=60, help="an arm gets no further turn after so long")
     parser.add_argument("--timeout-seconds", type=float, default=300, help="an arm without answer is stopped")
     parser.add_argument("--fresh", action="store_true", help="forget what a run that was broken off measured")
@@ -126,6 +126,9 @@ def _options() -> argparse.Namespace:
     options.repeats = options.repeats or (1 if options.quick else 5)
     options.arms = options.arms or list(QUICK_ARMS if options.quick else ARMS)
     options.distributions = options.distributions or list(QUICK_DISTRIBUTIONS if options.quick else DISTRIBUTIONS)
+    # The documents are written from the results in the repository, which a smoke test must not replace.
+    kept = "build/planning_quick.json" if options.quick else "benchmarks/results/planning.json"
+    options.output = options.output or str(_ROOT / kept)
     return options
 
 

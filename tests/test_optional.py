@@ -1,3 +1,4 @@
+import importlib
 import json
 import subprocess
 import sys
@@ -116,6 +117,23 @@ def test_the_room_of_steps_says_how_it_is_reached(before, words):
     line = done.stderr.splitlines()[-1]
     assert line.startswith("AttributeError: module 'batchwright' has no attribute 'step' before it is imported")
     assert line.endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("name", "room"),
+    [
+        ("Stepper", "step"),
+        ("supervised_loss", "step"),
+        ("PadCollator", "step"),
+        ("batched", "serve"),
+        ("Batcher", "serve"),
+    ],
+)
+def test_what_lies_in_a_room_above_is_told_where_it_is(name, room):
+    if room != "step" or is_installed("torch"):
+        assert hasattr(importlib.import_module(f"batchwright.{room}"), name)
+    with pytest.raises(AttributeError, match=f"attribute '{name}'; write: from batchwright.{room} import {name}"):
+        getattr(batchwright, name)
 
 
 @pytest.mark.parametrize(

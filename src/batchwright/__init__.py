@@ -87,13 +87,19 @@ if not TYPE_CHECKING:  # or a type checker would take every misspelt name for on
 
 
 def _hint(name: str) -> str:
-    """Say how a room above this one is reached, and what it needs."""
-    if name not in ("integrations", "lab", "serve", "step", "testing"):
+    """Say how a room above this one, or what is looked for most in it, is reached, and what it needs."""
+    rooms = ("integrations", "lab", "serve", "step", "testing")
+    inside = dict.fromkeys(("PadCollator", "Stepper", "supervised_loss"), "step")
+    inside |= dict.fromkeys(("Batcher", "batched"), "serve")
+    room = name if name in rooms else inside.get(name)
+    if room is None:
         return ""
     from ._optional import is_installed
 
-    missing = name == "step" and not is_installed("torch")
+    missing = room == "step" and not is_installed("torch")
     needs = "; it needs torch, run: pip install 'batchwright[torch]'" if missing else ""
+    if name in inside:
+        return f"; write: from batchwright.{room} import {name}{needs}"
     return f" before it is imported, write: import batchwright.{name}{needs}"
 
 

@@ -83,7 +83,9 @@ def as_array(name: str, values: Any, form: str, error: type[ArgumentError]) -> n
     try:
         array = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
     except (RuntimeError, TypeError, ValueError) as reason:
-        raise error(f"{name} must form an array of shape {form}: {reason}") from reason
+        nested = name == "lengths" and isinstance(values, list | tuple) and any(isinstance(one, list) for one in values)
+        advice = "; of lists of token ids pass the lengths, [len(x) for x in data]" if nested else ""
+        raise error(f"{name} must form an array of shape {form}{advice}: {reason}") from reason
     if array.ndim == 2 and isinstance(values, list | tuple) and any(np.ma.is_masked(row) for row in values):
         values = np.ma.stack([np.ma.asarray(row) for row in values])
     if array.dtype.kind == "f" and isinstance(values, list | tuple):

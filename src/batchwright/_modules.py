@@ -17,6 +17,8 @@ Child: TypeAlias = "ref[nn.Module] | None"
 
 def unwrap(model: nn.Module) -> tuple[DistributedDataParallel | None, nn.Module]:
     """Return DDP, if it is around the model or inside ``torch.compile``, and the module to run."""
+    if not hasattr(model, "named_modules"):
+        raise ArgumentError(f"model must be a torch.nn.Module, got {type(model)!r}")
     ddp, inner = None, getattr(model, "_orig_mod", model)
     module = model
     if isinstance(inner, DistributedDataParallel):

@@ -27,6 +27,15 @@ def run(tmp_path_factory):
     return bench(tmp_path_factory.mktemp("bench"), "--arms", arms, "--distributions", "ones,pairs,few")
 
 
+@pytest.mark.parametrize(
+    ("options", "file"),
+    [([], "benchmarks/results/planning.json"), (["--quick"], "build/planning_quick.json"), (["--output", "a"], "a")],
+)
+def test_a_smoke_test_leaves_the_results_alone_that_the_documents_are_written_from(script, monkeypatch, options, file):
+    monkeypatch.setattr(sys, "argv", ["planning.py", *options])
+    assert script("planning")._options().output.endswith(file)
+
+
 def rows_of(result, distribution):
     return {row["arm"]: row for row in result["rows"] if row["distribution"] == distribution}
 

@@ -669,3 +669,14 @@ def test_a_rate_beside_a_wall_is_told_next_to_its_strategy():
     assert "its best rate lay beside one that diverged or doubled the loss, known to a factor of 1.8 on wine" in (
         headline(records)[0].sentence
     )
+
+
+def test_what_could_be_chance_is_said_before_the_note_on_the_rate():
+    tuning = make_tuning(0.1) | {"is_at_wall": True, "spacing": 1.78}
+    records = [
+        one | {"tuning": tuning} if one["strategy"] == "linear" else one
+        for one in fabricate(effects={"linear": -0.02}, datasets=WINE, strategies=FEW, noise=0.1)
+    ]
+    sentence = headline(records)[0].sentence
+    assert "No strategy ended with a lower validation loss" in sentence
+    assert "), could be chance; its best rate lay beside one that diverged" in sentence

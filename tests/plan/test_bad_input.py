@@ -34,7 +34,7 @@ class Untouched(bw.Budget):
         ([True, False], "lengths must be integers, got bool"),
         (["one", "two"], "lengths must be integers, got <U3"),
         ([1, None], "lengths must be integers, got object"),
-        ([[1, 2], [3]], "with as many lengths for every example"),
+        ([[1, 2], [3]], "with as many lengths for every example; of lists of token ids pass the lengths"),
         ([[[1]]], r"shape \(N,\) or \(N, axes\), got \(1, 1, 1\)"),
         (np.empty((3, 0), dtype=int), r"got \(3, 0\)"),
         ("some text", r"got \(\); give one row of lengths per example"),

@@ -95,9 +95,15 @@ def test_nonsense_is_refused_when_the_controller_is_made(options, words):
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("policy", [64, clamp(1, 8), linear])
+@pytest.mark.parametrize("policy", [64, clamp(1, 8), "gooodput", "momentum"])
 def test_what_is_no_policy_is_refused(policy):
     with pytest.raises(ArgumentError, match=r"must be a size.Policy.*size.constant\(64\)"):
+        control(policy)
+
+
+@pytest.mark.parametrize(("policy", "call"), [(linear, "size.linear"), ("goodput", "size.goodput")])
+def test_a_policy_that_is_only_named_is_refused_with_its_call(policy, call):
+    with pytest.raises(ArgumentError, match=rf"must be a size.Policy, got .*; write {call}\(…\)$"):
         control(policy)
 
 

@@ -308,6 +308,19 @@ def test_nonsense_settings_are_refused_at_construction(options, message):
         Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), square_loss, **options)
 
 
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(reduction="sum"), F.cross_entropy, nn.MSELoss()])
+def test_a_loss_of_torch_itself_is_refused_with_how_to_wrap_it(loss):
+    model = nn.Linear(2, 1)
+    with pytest.raises(ArgumentError, match=r"with \(output, target\); wrap a loss that sums: supervised_loss"):
+        Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+
+
+def test_what_is_no_model_is_refused_such_as_an_optimizer_in_its_place():
+    model = nn.Linear(2, 1)
+    with pytest.raises(ArgumentError, match=r"model must be a torch.nn.Module, got <class 'torch.optim.sgd.SGD'>"):
+        Stepper(torch.optim.SGD(model.parameters(), lr=0.1), model, square_loss)
+
+
 def test_a_model_without_trainable_parameters_is_refused():
     model = nn.Linear(2, 1).requires_grad_(False)
     with pytest.raises(ArgumentError, match="no trainable parameter"):

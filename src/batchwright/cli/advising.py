@@ -38,7 +38,7 @@ Say whether planned batches would pay off for a file, against what, and print th
 The baseline is the largest fixed batch size that can never exceed the budget, in random order or, with
 --against sorted, sorted by length. The expected speed-up is a range: one end assumes that a step takes
 longer the more padded tokens it has (compute-bound), the other that every step takes the same time
-(launch-bound). The answer is yes only if the whole range is a gain.
+(launch-bound). The answer is yes only if the whole range is a gain of 10 % or more.
 
 Two cases are answered apart. For a decoder-only model, packing several examples into a row may be better
 (--model-kind decoder). When a model generates, the outputs cost more than the inputs, and the inputs may

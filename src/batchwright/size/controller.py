@@ -88,7 +88,7 @@ class BatchSizeController:
         max_history: SupportsIndex | None = _MAX_HISTORY,
     ) -> None:
         if not isinstance(policy, Policy):
-            raise ArgumentError(f"policy must be a size.Policy, got {policy!r}; a fixed size is size.constant(64)")
+            raise ArgumentError(f"policy must be a size.Policy, got {policy!r}; {_advice(policy)}")
         self.policy = policy
         self.min_size = as_whole("min_size", min_size, least=1)
         self.max_size = as_whole("max_size", max_size, least=1)
@@ -289,6 +289,13 @@ def _numpy_number(match: re.Match[str]) -> str:
     kind, digits = match.groups()
     is_float = kind.startswith(("np.float", "np.long"))
     return repr(float(getattr(np, kind.removeprefix("np."))(digits))) if is_float else digits
+
+
+def _advice(policy: Any) -> str:
+    """Say what to write instead: the call of a policy whose name or function came, else a fixed size."""
+    name = policy if isinstance(policy, str) else getattr(policy, "__name__", "")
+    known = callable(getattr(sys.modules[__package__], name, None)) and name.islower()
+    return f"write size.{name}(…)" if known else "a fixed size is size.constant(64)"
 
 
 def _whole_number(match: re.Match[str]) -> str:

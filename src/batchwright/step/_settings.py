@@ -54,6 +54,11 @@ class Settings:
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
             raise ArgumentError(f"loss_fn must be a function of (model, micro_batch), got {self.loss_fn!r}")
+        if getattr(self.loss_fn, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
+            raise ArgumentError(
+                f"loss_fn is called with (model, micro_batch), and {self.loss_fn!r} with (output, target); wrap a loss "
+                "that sums: supervised_loss(nn.CrossEntropyLoss(reduction='sum'))"
+            )
         self._keep("micro_batch", _as_micro_batch(self.micro_batch, self.lengths))
         if self.clip_norm is not None:
             self._keep("clip_norm", as_number("clip_norm", self.clip_norm, above=0, infinite=True))

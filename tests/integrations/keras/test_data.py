@@ -1,6 +1,7 @@
 """Planned data in fit: every example once per epoch, static shapes, and epochs that resume where they stopped."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from keras import layers  # noqa: E402
 
 import batchwright as bw  # noqa: E402
 from batchwright import size  # noqa: E402
-from batchwright.errors import ArgumentError, StateMismatchError  # noqa: E402
+from batchwright.errors import ArgumentError, MissingDependencyError, StateMismatchError  # noqa: E402
 from batchwright.integrations.keras import BatchSizeCallback, PlannedDataset, adaptive, pad_collate, to_tf_data  # noqa: E402
 
 from . import models  # noqa: E402
@@ -312,6 +313,13 @@ def test_two_axes_and_dicts_are_padded_by_their_own_length():
 
 
 # tf.data
+
+
+def test_without_tensorflow_it_is_named_by_its_own_name_since_no_extra_brings_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    sampler = bw.BatchSampler(LENGTHS, bw.MaxTokens(90), grouping=bw.Buckets(3))
+    with pytest.raises(MissingDependencyError, match=r"tensorflow is not installed; run: pip install tensorflow$"):
+        to_tf_data(sampler, EXAMPLES)
 
 
 @needs_tensorflow

@@ -70,6 +70,32 @@ def test_without_memory_the_budget_is_the_knee_of_throughput():
     assert budget.memory is None
 
 
+class BusyMachine(Machine):
+    """A CPU where another program takes its turn, 0.4 s, in some of the runs: ``is_interrupted(batch, how often)``."""
+
+    def __init__(self, is_interrupted, *args, **options):
+        super().__init__(*args, **options)
+        self.is_interrupted = is_interrupted
+
+    def run(self, batch):
+        super().run(batch)
+        if self.is_interrupted(batch, self.ran.count(batch)):
+            self.clock.advance(0.4)
+
+
+def test_on_a_cpu_a_step_that_was_interrupted_is_timed_again():
+    machine = BusyMachine(lambda batch, run: run == 2, data(), constant=0.01, per_token=1e-5)
+    assert items(machine.find(monitored=False), 100) == pytest.approx(190, abs=1)
+
+
+def test_on_a_cpu_a_small_batch_takes_no_longer_than_one_that_holds_more():
+    # Taken as they are, these two hide the 0.01 s of every step, and batches of one example would be as fast as any.
+    slow = ((1, 5), (4, 512))
+    machine = BusyMachine(lambda batch, run: batch in slow, data(), constant=0.01, per_token=1e-5)
+    assert items(machine.find(monitored=False), 100) == pytest.approx(190, rel=0.05)
+    assert set(slow) < set(machine.shapes)
+
+
 def test_a_device_that_waits_for_launches_gets_batches_that_fill_them():
     budget = Machine(data(), launch=0.08, constant=0.002, per_token=1e-5).find()
     # 0.95 × 0.08 / 1e-5 = 7,600 tokens for the launches, 0.95 × 0.002 / (0.05 × 1e-5) = 3,800 for the constant.

@@ -220,7 +220,7 @@ def to_tf_data(
             or None with a ``ResizableBatchSampler``, where batches are as long as their longest example.
         endless: None decides by the sampler.
     """
-    tf = require("tensorflow", extra="keras")
+    tf = require("tensorflow", extra=None)
     is_constant = isinstance(sampler, BatchSampler) and isinstance(sampler.settings.grouping, _CONSTANT)
     if endless is False and not is_constant:
         raise ArgumentError(

@@ -38,8 +38,8 @@ class TensorFlowMemory:
         reset: Callable[[str], Any] | None = None,
     ) -> None:
         self._device = device
-        self._get_info = get_info or require("tensorflow", extra="keras").config.experimental.get_memory_info
-        self._reset = reset or require("tensorflow", extra="keras").config.experimental.reset_memory_stats
+        self._get_info = get_info or require("tensorflow", extra=None).config.experimental.get_memory_info
+        self._reset = reset or require("tensorflow", extra=None).config.experimental.reset_memory_stats
         found = _limit_of(device) if total_bytes is None else total_bytes
         self.total_bytes = as_whole("total_bytes", found, least=1)
 
@@ -60,7 +60,7 @@ class TensorFlowMemory:
 
 def _limit_of(device: str) -> int:
     """Return the memory limit that was set for a logical device."""
-    config: Any = require("tensorflow", extra="keras").config
+    config: Any = require("tensorflow", extra=None).config
     kind, _, number = device.partition(":")
     physical = config.list_physical_devices(kind)
     logical = [one for found in physical for one in config.get_logical_device_configuration(found) or ()]

@@ -127,17 +127,19 @@ def _notes(runs: Sequence[RunRecord], rates: Mapping[tuple[CellKey, str], float]
 def _verdict_text(verdicts: Verdicts, base: str, basis: Basis, notes: Mapping[str, str]) -> str:
     better, worse, measure = verdicts.better(), verdicts.worse(), verdicts.measure
 
+    def with_note(one: Compared, chance: str = "") -> str:
+        return f"{one.strategy}, {one.figures(measure)}{chance}{_after(notes.get(one.strategy, ''), '; ')}"
+
     def named(some: Sequence[Compared]) -> str:
-        texts = [f"{one.strategy}, {one.figures(measure)}{_after(notes.get(one.strategy, ''), '; ')}" for one in some]
-        return listed(texts, most=_MOST_NAMED)
+        return listed([with_note(one) for one in some], most=_MOST_NAMED)
 
     if better:
         text = f"{_count(len(better), 'strategy')} ended with a lower validation loss than {base} {basis.words}: "
         text += named(better)
     else:
         first = verdicts.first
-        is_gain = measure.gain(first.mean) > 0
-        best = f"the best mean, {named([first])}, could be chance" if is_gain else f"the nearest is {named([first])}"
+        gain, nearest = with_note(first, ", could be chance"), with_note(first)
+        best = f"the best mean, {gain}" if measure.gain(first.mean) > 0 else f"the nearest is {nearest}"
         text = f"No strategy ended with a lower validation loss than {base} {basis.words}: {best}"
     if worse:
         text += f". {_count(len(worse), 'strategy')} ended higher: {named(list(reversed(worse)))}"

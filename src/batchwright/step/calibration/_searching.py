@@ -251,9 +251,8 @@ class Search:
 
     def _rates(self) -> dict[int, float]:
         """Return the items per second of the longest row, by the number of items."""
-        return {
-            row.shape[0]: row.shape[0] / row.seconds for row in self.found if row.shape[1:] == self._longest.lengths
-        }
+        rows = [(row.shape, seconds) for row, seconds in zip(self.found, self._steady(), strict=True)]
+        return {shape[0]: shape[0] / seconds for shape, seconds in rows if shape[1:] == self._longest.lengths}
 
     def _least_tokens(self) -> int:
         """Return the tokens of the largest batch that was measured to be slower per item than a larger one."""
@@ -316,7 +315,17 @@ class Search:
         # By the sum of the lengths: so few probes cannot tell what each axis takes, and the knee is flat.
         shapes = [(row.shape[0], sum(row.shape[1:])) for row in self.found]
         first = [row.first_visit_seconds for row in self.found]
-        return TimeModel.fit(shapes, [row.seconds for row in self.found], first_visit_seconds=first)
+        return TimeModel.fit(shapes, self._steady(), first_visit_seconds=first)
+
+    def _steady(self) -> list[float]:
+        """Return the seconds of what ran; on a CPU, at most those of a batch that holds as much or more.
+
+        There a small batch that took longer than a larger one was interrupted. Taken as it is, it hides what every step
+        costs, and batches of one example would seem to be as fast per example as any.
+        """
+        if self.limit is not None:
+            return [row.seconds for row in self.found]
+        return [min(two.seconds for two in self.found if dominates(two.shape, one.shape)) for one in self.found]
 
 
 def _misses(phases: Any, shapes: IntArray, peaks: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -31,6 +31,8 @@ from .running import USABLE, synchronize
 
 # Steps are timed until they have taken this long together, but this often at most.
 _MOST_REPEATS, _ENOUGH_SECONDS = 5, 0.25
+# On a CPU other programs take their turns: a step of 2 ms may take 500, so one run of up to a second says nothing.
+_LEAST_REPEATS_CPU, _ENOUGH_SECONDS_CPU = 3, 1.0
 
 
 # Where memory is not measured, batches stop where throughput does, and early: on a CPU, running out ends the process.
@@ -191,8 +193,7 @@ class _Prober:
                 self._monitor.reset_peak()
             first = self._seconds(batch)
             steady = [self._seconds(batch)]
-            # Short steps are noisy, and cheap.
-            while len(steady) < _MOST_REPEATS and sum(steady) < _ENOUGH_SECONDS:
+            while self._wants_more(steady):
                 steady.append(self._seconds(batch))
             peak = None if self._monitor is None else self._monitor.peak_bytes
             return Measurement(shape, min(steady), first, peak), None
@@ -200,6 +201,12 @@ class _Prober:
             # Without its traceback, which holds activations.
             is_oom = is_out_of_memory(error) or isinstance(error, DoesNotFitError)
             return None, MemoryError() if is_oom else error
+
+    def _wants_more(self, steady: list[float]) -> bool:
+        """Say whether to time a step once more: short steps are noisy, and cheap."""
+        if self._device.type == "cpu" and len(steady) < _LEAST_REPEATS_CPU:
+            return sum(steady) < _ENOUGH_SECONDS_CPU
+        return len(steady) < _MOST_REPEATS and sum(steady) < _ENOUGH_SECONDS
 
     def _seconds(self, batch: Any) -> float:
         drop_gradients(self._drop_gradients_of)
