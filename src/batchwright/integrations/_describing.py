@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from types import CodeType, FunctionType
 from typing import Any
@@ -60,8 +60,8 @@ def describe_callable(value: Any, *, owner: type | None = None, depth: int = 0) 
     """Return the name, the code and the plain settings of a function or of an object that is called, as JSON values.
 
     A collator that pads to another length, or a loss that was written anew under its old name, is another one. Code is
-    that of the function, of what it calls by name in its module or class, and of what its closure holds. What is no
-    plain value, such as a tokenizer, is left out.
+    that of the function, of what it calls by name in its module or class, and of what its closure or its attributes
+    hold to be called, such as a collator that it wraps. What is neither called nor plain is left out.
 
     Args:
         value: to be called.
@@ -71,21 +71,49 @@ def describe_callable(value: Any, *, owner: type | None = None, depth: int = 0) 
     if value is None or isinstance(value, type):
         return None if value is None else _name_of(value)
     if isinstance(value, functools.partial):
-        return [describe_callable(value.func), _scalars(dict(enumerate(value.args))), _scalars(value.keywords)]
+        given: dict[Any, Any] = {**dict(enumerate(value.args)), **value.keywords}
+        return [describe_callable(value.func, depth=depth + 1), *_describe_held(given, depth)]
     inner: Any = inspect.unwrap(value)
     if inspect.isroutine(inner):
         code = getattr(inner, "__code__", None)
         cells = getattr(inner, "__closure__", None) or ()
         names = () if code is None else code.co_freevars
-        held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=False) if _is_filled(cell)}
-        called = {name: one for name, one in held.items() if callable(one) and not isinstance(one, nn.Module)}
-        deeper = {name: describe_callable(one, depth=depth + 1) for name, one in called.items() if depth < _MOST_DEEP}
+        held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=False) if is_filled(cell)}
         name = f"{getattr(inner, '__module__', None)}.{getattr(inner, '__qualname__', inner)}"
         defaults = dict(enumerate(getattr(inner, "__defaults__", None) or ()))
-        mine = type(inner.__self__) if inspect.ismethod(inner) else owner
-        return [name, _code_digest(inner, mine), _scalars(held), _scalars(defaults), deeper]
+        if inspect.ismethod(inner):
+            held, owner = {**held, **_read_by(inner.__self__, [inner])}, type(inner.__self__)
+        return [name, _code_digest(inner, owner), _scalars(defaults), *_describe_held(held, depth)]
     kind = type(value)
-    return [_name_of(kind), _code_digest(kind.__call__, kind), _scalars(getattr(value, "__dict__", {}))]
+    return [_name_of(kind), _code_digest(kind.__call__, kind), *_describe_held(getattr(value, "__dict__", {}), depth)]
+
+
+def _describe_held(held: Mapping[Any, Any], depth: int) -> list[Any]:
+    """Return the plain values of a closure or an object, and what it may call, such as a collator that it wraps."""
+    called = {str(name): one for name, one in held.items() if callable(one) and not isinstance(one, nn.Module)}
+    deeper = {name: describe_callable(one, depth=depth + 1) for name, one in called.items() if depth < _MOST_DEEP}
+    return [_scalars(held), deeper]
+
+
+def describe_read(holder: Any, functions: Iterable[Any]) -> dict[str, str]:
+    """Return the plain attributes of an object that functions of its class read by name, as JSON values.
+
+    >>> class Trainer:
+    ...     def __init__(self):
+    ...         self.num_calls, self.num_negatives = 0, 8
+    ...     def compute_loss(self):
+    ...         return self.num_negatives
+    >>> describe_read(Trainer(), [Trainer.compute_loss])
+    {'num_negatives': '8'}
+    """
+    return _scalars(_read_by(holder, functions))
+
+
+def _read_by(holder: Any, functions: Iterable[Any]) -> dict[str, Any]:
+    kind = holder if isinstance(holder, type) else type(holder)
+    names = {name for one in functions for code in _codes_of(one, kind) for name in _names_in(code)}
+    held = getattr(holder, "__dict__", {})
+    return {name: value for name, value in held.items() if name in names and name not in _NO_SETTINGS}
 
 
 def describe_optimizer(optimizer: Any) -> list[Any]:
@@ -102,7 +130,8 @@ def _scalars(values: Mapping[Any, Any]) -> dict[str, str]:
     return {str(name): str(value) for name, value in values.items() if isinstance(value, str | int | float | None)}
 
 
-def _is_filled(cell: Any) -> bool:
+def is_filled(cell: Any) -> bool:
+    """Say whether a cell of a closure has its value by now."""
     try:
         _ = cell.cell_contents
     except ValueError:  # a name that is bound later
@@ -112,6 +141,13 @@ def _is_filled(cell: Any) -> bool:
 
 def _code_digest(function: Any, owner: type | None = None) -> str:
     """Return a digest of what a function computes, the same in every process; of one without code, its name."""
+    found = _codes_of(function, owner)
+    name = str(getattr(inspect.unwrap(getattr(function, "__func__", function)), "__qualname__", None))
+    return digest(json.dumps(sorted(found.values())) if found else name)
+
+
+def _codes_of(function: Any, owner: type | None) -> dict[CodeType, str]:
+    """Return the code of a function and of what it calls by name, with the text of each."""
     left, found = [inspect.unwrap(getattr(function, "__func__", function))], dict[CodeType, str]()
     while left:
         one = left.pop()
@@ -119,8 +155,7 @@ def _code_digest(function: Any, owner: type | None = None) -> str:
         if isinstance(code, CodeType) and code not in found:
             found[code] = _text_of(code)
             left += _called_by(one, code, owner)
-    name = str(getattr(function, "__qualname__", None))
-    return digest(json.dumps(sorted(found.values())) if found else name)
+    return found
 
 
 def _called_by(function: Any, code: CodeType, owner: type | None) -> Iterator[FunctionType]:
@@ -129,8 +164,13 @@ def _called_by(function: Any, code: CodeType, owner: type | None) -> Iterator[Fu
         method = None if owner is None else inspect.getattr_static(owner, name, None)
         for found in (getattr(method, "__func__", method), getattr(function, "__globals__", {}).get(name)):
             inner = inspect.unwrap(found) if inspect.isfunction(found) else None
-            if inspect.isfunction(inner) and inner.__module__.partition(".")[0] not in _LIBRARIES:
+            if inspect.isfunction(inner) and not is_of_library(inner):
                 yield inner
+
+
+def is_of_library(value: Any) -> bool:
+    """Say whether a function or class is of a package whose version is part of the key."""
+    return str(value.__module__).partition(".")[0] in _LIBRARIES
 
 
 def _names_in(code: CodeType) -> set[str]:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from functools import partial
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ._describing import is_filled
+
 _MOST_VALUES = 10_000
-# A data set may hold its generator in a transform of another one that it wraps.
-_MOST_DEEP, _MOST_OBJECTS = 4, 1000
+# A data set may hold its generator in one of the transforms of another one that it wraps. Longer lists hold examples.
+_MOST_DEEP, _MOST_OBJECTS, _MOST_ENTRIES = 12, 1000, 100
+_WITHOUT_GENERATORS = (str, bytes, int, float, complex, np.ndarray, Tensor, nn.Module, ModuleType, type, None.__class__)
 
 
 def is_plain(value: Any) -> bool:
@@ -109,21 +114,30 @@ def kept_draws(value: Any) -> Callable[[], None]:
 
 
 def _held_by(value: Any) -> list[Any]:
-    """Return an object and those that its attributes hold, a few deep; models and classes are left alone."""
+    """Return an object and those that its attributes hold, several deep; models and classes are left alone."""
     found, newest = {id(value): value}, [value]
     for _ in range(_MOST_DEEP):
-        inner = [item for one in newest for item in _attributes_of(one)]
-        newest = list({id(item): item for item in inner if id(item) not in found}.values())
-        if len(found) + len(newest) > _MOST_OBJECTS:
-            break
+        inner = {id(item): item for one in newest for item in _inside(one)}
+        newest = [item for key, item in inner.items() if key not in found][: _MOST_OBJECTS - len(found)]
         found |= {id(item): item for item in newest}
     return list(found.values())
 
 
-def _attributes_of(value: Any) -> list[Any]:
-    if isinstance(value, type | nn.Module | Tensor):
-        return []
-    return [item for item in getattr(value, "__dict__", {}).values() if item is not None]
+def _inside(value: Any) -> list[Any]:
+    """Return what an object, a short container or a function holds."""
+    held: Iterable[Any] = ()
+    if isinstance(value, dict | list | tuple | set | deque):
+        if len(value) <= _MOST_ENTRIES:
+            held = value.values() if isinstance(value, dict) else value
+    elif isinstance(value, partial):
+        held = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, MethodType | BuiltinMethodType):
+        held = (value.__self__,)
+    elif isinstance(value, FunctionType):
+        held = [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
+    elif not isinstance(value, _WITHOUT_GENERATORS):
+        held = getattr(value, "__dict__", {}).values()
+    return [item for item in held if not isinstance(item, _WITHOUT_GENERATORS)]
 
 
 def _setter_of(value: Any) -> Callable[[], Any] | None:

@@ -165,7 +165,7 @@ def find_planned(
 
     def search() -> FoundBudget:
         stepper = Stepper(module, inner, loss_fn, autocast=autocast, on_oom="raise", **needed)
-        put_back = kept_draws(loader.dataset)
+        put_back = kept_draws([loader.dataset, loader.collate_fn])
         try:
             return find_budget(
                 StepperProbe(stepper, loader, move),

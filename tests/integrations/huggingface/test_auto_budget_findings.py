@@ -92,6 +92,39 @@ def test_counts_and_lists_of_a_model_are_put_back(tmp_path):
     assert (inner.num_calls, losses, inner.losses is losses, hasattr(inner, "newest")) == (0, [], True, False)
 
 
+class Noisy(Dataset):
+    """Changes a token by a transform with a generator of its own."""
+
+    def __init__(self, examples):
+        self.examples, self.transforms = examples, [Noise()]
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, index):
+        example = dict(self.examples[index])
+        for transform in self.transforms:
+            example = transform(example)
+        return example
+
+
+class Noise:
+    def __init__(self):
+        self.random = np.random.default_rng(0)
+
+    def __call__(self, example):
+        return {**example, "input_ids": [int(self.random.integers(3, 9)), *example["input_ids"][1:]]}
+
+
+def test_a_transform_in_a_list_draws_none_of_its_numbers_for_the_look(tmp_path):
+    """A budget that is found and one that is read from the cache train on the same augmented examples."""
+    found, known = (auto_trainer(tmp_path, dropout=0.0, examples=Noisy(numbered()))[0] for _ in range(2))
+    for trainer in (found, known):
+        trainer.train()
+    assert found.found_budget == known.found_budget
+    assert torch.equal(flat_parameters(found.model), flat_parameters(known.model))
+
+
 # The cache
 
 
@@ -178,7 +211,42 @@ def with_reference(keeps_reference):
     return {"trainer_cls": WithReference, "keeps_reference": keeps_reference}
 
 
+class WithNegatives(Trainer):
+    """Runs the model once for the batch and once per negative."""
+
+    num_negatives = 0
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        for _ in range(self.num_negatives):
+            model(**inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def with_negatives(num):
+    class Mine(WithNegatives):
+        def __init__(self, *args, **kwargs):
+            self.num_negatives = num
+            super().__init__(*args, **kwargs)
+
+    return {"trainer_cls": Mine}
+
+
+class Wrapped:
+    """Collate as another collator does."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, examples):
+        return self.inner(examples)
+
+
 CHANGES = {
+    "attribute that a loss reads": [lambda: with_negatives(1), lambda: with_negatives(8)],
+    "collator in a collator": [
+        lambda: {"data_collator": Wrapped(Padding(0))},
+        lambda: {"data_collator": Wrapped(Padding(512))},
+    ],
     "argument of its own": [lambda: with_reference(False), lambda: with_reference(True)],
     "collator": [lambda: {"data_collator": Padding(0)}, lambda: {"data_collator": Padding(512)}],
     "function": [

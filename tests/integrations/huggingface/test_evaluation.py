@@ -202,6 +202,32 @@ def test_persistent_workers_are_kept_from_one_evaluation_to_the_next(tmp_path):
     assert trainer.get_eval_dataloader() is trainer.get_eval_dataloader()
 
 
+@pytest.mark.parametrize("workers", [{}, {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}])
+@pytest.mark.parametrize("change", [1, -1])
+def test_a_list_that_grew_or_shrank_is_evaluated_as_it_is(change, workers, tmp_path):
+    trainer, _ = make("t5", tmp_path, **workers)
+    trainer.evaluate()
+    extra = numbered(22)[21]
+    if change > 0:
+        trainer.eval_dataset.append(extra)
+    else:
+        trainer.eval_dataset.pop()
+    numbers = [example["number"] for example in trainer.eval_dataset]
+    places = [place for batch in trainer.get_eval_dataloader().batch_sampler for place in batch]
+    assert sorted(places) == sorted(numbers)
+    if not workers:  # which hold the list as it was
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(exact("t5", numbers)[1], rel=1e-6)
+
+
+def test_a_list_that_grew_is_trained_on_as_it_is(tmp_path):
+    trainer, seen, _ = make_trainer("t5", tmp_path, examples=numbered(20))
+    trainer.train()
+    trainer.train_dataset.append(numbered(21)[20])
+    seen.clear()
+    trainer.train()
+    assert sorted(flat(seen)) == list(range(21))
+
+
 def test_an_output_without_rows_is_named():
     plan = plan_evaluation([3, 1], bw.MaxTokens(4))
     with pytest.raises(ArgumentError, match="has 3 rows for 2 examples"):

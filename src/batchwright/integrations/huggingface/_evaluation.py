@@ -81,8 +81,9 @@ class Evaluation:
         # Losses of sentence-transformers may compare the examples of a batch, so they keep the batches they know.
         if budget is None or not is_gathered or devices.parallel_size > 1 or reads_texts(collator):
             return base
-        if base in self._loaders:  # the trainer keeps its loader, so that workers persist
-            return self._loaders[base]
+        kept = self._loaders.get(base)  # the trainer keeps its loader, so that workers persist
+        if kept is not None and kept.batch_sampler.num_examples == len(dataset):  # type: ignore[union-attr]
+            return kept
         try:
             lengths = self._lengths.of(dataset, args, model, collator)
         except (LengthsError, TypeError) as error:
@@ -229,6 +230,11 @@ class EvaluationPlan:
     def num_rows(self) -> int:
         """Return how many rows are gathered, including repeated ones."""
         return sum(step.size for step in self.steps)
+
+    @property
+    def num_examples(self) -> int:
+        """Return how many examples are evaluated."""
+        return len(self.places)
 
     @cached_property
     def places(self) -> IntArray:

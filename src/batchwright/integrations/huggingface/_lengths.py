@@ -38,8 +38,9 @@ class LengthCache:
             model: tells by its config whether labels are padded apart from the inputs.
             collator: may cut examples, or make tokens of texts.
         """
-        found = self._found.get(id(dataset))
-        if found is not None:
+        found = self._found.pop(id(dataset), None)
+        if found is not None and len(found[1]) == len(dataset):  # a list may have grown since
+            self._found[id(dataset)] = found
             return found[1]
         shows, tokens = not args.disable_tqdm and args.process_index == 0, None
         if has_pairs(dataset):

@@ -34,6 +34,8 @@ from .._describing import (
     describe_model,
     describe_optimizer,
     describe_packages,
+    describe_read,
+    is_of_library,
 )
 from .._devices import Devices, on_its_own
 from .._keeping import is_plain, kept, kept_draws
@@ -206,7 +208,7 @@ def _key_of(trainer: Any, settings: Settings, lengths: IntArray, accumulates: bo
         "lengths": describe_lengths(lengths),
         "packages": describe_packages(),
         "trainer": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__],
-        "loss": [describe_callable(trainer.compute_loss_func), *_own_steps(type(trainer))],
+        "loss": [describe_callable(trainer.compute_loss_func), *_own_steps(trainer)],
         "collator": [describe_callable(trainer.data_collator), pad_multiple_of(trainer.data_collator)],
         "arguments": {name: _as_text(getattr(args, name, None)) for name in [*_ARGUMENTS, *_own_arguments(args)]},
         "precision": str(trainer.accelerator.mixed_precision),
@@ -225,10 +227,17 @@ def _own_arguments(args: Any) -> list[str]:
     return [field.name for field in fields(args) if field.name not in usual]
 
 
-def _own_steps(kind: type) -> list[Any]:
-    """Return the losses and steps of the classes of a trainer, so that one that is written anew is measured again."""
+def _own_steps(trainer: Any) -> list[Any]:
+    """Return the losses and steps of the classes of a trainer, so that one that is written anew is measured again.
+
+    What those of the user read of the trainer, such as a number of negatives, belongs to them. Trainers of libraries
+    keep settings in their arguments, and counts in attributes.
+    """
+    kind = type(trainer)
     found = [vars(base).get(name) for base in kind.__mro__ for name in ("compute_loss", "training_step")]
-    return [describe_callable(one, owner=kind) for one in found if one is not None]
+    steps = [one for one in found if one is not None]
+    own = [one for one in steps if not is_of_library(one)]
+    return [*(describe_callable(one, owner=kind) for one in steps), describe_read(trainer, own)]
 
 
 def _as_text(value: Any) -> Any:
@@ -245,7 +254,7 @@ def _probing(trainer: Any, settings: Settings) -> Iterator[Any]:
     batching, model, accelerator = trainer._batching, trainer.model, trainer.accelerator
     names = set(vars(trainer))
     held = {name: kept(value) for name, value in vars(trainer).items() if name not in _LEFT_ALONE and is_plain(value)}
-    draws = [kept_draws(getattr(trainer, name, None)) for name in _LEFT_ALONE]
+    draws = [kept_draws(getattr(trainer, name, None)) for name in (*_LEFT_ALONE, "data_collator")]
     places = [(name, vars(model).get(name, _MISSING)) for name in _SET_BY_ACCELERATE]
     prepared, scaler, syncs = list(accelerator._models), accelerator.scaler, accelerator.sync_gradients
     scaler_state = None if scaler is None else dict(vars(scaler))
