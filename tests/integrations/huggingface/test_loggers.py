@@ -16,6 +16,8 @@ from ..dynabatch.failing import ERROR
 from ..lightning import training as lightning_training
 from .trainers import flat, make_controller, make_model, make_trainer, numbered
 
+pytest.importorskip("tensorboard", reason="tensorboard is not installed; it is in the group dev")
+
 EVERY_UPDATE = {"batch_size", "num_micro_batches", "padding", "ooms"}
 
 
@@ -33,7 +35,6 @@ def controlled():
 
 def events(folder):
     """Return the scalars and texts of TensorBoard's event files, each as a list of (step, value) by name."""
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed; it is in the group dev")
     from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 
     scalars, texts = {}, {}

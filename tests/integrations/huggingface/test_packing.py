@@ -21,13 +21,16 @@ from batchwright.errors import ArgumentError, StateMismatchError
 from batchwright.integrations.huggingface import _packing, adaptive
 from batchwright.step import PackCollator, PadCollator, use_varlen
 from batchwright.step.packing import attention
-from batchwright.step.packing._kernels import attend_plainly
+from batchwright.step.packing._kernels import attend_plainly, torch_varlen
 
-from ...step.packing.models import ENCODERS, gradient, make_examples, make_model
+from ...step.packing.models import ENCODERS, MODELS, gradient, make_examples, make_model
 from ..dynabatch.trainer.training import make_args
+from .trainers import counts_after_shift
 
 torch.set_num_threads(1)
 
+# Where it is missing, that is the reason that is said.
+needs_varlen = pytest.mark.skipif(torch_varlen() is None, reason="this torch has no torch.nn.attention.varlen")
 BUDGET = bw.MaxTokens(48)
 LENGTHS = np.random.default_rng(0).integers(1, 17, size=23).tolist()
 TRAINING = {"learning_rate": 0.1, "num_train_epochs": 2, "lr_scheduler_type": "constant", "bf16": False}
@@ -157,7 +160,7 @@ def test_updates_are_those_of_padded_training_on_the_same_examples(kind, tmp_pat
         assert padding[0] == pytest.approx(1 - num_tokens / (16 * num_rows))
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "BERT", "ModernBERT"])
+@pytest.mark.parametrize("name", [name for name in ("GPT-2", "BERT", "ModernBERT") if name in MODELS])
 def test_other_models_are_packed_too(name, tmp_path):
     trainer = make(tmp_path, name, num_train_epochs=1)
     trainer.train()
@@ -228,7 +231,7 @@ def test_a_run_that_was_packed_does_not_go_on_padded(tmp_path):
 
 
 @pytest.mark.parametrize("kind", COLLATORS)
-@pytest.mark.parametrize("eval_budget", ["same", None])
+@pytest.mark.parametrize("eval_budget", ["same", pytest.param(None, marks=counts_after_shift)])
 def test_evaluation_stays_padded(kind, eval_budget, tmp_path):
     trainer = make(tmp_path, collator=COLLATORS[kind], eval_budget=eval_budget, per_device_eval_batch_size=7)
     shapes = []
@@ -266,7 +269,9 @@ PADDED = {
 }
 
 
-@pytest.mark.parametrize("case", PADDED)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=needs_varlen if case in ("on a CPU", "dropout") else ()) for case in PADDED]
+)
 def test_batches_that_cannot_be_flat_are_padded_and_the_reason_is_said_once(case, tmp_path, caplog):
     options, reason = PADDED[case]
     options = {**options, "model": options["model"]()} if "model" in options else options
@@ -321,6 +326,7 @@ def test_a_collator_that_draws_random_numbers_draws_as_many_as_without_a_look_at
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@needs_varlen
 def test_flat_batches_of_a_decoder_run_anywhere_if_the_user_asks_for_them(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger=_packing.__name__):
         trainer = make(tmp_path, is_ready=False, collator=PackCollator(layout="flat"), num_train_epochs=1)
@@ -359,9 +365,10 @@ def test_rows_that_the_user_asks_for_are_slower_than_padded_ones_and_that_is_sai
             {"name": "BERT", "collator": PackCollator(layout="flat")},
             r"BertForMaskedLM does not predict the next token, .*pass PackCollator\(causal=False",
         ),
-        (
+        pytest.param(
             {"name": "BERT", "collator": PackCollator(layout="flat", causal=False), "is_ready": False},
             r"PackCollator\(layout='flat'\) cannot run: it runs on CUDA only, not on cpu; use layout='block'",
+            marks=needs_varlen,
         ),
     ],
     ids=["weighting", "graphs", "no rows planned", "decoder", "encoder", "encoder on a CPU"],

@@ -24,6 +24,7 @@ from .test_data import run
 from .trainers import (
     by_update,
     collate,
+    counts_after_shift,
     exact,
     flat,
     flat_parameters,
@@ -351,6 +352,7 @@ def test_training_with_a_policy_that_never_moves_is_training_without_one_to_the_
     assert torch.equal(found, trained(tmp_path, dropout=0.1, grouping=bw.InOrder()))
 
 
+@counts_after_shift
 @pytest.mark.parametrize("measure_entropy", [False, True])
 def test_a_size_that_stays_trains_as_the_trainer_itself_does_to_the_bit(measure_entropy, tmp_path):
     found = trained(tmp_path, controller=still(size.constant(8)), measure_entropy=measure_entropy)

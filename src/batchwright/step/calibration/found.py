@@ -20,6 +20,7 @@ JSON_VERSION = 1
 # Bounds are written as this version, so that a batchwright that knows none refuses them.
 _BOUNDS_VERSION = 2
 _KIND = "batchwright.FoundBudget"
+_MOST_TOKENS = 2**31 - 1  # lengths are int32
 # The share of the best throughput that a smaller batch may give up.
 TOLERANCE = 0.05
 
@@ -59,7 +60,9 @@ class FoundBudget(Budget):
     def __post_init__(self) -> None:
         if self.memory is None and self.time is None and self.tokens is None:
             raise ArgumentError("FoundBudget needs a budget of memory, a model of time, or the most tokens")
-        object.__setattr__(self, "least_tokens", as_whole("least_tokens", self.least_tokens, least=0))
+        object.__setattr__(
+            self, "least_tokens", as_whole("least_tokens", self.least_tokens, least=0, most=_MOST_TOKENS)
+        )
         object.__setattr__(self, "bounds", smallest(map(tuple, as_shapes(self.bounds).tolist())) if self.bounds else ())
 
     def fraction(self, num_items: IntArray, lengths: IntArray) -> FloatArray:

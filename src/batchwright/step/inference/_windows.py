@@ -140,13 +140,16 @@ class Filling(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused-ig
         """Return the tokens read so far."""
         return self._num_filled
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length of the keys with those to come, and where they begin."""
-        return self._num_filled + query_length, 0
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Return the length of the keys with those to come, and where they begin; transformers 5.3 gives places."""
+        num = len(query_length) if isinstance(query_length, Tensor) else query_length
+        return self._num_filled + num, 0
 
     def get_max_length(self) -> int:
         """Return -1: no most is known, so that nothing is planned by it."""
         return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.3
 
 
 @final
@@ -184,13 +187,15 @@ class Window(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused-ign
         """Return the tokens before the one to write."""
         return self._width if self._place is None else Length.of(self._place.view(()), 1, self._width - 1)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return the width of the window, and where it begins."""
         return self._width, 0
 
     def get_max_length(self) -> int:
         """Return the width of the window."""
         return self._width
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.3
 
 
 def _cache_of(layers: list[Any]) -> Any:
