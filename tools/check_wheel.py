@@ -2,16 +2,19 @@
 
     python tools/check_wheel.py                 # needs build and twine, as `make wheel` installs them
     python tools/check_wheel.py --output DIR    # keeps the files there instead of in dist/
+    python tools/check_wheel.py --extras        # then the wheel with each extra by itself, about 4 GB from the index
 
 What it checks: both files describe themselves well; the wheel is small and holds what it needs; NumPy is all that comes
 with it; ``import batchwright`` takes little longer than NumPy's own import; ``batchwright advise`` answers; and every
-part whose package is missing says which extra brings it.
+part whose package is missing says which extra brings it. With ``--extras`` every extra, in an environment that has
+nothing else, brings what its part needs to do something.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -49,6 +52,27 @@ MODULES = (
     ("batchwright.integrations.ray", "ray", "ray"),
     ("batchwright.lab.runner", "torch", "lab"),
 )
+# What each extra is for, tried where nothing else is installed.
+_STEP = """
+import torch
+from torch import nn
+from batchwright.step import Stepper, supervised_loss
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss_fn = supervised_loss(nn.MSELoss(reduction='sum'))
+assert Stepper(model, optimizer, loss_fn, micro_batch=2).step((torch.ones(4, 2), torch.ones(4, 1))).batch_size == 4
+"""
+EXTRAS = {
+    "torch": _STEP,
+    "accelerate": f"{_STEP}\nimport accelerate, batchwright.integrations.accelerate",
+    "hf": "import batchwright.integrations.huggingface as hf, transformers\nhf.adaptive(transformers.Trainer)",
+    "lightning": "from batchwright.integrations.lightning import AdaptiveBatching\nAdaptiveBatching()",
+    "lab": "from batchwright.lab.datasets import load\nassert len(load('digits').train.labels) > 1000",
+    "numba": "import numba, batchwright as bw\nbw.plan_batches([3, 5], bw.MaxItems(2), grouping=bw.Packed(capacity=8))",
+    "ray": "from batchwright.integrations.ray import batched_deployment, plan_dataset",
+    "serve": "import batchwright.serve as serve, batchwright.serve.http as http\nhttp.make_app(serve.Batcher(list))",
+    "keras": "import os\nos.environ['KERAS_BACKEND'] = 'torch'\nfrom batchwright.integrations.keras import adaptive",
+}
 COMMANDS = (("doctor", "torch"), ("demo", "torch"), ("lab run quick", "lab"), ("serve json:dumps", "serve"))
 
 
@@ -138,6 +162,28 @@ def check_extras(python: Path) -> str:
     return f"{len(MODULES)} modules and {len(COMMANDS)} commands say what to install"
 
 
+def check_each_extra(wheel: Path, folder: Path) -> str:
+    """Return how many extras bring what their part needs; refuse one that does not."""
+    for extra, code in EXTRAS.items():
+        print(f"  with [{extra}] …", flush=True)
+        environment = folder / extra
+        _run([sys.executable, "-m", "venv", str(environment)])
+        python = environment / "bin" / "python"
+        _install(python, f"{wheel}[{extra}]")
+        if extra == "keras":  # what Keras runs on is for the user to choose, and no extra brings it
+            done = subprocess.run([str(python), "-c", code], capture_output=True, text=True)
+            _require("run: pip install torch" in done.stderr, f"Keras without a backend says {done.stderr!r}")
+            _install(python, "torch")
+        _run([str(python), "-c", code])
+        shutil.rmtree(environment)  # each may have a gigabyte
+    return f"{len(EXTRAS)} bring what their part needs"
+
+
+def _install(python: Path, what: str) -> None:
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    _run([*install, "--constraint", str(ROOT / "constraints.txt"), what])
+
+
 def _expect(command: Sequence[str], package: str | None, extra: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
@@ -161,6 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Build, install and check; the first thing that is wrong ends it with status 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="where the files go (default: dist)")
+    parser.add_argument("--extras", action="store_true", help="install and try each extra by itself too (10 minutes)")
     options = parser.parse_args(arguments)
     sdist, wheel = build(options.output.resolve())
     print(f"{sdist.name}: {sdist.stat().st_size:,} bytes")
@@ -170,6 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"import batchwright: {check_imports(python)}")
         print(f"batchwright advise: {check_advise(python, Path(folder))}")
         print(f"missing extras: {check_extras(python)}")
+        if options.extras:
+            print(f"extras: {check_each_extra(wheel, Path(folder))}")
 
 
 if __name__ == "__main__":
