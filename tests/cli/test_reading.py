@@ -33,6 +33,15 @@ def test_jsonl_asks_for_a_field_when_several_hold_text(tmp_path):
         rows(path)
 
 
+@pytest.mark.parametrize(
+    ("pairs", "example"), [(False, "--field answer;"), (True, "--field 'a question,answer';")], ids=["texts", "pairs"]
+)
+def test_the_longest_texts_are_named_as_an_example_that_a_shell_takes(tmp_path, pairs, example):
+    record = {"id": "7", "a question": "how much?", "answer": "four apples", "n": 4}
+    with pytest.raises(ArgumentError, match=example):
+        rows(write_jsonl(tmp_path / "a.jsonl", record), pairs=pairs)
+
+
 def test_a_field_that_is_absent_lists_those_found(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", {"title": "t", "body": "b"})
     with pytest.raises(ArgumentError, match=r"no field 'txet'; fields here: title, body"):

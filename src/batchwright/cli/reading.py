@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,9 +108,20 @@ def choose_fields(record: Record, field: str | None, *, pairs: bool, where: str)
         return ["text"]
     texts = [name for name, value in record.items() if isinstance(value, str)]
     if len(texts) != (2 if pairs else 1):
-        wanted = "two fields, for example --field source,target" if pairs else "the field with the text, --field NAME"
-        raise ArgumentError(f"{where}: name {wanted}; fields here: {_listed(record)}{_hint_of_lengths(record, pairs)}")
+        wanted = "two fields" if pairs else "the field with the text"
+        example = _example_of_fields(record, texts, 2 if pairs else 1)
+        raise ArgumentError(
+            f"{where}: name {wanted}, {example}; fields here: {_listed(record)}{_hint_of_lengths(record, pairs)}"
+        )
     return texts
+
+
+def _example_of_fields(record: Record, texts: list[str], num: int) -> str:
+    """Return an option to type: the longest texts of the record, in its order."""
+    if len(texts) < num:
+        return f"--field {'SOURCE,TARGET' if num == 2 else 'NAME'}"
+    longest = sorted(texts, key=lambda name: len(str(record[name])))[-num:]
+    return f"for example --field {shlex.quote(','.join(name for name in texts if name in longest))}"
 
 
 def _hint_of_lengths(record: Record, pairs: bool) -> str:
