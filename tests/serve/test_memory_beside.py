@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from batchwright.errors import DeadlineExceeded, DoesNotFitError
+from batchwright.errors import Closed, DeadlineExceeded, DoesNotFitError
 from batchwright.serve import Batcher, give_way
 
 from .tools import wait_until
@@ -121,3 +121,18 @@ def test_a_request_whose_batch_failed_ends_at_its_deadline_while_another_part_of
         finally:
             gate.set()
         assert batcher.stats().num_shed == 1
+
+
+def test_closing_without_a_drain_ends_requests_that_wait_for_memory():
+    memory = Memory(gives_way=True)
+    batcher = Batcher(memory, background=[["holder"]])
+    with ThreadPoolExecutor(1) as pool:
+        assert memory.has_begun.wait(LIMIT_SECONDS)
+        answer = pool.submit(batcher.submit_sync, "big")
+        wait_until(lambda: memory.num_short)
+        batcher.close_sync(drain=False, timeout_seconds=0.01)
+        with pytest.raises(Closed, match="before this request ran"):
+            answer.result(LIMIT_SECONDS)
+        memory.may_end.set()
+    batcher.close_sync()
+    assert batcher.stats().num_closed == 1

@@ -202,9 +202,10 @@ class Core:
         """Take no more requests; those that wait will still run."""
         self.is_open = self._is_limited = False
 
-    def drop(self, now: float) -> list[Request]:
-        """End every request that waits with ``Closed``."""
-        return self._close(self._queue, "the batcher was closed before this request ran", now)
+    def drop(self, now: float, more: Iterable[Request] = ()) -> list[Request]:
+        """End every request that waits with ``Closed``, and more that do."""
+        requests = [*self._queue, *(request for request in more if request.is_live)]
+        return self._close(requests, "the batcher was closed before this request ran", now)
 
     def crash(self, error: BaseException, now: float) -> list[Request]:
         """End every request with ``Closed``: the driver of the core has failed, and nothing would ever run."""

@@ -46,7 +46,7 @@ class Neighbours:
         self._core = core
         self._paused = paused
         self._running: dict[int, Run] = {}
-        self._again: deque[Call] = deque()
+        self._again: tuple[Call, ...] = ()
         # By what is left to run of a batch: whether it must run without other batches, and not only without parts.
         self._quiet: dict[int, bool] = {}
 
@@ -67,7 +67,7 @@ class Neighbours:
 
     def least_urgency(self) -> float:
         """Return when the most urgent of the requests that wait is due; ``inf``: none does. It needs no lock."""
-        waiting = (request for call in tuple(self._again) for request in tuple(call.requests))
+        waiting = (request for call in self._again for request in tuple(call.requests))
         return min((request.urgency for request in waiting if request.is_live), default=math.inf)
 
     def begin(self, job: Job) -> None:
@@ -89,7 +89,7 @@ class Neighbours:
         key = id(call.steps)
         self._quiet[key] = self._quiet.get(key, False) or (run.beside_call and len(call.requests) == 1)
         self._core.pause(call)
-        self._again.append(call)
+        self._again += (call,)
         return self.leave(now)
 
     def take(self, now: float) -> Turn:
@@ -97,20 +97,20 @@ class Neighbours:
         ended = self.leave(now) if self._again else []
         if not self._again or self._is_short():
             return Turn(None, ended)
-        call = self._again.popleft()
+        call, *others = self._again
+        self._again = tuple(others)
         self._core.resume(call)
         self._core.counters.num_calls += 1
         return Turn(call, ended)
 
     def leave(self, now: float) -> list[Request]:
         """Let requests go that were cancelled or whose time is up, and return the latter."""
-        waiting, ended = self._again, list[Request]()
-        self._again = deque()
+        waiting, staying, ended = deque(self._again), list[Call](), list[Request]()
         while waiting:
             call = waiting.popleft()
             ended += self._core.thin(call, now)
             if any(request.is_live for request in call.requests):
-                self._again.append(call)
+                staying.append(call)
                 continue
             turn = self._core.complete(call, gone(), now, 0.0)
             ended += turn.ended
@@ -119,7 +119,12 @@ class Neighbours:
             else:
                 self._core.pause(turn.call)
                 waiting.appendleft(turn.call)
+        self._again = tuple(staying)  # at once: others look at it without the lock
         return ended
+
+    def drop(self, now: float) -> list[Request]:
+        """End the requests that wait, since the batcher is closed."""
+        return self._core.drop(now, [request for call in self._again for request in call.requests]) + self.leave(now)
 
     def pause(self, job: Job) -> None:
         """Note that a job waits for a process before it begins."""
@@ -140,7 +145,7 @@ class Neighbours:
 
     def clear(self) -> None:
         """Forget all: nothing will run any more."""
-        self._again.clear()
+        self._again = ()
         self._quiet.clear()
         self._running.clear()
 

@@ -138,7 +138,7 @@ class Workers:
         """Take no more requests, run no more background work, and end the requests that wait if ``drop``."""
         with self._changed:
             self._core.stop()
-            ended = self._core.drop(self.clock()) if drop else []
+            ended = self._work.neighbours.drop(self.clock()) if drop else []
             self._tell_if_idle()
             self._changed.notify_all()
         self._work.stop_background()
