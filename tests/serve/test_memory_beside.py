@@ -136,3 +136,42 @@ def test_closing_without_a_drain_ends_requests_that_wait_for_memory():
         memory.may_end.set()
     batcher.close_sync()
     assert batcher.stats().num_closed == 1
+
+
+def test_an_offline_item_that_has_no_memory_beside_a_batch_of_another_worker_runs_again():
+    memory, offline = Memory(), threading.Event()
+
+    def batches():
+        assert offline.wait(LIMIT_SECONDS)
+        yield ["big", "small"]
+        yield ["huge"]
+
+    with Batcher(memory, background=batches(), num_workers=2) as batcher, ThreadPoolExecutor(1) as pool:
+        holder = pool.submit(batcher.submit_sync, "holder")
+        assert memory.has_begun.wait(LIMIT_SECONDS)
+        offline.set()
+        wait_until(lambda: memory.num_short or batcher.background.num_batches)
+        memory.may_end.set()
+        assert holder.result(LIMIT_SECONDS) == "holder"
+        big, huge = batcher.background
+        assert (big.results, big.error) == (["big", "small"], None)
+        assert isinstance(huge.error, MemoryError)
+
+
+def test_an_offline_item_that_never_fits_fails_though_requests_run_in_its_middle():
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def run(items):
+        if "huge" in items:
+            has_begun.set()
+            while not may_end.wait(0.001):
+                give_way()
+            raise MemoryError
+        return items
+
+    with Batcher(run, background=[["huge"]]) as batcher:
+        assert has_begun.wait(LIMIT_SECONDS)
+        assert batcher.submit_sync("small") == "small"
+        may_end.set()
+        assert [type(batch.error) for batch in batcher.background] == [MemoryError]
+        assert batcher.stats().num_answered == 1

@@ -18,15 +18,26 @@ Job: TypeAlias = Call | Part
 @final
 @dataclass
 class Run:
-    """A job that runs, and whether a part or another batch ran at any time meanwhile."""
+    """A job that runs, the part in whose middle it does, and whether a part or another batch ran at any time meanwhile.
 
-    is_part: bool
+    A part does not have those for neighbours that run in its middle: they have ended when it goes on.
+    """
+
+    job: Job
+    inside: Part | None = None
     beside_part: bool = False
     beside_call: bool = False
 
+    @property
+    def is_crowded(self) -> bool:
+        """Say whether anything ran meanwhile."""
+        return self.beside_part or self.beside_call
+
     def note(self, other: Run) -> None:
-        self.beside_part |= other.is_part
-        self.beside_call |= not other.is_part
+        if other.inside is None or other.inside is not self.job:
+            is_part = isinstance(other.job, Part)
+            self.beside_part |= is_part
+            self.beside_call |= not is_part
 
 
 @final
@@ -70,9 +81,14 @@ class Neighbours:
         waiting = (request for call in self._again for request in tuple(call.requests))
         return min((request.urgency for request in waiting if request.is_live), default=math.inf)
 
-    def begin(self, job: Job) -> None:
-        """Note a job that begins."""
-        run = Run(isinstance(job, Part))
+    @property
+    def is_busy(self) -> bool:
+        """Say whether anything runs."""
+        return bool(self._running)
+
+    def begin(self, job: Job, inside: Part | None = None) -> None:
+        """Note a job that begins, maybe in the middle of a part."""
+        run = Run(job, inside)
         for other in self._running.values():
             run.note(other)
             other.note(run)
@@ -80,7 +96,7 @@ class Neighbours:
 
     def end(self, job: Job) -> Run:
         """Note that a job has ended, and return what ran meanwhile."""
-        run = self._running.pop(id(job), Run(isinstance(job, Part)))
+        run = self._running.pop(id(job), Run(job))
         run.beside_part |= bool(self._paused)
         return run
 
@@ -151,5 +167,5 @@ class Neighbours:
 
     def _is_short(self) -> bool:
         """Say whether memory may still be held by others."""
-        is_beside_part = bool(self._paused) or any(run.is_part for run in self._running.values())
-        return is_beside_part or (bool(self._running) and self.keeps_batches_out)
+        is_beside_part = bool(self._paused) or any(isinstance(run.job, Part) for run in self._running.values())
+        return is_beside_part or (self.is_busy and self.keeps_batches_out)

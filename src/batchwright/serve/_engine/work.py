@@ -65,6 +65,8 @@ class Work:
         # Parts that wait in their middle, and what shares the memory with them.
         self._paused: set[Part] = set() if device is None else device.paused
         self.neighbours = Neighbours(core, self._paused)
+        # A part ran out of memory beside others: the next one begins when nothing else runs.
+        self._is_part_alone = False
         if device is not None:
             device.register(self)
 
@@ -147,8 +149,9 @@ class Work:
         turn = Turn() if self.neighbours.keeps_batches_out else self._take_requests(now)
         if turn.call is not None:
             return turn, None
-        # A device has memory for one part.
-        if self.neighbours.keeps_parts_out or (self._paused and self._device is not None):
+        # A device has memory for one part, and a part that had too little has all of it.
+        is_short = self._is_part_alone and self.neighbours.is_busy
+        if is_short or self.neighbours.keeps_parts_out or (self._paused and self._device is not None):
             wake = POLL_SECONDS if turn.wake_seconds is None else min(POLL_SECONDS, turn.wake_seconds)
             return dataclasses.replace(turn, wake_seconds=wake), None
         if self._background is None or not self.core.is_open:
@@ -178,13 +181,14 @@ class Work:
             if turn.call is None:
                 self.neighbours.finish(job)
             else:
-                self.neighbours.begin(turn.call)
+                self.neighbours.begin(turn.call, run.inside)
             return turn.call, turn.ended
         assert self._background is not None
         self.resume(job)
         if outcome.error is None:
             self._learn(job, seconds, outcome.held_seconds)
-        self._background.finish(job, outcome, self.core.settings)
+        self._background.finish(job, outcome, self.core.settings, is_crowded=run.is_crowded)
+        self._is_part_alone = outcome.is_oom and run.is_crowded and job.stop - job.start == 1
         self._num_parts -= 1
         self._hold_up(now)
         return None, []
@@ -234,7 +238,7 @@ class Work:
         self.neighbours.clear()
         return self.core.crash(error, now)
 
-    def take_between(self, now: float, *, may_run: bool = True) -> Turn:
+    def take_between(self, now: float, *, may_run: bool = True, part: Part | None = None) -> Turn:
         """Return a batch of requests that runs in the middle of a part, which has held them up until now.
 
         Nothing unless they ``may_run``: the part goes on, and holds up those that wait once more.
@@ -247,7 +251,7 @@ class Work:
         turn = self._take_requests(now)
         self._is_between = turn.call is not None or bool(turn.ended)
         if turn.call is not None:
-            self.neighbours.begin(turn.call)
+            self.neighbours.begin(turn.call, part)
         return turn
 
     def _take_requests(self, now: float) -> Turn:

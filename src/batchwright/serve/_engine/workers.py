@@ -326,7 +326,7 @@ class Workers:
             if self._device is not None:
                 self._device.pass_on(worker.claim)
             with self._changed:
-                turn = self._work.take_between(self.clock(), may_run=may_run)
+                turn = self._work.take_between(self.clock(), may_run=may_run, part=part)
                 self._tell_if_idle()
             deliver(turn.ended)
             if turn.call is not None or not turn.ended:
