@@ -270,6 +270,12 @@ def test_a_batch_that_ends_every_process_is_given_up_after_so_many():
     assert 14 < Doomed.num_calls < 32
 
 
+def test_a_process_that_is_killed_once_while_it_starts_fails_no_request(tmp_path):
+    with Batcher(in_processes.KilledOnce(str(tmp_path / "killed")), worker="process") as batcher:
+        assert ends_of(batcher, [1, 2]) == [1, 2]
+        assert batcher.stats().num_restarts == 1
+
+
 class Restarting(Runner):
     """A runner whose process ends in the call of a batch, and starts again only once it may."""
 
