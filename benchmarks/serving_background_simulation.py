@@ -39,9 +39,10 @@ from serving_load import poisson
 from batchwright.serve import DeadlineExceeded, LatencyModel, QueueFull, Settings
 from batchwright.serve._engine.calls import Outcome
 from batchwright.serve._engine.core import Core
+from batchwright.serve._engine.neighbours import Job
 from batchwright.serve._engine.request import Request, State
 from batchwright.serve._engine.units import Units, _read_unit
-from batchwright.serve._engine.work import Job, Work
+from batchwright.serve._engine.work import Work
 
 SLOT_SECONDS = 0.025
 OVERHEAD_SECONDS = 0.0005  # between two calls

@@ -18,7 +18,7 @@ from batchwright.errors import ArgumentError, Closed, DeadlineExceeded, RunTimeo
 from batchwright.serve import Background, Batcher, Device, give_way
 
 from ..thorough import num_cases
-from .tools import run_script
+from .tools import run_script, wait_until
 
 LIMIT_SECONDS = 30
 
@@ -371,13 +371,6 @@ def test_what_gave_way_to_requests_that_hang_runs_again_unless_no_item_may_run_t
     assert steps.calls.count(["offline"]) == num_runs
     wait_until(lambda: seen)
     assert [type(error) for error in seen] == [Closed]
-
-
-def wait_until(is_so):
-    end = time.monotonic() + LIMIT_SECONDS
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_a_function_that_hides_the_end_of_its_call_gives_nothing_twice():

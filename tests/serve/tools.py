@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 from batchwright.serve._engine.request import Request, State
@@ -77,3 +78,10 @@ async def call_and_leave(app, path, body, leave):
     scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "root_path": ""}
     await app(scope, receive, send)
     return sent[0]["status"]
+
+
+def wait_until(is_so):
+    end = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end, "it did not happen within 30 seconds"
+        time.sleep(0.001)

@@ -270,6 +270,57 @@ def test_a_batch_that_ends_every_process_is_given_up_after_so_many():
     assert 14 < Doomed.num_calls < 32
 
 
+def test_a_process_that_is_killed_once_while_it_starts_fails_no_request(tmp_path):
+    with Batcher(in_processes.KilledOnce(str(tmp_path / "killed")), worker="process") as batcher:
+        assert ends_of(batcher, [1, 2]) == [1, 2]
+        assert batcher.stats().num_restarts == 1
+
+
+class Restarting(Runner):
+    """A runner whose process ends in the call of a batch, and starts again only once it may."""
+
+    def __init__(self):
+        self.may_start, self.has_ended, self.calls = threading.Event(), False, []
+
+    @property
+    def needs_start(self):
+        return self.has_ended
+
+    def prepare(self):
+        if self.has_ended:
+            assert self.may_start.wait(30)
+            self.has_ended = False
+        return True
+
+    def __call__(self, items, requests=()):
+        self.calls.append(list(items))
+        self.has_ended = len(items) > 1
+        return Outcome(error=WorkerDied("it ended")) if self.has_ended else Outcome(values=items)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("is_next", [False, True])
+def test_a_request_ends_at_its_deadline_while_a_process_starts_in_the_middle_of_its_batch(is_next):
+    runner, deadlines = Restarting(), {"patient": None, "hurried": 300}
+
+    async def main(batcher):
+        items = sorted(deadlines, reverse=not is_next)  # the first one is run first
+        submitted = {item: asyncio.ensure_future(batcher.submit(item, deadline_ms=deadlines[item])) for item in items}
+        with pytest.raises(DeadlineExceeded, match="its batch failed"):
+            await submitted["hurried"]
+        runner.may_start.set()
+        return await submitted["patient"]
+
+    with Batcher(list, policy="window", max_wait_ms=30) as batcher:
+        batcher._workers._make_runner = lambda is_over: runner
+        assert run(main(batcher)) == "patient"
+        stats = batcher.stats()
+        assert (stats.num_running, stats.num_shed, stats.num_answered) == (0, 1, 1)
+    assert runner.calls[1:] == [["patient"]]
+
+
 SCRIPT = """
     import sys
     from batchwright.serve import Batcher

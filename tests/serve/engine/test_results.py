@@ -1,5 +1,6 @@
 """What a function may return: one row per item goes to its caller, anything else is refused."""
 
+import asyncio
 import collections
 import itertools
 from types import MappingProxyType
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.errors import ResultError
+from batchwright.serve import Batcher
 from batchwright.serve._engine.results import as_results
 
 pandas = pytest.importorskip("pandas")
@@ -151,3 +153,34 @@ def test_there_is_one_result_per_item_or_a_refusal(held, said, num_items):
         assert not held == said == num_items
     else:
         assert rows == list(range(num_items))
+
+
+def taken_out(items):
+    return [2 * items.pop(0) for _ in range(len(items))]
+
+
+def one_too_few(items):
+    del items[0]
+    return items
+
+
+async def one_too_few_later(items):
+    return one_too_few(items)
+
+
+def test_a_function_may_take_its_list_apart():
+    with Batcher(taken_out, policy="window", max_wait_ms=30, background=[[1, 2, 3]]) as batcher:
+        assert list(batcher.map(range(5))) == [0, 2, 4, 6, 8]
+        assert [batch.results for batch in batcher.background] == [[2, 4, 6]]
+
+
+@pytest.mark.parametrize("run", [one_too_few, one_too_few_later])
+def test_results_are_counted_against_what_the_function_was_given_and_not_what_it_left(run):
+    async def main():
+        async with Batcher(run, policy="window", max_wait_ms=30, background=[["offline"]]) as batcher:
+            ends = await asyncio.gather(*map(batcher.submit, range(3)), return_exceptions=True)
+            return ends, [batch.error async for batch in batcher.background], batcher.stats().failure
+
+    ends, errors, failure = asyncio.run(asyncio.wait_for(main(), 30))
+    assert [type(end) for end in [*ends, *errors]] == [ResultError] * 4
+    assert failure is None

@@ -13,6 +13,8 @@ from batchwright.serve._engine import workers
 from batchwright.serve._engine.runners import ThreadRunner, Worker
 from batchwright.serve._engine.turns import Claim
 
+from ..tools import wait_until
+
 
 class Hanging:
     """Doubles numbers; a call with a negative one hangs until the gate opens."""
@@ -31,15 +33,6 @@ def hanging():
     function = Hanging()
     yield function
     function.gate.set()
-
-
-def wait_until(condition):
-    event = threading.Event()
-    for _ in range(3000):
-        if condition():
-            return
-        event.wait(0.01)
-    raise AssertionError("it did not happen within 30 seconds")
 
 
 def test_a_thread_that_hangs_is_given_up_and_another_takes_its_place(hanging):

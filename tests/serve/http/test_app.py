@@ -120,7 +120,13 @@ def test_a_text_without_quotes_is_told_how_texts_are_sent():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("X-Deadline-Ms", "soon"), ("X-Deadline-Ms", "0"), ("X-Deadline-Ms", "nan"), ("X-Priority", "11")],
+    [
+        ("X-Deadline-Ms", "soon"),
+        ("X-Deadline-Ms", "0"),
+        ("X-Deadline-Ms", "1_000"),
+        ("X-Deadline-Ms", "nan"),
+        ("X-Priority", "11"),
+    ],
 )
 def test_a_header_that_cannot_be_used_is_a_bad_request_and_named(name, value):
     response = post(Batcher(Recorder()), "1", headers={name: value})

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
 from ..._ceiling import Ceiling
+from ...errors import Closed
 from .request import Request
 
 Group: TypeAlias = list[Request]
@@ -50,6 +51,11 @@ class Call:
     def items(self) -> list[Any]:
         """Return the list that the function is called with."""
         return [request.item for request in self.requests]
+
+
+def gone() -> Outcome:
+    """Return what becomes of a call whose requests have all ended before it began."""
+    return Outcome(error=Closed("nobody waits for these items"), is_lost=True)
 
 
 # Full collections of garbage take at most this share of the time.

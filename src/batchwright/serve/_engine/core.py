@@ -119,8 +119,8 @@ class Core:
             self._take_ended()  # nobody waits for it
 
     def expire(self, request: Request, now: float, *, running: bool = False) -> list[Request]:
-        """Give up a request that still waits at its deadline; one that runs may finish, unless ``running``."""
-        if request.state is State.WAITING:
+        """Give up a request that is in no call at its deadline; one that runs may finish, unless ``running``."""
+        if request.is_live and not request.is_called:
             self._shed(request, now)
         elif request.state is State.RUNNING and running:
             request.error = _still_running(request, now)
@@ -162,6 +162,7 @@ class Core:
         """
         self._learn(call.requests, outcome, seconds)
         self._now = now
+        self.pause(call)
         try:
             following = self._begin(call.steps.send(outcome), call.steps, now)
             self.counters.num_calls += 1
@@ -170,6 +171,22 @@ class Core:
             self._backlog.end(id(call.steps))
             self._num_jobs = max(0, self._num_jobs - 1)  # a crash has counted it as over
         return Turn(following, self._take_ended())
+
+    def pause(self, call: Call) -> None:
+        """Note that requests wait for their call."""
+        for request in call.requests:
+            request.is_called = False
+
+    def thin(self, call: Call, now: float) -> list[Request]:
+        """Take those out of a call that waits whom it comes too late for; the last stay, though they have ended."""
+        self._now = now
+        call.requests[:] = self._stay(call.requests) or call.requests
+        return self._take_ended()
+
+    def resume(self, call: Call) -> None:
+        """Note that a call begins, which may have waited."""
+        for request in call.requests:
+            request.is_called = True
 
     def configure(self, settings: Settings, now: float) -> list[Request]:
         """Change the settings; requests that wait and no longer fit end with ``TooLarge``."""
@@ -185,9 +202,10 @@ class Core:
         """Take no more requests; those that wait will still run."""
         self.is_open = self._is_limited = False
 
-    def drop(self, now: float) -> list[Request]:
-        """End every request that waits with ``Closed``."""
-        return self._close(self._queue, "the batcher was closed before this request ran", now)
+    def drop(self, now: float, more: Iterable[Request] = ()) -> list[Request]:
+        """End every request that waits with ``Closed``, and more that do."""
+        requests = [*self._queue, *(request for request in more if request.is_live)]
+        return self._close(requests, "the batcher was closed before this request ran", now)
 
     def crash(self, error: BaseException, now: float) -> list[Request]:
         """End every request with ``Closed``: the driver of the core has failed, and nothing would ever run."""
@@ -252,6 +270,7 @@ class Core:
     def _begin(self, group: Group, steps: Generator[Group, Outcome, None], now: float) -> Call:
         call = Call(group, steps)
         self._backlog.start(id(steps), len(group), num_tokens(group), longest(group), now)
+        self.resume(call)
         return call
 
     def _stay(self, group: Group) -> Group:

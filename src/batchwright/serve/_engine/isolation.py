@@ -160,7 +160,7 @@ class Isolation:
             else:
                 self._unknown += rest
             yield from self._judge(group, outcome)
-            if outcome.error is not None and self._may_give_up():
+            if outcome.error is not None and not outcome.is_lost and self._may_give_up():
                 return self._give_up(outcome)
             self._look_who_stays()
             group, rest = self._next()
@@ -172,7 +172,7 @@ class Isolation:
         self.faults.note(group, outcome)
         if outcome.error is None:
             self._num_good += len(group)
-        elif len(group) == 1:
+        elif len(group) == 1 and not outcome.is_lost:
             self._num_bad += 1
         if isinstance(outcome.error, ResultError):
             self._wrong_counts.add(outcome.error.num_results or 0)

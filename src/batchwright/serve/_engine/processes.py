@@ -61,6 +61,7 @@ class ProcessRunner(Runner):
         self._connection: Connection | None = None
         self._num_deaths = 0
         self._is_over = is_over
+        self._was_killed = False
 
     def prepare(self) -> bool:
         """Start a process if there is none, after a pause if the last ones ended early; say whether it is ready."""
@@ -69,7 +70,10 @@ class ProcessRunner(Runner):
         self._end(kill=True)
         self._pause()
         num_deaths = self._num_deaths
+        self._was_killed = False
         self.problem = _not_started("the batcher was closed") if self._is_over() else self._start()
+        if self._was_killed and not self._is_over():  # from outside, which says nothing about the next start
+            self.problem = self._start()
         if self.problem is not None:
             self._num_deaths = max(2, num_deaths + 1)  # the next start waits, even after the first failure
             self._end(kill=True)
@@ -193,6 +197,7 @@ class ProcessRunner(Runner):
             return "closed its pipe"
         if code >= 0:
             return f"ended with exit code {code}"
+        self._was_killed = code == -getattr(signal, "SIGKILL", 0)
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         hint = "; the system may have been out of memory" if name == "SIGKILL" else ""
         return f"was ended by {name}{hint}"

@@ -39,7 +39,8 @@ class Request:
     """An item, when it arrived, when it is due, and how it ended.
 
     ``urgency = arrival + allowance × 2 ** -priority`` is fixed on arrival. Requests that arrive after that instant are
-    less urgent, so no request waits forever. A length that is only an estimate is no reason to refuse the item.
+    less urgent, so no request waits forever. A length that is only an estimate is no reason to refuse the item. While
+    its batch runs, ``is_called`` tells whether the request is in a call, or waits for one.
     """
 
     item: Any
@@ -56,6 +57,7 @@ class Request:
     held_by: frozenset[Any] = frozenset()
     is_estimate: bool = False
     is_doubtful: bool = False
+    is_called: bool = False
 
     def __post_init__(self) -> None:
         patience = PATIENCE_SECONDS if self.deadline == math.inf else self.allowance

@@ -137,12 +137,13 @@ class ThreadRunner(Runner):
         """Return what the function gave, whatever that is."""
         # Not reset at the end: until its worker has noted that the call is over, a coroutine keeps its moment more.
         self.is_awaiting = False
+        num_items = len(items)  # now: the list is the function's, which may empty it
         try:
             values = self._run(items)
             if inspect.isawaitable(values):
                 self.is_awaiting = True
                 values = self._wait(_await(values), self._choose_loop(requests))
-            return Outcome(values=as_results(values, len(items)))
+            return Outcome(values=as_results(values, num_items))
         except LoopLost as error:
             self._lost, self._home = frozenset(requests), None
             return Outcome(error=Closed(str(error)), is_lost=True)

@@ -172,6 +172,16 @@ class Claim:
         return min(self._urgency(), self.running_urgency), not self.has_begun, self.number
 
 
+def check_nesting(own: Any, device: Turns | None) -> frozenset[Any]:
+    """Refuse a request that would wait for itself; return what is busy while it waits."""
+    held = held_here()
+    if own in held:
+        raise ArgumentError("the batched function submits to its own batcher and would wait for itself forever")
+    if device is not None:
+        device.check_inside([other for other in held if isinstance(other, Turns)])
+    return held
+
+
 def hold(busy: frozenset[Any]) -> None:
     """Note what is busy until what runs in this context returns."""
     _held.set((os.getpid(), busy))

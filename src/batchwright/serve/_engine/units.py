@@ -78,7 +78,7 @@ class Unit:
         self.num_running += 1
         return Part(self, start, start + count)
 
-    def finish(self, part: Part, outcome: Outcome, settings: Settings) -> None:
+    def finish(self, part: Part, outcome: Outcome, settings: Settings, *, is_crowded: bool) -> None:
         self.num_running -= 1
         size = part.stop - part.start
         if outcome.error is None:
@@ -88,9 +88,9 @@ class Unit:
                 self._fail(error)
         elif outcome.is_lost and settings.on_error == "bisect" and self.error is None:
             self.waiting.appendleft((part.start, part.stop))  # a caller's event loop has ended; the next is another
-        elif outcome.is_oom and settings.on_oom == "split" and size > 1 and self.error is None:
+        elif outcome.is_oom and settings.on_oom == "split" and (size > 1 or is_crowded) and self.error is None:
             middle = part.start + size // 2
-            self.waiting.extendleft([(middle, part.stop), (part.start, middle)])
+            self.waiting.extendleft([(middle, part.stop), (part.start, middle)][: 2 if size > 1 else 1])
         else:
             self._fail(outcome.error)
 
@@ -224,10 +224,10 @@ class Units:
             unit = None if self._is_stopped else next(waiting, None)
             return None if unit is None else unit.lengths[unit.waiting[0][0]]
 
-    def finish(self, part: Part, outcome: Outcome, settings: Settings) -> None:
+    def finish(self, part: Part, outcome: Outcome, settings: Settings, *, is_crowded: bool = False) -> None:
         """Take in what a part gave; after an error the settings may allow another call of it."""
         with self._changed:
-            part.unit.finish(part, outcome, settings)
+            part.unit.finish(part, outcome, settings, is_crowded=is_crowded)
             self._end_unit(part.unit)
 
     def next_ended(self) -> Unit | concurrent.futures.Future[None] | None:

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, Protocol, final
 from ...errors import Closed, RunTimeout
 from .calls import Call, Outcome
 from .lifetimes import forget_in_forks
+from .neighbours import Job
 from .runners import Worker
 from .units import Part
 from .waiters import has_running_loop
-from .work import Job, Work
+from .work import Work
 
 
 class _Here(threading.local):

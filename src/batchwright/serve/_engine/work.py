@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 from ...errors import DeadlineExceeded
 from ..latency import LatencyModel
@@ -14,6 +14,7 @@ from ..settings import Settings
 from .calls import Call, Outcome
 from .core import Core, Turn
 from .gaps import Gaps
+from .neighbours import Job, Neighbours, Run
 from .request import Request, State, longest
 from .turns import Member, Turns
 from .units import Part, Units
@@ -27,8 +28,6 @@ HOLD_SECONDS = 1.0
 POLL_SECONDS = 0.02
 # The time allowed is the shortest among this many of the latest requests.
 NUM_ALLOWANCES = 256
-
-Job: TypeAlias = Call | Part
 
 
 @final
@@ -63,9 +62,11 @@ class Work:
         self.urgency = math.inf
         # Until then requests wait on purpose, unless another one comes.
         self._waits_until = -math.inf
-        # Parts that wait in their middle, and requests for which they left no memory.
+        # Parts that wait in their middle, and what shares the memory with them.
         self._paused: set[Part] = set() if device is None else device.paused
-        self._again: deque[Call] = deque()
+        self.neighbours = Neighbours(core, self._paused)
+        # A part ran out of memory beside others: the next one begins when nothing else runs.
+        self._is_part_alone = False
         if device is not None:
             device.register(self)
 
@@ -77,7 +78,7 @@ class Work:
     @property
     def is_over(self) -> bool:
         """Say whether there will be nothing more to run."""
-        return not self.core.is_open and not self.core.num_waiting and not self._again
+        return not self.core.is_open and not self.core.num_waiting and not self.neighbours.is_awaited
 
     @property
     def has_background(self) -> bool:
@@ -87,15 +88,14 @@ class Work:
     @property
     def has_job(self) -> bool:
         """Say whether there is something to run, now or soon."""
-        return bool(self.core.num_waiting or self._again) or (
+        return bool(self.core.num_waiting or self.neighbours.is_awaited) or (
             self.core.is_open and self._background is not None and self._background.has_part()
         )
 
     @property
     def again_urgency(self) -> float:
         """Return when the most urgent of the requests that wait until a part has ended is due; ``inf``: none does."""
-        again = (request.urgency for call in tuple(self._again) for request in call.requests)
-        return min(again, default=math.inf)
+        return self.neighbours.least_urgency()
 
     @property
     def must_go_on(self) -> bool:
@@ -136,12 +136,22 @@ class Work:
 
     def take(self, now: float) -> tuple[Turn, Part | None]:
         """Return a batch of requests; only if there is none, a part of the background work."""
-        if self._again and not self._paused:
-            return Turn(self._again.popleft()), None
-        turn = self._take_requests(now)
+        turn, part = self._choose(now)
+        if (job := turn.call or part) is not None:
+            self.neighbours.begin(job)
+        return turn, part
+
+    def _choose(self, now: float) -> tuple[Turn, Part | None]:
+        again = self.neighbours.take(now)
+        self._note(again.ended, now)
+        if again.call is not None or again.ended:
+            return again, None
+        turn = Turn() if self.neighbours.keeps_batches_out else self._take_requests(now)
         if turn.call is not None:
             return turn, None
-        if self._paused and (self._again or self._device is not None):  # a device has memory for one part
+        # A device has memory for one part, and a part that had too little has all of it.
+        is_short = self._is_part_alone and self.neighbours.is_busy
+        if is_short or self.neighbours.keeps_parts_out or (self._paused and self._device is not None):
             wake = POLL_SECONDS if turn.wake_seconds is None else min(POLL_SECONDS, turn.wake_seconds)
             return dataclasses.replace(turn, wake_seconds=wake), None
         if self._background is None or not self.core.is_open:
@@ -154,11 +164,13 @@ class Work:
 
     def complete(self, job: Job, outcome: Outcome, now: float, seconds: float) -> tuple[Call | None, list[Request]]:
         """Take in what a call gave; return the call that follows, and the requests that have ended."""
+        run = self.neighbours.end(job)
         if isinstance(job, Call):
-            if self._paused and self._may_work_after(outcome):
-                self._again.append(job)  # nobody knows whether it works without the part, which holds memory
+            if self._may_work_without(run, job, outcome):
                 self.core.counters.num_ooms += outcome.is_oom
-                return None, []
+                ended = self.neighbours.put(job, run, now)
+                self._note(ended, now)
+                return None, ended
             if outcome.error is None and outcome.held_seconds is not None:
                 self._learn_held(len(job.requests), longest(job.requests), outcome.held_seconds)
             if self._has_gaps:
@@ -166,22 +178,28 @@ class Work:
                 self.gaps.note_batch(seconds, ratio)
             turn = self.core.complete(job, outcome, now, seconds)
             self._note(turn.ended, now)
+            if turn.call is None:
+                self.neighbours.finish(job)
+            else:
+                self.neighbours.begin(turn.call, run.inside)
             return turn.call, turn.ended
         assert self._background is not None
         self.resume(job)
         if outcome.error is None:
             self._learn(job, seconds, outcome.held_seconds)
-        self._background.finish(job, outcome, self.core.settings)
+        self._background.finish(job, outcome, self.core.settings, is_crowded=run.is_crowded)
+        self._is_part_alone = outcome.is_oom and run.is_crowded and job.stop - job.start == 1
         self._num_parts -= 1
         self._hold_up(now)
         return None, []
 
-    def _may_work_after(self, outcome: Outcome) -> bool:
-        """Say whether a call failed for want of what a part takes, memory or depth of calls, and may run once more."""
+    def _may_work_without(self, run: Run, call: Call, outcome: Outcome) -> bool:
+        """Say whether a call failed for want of what others took, memory or depth of calls, and may run once more."""
         settings = self.core.settings
-        if outcome.is_oom:
-            return settings.on_oom == "split"
-        return isinstance(outcome.error, RecursionError) and settings.on_error == "bisect"
+        if outcome.is_oom and not outcome.is_final:
+            is_beside = run.beside_part or (run.beside_call and len(call.requests) == 1)
+            return is_beside and settings.on_oom == "split"
+        return bool(self._paused) and isinstance(outcome.error, RecursionError) and settings.on_error == "bisect"
 
     def _hold_up(self, now: float) -> None:
         """Note that a part has held up the requests that wait until now."""
@@ -217,21 +235,23 @@ class Work:
 
     def crash(self, error: BaseException, now: float) -> list[Request]:
         """End all requests with an error that no worker survives."""
-        self._again.clear()
+        self.neighbours.clear()
         return self.core.crash(error, now)
 
-    def take_between(self, now: float, *, may_run: bool = True) -> Turn:
+    def take_between(self, now: float, *, may_run: bool = True, part: Part | None = None) -> Turn:
         """Return a batch of requests that runs in the middle of a part, which has held them up until now.
 
         Nothing unless they ``may_run``: the part goes on, and holds up those that wait once more.
         """
-        if not may_run:
+        if not may_run or self.neighbours.keeps_batches_out:
             self._is_between, self._delay = False, 0.0
             return Turn()
         if not self._is_between:
             self._hold_up(now)
         turn = self._take_requests(now)
         self._is_between = turn.call is not None or bool(turn.ended)
+        if turn.call is not None:
+            self.neighbours.begin(turn.call, part)
         return turn
 
     def _take_requests(self, now: float) -> Turn:
@@ -246,8 +266,15 @@ class Work:
         return turn
 
     def expire(self, request: Request, now: float, *, running: bool = False) -> list[Request]:
-        """Give up a request that still waits at its deadline; one that runs may finish, unless ``running``."""
-        ended = self.core.expire(request, now, running=running)
+        """Give up a request that is in no call at its deadline; one that runs may finish, unless ``running``."""
+        ended = self.core.expire(request, now, running=running) + self.neighbours.leave(now)
+        self._note(ended, now)
+        return ended
+
+    def cancel(self, request: Request, now: float) -> list[Request]:
+        """Drop a request; return those that have ended meanwhile."""
+        self.core.cancel(request, now)
+        ended = self.neighbours.leave(now)
         self._note(ended, now)
         return ended
 

@@ -11,20 +11,21 @@ import time
 from collections.abc import Callable
 from typing import Any, final
 
-from ...errors import ArgumentError, Closed, RunTimeout, WorkerDied
+from ...errors import Closed, RunTimeout, WorkerDied
 from ..settings import Settings
 from ..stats import Stats
-from .calls import Call, Garbage, Outcome
+from .calls import Call, Garbage, Outcome, gone
 from .core import Core
 from .lifetimes import end_at_exit, forget_in_forks
+from .neighbours import Job
 from .processes import most_lost
 from .request import Request
 from .runners import POLL_SECONDS, Runner, Worker, timed_out, why_none_is_ready
-from .turns import Claim, Turns, held_here, hold
+from .turns import Claim, Turns, check_nesting, hold
 from .units import Part, Units
 from .waiters import deliver
 from .ways import interrupted, run_job
-from .work import Job, Work
+from .work import Work
 
 # A worker wakes at least this often: one whose batcher was forgotten in a bad moment ends then.
 MAX_SLEEP_SECONDS = 60.0
@@ -87,7 +88,7 @@ class Workers:
 
     def add(self, request: Request) -> None:
         """Take a request in and wake a worker."""
-        request.held_by = self._check_nesting()
+        request.held_by = check_nesting(self, self._device)
         if self._workers and os.getpid() != self._pid:
             raise Closed(f"the batcher was started in process {self._pid} before a fork; make one in each process")
         with self._changed:
@@ -98,8 +99,9 @@ class Workers:
     def cancel(self, request: Request) -> None:
         """Drop a request; a request that has ended stays as it is."""
         with self._changed:
-            self._core.cancel(request, self.clock())
+            ended = self._work.cancel(request, self.clock())
             self._tell_if_idle()
+        deliver(ended)
 
     def expire(self, request: Request) -> None:
         """Give up a request whose deadline has come, if it waits, or runs in a call that may hang."""
@@ -136,7 +138,7 @@ class Workers:
         """Take no more requests, run no more background work, and end the requests that wait if ``drop``."""
         with self._changed:
             self._core.stop()
-            ended = self._core.drop(self.clock()) if drop else []
+            ended = self._work.neighbours.drop(self.clock()) if drop else []
             self._tell_if_idle()
             self._changed.notify_all()
         self._work.stop_background()
@@ -179,15 +181,6 @@ class Workers:
             self._core.stop()
             self._work.forget_background()
             self._work = Work(self._core, device=None, background=None)
-
-    def _check_nesting(self) -> frozenset[Any]:
-        """Refuse what would wait for itself; return what is busy while the request waits."""
-        held = held_here()
-        if self in held:
-            raise ArgumentError("the batched function submits to its own batcher and would wait for itself forever")
-        if self._device is not None:
-            self._device.check_inside([other for other in held if isinstance(other, Turns)])
-        return held
 
     def _start_threads(self) -> None:
         if not self._core.is_open:
@@ -316,7 +309,9 @@ class Workers:
         own = {self} if self._device is None else {self, self._device}
         hold(frozenset[Any](own).union(*(request.held_by for request in requests)))
         if worker.is_ready and worker.runner.needs_start:  # after a start that failed, this call only tells why
-            self._start_again(worker, requests)
+            self._start_again(worker, job, requests)
+            if requests and not any(request.is_live for request in requests):
+                return gone(), 0.0
         worker.current = (job, time.monotonic())
         start = self.clock()
         outcome, given = run_job(self, self._work, worker, job)
@@ -331,21 +326,26 @@ class Workers:
             if self._device is not None:
                 self._device.pass_on(worker.claim)
             with self._changed:
-                turn = self._work.take_between(self.clock(), may_run=may_run)
+                turn = self._work.take_between(self.clock(), may_run=may_run, part=part)
                 self._tell_if_idle()
             deliver(turn.ended)
             if turn.call is not None or not turn.ended:
                 return turn.call
         return None
 
-    def _start_again(self, worker: Worker, requests: list[Request]) -> None:
+    def _start_again(self, worker: Worker, job: Job, requests: list[Request]) -> None:
         """Start a process in the middle of a batch; others may use the device until it is there."""
         self._give_back(worker)
+        with self._changed:
+            self._work.neighbours.pause(job)
         worker.runner.prepare()
         if self._device is not None:
             worker.claim.running_urgency = min((request.urgency for request in requests), default=math.inf)
             self._device.acquire(worker.claim)
             worker.claim.running_urgency = math.inf
+        with self._changed:
+            ended = self._work.neighbours.resume(job, self.clock())
+        deliver(ended)
 
     def _watch(self) -> None:
         """Give up calls that take too long. It needs no wake-up: a call that begins later is due later."""

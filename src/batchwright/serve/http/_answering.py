@@ -168,13 +168,16 @@ class Answering:
     async def _several(self, request: Request) -> Response:
         options = read_options(request, self.limits)
         items = self.form.read_items(await self._read_body(request), self.limits.max_items)
-        answers = asyncio.gather(*(self._submit(item, options) for item in items), return_exceptions=True)
-        outcomes: list[Any] = await _unless_gone(answers, request)
+        outcomes: list[Any] = await _unless_gone(self._submit_all(items, options), request)
         for refused in (QueueFull, Closed):  # nothing ran, and the client should come again
             if outcomes and all(isinstance(outcome, refused) for outcome in outcomes):
                 raise outcomes[0]
         body = b"[" + b",".join(map(self.form.write_part, outcomes)) + b"]"
         return Response(body, media_type="application/json")
+
+    async def _submit_all(self, items: list[Any], options: dict[str, Any]) -> list[Any]:
+        # A task of its own: a gathering that is cancelled would be reported as an error that nobody has seen.
+        return await asyncio.gather(*(self._submit(item, options) for item in items), return_exceptions=True)
 
     async def _submit(self, item: Any, options: dict[str, Any]) -> Any:
         if isinstance(item, Refused):
@@ -215,7 +218,7 @@ def read_options(request: Request, limits: Limits) -> dict[str, Any]:
 def read_number(header: str, text: str, convert: Callable[[Any], float], most: float = math.inf) -> float:
     """Return the number of a header, or say what is wrong with it."""
     try:
-        number = convert(float(text))
+        number = convert(float(text.replace("_", "?")))  # in Python an underscore may stand inside of a number
     except ArgumentError as error:
         raise Refused(BAD_REQUEST, f"{header}: {error}") from None
     except ValueError:
