@@ -10,9 +10,10 @@ from torch import nn
 
 import batchwright as bw
 from batchwright.errors import ArgumentError
-from batchwright.step.inference import _decoding
+from batchwright.step.inference import _decoding, generation
 from batchwright.step.inference.generation import generate
 from tests.step.graphs.tape import TapeGraphs
+from tests.thorough import crossed
 
 from . import shapes
 
@@ -138,6 +139,34 @@ def test_rows_up_to_the_reach_of_their_positions_are_replayed_and_others_are_sai
         "generate runs eagerly: beyond 24 tokens the positions of Phi3ForCausalLM change with the longest row"
     ]
     assert graphs.num_replays
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        *crossed(["llama", "m2m100"], ["assistant_model", "prompt_lookup_num_tokens"], is_thorough=True),
+        ("llama", "assistant_early_exit"),  # which models with an encoder lack
+    ],
+)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "replayed"])
+def test_assisted_decoding_runs_examples_one_by_one_and_that_is_said_once(name, graphs, option, monkeypatch):
+    monkeypatch.setattr(generation, "_SAID", set())
+    model, examples, limits = shapes.make(name), shapes.prompts(6), [3, 9, 1, 8, 5, 7]
+    values = {"assistant_model": shapes.make(name, seed=1), "prompt_lookup_num_tokens": 2, "assistant_early_exit": 1}
+    options = {option: values[option], "budget": bw.MaxItems(4), "pad_multiple_of": 8}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            found = generate(
+                model, examples, graphs=TapeGraphs() if graphs else False, max_new_tokens=limits, **options
+            )
+    said = [str(one.message) for one in caught if "one by one" in str(one.message)]
+    assert said == [f"generate runs examples one by one: with {option} transformers takes no more at a time"]
+    for ids, limit, row in zip(examples, limits, found, strict=True):
+        ones = torch.tensor([ids])
+        own = {"attention_mask": torch.ones_like(ones), "max_new_tokens": limit, option: values[option]}
+        wanted = model.generate(input_ids=ones, **own)[0].tolist()
+        assert row.tolist() == (wanted if model.config.is_encoder_decoder else wanted[len(ids) :])
 
 
 def test_models_that_are_told_positions_share_batches(monkeypatch):

@@ -27,6 +27,8 @@ Counts = npt.NDArray[np.int64]
 # What transformers does if nothing says how many.
 _DEFAULT_NEW_TOKENS = 20
 _TEXT = {"input_ids", "attention_mask", "token_type_ids", "decoder_input_ids"}
+# With any of these a smaller model, or the prompt, proposes tokens, and transformers runs one example at a time.
+_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 _PER_EXAMPLE = {"inputs", "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "encoder_outputs"}
 
 
@@ -106,6 +108,11 @@ class Decoder:
             )
 
     @property
+    def assistant(self) -> str | None:
+        """Return the setting that asks for assisted decoding, of one example at a time; None if none does."""
+        return next((name for name in _ASSISTED if self._setting(name) not in (None, False)), None)
+
+    @property
     def _max_length(self) -> int | None:
         """Return the most tokens of prompt and result together, None if the result is limited in another way."""
         if self.is_encoder_decoder or self._setting("max_new_tokens") is not None:
@@ -138,6 +145,10 @@ class Decoder:
             limits: the most new tokens of each, None if all have the same.
         """
         everything = Group(np.arange(len(examples)))
+        if self.assistant is not None:
+            if self._pads:
+                self._pad_no_further()
+            return [Group(np.array([place]), f"{self.assistant} is given") for place in range(len(examples))]
         if not self._pads:
             return [everything]
         reach = same_reach(self.base)
