@@ -18,6 +18,7 @@ from batchwright.testing import EagerGraphs, FakeMemory
 from tests.thorough import num_cases
 
 from ..graphs.tape import TapeGraphs
+from . import shapes
 
 NUM_TOKENS = 50
 # Requests of a random mix.
@@ -350,6 +351,50 @@ def test_a_shape_that_fits_no_memory_is_still_served():
     ids = make_ids(12, longest=60)
     np.testing.assert_allclose(np.stack(encoder(ids[:2])), encode(make_model(), None, ids[:2]).numpy(), atol=2e-6)
     assert encoder.warm_up().num_captures == 3
+
+
+# Positions that are others beyond some length
+
+
+LONG = [3, 23, 24, 25, 30, 8, 31, 32, 40, 24, 60, 16, 20, 48]  # up to 24 tokens, and beyond
+
+
+def make_long_ids():
+    rng = np.random.default_rng(0)
+    return [rng.integers(12, NUM_TOKENS, length).tolist() for length in LONG]
+
+
+BACKENDS = [lambda: False, EagerGraphs, TapeGraphs]
+
+
+@pytest.mark.parametrize("graphs", BACKENDS, ids=["eager", "plain", "replayed"])
+def test_texts_on_both_sides_of_the_reach_of_long_positions_keep_their_vectors(graphs):
+    model, ids = shapes.make_long().model, make_long_ids()
+    found = encode(model, None, ids, graphs=graphs(), max_length=64)
+    torch.testing.assert_close(found, torch.stack([by_hand(model, one) for one in ids]), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("graphs", BACKENDS, ids=["eager", "plain", "replayed"])
+def test_requests_on_both_sides_of_the_reach_of_long_positions_keep_their_vectors(graphs):
+    model, ids = shapes.make_long().model, make_long_ids()
+    encoder = Encoder(model, None, graphs=graphs(), max_length=64, max_items=4)
+    found = np.stack([vector for start in range(0, len(ids), 4) for vector in encoder(ids[start : start + 4])])
+    wanted = torch.stack([by_hand(model, one) for one in ids]).numpy()
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+    assert {length for _, length in encoder.shapes} == {16, 24, 32, 64}
+    assert encoder.summary().num_eager == 0 or graphs() is False
+
+
+@pytest.mark.parametrize("num", [16, 7])
+@pytest.mark.filterwarnings("ignore:calls run eagerly, without graphs. rotary positions")
+@pytest.mark.parametrize("graphs", BACKENDS, ids=["eager", "plain", "replayed"])
+def test_a_text_that_another_one_had_changed_positions_for_keeps_its_vector(num, graphs):
+    """Dynamic frequencies of a long text stay for the next one, of as many tokens as the model was trained for too."""
+    model, ids = shapes.make_dynamic().model, [12 + place for place in range(num)]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[3] * 60]))
+    (found,) = encode(model, None, [ids], graphs=graphs())
+    torch.testing.assert_close(found, by_hand(shapes.make_dynamic().model, ids), atol=2e-6, rtol=0)
 
 
 # Whatever happens to other requests, every answer is its own

@@ -18,8 +18,9 @@ from ..._lengths import as_lengths
 from ..._tree import map_leaves
 from ...errors import ArgumentError
 from ...plan import PadTo
+from ..graphs._rotary import renew, rotary_of, same_reach
 from ..huggingface import unwrapped
-from ._sharing import Group, by_number, is_doubtful, pads_freely, renew, same_reach
+from ._sharing import Group, by_number, is_doubtful, pads_freely
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 Counts = npt.NDArray[np.int64]
@@ -57,6 +58,7 @@ class Decoder:
             del self.kwargs["use_cache"]
         self.is_encoder_decoder = bool(getattr(getattr(self.base, "config", None), "is_encoder_decoder", False))
         self._check(has_limits=has_limits)
+        self._rotary = rotary_of(self.base.modules())
         self.device = next(self.base.parameters()).device
         ends = self._setting("eos_token_id")
         self._ends = torch.as_tensor([] if ends is None else ends, dtype=torch.long).reshape(-1).cpu()
@@ -151,7 +153,7 @@ class Decoder:
             return [Group(np.array([place]), f"{self.assistant} is given") for place in range(len(examples))]
         if not self._pads:
             return [everything]
-        reach = same_reach(self.base)
+        reach = same_reach(self._rotary)
         if reach is not None:
             self._pad_no_further()
             axes = self.lengths(examples, None, limits=limits, with_output=True)
@@ -186,7 +188,7 @@ class Decoder:
             kwargs = {**kwargs, "max_new_tokens": int(limits.max())}
         elif most is not None:
             kwargs = {**kwargs, "max_length": batch["input_ids"].shape[1] + int(most.max())}
-        renew(self.base)
+        renew(self._rotary)
         sequences = self.model.generate(**batch, **kwargs).cpu()
         if len(sequences) != len(examples):
             raise ArgumentError(f"model.generate gave {len(sequences)} rows for {len(examples)} examples")

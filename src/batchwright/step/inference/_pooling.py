@@ -21,6 +21,7 @@ from ..._types import MAX_INT32
 from ...errors import ArgumentError
 from ..graphs._comparing import NEAR, NEAR_ROUGHLY
 from ..graphs._functions import is_rough
+from ..graphs._rotary import renew, rotary_of, same_reach
 from ..huggingface import unwrapped
 from ._sharing import are_near
 
@@ -55,6 +56,7 @@ class Pooled(nn.Module):
         # A cache of keys and values would be made for nothing.
         takes = inspect.signature(unwrapped(self.model).forward).parameters
         self._options = {"use_cache": False} if "use_cache" in takes else {}
+        self.rotary = rotary_of(unwrapped(self.model).modules())
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return one vector per row."""
@@ -75,8 +77,9 @@ class Pooled(nn.Module):
 
         Convolutions, transforms over the whole row and attention to averages of keys see padding whatever a mask says.
         """
-        room = self.most_positions or _MAX_LENGTH
+        room = min(self.most_positions or _MAX_LENGTH, same_reach(self.rotary) or _MAX_LENGTH)
         few = list(ids[: min(_NUM_TRIED, max(1, room // 2))])
+        renew(self.rotary)
         num_pads = min(_NUM_PADS, room - len(few))
         row, mask = (tensor.to(self.device) for tensor in stacked([few], pad_id))
 
