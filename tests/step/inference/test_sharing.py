@@ -82,6 +82,19 @@ def test_in_one_batch_results_would_be_others(make, monkeypatch):
     assert shapes.as_lists(found) != alone(make, examples, **options)
 
 
+@pytest.mark.parametrize("base", [shapes.make_dynamic, shapes.make_long], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_learned_prompts_count_for_the_reach_of_positions(base, kind):
+    def make():
+        torch.manual_seed(0)
+        return peft.get_peft_model(base(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+
+    examples, options = shapes.prompts(12, longest=18), {"max_new_tokens": 5}
+    found = generate(make(), examples, graphs=False, budget=bw.MaxItems(12), **options)
+    assert shapes.as_lists(found) == alone(make, examples, **options)
+
+
 def test_a_long_text_changes_nothing_for_those_after_it():
     model, long, short = shapes.make_dynamic(), [13] * 60, [[12] * 20, [14] * 5]
     generate(model, [long], graphs=False, max_new_tokens=4)

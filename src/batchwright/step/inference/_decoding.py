@@ -20,7 +20,7 @@ from ...errors import ArgumentError
 from ...plan import PadTo
 from ..graphs._rotary import renew, rotary_of, same_reach
 from ..huggingface import unwrapped
-from ._sharing import Group, by_number, is_doubtful, pads_freely
+from ._sharing import Group, by_number, is_doubtful, num_learned, pads_freely
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 Counts = npt.NDArray[np.int64]
@@ -146,28 +146,36 @@ class Decoder:
             examples: all of them.
             limits: the most new tokens of each, None if all have the same.
         """
-        everything = Group(np.arange(len(examples)))
+        places = np.arange(len(examples))
         if self.assistant is not None:
             if self._pads:
                 self._pad_no_further()
-            return [Group(np.array([place]), f"{self.assistant} is given") for place in range(len(examples))]
+            return [Group(place, f"{self.assistant} is given") for place in places[:, None]]
         if not self._pads:
-            return [everything]
+            return [Group(places)]
+        alone: list[Group] = []
         reach = same_reach(self._rotary)
         if reach is not None:
             self._pad_no_further()
             axes = self.lengths(examples, None, limits=limits, with_output=True)
-            is_long = axes[:, 0] + axes[:, -1].max() > reach  # rows that have ended go on counting
-            together = np.flatnonzero(~is_long)
+            # Rows that have ended go on counting.
+            is_long = num_learned(self.model) + axes[:, 0] + axes[:, -1].max() > reach
             obstacle = f"beyond {reach} tokens the positions of {type(self.base).__name__} change with the longest row"
-            alone = [Group(np.array([place]), obstacle) for place in np.flatnonzero(is_long)]
-            return [*alone, *([Group(together)] if len(together) else [])]
-        if self.is_encoder_decoder or not is_doubtful(self.model):
-            return [everything]
-        if pads_freely(self.model, _as_ids(_ids(examples[0])).to(self.device), self._pad):
-            return [everything]
+            alone = [Group(place, obstacle) for place in places[is_long][:, None]]
+            places = places[~is_long]
+        if not len(places):
+            return alone
+        if self._may_pad(examples[int(places[0])]):
+            return [*alone, Group(places)]
         self._pad_no_further()
-        return [Group(np.array(places)) for places in by_number([len(_ids(example)) for example in examples])]
+        same = by_number([len(_ids(examples[place])) for place in places.tolist()])
+        return [*alone, *(Group(places[chosen]) for chosen in same)]
+
+    def _may_pad(self, example: Any) -> bool:
+        """Say whether padding leaves results as they are; a model that may not do so is tried with an example."""
+        if self.is_encoder_decoder or not is_doubtful(self.model):
+            return True
+        return pads_freely(self.model, _as_ids(_ids(example)).to(self.device), self._pad)
 
     def _pad_no_further(self) -> None:
         """Pad to the longest row, not to multiples."""

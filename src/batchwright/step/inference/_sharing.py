@@ -36,13 +36,19 @@ def has_positions(base: Any) -> bool:
     return "position_ids" in inspect.signature(base.forward).parameters
 
 
+def num_learned(model: Any) -> int:
+    """Return how many learned tokens stand in front of every prompt."""
+    config: Any = getattr(model, "active_peft_config", None)
+    return max(1, config.num_virtual_tokens or 1) if getattr(config, "is_prompt_learning", False) else 0
+
+
 def is_doubtful(model: Any) -> bool:
     """Say whether padding on the left may change what a model without an encoder computes.
 
     It does not where transformers tells positions and masks keys: neither holds for a state that runs over all tokens,
     for positions that are counted from the first column, and for learned tokens in front of the padding.
     """
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+    if num_learned(model):
         return True
     inner: Any = unwrapped(model)
     if not hasattr(inner, "_supports_default_dynamic_cache"):
