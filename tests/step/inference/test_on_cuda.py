@@ -131,7 +131,7 @@ def test_graphs_are_the_default(monkeypatch):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("name", shapes.NAMES)
 def test_rounds_wait_for_nothing_but_looks(name, monkeypatch):
-    """Neither do moves of rows; in this mode an event that is waited for is no synchronization, and a capture is one."""
+    """Nor do moves of rows; in this mode an event that is waited for is no synchronization, and a capture is one."""
     model, run, capture, move = shapes.make(name).cuda(), Rounds.run, CudaGraphs.capture, Slots.move
     moves = []
 

@@ -64,6 +64,19 @@ def test_many_prompts_give_the_tokens_of_eager_generation(name, graphs):
 
 
 @pytest.mark.parametrize("name", shapes.NAMES)
+@pytest.mark.parametrize("graphs", [TapeGraphs, EagerGraphs, lambda: False], ids=["tape", "plain", "eager"])
+def test_many_prompts_with_limits_of_their_own_give_what_transformers_gives_one_by_one(name, graphs):
+    model, num = shapes.make(name), num_cases(40, thorough=500)
+    examples, limits = shapes.prompts(num, longest=60, seed=11), np.random.default_rng(5).integers(1, 41, num).tolist()
+    found = generate(model, examples, graphs=graphs(), max_new_tokens=limits, budget=bw.MaxItems(64))
+    is_decoder_only = not model.config.is_encoder_decoder
+    for ids, limit, row in zip(examples, limits, found, strict=True):
+        alone = torch.tensor([ids])
+        wanted = model.generate(input_ids=alone, attention_mask=torch.ones_like(alone), max_new_tokens=limit)[0]
+        assert row.tolist() == wanted[len(ids) * is_decoder_only :].tolist()
+
+
+@pytest.mark.parametrize("name", shapes.NAMES)
 def test_memory_that_runs_out_anywhere_loses_nothing(name):
     """At prompts, measurements, captures and replays, before and after the work, with the same seed for each case."""
     model = shapes.make(name)
