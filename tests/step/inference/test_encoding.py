@@ -3,6 +3,7 @@
 import asyncio
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -372,6 +373,20 @@ def test_texts_on_both_sides_of_the_reach_of_long_positions_keep_their_vectors(g
     model, ids = shapes.make_long().model, make_long_ids()
     found = encode(model, None, ids, graphs=graphs(), max_length=64)
     torch.testing.assert_close(found, torch.stack([by_hand(model, one) for one in ids]), atol=2e-6, rtol=0)
+
+
+def test_learned_prefixes_count_for_the_reach_of_long_positions():
+    torch.manual_seed(0)
+    config = peft.PrefixTuningConfig(task_type="FEATURE_EXTRACTION", num_virtual_tokens=3)
+    model, ids = peft.get_peft_model(shapes.make_long().model, config).eval(), make_long_ids()
+    found = encode(model, None, ids, graphs=False, max_length=60)
+    torch.testing.assert_close(found, torch.stack([by_prefix(model, one) for one in ids]), atol=2e-6, rtol=0)
+
+
+def by_prefix(model, ids):
+    row = torch.tensor([ids])
+    with torch.no_grad():
+        return model(input_ids=row, attention_mask=torch.ones_like(row)).last_hidden_state[0].mean(0)
 
 
 @pytest.mark.parametrize("graphs", BACKENDS, ids=["eager", "plain", "replayed"])

@@ -19,15 +19,18 @@ class Frequencies(NamedTuple):
         prefix: of its attributes; models with several kinds of layers have one for each.
         reach: tokens up to which they are the same.
         is_kept: beyond, every length has its own, and what a long text has changed stays for the next one.
+        num_learned: tokens that are learned and stand in front of all others.
     """
 
     part: Any
     prefix: str
     reach: int
     is_kept: bool
+    num_learned: int = 0
 
     def side_of(self, length: int) -> int:
         """Return the same number for lengths that have the same frequencies."""
+        length += self.num_learned
         return 0 if length <= self.reach else length if self.is_kept else 1
 
 
@@ -36,13 +39,24 @@ Rotary: TypeAlias = tuple[Frequencies, ...]
 
 def rotary_of(modules: Iterable[nn.Module]) -> Rotary:
     """Return all frequencies of some modules that are others for long texts."""
-    return tuple(found for part in modules for found in _frequencies(part))
+    parts = list(modules)
+    found = [one for part in parts for one in _frequencies(part)]
+    learned = max(map(num_learned, parts)) if found else 0
+    return tuple(one._replace(num_learned=learned) for one in found)
+
+
+def num_learned(model: Any) -> int:
+    """Return how many learned tokens of PEFT stand in front of every text."""
+    config: Any = getattr(model, "active_peft_config", None)
+    return max(1, config.num_virtual_tokens or 1) if getattr(config, "is_prompt_learning", False) else 0
 
 
 def _frequencies(part: Any) -> Iterator[Frequencies]:
     kinds = getattr(part, "rope_type", None)
     for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
         prefix = "" if layer is None else f"{layer}_"
+        if not hasattr(part, f"{prefix}original_inv_freq"):
+            continue  # not of transformers
         if kind == "longrope":
             settings = part.config.rope_parameters
             settings = settings if layer is None else settings[layer]
@@ -53,7 +67,7 @@ def _frequencies(part: Any) -> Iterator[Frequencies]:
 
 def same_reach(rotary: Rotary) -> int | None:
     """Return up to how many tokens the positions of a row do not depend on longer rows, None for any number."""
-    return min((one.reach for one in rotary), default=None)
+    return min((one.reach - one.num_learned for one in rotary), default=None)
 
 
 def side_of(rotary: Rotary, length: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from ...errors import ArgumentError
 from ...plan import PadTo
 from ..graphs._rotary import renew, rotary_of, same_reach
 from ..huggingface import unwrapped
-from ._sharing import Group, by_number, is_doubtful, num_learned, pads_freely
+from ._sharing import Group, by_number, is_doubtful, pads_freely
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 Counts = npt.NDArray[np.int64]
@@ -58,7 +58,7 @@ class Decoder:
             del self.kwargs["use_cache"]
         self.is_encoder_decoder = bool(getattr(getattr(self.base, "config", None), "is_encoder_decoder", False))
         self._check(has_limits=has_limits)
-        self._rotary = rotary_of(self.base.modules())
+        self._rotary = rotary_of((self.model if isinstance(self.model, nn.Module) else self.base).modules())
         self.device = next(self.base.parameters()).device
         ends = self._setting("eos_token_id")
         self._ends = torch.as_tensor([] if ends is None else ends, dtype=torch.long).reshape(-1).cpu()
@@ -159,7 +159,7 @@ class Decoder:
             self._pad_no_further()
             axes = self.lengths(examples, None, limits=limits, with_output=True)
             # Rows that have ended go on counting.
-            is_long = num_learned(self.model) + axes[:, 0] + axes[:, -1].max() > reach
+            is_long = axes[:, 0] + axes[:, -1].max() > reach
             obstacle = f"beyond {reach} tokens the positions of {type(self.base).__name__} change with the longest row"
             alone = [Group(place, obstacle) for place in places[is_long][:, None]]
             places = places[~is_long]

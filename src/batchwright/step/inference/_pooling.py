@@ -56,7 +56,7 @@ class Pooled(nn.Module):
         # A cache of keys and values would be made for nothing.
         takes = inspect.signature(unwrapped(self.model).forward).parameters
         self._options = {"use_cache": False} if "use_cache" in takes else {}
-        self.rotary = rotary_of(unwrapped(self.model).modules())
+        self.rotary = rotary_of(self.model.modules())
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return one vector per row."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..._types import IntArray
 from .._loss_probe import unwrapped
 from ..graphs._comparing import NEAR, NEAR_ROUGHLY
+from ..graphs._rotary import num_learned
 
 _HALF = (torch.float16, torch.bfloat16)
 # Of the prompt that is tried with padding and without.
@@ -34,12 +35,6 @@ class Group(NamedTuple):
 def has_positions(base: Any) -> bool:
     """Say whether a model is told the positions of tokens, as transformers finds out."""
     return "position_ids" in inspect.signature(base.forward).parameters
-
-
-def num_learned(model: Any) -> int:
-    """Return how many learned tokens stand in front of every prompt."""
-    config: Any = getattr(model, "active_peft_config", None)
-    return max(1, config.num_virtual_tokens or 1) if getattr(config, "is_prompt_learning", False) else 0
 
 
 def is_doubtful(model: Any) -> bool:
