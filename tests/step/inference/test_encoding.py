@@ -148,6 +148,29 @@ def test_models_that_see_padding_get_none(make, graphs):
         encode(model, None, ids, graphs=True)
 
 
+def make_sparse():
+    """A BigBird, which attends to some blocks of texts of more than 28 tokens, until it has read a shorter one."""
+    torch.manual_seed(0)
+    options = {**_SIDES, "max_position_embeddings": 64, "block_size": 4, "num_random_blocks": 1}
+    model = transformers.BigBirdModel(transformers.BigBirdConfig(vocab_size=NUM_TOKENS, **options)).eval()
+    assert model.attention_type == "block_sparse"
+    return model
+
+
+def test_attention_that_a_shorter_text_switches_off_is_refused_beyond_its_reach():
+    ids = make_ids(20, longest=60)
+    with pytest.raises(ArgumentError, match=r"beyond 28 the sparse attention of BigBirdModel .*set_attention_type"):
+        encode(make_sparse(), None, ids)
+    with pytest.raises(ArgumentError, match=r"or give max_length=28"):
+        Encoder(make_sparse(), None)
+    for model, chosen in ((make_sparse(), make_ids(20, longest=28)), (make_sparse(), ids)):
+        if chosen is ids:
+            model.set_attention_type("original_full")
+        wanted = torch.stack([by_hand(model, one) for one in chosen])
+        torch.testing.assert_close(encode(model, None, chosen), wanted, atol=2e-6, rtol=0)
+    assert Encoder(make_sparse(), None, max_length=28).shapes[-1][1] == 28
+
+
 class Rough(nn.Module):
     """Rounds in another way where rows have another width, and may see what the padding is."""
 

@@ -72,6 +72,20 @@ class Pooled(nn.Module):
             vectors = (hidden * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
         return F.normalize(vectors, dim=-1) if self._is_unit else vectors
 
+    def check_longest(self, length: int) -> None:
+        """Refuse texts whose attention depends on padding, and on whether a shorter one came before (BigBird)."""
+        base: Any = unwrapped(self.model)
+        config: Any = getattr(base, "config", None)
+        if getattr(base, "attention_type", None) != "block_sparse" or not hasattr(config, "num_random_blocks"):
+            return
+        most = (5 + 2 * config.num_random_blocks) * config.block_size
+        if length > most:
+            raise ArgumentError(
+                f"texts may have {length} tokens, and beyond {most} the sparse attention of {type(base).__name__} "
+                "depends on padding, until a shorter text switches it off for good; call "
+                f"model.set_attention_type('original_full') first, or give max_length={most}"
+            )
+
     def pads_freely(self, ids: Sequence[int], pad_id: int) -> bool | None:
         """Say whether a text keeps its vector with padding on its right, None if the model cannot run it.
 

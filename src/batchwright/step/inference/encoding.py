@@ -101,6 +101,7 @@ def encode(
     if not rows:
         width = getattr(getattr(model, "config", None), "hidden_size", 0)
         return torch.zeros(0, width)
+    pooled.check_longest(max(map(len, rows)))
     run = _Run(pooled, rows, pad_id_of(tokenizer, pooled))
     with ProgressBar(label="encoding", total=len(rows), enabled=progress) as bar, evaluating(pooled):
         is_off = graphs is False or (graphs == "auto" and pooled.device.type != "cuda")
@@ -265,6 +266,7 @@ class Encoder:
         reach = same_reach(self._pooled.rotary)
         self.shapes = _as_pairs(shapes) if shapes is not None else _pairs(longest or 1, max_items, max_tokens, reach)
         most = max(length for _, length in self.shapes)
+        self._pooled.check_longest(most)
         self._tokens = TokenIds(
             tokenizer, max_length=most if longest is None else min(most, longest), num_tokens=self._pooled.num_tokens
         )
