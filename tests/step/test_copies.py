@@ -1,11 +1,12 @@
 """Numbers of a report are on their way when it comes: reading one never waits for work that was queued later."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from batchwright.step import Stepper
-from batchwright.step._copies import copied_numbers, copied_row
+from batchwright.step._copies import copied_numbers, copied_row, sent
 
 
 def loss_fn(model, batch):
@@ -59,3 +60,11 @@ def test_a_report_says_the_same_on_both_devices():
     here, there = (make_stepper(device).step(batch_on(device)) for device in ("cpu", "cuda"))
     assert there.loss == pytest.approx(here.loss, rel=1e-5)
     assert there.grad_norm == pytest.approx(here.grad_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.needs_cuda)])
+def test_numbers_of_the_host_are_sent_as_they_are(device):
+    values = np.array([[3, 1], [4, 1]])
+    found = sent(values, torch.device(device))
+    assert found.device.type == device
+    assert found.tolist() == values.tolist()

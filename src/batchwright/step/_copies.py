@@ -1,10 +1,11 @@
-"""Numbers on their way from a CUDA device to the host."""
+"""Numbers on their way from a CUDA device to the host, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -77,3 +78,9 @@ def copied_numbers(values: Sequence[Tensor | float]) -> list[Number]:
 
 def _is_far(values: Tensor) -> bool:
     return type(values) is Tensor and values.is_cuda  # a DTensor is read by a collective
+
+
+def sent(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Return numbers of the host on a device; the host waits for nothing that was queued there before."""
+    host = torch.from_numpy(values)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)

@@ -41,6 +41,34 @@ def make(name, dtype=torch.float32, seed=0, **options):
     return model.to(dtype).eval()
 
 
+def make_random(kind, config):
+    torch.manual_seed(0)
+    model = kind(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.7)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = ENDS, 1
+    model.generation_config.forced_eos_token_id = None
+    return model.eval()
+
+
+def make_dynamic():
+    """Its frequencies change where the longest row goes beyond 16 tokens, and stay so."""
+    scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    return make("llama", max_position_embeddings=16, rope_parameters=scaling)
+
+
+def make_long():
+    """Its frequencies are others for rows beyond 24 tokens, and its cache is made anew there."""
+    scaling = {
+        "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 24,
+        "short_factor": [1.0, 1.2], "long_factor": [4.0, 9.0],
+    }  # fmt: skip
+    sizes = {**LLAMA, "max_position_embeddings": 256, "original_max_position_embeddings": 24}
+    config = transformers.Phi3Config(**sizes, pad_token_id=1, rope_parameters=scaling)
+    return make_random(transformers.Phi3ForCausalLM, config)
+
+
 def prompts(num=12, longest=30, seed=1):
     rng = np.random.default_rng(seed)
     return [rng.integers(12, NUM_TOKENS, size=size).tolist() for size in rng.integers(1, longest + 1, size=num)]

@@ -3,6 +3,7 @@
 import asyncio
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -18,6 +19,7 @@ from batchwright.testing import EagerGraphs, FakeMemory
 from tests.thorough import num_cases
 
 from ..graphs.tape import TapeGraphs
+from . import shapes
 
 NUM_TOKENS = 50
 # Requests of a random mix.
@@ -144,6 +146,29 @@ def test_models_that_see_padding_get_none(make, graphs):
         Encoder(model, None, max_length=32)
     with pytest.raises(ArgumentError, match="graphs=True cannot be followed: padding changes the vectors"):
         encode(model, None, ids, graphs=True)
+
+
+def make_sparse():
+    """A BigBird, which attends to some blocks of texts of more than 28 tokens, until it has read a shorter one."""
+    torch.manual_seed(0)
+    options = {**_SIDES, "max_position_embeddings": 64, "block_size": 4, "num_random_blocks": 1}
+    model = transformers.BigBirdModel(transformers.BigBirdConfig(vocab_size=NUM_TOKENS, **options)).eval()
+    assert model.attention_type == "block_sparse"
+    return model
+
+
+def test_attention_that_a_shorter_text_switches_off_is_refused_beyond_its_reach():
+    ids = make_ids(20, longest=60)
+    with pytest.raises(ArgumentError, match=r"beyond 28 the sparse attention of BigBirdModel .*set_attention_type"):
+        encode(make_sparse(), None, ids)
+    with pytest.raises(ArgumentError, match=r"or give max_length=28"):
+        Encoder(make_sparse(), None)
+    for model, chosen in ((make_sparse(), make_ids(20, longest=28)), (make_sparse(), ids)):
+        if chosen is ids:
+            model.set_attention_type("original_full")
+        wanted = torch.stack([by_hand(model, one) for one in chosen])
+        torch.testing.assert_close(encode(model, None, chosen), wanted, atol=2e-6, rtol=0)
+    assert Encoder(make_sparse(), None, max_length=28).shapes[-1][1] == 28
 
 
 class Rough(nn.Module):
@@ -350,6 +375,64 @@ def test_a_shape_that_fits_no_memory_is_still_served():
     ids = make_ids(12, longest=60)
     np.testing.assert_allclose(np.stack(encoder(ids[:2])), encode(make_model(), None, ids[:2]).numpy(), atol=2e-6)
     assert encoder.warm_up().num_captures == 3
+
+
+# Positions that are others beyond some length
+
+
+LONG = [3, 23, 24, 25, 30, 8, 31, 32, 40, 24, 60, 16, 20, 48]  # up to 24 tokens, and beyond
+
+
+def make_long_ids():
+    rng = np.random.default_rng(0)
+    return [rng.integers(12, NUM_TOKENS, length).tolist() for length in LONG]
+
+
+BACKENDS = [lambda: False, EagerGraphs, TapeGraphs]
+
+
+@pytest.mark.parametrize("graphs", BACKENDS, ids=["eager", "plain", "replayed"])
+def test_texts_on_both_sides_of_the_reach_of_long_positions_keep_their_vectors(graphs):
+    model, ids = shapes.make_long().model, make_long_ids()
+    found = encode(model, None, ids, graphs=graphs(), max_length=64)
+    torch.testing.assert_close(found, torch.stack([by_hand(model, one) for one in ids]), atol=2e-6, rtol=0)
+
+
+def test_learned_prefixes_count_for_the_reach_of_long_positions():
+    torch.manual_seed(0)
+    config = peft.PrefixTuningConfig(task_type="FEATURE_EXTRACTION", num_virtual_tokens=3)
+    model, ids = peft.get_peft_model(shapes.make_long().model, config).eval(), make_long_ids()
+    found = encode(model, None, ids, graphs=False, max_length=60)
+    torch.testing.assert_close(found, torch.stack([by_prefix(model, one) for one in ids]), atol=2e-6, rtol=0)
+
+
+def by_prefix(model, ids):
+    row = torch.tensor([ids])
+    with torch.no_grad():
+        return model(input_ids=row, attention_mask=torch.ones_like(row)).last_hidden_state[0].mean(0)
+
+
+@pytest.mark.parametrize("graphs", BACKENDS, ids=["eager", "plain", "replayed"])
+def test_requests_on_both_sides_of_the_reach_of_long_positions_keep_their_vectors(graphs):
+    model, ids = shapes.make_long().model, make_long_ids()
+    encoder = Encoder(model, None, graphs=graphs(), max_length=64, max_items=4)
+    found = np.stack([vector for start in range(0, len(ids), 4) for vector in encoder(ids[start : start + 4])])
+    wanted = torch.stack([by_hand(model, one) for one in ids]).numpy()
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+    assert {length for _, length in encoder.shapes} == {16, 24, 32, 64}
+    assert encoder.summary().num_eager == 0 or graphs() is False
+
+
+@pytest.mark.parametrize("num", [16, 7])
+@pytest.mark.filterwarnings("ignore:calls run eagerly, without graphs. rotary positions")
+@pytest.mark.parametrize("graphs", BACKENDS, ids=["eager", "plain", "replayed"])
+def test_a_text_that_another_one_had_changed_positions_for_keeps_its_vector(num, graphs):
+    """Dynamic frequencies of a long text stay for the next one, of as many tokens as the model was trained for too."""
+    model, ids = shapes.make_dynamic().model, [12 + place for place in range(num)]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[3] * 60]))
+    (found,) = encode(model, None, [ids], graphs=graphs())
+    torch.testing.assert_close(found, by_hand(shapes.make_dynamic().model, ids), atol=2e-6, rtol=0)
 
 
 # Whatever happens to other requests, every answer is its own

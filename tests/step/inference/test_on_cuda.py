@@ -11,6 +11,8 @@ import batchwright as bw
 from batchwright.step.graphs.backend import CudaGraphs
 from batchwright.step.inference import _sizing
 from batchwright.step.inference._ranges import attend_plainly
+from batchwright.step.inference._rounds import Rounds
+from batchwright.step.inference._slots import Slots
 from batchwright.step.inference.generation import generate
 
 from . import shapes
@@ -124,6 +126,33 @@ def test_graphs_are_the_default(monkeypatch):
     assert not captures  # 23 steps
     generate(model, shapes.prompts(20), max_new_tokens=25)
     assert captures
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("name", shapes.NAMES)
+def test_rounds_wait_for_nothing_but_looks(name, monkeypatch):
+    """Nor do moves of rows; in this mode an event that is waited for is no synchronization, and a capture is one."""
+    model, run, capture, move = shapes.make(name).cuda(), Rounds.run, CudaGraphs.capture, Slots.move
+    moves = []
+
+    def in_mode(mode, function, *args, **options):
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            return function(*args, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def watched(self, limits, read, gather=None, **options):
+        # A comparison runs its first step eagerly.
+        return in_mode("default" if gather is not None else "error", run, self, limits, read, gather, **options)
+
+    monkeypatch.setattr(Rounds, "run", watched)
+    monkeypatch.setattr(CudaGraphs, "capture", lambda *args, **options: in_mode("default", capture, *args, **options))
+    monkeypatch.setattr(Slots, "move", lambda self, *args: moves.append(args) or move(self, *args))
+    options = {"max_new_tokens": 60, "eos_token_id": [*range(4, 24)], "budget": bw.MaxItems(64)}
+    generate(model, shapes.prompts(200, longest=60), graphs=True, **options)
+    assert moves
 
 
 def test_nothing_is_left_behind():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import batchwright as bw
 from batchwright.errors import ArgumentError, DoesNotFitError, LengthsError
@@ -16,7 +17,7 @@ from batchwright.step.inference._decoding import Decoder
 from batchwright.step.inference._options import read_options
 from batchwright.step.inference._ranges import attend_plainly
 from batchwright.step.inference._replaying import Replaying
-from batchwright.step.inference._rounds import Rounds
+from batchwright.step.inference._rounds import Rounds, _Looks
 from batchwright.step.inference.generation import generate
 from batchwright.testing import EagerGraphs
 from tests.step.graphs.tape import TapeGraphs
@@ -60,6 +61,19 @@ def test_many_prompts_give_the_tokens_of_eager_generation(name, graphs):
     options = {"max_new_tokens": 40, "budget": bw.MaxItems(128)}
     found = generate(model, examples, graphs=graphs(), **options)
     assert shapes.as_lists(found) == shapes.as_lists(generate(model, examples, graphs=False, **options))
+
+
+@pytest.mark.parametrize("name", shapes.NAMES)
+@pytest.mark.parametrize("graphs", [TapeGraphs, EagerGraphs, lambda: False], ids=["tape", "plain", "eager"])
+def test_many_prompts_with_limits_of_their_own_give_what_transformers_gives_one_by_one(name, graphs):
+    model, num = shapes.make(name), num_cases(40, thorough=500)
+    examples, limits = shapes.prompts(num, longest=60, seed=11), np.random.default_rng(5).integers(1, 41, num).tolist()
+    found = generate(model, examples, graphs=graphs(), max_new_tokens=limits, budget=bw.MaxItems(64))
+    is_decoder_only = not model.config.is_encoder_decoder
+    for ids, limit, row in zip(examples, limits, found, strict=True):
+        alone = torch.tensor([ids])
+        wanted = model.generate(input_ids=alone, attention_mask=torch.ones_like(alone), max_new_tokens=limit)[0]
+        assert row.tolist() == wanted[len(ids) * is_decoder_only :].tolist()
 
 
 @pytest.mark.parametrize("name", shapes.NAMES)
@@ -209,6 +223,71 @@ def test_rows_move_together_where_that_can_pay_for_a_capture(ends, captures, mon
     assert replayed == ({8, 40, 16} if captures else {8, 40})
 
 
+class Quiet(TapeGraphs):
+    """Says whether it captures or replays; what else happens is launched by the host."""
+
+    is_busy = False
+
+    def busy(self, function):
+        self.is_busy = True
+        try:
+            return function()
+        finally:
+            self.is_busy = False
+
+    def capture(self, function, *, writes=()):
+        replay = self.busy(lambda: super(Quiet, self).capture(function, writes=writes))
+        return lambda: self.busy(replay)
+
+
+WAITING = {"item", "tolist", "cpu", "cuda", "nonzero", "unique", "masked_select", "__bool__", "__int__", "__float__"}
+SENDING = {"to", "copy_", "tensor", "as_tensor"}
+
+
+class Calls(TorchFunctionMode):
+    """Counts what makes a host wait for CUDA, and what is sent without waiting."""
+
+    def __init__(self, graphs):
+        super().__init__()
+        self._graphs, self.waits, self.sent = graphs, [], []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if not self._graphs.is_busy:
+            has_list = name in ("__getitem__", "__setitem__") and isinstance(args[1], list | np.ndarray)
+            if name in WAITING or has_list or (name in SENDING and not kwargs.get("non_blocking")):
+                self.waits.append(name)
+            elif name in SENDING or name == "index_copy_":
+                self.sent.append(name)
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", shapes.NAMES)
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_between_replays_the_host_waits_for_looks_alone(name, penalty, monkeypatch):
+    model, graphs, run, read = shapes.make(name), Quiet(), Rounds.run, _Looks.read
+    calls, looks = Calls(graphs), []
+
+    def noted(self, *args, **options):
+        with calls:
+            run(self, *args, **options)
+
+    monkeypatch.setattr(Rounds, "run", noted)
+    monkeypatch.setattr(_Looks, "read", lambda self: looks.append(read(self)) or looks[-1])
+    examples = shapes.prompts(64, longest=60)
+    options = {"max_new_tokens": 60, "eos_token_id": [*range(4, 24)], "repetition_penalty": penalty}
+    runner = replaying(model, options, graphs, attends=False)
+    runner.learn(examples, None)  # its first step runs eagerly
+    calls.waits.clear()
+    num_before = graphs.num_replays
+    found = runner.run(examples, list(range(64)), None)
+    assert shapes.as_lists(found) == shapes.as_lists(generate(model, examples, graphs=False, **options))
+    assert "index_copy_" in calls.sent  # rows were moved
+    assert not calls.waits
+    assert sum(look is not None for look in looks) <= (graphs.num_replays - num_before) / 2
+
+
 @pytest.mark.parametrize("name", ["m2m100", "llama"])
 def test_one_example_and_a_very_long_prompt(name):
     found, expected, _ = both(shapes.make(name), [shapes.prompts(1, 200)[0] * 2], max_new_tokens=8)
@@ -252,10 +331,12 @@ def test_the_model_stays_in_its_mode_and_results_can_be_trained_on():
 # Attention over ranges of keys
 
 
-def replaying(model, options, graphs):
+def replaying(model, options, graphs, *, attends=True):
     decoder = Decoder(model, options, None, None, 1)
     read = read_options(decoder.base, decoder.model, decoder.kwargs)
-    return Replaying(decoder, read, lambda: graphs, seed=0, give_up=pytest.fail, attend=attend_plainly)
+    return Replaying(
+        decoder, read, lambda: graphs, seed=0, give_up=pytest.fail, attend=attend_plainly if attends else None
+    )
 
 
 @pytest.fixture

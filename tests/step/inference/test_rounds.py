@@ -1,6 +1,7 @@
 """Rounds of decoding: sizes, and what the host knows of rows."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -67,5 +68,14 @@ def test_looks_that_are_forgotten_are_not_read(num):
     looks = _Looks(torch.tensor([True]))
     for _ in range(num):
         looks.send(has_ends=True)
+    looks.forget()
+    assert looks.read() is None
+
+
+def test_looks_are_forgotten_without_waiting_for_them():
+    """Their memory is written to again by a copy that follows on the stream."""
+    looks, busy = _Looks(torch.tensor([True])), SimpleNamespace(synchronize=lambda: pytest.fail("waited"))
+    looks.send(has_ends=True)
+    looks._waiting = [(host, busy) for host, _ in looks._waiting]
     looks.forget()
     assert looks.read() is None

@@ -10,7 +10,7 @@ from torch import nn
 
 import batchwright as bw
 from batchwright.errors import ArgumentError
-from batchwright.step.inference import _decoding
+from batchwright.step.inference import _decoding, generation
 from batchwright.step.inference.generation import generate
 from tests.step.graphs.tape import TapeGraphs
 
@@ -24,55 +24,27 @@ BART = {
 RECURRENT = {**SMALL, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24, "lru_width": 16}
 
 
-def make_random(kind, config):
-    torch.manual_seed(0)
-    model = kind(config)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=0.7)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = shapes.ENDS, 1
-    model.generation_config.forced_eos_token_id = None
-    return model.eval()
-
-
 def make_bart():
     """Its positions are counted from the first column, padding or not."""
-    return make_random(transformers.BartForCausalLM, transformers.BartConfig(**BART))
+    return shapes.make_random(transformers.BartForCausalLM, transformers.BartConfig(**BART))
 
 
 def make_xlnet():
     """It has no mask for padding that stands in front."""
     config = transformers.XLNetConfig(vocab_size=shapes.NUM_TOKENS, d_model=16, n_layer=2, n_head=2, d_inner=24)
-    return make_random(transformers.XLNetLMHeadModel, config)
+    return shapes.make_random(transformers.XLNetLMHeadModel, config)
 
 
 def make_recurrent():
     """Its state runs over padding as over tokens."""
     config = transformers.RecurrentGemmaConfig(**RECURRENT, attention_window_size=8)
-    return make_random(transformers.RecurrentGemmaForCausalLM, config)
+    return shapes.make_random(transformers.RecurrentGemmaForCausalLM, config)
 
 
 def make_prompt_tuned(kind=peft.PromptTuningConfig):
     """Learned tokens stand in front of the padding, and so at another distance from each prompt."""
     torch.manual_seed(0)
     return peft.get_peft_model(shapes.make("llama"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
-
-
-def make_dynamic():
-    """Its frequencies change where the longest row goes beyond 16 tokens, and stay so."""
-    scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
-    return shapes.make("llama", max_position_embeddings=16, rope_parameters=scaling)
-
-
-def make_long():
-    """Its frequencies are others for rows beyond 24 tokens, and its cache is made anew there."""
-    scaling = {
-        "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 24,
-        "short_factor": [1.0, 1.2], "long_factor": [4.0, 9.0],
-    }  # fmt: skip
-    sizes = {**shapes.LLAMA, "max_position_embeddings": 256, "original_max_position_embeddings": 24}
-    config = transformers.Phi3Config(**sizes, pad_token_id=1, rope_parameters=scaling)
-    return make_random(transformers.Phi3ForCausalLM, config)
 
 
 def alone(make, examples, **options):
@@ -87,7 +59,7 @@ def alone(make, examples, **options):
 
 @pytest.mark.parametrize(
     "make",
-    [make_bart, make_xlnet, make_recurrent, make_prompt_tuned, make_dynamic, make_long],
+    [make_bart, make_xlnet, make_recurrent, make_prompt_tuned, shapes.make_dynamic, shapes.make_long],
     ids=lambda one: one.__name__,
 )
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "replayed"])
@@ -100,7 +72,7 @@ def test_every_result_is_what_the_example_alone_gives(make, graphs):
     assert shapes.as_lists(found) == alone(make, examples, **options)
 
 
-@pytest.mark.parametrize("make", [make_bart, make_prompt_tuned, make_long], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("make", [make_bart, make_prompt_tuned, shapes.make_long], ids=lambda one: one.__name__)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_in_one_batch_results_would_be_others(make, monkeypatch):
     monkeypatch.setattr(_decoding, "is_doubtful", lambda model: False)
@@ -110,19 +82,33 @@ def test_in_one_batch_results_would_be_others(make, monkeypatch):
     assert shapes.as_lists(found) != alone(make, examples, **options)
 
 
+@pytest.mark.parametrize("base", [shapes.make_dynamic, shapes.make_long], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_learned_prompts_count_for_the_reach_of_positions(base, kind):
+    def make():
+        torch.manual_seed(0)
+        return peft.get_peft_model(base(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+
+    examples, options = shapes.prompts(12, longest=18), {"max_new_tokens": 5}
+    found = generate(make(), examples, graphs=False, budget=bw.MaxItems(12), **options)
+    assert shapes.as_lists(found) == alone(make, examples, **options)
+
+
 def test_a_long_text_changes_nothing_for_those_after_it():
-    model, long, short = make_dynamic(), [13] * 60, [[12] * 20, [14] * 5]
+    model, long, short = shapes.make_dynamic(), [13] * 60, [[12] * 20, [14] * 5]
     generate(model, [long], graphs=False, max_new_tokens=4)
     found = generate(model, short, graphs=False, max_new_tokens=4)
-    assert shapes.as_lists(found) == alone(make_dynamic, short, max_new_tokens=4)
+    assert shapes.as_lists(found) == alone(shapes.make_dynamic, short, max_new_tokens=4)
 
 
 def test_a_row_that_has_ended_does_not_carry_others_beyond_their_reach():
     """Each of them stays below 24 tokens, but the first one would count up to 20 + 15 beside the second."""
     examples, limits = [[12] * 20, [13] * 5], [2, 15]
-    found = generate(make_long(), examples, graphs=False, max_new_tokens=limits, budget=bw.MaxItems(2))
+    found = generate(shapes.make_long(), examples, graphs=False, max_new_tokens=limits, budget=bw.MaxItems(2))
     expected = [
-        alone(make_long, [example], max_new_tokens=limit)[0] for example, limit in zip(examples, limits, strict=True)
+        alone(shapes.make_long, [example], max_new_tokens=limit)[0]
+        for example, limit in zip(examples, limits, strict=True)
     ]
     assert shapes.as_lists(found) == expected
 
@@ -132,12 +118,43 @@ def test_rows_up_to_the_reach_of_their_positions_are_replayed_and_others_are_sai
     graphs = TapeGraphs()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        generate(make_long(), examples, graphs=graphs, max_new_tokens=9)
+        generate(shapes.make_long(), examples, graphs=graphs, max_new_tokens=9)
     said = [str(one.message) for one in caught if "runs eagerly" in str(one.message)]
     assert said == [
         "generate runs eagerly: beyond 24 tokens the positions of Phi3ForCausalLM change with the longest row"
     ]
     assert graphs.num_replays
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("llama", "assistant_model"),
+        ("m2m100", "assistant_model"),
+        ("llama", "prompt_lookup_num_tokens"),
+        ("m2m100", "prompt_lookup_num_tokens"),
+        ("llama", "assistant_early_exit"),  # which models with an encoder lack
+    ],
+)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "replayed"])
+def test_assisted_decoding_runs_examples_one_by_one_and_that_is_said_once(name, graphs, option, monkeypatch):
+    monkeypatch.setattr(generation, "_SAID", set())
+    model, examples, limits = shapes.make(name), shapes.prompts(6), [3, 9, 1, 8, 5, 7]
+    values = {"assistant_model": shapes.make(name, seed=1), "prompt_lookup_num_tokens": 2, "assistant_early_exit": 1}
+    options = {option: values[option], "budget": bw.MaxItems(4), "pad_multiple_of": 8}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            found = generate(
+                model, examples, graphs=TapeGraphs() if graphs else False, max_new_tokens=limits, **options
+            )
+    said = [str(one.message) for one in caught if "one by one" in str(one.message)]
+    assert said == [f"generate runs examples one by one: with {option} transformers takes no more at a time"]
+    for ids, limit, row in zip(examples, limits, found, strict=True):
+        ones = torch.tensor([ids])
+        own = {"attention_mask": torch.ones_like(ones), "max_new_tokens": limit, option: values[option]}
+        wanted = model.generate(input_ids=ones, **own)[0].tolist()
+        assert row.tolist() == (wanted if model.config.is_encoder_decoder else wanted[len(ids) :])
 
 
 def test_models_that_are_told_positions_share_batches(monkeypatch):

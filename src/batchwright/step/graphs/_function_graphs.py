@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, final
 
 import torch
@@ -15,12 +15,15 @@ from ._functions import FunctionCapturer, FunctionGraph
 from ._inputs import Catalogue, Signature, elements_of, resized, signature_of
 from ._micro import NotGraphableError
 from ._padding import Call, Padding
+from ._rotary import may_pad, rotary_of, side_of
 from ._watch import Watch
 from .backend import GraphBackend
 from .graphed import WORTH
 from .summary import OTHER_RESULTS
 
 _NO_ROOM = "a shape did not fit into memory beside the others"
+# Columns that show which positions a function gives them.
+_FEW = 8
 _PADDED = (
     "padding changes what the function returns: mask what is padded, give the values in pad=, or leave pad= out to "
     "replay only calls of planned shapes"
@@ -155,14 +158,13 @@ class FunctionGraphs:
         return True
 
     def _compare_padded(self, made: list[_Target]) -> None:
-        """Compare calls that are a row and a column short, of the largest and of the smallest shape that can be."""
+        """Compare calls that are shorter than the shape that they are padded to."""
         padding = self._padding
         if padding is None:
             return
-        found = [(one.shape, one) for one in made if one.shape is not None and max(one.shape) > 1]
-        for shape, one in dict(found[:1] + found[-1:]).items():
-            short = tuple(max(1, size - 1) for size in shape)
-            call = padding.resize(one.call, short)
+        found = {one.shape: one for one in made if one.shape is not None and max(one.shape) > 1}
+        for shape, short in self._shorter(list(found)):
+            one, call = found[shape], padding.resize(found[shape].call, short)
 
             def cut(output: Any, short: Shape = short, shape: Shape = shape) -> Any:
                 return padding.cut(output, short, shape)
@@ -170,6 +172,21 @@ class FunctionGraphs:
             padded = padding.pad(call, shape)
             if not self._capturer.compare_padded(self.by_signature[one.signature], call, padded, cut, padding.whole):
                 raise NotGraphableError(_PADDED)
+
+    def _shorter(self, shapes: list[Shape]) -> Iterator[tuple[Shape, Shape]]:
+        """Yield the largest and the smallest shape, each with one that is a row and a column short.
+
+        Where positions change with the longest row, none is shorter than leaves them as they are, and the longest shape
+        on each side is also compared as far down as that: the function may count more columns than come.
+        """
+        rotary = rotary_of(self._capturer.reach.modules)
+        for shape in dict.fromkeys(shapes[:1] + shapes[-1:]):
+            short = tuple(max(1, size - 1) for size in shape)
+            yield shape, short if may_pad(rotary, short, shape) else (short[0], *shape[1:])
+        longest = {side_of(rotary, shape[1]): shape for shape in sorted(shapes, key=lambda one: one[1:]) if shape[1:]}
+        for side, (rows, length) in longest.items() if rotary else ():
+            least = next(one for one in range(min(_FEW, length), length + 1) if side_of(rotary, one) == side)
+            yield (rows, length), (rows, least)
 
 
 @final

@@ -20,6 +20,7 @@ from ._inputs import Signature, StaticInputs, signature_of
 from ._micro import ConstantsOnDevice, NotGraphableError, without_autocast_cache
 from ._padding import Call, run
 from ._reach import Reach
+from ._rotary import rotary_of
 from ._watch import Kept, Untouched, Watch, hooks_of
 from .backend import GraphBackend, Replay
 
@@ -183,6 +184,8 @@ class FunctionCapturer:
         found = {value.device for value in parameters_of(self.reach)}
         if len(found) > 1:
             return f"what it reads lies on several devices, {', '.join(sorted(map(str, found)))}"
+        if any(one.is_kept for one in rotary_of(self.reach.modules)):
+            return "rotary positions of the model depend on the longest row so far, which Python keeps"
         inner = {id(child) for part in self.reach.modules for child in part._modules.values()}
         roots = [part for part in self.reach.modules if id(part) not in inner]
         return next(filter(None, map(hooks_of, roots)), None)

@@ -18,6 +18,7 @@ from ...errors import ArgumentError
 from .._catalogue import Shape
 from ._inputs import resized
 from ._micro import NotGraphableError
+from .summary import FAR_SIDE, UNPLANNED
 
 # The positional and the named arguments of a call; those with names in their order.
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -106,12 +107,17 @@ class Padding:
                 )
         return tuple(next(iter(found[axis])) for axis in range(1 + self._has_length))
 
-    def planned_for(self, shape: Shape) -> Shape | None:
-        """Return the planned shape of the fewest elements that holds a call, None if none does."""
+    def planned_for(self, shape: Shape, may_pad: Callable[[Shape, Shape], bool]) -> Shape | str:
+        """Return the planned shape of the fewest elements that holds a call, or why none does.
+
+        Args:
+            shape: of the call.
+            may_pad: whether such a call may be padded to a shape that holds it.
+        """
         if min(shape) < 1:
-            return None  # there is no row to copy
-        holding = (one for one in self.shapes if all(map(int.__ge__, one, shape)))
-        return next(holding, None)
+            return UNPLANNED  # there is no row to copy
+        holding = [one for one in self.shapes if all(map(int.__ge__, one, shape))]
+        return next((one for one in holding if may_pad(shape, one)), FAR_SIDE if holding else UNPLANNED)
 
     def pad(self, call: Call, shape: Shape) -> Call:
         """Return a call of a planned shape."""

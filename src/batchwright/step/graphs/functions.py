@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -19,8 +20,9 @@ from ._function_graphs import FunctionGraphs
 from ._functions import FunctionGraph, device_of, reach_of, root_of, without_gradients
 from ._inputs import Catalogue, Signature, signature_of
 from ._padding import Call, Cut, Padding, names_of, run
+from ._rotary import Rotary, may_pad, rotary_of
 from .backend import Choice, CudaGraphs, GraphBackend, make_backend
-from .summary import UNPLANNED, GraphSummary, Reasons, replays_by_label
+from .summary import FAR_SIDE, UNPLANNED, GraphSummary, Reasons, replays_by_label
 
 # A function that changes more often than this between calls would be captured again and again.
 _MOST_CHANGES = 8
@@ -88,6 +90,7 @@ class graphed:
         self._off: str | None = "graphs=False" if graphs is False else None
         self._device: torch.device | None = None
         self._backend: GraphBackend | None = None
+        self._rotary: Rotary = ()
         self._order = _Order()
         self._num_changes = self._num_captures = self._num_eager = self._num_replayed = 0
         self._capture_seconds = self._saved_seconds = 0.0
@@ -155,8 +158,10 @@ class graphed:
         if self._off is not None or self._doubt is not None:
             return self._without_graph(self._off or str(self._doubt))
         fit = self._fitted(call)
-        if fit is None:
-            return self._without_graph(UNPLANNED)
+        if isinstance(fit, str):
+            if fit == FAR_SIDE:
+                self._reasons.warn(f"calls run eagerly, without graphs: {fit}")
+            return self._without_graph(fit)
         signature = signature_of(fit.call)
         if signature is None or any(type(tensor) is not torch.Tensor for tensor in leaves(fit.call)):
             return self._without_graph(_UNREADABLE)
@@ -166,26 +171,25 @@ class graphed:
             output = self._run(graphs, graph, fit)
             if graphs.change is None:  # looked at while the device computes
                 return output
-        self._drop_if_changed()
-        if self._off is not None:
-            return self._without_graph(self._off)
+        if self._drop_if_changed():
+            return self._replayed(call)
         graphs = self._captured(signature, fit.call)
         graph = None if self._doubt is not None else graphs.by_signature.get(signature)
         if graph is None:
             return self._without_graph(self._doubt or graphs.failed.get(signature, UNPLANNED))
         return self._run(graphs, graph, fit)
 
-    def _fitted(self, call: Call) -> _Fit | None:
-        """Return a call as a graph takes it, None if no planned shape holds it."""
+    def _fitted(self, call: Call) -> _Fit | str:
+        """Return a call as a graph takes it, or why no planned shape holds it."""
         call = map_leaves(call, torch.Tensor.detach)
         padding = self._padding
         if padding is None:
             return _Fit(call, lambda output: output)
         shape = padding.shape_of(call)
-        planned = padding.planned_for(shape)
-        return (
-            None if planned is None else _Fit(padding.pad(call, planned), lambda out: padding.cut(out, shape, planned))
-        )
+        planned = padding.planned_for(shape, partial(may_pad, self._rotary))
+        if isinstance(planned, str):
+            return planned
+        return _Fit(padding.pad(call, planned), lambda out: padding.cut(out, shape, planned))
 
     def _run(self, graphs: FunctionGraphs, graph: FunctionGraph, fit: _Fit) -> _Output:
         if not graph.is_worth:  # its shape ran before all the same, so it has no first visit
@@ -208,21 +212,25 @@ class graphed:
         """Find out where the function computes, and what captures there."""
         if self._backend is not None or self._off is not None:
             return
-        self._device = device_of(reach_of(self._function, root_of(self._function)), call)
+        reach = reach_of(self._function, root_of(self._function))
+        self._device, self._rotary = device_of(reach, call), rotary_of(reach.modules)
         self._backend = make_backend(self._choice, self._device)
         self._order = _Order(self._device)
         if self._backend is None:
             self._backend = CudaGraphs(self._device)
             self._give_up("graphs need a CUDA device")
 
-    def _drop_if_changed(self) -> None:
+    def _drop_if_changed(self) -> bool:
+        """Drop what was captured of a function that is another one now, and say whether it is."""
         change = None if self._graphs is None else self._graphs.change
         if change is None:
-            return
+            return False
         self._num_changes += 1
         self._drop()
+        self._rotary = rotary_of(reach_of(self._function, root_of(self._function)).modules)
         if self._num_changes > _MOST_CHANGES:
             self._give_up(f"{change} changes again and again between calls")
+        return True
 
     def _drop(self) -> None:
         if self._graphs is not None:

@@ -75,6 +75,10 @@ NEW_KIND = "a kind of batch, by its fields, types and single values, runs eagerl
 MANY_KINDS = "batches hold single values, such as a list of names, that differ from batch to batch"
 UNREADABLE = "a batch holds more than tensors and single values"
 UNPLANNED = "a shape was not planned"
+FAR_SIDE = (
+    "the rotary positions of the model are others for all rows beyond some length, and no planned shape on the side of "
+    "the call holds it; plan that length too"
+)
 OTHER_RESULTS = "a replay gave other results than an eager run of the same batch"
 NO_ROOM = "an eager step finds no memory beside the pool of the graphs"
 

@@ -18,8 +18,9 @@ from ..._lengths import as_lengths
 from ..._tree import map_leaves
 from ...errors import ArgumentError
 from ...plan import PadTo
+from ..graphs._rotary import renew, rotary_of, same_reach
 from ..huggingface import unwrapped
-from ._sharing import Group, by_number, is_doubtful, pads_freely, renew, same_reach
+from ._sharing import Group, by_number, is_doubtful, pads_freely
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 Counts = npt.NDArray[np.int64]
@@ -27,6 +28,8 @@ Counts = npt.NDArray[np.int64]
 # What transformers does if nothing says how many.
 _DEFAULT_NEW_TOKENS = 20
 _TEXT = {"input_ids", "attention_mask", "token_type_ids", "decoder_input_ids"}
+# With any of these a smaller model, or the prompt, proposes tokens, and transformers runs one example at a time.
+_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 _PER_EXAMPLE = {"inputs", "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "encoder_outputs"}
 
 
@@ -55,6 +58,7 @@ class Decoder:
             del self.kwargs["use_cache"]
         self.is_encoder_decoder = bool(getattr(getattr(self.base, "config", None), "is_encoder_decoder", False))
         self._check(has_limits=has_limits)
+        self._rotary = rotary_of((self.model if isinstance(self.model, nn.Module) else self.base).modules())
         self.device = next(self.base.parameters()).device
         ends = self._setting("eos_token_id")
         self._ends = torch.as_tensor([] if ends is None else ends, dtype=torch.long).reshape(-1).cpu()
@@ -106,6 +110,11 @@ class Decoder:
             )
 
     @property
+    def assistant(self) -> str | None:
+        """Return the setting that asks for assisted decoding, of one example at a time; None if none does."""
+        return next((name for name in _ASSISTED if self._setting(name) not in (None, False)), None)
+
+    @property
     def _max_length(self) -> int | None:
         """Return the most tokens of prompt and result together, None if the result is limited in another way."""
         if self.is_encoder_decoder or self._setting("max_new_tokens") is not None:
@@ -137,24 +146,36 @@ class Decoder:
             examples: all of them.
             limits: the most new tokens of each, None if all have the same.
         """
-        everything = Group(np.arange(len(examples)))
+        places = np.arange(len(examples))
+        if self.assistant is not None:
+            if self._pads:
+                self._pad_no_further()
+            return [Group(place, f"{self.assistant} is given") for place in places[:, None]]
         if not self._pads:
-            return [everything]
-        reach = same_reach(self.base)
+            return [Group(places)]
+        alone: list[Group] = []
+        reach = same_reach(self._rotary)
         if reach is not None:
             self._pad_no_further()
             axes = self.lengths(examples, None, limits=limits, with_output=True)
-            is_long = axes[:, 0] + axes[:, -1].max() > reach  # rows that have ended go on counting
-            together = np.flatnonzero(~is_long)
+            # Rows that have ended go on counting.
+            is_long = axes[:, 0] + axes[:, -1].max() > reach
             obstacle = f"beyond {reach} tokens the positions of {type(self.base).__name__} change with the longest row"
-            alone = [Group(np.array([place]), obstacle) for place in np.flatnonzero(is_long)]
-            return [*alone, *([Group(together)] if len(together) else [])]
-        if self.is_encoder_decoder or not is_doubtful(self.model):
-            return [everything]
-        if pads_freely(self.model, _as_ids(_ids(examples[0])).to(self.device), self._pad):
-            return [everything]
+            alone = [Group(place, obstacle) for place in places[is_long][:, None]]
+            places = places[~is_long]
+        if not len(places):
+            return alone
+        if self._may_pad(examples[int(places[0])]):
+            return [*alone, Group(places)]
         self._pad_no_further()
-        return [Group(np.array(places)) for places in by_number([len(_ids(example)) for example in examples])]
+        same = by_number([len(_ids(examples[place])) for place in places.tolist()])
+        return [*alone, *(Group(places[chosen]) for chosen in same)]
+
+    def _may_pad(self, example: Any) -> bool:
+        """Say whether padding leaves results as they are; a model that may not do so is tried with an example."""
+        if self.is_encoder_decoder or not is_doubtful(self.model):
+            return True
+        return pads_freely(self.model, _as_ids(_ids(example)).to(self.device), self._pad)
 
     def _pad_no_further(self) -> None:
         """Pad to the longest row, not to multiples."""
@@ -175,7 +196,7 @@ class Decoder:
             kwargs = {**kwargs, "max_new_tokens": int(limits.max())}
         elif most is not None:
             kwargs = {**kwargs, "max_length": batch["input_ids"].shape[1] + int(most.max())}
-        renew(self.base)
+        renew(self._rotary)
         sequences = self.model.generate(**batch, **kwargs).cpu()
         if len(sequences) != len(examples):
             raise ArgumentError(f"model.generate gave {len(sequences)} rows for {len(examples)} examples")

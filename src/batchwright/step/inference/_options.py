@@ -22,7 +22,7 @@ _HONOURED = {
     "suppress_tokens", "begin_suppress_tokens",
     "length_penalty", "early_stopping", "diversity_penalty", "num_beam_groups",  # of beams
     "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",  # of an assistant
-    "assistant_lookbehind", "target_lookbehind", "assistant_early_exit", "assistant_ensemble_weight",
+    "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight",
     "max_matching_ngram_size",
     "disable_compile", "compile_config", "transformers_version",
 }  # fmt: skip

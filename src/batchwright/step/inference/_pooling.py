@@ -21,6 +21,7 @@ from ..._types import MAX_INT32
 from ...errors import ArgumentError
 from ..graphs._comparing import NEAR, NEAR_ROUGHLY
 from ..graphs._functions import is_rough
+from ..graphs._rotary import renew, rotary_of, same_reach
 from ..huggingface import unwrapped
 from ._sharing import are_near
 
@@ -55,6 +56,7 @@ class Pooled(nn.Module):
         # A cache of keys and values would be made for nothing.
         takes = inspect.signature(unwrapped(self.model).forward).parameters
         self._options = {"use_cache": False} if "use_cache" in takes else {}
+        self.rotary = rotary_of(self.model.modules())
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return one vector per row."""
@@ -70,13 +72,28 @@ class Pooled(nn.Module):
             vectors = (hidden * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
         return F.normalize(vectors, dim=-1) if self._is_unit else vectors
 
+    def check_longest(self, length: int) -> None:
+        """Refuse texts whose attention depends on padding, and on whether a shorter one came before (BigBird)."""
+        base: Any = unwrapped(self.model)
+        config: Any = getattr(base, "config", None)
+        if getattr(base, "attention_type", None) != "block_sparse" or not hasattr(config, "num_random_blocks"):
+            return
+        most = (5 + 2 * config.num_random_blocks) * config.block_size
+        if length > most:
+            raise ArgumentError(
+                f"texts may have {length} tokens, and beyond {most} the sparse attention of {type(base).__name__} "
+                "depends on padding, until a shorter text switches it off for good; call "
+                f"model.set_attention_type('original_full') first, or give max_length={most}"
+            )
+
     def pads_freely(self, ids: Sequence[int], pad_id: int) -> bool | None:
         """Say whether a text keeps its vector with padding on its right, None if the model cannot run it.
 
         Convolutions, transforms over the whole row and attention to averages of keys see padding whatever a mask says.
         """
-        room = self.most_positions or _MAX_LENGTH
+        room = min(self.most_positions or _MAX_LENGTH, same_reach(self.rotary) or _MAX_LENGTH)
         few = list(ids[: min(_NUM_TRIED, max(1, room // 2))])
+        renew(self.rotary)
         num_pads = min(_NUM_PADS, room - len(few))
         row, mask = (tensor.to(self.device) for tensor in stacked([few], pad_id))
 

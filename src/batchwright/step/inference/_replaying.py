@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
+from .._copies import sent
 from ..graphs._micro import NotGraphableError
 from ..graphs.backend import GraphBackend
 from ..oom import is_out_of_memory
@@ -261,9 +262,9 @@ class Replaying:
             raise NotGraphableError("a prompt leaves no room for new tokens")
         uniform = None
         if self._options.rules.draws:
-            uniform = torch.from_numpy(uniforms(self._seed, indices, int(most.max()))).to(device)
+            uniform = sent(uniforms(self._seed, indices, int(most.max())), device)
         rounds = self._rounds_for(batch, started.num_read, logits, keeps_logits=keeps_logits)
-        rounds.slots.begin(len(batch), started.num_read, torch.from_numpy(most).to(device), uniform)
+        rounds.slots.begin(len(batch), started.num_read, sent(most, device), uniform)
         return rounds
 
     def _rounds_for(self, batch: Batch, num_read: int, logits: Tensor, *, keeps_logits: bool) -> Rounds:

@@ -195,11 +195,8 @@ class _Looks:
         self._free: list[Tensor] = []
 
     def forget(self) -> None:
-        """Drop looks that are on their way."""
-        for host, event in self._waiting:
-            if event is not None:
-                event.synchronize()
-            self._free.append(host)
+        """Drop looks that are on their way; what is copied to their memory later follows them on the stream."""
+        self._free += [host for host, _ in self._waiting]
         self._waiting = []
 
     def send(self, *, has_ends: bool) -> None:
@@ -210,7 +207,7 @@ class _Looks:
         host.copy_(self._finished, non_blocking=True)
         event = torch.cuda.Event() if self._is_cuda else None
         if event is not None:
-            event.record()
+            event.record(torch.cuda.current_stream(self._finished.device))
         self._waiting.append((host, event))
 
     def _host(self) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..._types import IntArray
 from .._loss_probe import unwrapped
 from ..graphs._comparing import NEAR, NEAR_ROUGHLY
+from ..graphs._rotary import num_learned
 
 _HALF = (torch.float16, torch.bfloat16)
 # Of the prompt that is tried with padding and without.
@@ -31,50 +32,6 @@ class Group(NamedTuple):
     obstacle: str | None = None
 
 
-@final
-class _Frequencies(NamedTuple):
-    """Rotary frequencies that are others for long texts.
-
-    Attributes:
-        part: the module that holds them.
-        prefix: of its attributes; models with several kinds of layers have one for each.
-        reach: tokens up to which they are the same.
-        is_kept: what a long text has changed stays for the next one.
-    """
-
-    part: Any
-    prefix: str
-    reach: int
-    is_kept: bool
-
-
-def _frequencies(base: Any) -> Iterator[_Frequencies]:
-    for part in base.modules():
-        kinds = getattr(part, "rope_type", None)
-        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
-            prefix = "" if layer is None else f"{layer}_"
-            if kind == "longrope":
-                settings = part.config.rope_parameters
-                settings = settings if layer is None else settings[layer]
-                yield _Frequencies(part, prefix, int(settings["original_max_position_embeddings"]), is_kept=False)
-            elif isinstance(kind, str) and "dynamic" in kind:
-                yield _Frequencies(part, prefix, int(part.original_max_seq_len), is_kept=True)
-
-
-def same_reach(base: Any) -> int | None:
-    """Return up to how many tokens the positions of a row do not depend on longer rows, None for any number."""
-    return min((one.reach for one in _frequencies(base)), default=None)
-
-
-def renew(base: Any) -> None:
-    """Let positions be those of a model that has not read a long text yet."""
-    for one in _frequencies(base):
-        if one.is_kept:
-            now, first = (getattr(one.part, f"{one.prefix}{name}") for name in ("inv_freq", "original_inv_freq"))
-            one.part.register_buffer(f"{one.prefix}inv_freq", first.to(now.device), persistent=False)
-            setattr(one.part, f"{one.prefix}max_seq_len_cached", one.reach)
-
-
 def has_positions(base: Any) -> bool:
     """Say whether a model is told the positions of tokens, as transformers finds out."""
     return "position_ids" in inspect.signature(base.forward).parameters
@@ -86,7 +43,7 @@ def is_doubtful(model: Any) -> bool:
     It does not where transformers tells positions and masks keys: neither holds for a state that runs over all tokens,
     for positions that are counted from the first column, and for learned tokens in front of the padding.
     """
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+    if num_learned(model):
         return True
     inner: Any = unwrapped(model)
     if not hasattr(inner, "_supports_default_dynamic_cache"):

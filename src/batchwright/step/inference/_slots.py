@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from .._copies import sent
 from ._choosing import Chooser, Rules
 from ._ranges import Active, Attend, Range, attending
 from ._windows import Layers
@@ -246,7 +248,7 @@ class Slots:
             target: slots that they go to.
             width: tokens in the cache so far.
         """
-        places = torch.tensor([source, target], device=self.place.device)
+        places = sent(np.array([source, target]), self.place.device)
         held = [self._token, self._position, self.finished, self._limit, self._result, self._mask, self._source_mask]
         held += [self._own.start, self._source_lengths]
         for one in (*held, *(more for more in (self._seen, self._uniform) if more is not None)):

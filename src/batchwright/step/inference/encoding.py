@@ -20,6 +20,7 @@ from ...plan import Buckets, Budget, MaxItems, MaxTokens, Plan, plan_batches
 from ...plan.budget import check_budget
 from ...serve import Batcher, LatencyModel
 from .._loss_probe import evaluating
+from ..graphs._rotary import renew, same_reach, sides_of
 from ..graphs.backend import Choice
 from ..graphs.functions import graphed
 from ..graphs.summary import GraphSummary
@@ -100,20 +101,21 @@ def encode(
     if not rows:
         width = getattr(getattr(model, "config", None), "hidden_size", 0)
         return torch.zeros(0, width)
+    pooled.check_longest(max(map(len, rows)))
     run = _Run(pooled, rows, pad_id_of(tokenizer, pooled))
     with ProgressBar(label="encoding", total=len(rows), enabled=progress) as bar, evaluating(pooled):
         is_off = graphs is False or (graphs == "auto" and pooled.device.type != "cuda")
-        groups = run.groups()
-        if graphs is True and len(groups) > 1:
+        groups, may_pad = run.groups()
+        if graphs is True and not may_pad:
             raise ArgumentError(
                 "graphs=True cannot be followed: padding changes the vectors of this model, so texts share a batch "
                 "only with those of their length; pass graphs='auto' or graphs=False"
             )
-        plan = None if is_off or len(groups) > 1 else _static_plan(run.lengths, budget)
-        if plan is not None and _is_worth(plan, graphs):
-            run.over(plan, graphs, bar)
-        else:
-            for places in groups:
+        for places in groups:
+            plan = None if is_off or not may_pad else _static_plan(run.lengths[places], budget)
+            if plan is not None and _is_worth(plan, graphs):
+                run.over(places, plan, graphs, bar)
+            else:
                 run.growing(places, None if isinstance(budget, str) else check_budget(budget), memory, bar)
     return run.result()
 
@@ -148,18 +150,18 @@ class _Run:
         self.lengths = as_lengths([len(row) for row in rows])
         self._vectors: dict[int, Tensor] = {}
 
-    def groups(self) -> list[npt.NDArray[np.int64]]:
-        """Return the places of texts that may share a batch: only those of one length if padding changes vectors."""
+    def groups(self) -> tuple[list[npt.NDArray[np.int64]], bool]:
+        """Return the places of texts that may share a batch, and whether padding leaves vectors as they are."""
         lengths = self.lengths[:, 0].tolist()
-        if min(lengths) == max(lengths) or self._pooled.pads_freely(min(self._rows, key=len), self._pad_id):
-            return [np.arange(len(lengths))]
-        return [np.array(places) for places in by_number(lengths)]
+        may_pad = len(set(lengths)) == 1 or self._pooled.pads_freely(min(self._rows, key=len), self._pad_id) is True
+        found = sides_of(self._pooled.rotary, lengths) if may_pad else by_number(lengths)
+        return [np.array(places) for places in found], may_pad
 
-    def over(self, plan: Plan, graphs: Choice, bar: ProgressBar) -> None:
+    def over(self, places: npt.NDArray[np.int64], plan: Plan, graphs: Choice, bar: ProgressBar) -> None:
         """Run a plan of few shapes; what fits none of them, or into no memory, runs eagerly in pieces."""
         function = graphed(self._pooled, plan, pad={"input_ids": self._pad_id, "attention_mask": 0}, graphs=graphs)
         for number in np.argsort(-plan.shapes.prod(axis=1), kind="stable"):
-            self._run(function, list(plan[number]), bar)
+            self._run(function, places[plan[number]].tolist(), bar)
 
     def growing(
         self, places: npt.NDArray[np.int64], budget: Budget | None, memory: MemoryMonitor | None, bar: ProgressBar
@@ -186,6 +188,7 @@ class _Run:
 
         def piece(chosen: list[int]) -> Tensor:
             ids, mask = stacked([self._rows[index] for index in chosen], self._pad_id)
+            renew(self._pooled.rotary)
             found: Tensor = function(input_ids=ids.to(device), attention_mask=mask.to(device))
             return found.cpu()
 
@@ -260,8 +263,10 @@ class Encoder:
         longest = longest_of(tokenizer, self._pooled, max_length)
         if shapes is None and longest is None:
             raise ArgumentError("neither the tokenizer nor the model has a longest input; give max_length=")
-        self.shapes = _as_pairs(shapes) if shapes is not None else _pairs(longest or 1, max_items, max_tokens)
+        reach = same_reach(self._pooled.rotary)
+        self.shapes = _as_pairs(shapes) if shapes is not None else _pairs(longest or 1, max_items, max_tokens, reach)
         most = max(length for _, length in self.shapes)
+        self._pooled.check_longest(most)
         self._tokens = TokenIds(
             tokenizer, max_length=most if longest is None else min(most, longest), num_tokens=self._pooled.num_tokens
         )
@@ -283,11 +288,15 @@ class Encoder:
 
     def __call__(self, items: Sequence[Any]) -> list[npt.NDArray[np.float32]]:
         """Return the vector of every item."""
-        ids, mask = stacked([self._tokens(item) for item in items], self._pad_id)
-        vectors = self._run(ids, mask)
-        return [vector.copy() for vector in vectors]
+        rows = [self._tokens(item) for item in items]
+        found: dict[int, npt.NDArray[np.float32]] = {}
+        for places in sides_of(self._pooled.rotary, list(map(len, rows))):
+            vectors = self._run(*stacked([rows[place] for place in places], self._pad_id))
+            found |= {place: vector.copy() for place, vector in zip(places, vectors, strict=True)}
+        return [found[place] for place in range(len(rows))]
 
     def _run(self, ids: Tensor, mask: Tensor) -> npt.NDArray[np.float32]:
+        renew(self._pooled.rotary)
         found: Tensor = self._function(input_ids=ids, attention_mask=mask)
         array: npt.NDArray[np.float32] = found.cpu().numpy()
         return array
@@ -360,7 +369,7 @@ def _as_pairs(shapes: Any) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(checked, key=lambda pair: (pair[0] * pair[1], pair[1])))
 
 
-def _pairs(max_length: int, max_items: Any, max_tokens: Any) -> tuple[tuple[int, int], ...]:
+def _pairs(max_length: int, max_items: Any, max_tokens: Any, reach: int | None = None) -> tuple[tuple[int, int], ...]:
     """Return powers of 2 up to the limits: for every length as many rows as its tokens allow.
 
     >>> _pairs(32, 4, 64)
@@ -369,7 +378,10 @@ def _pairs(max_length: int, max_items: Any, max_tokens: Any) -> tuple[tuple[int,
     max_items, max_tokens = as_whole("max_items", max_items, least=1), as_whole("max_tokens", max_tokens, least=1)
     max_tokens = max(max_tokens, max_length)  # one of the longest texts always fits, and so do as many short ones
     found = []
-    for length in _powers(_SHORTEST, max_length):
+    lengths = _powers(_SHORTEST, max_length)
+    if reach is not None and reach < max_length:  # no text is padded beyond it
+        lengths = sorted({*lengths, reach})
+    for length in lengths:
         most = max(1, min(max_items, max_tokens // length))
         found += [(rows, length) for rows in _powers(1, most)]
     return _as_pairs(found)

@@ -111,6 +111,10 @@ def generate(
     longest = int(pad_up(axes, pad_multiple_of).sum(axis=1).max())
     with ProgressBar(label="generating", total=len(examples), enabled=progress) as bar, evaluating(model):
         groups = decoder.groups(examples, limits)
+        if decoder.assistant is not None and len(examples) > 1:
+            _say_once(
+                f"generate runs examples one by one: with {decoder.assistant} transformers takes no more at a time"
+            )
         room = _room(budget, memory, decoder.device)
         runner = make_runner(decoder, graphs, len(examples), most, has_limits=limits is not None, room=room)
         is_plain = lengths is None and collate is None
@@ -326,11 +330,17 @@ def give_up(graphs: Choice, reason: str) -> None:
     """Say why batches run eagerly, with ``"auto"`` once for each reason; refuse where graphs are a must."""
     if graphs is True:
         raise ArgumentError(f"graphs=True cannot be followed: {reason}; pass graphs='auto' or graphs=False")
+    text = f"generate runs eagerly: {reason}"
     if isinstance(graphs, str):
-        if reason in _SAID:
-            return
-        _SAID.add(reason)
-    warnings.warn(f"generate runs eagerly: {reason}", stacklevel=_stacklevel())
+        _say_once(text)
+    else:
+        warnings.warn(text, stacklevel=_stacklevel())
+
+
+def _say_once(text: str) -> None:
+    if text not in _SAID:
+        _SAID.add(text)
+        warnings.warn(text, stacklevel=_stacklevel())
 
 
 def _stacklevel() -> int:
