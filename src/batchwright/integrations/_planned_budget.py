@@ -25,6 +25,7 @@ from ._auto_budget import (
     own_collator,
     tell,
 )
+from ._contents import contents_of
 from ._describing import (
     describe_callable,
     describe_lengths,
@@ -180,19 +181,21 @@ def find_planned(
         finally:
             put_back()
 
-    key = {
-        "framework": name,
-        "model": describe_model(module),
-        "lengths": describe_lengths(lengths),
-        "packages": describe_packages(),
-        "loss": describe_callable(loss_fn if runs is None else runs),
-        "collator": describe_callable(loader.collate_fn),
-        "precision": str(autocast),
-        "optimizer": describe_optimizer(inner),
-        "options": {option: _describe(value) for option, value in sorted(needed.items())},
-    }
+    def describe() -> dict[str, Any]:
+        return {
+            "framework": name,
+            "model": describe_model(module),
+            "lengths": describe_lengths(lengths),
+            "packages": describe_packages(),
+            "loss": describe_callable(loss_fn if runs is None else runs),
+            "collator": describe_callable(loader.collate_fn),
+            "precision": str(autocast),
+            "optimizer": describe_optimizer(inner),
+            "options": {option: contents_of(value) for option, value in sorted(needed.items())},
+        }
+
     found, is_known = finder.find(
-        key,
+        describe,
         search,
         device=device,
         monitor=monitor,
@@ -203,7 +206,3 @@ def find_planned(
     )
     tell(found, lengths, how="as found before" if is_known else "measured now", is_shown=is_shown)
     return found
-
-
-def _describe(option: Any) -> Any:
-    return describe_callable(option) if callable(option) else repr(option)

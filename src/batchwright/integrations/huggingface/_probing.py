@@ -28,6 +28,7 @@ from .._auto_budget import (
     own_collator,
     tell,
 )
+from .._contents import contents_of, is_of_library, names_of
 from .._describing import (
     describe_callable,
     describe_lengths,
@@ -35,7 +36,6 @@ from .._describing import (
     describe_optimizer,
     describe_packages,
     describe_read,
-    is_of_library,
 )
 from .._devices import Devices, on_its_own
 from .._keeping import is_plain, kept, kept_draws
@@ -68,6 +68,24 @@ _ARGUMENTS = (
     "use_liger_kernel",
 )
 _SET_BY_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")
+_STEPS = ("compute_loss", "training_step")
+# Methods that no step calls: what they keep is no setting of it.
+_OUTSIDE_OF_STEPS = {
+    *("__init__", "log", "evaluate", "predict", "train", "save_model", "_save", "create_optimizer", "create_scheduler"),
+    *("create_optimizer_and_scheduler", "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"),
+    *("evaluation_loop", "prediction_step", "push_to_hub", "_save_checkpoint", "_load_from_checkpoint"),
+}
+# What every trainer holds is described elsewhere, or costs nothing in a step.
+_OF_EVERY_TRAINER = {
+    *("model", "model_wrapped", "args", "accelerator", "state", "control", "callback_handler", "train_dataset"),
+    *("eval_dataset", "optimizer", "lr_scheduler", "data_collator", "processing_class", "compute_loss_func"),
+    *("_batching", "_finder", "_memory_tracker", "hp_name", "deepspeed", "_train_batch_size", "_step"),
+}
+# Arguments that say where results go, and what transformers keeps among them.
+_NOT_ASKED_FOR = (
+    *("distributed_state", "deepspeed_plugin", "mixed_precision"),
+    *("output_dir", "logging_dir", "run_name", "hub_model_id", "hub_token", "resume_from_checkpoint"),
+)
 _LEFT_ALONE = ("train_dataset", "eval_dataset")
 _MISSING = object()
 
@@ -115,7 +133,7 @@ def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: Budge
             )
 
     found, is_known = finder.find(
-        _key_of(trainer, settings, lengths, accumulates),
+        lambda: _key_of(trainer, settings, lengths, accumulates),
         search,
         device=device,
         monitor=monitor,
@@ -210,7 +228,7 @@ def _key_of(trainer: Any, settings: Settings, lengths: IntArray, accumulates: bo
         "trainer": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__],
         "loss": [describe_callable(trainer.compute_loss_func), *_own_steps(trainer)],
         "collator": [describe_callable(trainer.data_collator), pad_multiple_of(trainer.data_collator)],
-        "arguments": {name: _as_text(getattr(args, name, None)) for name in [*_ARGUMENTS, *_own_arguments(args)]},
+        "arguments": {name: contents_of(getattr(args, name, None)) for name in _arguments(trainer)},
         "precision": str(trainer.accelerator.mixed_precision),
         "optimizer": describe_optimizer(innermost(trainer.optimizer)),
         "accumulates": accumulates,
@@ -221,27 +239,46 @@ def _key_of(trainer: Any, settings: Settings, lengths: IntArray, accumulates: bo
     }
 
 
-def _own_arguments(args: Any) -> list[str]:
-    """Return the arguments that only this kind of trainer has: what a loss reads may be among them."""
+def _arguments(trainer: Any) -> list[str]:
+    """Return the arguments that cost memory or time: the usual ones, those of this kind of trainer, and what is read.
+
+    A loss may read arguments that only this kind has, or that were set by hand.
+    """
     usual = {field.name for field in fields(TrainingArguments)}
-    return [field.name for field in fields(args) if field.name not in usual]
+    read = names_of(type(trainer), _own_methods(trainer))
+    given = [name for name in vars(trainer.args) if not name.startswith("_")]
+    return sorted({*_ARGUMENTS, *(name for name in given if name not in usual or name in read)} - {*_NOT_ASKED_FOR})
+
+
+def _own_methods(trainer: Any) -> list[Any]:
+    """Return what the user wrote in the classes of a trainer, except what runs outside of a step."""
+    kinds = [kind for kind in type(trainer).__mro__ if not is_of_library(kind)]
+    found = [(name, one) for kind in kinds for name, one in vars(kind).items() if name not in _OUTSIDE_OF_STEPS]
+    found += [(name, vars(trainer)[name]) for name in _STEPS if name in vars(trainer)]  # set by hand
+    return [one for _, one in found if callable(one) or isinstance(one, property | staticmethod | classmethod)]
 
 
 def _own_steps(trainer: Any) -> list[Any]:
-    """Return the losses and steps of the classes of a trainer, so that one that is written anew is measured again.
+    """Return the losses and steps of a trainer, what those of the user read of it, and the models that it holds.
 
-    What those of the user read of the trainer, such as a number of negatives, belongs to them. Trainers of libraries
-    keep settings in their arguments, and counts in attributes.
+    Trainers of libraries keep settings in their arguments, and counts in attributes; their code is known by its
+    version. A model beside the trained one, such as a reference or a teacher, takes memory in the loss.
     """
-    kind = type(trainer)
-    found = [vars(base).get(name) for base in kind.__mro__ for name in ("compute_loss", "training_step")]
-    steps = [one for one in found if one is not None]
-    own = [one for one in steps if not is_of_library(one)]
-    return [*(describe_callable(one, owner=kind) for one in steps), describe_read(trainer, own)]
+    kind, own = type(trainer), _own_methods(trainer)
+    steps = [vars(base).get(name) for base in kind.__mro__ for name in _STEPS]
+    classes = [vars(base) for base in kind.__mro__ if not is_of_library(base)]
+    values = {name: one for held in reversed(classes) for name, one in held.items() if _is_setting(name, one)}
+    models = {
+        name: contents_of(one)
+        for name, one in vars(trainer).items()
+        if isinstance(one, nn.Module) and name not in ("model", "model_wrapped")
+    }
+    read = describe_read(trainer, own, but=_OF_EVERY_TRAINER)
+    return [contents_of([one for one in steps if one is not None]), contents_of(own), contents_of(values), models, read]
 
 
-def _as_text(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+def _is_setting(name: str, value: Any) -> bool:
+    return not name.startswith("__") and not callable(value) and not isinstance(value, staticmethod | classmethod)
 
 
 @contextmanager
@@ -340,7 +377,7 @@ def evaluation_budget_of_trainer(
     loss_only = args.prediction_loss_only if loss_only is None else loss_only
     pillars = tuple(dict.fromkeys(int(place) for place in lengths.argmax(axis=0)))
     row = Row(tuple(int(length) for length in lengths.max(axis=0)), pillars)
-    key = (row.lengths, loss_only, json.dumps(describe_model(trainer.model)))
+    key = (row.lengths, loss_only, _model_key(trainer.model))
     if key in finder.evaluation:
         return finder.evaluation[key]
     quiet = replace(settings, budget=MaxItems(1), memory=None, micro_batch=None, graphs=False, on_oom="raise")
@@ -369,6 +406,11 @@ def evaluation_budget_of_trainer(
         for part, mode in modes:
             part.training = mode
     return finder.evaluation[key]
+
+
+def _model_key(model: nn.Module) -> Any:
+    """Return what tells the models that a trainer evaluates apart."""
+    return id(model), tuple((name, tuple(one.shape), one.dtype) for name, one in model.named_parameters())
 
 
 def nested(value: Any, num: int) -> Any:
