@@ -326,7 +326,7 @@ def test_what_runs_in_a_step_is_part_of_the_key(change, cache, tmp_path, monkeyp
 def test_a_job_that_cannot_be_told_from_another_one_is_measured_at_every_start(cache, tmp_path, monkeypatch, caplog):
     searches = []
     monkeypatch.setattr(_probing, "find_budget", lambda *args, **kwargs: searches.append(args) or KNOWN)
-    trainer, *_ = auto_trainer(tmp_path, data_collator=Padding((number for number in [1])))
+    trainer, *_ = auto_trainer(tmp_path, data_collator=Padding(number for number in [1]))
     with caplog.at_level(logging.INFO, logger="batchwright"):
         trainer.get_train_dataloader()
     trainer.get_train_dataloader()
