@@ -16,6 +16,7 @@ from ..size.learning_rate import innermost
 from ..step import Stepper
 from ..step.calibration.finding import Probe, find_budget
 from ..step.calibration.found import FoundBudget
+from ..step.filler import without_filler
 from ..step.losses import LossFunction
 from ._auto_budget import (
     BudgetFinder,
@@ -110,7 +111,7 @@ class StepperProbe(Probe):
         """Return the batch of some examples, on the device."""
         fetch = getattr(self._dataset, "__getitems__", None)
         examples = fetch(indices) if callable(fetch) else [self._dataset[index] for index in indices]
-        return self._move(self._collate(examples))
+        return self._move(_examples_alone(self._collate(examples)))
 
     def run(self, batch: Any) -> None:
         """Run forward and backward."""
@@ -118,6 +119,11 @@ class StepperProbe(Probe):
             self._stepper.accumulate(batch)
         finally:
             self._stepper.abandon()
+
+
+def _examples_alone(batch: Any) -> Any:
+    """Return a batch without filler, which costs what examples cost: a few would seem to take as long as many."""
+    return without_filler(batch) if isinstance(batch, Mapping) else batch
 
 
 def find_planned(
@@ -165,7 +171,10 @@ def find_planned(
     needed = {option: options[option] for option in _OPTIONS if option in options}
 
     def search() -> FoundBudget:
-        stepper = Stepper(module, inner, loss_fn, autocast=autocast, on_oom="raise", **needed)
+        used, collate = dict(needed), needed.get("collate")
+        if collate is not None:
+            used["collate"] = lambda examples: _examples_alone(collate(examples))
+        stepper = Stepper(module, inner, loss_fn, autocast=autocast, on_oom="raise", **used)
         put_back = kept_draws([loader.dataset, loader.collate_fn])
         try:
             return find_budget(

@@ -19,6 +19,7 @@ from ...plan.budget import Budget, MaxItems
 from ...size.learning_rate import innermost
 from ...step.calibration.finding import Probe, Row, find_budget, largest_batch
 from ...step.calibration.found import FoundBudget
+from ...step.filler import without_filler
 from ...step.oom import Snapshot
 from .._auto_budget import (
     BudgetFinder,
@@ -234,7 +235,8 @@ class TrainerProbe(Probe):
     def load(self, indices: list[int]) -> Any:
         """Return the batch of some examples."""
         self._num = len(indices)
-        return self._collate(self._examples[indices])
+        batch = self._collate(self._examples[indices])
+        return without_filler(batch) if isinstance(batch, Mapping) else batch  # which costs what examples cost
 
     def begin(self, batch: Any) -> None:
         """Begin an update of one micro-batch."""
