@@ -22,7 +22,8 @@ from ..plan.budget import Budget
 from ..step.calibration.finding import ALONE, Agreement, limit_bytes
 from ..step.calibration.found import FoundBudget
 from ..step.memory.monitor import MemoryMonitor
-from ._describing import describe_device, digest
+from ._contents import digest
+from ._describing import describe_device
 from ._failures import raise_together
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 BudgetChoice: TypeAlias = "Budget | Literal['auto']"
 
-_KIND, _VERSION = "batchwright.budget", 2
+_KIND, _VERSION = "batchwright.budget", 3
 # With this much more memory than there was, larger batches have to be measured.
 _MORE_MEMORY = 1.1
 # What files of any content, folders of any kind and users without a home can raise.
@@ -143,7 +144,7 @@ class BudgetFinder:
 
     def find(
         self,
-        key: Mapping[str, Any],
+        describe: Callable[[], Mapping[str, Any]],
         search: Callable[[], FoundBudget],
         *,
         device: torch.device,
@@ -156,7 +157,8 @@ class BudgetFinder:
         """Return a budget, and whether it was known. A collective.
 
         Args:
-            key: what the budget depends on, as JSON values, besides the devices.
+            describe: returns what the budget depends on, as JSON values, besides the devices. If it cannot, on any
+                rank, the budget is neither read nor kept, as it may be that of another job.
             search: measures batches; a collective.
             device: of this rank.
             monitor: of its memory.
@@ -165,7 +167,9 @@ class BudgetFinder:
             agreement: of the ranks.
             world_size: number of ranks.
         """
-        keys = _gather({**_plain(key), "device": describe_device(device)}, world_size)
+        keys = _gather(_key_of(describe, device), world_size)
+        if None in keys:
+            return search(), False
         whole = {"world_size": world_size, "ranks": keys if any(one != keys[0] for one in keys) else keys[:1]}
         limit = limit_bytes(monitor, reserved_bytes, agreement)
         name = json.dumps([_plain(whole), limit])
@@ -180,6 +184,15 @@ class BudgetFinder:
         if not is_known and dist_rank(world_size) == 0:
             write_cached(whole, limit, found)
         return found, is_known
+
+
+def _key_of(describe: Callable[[], Mapping[str, Any]], device: torch.device) -> dict[str, Any] | None:
+    """Return what a budget depends on, None if something in it does not show what it is."""
+    try:
+        return {**_plain(describe()), "device": describe_device(device)}
+    except Exception as error:  # what is looked into is the user's, and raises what it likes
+        logger.info("The budget is measured again at every start, as its key cannot be made: %s", error)
+        return None
 
 
 def dist_rank(world_size: int) -> int:

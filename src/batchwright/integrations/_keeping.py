@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ._describing import is_filled
+from ._contents import is_filled
 
 _MOST_VALUES = 10_000
 # A data set may hold its generator in one of the transforms of another one that it wraps. Longer lists hold examples.

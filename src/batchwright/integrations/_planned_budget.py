@@ -16,6 +16,7 @@ from ..size.learning_rate import innermost
 from ..step import Stepper
 from ..step.calibration.finding import Probe, find_budget
 from ..step.calibration.found import FoundBudget
+from ..step.filler import without_filler
 from ..step.losses import LossFunction
 from ._auto_budget import (
     BudgetFinder,
@@ -25,6 +26,7 @@ from ._auto_budget import (
     own_collator,
     tell,
 )
+from ._contents import contents_of
 from ._describing import (
     describe_callable,
     describe_lengths,
@@ -109,7 +111,7 @@ class StepperProbe(Probe):
         """Return the batch of some examples, on the device."""
         fetch = getattr(self._dataset, "__getitems__", None)
         examples = fetch(indices) if callable(fetch) else [self._dataset[index] for index in indices]
-        return self._move(self._collate(examples))
+        return self._move(_examples_alone(self._collate(examples)))
 
     def run(self, batch: Any) -> None:
         """Run forward and backward."""
@@ -117,6 +119,11 @@ class StepperProbe(Probe):
             self._stepper.accumulate(batch)
         finally:
             self._stepper.abandon()
+
+
+def _examples_alone(batch: Any) -> Any:
+    """Return a batch without filler, which costs what examples cost: a few would seem to take as long as many."""
+    return without_filler(batch) if isinstance(batch, Mapping) else batch
 
 
 def find_planned(
@@ -164,7 +171,10 @@ def find_planned(
     needed = {option: options[option] for option in _OPTIONS if option in options}
 
     def search() -> FoundBudget:
-        stepper = Stepper(module, inner, loss_fn, autocast=autocast, on_oom="raise", **needed)
+        used, collate = dict(needed), needed.get("collate")
+        if collate is not None:
+            used["collate"] = lambda examples: _examples_alone(collate(examples))
+        stepper = Stepper(module, inner, loss_fn, autocast=autocast, on_oom="raise", **used)
         put_back = kept_draws([loader.dataset, loader.collate_fn])
         try:
             return find_budget(
@@ -180,19 +190,21 @@ def find_planned(
         finally:
             put_back()
 
-    key = {
-        "framework": name,
-        "model": describe_model(module),
-        "lengths": describe_lengths(lengths),
-        "packages": describe_packages(),
-        "loss": describe_callable(loss_fn if runs is None else runs),
-        "collator": describe_callable(loader.collate_fn),
-        "precision": str(autocast),
-        "optimizer": describe_optimizer(inner),
-        "options": {option: _describe(value) for option, value in sorted(needed.items())},
-    }
+    def describe() -> dict[str, Any]:
+        return {
+            "framework": name,
+            "model": describe_model(module),
+            "lengths": describe_lengths(lengths),
+            "packages": describe_packages(),
+            "loss": describe_callable(loss_fn if runs is None else runs),
+            "collator": describe_callable(loader.collate_fn),
+            "precision": str(autocast),
+            "optimizer": describe_optimizer(inner),
+            "options": {option: contents_of(value) for option, value in sorted(needed.items())},
+        }
+
     found, is_known = finder.find(
-        key,
+        describe,
         search,
         device=device,
         monitor=monitor,
@@ -203,7 +215,3 @@ def find_planned(
     )
     tell(found, lengths, how="as found before" if is_known else "measured now", is_shown=is_shown)
     return found
-
-
-def _describe(option: Any) -> Any:
-    return describe_callable(option) if callable(option) else repr(option)

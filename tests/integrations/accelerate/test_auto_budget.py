@@ -11,7 +11,7 @@ import batchwright as bw
 from batchwright.errors import ArgumentError, StateMismatchError
 from batchwright.integrations import _planned_budget
 from batchwright.integrations.accelerate import prepare
-from batchwright.step import FoundBudget, MemoryMonitor
+from batchwright.step import FoundBudget, MemoryMonitor, PadCollator
 from batchwright.testing import FakeMemory
 
 from .test_preparation import forget
@@ -92,6 +92,27 @@ def test_training_is_that_with_the_found_budget_given_to_the_sampler():
     assert train(given, 2) == seen
     assert torch.equal(weights(given), weights(auto))
     assert len(seen) < 60
+
+
+@pytest.mark.parametrize("place", ["loader", "stepper"])
+def test_what_is_measured_are_examples_and_no_filler(place):
+    """A batch of 4 that a collator fills up to 16 would seem to take as long as one of 16."""
+    sampler = bw.BatchSampler(LENGTHS, bw.MaxItems(16), grouping=bw.Buckets(2))
+    filled = PadCollator(pad_to=sampler.pad_to, axis_fields=("x",), mask_field=None, fill_rows=True)
+    rows, sizes = [], []
+
+    def note(examples):
+        sizes.append(len(examples))
+        return filled(examples)
+
+    def loss_fn(model, batch):
+        rows.append(len(batch["x"]))
+        return (model(batch["x"]).sum(dim=(1, 2)) * batch["row_weight"]).sum(), batch["row_weight"].sum()
+
+    options = {"collate_fn": note} if place == "loader" else {"collate_fn": list, "collate": note}
+    make(sampler=sampler, loss_fn=loss_fn, memory=None, **options)
+    assert set(rows) == set(sizes)
+    assert min(rows) < 16
 
 
 class Drawing:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -241,7 +242,60 @@ class Wrapped:
         return self.inner(examples)
 
 
+class WithTeacher(Trainer):
+    """Learns from a model beside its own."""
+
+    def __init__(self, *args, **kwargs):
+        self.teacher = Learned.teacher()
+        self.options = {"layers": [Learned.layer]}
+        super().__init__(*args, **kwargs)
+        self.args.num_samples = Learned.num_samples
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs) + 0 * self.term()
+
+    def term(self):
+        return self.teacher.weight.sum() * self.options["layers"][0] * self.args.num_samples
+
+
+class Learned:
+    """What the next trainer with a teacher gets."""
+
+
+def with_teacher(width=2, layer=1, num_samples=1):
+    Learned.teacher, Learned.layer, Learned.num_samples = staticmethod(lambda: nn.Linear(2, width)), layer, num_samples
+    return {"trainer_cls": WithTeacher}
+
+
+class HoldsReference(Trainer):
+    """Holds a model that only a library would read."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.ref_model = Learned.teacher()
+
+
+def beside(width):
+    with_teacher(width)
+    return {"trainer_cls": HoldsReference}
+
+
+def with_config(**settings):
+    model = make_model("t5")
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    return {"model": model}
+
+
 CHANGES = {
+    "teacher": [with_teacher, lambda: with_teacher(width=3)],
+    "settings in a dict": [with_teacher, lambda: with_teacher(layer=2)],
+    "argument that was set by hand": [with_teacher, lambda: with_teacher(num_samples=2)],
+    "model beside the trained one": [lambda: beside(2), lambda: beside(3)],
+    "object in the config": [
+        lambda: with_config(inner=SimpleNamespace(layers={"a": 1})),
+        lambda: with_config(inner=SimpleNamespace(layers={"a": 2})),
+    ],
     "attribute that a loss reads": [lambda: with_negatives(1), lambda: with_negatives(8)],
     "collator in a collator": [
         lambda: {"data_collator": Wrapped(Padding(0))},
@@ -269,17 +323,30 @@ def test_what_runs_in_a_step_is_part_of_the_key(change, cache, tmp_path, monkeyp
     assert len(searches) == len(list(cache.iterdir())) == 2
 
 
-def test_what_a_function_holds_is_described_without_what_may_grow():
+def test_a_job_that_cannot_be_told_from_another_one_is_measured_at_every_start(cache, tmp_path, monkeypatch, caplog):
+    searches = []
+    monkeypatch.setattr(_probing, "find_budget", lambda *args, **kwargs: searches.append(args) or KNOWN)
+    trainer, *_ = auto_trainer(tmp_path, data_collator=Padding(number for number in [1]))
+    with caplog.at_level(logging.INFO, logger="batchwright"):
+        trainer.get_train_dataloader()
+    trainer.get_train_dataloader()
+    assert len(searches) == 2
+    assert not cache.exists()
+    assert "measured again at every start" in caplog.text
+    assert trainer.found_budget == KNOWN
+
+
+def test_what_a_function_holds_is_described():
     def make(length, seen):
         def pad(examples, fill=0):
             seen.append((length, fill))
 
         return pad
 
-    assert describe_callable(make(3, [])) == describe_callable(make(3, [1]))
+    assert describe_callable(make(3, [])) == describe_callable(make(3, []))
     assert describe_callable(make(3, [])) != describe_callable(make(4, []))
-    assert describe_callable(Padding(3))[2] == {"length": "3"}
-    assert describe_callable(len)[0] == "builtins.len"
+    assert describe_callable(make(3, [1])) != describe_callable(make(3, [2]))
+    assert describe_callable(Padding(3)) == describe_callable(Padding(3)) != describe_callable(Padding(4))
     assert describe_callable(None) is None
 
 

@@ -5,13 +5,17 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, SubsetRandomSampler
+from transformers import Trainer
 
 import batchwright as bw
+from batchwright.errors import ArgumentError
+from batchwright.integrations.huggingface import adaptive
 from batchwright.integrations.huggingface._batches import PlannedBatches
 from batchwright.integrations.huggingface._drawing import SeededData, SeededItems
 
-from .test_streams import Plain
-from .trainers import collate, flat_parameters, make_controller, make_trainer, numbered
+from .test_streams import OPTIONS, Plain, stream
+from .trainers import collate, flat, flat_parameters, make_controller, make_trainer, numbered
 
 
 class Masking:
@@ -70,3 +74,66 @@ def test_without_workers_a_batch_draws_from_the_random_state_of_the_process(tmp_
     drawn = torch.rand(1)
     torch.manual_seed(5)
     assert torch.equal(torch.rand(1), drawn)
+
+
+# Orders of the user
+
+
+class Weighted(Trainer):
+    def _get_train_sampler(self, *args):
+        return SubsetRandomSampler([0, 1, 2])
+
+
+class Loading(Trainer):
+    def get_train_dataloader(self):
+        order = SubsetRandomSampler([0, 1, 2]) if hasattr(self.train_dataset, "__len__") else None
+        return DataLoader(self.train_dataset, 2, sampler=order, collate_fn=self.data_collator)
+
+
+class OtherData(Trainer):
+    def get_train_dataloader(self):
+        order = self._get_train_sampler()
+        return DataLoader(numbered(3), 2, sampler=order, collate_fn=self.data_collator)
+
+
+class Above(adaptive(Trainer)):
+    get_train_dataloader = Loading.get_train_dataloader
+
+
+class AboveWeighted(adaptive(Trainer)):
+    _get_train_sampler = Weighted._get_train_sampler
+
+
+class Watching(Trainer):
+    """Looks at the trainer's own loader, and leaves it."""
+
+    def get_train_dataloader(self):
+        loader = super().get_train_dataloader()
+        self.collates = loader.collate_fn
+        return loader
+
+
+@pytest.mark.parametrize("budget", [bw.MaxTokens(80), "auto"], ids=["given", "auto"])
+@pytest.mark.parametrize("kind", [Weighted, Loading, OtherData, Above, AboveWeighted])
+def test_an_order_of_its_own_is_refused_and_not_replaced(kind, budget, tmp_path):
+    with pytest.raises(ArgumentError, match=r"decides which examples are drawn, and so does the plan.*train_dataset"):
+        make_trainer("t5", tmp_path, trainer_cls=kind, budget=budget)[0].train()
+
+
+def test_an_order_that_is_set_by_hand_is_refused(tmp_path):
+    trainer, *_ = make_trainer("t5", tmp_path)
+    trainer._get_train_sampler = lambda *args: SubsetRandomSampler([0, 1, 2])
+    with pytest.raises(ArgumentError, match="set by hand decides which examples are drawn"):
+        trainer.train()
+
+
+def test_a_stream_of_its_own_is_refused(tmp_path):
+    with pytest.raises(ArgumentError, match=r"Loading.get_train_dataloader decides"):
+        make_trainer("t5", tmp_path, trainer_cls=Loading, examples=stream("torch"), max_steps=1, **OPTIONS)[0].train()
+
+
+def test_a_class_that_only_looks_at_the_loader_trains_on_all_examples(tmp_path):
+    trainer, seen, _ = make_trainer("t5", tmp_path, trainer_cls=Watching)
+    trainer.train()
+    assert sorted(flat(seen)) == list(range(24))
+    assert trainer.collates is not None

@@ -154,6 +154,16 @@ def test_data_of_one_length_and_of_one_example_will_do():
         assert items(Machine(lengths).find(), lengths[0]) >= 1
 
 
+def test_a_batch_of_long_rows_has_as_many_tokens_as_it_is_counted_for():
+    """Of one long text among short ones, collators without padding ran batches of hardly any tokens."""
+    lengths = [16] * 200 + [512]
+    machine = Machine(lengths, constant=0.01, per_token=1e-5)
+    machine.find()
+    assert max(shape[1] for shape in machine.shapes) == 512
+    for indices, (num, length) in zip(machine.loaded, machine.shapes, strict=True):
+        assert sum(lengths[index] for index in indices) >= 0.9 * num * length
+
+
 def test_a_batch_holds_the_longest_of_every_axis():
     rows = probe_rows(np.array([[8, 9], [64, 9], [9, 64], [60, 60]]))
     corner = next(row for row in rows if row.lengths == (64, 64))

@@ -27,7 +27,7 @@ from .._devices import Devices
 from .._failures import raise_together
 from .._ranked import is_stream, loader_options
 from ._batches import BatchSource, PlannedBatches, ResizableBatches
-from ._drawing import SeededData, SeededItems
+from ._drawing import DECIDES, SeededData, SeededItems
 from ._graphs import TrainerGraphs
 from ._lengths import LengthCache, is_flat, pad_multiple_of
 from ._packing import Packing, check_collator, choose_packing
@@ -191,8 +191,10 @@ class TrainingData:
             curriculum=settings.curriculum,
         )
 
-    def training_values(self, values: tuple[Any, ...], args: Any) -> tuple[Any, ...]:
+    def training_values(self, values: tuple[Any, ...], args: Any, loader: Any) -> tuple[Any, ...]:
         """Return the trainer's numbers of epochs, steps and examples, with the right number of updates."""
+        if not isinstance(loader, TrainLoader):
+            raise ArgumentError(f"a get_train_dataloader above the adaptive one {DECIDES}")
         assert self.batches is not None
         if args.max_steps > 0:
             return (sys.maxsize, *values[1:])  # as many epochs as it takes, as for data of unknown length

@@ -6,12 +6,11 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor, nn
-from transformers import TrainingArguments
 
 from ..._lengths import pad_up
 from ..._types import IntArray
@@ -20,6 +19,7 @@ from ...plan.budget import Budget, MaxItems
 from ...size.learning_rate import innermost
 from ...step.calibration.finding import Probe, Row, find_budget, largest_batch
 from ...step.calibration.found import FoundBudget
+from ...step.filler import without_filler
 from ...step.oom import Snapshot
 from .._auto_budget import (
     BudgetFinder,
@@ -28,21 +28,13 @@ from .._auto_budget import (
     own_collator,
     tell,
 )
-from .._describing import (
-    describe_callable,
-    describe_lengths,
-    describe_model,
-    describe_optimizer,
-    describe_packages,
-    describe_read,
-    is_of_library,
-)
 from .._devices import Devices, on_its_own
 from .._keeping import is_plain, kept, kept_draws
 from .._ranked import is_stream
 from .._safe_steps import trained_parameters
 from ._batches import Counted, Received
 from ._data import ExampleLists
+from ._key import key_of
 from ._lengths import pad_multiple_of
 from ._settings import Settings
 from ._streams import first_buffer
@@ -50,23 +42,6 @@ from .callbacks import Batching
 
 logger = logging.getLogger(__name__)
 
-_ARGUMENTS = (
-    "bf16",
-    "fp16",
-    "tf32",
-    "gradient_checkpointing",
-    "gradient_checkpointing_kwargs",
-    "label_smoothing_factor",
-    "neftune_noise_alpha",
-    "optim",
-    "optim_args",
-    "optim_target_modules",
-    "torch_compile",
-    "torch_compile_backend",
-    "torch_compile_mode",
-    "torch_empty_cache_steps",
-    "use_liger_kernel",
-)
 _SET_BY_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")
 _LEFT_ALONE = ("train_dataset", "eval_dataset")
 _MISSING = object()
@@ -115,7 +90,7 @@ def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: Budge
             )
 
     found, is_known = finder.find(
-        _key_of(trainer, settings, lengths, accumulates),
+        lambda: key_of(trainer, settings, lengths, accumulates),
         search,
         device=device,
         monitor=monitor,
@@ -201,49 +176,6 @@ def _bytes_of_ranks(trainer: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in trained)
 
 
-def _key_of(trainer: Any, settings: Settings, lengths: IntArray, accumulates: bool) -> dict[str, Any]:
-    args = trainer.args
-    return {
-        "model": describe_model(trainer.model),
-        "lengths": describe_lengths(lengths),
-        "packages": describe_packages(),
-        "trainer": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__],
-        "loss": [describe_callable(trainer.compute_loss_func), *_own_steps(trainer)],
-        "collator": [describe_callable(trainer.data_collator), pad_multiple_of(trainer.data_collator)],
-        "arguments": {name: _as_text(getattr(args, name, None)) for name in [*_ARGUMENTS, *_own_arguments(args)]},
-        "precision": str(trainer.accelerator.mixed_precision),
-        "optimizer": describe_optimizer(innermost(trainer.optimizer)),
-        "accumulates": accumulates,
-        "has_controller": settings.controller is not None,
-        "on_oom": settings.on_oom,
-        "weighting": settings.weighting,
-        "entropy": settings.wants_entropy,
-    }
-
-
-def _own_arguments(args: Any) -> list[str]:
-    """Return the arguments that only this kind of trainer has: what a loss reads may be among them."""
-    usual = {field.name for field in fields(TrainingArguments)}
-    return [field.name for field in fields(args) if field.name not in usual]
-
-
-def _own_steps(trainer: Any) -> list[Any]:
-    """Return the losses and steps of the classes of a trainer, so that one that is written anew is measured again.
-
-    What those of the user read of the trainer, such as a number of negatives, belongs to them. Trainers of libraries
-    keep settings in their arguments, and counts in attributes.
-    """
-    kind = type(trainer)
-    found = [vars(base).get(name) for base in kind.__mro__ for name in ("compute_loss", "training_step")]
-    steps = [one for one in found if one is not None]
-    own = [one for one in steps if not is_of_library(one)]
-    return [*(describe_callable(one, owner=kind) for one in steps), describe_read(trainer, own)]
-
-
-def _as_text(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
 @contextmanager
 def _probing(trainer: Any, settings: Settings) -> Iterator[Any]:
     """Let a trainer run batches that leave no trace in it; parameters and random states are held by others.
@@ -303,7 +235,8 @@ class TrainerProbe(Probe):
     def load(self, indices: list[int]) -> Any:
         """Return the batch of some examples."""
         self._num = len(indices)
-        return self._collate(self._examples[indices])
+        batch = self._collate(self._examples[indices])
+        return without_filler(batch) if isinstance(batch, Mapping) else batch  # which costs what examples cost
 
     def begin(self, batch: Any) -> None:
         """Begin an update of one micro-batch."""
@@ -340,7 +273,7 @@ def evaluation_budget_of_trainer(
     loss_only = args.prediction_loss_only if loss_only is None else loss_only
     pillars = tuple(dict.fromkeys(int(place) for place in lengths.argmax(axis=0)))
     row = Row(tuple(int(length) for length in lengths.max(axis=0)), pillars)
-    key = (row.lengths, loss_only, json.dumps(describe_model(trainer.model)))
+    key = (row.lengths, loss_only, _model_key(trainer.model))
     if key in finder.evaluation:
         return finder.evaluation[key]
     quiet = replace(settings, budget=MaxItems(1), memory=None, micro_batch=None, graphs=False, on_oom="raise")
@@ -369,6 +302,11 @@ def evaluation_budget_of_trainer(
         for part, mode in modes:
             part.training = mode
     return finder.evaluation[key]
+
+
+def _model_key(model: nn.Module) -> Any:
+    """Return what tells the models that a trainer evaluates apart."""
+    return id(model), tuple((name, tuple(one.shape), one.dtype) for name, one in model.named_parameters())
 
 
 def nested(value: Any, num: int) -> Any:

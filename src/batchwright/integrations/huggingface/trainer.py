@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy.typing as npt
 import transformers
 from torch import Tensor
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 
 from ..._checks import shared_options
 from ...errors import ArgumentError
@@ -36,6 +36,7 @@ from .._graphs import Choice, captured
 from .._observing import History
 from .._trial_loss import takes_own_loss
 from ._data import TrainLoader, fetch_together, micro_batches_of
+from ._drawing import Unused, check_loader, check_order
 from ._evaluating import PlannedEvaluation
 from ._probing import budget_of_trainer
 from ._sentences import check_sentences, losses_of
@@ -161,6 +162,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
     ) -> None:
         check_trainer_class(transformers.Trainer, transformers.__version__)
         check_can_be_planned(type(self))
+        check_order(type(self))
         plan_options = dict(plan_options or {})
         settings = Settings(**shared_options(Settings, locals()))
         self._batching, self._finder = Batching(settings), BudgetFinder()
@@ -204,6 +206,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         """Return the trainer's own loader with the batches of this rank."""
         check_stream(self._batching.settings, self)  # it may have been set later
         base = super().get_train_dataloader()  # type: ignore[misc]
+        check_loader(self, base)
         self._follow_data(base)
         own = self._uses_own_loss()
         return self._batching.data.loader(base, self.train_dataset, has_own_loss=own, **self._loading())
@@ -231,12 +234,12 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         return found if isinstance(found, FoundBudget) else None
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        return SequentialSampler(self.train_dataset)  # of the trainer's own loader, whose batches are not used
+        return Unused(self.train_dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *rest: Any) -> tuple[Any, ...]:
         """Return the trainer's numbers of epochs, steps and examples; epochs may have unequal numbers of steps."""
         values = tuple(super().set_initial_training_values(args, dataloader, *rest))  # type: ignore[misc]
-        return self._batching.data.training_values(values, args) if isinstance(dataloader, TrainLoader) else values
+        return self._batching.data.training_values(values, args, dataloader)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         epochs_trained, num_skipped = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]

@@ -22,6 +22,8 @@ from .running import USABLE
 _MOST_PROBES = 8
 _MOST_PROBES_PER_AXIS = 2  # more for every further axis, which has terms of its own
 _LEAST_ROWS = 3
+# An example that is as long as this share of a row stands for one that fills it.
+_FILLED = 0.9
 # Batches that may run out of memory on the way.
 _MOST_FAILURES = 5
 # A model fitted to small batches says little about far larger ones: a batch costs at most this many times the last.
@@ -54,8 +56,15 @@ class Row:
     pillars: tuple[int, ...]
 
     def examples(self, num_items: int, lengths: IntArray) -> list[int]:
-        """Return as many examples: the pillars, then the longest others; few examples come several times."""
-        inside = np.flatnonzero((lengths <= np.array(self.lengths)).all(axis=1))
+        """Return as many examples: the pillars, then the longest others; few examples come several times.
+
+        On one axis only those count that fill the row: a collator that does not pad runs short ones in less time and
+        memory than the row is thought to take.
+        """
+        is_inside = (lengths <= np.array(self.lengths)).all(axis=1)
+        if len(self.lengths) == 1:
+            is_inside &= lengths[:, 0] >= _FILLED * self.lengths[0]
+        inside = np.flatnonzero(is_inside)
         order = inside[np.argsort(-lengths[inside].sum(axis=1, dtype=np.int64), kind="stable")]
         others = order[~np.isin(order, self.pillars)]
         found: list[int] = np.resize(np.concatenate([self.pillars, others]).astype(np.int64), num_items).tolist()
