@@ -186,7 +186,9 @@ class OnlineGoodput(ReasoningPolicy):
             )
         if self.time is None:
             after |= self._time(after, observation, float(observation.need("seconds", by=self.name)))
-        return take_noise(after, observation, horizon=self.horizon, by=self.name)
+        each = (after["length"] or math.inf) if self.unit == "tokens" else 1.0
+        num = min(now, int(LARGEST_SIZE)) / each
+        return take_noise(after, observation, size=num, horizon=self.horizon, by=self.name)
 
     def _time(self, state: State, observation: Observation, seconds: float) -> State:
         """Return what changes with the seconds of an update: by its tokens where they are told, else by its size.

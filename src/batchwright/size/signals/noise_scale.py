@@ -316,12 +316,13 @@ def add_noise(state: State, observation: Observation, *, by: str, num_examples: 
     return NoiseAverage(**state).update(s, corrected, num_examples=int(observation.need("batch_size", by=by)))
 
 
-def take_noise(state: State, observation: Observation, *, horizon: float | None, by: str) -> State:
+def take_noise(state: State, observation: Observation, *, size: float, horizon: float | None, by: str) -> State:
     """Return the state of ``OnlineGoodput`` with the noise of an update, if it has any.
 
     Args:
         state: before the update.
         observation: of the update.
+        size: examples of the size in force.
         horizon: examples over which averages forget, None for a number of measured updates.
         by: who asks, for the message.
     """
@@ -329,9 +330,10 @@ def take_noise(state: State, observation: Observation, *, horizon: float | None,
         return {**state, "grace": _GRACE if lacks_noise(observation) else max(0, state["grace"] - 1)}
     average = NoiseAverage(**state["average"])
     if horizon is None:
-        # The average forgets after so many updates of the size that runs, and an update counts by its examples.
+        # The average forgets after so many updates of the size in force, and an update counts by its examples: the few
+        # of an epoch's last batch must not push out what whole ones told.
         num = min(max(_SHARE_OF_NOISE * state["measured"], FEWEST_NOISE), _MOST_NOISE)
-        own = num * int(observation.need("batch_size", by=by))
+        own = num * max(size, int(observation.need("batch_size", by=by)))
         part = min(average.horizon / own, 1 / max(average.weight, 1e-300))
         weights = {"weight": average.weight * part, "weight_square": average.weight_square * part**2}
         average = replace(average, horizon=own, **weights)
