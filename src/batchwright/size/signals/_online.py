@@ -177,7 +177,7 @@ class OnlineGoodput(ReasoningPolicy):
         moves = min(state["moves"] + (state["size"] not in (None, now)), _MOST_MOVES)
         base = state["base"] or min(now, int(LARGEST_SIZE))
         after = {**state, "base": base, "size": now, "waited": waited, "moves": moves}
-        if num_tokens:
+        if num_tokens and num_tokens <= LARGEST_SIZE:
             after["length"] = _mean(state["length"], num_tokens / num_examples)
             after["lengths"] = add_length(state["lengths"], num_tokens / num_examples)
         if self._needs_tokens and after["length"] is None and waited >= _FIRST_LOOK:
