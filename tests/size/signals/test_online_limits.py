@@ -197,7 +197,9 @@ def test_a_noise_scale_beyond_every_batch_is_one_that_a_state_can_hold(s: float,
 def test_counts_beyond_every_batch_leave_a_state_that_can_be_loaded(figures: dict[str, int]) -> None:
     controller = size.BatchSizeController(size.goodput(), min_size=16, max_size=64)
     for _ in range(30):
-        controller.observe(**{"batch_size": controller.size, "seconds": 0.1, "noise_s": 9.0, "noise_g2": 1.0, **figures})
+        controller.observe(
+            **{"batch_size": controller.size, "seconds": 0.1, "noise_s": 9.0, "noise_g2": 1.0, **figures}
+        )
     again = size.BatchSizeController(size.goodput(), min_size=16, max_size=64)
     again.load_state_dict(json.loads(json.dumps(controller.state_dict())))
     assert again.size == controller.size
