@@ -319,3 +319,14 @@ def test_a_state_whose_size_that_ran_is_none_is_refused():
     policy = noise_driven(estimator="ratio")
     with pytest.raises(ArgumentError, match="policy_state\\['followed'\\] must be"):
         policy.check_state({**policy.init(), "followed": 0})
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_batches_formed_before_the_size_changed_do_not_change_it_again(every):
+    """A loader six batches ahead, at a noise scale of 64: the size goes there, and stays."""
+    policy = noise_driven(estimator="ratio", per="step", every=every)
+    controller, ahead = BatchSizeController(policy, min_size=1, max_size=4096, initial=16), [16] * 6
+    for _ in range(60):
+        ahead.append(controller.size)
+        at_scale(controller, ahead.pop(0), 8)
+    assert [decision.new for decision in controller.history] == [32, 64]

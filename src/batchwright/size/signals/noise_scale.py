@@ -135,7 +135,7 @@ class NoiseRatio(ReasoningPolicy):
     def init(self) -> State:
         """Return a period without ratios.
 
-        Later on ``num_parts`` of the ratios is there too, and ``followed``, the size in force once a batch of it ran.
+        Later on ``num_parts`` of the ratios is there too, and ``followed``, the newest size in force of which one ran.
         """
         return self.period.init()
 
@@ -174,7 +174,7 @@ class NoiseRatio(ReasoningPolicy):
             return math.nan, before, "noise of a single part is left out"
         if self.num_parts not in (None, num_parts):  # a ratio of another number of parts cannot be compared
             return math.nan, before or num_parts, f"noise of {num_parts} parts, not of {self.num_parts}, is left out"
-        if state.get("followed") == observation.current and not ran_in_force(observation):
+        if "followed" in state and not ran_in_force(observation):
             return math.nan, before or num_parts, f"a batch of {num_examples} says little about the size in force"
         ratio = noise_ratio(s, g2, num_examples=num_examples, num_parts=num_parts)
         if before is not None and state["weight"] > 0 and self.high is None and self.low is None:
@@ -302,9 +302,13 @@ def _of_period(state: State) -> State:
 
 
 def _followed(state: State, observation: Observation) -> int | None:
-    """Return the size in force if a batch of it ran: a smaller one after it is the last of an epoch."""
-    has_run = state.get("followed") == observation.current
-    return observation.current if has_run or (observation.batch_size and ran_in_force(observation)) else None
+    """Return the newest size in force of which a batch ran.
+
+    A batch of another size after it is the last of an epoch, or was formed before the size changed.
+    """
+    runs = observation.batch_size is not None and ran_in_force(observation)
+    followed: int | None = observation.current if runs else state.get("followed")
+    return followed
 
 
 def lacks_noise(observation: Observation) -> bool:
