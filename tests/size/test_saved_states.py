@@ -19,6 +19,9 @@ UNROUNDED = {
     "memory_driven(high=1, low=0.5, factor=1.5)": [9, 9, 9, 14, 20, 20, 20, 30, 46, 46],  # 6 · 1.5^n
     'loss_driven("ema", mode="linear", up=4, down=8, gain=50)': None,
     "chain(noise_driven(), rate_limit(2), smooth(0.5), multiple_of(8), clamp(32, 4096))": None,
+    # Batches that stay as they are were formed before the size changed, and do not change it again.
+    "switch({0: constant(32), 2: memory_driven()})": None,
+    'noise_driven(estimator="ratio", low=1, high=2, up=3, down=0.25, per="step")': None,
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import checkpoint
 
 from batchwright.errors import ArgumentError
 from batchwright.size.noise import NoiseAverage, estimate_noise, noise_ratio
@@ -311,3 +312,48 @@ def test_the_ratio_of_a_single_update_may_exceed_the_number_of_parts_less_one():
     found, _, textbook = max(ratios(8, 4, seed) for seed in range(20))
     assert found == pytest.approx(textbook)
     assert found > 7
+
+
+class Tied(nn.Module):
+    """The same layer twice, each time in a checkpoint of its own."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.inner, self.outer, self.use_reentrant = nn.Linear(3, 3), nn.Linear(3, 1), use_reentrant
+
+    def forward(self, x):
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.inner, x, use_reentrant=self.use_reentrant))
+        return self.outer(x)
+
+
+def tied_loss(model, batch):
+    return model(batch.clone().requires_grad_()).square().sum(), len(batch)
+
+
+def test_a_gradient_that_comes_in_parts_is_refused_and_in_one_piece_it_is_measured():
+    """A reentrant checkpoint adds to the gradient of a shared layer once per call; squares of parts do not add up."""
+    batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    stepper = make_tied(use_reentrant=True)
+    with pytest.raises(ArgumentError, match=r"shape \(3, 3\) came in several; .* use_reentrant=False"):
+        stepper.step(batch)
+    noise = make_tied(use_reentrant=False).step(batch).noise
+    assert noise.s > 0
+
+
+def make_tied(**options):
+    torch.manual_seed(0)
+    model = Tied(**options)
+    return Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), tied_loss, measure_noise=True, noise_parts=4)
+
+
+def test_gradients_that_a_loss_takes_for_itself_are_refused_where_they_would_count_as_noise():
+    def penalized(model, batch):
+        loss = model(batch).square().sum()
+        (slope,) = torch.autograd.grad(loss, [model.weight], create_graph=True)
+        return loss + slope.square().sum(), len(batch)
+
+    model = nn.Linear(3, 1)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), penalized, measure_noise=True)
+    with pytest.raises(ArgumentError, match="noise needs the gradient of a micro-batch in one piece"):
+        stepper.step(torch.ones(4, 3))

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.errors import ArgumentError, MissingSignalError
-from batchwright.size.combine import chain, multiple_of
+from batchwright.size.combine import chain, minimum, multiple_of
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.observation import Observation
 from batchwright.size.policy import TIMES
+from batchwright.size.schedules import milestones
 from batchwright.size.signals import memory_driven
 
 
@@ -195,3 +196,28 @@ def test_a_multiple_does_not_make_memory_driven_swing():
     # 24 takes 0.375 of the memory and grows; 48 takes 0.75, between the limits.
     sizes = sizes_by_memory(chain(memory_driven(), multiple_of(24)), initial=1, holds=64)
     assert set(sizes[100:]) == {48}
+
+
+def test_batches_formed_before_the_size_shrank_do_not_shrink_it_again():
+    controller = BatchSizeController(memory_driven(), min_size=1, max_size=4096, initial=256)
+    ahead = [256, 256]  # a loader with workers
+    for _ in range(8):
+        ahead.append(controller.size)
+        ran = ahead.pop(0)
+        controller.observe(batch_size=ran, memory_fraction=0.95 * ran / 256)
+    assert [decision.new for decision in controller.history] == [128]
+
+
+def test_the_highest_reading_of_an_epoch_is_one_of_the_size_in_force():
+    """Another policy halves the size in the middle of an epoch, whose first half took 95 % of the memory."""
+    policy = minimum(memory_driven(per="epoch"), milestones({0: 256, 5: 128}, per="step"))
+    controller = BatchSizeController(policy, min_size=1, max_size=4096, initial=256)
+    for step in range(1, 31):
+        ran = controller.size
+        controller.observe(epoch=step // 10, batch_size=ran, memory_fraction=0.95 * ran / 256)
+    assert [decision.new for decision in controller.history] == [128]
+
+
+def test_a_loader_that_never_follows_the_size_is_heard():
+    controller = BatchSizeController(memory_driven(), min_size=1, max_size=4096, initial=8)
+    assert [controller.observe(batch_size=64, memory_fraction=0.9) for _ in range(3)] == [4, 2, 1]

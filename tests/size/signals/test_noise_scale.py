@@ -280,3 +280,53 @@ def test_parts_and_periods_of_nonsense_are_refused(options, message):
 def test_a_unit_without_a_name_is_refused(estimator):
     with pytest.raises(ArgumentError, match="per must be one of"):
         noise_driven(estimator=estimator, per="")
+
+
+def at_scale(controller, batch_size, noise_parts, **figures):
+    """Observe an update of a gradient whose noise scale is 64."""
+    controller.observe(batch_size=batch_size, noise_s=128.0, noise_g2=2.0, noise_parts=noise_parts, **figures)
+
+
+@pytest.mark.parametrize("per", ["epoch", "step"])
+@pytest.mark.parametrize("last_parts", [2, 8])
+def test_the_small_last_batch_of_an_epoch_does_not_change_the_size(per, last_parts):
+    controller = BatchSizeController(noise_driven(estimator="ratio", per=per), min_size=1, max_size=4096, initial=64)
+    for epoch in range(3):
+        for _ in range(9):
+            at_scale(controller, 64, 8, epoch=epoch)
+        at_scale(controller, 6, last_parts, epoch=epoch + 1)
+    assert controller.num_changes == 0
+
+
+def test_ratios_of_other_numbers_of_parts_are_compared_as_of_those_before():
+    """7 · 64 / 128 = 3.5 of 8 parts and 3 · 64 / 128 = 1.5 of 4: both are half of what they tend to."""
+    policy = noise_driven(estimator="ratio", per="step", every=2)
+    seen = [*steady(128.0, 2.0, num=1, noise_parts=8), *steady(128.0, 2.0, num=1, noise_parts=4)]
+    size, state = after(policy, seen[:1])
+    assert (state["mean"], state["num_parts"]) == (pytest.approx(3.5), 8)
+    assert policy.explain(state, seen[1]).startswith("noise ratio 3.5 over 2 steps of 8 parts")
+    assert policy.update(state, seen[1])[0] == size == 64
+
+
+def test_noise_of_a_single_part_leaves_a_state_that_can_be_loaded():
+    policy = noise_driven(estimator="ratio", per="step")
+    size, state = after(policy, steady(128.0, 2.0, num=1, noise_parts=1))
+    policy.check_state(json.loads(json.dumps(state)))
+    assert size == 64
+
+
+def test_a_state_whose_size_that_ran_is_none_is_refused():
+    policy = noise_driven(estimator="ratio")
+    with pytest.raises(ArgumentError, match="policy_state\\['followed'\\] must be"):
+        policy.check_state({**policy.init(), "followed": 0})
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_batches_formed_before_the_size_changed_do_not_change_it_again(every):
+    """A loader six batches ahead, at a noise scale of 64: the size goes there, and stays."""
+    policy = noise_driven(estimator="ratio", per="step", every=every)
+    controller, ahead = BatchSizeController(policy, min_size=1, max_size=4096, initial=16), [16] * 6
+    for _ in range(60):
+        ahead.append(controller.size)
+        at_scale(controller, ahead.pop(0), 8)
+    assert [decision.new for decision in controller.history] == [32, 64]

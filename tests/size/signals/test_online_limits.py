@@ -193,6 +193,18 @@ def test_a_noise_scale_beyond_every_batch_is_one_that_a_state_can_hold(s: float,
     assert again.size == (64 if s > g2 else 16)
 
 
+@pytest.mark.parametrize("figures", [{"batch_tokens": 2**60}, {"batch_size": 10**30}], ids=repr)
+def test_counts_beyond_every_batch_leave_a_state_that_can_be_loaded(figures: dict[str, int]) -> None:
+    controller = size.BatchSizeController(size.goodput(), min_size=16, max_size=64)
+    for _ in range(30):
+        controller.observe(
+            **{"batch_size": controller.size, "seconds": 0.1, "noise_s": 9.0, "noise_g2": 1.0, **figures}
+        )
+    again = size.BatchSizeController(size.goodput(), min_size=16, max_size=64)
+    again.load_state_dict(json.loads(json.dumps(controller.state_dict())))
+    assert again.size == controller.size
+
+
 _WILD: dict[str, list[float]] = {
     "seconds": [1e-6, 1e4, 1e-300, 1e300, 5e-324, 0.0, -1.0, math.nan, math.inf, 1e16],
     "noise_s": [-5.0, math.nan, math.inf, -math.inf, 0.0, 1e149, -1e149, 5e-324, 1e308],

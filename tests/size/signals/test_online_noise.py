@@ -3,6 +3,7 @@
 import pytest
 
 from batchwright.size import BatchSizeController, Observation, goodput
+from batchwright.size.noise import NoiseAverage
 from batchwright.size.signals.noise_scale import lean
 
 
@@ -49,3 +50,35 @@ def test_a_state_without_a_count_of_measured_updates_goes_on_with_what_its_avera
     after = goodput().update(old, now)[1]
     assert state["measured"] == 40
     assert 10 <= after["measured"] <= 41
+
+
+def observe(policy, state, num, **figures):
+    """Return the state after updates of the base of 64 in which every figure stays the same."""
+    for _ in range(num):
+        figures = {"batch_size": 64, "seconds": 0.1, "noise_s": 640.0, **figures}
+        figures["batch_tokens"] = figures["batch_size"]
+        state = policy.update(state, Observation(size=64, **figures))[1]
+    return state
+
+
+@pytest.mark.parametrize("unit", ["examples", "tokens"])
+def test_the_few_examples_of_an_epochs_last_batch_do_not_push_out_what_whole_ones_told(unit):
+    """Two examples count for 1 / 32 of an update of 64, of which the average holds some 64."""
+    policy = goodput(base_size=64, unit=unit)
+    state = observe(policy, policy.init(), 200, noise_g2=2.0)
+    before = NoiseAverage(**state["average"])
+    last = observe(policy, state, 1, batch_size=2, noise_g2=98.0)
+    after = NoiseAverage(**observe(policy, last, 3, noise_g2=2.0)["average"])
+    assert NoiseAverage(**last["average"]).g2 == pytest.approx(2.0, abs=96 * 2 / (64 * 40))
+    assert after.g2 == pytest.approx(2.0, abs=96 * 2 / (64 * 40))
+    assert after.num_updates == pytest.approx(before.num_updates, rel=0.1)
+
+
+def test_what_was_measured_at_a_smaller_size_counts_by_its_examples_after_the_size_has_grown():
+    """64 updates of 64 are as many examples as 8 of 512: after 8 of these both halves weigh about the same."""
+    policy = goodput(base_size=64)
+    state = observe(policy, policy.init(), 200, noise_g2=2.0)
+    for _ in range(8):
+        large = Observation(size=512, batch_size=512, seconds=0.1, noise_s=640.0, noise_g2=4.0)
+        state = policy.update(state, large)[1]
+    assert NoiseAverage(**state["average"]).g2 == pytest.approx(3.0, abs=0.1)

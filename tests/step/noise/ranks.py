@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from batchwright.errors import BatchwrightError
+from batchwright.errors import ArgumentError, BatchwrightError
 from batchwright.step import Stepper
 
 from ...processes import leave_group
@@ -69,12 +71,24 @@ def refuse(rank):
     print(f"later: {caught.value}")
 
 
+def refuse_parts(rank, world_size):
+    """Tensor parallelism: each rank holds some rows of a weight."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    for noise_from in ("all", "vectors"):
+        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 1))
+        parallelize_module(model, mesh, {"1": ColwiseParallel(), "2": RowwiseParallel()})
+        with pytest.raises(ArgumentError) as caught:
+            Stepper(model, torch.optim.SGD(model.parameters()), len, measure_noise=True, noise_from=noise_from)
+        print(f"{noise_from}: {caught.value}")
+
+
 def main(rank, world_size, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     torch.set_num_threads(1)
     for shares in ((5, 7), (1, 7), (4, 4)):
         measure(rank, shares)
     refuse(rank)
+    refuse_parts(rank, world_size)
     leave_group()
 
 

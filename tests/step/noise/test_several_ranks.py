@@ -11,3 +11,5 @@ def test_ranks_with_uneven_shares_measure_what_one_process_would_and_refuse_alik
         assert "4 and 4: as one process" in output
         assert "refused: noise_from='vectors' cannot be measured in this model" in output
         assert "norm.bias was measured before, but now its output" in output
+        for noise_from in ("all", "vectors"):
+            assert f"{noise_from}: measure_noise needs whole gradients, but every rank holds a part of 1." in output

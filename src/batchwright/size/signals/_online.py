@@ -177,7 +177,7 @@ class OnlineGoodput(ReasoningPolicy):
         moves = min(state["moves"] + (state["size"] not in (None, now)), _MOST_MOVES)
         base = state["base"] or min(now, int(LARGEST_SIZE))
         after = {**state, "base": base, "size": now, "waited": waited, "moves": moves}
-        if num_tokens:
+        if num_tokens and num_tokens <= LARGEST_SIZE:
             after["length"] = _mean(state["length"], num_tokens / num_examples)
             after["lengths"] = add_length(state["lengths"], num_tokens / num_examples)
         if self._needs_tokens and after["length"] is None and waited >= _FIRST_LOOK:
@@ -186,7 +186,9 @@ class OnlineGoodput(ReasoningPolicy):
             )
         if self.time is None:
             after |= self._time(after, observation, float(observation.need("seconds", by=self.name)))
-        return take_noise(after, observation, horizon=self.horizon, by=self.name)
+        each = (after["length"] or math.inf) if self.unit == "tokens" else 1.0
+        num = min(now, int(LARGEST_SIZE)) / each
+        return take_noise(after, observation, size=num, horizon=self.horizon, by=self.name)
 
     def _time(self, state: State, observation: Observation, seconds: float) -> State:
         """Return what changes with the seconds of an update: by its tokens where they are told, else by its size.

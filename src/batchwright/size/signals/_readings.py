@@ -86,7 +86,7 @@ class Readings:
             values = [*values, value][-_MOST:]
         found = summarize(values) if ends and values else None
         # A size is known as soon as a batch of it ran, not when it was decided: the first reading is still to come.
-        seen = size if not is_new or _ran(observation) else state["size"]
+        seen = size if not is_new or ran_in_force(observation) else state["size"]
         num_seen = 0 if ends else state["num_seen"] + (value is not None)
         after = {"size": seen, "num_seen": num_seen, "count": count, "values": [] if ends and not rolls else values}
         return found, after, refusal or f"gathering the seconds of {self.period.span()}"
@@ -101,7 +101,7 @@ def make_readings(per: Unit, every: SupportsIndex | None, *, by: str, num_usual:
     return Readings(make_period(per, num_usual if every is None and per == "step" else every, by=by), num_usual)
 
 
-def _ran(observation: Observation) -> bool:
+def ran_in_force(observation: Observation) -> bool:
     """Return whether a batch of about the size in force ran."""
     ran = observation.batch_size
     return ran is not None and abs(math.log(ran / observation.current)) <= _SAME_SIZE
@@ -113,7 +113,7 @@ def _refuse(observation: Observation, value: float | None, *, is_new: bool) -> s
         return "no batch ran"
     if not (math.isfinite(value) and value > 0):
         return f"{value} is no duration and left out"
-    if not _ran(observation):
+    if not ran_in_force(observation):
         return f"a batch of {observation.batch_size} says little about the size in force"
     return "the first batch of a size is left out" if is_new else None
 

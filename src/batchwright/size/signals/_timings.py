@@ -66,7 +66,7 @@ def add_reading(timings: list[Timing], work: float, seconds: float) -> list[Timi
     >>> timings
     [{'work': 64.0, 'seconds': [1.0, 1.2, 1.1], 'pace': None}]
     """
-    if not is_duration(seconds):
+    if not (is_duration(seconds) and work <= LARGEST_SIZE):
         return timings
     mine = min(
         (timing for timing in timings if _is_near(timing, work)), key=partial(_distance, work=work), default=None

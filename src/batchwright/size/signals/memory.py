@@ -12,6 +12,7 @@ from .._states import check_number, check_record, check_size, check_whole, optio
 from ..observation import Observation, Unit
 from ..policy import Answer, Policy, ReasoningPolicy, State, hold, options
 from ._base import Period, Response, make_period, make_response
+from ._readings import ran_in_force
 
 
 @final
@@ -37,16 +38,24 @@ class MemoryDriven(ReasoningPolicy):
         if self.period is not None:
             checks |= {"peak": optional(lambda at, saved: check_number(at, saved, least=0))}
             checks |= {"num_readings": check_whole, "count": check_whole}
-        check_record(name, state, checks)
+        check_record(name, state, {**checks, "ran": check_size}, may_lack=["ran"])
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Compare the share with the limits, now or at the end of a period."""
+        runs = observation.batch_size is not None and ran_in_force(observation)
+        if runs and state.get("peak") is not None and state.get("ran", observation.current) > observation.current:
+            state = {**state, "peak": None}  # of a larger size, which says nothing about this one
+        answer = self._decide(state, observation)
+        ran = observation.current if runs else state.get("ran")  # the newest size in force of which a batch ran
+        return answer if ran is None else answer._replace(state={**answer.state, "ran": ran})
+
+    def _decide(self, state: State, observation: Observation) -> Answer:
         if self.period is not None:
             return self._gather(self.period, state, observation)
         if observation.ends_epoch:
             return hold(observation, state, "no update ran since the last observation")
         fraction = float(observation.need("memory_fraction", by=self.name))
-        refusal = self._refuse(observation, fraction)
+        refusal = self._refuse(state, observation, fraction)
         return self._compare(state, observation, fraction) if refusal is None else hold(observation, state, refusal)
 
     def _gather(self, period: Period, state: State, observation: Observation) -> Answer:
@@ -56,7 +65,7 @@ class MemoryDriven(ReasoningPolicy):
         only_ends = observation.ends_epoch or (ends and period.per == "epoch" and state["num_readings"] > 0)
         is_needed = not only_ends or observation.memory_fraction is not None
         fraction = float(observation.need("memory_fraction", by=self.name)) if is_needed else math.nan
-        refusal = self._refuse(observation, fraction) if is_needed else None
+        refusal = self._refuse(state, observation, fraction) if is_needed else None
         peak = state["peak"]
         if is_needed and refusal is None:
             peak = fraction if peak is None else max(peak, fraction)
@@ -68,13 +77,19 @@ class MemoryDriven(ReasoningPolicy):
         answer = self._compare(state, observation, peak)
         return answer._replace(state={**answer.state, **gathered})
 
-    def _refuse(self, observation: Observation, fraction: float) -> str | None:
-        """Say why a reading does not count; a light one of a small batch says nothing, a heavy one does."""
+    def _refuse(self, state: State, observation: Observation, fraction: float) -> str | None:
+        """Say why a reading does not count.
+
+        A light one of a small batch says nothing, nor does a heavy one of a batch formed before the size shrank.
+        """
         ran = observation.batch_size
         if not (math.isfinite(fraction) and fraction >= 0):
             return f"memory use of {fraction} is not a share"
         if fraction <= self.high and ran is not None and ran < observation.current:
             return f"a batch of {ran} says little about the size in force"
+        is_large = ran is not None and ran > observation.current and not ran_in_force(observation)
+        if fraction > self.high and is_large and state.get("ran", 0) > observation.current:
+            return f"a batch of {ran} was formed before the size shrank"
         return None
 
     def _compare(self, state: State, observation: Observation, fraction: float) -> Answer:
@@ -137,6 +152,7 @@ def memory_driven(
     doubles, at 0.9 it is halved, and so on. So a size that passed ``high`` is remembered, and the batch does not grow
     back to it until ``patience`` readings in a row say that it would fit, with memory in proportion to the items.
     A reading from a batch smaller than the size in force, such as the last one of an epoch, never grows the size.
+    A batch that was formed before the size shrank never shrinks it again.
 
     This changes the update. To keep the update and split it instead, give ``step.FitToMemory`` to
     ``Stepper(micro_batch=…)``: it follows the same rule for micro-batches. With a Stepper that splits, memory depends

@@ -9,11 +9,12 @@ from functools import partial
 from typing import ClassVar, Literal, SupportsIndex, TypeAlias, final, get_args
 
 from ..._checks import as_number, as_whole, check_choice, check_order
-from .._states import Check, check_number, check_record, check_whole
+from .._states import Check, check_number, check_record, check_size, check_whole
 from ..noise import TOO_LARGE, Evidence, NoiseAverage, RecentNoise, add_recent, noise_ratio
 from ..observation import Observation, Unit
 from ..policy import Answer, Policy, ReasoningPolicy, State, ask, hold, options, show
 from ._base import Period, Response, make_period, make_response, refuse_given
+from ._readings import ran_in_force
 
 Estimator: TypeAlias = Literal["unbiased", "ratio"]
 
@@ -132,15 +133,19 @@ class NoiseRatio(ReasoningPolicy):
     num_parts: int | None = field(default=None, metadata={"is_later": True})
 
     def init(self) -> State:
-        """Return a period without ratios; later on, ``num_parts`` of the last update that was measured is there too."""
+        """Return a period without ratios.
+
+        Later on ``num_parts`` of the ratios is there too, and ``followed``, the newest size in force of which one ran.
+        """
         return self.period.init()
 
     def check_state(self, state: State, name: str = "policy_state") -> None:
-        """Check the period and the number of parts."""
-        is_known = isinstance(state, dict) and "num_parts" in state
-        self.period.check_state(_without_parts(state) if is_known else state, name)
-        if is_known:
+        """Check the period, the number of parts and the size that ran."""
+        self.period.check_state(_of_period(state) if isinstance(state, dict) else state, name)
+        if "num_parts" in state:
             as_whole(f"{name}['num_parts']", state["num_parts"], least=2)
+        if "followed" in state:
+            check_size(f"{name}['followed']", state["followed"])
 
     def decide(self, state: State, observation: Observation) -> Answer:
         """Gather ratios, and at the end of a period compare their mean with the limits."""
@@ -148,9 +153,10 @@ class NoiseRatio(ReasoningPolicy):
             return need_two(observation, state)
         ratio, num_parts, done = math.nan, state.get("num_parts"), _NOT_MEASURED
         if observation.noise_s is not None or (num_parts is None and not observation.ends_epoch):
-            ratio, num_parts, done = self._read(observation)
-        mean, after = self.period.gather(_without_parts(state), observation, ratio, by=self.name)
-        state = after if num_parts is None else {**after, "num_parts": num_parts}
+            ratio, num_parts, done = self._read(state, observation)
+        mean, after = self.period.gather(_of_period(state), observation, ratio, by=self.name)
+        later = {"num_parts": num_parts, "followed": _followed(state, observation)}
+        state = {**after, **{name: value for name, value in later.items() if value is not None}}
         if mean is None or num_parts is None:
             return hold(observation, state, done)
         num_parts = self.num_parts or num_parts
@@ -159,13 +165,21 @@ class NoiseRatio(ReasoningPolicy):
         found = f"noise ratio {show(mean)} over {self.period.span()} of {num_parts} parts"
         return Answer(size, state, f"{found} (low {show(low)}, high {show(high)}): {words}")
 
-    def _read(self, observation: Observation) -> tuple[float, int, str]:
-        """Return the ratio of an update, the number of its parts, and what is done with it."""
+    def _read(self, state: State, observation: Observation) -> tuple[float, int | None, str]:
+        """Return the ratio of an update, of how many parts ratios are, and what is done with it."""
         s, g2 = (float(observation.need(name, by=self.name)) for name in ("noise_s", "noise_g2"))
         num_parts, num_examples = (int(observation.need(name, by=self.name)) for name in ("noise_parts", "batch_size"))
+        before = state.get("num_parts")
+        if num_parts < 2:
+            return math.nan, before, "noise of a single part is left out"
         if self.num_parts not in (None, num_parts):  # a ratio of another number of parts cannot be compared
-            return math.nan, num_parts, f"noise of {num_parts} parts, not of {self.num_parts}, is left out"
+            return math.nan, before or num_parts, f"noise of {num_parts} parts, not of {self.num_parts}, is left out"
+        if "followed" in state and not ran_in_force(observation):
+            return math.nan, before or num_parts, f"a batch of {num_examples} says little about the size in force"
         ratio = noise_ratio(s, g2, num_examples=num_examples, num_parts=num_parts)
+        if before is not None and state["weight"] > 0 and self.high is None and self.low is None:
+            # Limits that follow the number of parts are proportional to k − 1, as ratios are in expectation.
+            ratio, num_parts = ratio * (before - 1) / (num_parts - 1), before
         return ratio, num_parts, f"gathering the noise of {self.period.span()}"
 
     def _limits(self, num_parts: int) -> tuple[float, float]:
@@ -283,8 +297,18 @@ def check_average(name: str, state: State, *, horizon: float) -> None:
     check_record(name, state, {**same, **numbers, **squares, **shares})
 
 
-def _without_parts(state: State) -> State:
-    return {name: value for name, value in state.items() if name != "num_parts"}
+def _of_period(state: State) -> State:
+    return {name: value for name, value in state.items() if name not in ("num_parts", "followed")}
+
+
+def _followed(state: State, observation: Observation) -> int | None:
+    """Return the newest size in force of which a batch ran.
+
+    A batch of another size after it is the last of an epoch, or was formed before the size changed.
+    """
+    runs = observation.batch_size is not None and ran_in_force(observation)
+    followed: int | None = observation.current if runs else state.get("followed")
+    return followed
 
 
 def lacks_noise(observation: Observation) -> bool:
@@ -316,12 +340,13 @@ def add_noise(state: State, observation: Observation, *, by: str, num_examples: 
     return NoiseAverage(**state).update(s, corrected, num_examples=int(observation.need("batch_size", by=by)))
 
 
-def take_noise(state: State, observation: Observation, *, horizon: float | None, by: str) -> State:
+def take_noise(state: State, observation: Observation, *, size: float, horizon: float | None, by: str) -> State:
     """Return the state of ``OnlineGoodput`` with the noise of an update, if it has any.
 
     Args:
         state: before the update.
         observation: of the update.
+        size: examples of the size in force.
         horizon: examples over which averages forget, None for a number of measured updates.
         by: who asks, for the message.
     """
@@ -329,9 +354,10 @@ def take_noise(state: State, observation: Observation, *, horizon: float | None,
         return {**state, "grace": _GRACE if lacks_noise(observation) else max(0, state["grace"] - 1)}
     average = NoiseAverage(**state["average"])
     if horizon is None:
-        # The average forgets after so many updates of the size that runs, and an update counts by its examples.
+        # The average forgets after so many updates of the size in force, and an update counts by its examples: the few
+        # of an epoch's last batch must not push out what whole ones told.
         num = min(max(_SHARE_OF_NOISE * state["measured"], FEWEST_NOISE), _MOST_NOISE)
-        own = num * int(observation.need("batch_size", by=by))
+        own = num * max(size, int(observation.need("batch_size", by=by)))
         part = min(average.horizon / own, 1 / max(average.weight, 1e-300))
         weights = {"weight": average.weight * part, "weight_square": average.weight_square * part**2}
         average = replace(average, horizon=own, **weights)

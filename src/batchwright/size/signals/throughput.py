@@ -122,7 +122,7 @@ def goodput(
             at once.
         horizon: examples over which the averages of the noise forget; well above four times the largest batch. None is
             100,000 if a time model, a length and a base size are given, else half of the updates that were measured so
-            far, 12 to 64, of the size that runs.
+            far, 12 to 64, of the size in force.
         gain: how many times better another size must be, 1 or more.
         unit: what sizes count: ``"examples"``, or ``"tokens"`` per update; the noise scale is converted by the tokens
             per example that are observed.

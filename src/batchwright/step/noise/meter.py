@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 from torch.utils.hooks import RemovableHandle
 
-from ..._ranks import Ranks
+from ..._ranks import Ranks, is_sharded
+from ...errors import ArgumentError
 from ...size.noise import NoiseAverage, estimate_noise
 from .._copies import Copied, copied_row
 
@@ -160,6 +161,7 @@ class NoiseMeter(Meter):
         self._average = NoiseAverage()
 
     def _watch(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> GradientNorms:
+        check_whole(named_parameters)
         names = ["" if self._group_of is None else self._group_of(name) for name, _ in named_parameters]
         self._names = list(dict.fromkeys(names))
         norms = GradientNorms(
@@ -278,10 +280,11 @@ class GradientNorms(Norms):
         self._num_groups = max(self.groups, default=0) + 1  # a trainer's optimizer may add the first ones later
         self._parameters = list(parameters)
         self._handles: list[RemovableHandle] = [
-            parameter.register_hook(marked(partial(self._add, group)))
-            for parameter, group in zip(parameters, self.groups, strict=True)
+            parameter.register_hook(marked(partial(self._add, place))) for place, parameter in enumerate(parameters)
         ]
         self._open: Squares | None = None
+        self._seen: set[int] = set()  # places of gradients that came in this micro-batch
+        self._parted: int | None = None  # the place of one that came in parts
         self.total: Tensor | None = None  # one sum per group
 
     @property
@@ -289,19 +292,28 @@ class GradientNorms(Norms):
         """Return how many sums there are."""
         return self._num_groups
 
-    def _add(self, group: int, gradient: Tensor) -> None:
+    def _add(self, place: int, gradient: Tensor) -> None:
         if self._open is not None:
-            self._open.add(gradient, group)
+            if place in self._seen:  # squares of parts do not add up to that of their sum
+                self._parted = place
+            self._seen.add(place)
+            self._open.add(gradient, self.groups[place])
 
     def begin(self, num_rows: int) -> None:
         """Start a micro-batch."""
-        self._open = Squares()
+        self._open, self._seen, self._parted = Squares(), set(), None
 
     def end(self, num_examples: int) -> None:
         """Close a micro-batch of some examples and add its share; one without examples adds nothing."""
         squares, self._open = self._open, None
         if squares is None or num_examples == 0:
             return
+        if self._parted is not None:
+            raise ArgumentError(
+                "noise needs the gradient of a micro-batch in one piece, but that of a parameter of shape "
+                f"{tuple(self._parameters[self._parted].shape)} came in several; call torch.utils.checkpoint with "
+                "use_reentrant=False, run one backward pass per micro-batch, or leave measure_noise out"
+            )
         found = squares.sums(self.num_groups)
         if found is not None:
             share = found / num_examples
@@ -374,6 +386,16 @@ class Squares:
                 self._squares.append(torch.dot(norms, norms))
             self._groups.append(group)
         self._waiting, self._num_waiting = {}, 0
+
+
+def check_whole(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters of which every rank holds a part: nobody has the norm of a whole gradient."""
+    for name, parameter in named_parameters:
+        if is_sharded(parameter):
+            raise ArgumentError(
+                f"measure_noise needs whole gradients, but every rank holds a part of {name or 'a parameter'}, a "
+                "DTensor; use DDP, or leave measure_noise out"
+            )
 
 
 def marked(hook: Any) -> Any:

@@ -19,7 +19,7 @@ from ...size.noise import NoiseAverage, NoiseRatio, estimate_noise
 from .._copies import copied_row
 from ._taps import INSTEAD, Vector, VectorNorms, is_off
 from ._vectors import find_taps
-from .meter import GradientNorms, Meter, NoiseReport
+from .meter import GradientNorms, Meter, NoiseReport, check_whole
 
 # Every so many measured updates the whole gradient is measured too, and in these at first. Each makes about twice the
 # calls of another update: where every fourth update is measured, the first 64 have one. More of them early would not
@@ -60,6 +60,7 @@ class VectorMeter(Meter):
         self._find(named_parameters)
 
     def _find(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        check_whole(named_parameters)
         self._parameters = [parameter for _, parameter in named_parameters]
         names = {id(parameter): name for name, parameter in named_parameters}
         taps = find_taps(self._model, self._parameters)
