@@ -98,7 +98,7 @@ def test_shapes_are_a_copy_and_may_be_none_at_all():
         ([[8], [4]], {}, r"got \(2, 1\)"),
         ([[8, 128]], {"num_axes": 2}, "the model has 2 length axes, got shapes with 1"),
         ([[8, 128.0]], {}, "must be integers, got float64"),
-        ([["8", "128"]], {}, "must be integers, got <U3"),
+        ([["8", "128"]], {}, "must be integers, got texts; convert them"),
         ([[True, True]], {}, "must be integers, got bool"),
         (np.array([[8, 128]], dtype="timedelta64[s]"), {}, r"got timedelta64\[s\]; choose a unit"),
         (np.ma.array([[8, 128]], mask=[[0, 1]]), {}, "shapes is masked in 1 of 1 examples, first in example 0"),

@@ -10,6 +10,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, TensorDataset
 
 from batchwright._tree import CannotCutError, Rows, num_examples, take
 from batchwright.errors import ArgumentError
@@ -79,6 +80,8 @@ REFUSED = [
     (pack_sequence([torch.ones(4)]), "batch is a PackedSequence", 1),
     ({"x": nested(), "y": ONE_LENGTH}, r"batch\['x'\] is a nested tensor, which cannot be cut", 2),
     ((compressed(), ONE_LENGTH), r"batch\[0\] is a sparse_csr tensor, which cannot be cut", 2),
+    (TensorDataset(ONE_LENGTH), "a TensorDataset, not a batch; give the batches of a DataLoader", None),
+    (DataLoader([1, 2]), r"a DataLoader, not a batch; .* for batch in loader: stepper\.step\(batch\)", None),
     (Data(ONE_LENGTH), "batch is a Data, and it is not known what a row of it is", None),
     (Data(ONE_LENGTH, num_graphs=2), "batch is a Data, and it is not known what a row of it is", 2),
     ((ONE_LENGTH, Data([1, 2])), r"batch\[1\] is a Data", 2),

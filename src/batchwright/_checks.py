@@ -238,9 +238,11 @@ BatchSizeController has, got '64'
         return value
     whole = _whole(value)
     if whole is None or whole < 1:
+        is_policy = hasattr(value, "init") and hasattr(value, "update")
+        advice = f"; write BatchSizeController({value!r}, min_size=…, max_size=…)" if is_policy else ""
         raise ArgumentError(
             f"{name} must be a whole number of 1 or more, or have one as .size as a BatchSizeController has, "
-            f"got {value!r}"
+            f"got {value!r}{advice}"
         )
     return FixedSize(whole)
 

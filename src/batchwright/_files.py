@@ -60,7 +60,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     except IsADirectoryError:
         raise ArgumentError(f"{path} is a folder; give a file") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ArgumentError(f"{path} is not a readable gzip file: {error}") from None
+        raise ArgumentError(
+            f"{path} is not a readable gzip file: {error}; copy it again, or rename it without .gz if it is plain"
+        ) from None
     except OSError as error:
         raise ArgumentError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -76,7 +78,8 @@ def _decode(raw: bytes, path: Path, number: int) -> str:
         line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         raise ArgumentError(
-            f"{path}:{number}: not UTF-8 (byte {error.start + 1} of the line); convert the file first"
+            f"{path}:{number}: not UTF-8 (byte {error.start + 1} of the line); convert the file first, "
+            "for example iconv -f latin1 -t utf-8, or save it as UTF-8"
         ) from None
     return line.removesuffix("\n").removesuffix("\r")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,10 @@ import numpy.typing as npt
 from ._checks import is_whole
 from ._types import MAX_INT32, IntArray
 from .errors import ArgumentError, LengthsError
+
+# Source and target are two; many more are the token ids of examples that are equally long.
+_MAX_AXES = 16
+_OF_TEXTS = "; measure_lengths(texts, tokenizer) counts the tokens of texts"
 
 
 def as_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
@@ -33,7 +38,12 @@ def as_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
     if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[1] == 0):
         raise LengthsError(
             f"lengths must have shape (N,) or (N, axes), got {array.shape}; give one row of lengths per example, in a "
-            f"list or an array{'' if array.ndim else f', not in a {type(lengths).__name__}'}"
+            f"list or an array{'' if array.ndim else _not_in(lengths)}"
+        )
+    if array.ndim == 2 and array.shape[1] > _MAX_AXES:
+        raise LengthsError(
+            f"lengths has {array.shape[1]} numbers per example, over the {_MAX_AXES} axes that can be padded apart; if "
+            "these are token ids, pass how many each example has, e.g. measure_lengths(ids) or [len(x) for x in ids]"
         )
     if len(array) == 0:
         raise LengthsError("lengths is empty; there is nothing to batch")
@@ -83,8 +93,9 @@ def as_array(name: str, values: Any, form: str, error: type[ArgumentError]) -> n
     try:
         array = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
     except (RuntimeError, TypeError, ValueError) as reason:
-        nested = name == "lengths" and isinstance(values, list | tuple) and any(isinstance(one, list) for one in values)
-        advice = "; of lists of token ids pass the lengths, [len(x) for x in data]" if nested else ""
+        advice = "" if name != "lengths" else "; give one number per example, not the examples themselves"
+        if advice and isinstance(values, list | tuple) and any(hasattr(one, "__len__") for one in values):
+            advice = "; of lists of token ids pass the lengths, [len(x) for x in data]"
         raise error(f"{name} must form an array of shape {form}{advice}: {reason}") from reason
     if array.ndim == 2 and isinstance(values, list | tuple) and any(np.ma.is_masked(row) for row in values):
         values = np.ma.stack([np.ma.asarray(row) for row in values])
@@ -111,7 +122,12 @@ def _as_integers(name: str, array: npt.NDArray[Any], error: type[ArgumentError])
     # NumPy counts spans of time as integers, but not what unit they have.
     if np.issubdtype(array.dtype, np.integer) and not np.issubdtype(array.dtype, np.timedelta64):
         return array
-    raise error(f"{name} must be integers, got {array.dtype}{_advice(name, array)}")
+    got = "texts" if array.dtype.kind in "US" else array.dtype
+    raise error(f"{name} must be integers, got {got}{_advice(name, array)}")
+
+
+def _not_in(lengths: Any) -> str:
+    return ", not one number" if is_whole(lengths) else f", not in a {type(lengths).__name__}"
 
 
 def _advice(name: str, array: npt.NDArray[Any]) -> str:
@@ -119,7 +135,8 @@ def _advice(name: str, array: npt.NDArray[Any]) -> str:
     if kind == "m":
         return f"; choose a unit, e.g. {name} // np.timedelta64(1, 'ms')"
     if kind in "US":
-        return "; measure_lengths(texts, tokenizer) counts the tokens of texts"
+        are_numbers = all(str(value).strip().isdecimal() for value in array.flat)
+        return f"; convert them, e.g. np.asarray({name}).astype(int)" if are_numbers else _OF_TEXTS
     if array.dtype.names:
         fields = ", ".join(f"array[{field!r}]" for field in array.dtype.names)
         return f"; make the fields columns, e.g. np.stack([{fields}], axis=1)"
@@ -131,7 +148,15 @@ def _advice(name: str, array: npt.NDArray[Any]) -> str:
         first = missing.index(True) // (array.size // len(array))
         return f" with {sum(missing)} missing, first at example {first}; fill them in or leave those examples out"
     wrong = next((place for place, value in enumerate(array.flat) if kind == "O" and not is_whole(value)), None)
-    return f"; {count}" if wrong is None else f" with {array.flat[wrong]!r} at place {wrong}; {count}"
+    if wrong is None:
+        are_whole = kind == "f" and bool((array == np.floor(array)).all())
+        return f"; convert them, e.g. np.asarray({name}).astype(int)" if are_whole else f"; {count}"
+    found, advice = array.flat[wrong], f"; {count}"
+    if isinstance(found, str):
+        advice = _OF_TEXTS
+    elif isinstance(found, Mapping):
+        advice = "; count tokens, e.g. [len(row['input_ids']) for row in data], or name a column, data['length']"
+    return f" with {repr(found)[:60]} at place {wrong}{advice}"
 
 
 def _check_range(array: IntArray) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader, Dataset
 
 from ._containers import fields_of, is_open, is_plain, rebuilt
 from .errors import ArgumentError
@@ -110,6 +111,11 @@ class Reader:
             return self._named(value, fields, place)
         if is_plain(value):
             return lambda selection: value
+        if isinstance(value, Dataset | DataLoader):
+            raise self._complaint(
+                f"{place} is a {type(value).__name__}, not a batch; give the batches of a DataLoader one by one, "
+                "for batch in loader: stepper.step(batch)"
+            )
         raise self._complaint(f"{place} is a {type(value).__name__}, and it is not known what a row of it is")
 
     def _array(self, value: Any, place: str) -> Cut:

@@ -36,7 +36,9 @@ from .errors import ArgumentError
 # A list of more tensors of one kind is no list of fields.
 _MOST_FIELDS = 4
 _CANNOT = object()  # be joined
-_NEEDS_COLLATE = "a list of examples needs collate= (collate=list hands them on as they are)"
+_NEEDS_COLLATE = (
+    "a list of examples needs collate=, e.g. torch.utils.data.default_collate (list hands them on as they are)"
+)
 
 
 def leaves(batch: Any) -> Iterator[Tensor]:

@@ -183,6 +183,7 @@ def test_names_of_functions_are_checked(folder, capsys, functions, message):
     ("name", "message"),
     [
         ("my_model", "'my_model' is not module:function"),
+        ("my_model.py", "'my_model.py' is not module:function; write for example my_model:embed"),
         ("my_model:", "is not module:function"),
         ("my_modle:embed", "there is no module 'my_modle'"),
         ("my_model.part:embed", "there is no module 'my_model.part'"),

@@ -246,6 +246,17 @@ def test_a_method_without_its_object_and_too_many_items_are_refused():
         Model(1).scale.sync(1, 2)
 
 
+def test_a_function_of_two_arguments_is_refused_with_what_to_write():
+    @batched(max_items=4)
+    def add(first, second):
+        return first + second
+
+    with pytest.raises(
+        ArgumentError, match=r"add takes more than a list of items, .* one item, .*add\(\(first, second"
+    ):
+        add.sync("a", "b")
+
+
 def test_background_work_of_a_method_waits_for_its_object():
     class Scaled:
         @batched(background=[[1, 2]])

@@ -276,7 +276,7 @@ def test_chains_nest():
     ("make", "words"),
     [
         (lambda: chain(64), "chain needs policies, got 64; a fixed size is constant(64)"),
-        (lambda: chain(clamp(1, 2)), "chain needs policies, got clamp(1, 2)"),
+        (lambda: chain(clamp(1, 2)), "needs policies, got clamp(1, 2); it goes after one: chain(policy, clamp(1, 2))"),
         (lambda: chain(constant(64), constant(32)), "several policies go into maximum or switch"),
         (lambda: clamp(0, 10), "min_size must be a whole number of 1 or more, got 0"),
         (lambda: clamp(64, 32), "clamp needs min_size <= max_size, got 64 and 32"),

@@ -95,7 +95,7 @@ def test_nonsense_is_refused_when_the_controller_is_made(options, words):
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("policy", [64, clamp(1, 8), "gooodput", "momentum"])
+@pytest.mark.parametrize("policy", [64, "gooodput", "momentum"])
 def test_what_is_no_policy_is_refused(policy):
     with pytest.raises(ArgumentError, match=r"must be a size.Policy.*size.constant\(64\)"):
         control(policy)
@@ -413,3 +413,8 @@ def test_a_state_that_lacks_a_part_is_refused(key):
 def test_a_controller_shows_its_policy_bounds_and_size():
     text = repr(control(linear(32, 8)))
     assert text == "BatchSizeController(linear(32, 8), min_size=1, max_size=4096, size=32)"
+
+
+def test_a_transform_in_place_of_a_policy_is_told_where_it_goes():
+    with pytest.raises(ArgumentError, match=r"it goes after one: size\.chain\(size\.goodput\(\), clamp\(8, 16\)\)"):
+        BatchSizeController(clamp(8, 16), min_size=1, max_size=32)

@@ -122,8 +122,8 @@ TOKENS = {"input_ids": [5, 6]}
     ("examples", "message"),
     [
         ([], "at least one example"),
-        ([(5, 6)], "examples must be mappings of fields, got tuple"),
-        ([{"tokens": [5]}], r"have the fields \['tokens'\], not \['input_ids'\]; pass axis_fields"),
+        ([(5, 6)], r"mappings of fields, got tuple; give a list of rows such as \{'input_ids'"),
+        ([{"tokens": [5]}], r"have the fields \['tokens'\], not \['input_ids'\]; turn texts into token ids first, or"),
         ([TOKENS, {**TOKENS, "labels": [1]}], r"example 0 has \['input_ids'\] and example 1 has \['input_ids', 'lab"),
         ([{**TOKENS, "labels": [1]}, TOKENS], "examples of a batch need the same fields"),
         ([{**TOKENS, "labels": [1, 2, 3]}], r"'labels' has 3 tokens but is padded to 2; .* same_axis={'labels': …}"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batchwright.errors import ArgumentError
-from batchwright.step import losses
+from batchwright.step import Stepper, losses
 from batchwright.step.losses import entropy_sum, supervised_loss
 
 SAME = nn.Identity()
@@ -51,7 +51,7 @@ def test_a_row_of_class_probabilities_is_one_target(shape):
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), partial(F.mse_loss), lambda outputs, targets: outputs.sum()])
 def test_a_loss_that_is_no_sum_is_refused(loss):
-    with pytest.raises(ArgumentError, match="reduction='sum'"):
+    with pytest.raises(ArgumentError, match=r"write nn\.CrossEntropyLoss\(reduction='sum'\) or functools\.partial"):
         supervised_loss(loss)
 
 
@@ -59,6 +59,22 @@ def test_a_loss_that_is_no_sum_is_refused(loss):
 def test_a_batch_that_is_no_pair_is_refused(batch, got):
     with pytest.raises(ArgumentError, match=f"got {got}"):
         supervised_loss(nn.MSELoss(reduction="sum"))(SAME, batch)
+
+
+def test_targets_that_are_no_tensor_are_refused():
+    with pytest.raises(ArgumentError, match="targets as a tensor, got list; convert inputs and targets"):
+        supervised_loss(nn.CrossEntropyLoss(reduction="sum"))(SAME, (torch.zeros(2, 3), [0, 1]))
+
+
+def test_one_example_that_is_no_batch_is_refused():
+    data = torch.utils.data.TensorDataset(torch.zeros(2, 3), torch.tensor([0, 1]))
+    model = nn.Linear(3, 3)
+    stepper = Stepper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), supervised_loss(nn.CrossEntropyLoss(reduction="sum"))
+    )
+    with pytest.raises(ArgumentError, match=r"give a batch of one as data\[:1\], not data\[0\]"):
+        stepper.step(data[0])
+    assert stepper.step(data[:1]).batch_size == 1
 
 
 @given(st.lists(st.sampled_from([-100, 0, 1, 2]), min_size=1, max_size=12), st.data())

@@ -384,6 +384,7 @@ class Lomo(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda parameters: torch.optim.SGD, r"got the class; write SGD\(model\.parameters\(\), …\)"),
         (lambda parameters: parameters, "must have param_groups and step.*got <class 'list'>"),
         (torch.optim.LBFGS, "the step of LBFGS needs a closure"),
         (schedulefree.SGDScheduleFreeClosure, "the step of SGDScheduleFreeClosure needs a closure"),

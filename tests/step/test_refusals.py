@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from batchwright.errors import ArgumentError
-from batchwright.step import Stepper
+from batchwright.step import Stepper, huggingface_loss
 
 torch.set_num_threads(1)
 
@@ -104,3 +104,29 @@ def test_a_container_whose_attributes_may_belong_to_examples():
 def test_a_count_of_tokens_per_row():
     with pytest.raises(ArgumentError, match=r"tokens_of\(batch\) must be a whole number of 0 or more, got tensor"):
         make_stepper(mean_squares, tokens_of=lambda batch: torch.ones(len(batch))).step(rows())
+
+
+def test_an_optimizer_of_another_model():
+    other = nn.Linear(2, 1).double()
+    stepper = Stepper(nn.Linear(2, 1).double(), torch.optim.SGD(other.parameters(), lr=0.1), mean_squares)
+    with pytest.raises(ArgumentError, match="the loss depends on no parameter that the optimizer trains"):
+        stepper.step(rows())
+
+
+def test_a_weight_that_is_no_number():
+    with pytest.raises(ArgumentError, match=r"must be single numbers, got NoneType; return \(loss_sum, weight\)"):
+        make_stepper(lambda model, x: (model(x).sum(), None)).step(rows())
+
+
+def test_a_loss_function_that_was_not_made_yet():
+    with pytest.raises(
+        ArgumentError, match=r"huggingface_loss.* does not take two: .*; it makes one: huggingface_loss\(…\)"
+    ):
+        make_stepper(huggingface_loss)
+
+
+def test_a_loss_function_of_one_argument():
+    with pytest.raises(
+        ArgumentError, match=r"called with \(model, micro_batch\), and <lambda>\(batch\) does not take two"
+    ):
+        make_stepper(lambda batch: 1)

@@ -126,6 +126,14 @@ def test_the_report_gives_the_mean_loss_over_tokens_and_gradients_are_gone():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_printed_report_shows_the_loss():
+    model, batch = make_model(), token_batch()
+    report = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), token_loss, micro_batch=30).step(batch)
+    assert repr(report).startswith(
+        f"StepReport(batch_size=60, num_micro_batches=2, ooms=0, loss={report.loss:.4g}, lr=0.1"
+    )
+
+
 @dataclass
 class Pair:
     x: torch.Tensor

@@ -29,6 +29,7 @@ LENGTHS = "lengths"
 _MAX_BINS = 16
 # If the longest is this many medians long, equal bins would put nearly all examples in the first two.
 _HEAVY_TAIL = 8
+_NUMBER = re.compile(r"\s*\d+(\.0*)?\s*")
 
 
 @final
@@ -81,6 +82,7 @@ def measure_file(source: Source, *, tokenizer: str, max_length: int | None, prog
     if count is None:
         lengths: npt.NDArray[Any] = np.asarray(rows, dtype=np.int64)
     else:
+        _check_words(rows, tokenizer, source.name)
         lengths = _count(rows, count, tokenizer, progress=progress)
     full = (lengths.reshape(len(lengths), -1) > 0).all(axis=1)
     if not full.any():
@@ -99,6 +101,15 @@ def measure_file(source: Source, *, tokenizer: str, max_length: int | None, prog
         num_cut=num_cut,
         max_length=max_length,
     )
+
+
+def _check_words(rows: list[Row], tokenizer: str, name: str) -> None:
+    """Refuse to count words where every text is a number: those are lengths."""
+    if tokenizer == "words" and all(isinstance(row, str) and _NUMBER.fullmatch(row) for row in rows):
+        raise ArgumentError(
+            f"every text of {name} is a number, the first is {str(rows[0]).strip()}, and would count as one word; if "
+            "these are lengths, add --tokenizer lengths, and if they are texts, --tokenizer chars"
+        )
 
 
 def _takes_long(tokenizer: str) -> bool:

@@ -32,17 +32,29 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Read the arguments; what a command does not know is its own mistake, not one of ``batchwright``."""
+        words = sys.argv[1:] if args is None else list(args)
+        if self._subparsers is not None and words[:1] and self._is_unknown(words[0]):
+            self._refuse(words[:1])  # argparse would ask for a command instead
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-            close = _did_you_mean(options[0], self._option_string_actions) if options else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{close}")
+            self._refuse(unknown)
         return found, unknown
+
+    def _is_unknown(self, word: str) -> bool:
+        return word.startswith("-") and not any(known.startswith(word) for known in self._option_string_actions)
+
+    def _refuse(self, unknown: list[str]) -> NoReturn:
+        options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        close = _did_you_mean(options[0], self._option_string_actions) if options else ""
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{close}")
 
     def error(self, message: str) -> NoReturn:
         """Print the mistake and end with exit code 2."""
         choice = _CHOICE.search(message)
-        close = _did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""
+        known = re.findall(r"[\w-]+", choice[2]) if choice else []
+        close = _did_you_mean(choice[1], known) if choice else ""
+        if choice and not close and "plan" in known and Path(choice[1]).exists():
+            close = f"; to look at a file: {self.prog} plan {shlex.quote(choice[1])}"
         self.exit(2, f"{self.prog}: error: {message}{close}; see {self.prog} --help\n")
 
 
@@ -147,7 +159,8 @@ def load_object(name: str) -> Any:
     """
     module_name, colon, path = name.partition(":")
     if not (module_name and colon and path):
-        raise ArgumentError(f"{name!r} is not module:function; write for example my_model:embed")
+        example = f"{name[:-3]}:embed" if name.endswith(".py") and name[:-3].isidentifier() else "my_model:embed"
+        raise ArgumentError(f"{name!r} is not module:function; write for example {example}")
     found = _import(module_name)
     for part in path.split("."):
         if not hasattr(found, part):

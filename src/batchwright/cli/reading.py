@@ -107,6 +107,7 @@ def choose_fields(record: Record, field: str | None, *, pairs: bool, where: str)
     if not pairs and "text" in record:
         return ["text"]
     texts = [name for name, value in record.items() if isinstance(value, str)]
+    _check_separator(record, where)
     if len(texts) != (2 if pairs else 1):
         wanted = "two fields" if pairs else "the field with the text"
         example = _example_of_fields(record, texts, 2 if pairs else 1)
@@ -114,6 +115,17 @@ def choose_fields(record: Record, field: str | None, *, pairs: bool, where: str)
             f"{where}: name {wanted}, {example}; fields here: {_listed(record)}{_hint_of_lengths(record, pairs)}"
         )
     return texts
+
+
+def _check_separator(record: Record, where: str) -> None:
+    """Refuse a single column whose name and value split alike at another separator than the comma."""
+    name, value = next(iter(record.items()), ("", "")) if len(record) == 1 else ("", "")
+    found = next((mark for mark in (";", "\t", "|") if 0 < name.count(mark) == str(value).count(mark)), None)
+    if found is not None:
+        raise ArgumentError(
+            f"{where}: the only column is called {name!r}, and seems to be several, separated by {found!r}; separate "
+            f"them by commas, or name it, --field {shlex.quote(name)}, if it is one"
+        )
 
 
 def _example_of_fields(record: Record, texts: list[str], num: int) -> str:
@@ -126,12 +138,18 @@ def _example_of_fields(record: Record, texts: list[str], num: int) -> str:
 
 def _hint_of_lengths(record: Record, pairs: bool) -> str:
     """Say how lengths are read, if fields of the record look like them."""
-    counts = [name for name, value in record.items() if str(value).isdecimal()]
+    counts = [name for name, value in record.items() if _looks_like_length(value)]
     if len(counts) < 1 + pairs:
         return ""
     counts.sort(key=lambda name: not re.search("len|tok|num|count", name, re.IGNORECASE))
     names = ",".join(counts[: 1 + pairs])
     return f"; if they hold lengths, for example --field {names} --tokenizer lengths"
+
+
+def _looks_like_length(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(item, int) for item in value)
+    return str(value).removesuffix(".0").isdecimal()
 
 
 def as_length(value: Any, name: str, where: str) -> int:
@@ -165,6 +183,8 @@ def as_length(value: Any, name: str, where: str) -> int:
 def _as_text(value: Any, name: str, where: str) -> str:
     if isinstance(value, str):
         return value
+    if value is None:
+        raise ArgumentError(f"{where}: field {name!r} holds null, not text; fill it in, or leave that example out")
     raise ArgumentError(
         f"{where}: field {name!r} holds {_kind(value)}, not text; "
         "name a text field, or use --tokenizer lengths if it holds lengths or token ids"

@@ -97,9 +97,10 @@ def _whole_text(path: Path) -> Located:
 def _file_kind(path: Path) -> str:
     suffix = _suffix(path)
     if suffix == ".json":
+        lines = f"{Path(path.name.removesuffix('.gz')).stem}.jsonl"
         raise ArgumentError(
-            f"{path.name} is one JSON document; write one object per line and call the file "
-            f"{Path(path.name.removesuffix('.gz')).stem}.jsonl"
+            f"{path.name} is not read, because a .json file may be one document; if it has one object per line, rename "
+            f"it to {lines}, else write it so, for example jq -c '.[]' {path.name} > {lines} for a list of objects"
         )
     if suffix not in KINDS:
         raise ArgumentError(f"cannot tell the format of {path.name}; the name must end in {_ALLOWED}")

@@ -129,7 +129,8 @@ def controller_of(sampler: Any, controller: Any) -> Any:
         )
     if not (hasattr(controller, "observe") and hasattr(controller, "state_dict")):
         raise ArgumentError(
-            f"controller needs observe and state_dict, as a BatchSizeController has, got {type(controller).__name__}"
+            f"controller needs observe and state_dict, as a BatchSizeController has, got {type(controller).__name__}; "
+            "write BatchSizeController(size.goodput(), min_size=…, max_size=…)"
         )
     if own is not None and own is not controller:
         raise ArgumentError("the sampler takes its sizes from another controller; pass the same one, or leave it out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 import pickle
@@ -187,6 +188,11 @@ def _drop(entries: dict[int, Any], key: int, reference: weakref.ref[Any]) -> Non
 
 
 def _not_referable(kind: str, name: str) -> str:
+    if kind in vars(builtins):  # hardly the object of a method
+        return (
+            f"{name} takes more than a list of items, so it was called as a method of a {kind}; a function takes one "
+            f"list: put what belongs together into one item, {name}((first, second))"
+        )
     return (
         f"{name} cannot be batched on a {kind}, which allows no weak references: its batcher could not go with it. Add "
         "'__weakref__' to __slots__ (weakref_slot=True in a dataclass), or batch a function of its own"

@@ -16,7 +16,7 @@ import numpy as np
 from .._checks import as_number, as_state, as_whole, check_same, is_same
 from ..errors import ArgumentError, StateMismatchError
 from .observation import COUNTS, Counts, Observation, Unit, count_on, read_fields, tokens_of_update
-from .policy import Part, Policy, State, as_size, has_text
+from .policy import Part, Policy, State, Transform, as_size, has_text
 
 STATE_VERSION = 2
 # Changes that are kept unless the user says otherwise: about 250 kB of JSON.
@@ -293,6 +293,8 @@ def _numpy_number(match: re.Match[str]) -> str:
 
 def _advice(policy: Any) -> str:
     """Say what to write instead: the call of a policy whose name or function came, else a fixed size."""
+    if isinstance(policy, Transform):
+        return f"it goes after one: size.chain(size.goodput(), {policy!r})"
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "")
     known = callable(getattr(sys.modules[__package__], name, None)) and name.islower()
     return f"write size.{name}(…)" if known else "a fixed size is size.constant(64)"

@@ -104,7 +104,9 @@ def check_policies(name: str, policies: tuple[Any, ...]) -> None:
     """Refuse anything that is not a policy."""
     for policy in policies:
         if not isinstance(policy, Policy):
-            raise ArgumentError(f"{name} needs policies, got {policy!r}; a fixed size is constant(64)")
+            is_transform = isinstance(policy, Transform)
+            advice = f"it goes after one: chain(policy, {policy!r})" if is_transform else "a fixed size is constant(64)"
+            raise ArgumentError(f"{name} needs policies, got {policy!r}; {advice}")
 
 
 def checker_of(part: Policy | Transform) -> Check:

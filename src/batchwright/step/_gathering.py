@@ -14,7 +14,7 @@ from torch import Tensor
 from .._ranks import Ranks, mark_of
 from ..errors import ArgumentError
 from ._gradients import Trained, attempt
-from ._optimizers import forget_unscaling
+from ._optimizers import check_gradients, forget_unscaling
 from ._runner import Runner
 from ._settings import Settings
 from .measuring._stopwatch import Lap
@@ -226,6 +226,7 @@ class Gatherer:
             self._measure(pending, summary, weight)
             pending.gradients.run_hooks(self._ranks, self.device)
             pending.gradients.add_existing(self._ranks)
+            check_gradients(self.trained.parameters)
             pending.stage = "reduced"
         except BaseException:
             self.abandon()

@@ -37,9 +37,9 @@ _requires_grad = attrgetter("requires_grad")
 def check_optimizer(optimizer: Any) -> None:
     """Refuse an optimizer that one call of ``step()`` per update cannot serve, or that trains nothing."""
     if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
-        raise ArgumentError(
-            f"optimizer must have param_groups and step(), as a torch.optim.Optimizer has, got {type(optimizer)!r}"
-        )
+        is_class = isinstance(optimizer, type)
+        got = f"the class; write {optimizer.__name__}(model.parameters(), …)" if is_class else repr(type(optimizer))
+        raise ArgumentError(f"optimizer must have param_groups and step(), as a torch.optim.Optimizer has, got {got}")
     inner = innermost(optimizer)
     name = type(inner).__name__
     if hasattr(inner, "fused_backward"):
@@ -58,6 +58,15 @@ def check_optimizer(optimizer: Any) -> None:
         )
     if not any(group["params"] for group in inner.param_groups):
         raise ArgumentError("the optimizer has no parameter; give it those to train")
+
+
+def check_gradients(parameters: Sequence[Tensor]) -> None:
+    """Refuse an update that would change nothing, as when the optimizer was made for another model."""
+    if all(parameter.grad is None for parameter in parameters):
+        raise ArgumentError(
+            "the loss depends on no parameter that the optimizer trains, so the update would change nothing; make the "
+            "optimizer from the parameters of this model, after the model was last replaced"
+        )
 
 
 def check_parameters(parameters: Sequence[Tensor]) -> None:

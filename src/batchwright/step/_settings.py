@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -59,6 +60,7 @@ class Settings:
                 f"loss_fn is called with (model, micro_batch), and {self.loss_fn!r} with (output, target); wrap a loss "
                 "that sums: supervised_loss(nn.CrossEntropyLoss(reduction='sum'))"
             )
+        _check_arguments(self.loss_fn)
         self._keep("micro_batch", _as_micro_batch(self.micro_batch, self.lengths))
         if self.clip_norm is not None:
             self._keep("clip_norm", as_number("clip_norm", self.clip_norm, above=0, infinite=True))
@@ -138,6 +140,22 @@ class Settings:
     def precision(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return the context of a forward pass."""
         return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
+
+
+def _check_arguments(loss_fn: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # some functions do not tell
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        makes = str(getattr(loss_fn, "__module__", "")).startswith(__package__)
+        advice = f"; it makes one: {name}(…)" if makes else ""
+        raise ArgumentError(
+            f"loss_fn is called with (model, micro_batch), and {name}{signature} does not take two: {error}{advice}"
+        ) from None
 
 
 def _as_micro_batch(value: Any, lengths: Any) -> Any:

@@ -101,10 +101,16 @@ class PadCollator:
             raise ArgumentError("a batch needs at least one example, got none")
         strange = next((example for example in examples if not isinstance(example, Mapping)), None)
         if strange is not None:
-            raise ArgumentError(f"examples must be mappings of fields, got {type(strange).__name__}")
+            raise ArgumentError(
+                f"examples must be mappings of fields, got {type(strange).__name__}; give a list of rows such as "
+                "{'input_ids': [5, 7], 'label': 1}"
+            )
         missing = [name for name in self.axis_fields if name not in examples[0]]
         if missing:
-            raise ArgumentError(f"examples have the fields {sorted(examples[0])}, not {missing}; pass axis_fields=…")
+            raise ArgumentError(
+                f"examples have the fields {sorted(examples[0])}, not {missing}; turn texts into token ids first, or "
+                "name the fields to pad, axis_fields=…"
+            )
         if self.fill_rows and ROW_WEIGHT in (*examples[0], self.mask_field):
             raise ArgumentError(f"fill_rows=True adds the field {ROW_WEIGHT!r}, which is there already; rename yours")
         for place, example in enumerate(examples):

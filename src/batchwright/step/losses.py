@@ -42,7 +42,8 @@ def supervised_loss(loss: Callable[..., Tensor], *, with_entropy: bool = False) 
     reduction = _setting(loss, "reduction", None)
     if reduction != "sum":
         raise ArgumentError(
-            f"supervised_loss needs a loss with reduction='sum', got {reduction!r}; a mean of means is not the mean"
+            f"supervised_loss needs a loss with reduction='sum', got {reduction!r}; a mean of means is not the mean; "
+            "write nn.CrossEntropyLoss(reduction='sum') or functools.partial(F.cross_entropy, reduction='sum')"
         )
     ignore_index = _setting(loss, "ignore_index", -100)
     # Cross-entropy has its classes on axis 1, whatever follows. For other losses the last axis is a guess.
@@ -104,7 +105,18 @@ def _pair(batch: Any) -> tuple[Any, Tensor]:
             f"supervised_loss takes batches (inputs, targets), got {what}; write a loss_fn(model, micro_batch) that "
             "returns (loss_sum, weight) for other batches"
         )
-    return batch[0], batch[1]
+    inputs, targets = batch
+    if not isinstance(targets, Tensor):
+        raise ArgumentError(
+            f"supervised_loss needs the targets as a tensor, got {type(targets).__name__}; convert inputs and targets, "
+            "e.g. with torch.as_tensor"
+        )
+    if targets.ndim == 0:
+        raise ArgumentError(
+            "supervised_loss needs a batch, with one row of inputs and targets per example, and the target is a single "
+            "number; give a batch of one as data[:1], not data[0]"
+        )
+    return inputs, targets
 
 
 def _num_counted(targets: Tensor, ignore_index: int) -> Tensor:

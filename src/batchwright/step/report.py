@@ -24,7 +24,7 @@ _HOW = "return (loss_sum, weight): the summed loss and how many examples or toke
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepReport:
     """The figures of one update, over all ranks.
 
@@ -51,6 +51,11 @@ class StepReport:
     recompilations: int = 0
     tokens: int | None = None
     beta2: float | None = None
+
+    def __repr__(self) -> str:
+        figures = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "seconds": self.seconds}
+        counts = f"batch_size={self.batch_size}, num_micro_batches={self.num_micro_batches}, ooms={self.ooms}"
+        return f"StepReport({counts}" + "".join(f", {k}={v:.4g}" for k, v in figures.items() if v is not None) + ")"
 
     @property
     def seconds(self) -> float:
@@ -156,7 +161,12 @@ class MicroSums:
 
 def _as_scalar(value: Any, like: Tensor) -> Sum:
     if not isinstance(value, Tensor):
-        return float(value.item() if isinstance(value, np.ndarray) and value.size == 1 else value)
+        try:
+            return float(value.item() if isinstance(value, np.ndarray) and value.size == 1 else value)
+        except (TypeError, ValueError):
+            raise ArgumentError(
+                f"weights and metrics must be single numbers, got {type(value).__name__}; {_HOW}"
+            ) from None
     if value.numel() != 1:
         raise ArgumentError(f"weights and metrics must be single numbers, got shape {tuple(value.shape)}")
     return value.detach().reshape(()).to(like.device)

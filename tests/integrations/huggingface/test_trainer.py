@@ -23,6 +23,8 @@ def test_the_class_is_made_once_and_named_after_its_trainer():
     assert issubclass(made, Seq2SeqTrainer)
     with pytest.raises(ArgumentError, match="takes a transformers Trainer class"):
         adaptive(dict)
+    with pytest.raises(ArgumentError, match=r"got an object of type object; write adaptive\(Trainer\)\(model=…\)"):
+        adaptive(object())
 
 
 def test_the_mixin_can_be_inherited_from_and_losses_of_ones_own_are_weighed(tmp_path):

@@ -128,3 +128,11 @@ def test_a_schedule_that_needs_the_number_of_batches_first_is_refused():
 
     with pytest.raises(ArgumentError, match="configure_optimizers cannot ask for it; set max_steps, or give a budget"):
         fit(Scheduled(), batching=AdaptiveBatching(budget="auto"))
+
+
+@pytest.mark.parametrize("option", ["budget", "controller"])
+def test_a_loader_that_nobody_plans_is_refused(option):
+    trainer = make_trainer(AdaptiveBatching(**{option: "auto"}))
+    loader = torch.utils.data.DataLoader([{"x": torch.ones(4), "index": 0}] * 8, batch_size=4)
+    with pytest.raises(ArgumentError, match=rf"AdaptiveBatching\({option}='auto'\) .* PlannedDataModule\(loader\)"):
+        trainer.fit(Model(), loader)

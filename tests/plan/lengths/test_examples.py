@@ -149,14 +149,16 @@ def test_a_data_set_read_by_number_is_measured_as_far_as_its_length(column):
         (ROWS, "text", "a row has no column 'text'; it has 'id', 'source', 'target'"),
         (ROWS, None, "got dict at example 0; name or pass the column of texts, e.g. column='text'"),
         ([*ROWS, "text"], "source", "a row has no column 'source'; it has str"),
-        (pd.DataFrame({"a": ["x", None]}), None, "got (NoneType|float) at example 1"),
-        (pa.array(["x", None]), None, "got NoneType at example 1"),
+        (pd.DataFrame({"a": ["x", None]}), None, "at example 1; that text is missing: fill it in"),
+        (pa.array(["x", None]), None, "got NoneType at example 1; that text is missing: fill it in, e.g. with ''"),
+        ([b"x"], None, r"got bytes at example 0; decode it, e\.g\. with \.decode\('utf-8'\)"),
+        ([3, 5], None, "got int at example 0; .* numbers that are lengths already need no measuring"),
         ({}, None, "dict has no column; name the one"),
         ([], "text", "texts is empty"),
         (list, None, "iterable of str or of pairs of str, got type"),
         (np.array("x"), None, "iterable of str or of pairs of str, got ndarray"),
     ],
-    ids=range(16),
+    ids=range(18),
 )
 def test_a_column_that_cannot_be_measured_is_refused(texts, column, words):
     with pytest.raises(LengthsError, match=words):

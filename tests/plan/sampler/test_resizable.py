@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import batchwright as bw
+from batchwright import size as sizes
 from batchwright._lengths import as_lengths
 from batchwright.errors import ArgumentError, BudgetError, LengthsError, StateMismatchError
 from batchwright.plan.plan import PlanSettings, plan_epoch
@@ -808,3 +809,13 @@ def test_a_stateful_loader_goes_on_in_the_middle_of_an_epoch(num_workers, num):
     expected = make(30)
     assert received + list(restored) == list(expected)
     assert list(restored) == list(expected)
+
+
+def test_a_data_set_in_place_of_its_length_is_refused():
+    with pytest.raises(ArgumentError, match=r"num_examples must be a whole number, got a list; .* len\(data\)"):
+        make(num_examples=[3, 5])
+
+
+def test_a_policy_in_place_of_a_controller_is_refused():
+    with pytest.raises(ArgumentError, match=r"got goodput\(\); write BatchSizeController\(goodput\(\), min_size=…"):
+        bw.ResizableBatchSampler(8, sizes.goodput())

@@ -165,3 +165,8 @@ class Broken:
 def test_nonsense_is_refused_when_the_policy_is_made(arguments, message):
     with pytest.raises(ArgumentError, match=message):
         goodput(**{"time_model": Seconds(), "length": 8, "base_size": 16, **arguments})
+
+
+def test_a_number_in_place_of_a_time_model_is_refused():
+    with pytest.raises(ArgumentError, match=r"time_model must predict seconds from shapes, .* got 5; leave it out"):
+        goodput(5)

@@ -389,7 +389,9 @@ def adaptive(trainer_cls: type) -> type:
     <class 'batchwright.integrations.huggingface.AdaptiveSeq2SeqTrainer'>
     """
     if not (isinstance(trainer_cls, type) and issubclass(trainer_cls, transformers.Trainer)):
-        raise ArgumentError(f"adaptive takes a transformers Trainer class, got {trainer_cls!r}")
+        kind = type(trainer_cls).__name__
+        got = repr(trainer_cls) if isinstance(trainer_cls, type) else f"an object of type {kind}"
+        raise ArgumentError(f"adaptive takes a transformers Trainer class, got {got}; write adaptive(Trainer)(model=…)")
     if issubclass(trainer_cls, AdaptiveTrainerMixin):
         return trainer_cls
     return type(f"Adaptive{trainer_cls.__name__}", (AdaptiveTrainerMixin, trainer_cls), {"__module__": __package__})

@@ -199,3 +199,13 @@ def _begin_again(trainer: Any) -> None:
     """Make a Trainer that resumes begin its loader again; by itself it does so only in later epochs."""
     if trainer.fit_loop._data_fetcher is not None:
         iter(trainer.fit_loop._data_fetcher)
+
+
+def check_planned(loader: Any, *, finds_size: bool, finds_budget: bool) -> None:
+    """Refuse to train on batches that nobody plans where their size was to be found."""
+    if loader is None and (finds_size or finds_budget):
+        raise ArgumentError(
+            f"AdaptiveBatching({'controller' if finds_size else 'budget'}='auto') plans the batches itself, and the "
+            "training data did not come through it; pass trainer.fit(model, PlannedDataModule(loader)), or return "
+            "planned_loader(loader, self.trainer) from train_dataloader"
+        )

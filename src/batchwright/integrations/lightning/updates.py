@@ -28,7 +28,7 @@ from .._options import check_options, move_after_collate
 from .._planned_budget import PlannedBudget, check_sampler, wants_auto
 from .._ranked import controller_of
 from .._vector_fallback import VectorFallback, in_parts
-from ._loaders import TrainLoader
+from ._loaders import TrainLoader, check_planned
 from ._package import Callback
 from .modules import ExactUpdates, Hooks, find_for_trainer, options_with_graphs, refuse_methods, without_graphs
 
@@ -144,6 +144,7 @@ class AdaptiveBatching(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the stepper: by now the Trainer has placed and wrapped the model and the optimizer."""
+        check_planned(self.loader, finds_size=self._is_auto, finds_budget=self._finds_budget)
         self.controller = controller_of(self.loader, self._given_controller)
         if isinstance(pl_module, ExactUpdates):
             refuse_methods(pl_module)

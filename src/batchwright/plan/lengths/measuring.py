@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import signal
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import as_flag, as_whole
+from ..._checks import as_flag, as_whole, is_whole
 from ..._progress import ProgressBar
 from ..._types import MAX_INT32
 from ...errors import ArgumentError, BatchwrightError, LengthsError
@@ -195,12 +196,20 @@ def _not_like_the_others(example: Any, number: int, num_sides: int, *, of_ids: b
     if of_ids:
         expected = ("token ids, or all tuples of two", "token ids", "tuples of two sequences of ids")[num_sides]
         advice = "texts need a tokenizer" if num_sides_of_text(example) else "give each as a flat list of whole numbers"
+        if is_whole(example):
+            advice += "; numbers that are lengths already need no measuring"
         return LengthsError(
             f"without a tokenizer token ids are counted: examples must be all {expected}, got {describe(example)} at "
             f"example {number}; {advice}"
         )
     expected = ("str, or all pairs of two str", "str", "pairs of two str")[num_sides]
     advice = "name or pass the column of texts, e.g. column='text' or [row['text'] for row in data]"
+    if example is None or (isinstance(example, float) and math.isnan(example)):
+        advice = "that text is missing: fill it in, e.g. with '', or leave that example out, of the data too"
+    if isinstance(example, bytes):
+        advice = "decode it, e.g. with .decode('utf-8')"
+    if is_whole(example):
+        advice += "; numbers that are lengths already need no measuring"
     if num_sides_of_ids(example):
         advice = "ids are counted without a tokenizer, measure_lengths(ids, None)"
     return LengthsError(f"texts must be all {expected}, got {describe(example)} at example {number}; {advice}")

@@ -9,7 +9,17 @@ from typing import Any, Literal, TypeAlias, TypeVar, final, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ..._checks import HasSize, as_sized, as_state, check_choice, check_ranks, check_same, peek_size, read_size
+from ..._checks import (
+    HasSize,
+    as_sized,
+    as_state,
+    check_choice,
+    check_ranks,
+    check_same,
+    is_whole,
+    peek_size,
+    read_size,
+)
 from ...errors import ArgumentError
 from .._settings import PlanSettings
 from ..budget import Budget
@@ -108,6 +118,9 @@ class ResizableBatchSampler(AbstractEpochs):
                 "ResizableBatchSampler takes no groups: a controller counts examples, and Stepper cuts its batches "
                 "into micro-batches, so groups would be split; use BatchSampler(..., groups=...)"
             )
+        if not is_whole(num_examples) and isinstance(num_examples, Sized):
+            kind = type(num_examples).__name__
+            raise ArgumentError(f"num_examples must be a whole number, got a {kind}; pass how many it holds, len(data)")
         self.rank, self.world_size = check_ranks(rank, world_size)
         self.controller = as_sized("controller", controller)
         check_choice("size_unit", size_unit, get_args(SizeUnit))

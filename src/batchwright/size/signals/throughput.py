@@ -190,6 +190,11 @@ def _as_time(
         given = {"length": length, "world_size": None if world_size == 1 else world_size, "max_items": max_items}
         refuse_given(given, belong_to="a time_model")
         return None
+    if not callable(getattr(model, "predict", None)):
+        raise ArgumentError(
+            f"time_model must predict seconds from shapes, as a TimeModel does, got {model!r}; leave it out to learn "
+            "them, goodput()"
+        )
     most = None if max_items is None else _as_count("max_items", max_items)
     if length is None:
         _check_one_axis(model)
