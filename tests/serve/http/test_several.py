@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import gc
 
 import httpx
 import pytest
