@@ -303,7 +303,7 @@ class Restarting(Runner):
 
 @pytest.mark.parametrize("is_next", [False, True])
 def test_a_request_ends_at_its_deadline_while_a_process_starts_in_the_middle_of_its_batch(is_next):
-    runner, deadlines = Restarting(), {"patient": None, "hurried": 300}
+    runner, deadlines = Restarting(), {"patient": None, "hurried": 1000}
 
     async def main(batcher):
         items = sorted(deadlines, reverse=not is_next)  # the first one is run first

@@ -44,9 +44,10 @@ class Run:
 class Neighbours:
     """What runs at the same time shares the memory, and so nothing is blamed for what its neighbours held.
 
-    Requests that ran out of memory beside a part of background work run again once all parts have ended. So does an
-    item that ran out of memory alone, but beside other batches: once these have ended. While such requests wait or run
-    no new part begins, and for such an item no new batch either.
+    Requests that ran out of memory beside a part of background work run again once all parts have ended; until then no
+    new part begins. An item that ran out of memory alone, but beside other batches, runs again once these have ended.
+    If it is short again beside later ones, no new batch begins before it has run: not at once, since one of those that
+    it waits for may hang.
 
     Args:
         core: of the requests.
@@ -60,6 +61,8 @@ class Neighbours:
         self._again: tuple[Call, ...] = ()
         # By what is left to run of a batch: whether it must run without other batches, and not only without parts.
         self._quiet: dict[int, bool] = {}
+        # By the same: the batches that ran beside an item, and have not ended.
+        self._awaited: dict[int, set[int]] = {}
 
     @property
     def is_awaited(self) -> bool:
@@ -98,12 +101,17 @@ class Neighbours:
         """Note that a job has ended, and return what ran meanwhile."""
         run = self._running.pop(id(job), Run(job))
         run.beside_part |= bool(self._paused)
+        for awaited in self._awaited.values():
+            awaited.discard(id(job))
         return run
 
     def put(self, call: Call, run: Run, now: float) -> list[Request]:
         """Have a batch wait that ran out of what its neighbours held; return the requests whose time is up."""
         key = id(call.steps)
-        self._quiet[key] = self._quiet.get(key, False) or (run.beside_call and len(call.requests) == 1)
+        self._quiet.setdefault(key, False)
+        if run.beside_call and len(call.requests) == 1:
+            self._quiet[key] = key in self._awaited
+            self._awaited[key] = set(self._running)
         self._core.pause(call)
         self._again += (call,)
         return self.leave(now)
@@ -111,10 +119,10 @@ class Neighbours:
     def take(self, now: float) -> Turn:
         """Return a batch that runs again, if what held the memory has ended."""
         ended = self.leave(now) if self._again else []
-        if not self._again or self._is_short():
+        call = next(filter(self._may_run, self._again), None)
+        if call is None:
             return Turn(None, ended)
-        call, *others = self._again
-        self._again = tuple(others)
+        self._again = tuple(other for other in self._again if other is not call)
         self._core.resume(call)
         self._core.counters.num_calls += 1
         return Turn(call, ended)
@@ -158,14 +166,17 @@ class Neighbours:
     def finish(self, call: Call) -> None:
         """Note that nothing is left to run of a batch."""
         self._quiet.pop(id(call.steps), None)
+        self._awaited.pop(id(call.steps), None)
 
     def clear(self) -> None:
         """Forget all: nothing will run any more."""
         self._again = ()
         self._quiet.clear()
+        self._awaited.clear()
         self._running.clear()
 
-    def _is_short(self) -> bool:
-        """Say whether memory may still be held by others."""
-        is_beside_part = bool(self._paused) or any(isinstance(run.job, Part) for run in self._running.values())
-        return is_beside_part or (self.is_busy and self.keeps_batches_out)
+    def _may_run(self, call: Call) -> bool:
+        """Say whether what may have held the memory has ended."""
+        if self._paused or any(isinstance(run.job, Part) for run in self._running.values()):
+            return False
+        return not self._running or not (self.keeps_batches_out or self._awaited.get(id(call.steps)))
