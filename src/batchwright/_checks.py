@@ -100,7 +100,7 @@ def as_number(
     # Only bounds that were given are compared: infinity is not below an infinity that stands for "no bound".
     exceeds = above == -math.inf or number > above
     if is_allowed and least <= number <= most and exceeds and (below == math.inf or number < below):
-        return number
+        return number + 0.0  # -0.0 becomes 0.0: equal settings have one text
     raise ArgumentError(f"{name} must be a number{_bounds(least, above, most, below)}, got {value!r}")
 
 

@@ -98,3 +98,11 @@ def test_whole_numbers_beyond_the_digits_of_floats_are_told_apart():
     other = linear(32, 8, per="examples", every=2**60 + 1)
     with pytest.raises(StateMismatchError, match=str(2**60)):
         control(other).load_state_dict(control(policy).state_dict())
+
+
+@pytest.mark.parametrize("slope", [0.0, -0.0])
+def test_a_zero_is_the_same_with_and_without_a_sign(slope):
+    controller, other = control(linear(8, slope)), control(linear(8, 0))
+    state = controller.state_dict()
+    assert state == other.state_dict()
+    controller.load_state_dict({**state, "policy": state["policy"].replace("slope=0.0", "slope=-0.0")})

@@ -143,3 +143,11 @@ def test_the_count_of_tokens_with_every_update_is_enough_for_a_period_of_tokens(
         figures = {"loss": 1.0 / step, "noise_s": 800.0, "noise_g2": 2.0}
         controller.observe(batch_size=16, tokens=160 * step, **figures)
     assert controller.num_changes > 0
+
+
+def test_an_update_without_tokens_is_one_where_the_count_is_given_and_stays():
+    controller = BatchSizeController(size.speed_driven(per="tokens", every=100), min_size=1, max_size=64)
+    for tokens in (0, 50, 50, 90):
+        controller.observe(batch_size=controller.size, seconds=0.1, tokens=tokens)
+    with pytest.raises(MissingSignalError, match="needs batch_tokens"):
+        controller.observe(batch_size=controller.size, seconds=0.1)

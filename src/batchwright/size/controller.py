@@ -279,7 +279,8 @@ def _with_plain_numbers(text: Any) -> Any:
         return text
     kinds = r"np\.float16|np\.float32|np\.float64|np\.longdouble|np\.u?int\d+|array"
     text = re.sub(rf"\b({kinds})\('?(-?{_NUMBER})'?\)", _numpy_number, text)
-    return re.sub(rf"(?<![\w.]){_NUMBER}(?![\w.])", _whole_number, text)
+    text = re.sub(rf"(?<![\w.]){_NUMBER}(?![\w.])", _whole_number, text)
+    return re.sub(r"(?<![\w.])-0(?![\w.])", "0", text)
 
 
 _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"

@@ -199,7 +199,9 @@ def tokens_of_update(before: Counts, after: Counts, observed: Mapping[str, Any])
         given: int = observed["batch_tokens"]
         return given
     steps, tokens = ((before[name], after[name]) for name in ("step", "tokens"))
-    if "batch_size" not in observed or tokens[0] is None or tokens[1] is None or tokens[1] <= tokens[0]:
+    if "batch_size" not in observed or tokens[0] is None or tokens[1] is None or tokens[1] < tokens[0]:
+        return None
+    if tokens[1] == tokens[0] and "tokens" not in observed:  # a count that stays until the next one comes
         return None
     # A count that was given after several updates does not tell the tokens of one.
     return tokens[1] - tokens[0] if steps[1] == (steps[0] or 0) + 1 else None

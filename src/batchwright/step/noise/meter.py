@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -18,6 +18,7 @@ from ..._ranks import Ranks, is_sharded
 from ...errors import ArgumentError
 from ...size.noise import NoiseAverage, estimate_noise
 from .._copies import Copied, copied_row
+from .report import NoiseReport
 
 # Unread samples are small tensors on the device; beyond this many they are read, even if nobody has asked for them.
 _MAX_UNREAD = 256
@@ -25,36 +26,6 @@ _MAX_UNREAD = 256
 SMALL_ON_CPU = 1 << 14
 _SMALL = 1 << 18
 _MAX_WAITING = 128
-
-
-@final
-@dataclass(frozen=True)
-class NoiseReport:
-    """Gradient noise of an update, in examples.
-
-    Attributes:
-        s: trace of the covariance of the per-example gradient, unbiased.
-        g2: squared norm of the true gradient, unbiased; may be below 0.
-        num_parts: how many gradients it was estimated from.
-        reliable: whether the average over recent updates is large against its own error.
-        groups: ``(s, g2)`` of each group of parameters, if ``noise_groups`` was given; they add up to the whole.
-        source: ``"all"``: from the whole gradient of micro-batches. ``"vectors"``: from single examples in a few
-            vectors, taken to have the scale of the whole. ``"vectors, scaled"``: the same, times how the two scales
-            differed where both were measured.
-    """
-
-    s: float
-    g2: float
-    num_parts: int
-    reliable: bool
-    unit: str = "examples"
-    groups: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    source: str = "all"
-
-    @property
-    def scale(self) -> float | None:
-        """Return the simple noise scale ``s / g2`` of this one update, None if ``g2`` is not above 0."""
-        return self.s / self.g2 if self.g2 > 0 else None
 
 
 class Meter(ABC):

@@ -9,7 +9,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from .meter import NoiseMeter, NoiseReport
+from .meter import NoiseMeter
+from .report import NoiseReport
 
 
 @final

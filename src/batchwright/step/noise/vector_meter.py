@@ -19,7 +19,8 @@ from ...size.noise import NoiseAverage, NoiseRatio, estimate_noise
 from .._copies import copied_row
 from ._taps import INSTEAD, Vector, VectorNorms, is_off
 from ._vectors import find_taps
-from .meter import GradientNorms, Meter, NoiseReport, check_whole
+from .meter import GradientNorms, Meter, check_whole
+from .report import NoiseReport
 
 # Every so many measured updates the whole gradient is measured too, and in these at first. Each makes about twice the
 # calls of another update: where every fourth update is measured, the first 64 have one. More of them early would not
