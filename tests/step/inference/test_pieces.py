@@ -84,6 +84,18 @@ def _plain(value):
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+def test_a_function_that_wrote_to_its_batch_before_memory_ran_out_is_refused():
+    def doubled(batch):
+        batch["x"].mul_(2)
+        if len(batch["x"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return batch["x"].clone()
+
+    with pytest.raises(ArgumentError, match="fn wrote to tensors of its batch"):
+        oom_safe(doubled, {"x": torch.arange(4)})
+    assert oom_safe(doubled, {"x": torch.arange(2)}).tolist() == [0, 2]
+
+
 def test_nested_tensors_are_split_together():
     def fn(batch):
         if len(batch["x"]) > 1:

@@ -6,7 +6,7 @@ import dataclasses
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -54,6 +54,26 @@ def oom_safe(fn: Callable[[Any], Any], batch: Any, *, merge: Callable[[list[Any]
         return (_merged if merge is None else merge)(pieces.results)
 
 
+@final
+class _Writing:
+    """Counts writes to the tensors of a batch: after one, a second attempt would read other values."""
+
+    def __init__(self, batch: Any) -> None:
+        self._tensors = [tensor for tensor in leaves(batch) if not tensor.is_inference()]
+        self._before = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [tensor._version for tensor in self._tensors]
+
+    def check(self) -> None:
+        """Refuse a second attempt after a write."""
+        if self._versions() != self._before:
+            raise ArgumentError(
+                "fn wrote to tensors of its batch and then ran out of memory, so a second attempt would compute "
+                "something else; have fn work on copies (x = x * 2, not x.mul_(2))"
+            )
+
+
 def merge_padded(results: list[Any], *, pad_value: float) -> Any:
     """Join the results of pieces as ``oom_safe`` does, and pad tensors of unequal width on the right.
 
@@ -91,14 +111,16 @@ def run_in_pieces(fn: Callable[[Any], Any], piece: Piece, num: int, *, describe:
     while place < num:
         stop = place + _near_equal(num - place, size)
         devices = _devices()
-        snapshot = Snapshot(None, devices)
-        failure = _attempt(fn, piece(place, stop), results)
+        snapshot, part = Snapshot(None, devices), piece(place, stop)
+        writing = _Writing(part)
+        failure = _attempt(fn, part, results)
         if failure is None:
             place = stop
             continue
         # Outside the except block: inside, the traceback still holds what the attempt had allocated.
         free_memory(devices)
         snapshot.restore()
+        writing.check()
         if stop - place == 1:
             raise DoesNotFitError(_complaint(describe(place), failure))
         size = -(-(stop - place) // 2)
