@@ -175,7 +175,7 @@ def test_advise_as_json(heavy, capsys):
             "data.jsonl",
             b'{"text": "a"}\n{"text": null}\n',
             [],
-            "data.jsonl:2: field 'text' holds null, not text",
+            "field 'text' holds null, not text; fill it in",
         ),
         ("data.jsonl", b'{"n": 3.0}\n', [], "if they hold lengths, for example --field n --tokenizer lengths"),
         ("data.jsonl", b'{"ids": [5, 7]}\n', [], "if they hold lengths, for example --field ids --tokenizer lengths"),

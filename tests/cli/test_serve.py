@@ -188,6 +188,7 @@ def test_names_of_functions_are_checked(folder, capsys, functions, message):
         ("my_modle:embed", "there is no module 'my_modle'"),
         ("my_model.part:embed", "there is no module 'my_model.part'"),
         ("my_model:embd", "my_model has no 'embd'; did you mean 'embed'?"),
+        ("operator:add", "operator:add must take one argument, and is called as (a, b, /): missing a required"),
         ("my_model:answer", "my_model:answer is of type int and cannot be called"),
         ("broken:embed", "importing broken failed: No module named 'no_such_package'"),
         ("raising:embed", "importing raising failed: RuntimeError: no weights"),

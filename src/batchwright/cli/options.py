@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import inspect
 import re
 import shlex
 import sys
@@ -170,10 +171,18 @@ def load_object(name: str) -> Any:
 
 
 def load_function(name: str) -> Any:
-    """Return the function that ``module:function`` stands for, or say what stands there instead."""
+    """Return the function of one argument that ``module:function`` stands for, or say what stands there instead."""
     found = load_object(name)
     if not callable(found):
         raise ArgumentError(f"{name} is of type {type(found).__name__} and cannot be called; name a function")
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # some functions do not tell
+        return found
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ArgumentError(f"{name} must take one argument, and is called as {signature}: {error}") from None
     return found
 
 
