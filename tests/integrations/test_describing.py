@@ -288,6 +288,24 @@ def test_what_does_not_show_what_it_holds_is_refused(value):
         contents_of(value)
 
 
+class Opaque(bytearray):
+    """Bytes of which only pickle knows."""
+
+    __slots__ = ()
+
+
+def test_bytes_that_only_pickle_knows_count_and_whole_data_sets_are_refused():
+    one, same, other = (Opaque(text) for text in (b"a", b"a", b"b"))
+    assert contents_of(one) == contents_of(same) != contents_of(other)
+    with pytest.raises(UndescribableError, match="does not show what it holds"):
+        contents_of(Opaque(2**24 + 1))
+
+
+@pytest.mark.parametrize("kind", [list, set, frozenset, tuple])
+def test_long_lists_of_numbers_are_part_of_what_holds_them(kind):
+    assert contents_of(kind(range(10**5))) == contents_of(kind(range(10**5))) != contents_of(kind(range(10**5 + 1)))
+
+
 def test_too_much_to_look_at_is_refused():
     with pytest.raises(UndescribableError, match="more than 50000 objects"):
         contents_of([[place] for place in range(50_001)])

@@ -207,22 +207,40 @@ class _Walk:
             pairs = [(self.of(key), self.of(one, is_own=is_own)) for key, one in value.items() if not _is_skipped(key)]
             return [_name_of(kind), sorted(map(list, pairs), key=json.dumps), self._attributes(attributes, is_own)]
         if isinstance(value, list | deque | set | frozenset):
-            if all(type(item) in _PLAIN for item in value):
-                items: list[Any] = [digest(repr(item)) if len(value) > 100 else repr(item) for item in value]
-            else:
-                items = [self.of(item, is_own=is_own) for item in value]
+            if all(type(item) in _PLAIN for item in value):  # there may be millions of them
+                shown = sorted(map(repr, value)) if isinstance(value, set | frozenset) else map(repr, value)
+                return [_name_of(kind), digest("\n".join(shown))]
+            items = [self.of(item, is_own=is_own) for item in value]
             return [_name_of(kind), sorted(items, key=json.dumps) if isinstance(value, set | frozenset) else items]
         if hasattr(value, "__dict__") or attributes:
             return [self.of(kind), self._attributes(attributes, is_own)]
         if not is_own:
             return self.of(kind)
         try:
-            return [self.of(kind), _digest_of(pickle.dumps(value))]
+            hashing = _Hashing()
+            pickle.Pickler(hashing).dump(value)
+            return [self.of(kind), hashing.found.hexdigest()[:32]]
         except Exception as error:  # each type has its own way to refuse
             raise UndescribableError(f"a {_name_of(kind)} does not show what it holds") from error
 
     def _attributes(self, held: Mapping[str, Any], is_own: bool) -> dict[str, Any]:
         return {name: self.of(held[name], is_own=is_own) for name in sorted(held) if not _is_skipped(name)}
+
+
+@final
+class _Hashing:
+    """A file that keeps a digest of what is written to it, and refuses to take as much as whole data sets are."""
+
+    def __init__(self) -> None:
+        self.found, self._num_bytes = hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        """Take some bytes."""
+        self._num_bytes += memoryview(data).nbytes
+        if self._num_bytes > _MOST_ELEMENTS:
+            raise UndescribableError(f"it holds more than {_MOST_ELEMENTS} bytes")
+        self.found.update(data)
+        return memoryview(data).nbytes
 
 
 def _is_of_python(name: str, part: Any) -> bool:
