@@ -179,12 +179,13 @@ def repeated(num):
 def loss(x):
     return x
 """
+NOTED = "def loss(x):\n    return x * loss.scale\n\nloss.scale = {}\n"
 NAMESAKES = (
     "def inner(x):\n    return x\n\nother = lambda x: x + 1\npick = {}\nloss = lambda x: (inner, other)[pick](x)\n"
 )
 
 
-@pytest.mark.parametrize("script", [CONSTANT, OPTION, MADE, INHERITED, OF_ITS_CLASS, DECORATED, NAMESAKES])
+@pytest.mark.parametrize("script", [CONSTANT, OPTION, MADE, INHERITED, OF_ITS_CLASS, DECORATED, NOTED, NAMESAKES])
 def test_what_steers_a_loss_from_outside_of_its_code_is_part_of_it(script):
     one, again, other = (describe_callable(namespace(script.replace("{}", text))["loss"]) for text in "001")
     assert one == again != other

@@ -158,7 +158,7 @@ class _Walk:
             for part in sorted(names_in(code))
             if part in vars(one)
         }
-        usual = [self.of(function.__defaults__), self.of(function.__kwdefaults__)]
+        usual = [*map(self.of, (function.__defaults__, function.__kwdefaults__, vars(function)))]
         return [place, digest(_text_of(code)), usual, held, named]
 
     def _kind(self, kind: type) -> Any:
