@@ -254,6 +254,16 @@ def test_what_a_model_holds_is_part_of_it_however_deep(kind):
     assert describe_model(one()) == describe_model(one()) != describe_model(other())
 
 
+def test_a_compiled_model_is_the_same_in_every_process_and_its_backend_is_part_of_it():
+    def described(**options):
+        return describe_model(torch.compile(nn.Linear(2, 2), **options))
+
+    eager = described(backend="eager")
+    assert eager == described(backend="eager") != described(backend="aot_eager")
+    assert eager != described(backend="eager", dynamic=True)
+    assert eager != describe_model(nn.Linear(2, 2))
+
+
 def test_hooks_of_a_model_are_part_of_it():
     one, other = Part(), Part()
     other.register_forward_pre_hook(lambda module, args: None)

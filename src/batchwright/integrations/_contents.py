@@ -195,6 +195,8 @@ class _Walk:
         left = _OF_TORCH | _OF_LIGHTNING | _SET_BY_ACCELERATE
         held = {name: one for name, one in vars(part).items() if name not in left}
         forward = vars(part).get("_original_forward", vars(part).get("forward"))
+        if "dynamo_ctx" in held:  # of torch.compile, whose own state differs in every process
+            held, forward = _compiled(held["dynamo_ctx"]), None
         if forward is not None and getattr(forward, "__func__", None) is not kind.forward:
             held["forward"] = forward
         tensors = [[name, self._array(one, is_own)] for name, one in _tensors_of(part)]
@@ -251,6 +253,17 @@ def _is_of_python(name: str, part: Any) -> bool:
 
 def _is_skipped(name: Any) -> bool:
     return isinstance(name, str) and name in NO_SETTINGS
+
+
+def _compiled(context: Any) -> dict[str, Any]:
+    """Return how a module was compiled: its backend and the settings of that."""
+    backend: Any = getattr(context, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    config = getattr(context, "compiler_config", None) or {}
+    plain = {name: value for name, value in config.items() if type(value) in _PLAIN}
+    name = getattr(backend, "compiler_name", None) or getattr(backend, "__qualname__", type(backend).__qualname__)
+    return {"backend": name, "dynamic": getattr(context, "_dynamic", None), "config": plain}
 
 
 def _tensors_of(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
