@@ -179,12 +179,13 @@ def repeated(num):
 def loss(x):
     return x
 """
+NOTED = "def loss(x):\n    return x * loss.scale\n\nloss.scale = {}\n"
 NAMESAKES = (
     "def inner(x):\n    return x\n\nother = lambda x: x + 1\npick = {}\nloss = lambda x: (inner, other)[pick](x)\n"
 )
 
 
-@pytest.mark.parametrize("script", [CONSTANT, OPTION, MADE, INHERITED, OF_ITS_CLASS, DECORATED, NAMESAKES])
+@pytest.mark.parametrize("script", [CONSTANT, OPTION, MADE, INHERITED, OF_ITS_CLASS, DECORATED, NOTED, NAMESAKES])
 def test_what_steers_a_loss_from_outside_of_its_code_is_part_of_it(script):
     one, again, other = (describe_callable(namespace(script.replace("{}", text))["loss"]) for text in "001")
     assert one == again != other
@@ -253,6 +254,16 @@ def test_what_a_model_holds_is_part_of_it_however_deep(kind):
     assert describe_model(one()) == describe_model(one()) != describe_model(other())
 
 
+def test_a_compiled_model_is_the_same_in_every_process_and_its_backend_is_part_of_it():
+    def described(**options):
+        return describe_model(torch.compile(nn.Linear(2, 2), **options))
+
+    eager = described(backend="eager")
+    assert eager == described(backend="eager") != described(backend="aot_eager")
+    assert eager != described(backend="eager", dynamic=True)
+    assert eager != describe_model(nn.Linear(2, 2))
+
+
 def test_hooks_of_a_model_are_part_of_it():
     one, other = Part(), Part()
     other.register_forward_pre_hook(lambda module, args: None)
@@ -286,6 +297,24 @@ def test_an_object_that_refers_to_itself_is_described():
 def test_what_does_not_show_what_it_holds_is_refused(value):
     with pytest.raises(UndescribableError, match="does not show what it holds"):
         contents_of(value)
+
+
+class Opaque(bytearray):
+    """Bytes of which only pickle knows."""
+
+    __slots__ = ()
+
+
+def test_bytes_that_only_pickle_knows_count_and_whole_data_sets_are_refused():
+    one, same, other = (Opaque(text) for text in (b"a", b"a", b"b"))
+    assert contents_of(one) == contents_of(same) != contents_of(other)
+    with pytest.raises(UndescribableError, match="does not show what it holds"):
+        contents_of(Opaque(2**24 + 1))
+
+
+@pytest.mark.parametrize("kind", [list, set, frozenset, tuple])
+def test_long_lists_of_numbers_are_part_of_what_holds_them(kind):
+    assert contents_of(kind(range(10**5))) == contents_of(kind(range(10**5))) != contents_of(kind(range(10**5 + 1)))
 
 
 def test_too_much_to_look_at_is_refused():

@@ -158,7 +158,7 @@ class _Walk:
             for part in sorted(names_in(code))
             if part in vars(one)
         }
-        usual = [self.of(function.__defaults__), self.of(function.__kwdefaults__)]
+        usual = [*map(self.of, (function.__defaults__, function.__kwdefaults__, vars(function)))]
         return [place, digest(_text_of(code)), usual, held, named]
 
     def _kind(self, kind: type) -> Any:
@@ -195,6 +195,8 @@ class _Walk:
         left = _OF_TORCH | _OF_LIGHTNING | _SET_BY_ACCELERATE
         held = {name: one for name, one in vars(part).items() if name not in left}
         forward = vars(part).get("_original_forward", vars(part).get("forward"))
+        if "dynamo_ctx" in held:  # of torch.compile, whose own state differs in every process
+            held, forward = _compiled(held["dynamo_ctx"]), None
         if forward is not None and getattr(forward, "__func__", None) is not kind.forward:
             held["forward"] = forward
         tensors = [[name, self._array(one, is_own)] for name, one in _tensors_of(part)]
@@ -207,22 +209,40 @@ class _Walk:
             pairs = [(self.of(key), self.of(one, is_own=is_own)) for key, one in value.items() if not _is_skipped(key)]
             return [_name_of(kind), sorted(map(list, pairs), key=json.dumps), self._attributes(attributes, is_own)]
         if isinstance(value, list | deque | set | frozenset):
-            if all(type(item) in _PLAIN for item in value):
-                items: list[Any] = [digest(repr(item)) if len(value) > 100 else repr(item) for item in value]
-            else:
-                items = [self.of(item, is_own=is_own) for item in value]
+            if all(type(item) in _PLAIN for item in value):  # there may be millions of them
+                shown = sorted(map(repr, value)) if isinstance(value, set | frozenset) else map(repr, value)
+                return [_name_of(kind), digest("\n".join(shown))]
+            items = [self.of(item, is_own=is_own) for item in value]
             return [_name_of(kind), sorted(items, key=json.dumps) if isinstance(value, set | frozenset) else items]
         if hasattr(value, "__dict__") or attributes:
             return [self.of(kind), self._attributes(attributes, is_own)]
         if not is_own:
             return self.of(kind)
         try:
-            return [self.of(kind), _digest_of(pickle.dumps(value))]
+            hashing = _Hashing()
+            pickle.Pickler(hashing).dump(value)
+            return [self.of(kind), hashing.found.hexdigest()[:32]]
         except Exception as error:  # each type has its own way to refuse
             raise UndescribableError(f"a {_name_of(kind)} does not show what it holds") from error
 
     def _attributes(self, held: Mapping[str, Any], is_own: bool) -> dict[str, Any]:
         return {name: self.of(held[name], is_own=is_own) for name in sorted(held) if not _is_skipped(name)}
+
+
+@final
+class _Hashing:
+    """A file that keeps a digest of what is written to it, and refuses to take as much as whole data sets are."""
+
+    def __init__(self) -> None:
+        self.found, self._num_bytes = hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        """Take some bytes."""
+        self._num_bytes += memoryview(data).nbytes
+        if self._num_bytes > _MOST_ELEMENTS:
+            raise UndescribableError(f"it holds more than {_MOST_ELEMENTS} bytes")
+        self.found.update(data)
+        return memoryview(data).nbytes
 
 
 def _is_of_python(name: str, part: Any) -> bool:
@@ -233,6 +253,17 @@ def _is_of_python(name: str, part: Any) -> bool:
 
 def _is_skipped(name: Any) -> bool:
     return isinstance(name, str) and name in NO_SETTINGS
+
+
+def _compiled(context: Any) -> dict[str, Any]:
+    """Return how a module was compiled: its backend and the settings of that."""
+    backend: Any = getattr(context, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    config = getattr(context, "compiler_config", None) or {}
+    plain = {name: value for name, value in config.items() if type(value) in _PLAIN}
+    name = getattr(backend, "compiler_name", None) or getattr(backend, "__qualname__", type(backend).__qualname__)
+    return {"backend": name, "dynamic": getattr(context, "_dynamic", None), "config": plain}
 
 
 def _tensors_of(part: nn.Module) -> Iterator[tuple[str, Tensor]]:

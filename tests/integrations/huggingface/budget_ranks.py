@@ -49,6 +49,8 @@ def make(rank, folder, case):
             raise AssertionError(examples)
         return collate(examples)
 
+    if case == "secret" and rank == 1:
+        load.secret = (number for number in [1])  # so that this rank cannot tell its job from another one
     model.register_forward_pre_hook(take, with_kwargs=True)
     trainer, *_ = make_trainer(
         "t5",
@@ -99,6 +101,8 @@ def main(rank, world_size, folder):
         fails(rank, folder, "error", ZeroDivisionError)
         fails(rank, folder, "lengths", KeyError)  # before anything is measured
         fails(rank, folder, "state", torch.OutOfMemoryError)  # in the first step of the optimizer
+        agrees(rank, folder, "secret")
+        assert not (folder / f"cache{rank}").exists()
         agrees(rank, folder, "less")
         agrees(rank, folder, "oom")  # with so much more memory than is kept on disk, batches are measured again
         assert (folder / f"cache{rank}").exists() is (rank == 0)
