@@ -27,6 +27,7 @@ from ._evaluation import Evaluation
 from ._figures import HINTS
 from ._graphs import TrainerGraphs
 from ._lengths import LengthCache
+from ._loss_filter import LossFilter
 from ._settings import Settings
 from ._trl import CallFigures
 from ._updates import Updates
@@ -64,7 +65,7 @@ class Batching:
         self.data = TrainingData(settings, lengths, self.graphs)
         self.updates = Updates(settings, self.weights, self.graphs)
         self.evaluation = Evaluation(settings, lengths, self.weights)
-        self.call_figures = CallFigures()
+        self.call_figures, self.losses = CallFigures(), LossFilter()
         self.callback = UpdateCallback(settings, self.data, self.updates)
 
     def close(self) -> None:

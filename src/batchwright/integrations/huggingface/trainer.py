@@ -198,7 +198,8 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
             with without_figures(self):
                 self.log({**change.figures(), "batch_size_reason": change.decision.reason})  # type: ignore[dict-item]
         self.control.should_log = is_due  # a log of a change does not stand for that of the update
-        return super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        with self._batching.losses.shown(self.args):
+            return super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
     # The training data
 
@@ -256,7 +257,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         call = inspect.signature(super()._run_epoch).bind(*args, **kwargs)  # type: ignore[misc]
         # An item of a stream is a whole update, so that the last one of a pass may have fewer batches.
-        with accumulating(self, None if self._batching.data.accumulation is None else 1):
+        with accumulating(self, self._batching.data.accumulation and 1), self._batching.losses.instead_of(self):
             if isinstance(call.arguments["train_dataloader"], TrainLoader):
                 self._batching.data.begin_epoch(call.arguments, self.args.gradient_accumulation_steps)
             return super()._run_epoch(*call.args, **call.kwargs)  # type: ignore[misc]
@@ -297,6 +298,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         """Run forward and backward of an item, micro-batch by micro-batch."""
         updates, step = self._batching.updates, super().training_step  # type: ignore[misc]
         is_weighed = updates.whole is not None
+        self._batching.losses.begin(self)
         self._batching.graphs.begin(model, self.optimizer, self._captured_loss, Devices.of(self), is_weighed=is_weighed)
         with undivided(self) if is_weighed else nullcontext():
             return updates.run(
@@ -369,7 +371,8 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         return needs_whole(self) or any(map(needs_whole_batch, marked))
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the operations of an item."""
+        """Return the operations of an item, whose loss the trainer has just added."""
+        self._batching.losses.end(self)
         return sum(map(super().floating_point_ops, micro_batches_of([inputs])))  # type: ignore[misc]
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
