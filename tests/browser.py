@@ -58,6 +58,8 @@ class Browser:
         while True:
             answer = self._receive(end)
             if answer.get("id") == self._number:
+                if "navigated" in str(answer.get("error")):
+                    raise Navigated(answer["error"])
                 assert "error" not in answer, answer
                 return answer["result"]
             self.events.append(answer)
@@ -103,6 +105,10 @@ class Browser:
         return json.loads(message)
 
 
+class Navigated(Exception):
+    """The page that was asked gave way to its next one meanwhile."""
+
+
 class Page:
     """A page of the browser."""
 
@@ -121,9 +127,15 @@ class Page:
     def wait(self, expression, *, timeout=20):
         """Wait until an expression is true; between two pages it may have no document to ask."""
         end = time.monotonic() + timeout
-        while not self.value(f"(() => {{ try {{ return {expression}; }} catch {{ return false; }} }})()"):
+        while not self._is_true(expression):
             assert time.monotonic() < end, f"never true: {expression}"
             time.sleep(0.05)
+
+    def _is_true(self, expression):
+        try:
+            return self.value(f"(() => {{ try {{ return {expression}; }} catch {{ return false; }} }})()")
+        except Navigated:
+            return False
 
     def choose(self, name, value):
         """Choose in one of the page's lists, as a user does."""

@@ -48,8 +48,13 @@ def test_the_same_state_would_be_saved_today(room, case):
     assert (found is not None) == ((room, case.name) in DECIDES_LATER), found
 
 
-# What states hold since these were recorded, by what else the record has: the latest calls of a latency model.
-LATER = {"latest": {"gram", "moment"}}
+# What states hold since these were recorded, by what else the record has: the latest calls of a latency model, and the
+# newest size in force of which a batch ran.
+LATER = {
+    "latest": {"gram", "moment"},
+    "followed": {"num_parts", "mean", "weight"},
+    "ran": {"num_fitting", "too_large"},
+}
 
 
 def without_later(value):

@@ -260,6 +260,6 @@ def num_labels(inputs: Mapping[str, Any], shifts: bool) -> Tensor:
     shifted, labels = inputs.get("shift_labels"), inputs["labels"]
     if isinstance(shifted, Tensor):
         return (shifted != IGNORED).sum()
-    if labels.is_floating_point():
+    if labels.is_floating_point() and labels.numel():  # a tensor of no numbers is one of floats, whatever was meant
         return torch.tensor(len(labels))
     return ((labels[:, 1:] if shifts and labels.ndim == 2 else labels) != IGNORED).sum()

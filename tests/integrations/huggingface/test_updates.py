@@ -23,6 +23,7 @@ from .trainers import (
     make_controller,
     make_model,
     make_trainer,
+    numbered,
     relative_error,
     windows,
 )
@@ -37,6 +38,14 @@ def test_uneven_micro_batches_give_the_exact_gradient_and_loss(name, weighting, 
     trainer.train()
     assert len(set(map(len, seen))) > 1  # or the test would show nothing
     check(name, trainer, gradients, windows(seen, window), weighting)
+
+
+def test_an_update_of_an_example_without_labels_trains_nothing(tmp_path):
+    examples = [{**example, "labels": []} if place == 5 else example for place, example in enumerate(numbered(8))]
+    trainer, seen, gradients = make_trainer("t5", tmp_path, examples=examples, budget=bw.MaxItems(1))
+    trainer.train()
+    assert sorted(flat(seen)) == list(range(8))
+    assert [bool(gradient.any()) for gradient in gradients.seen] == [places != [5] for places in seen]
 
 
 @pytest.mark.parametrize("name", ["t5", "llama"])

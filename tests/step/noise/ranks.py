@@ -78,7 +78,7 @@ def refuse_parts(rank, world_size):
         model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 1))
         parallelize_module(model, mesh, {"1": ColwiseParallel(), "2": RowwiseParallel()})
         with pytest.raises(ArgumentError) as caught:
-            Stepper(model, torch.optim.SGD(model.parameters()), len, measure_noise=True, noise_from=noise_from)
+            Stepper(model, torch.optim.SGD(model.parameters()), token_loss, measure_noise=True, noise_from=noise_from)
         print(f"{noise_from}: {caught.value}")
 
 
