@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._types import IntArray
+from ...errors import ArgumentError
 from .._loss_probe import unwrapped
 from ..graphs._comparing import NEAR, NEAR_ROUGHLY
 from ..graphs._rotary import num_learned
@@ -93,6 +94,27 @@ def are_near(own: Tensor, eager: Tensor, near: float) -> Tensor:
 def scale(scores: Tensor) -> Tensor:
     """Return the largest size of a finite score of each row."""
     return torch.where(scores.isfinite(), scores, 0.0).abs().amax(dim=1).clamp(min=1e-6)
+
+
+def check_unpadded(rows: Sequence[Any], pad: int | None) -> None:
+    """Refuse token ids that seem to be padded: as many in each row, and padding at an edge of some rows only.
+
+    Args:
+        rows: token ids.
+        pad: the padding token, None if it is not known or may be a token as others.
+
+    >>> check_unpadded([[5, 6], [7, 0], [0]], 0)
+    """
+    if pad is None or len(rows) < 2 or len({len(row) for row in rows}) > 1 or not len(rows[0]):
+        return
+    for edge, place in (("begin", 0), ("end", -1)):
+        num = sum(bool(row[place] == pad) for row in rows)
+        if 0 < num < len(rows):
+            raise ArgumentError(
+                f"all examples have {len(rows[0])} token ids, and {num} of {len(rows)} {edge} with the padding token, "
+                f"{pad}, so they seem to be padded; tokenize without padding, or, if these are real tokens, give mappings "
+                "with input_ids and attention_mask"
+            )
 
 
 def by_number(numbers: Sequence[int]) -> Iterator[list[int]]:
