@@ -112,8 +112,8 @@ def check_unpadded(rows: Sequence[Any], pad: int | None) -> None:
         if 0 < num < len(rows):
             raise ArgumentError(
                 f"all examples have {len(rows[0])} token ids, and {num} of {len(rows)} {edge} with the padding token, "
-                f"{pad}, so they seem to be padded; tokenize without padding, or, if these are real tokens, give mappings "
-                "with input_ids and attention_mask"
+                f"{pad}, so they seem to be padded; tokenize without padding, or, if these are real tokens, give "
+                "mappings with input_ids and attention_mask"
             )
 
 
