@@ -549,3 +549,15 @@ def test_random_mixes_of_lengths_and_lost_items_get_their_own_answers(device):
             num_answered += 1
     assert num_answered >= (kinds == "good").sum()
     assert encoder.summary().num_eager == 0
+
+
+def test_an_encoder_whose_model_is_trained_meanwhile_refuses_requests():
+    model = make_model()
+    encoder = Encoder(model, None, max_length=32, max_items=4)
+    [before] = encoder([[3, 4, 5]])
+    model.train()
+    with pytest.raises(ArgumentError, match="training mode"):
+        encoder([[3, 4, 5]])
+    model.eval()
+    [after] = encoder([[3, 4, 5]])
+    assert (before == after).all()

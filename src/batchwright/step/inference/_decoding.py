@@ -20,7 +20,8 @@ from ...errors import ArgumentError
 from ...plan import PadTo
 from ..graphs._rotary import renew, rotary_of, same_reach
 from ..huggingface import unwrapped
-from ._sharing import Group, by_number, check_unpadded, is_doubtful, pads_freely
+from ._sharing import Group, by_number, check_unpadded, is_doubtful, pads_freely, reader_of
+from ._stops import generates_plainly, stops_of
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 Counts = npt.NDArray[np.int64]
@@ -30,8 +31,7 @@ _DEFAULT_NEW_TOKENS = 20
 _TEXT = {"input_ids", "attention_mask", "token_type_ids", "decoder_input_ids"}
 # With any of these a smaller model, or the prompt, proposes tokens, and transformers runs one example at a time.
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-# These are called with all that a row holds, the padding in front of its prompt included.
-_READERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+_STOPS = ("stop_strings", "stopping_criteria")
 _PER_EXAMPLE = {"inputs", "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "encoder_outputs"}
 
 
@@ -82,7 +82,8 @@ class Decoder:
             multiple_of=multiple_of,
         )
         # These end rows without an end-of-sequence token, and padding follows.
-        self._strips_padding = any(self._setting(name) for name in ("stop_strings", "stopping_criteria"))
+        self._notes_stops = generates_plainly(self.base)
+        self._strips_padding = not self._notes_stops and any(self._setting(name) for name in _STOPS)
 
     def _setting(self, name: str) -> Any:
         """Return a setting from where generate() looks first: the arguments, the configuration given, the model's."""
@@ -112,24 +113,20 @@ class Decoder:
             )
 
     @property
-    def assistant(self) -> str | None:
-        """Return the setting that asks for assisted decoding, of one example at a time; None if none does."""
-        return next((name for name in _ASSISTED if self._setting(name) not in (None, False)), None)
+    def why_alone(self) -> str | None:
+        """Return why examples run one by one, None if they do not: assisted decoding takes no more at a time."""
+        name = next((name for name in _ASSISTED if self._setting(name) not in (None, False)), None)
+        if name is not None:
+            return f"with {name} transformers takes no more at a time"
+        stop = next((name for name in _STOPS if self._setting(name)), None)
+        if stop is not None and (self._setting("num_beams") or 1) > 1:
+            return f"with beams, what {stop} has ended cannot be told from padding"
+        return None
 
     @property
     def reader(self) -> str | None:
         """Return the setting that sees padding, so that only prompts of one length may share a batch; None if none."""
-        if (self._setting("encoder_repetition_penalty") or 1.0) != 1.0:
-            return "encoder_repetition_penalty"
-        if self.is_encoder_decoder:
-            return None
-        # An n-gram with padding comes again only after padding, and a single token at once.
-        if self._setting("no_repeat_ngram_size") == 1:
-            return "no_repeat_ngram_size"
-        # The first token is forced where there is one token so far.
-        if self._setting("forced_bos_token_id") is not None:
-            return "forced_bos_token_id"
-        return next((name for name in _READERS if self._setting(name)), None)
+        return reader_of(self._setting, is_encoder_decoder=self.is_encoder_decoder)
 
     @property
     def _max_length(self) -> int | None:
@@ -164,10 +161,10 @@ class Decoder:
             limits: the most new tokens of each, None if all have the same.
         """
         places = np.arange(len(examples))
-        if self.assistant is not None:
+        if self.why_alone is not None:
             if self._pads:
                 self._pad_no_further()
-            return [Group(place, f"{self.assistant} is given") for place in places[:, None]]
+            return [Group(place, self.why_alone) for place in places[:, None]]
         if not self._pads:
             return [Group(places)]
         alone: list[Group] = []
@@ -219,12 +216,18 @@ class Decoder:
         allowed = self._setting("prefix_allowed_tokens_fn")
         if allowed is not None and indices is not None:
             kwargs = {**kwargs, "prefix_allowed_tokens_fn": lambda row, ids: allowed(indices[row], ids)}
+        stops = stops_of(self._setting) if self._notes_stops else None
+        if stops is not None:
+            kwargs = {**kwargs, "stopping_criteria": stops.given}
         renew(self._rotary)
         sequences = self.model.generate(**batch, **kwargs).cpu()
         if len(sequences) != len(examples):
             raise ArgumentError(f"model.generate gave {len(sequences)} rows for {len(examples)} examples")
         prompt = batch.get("decoder_input_ids" if self.is_encoder_decoder else "input_ids")
         start = int(self.is_encoder_decoder) if prompt is None else prompt.shape[1]
+        if stops is not None and stops.widths is not None and len(examples) > 1:
+            own = stops.widths - start
+            most = own if most is None else np.minimum(most, own)
         return self.cut(sequences[:, :start], sequences[:, start:], most)
 
     def collated(self, examples: list[Any]) -> dict[str, Any]:

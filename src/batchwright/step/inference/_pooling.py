@@ -73,6 +73,11 @@ class Pooled(nn.Module):
             vectors = (hidden * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
         return F.normalize(vectors, dim=-1) if self._is_unit else vectors
 
+    def check_mode(self, is_training: bool) -> None:
+        """Refuse requests in training mode."""
+        if is_training:
+            raise ArgumentError("the model is in training mode, where dropout changes its vectors; call model.eval()")
+
     def check_longest(self, length: int) -> None:
         """Refuse texts whose attention depends on padding, and on whether a shorter one came before (BigBird)."""
         base: Any = unwrapped(self.model)
@@ -135,7 +140,7 @@ class Pooled(nn.Module):
     @property
     def own_pad(self) -> int | None:
         """Return the padding token of the model, None if it does not say."""
-        found = getattr(getattr(unwrapped(self.model), "config", None), "pad_token_id", None)
+        found: Any = getattr(getattr(unwrapped(self.model), "config", None), "pad_token_id", None)
         return int(found) if is_whole(found) else None
 
     @property

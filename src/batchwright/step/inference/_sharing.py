@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -16,6 +16,8 @@ from ..graphs._comparing import NEAR, NEAR_ROUGHLY
 from ..graphs._rotary import num_learned
 
 _HALF = (torch.float16, torch.bfloat16)
+# These are called with all that a row holds, the padding in front of its prompt included.
+_READERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 # Of the prompt that is tried with padding and without.
 _NUM_TRIED, _NUM_PADS = 8, 5
 
@@ -94,6 +96,26 @@ def are_near(own: Tensor, eager: Tensor, near: float) -> Tensor:
 def scale(scores: Tensor) -> Tensor:
     """Return the largest size of a finite score of each row."""
     return torch.where(scores.isfinite(), scores, 0.0).abs().amax(dim=1).clamp(min=1e-6)
+
+
+def reader_of(setting: Callable[[str], Any], *, is_encoder_decoder: bool) -> str | None:
+    """Return the setting of generation that sees padding, None if none does.
+
+    Args:
+        setting: returns a setting by its name.
+        is_encoder_decoder: prompts are sources, which processors do not see.
+    """
+    if (setting("encoder_repetition_penalty") or 1.0) != 1.0:
+        return "encoder_repetition_penalty"
+    if is_encoder_decoder:
+        return None
+    # An n-gram with padding comes again only after padding, and a single token at once.
+    if setting("no_repeat_ngram_size") == 1:
+        return "no_repeat_ngram_size"
+    # The first token is forced where there is one token so far.
+    if setting("forced_bos_token_id") is not None:
+        return "forced_bos_token_id"
+    return next((name for name in _READERS if setting(name)), None)
 
 
 def check_unpadded(rows: Sequence[Any], pad: int | None) -> None:

@@ -248,8 +248,7 @@ class Encoder:
         graphs: Choice = "auto",
     ) -> None:
         self._pooled = Pooled(model, pool=pool, normalize=normalize)
-        if any(part.training for part in self._pooled.model.modules()):
-            raise ArgumentError("the model is in training mode, where dropout changes its vectors; call model.eval()")
+        self._pooled.check_mode(any(part.training for part in self._pooled.model.modules()))
         self._pooled.eval()
         longest = longest_of(tokenizer, self._pooled, max_length)
         if shapes is None and longest is None:
@@ -279,6 +278,7 @@ class Encoder:
 
     def __call__(self, items: Sequence[Any]) -> list[npt.NDArray[np.float32]]:
         """Return the vector of every item."""
+        self._pooled.check_mode(self._pooled.model.training)  # a loop may train it meanwhile
         rows = [self._tokens(item) for item in items]
         found: dict[int, npt.NDArray[np.float32]] = {}
         for places in sides_of(self._pooled.rotary, list(map(len, rows))):

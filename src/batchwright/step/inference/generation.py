@@ -113,10 +113,8 @@ def generate(
     longest = int(pad_up(axes, pad_multiple_of).sum(axis=1).max())
     with ProgressBar(label="generating", total=len(examples), enabled=progress) as bar, evaluating(model):
         groups = decoder.groups(examples, limits)
-        if decoder.assistant is not None and len(examples) > 1:
-            _say_once(
-                f"generate runs examples one by one: with {decoder.assistant} transformers takes no more at a time"
-            )
+        if decoder.why_alone is not None and len(examples) > 1:
+            _say_once(f"generate runs examples one by one: {decoder.why_alone}")
         elif decoder.reader is not None and collate is None and len(groups) > 1:
             _say_once(
                 f"generate puts only prompts of one length into a batch: {decoder.reader} sees padding; give a "
