@@ -3,6 +3,7 @@
 import asyncio
 
 import numpy as np
+import pandas as pd
 import peft
 import pytest
 import torch
@@ -278,6 +279,10 @@ def test_batches_grow_as_far_as_memory_allows():
             "text 0: an item has token_type_ids other than 0",
         ),
         ({"texts": [{"input_ids": [3, 4], "position_ids": [5, 6]}]}, "text 0: an item has position_ids"),
+        ({"texts": {"text": ["one"]}}, "got a dict with 'text'"),
+        ({"texts": pd.DataFrame({"text": ["one"]})}, "got a DataFrame with 'text'"),
+        ({"texts": [{"text": "one"}]}, "text 0: an item has no input_ids, only \\['text'\\]"),
+        ({"texts": [[3, 4], [5, 0]]}, "1 of 2 end with the padding token, 0, so they seem to be padded"),
         ({"texts": [[3] * 65]}, "more than max_length=64"),
         ({"max_length": 65}, "more than the 64 positions"),
         ({"max_length": 0}, "max_length"),
@@ -292,6 +297,54 @@ def test_what_cannot_be_encoded_is_refused(change, text):
     given = {"model": make_model(), "tokenizer": None, "texts": [[3]], **change}
     with pytest.raises(ArgumentError, match=text):
         encode(given.pop("model"), given.pop("tokenizer"), given.pop("texts"), **given)
+
+
+def test_ids_of_which_a_mask_says_that_all_count_may_end_with_a_padding_token():
+    rows = [{"input_ids": ids, "attention_mask": [1, 1]} for ids in ([3, 4], [5, 0])]
+    found = encode(make_model(), None, rows)
+    expected = torch.stack([by_hand(make_model(), row["input_ids"]) for row in rows])
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_model_that_takes_something_else_is_refused():
+    """As a SentenceTransformer, whose forward takes a dict."""
+
+    class Sentences(nn.Module):
+        def forward(self, input, **kwargs):
+            return input
+
+    with pytest.raises(ArgumentError, match=r"a Sentences needs input; of a SentenceTransformer give model\[0\]"):
+        encode(Sentences(), letters, ["one"])
+
+
+def test_a_tokenizer_whose_tokens_are_of_several_kinds_is_refused():
+    """That of XLNet puts the last token into a segment of its own, which changes the vector."""
+
+    class Tokenizer(transformers.PreTrainedTokenizerBase):
+        def __init__(self):
+            pass
+
+        def __deepcopy__(self, memo):
+            return self
+
+        def __call__(self, text, **options):
+            ids = letters(text)
+            return transformers.BatchEncoding({"input_ids": ids, "token_type_ids": [0] * (len(ids) - 1) + [2]})
+
+    with pytest.raises(ArgumentError, match="token_type_ids other than 0"):
+        encode(make_model(), Tokenizer(), ["one"], max_length=9)
+
+
+def test_a_model_that_does_not_say_what_ids_it_knows_is_encoded():
+    """As CANINE, which hashes code points."""
+
+    class Hashing(type(make_model())):
+        def get_input_embeddings(self):
+            raise NotImplementedError
+
+    model, rows = make_model(), make_ids(5)
+    model.__class__ = Hashing
+    torch.testing.assert_close(encode(model, None, rows), torch.stack([by_hand(model, row) for row in rows]))
 
 
 def test_a_model_with_a_head_is_refused():
@@ -496,3 +549,15 @@ def test_random_mixes_of_lengths_and_lost_items_get_their_own_answers(device):
             num_answered += 1
     assert num_answered >= (kinds == "good").sum()
     assert encoder.summary().num_eager == 0
+
+
+def test_an_encoder_whose_model_is_trained_meanwhile_refuses_requests():
+    model = make_model()
+    encoder = Encoder(model, None, max_length=32, max_items=4)
+    [before] = encoder([[3, 4, 5]])
+    model.train()
+    with pytest.raises(ArgumentError, match="training mode"):
+        encoder([[3, 4, 5]])
+    model.eval()
+    [after] = encoder([[3, 4, 5]])
+    assert (before == after).all()

@@ -1,6 +1,7 @@
 """generate: what each example alone would give, in batches that fit."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -329,11 +330,50 @@ def test_progress_is_shown_where_it_is_asked_for(capsys):
         ([{"input_ids": [11]}, {"input_ids": [11], "more": [1]}], {}, "same fields"),
         ([{"input_ids": [11], "x": [1]}, {"input_ids": [11], "x": [1, 2]}], {}, "'x' has unequal lengths"),
         ([[11]], {"budget": 64}, r"write MaxItems\(64\)"),
+        ([{"input_ids": [11], "text": "a text"}], {}, "field 'text' of an example is no numbers but str"),
+        ([{"input_ids": [11], "forced_bos_token_id": 12}], {}, "forced_bos_token_id, which is a setting of the whole"),
+        ([{"input_ids": [11], "max_new_tokens": 3}], {}, "max_new_tokens, which is a setting"),
+        ([[11, 12], [13, 0]], {"pad_token_id": 0}, "1 of 2 end with the padding token, 0, so they seem to be padded"),
+        (torch.tensor([[0, 13], [0, 14], [11, 12]]), {"pad_token_id": 0}, "2 of 3 begin with the padding token"),
+        ([[11], [12]], {"max_new_tokens": [0, 3]}, "the least of which is 0"),
     ],
 )
 def test_what_cannot_be_generated_from_is_refused(examples, options, match):
     with pytest.raises(ArgumentError, match=match):
         generate(make_model("LlamaForCausalLM"), examples, **options)
+
+
+@pytest.mark.parametrize(
+    ("examples", "options"),
+    [
+        ([[11, 12], [13, 0], [14]], {"pad_token_id": 0}),
+        ([[11, 12], [13, 0]], {"pad_token_id": 0, "eos_token_id": 0}),
+        ([[11, 0], [13, 0]], {"pad_token_id": 0}),
+        ([{"input_ids": [11, 12]}, {"input_ids": [13, 0], "attention_mask": [1, 1]}], {"pad_token_id": 0}),
+    ],
+    ids=["unequal", "an end", "all", "masks"],
+)
+def test_a_padding_token_that_says_something_is_a_token_as_others(examples, options):
+    model = make_model("LlamaForCausalLM")
+    found = generate(model, examples, max_new_tokens=4, **options)
+    ids = [example["input_ids"] if isinstance(example, dict) else example for example in examples]
+    for row, one in zip(found, ids, strict=True):
+        [expected] = generate(model, [one], max_new_tokens=4, **options)
+        assert row.tolist() == expected.tolist()
+
+
+def test_a_start_token_may_differ_from_example_to_example():
+    model, ids = make_model("MarianMTModel"), make_examples(4)
+    examples = [{"input_ids": one, "decoder_start_token_id": 20 + place} for place, one in enumerate(ids)]
+    found = generate(model, examples, max_new_tokens=5)
+    expected = [alone(model, one, max_new_tokens=5, decoder_start_token_id=20 + n) for n, one in enumerate(ids)]
+    assert [row.tolist() for row in found] == expected
+
+
+def test_a_series_of_pandas_is_read_in_its_order():
+    model, ids = make_model("LlamaForCausalLM"), make_examples(5)
+    found = generate(model, pd.Series(ids, index=[4, 2, 0, 1, 3]), max_new_tokens=3)
+    assert [row.tolist() for row in found] == [row.tolist() for row in generate(model, ids, max_new_tokens=3)]
 
 
 def test_an_example_without_a_token_is_refused():

@@ -252,3 +252,23 @@ def test_a_device_that_is_really_full_is_survived():
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert found.tolist() == list(range(9))
     assert sizes == [2, 2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda batch: batch.mean(0, keepdim=True),
+        lambda batch: torch.stack([batch, 2 * batch, 3 * batch]),  # layers before examples
+        lambda batch: {"hidden": [batch, 2 * batch, 3 * batch]},
+        lambda batch: batch.numpy()[:1],
+    ],
+    ids=["mean", "layers", "list of layers", "array"],
+)
+def test_results_without_a_row_for_each_example_are_not_joined(fn):
+    with pytest.raises(ArgumentError, match=r"cannot be joined: results of .* rows from pieces of \[2, 2\] examples"):
+        oom_safe(Limited(2, fn), torch.arange(4.0))
+
+
+def test_several_rows_for_each_example_are_joined():
+    found = oom_safe(Limited(2, lambda batch: batch.repeat_interleave(2)), torch.arange(5))
+    assert found.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]

@@ -157,6 +157,62 @@ def test_assisted_decoding_runs_examples_one_by_one_and_that_is_said_once(name, 
         assert row.tolist() == (wanted if model.config.is_encoder_decoder else wanted[len(ids) :])
 
 
+class AfterLength(transformers.StoppingCriteria):
+    """Ends rows of 20 tokens, as MaxLengthCriteria does."""
+
+    def __call__(self, input_ids, scores, **options):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 20)
+
+
+READERS = {
+    "logits_processor": [transformers.RepetitionPenaltyLogitsProcessor(0.1)],
+    "stopping_criteria": [AfterLength()],
+    "prefix_allowed_tokens_fn": lambda place, ids: [40 + len(ids) % 20, 20],
+    "encoder_repetition_penalty": 3.0,
+    "no_repeat_ngram_size": 1,
+    "forced_bos_token_id": 33,
+}
+
+
+@pytest.mark.parametrize("option", READERS)
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_what_sees_padding_gets_none_and_that_is_said_once(option, num_beams, monkeypatch):
+    monkeypatch.setattr(generation, "_SAID", set())
+    model, examples = shapes.make("llama"), [*shapes.prompts(11, longest=12), [13]]
+    options = {"max_new_tokens": 12, "num_beams": num_beams, option: READERS[option]}
+    many = {"budget": bw.MaxItems(12), "pad_multiple_of": 8, "pad_token_id": 5}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            found = generate(model, examples, graphs=False, **many, **options)
+    said = [str(one.message) for one in caught if "generate " in str(one.message)]
+    assert [option in text for text in said] == [True]
+    assert shapes.as_lists(found) == alone(lambda: model, examples, **options)
+
+
+def alone_in(model, examples, **options):
+    """Return what an encoder-decoder gives for each example."""
+    rows = [torch.tensor([ids]) for ids in examples]
+    return [model.generate(input_ids=row, attention_mask=torch.ones_like(row), **options)[0].tolist() for row in rows]
+
+
+@pytest.mark.filterwarnings("ignore:generate puts only")
+def test_sources_share_no_batch_with_shorter_ones_where_a_penalty_counts_their_tokens():
+    model, examples = shapes.make("t5"), shapes.prompts(12, longest=8)
+    options = {"max_new_tokens": 8, "encoder_repetition_penalty": 3.0, "min_new_tokens": 8}
+    found = generate(model, examples, graphs=False, budget=bw.MaxItems(12), **options)
+    assert shapes.as_lists(found) == alone_in(model, examples, **options)
+
+
+@pytest.mark.filterwarnings("ignore:generate puts only")
+@pytest.mark.parametrize("name", ["t5", "llama"])
+def test_a_function_of_allowed_tokens_is_told_the_place_among_all_examples(name):
+    model, examples = shapes.make(name), shapes.prompts(9)
+    options = {"prefix_allowed_tokens_fn": lambda place, ids: [20 + place], "num_beams": 2, "max_new_tokens": 3}
+    found = generate(model, examples, graphs=False, budget=bw.MaxItems(4), **options)
+    assert [row.tolist()[-3:] for row in found] == [[20 + place] * 3 for place in range(9)]
+
+
 def test_models_that_are_told_positions_share_batches(monkeypatch):
     monkeypatch.setattr(_decoding, "pads_freely", lambda *_: pytest.fail("tried"))
     for name in shapes.NAMES:

@@ -20,7 +20,8 @@ from ...errors import ArgumentError
 from ...plan import PadTo
 from ..graphs._rotary import renew, rotary_of, same_reach
 from ..huggingface import unwrapped
-from ._sharing import Group, by_number, is_doubtful, pads_freely
+from ._sharing import Group, by_number, check_unpadded, is_doubtful, pads_freely, reader_of
+from ._stops import generates_plainly, stops_of
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 Counts = npt.NDArray[np.int64]
@@ -30,6 +31,7 @@ _DEFAULT_NEW_TOKENS = 20
 _TEXT = {"input_ids", "attention_mask", "token_type_ids", "decoder_input_ids"}
 # With any of these a smaller model, or the prompt, proposes tokens, and transformers runs one example at a time.
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+_STOPS = ("stop_strings", "stopping_criteria")
 _PER_EXAMPLE = {"inputs", "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "encoder_outputs"}
 
 
@@ -80,7 +82,8 @@ class Decoder:
             multiple_of=multiple_of,
         )
         # These end rows without an end-of-sequence token, and padding follows.
-        self._strips_padding = any(self._setting(name) for name in ("stop_strings", "stopping_criteria"))
+        self._notes_stops = generates_plainly(self.base)
+        self._strips_padding = not self._notes_stops and any(self._setting(name) for name in _STOPS)
 
     def _setting(self, name: str) -> Any:
         """Return a setting from where generate() looks first: the arguments, the configuration given, the model's."""
@@ -110,9 +113,20 @@ class Decoder:
             )
 
     @property
-    def assistant(self) -> str | None:
-        """Return the setting that asks for assisted decoding, of one example at a time; None if none does."""
-        return next((name for name in _ASSISTED if self._setting(name) not in (None, False)), None)
+    def why_alone(self) -> str | None:
+        """Return why examples run one by one, None if they do not: assisted decoding takes no more at a time."""
+        name = next((name for name in _ASSISTED if self._setting(name) not in (None, False)), None)
+        if name is not None:
+            return f"with {name} transformers takes no more at a time"
+        stop = next((name for name in _STOPS if self._setting(name)), None)
+        if stop is not None and (self._setting("num_beams") or 1) > 1:
+            return f"with beams, what {stop} has ended cannot be told from padding"
+        return None
+
+    @property
+    def reader(self) -> str | None:
+        """Return the setting that sees padding, so that only prompts of one length may share a batch; None if none."""
+        return reader_of(self._setting, is_encoder_decoder=self.is_encoder_decoder)
 
     @property
     def _max_length(self) -> int | None:
@@ -147,10 +161,10 @@ class Decoder:
             limits: the most new tokens of each, None if all have the same.
         """
         places = np.arange(len(examples))
-        if self.assistant is not None:
+        if self.why_alone is not None:
             if self._pads:
                 self._pad_no_further()
-            return [Group(place, f"{self.assistant} is given") for place in places[:, None]]
+            return [Group(place, self.why_alone) for place in places[:, None]]
         if not self._pads:
             return [Group(places)]
         alone: list[Group] = []
@@ -165,7 +179,7 @@ class Decoder:
             places = places[~is_long]
         if not len(places):
             return alone
-        if self._may_pad(examples[int(places[0])]):
+        if self.reader is None and self._may_pad(examples[int(places[0])]):
             return [*alone, Group(places)]
         self._pad_no_further()
         same = by_number([len(_ids(examples[place])) for place in places.tolist()])
@@ -182,12 +196,15 @@ class Decoder:
         collate: Any = self._collate  # our own
         self._collate, self.multiple_of = partial(collate, multiple_of=1), 1
 
-    def run(self, examples: list[Any], limits: Counts | None = None) -> list[Tensor]:
+    def run(
+        self, examples: list[Any], limits: Counts | None = None, indices: Sequence[int] | None = None
+    ) -> list[Tensor]:
         """Return the token ids of each example.
 
         Args:
             examples: those of one batch.
             limits: the most new tokens of each, None if all have the same.
+            indices: their places among all, which ``prefix_allowed_tokens_fn`` is told.
         """
         batch = self.collated(examples)
         most = self.most_new(batch) if limits is None else limits
@@ -196,17 +213,28 @@ class Decoder:
             kwargs = {**kwargs, "max_new_tokens": int(limits.max())}
         elif most is not None:
             kwargs = {**kwargs, "max_length": batch["input_ids"].shape[1] + int(most.max())}
+        allowed = self._setting("prefix_allowed_tokens_fn")
+        if allowed is not None and indices is not None:
+            kwargs = {**kwargs, "prefix_allowed_tokens_fn": lambda row, ids: allowed(indices[row], ids)}
+        stops = stops_of(self._setting) if self._notes_stops else None
+        if stops is not None:
+            kwargs = {**kwargs, "stopping_criteria": stops.given}
         renew(self._rotary)
         sequences = self.model.generate(**batch, **kwargs).cpu()
         if len(sequences) != len(examples):
             raise ArgumentError(f"model.generate gave {len(sequences)} rows for {len(examples)} examples")
         prompt = batch.get("decoder_input_ids" if self.is_encoder_decoder else "input_ids")
         start = int(self.is_encoder_decoder) if prompt is None else prompt.shape[1]
+        if stops is not None and stops.widths is not None and len(examples) > 1:
+            own = stops.widths - start
+            most = own if most is None else np.minimum(most, own)
         return self.cut(sequences[:, :start], sequences[:, start:], most)
 
     def collated(self, examples: list[Any]) -> dict[str, Any]:
         """Return the batch on the model's device; a decoder-only model needs its padding on the left."""
         batch: dict[str, Any] = dict(self._collate(examples))
+        if self._pads:
+            self._check_fields(batch)
         if self._pads and batch.keys() <= _TEXT:  # an image may be an id of its own, beyond those of the table
             self._check_ids(batch["input_ids"])
         batch = map_leaves(batch, lambda tensor: tensor.to(self.device))
@@ -216,6 +244,24 @@ class Decoder:
                 "a decoder-only model continues the last column of input_ids: collate must pad on the left"
             )
         return batch
+
+    def _check_fields(self, batch: Mapping[str, Any]) -> None:
+        """Refuse settings in examples: transformers takes one for the whole batch, and of several makes anything."""
+        config: Any = getattr(self.base, "generation_config", None)
+        # Of the first token of the decoder transformers takes one for each row.
+        settings = set(getattr(config, "__dict__", ())) - {"decoder_start_token_id"}
+        name = min(settings & batch.keys(), default=None)
+        if name is not None:
+            raise ArgumentError(
+                f"examples hold {name}, which is a setting of the whole call; call generate once for each of its "
+                f"values, with {name}= as an argument"
+            )
+
+    def check_unpadded(self, examples: Sequence[Any]) -> None:
+        """Refuse ids without a mask that seem to be padded; a ``collate`` of the user's own may do anything."""
+        if self._pads and not any(isinstance(example, Mapping) for example in examples):
+            pad = self._setting("pad_token_id")
+            check_unpadded([_ids(example) for example in examples], None if pad in self._ends.tolist() else pad)
 
     def _check_ids(self, ids: Tensor) -> None:
         """Refuse ids that the model does not know, which on a device would end the process's work there."""
@@ -322,8 +368,18 @@ def _pad_lists(examples: list[list[Any]], pad_id: int | None, on_left: bool, mul
 
 def _fields(example: Any) -> dict[str, Tensor]:
     ids = _as_ids(_ids(example))
-    given = {name: torch.as_tensor(value) for name, value in example.items()} if isinstance(example, Mapping) else {}
+    given = {name: _tensor(name, value) for name, value in example.items()} if isinstance(example, Mapping) else {}
     return {"attention_mask": torch.ones_like(ids), **given, "input_ids": ids}
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(
+            f"field {name!r} of an example is no numbers but {type(value).__name__}; keep what model.generate takes, "
+            "such as input_ids and attention_mask, or give a collate="
+        ) from error
 
 
 def _column(name: str, rows: list[dict[str, Tensor]], pad: Callable[[Tensor], Tensor]) -> Tensor:

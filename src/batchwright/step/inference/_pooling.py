@@ -6,7 +6,7 @@ import copy
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, final
 
@@ -23,7 +23,7 @@ from ..graphs._comparing import NEAR, NEAR_ROUGHLY
 from ..graphs._functions import is_rough
 from ..graphs._rotary import renew, rotary_of, same_reach
 from ..huggingface import unwrapped
-from ._sharing import are_near
+from ._sharing import are_near, check_unpadded
 
 POOLS = ("mean", "cls", "last")
 # Tokenizers without a maximum give a number beyond all texts.
@@ -55,6 +55,7 @@ class Pooled(nn.Module):
         self.model, self._pool, self._is_unit = _encoder_of(model), pool, as_flag("normalize", normalize)
         # A cache of keys and values would be made for nothing.
         takes = inspect.signature(unwrapped(self.model).forward).parameters
+        _check_takes(self.model, takes)
         self._options = {"use_cache": False} if "use_cache" in takes else {}
         self.rotary = rotary_of(self.model.modules())
 
@@ -71,6 +72,11 @@ class Pooled(nn.Module):
             weights = attention_mask.to(hidden.dtype)
             vectors = (hidden * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
         return F.normalize(vectors, dim=-1) if self._is_unit else vectors
+
+    def check_mode(self, is_training: bool) -> None:
+        """Refuse requests in training mode."""
+        if is_training:
+            raise ArgumentError("the model is in training mode, where dropout changes its vectors; call model.eval()")
 
     def check_longest(self, length: int) -> None:
         """Refuse texts whose attention depends on padding, and on whether a shorter one came before (BigBird)."""
@@ -126,8 +132,16 @@ class Pooled(nn.Module):
     def num_tokens(self) -> int:
         """Return how many token ids the model knows."""
         base: Any = unwrapped(self.model)
-        embeddings = base.get_input_embeddings() if hasattr(base, "get_input_embeddings") else None
+        embeddings: Any = None
+        with suppress(AttributeError, NotImplementedError):  # a model that has none, or does not say so
+            embeddings = base.get_input_embeddings()
         return int(getattr(embeddings, "num_embeddings", MAX_INT32))
+
+    @property
+    def own_pad(self) -> int | None:
+        """Return the padding token of the model, None if it does not say."""
+        found: Any = getattr(getattr(unwrapped(self.model), "config", None), "pad_token_id", None)
+        return int(found) if is_whole(found) else None
 
     @property
     def most_positions(self) -> int | None:
@@ -151,6 +165,18 @@ def _encoder_of(model: nn.Module) -> nn.Module:
     if not isinstance(encoder, nn.Module):
         raise ArgumentError(f"a {type(base).__name__} also decodes, and has no get_encoder(); give its encoder")
     return encoder
+
+
+def _check_takes(model: nn.Module, takes: Mapping[str, inspect.Parameter]) -> None:
+    """Refuse a model that needs something else than ids and a mask."""
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [name for name, one in takes.items() if one.kind not in free and one.default is inspect.Parameter.empty]
+    others = [name for name in needed if name not in ("input_ids", "attention_mask")]
+    if others:
+        raise ArgumentError(
+            f"the model must take input_ids and attention_mask by name, and a {type(unwrapped(model)).__name__} needs "
+            f"{others[0]}; of a SentenceTransformer give model[0].auto_model, with pool= and normalize= as it has them"
+        )
 
 
 def _hidden_of(output: Any, shape: tuple[int, ...]) -> Tensor:
@@ -204,7 +230,9 @@ class TokenIds:
     def _checked(self, item: Any) -> list[int]:
         if isinstance(item, Mapping):
             _check_fields(item)
-            item = item.get("input_ids")
+            if item.get("input_ids") is None:
+                raise ArgumentError(f"an item has no input_ids, only {sorted(map(str, item))}; give a list of texts")
+            item = item["input_ids"]
         ids = item.tolist() if isinstance(item, Tensor | np.ndarray) else item
         if not isinstance(ids, list | tuple) or not all(map(is_whole, ids)):
             raise ArgumentError(f"an item must be a text or a list of token ids, got {type(item).__name__}")
@@ -215,6 +243,37 @@ class TokenIds:
         if self.max_length is not None and len(ids) > self.max_length:
             raise ArgumentError(f"an item has {len(ids)} token ids, more than max_length={self.max_length}; cut it")
         return [int(one) for one in ids]
+
+
+def check_texts(texts: Any) -> None:
+    """Refuse one text, and mappings and tables, whose names would be taken for texts."""
+    if isinstance(texts, str):
+        raise ArgumentError("texts must be a list of texts, got one text; give [text]")
+    if isinstance(texts, Mapping) or (hasattr(texts, "columns") and hasattr(texts, "iloc")):
+        raise ArgumentError(
+            f"texts must be a list of texts, got a {type(texts).__name__} with {', '.join(map(repr, texts))}; give the "
+            "texts, such as table['text']"
+        )
+
+
+def read_all(tokens: TokenIds, texts: Iterable[Any], pad: int | None) -> list[list[int]]:
+    """Return the token ids of each text.
+
+    Args:
+        tokens: reads a text.
+        texts: all of them.
+        pad: the padding token where these are token ids, which must not be padded; None if it is not known.
+    """
+    rows, has_masks = [], False
+    for place, text in enumerate(texts):
+        has_masks |= isinstance(text, Mapping)
+        try:
+            rows.append(tokens(text))
+        except ArgumentError as error:
+            raise ArgumentError(f"text {place}: {error}") from error
+    if not has_masks:
+        check_unpadded(rows, pad)
+    return rows
 
 
 def _check_fields(item: Mapping[str, Any]) -> None:
@@ -243,7 +302,9 @@ def _reader_of(tokenizer: Any, max_length: int | None) -> Callable[[str], Any]:
 
     def read(text: str) -> Any:
         with lock:
-            return own(text, verbose=False, padding=False, **options)["input_ids"]
+            found = own(text, verbose=False, padding=False, **options)
+        _check_fields(found)
+        return found["input_ids"]
 
     return read
 

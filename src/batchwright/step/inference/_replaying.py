@@ -81,7 +81,7 @@ class Replaying:
     def run(self, examples: list[Any], indices: list[int], limits: Counts | None) -> list[Tensor]:
         """Return the token ids of each example."""
         found = self._tried(lambda: self._replayed(examples, indices, limits))
-        return self._decoder.run(examples, limits) if found is None else found
+        return self._decoder.run(examples, limits, indices) if found is None else found
 
     def learn(self, examples: list[Any], limits: Counts | None) -> Sizes | None:
         """Return what decoding takes, from an earlier call or from these examples; None if that is not known.

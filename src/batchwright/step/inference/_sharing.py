@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from ..._types import IntArray
+from ...errors import ArgumentError
 from .._loss_probe import unwrapped
 from ..graphs._comparing import NEAR, NEAR_ROUGHLY
 from ..graphs._rotary import num_learned
 
 _HALF = (torch.float16, torch.bfloat16)
+# These are called with all that a row holds, the padding in front of its prompt included.
+_READERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 # Of the prompt that is tried with padding and without.
 _NUM_TRIED, _NUM_PADS = 8, 5
 
@@ -93,6 +96,47 @@ def are_near(own: Tensor, eager: Tensor, near: float) -> Tensor:
 def scale(scores: Tensor) -> Tensor:
     """Return the largest size of a finite score of each row."""
     return torch.where(scores.isfinite(), scores, 0.0).abs().amax(dim=1).clamp(min=1e-6)
+
+
+def reader_of(setting: Callable[[str], Any], *, is_encoder_decoder: bool) -> str | None:
+    """Return the setting of generation that sees padding, None if none does.
+
+    Args:
+        setting: returns a setting by its name.
+        is_encoder_decoder: prompts are sources, which processors do not see.
+    """
+    if (setting("encoder_repetition_penalty") or 1.0) != 1.0:
+        return "encoder_repetition_penalty"
+    if is_encoder_decoder:
+        return None
+    # An n-gram with padding comes again only after padding, and a single token at once.
+    if setting("no_repeat_ngram_size") == 1:
+        return "no_repeat_ngram_size"
+    # The first token is forced where there is one token so far.
+    if setting("forced_bos_token_id") is not None:
+        return "forced_bos_token_id"
+    return next((name for name in _READERS if setting(name)), None)
+
+
+def check_unpadded(rows: Sequence[Any], pad: int | None) -> None:
+    """Refuse token ids that seem to be padded: as many in each row, and padding at an edge of some rows only.
+
+    Args:
+        rows: token ids.
+        pad: the padding token, None if it is not known or may be a token as others.
+
+    >>> check_unpadded([[5, 6], [7, 0], [0]], 0)
+    """
+    if pad is None or len(rows) < 2 or len({len(row) for row in rows}) > 1 or not len(rows[0]):
+        return
+    for edge, place in (("begin", 0), ("end", -1)):
+        num = sum(bool(row[place] == pad) for row in rows)
+        if 0 < num < len(rows):
+            raise ArgumentError(
+                f"all examples have {len(rows[0])} token ids, and {num} of {len(rows)} {edge} with the padding token, "
+                f"{pad}, so they seem to be padded; tokenize without padding, or, if these are real tokens, give "
+                "mappings with input_ids and attention_mask"
+            )
 
 
 def by_number(numbers: Sequence[int]) -> Iterator[list[int]]:

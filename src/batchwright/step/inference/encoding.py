@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -26,7 +26,7 @@ from ..graphs.functions import graphed
 from ..graphs.summary import GraphSummary
 from ..memory.monitor import MemoryMonitor
 from ._limits import Limit, Meter, first_limit
-from ._pooling import Pooled, TokenIds, longest_of, pad_id_of, stacked
+from ._pooling import Pooled, TokenIds, check_texts, longest_of, pad_id_of, read_all, stacked
 from ._sharing import by_number
 from .pieces import run_in_pieces
 
@@ -90,14 +90,13 @@ def encode(
     >>> encode(Tiny(), None, [[1, 2], [3]]).tolist()
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
-    if isinstance(texts, str):
-        raise ArgumentError("texts must be a list of texts, got one text; give [text]")
+    check_texts(texts)
     pooled = Pooled(model, pool=pool, normalize=normalize)
     longest = longest_of(tokenizer, pooled, max_length)
     tokens = TokenIds(tokenizer, max_length=longest, num_tokens=pooled.num_tokens)
     if not isinstance(budget, Budget):
         check_choice("budget", budget, ("auto",))
-    rows = list(_read_all(tokens, texts))
+    rows = read_all(tokens, texts, None if tokenizer is not None else pooled.own_pad)
     if not rows:
         width = getattr(getattr(model, "config", None), "hidden_size", 0)
         return torch.zeros(0, width)
@@ -118,14 +117,6 @@ def encode(
             else:
                 run.growing(places, None if isinstance(budget, str) else check_budget(budget), memory, bar)
     return run.result()
-
-
-def _read_all(tokens: TokenIds, texts: Sequence[Any]) -> Iterator[list[int]]:
-    for place, text in enumerate(texts):
-        try:
-            yield tokens(text)
-        except ArgumentError as error:
-            raise ArgumentError(f"text {place}: {error}") from error
 
 
 def _static_plan(lengths: npt.NDArray[np.int32], budget: Budget | str) -> Plan:
@@ -257,8 +248,7 @@ class Encoder:
         graphs: Choice = "auto",
     ) -> None:
         self._pooled = Pooled(model, pool=pool, normalize=normalize)
-        if any(part.training for part in self._pooled.model.modules()):
-            raise ArgumentError("the model is in training mode, where dropout changes its vectors; call model.eval()")
+        self._pooled.check_mode(any(part.training for part in self._pooled.model.modules()))
         self._pooled.eval()
         longest = longest_of(tokenizer, self._pooled, max_length)
         if shapes is None and longest is None:
@@ -288,6 +278,7 @@ class Encoder:
 
     def __call__(self, items: Sequence[Any]) -> list[npt.NDArray[np.float32]]:
         """Return the vector of every item."""
+        self._pooled.check_mode(self._pooled.model.training)  # a loop may train it meanwhile
         rows = [self._tokens(item) for item in items]
         found: dict[int, npt.NDArray[np.float32]] = {}
         for places in sides_of(self._pooled.rotary, list(map(len, rows))):

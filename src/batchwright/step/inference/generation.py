@@ -96,7 +96,8 @@ def generate(
     """
     if isinstance(examples, Mapping | str):
         raise ArgumentError(f"examples must be a list with one entry per example, got {type(examples).__name__}")
-    examples = examples if hasattr(examples, "__len__") else list(examples)
+    if not hasattr(examples, "__len__") or hasattr(examples, "iloc"):  # of pandas, which finds by label
+        examples = list(examples)
     if len(examples) == 0:
         return []
     pad_multiple_of = as_whole("pad_multiple_of", pad_multiple_of, least=1)
@@ -104,6 +105,7 @@ def generate(
     if limits is not None:
         generate_kwargs["max_new_tokens"] = int(limits.max())
     decoder = Decoder(model, generate_kwargs, collate, pad_token_id, pad_multiple_of, has_limits=limits is not None)
+    decoder.check_unpadded(examples)
     has_output = count_output or budget is None
     axes = decoder.lengths(examples, lengths, limits=limits, with_output=has_output)
     most = int(decoder.lengths(examples, lengths, limits=limits, with_output=True)[:, -1].max())
@@ -111,9 +113,12 @@ def generate(
     longest = int(pad_up(axes, pad_multiple_of).sum(axis=1).max())
     with ProgressBar(label="generating", total=len(examples), enabled=progress) as bar, evaluating(model):
         groups = decoder.groups(examples, limits)
-        if decoder.assistant is not None and len(examples) > 1:
+        if decoder.why_alone is not None and len(examples) > 1:
+            _say_once(f"generate runs examples one by one: {decoder.why_alone}")
+        elif decoder.reader is not None and collate is None and len(groups) > 1:
             _say_once(
-                f"generate runs examples one by one: with {decoder.assistant} transformers takes no more at a time"
+                f"generate puts only prompts of one length into a batch: {decoder.reader} sees padding; give a "
+                "collate= to pad all the same"
             )
         room = _room(budget, memory, decoder.device)
         runner = make_runner(decoder, graphs, len(examples), most, has_limits=limits is not None, room=room)
@@ -234,9 +239,14 @@ def as_limits(value: Any, num: int) -> Counts | None:
     if limits.shape != (num,) or not np.issubdtype(limits.dtype, np.integer) or limits.min() < 1:
         raise ArgumentError(
             f"max_new_tokens must be one whole number from 1, or one per example, {num}; got an array of shape "
-            f"{limits.shape} and type {limits.dtype}"
+            f"{limits.shape} and type {limits.dtype}{_least_of(limits)}"
         )
     return limits.astype(np.int64)
+
+
+def _least_of(limits: npt.NDArray[Any]) -> str:
+    is_number = limits.size and np.issubdtype(limits.dtype, np.number)
+    return f", the least of which is {limits.min()}" if is_number else ""
 
 
 class Runner(Protocol):
@@ -275,7 +285,7 @@ class Eager:
 
     def run(self, examples: list[Any], indices: list[int], limits: Counts | None) -> list[Tensor]:
         """Return the token ids of each example."""
-        return self._decoder.run(examples, limits)
+        return self._decoder.run(examples, limits, indices)
 
     def learn(self, examples: list[Any], limits: Counts | None) -> Sizes | None:
         """Return None: the peaks of batches tell."""

@@ -51,7 +51,7 @@ def oom_safe(fn: Callable[[Any], Any], batch: Any, *, merge: Callable[[list[Any]
     if len(pieces.results) == 1:
         return pieces.results[0]
     with torch.inference_mode():
-        return (_merged if merge is None else merge)(pieces.results)
+        return merge(pieces.results) if merge is not None else _merged(pieces.results, counts=pieces.counts)
 
 
 @final
@@ -91,10 +91,11 @@ def merge_padded(results: list[Any], *, pad_value: float) -> Any:
 
 
 class Pieces(NamedTuple):
-    """Results in order, and how many examples fitted at once."""
+    """Results in order, how many examples fitted at once, and how many each result is of."""
 
     results: list[Any]
     size: int
+    counts: list[int]
 
 
 def run_in_pieces(fn: Callable[[Any], Any], piece: Piece, num: int, *, describe: Callable[[int], str]) -> Pieces:
@@ -107,6 +108,7 @@ def run_in_pieces(fn: Callable[[Any], Any], piece: Piece, num: int, *, describe:
         describe: names an example, for the error about one that does not fit on its own.
     """
     results: list[Any] = []
+    counts: list[int] = []
     place, size = 0, num
     while place < num:
         stop = place + _near_equal(num - place, size)
@@ -115,6 +117,7 @@ def run_in_pieces(fn: Callable[[Any], Any], piece: Piece, num: int, *, describe:
         writing = _Writing(part)
         failure = _attempt(fn, part, results)
         if failure is None:
+            counts.append(stop - place)
             place = stop
             continue
         # Outside the except block: inside, the traceback still holds what the attempt had allocated.
@@ -124,7 +127,7 @@ def run_in_pieces(fn: Callable[[Any], Any], piece: Piece, num: int, *, describe:
         if stop - place == 1:
             raise DoesNotFitError(_complaint(describe(place), failure))
         size = -(-(stop - place) // 2)
-    return Pieces(results, size)
+    return Pieces(results, size, counts)
 
 
 def _near_equal(num: int, size: int) -> int:
@@ -165,17 +168,21 @@ def _divisible(batch: Any) -> tuple[int, Piece, Callable[[int], str]]:
     return rows.num, lambda start, stop: rows.take(range(start, stop)), describe
 
 
-def _merged(results: list[Any], *, join: Callable[[list[Tensor]], Tensor] | None = None) -> Any:
+def _merged(
+    results: list[Any], *, join: Callable[[list[Tensor]], Tensor] | None = None, counts: Sequence[int] | None = None
+) -> Any:
     first = results[0]
     if any(type(result) is not type(first) for result in results):
         raise _unmergeable(f"results of types {sorted({type(result).__name__ for result in results})}")
+    if counts is not None and isinstance(first, Tensor | np.ndarray | list):
+        _check_counts(results, counts)
     if isinstance(first, Tensor):
         return (join or _join)(results)
     if isinstance(first, np.ndarray):
         return np.concatenate(results)
     if isinstance(first, list):
         return [item for result in results for item in result]
-    merged = partial(_merged, join=join)
+    merged = partial(_merged, join=join, counts=counts)
     if isinstance(first, Mapping):
         return rebuilt(first, _by_name([dict(result) for result in results], merged))
     if isinstance(first, tuple):
@@ -186,6 +193,16 @@ def _merged(results: list[Any], *, join: Callable[[list[Tensor]], Tensor] | None
     if first is None:
         return None
     raise _unmergeable(type(first).__name__)
+
+
+def _check_counts(results: list[Any], counts: Sequence[int]) -> None:
+    """Refuse results without a row per example, such as a mean of the batch, or of layers before examples."""
+    lengths = [len(result) if not hasattr(result, "ndim") or result.ndim else 0 for result in results]
+    if 0 in lengths:
+        return  # single numbers, which are refused as such, and nothing at all
+    shares = {length / count for length, count in zip(lengths, counts, strict=True)}
+    if len(shares) > 1 or not shares.pop().is_integer():
+        raise _unmergeable(f"results of {lengths} rows from pieces of {counts} examples")
 
 
 def _by_name(results: list[dict[Any, Any]], merged: Callable[[list[Any]], Any]) -> dict[Any, Any]:
