@@ -247,6 +247,8 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
             return epochs_trained, num_skipped
         self._batching.updates.start(self.model)
         self._batching.data.begin_at(self.state.global_step)
+        if self._batching.data.num_epochs is not None:  # for callbacks; the loop takes as many as it needs
+            self.state.num_train_epochs = self._batching.data.num_epochs
         if self.state.global_step == 0:
             return epochs_trained, num_skipped
         saved = self.state.stateful_callbacks.get(STATE_NAME)
