@@ -272,3 +272,18 @@ def test_without_a_rule_the_rate_stays_and_the_log_says_how_to_scale_it(tmp_path
         trainer.train()
     assert "the learning rate stays as it is; lr_rule='sqrt' with base_size" in caplog.text
     assert not any("lr_factor" in log for log in trainer.state.log_history)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_said"), [({}, True), ({"num_train_epochs": 20}, False), ({"max_steps": 2}, False)]
+)
+def test_a_training_of_few_updates_is_warned_about_with_what_to_write(options, is_said, tmp_path, caplog):
+    trainer, *_ = auto_trainer(tmp_path, per_device_train_batch_size=4, **options)
+    with caplog.at_level(logging.WARNING, logger="batchwright"):
+        trainer.train()
+    num, warned = (
+        trainer.state.global_step,
+        "give a budget such as MaxItems(4), or train for more epochs" in caplog.text,
+    )
+    assert warned == is_said
+    assert f"makes only {num} updates" in caplog.text or not is_said

@@ -97,6 +97,7 @@ def test_max_steps_are_run_over_as_many_epochs_as_it_takes(controller, tmp_path)
     trainer.train()
     assert len(gradients.seen) == trainer.state.global_step == 11
     assert trainer.state.epoch > 1
+    assert 1 < trainer.state.num_train_epochs <= 11  # callbacks read it
     assert sorted(set(flat(seen))) == list(range(24))
 
 
@@ -312,6 +313,14 @@ def test_an_example_over_the_budget_is_named_before_training(tmp_path):
     for options in ({}, {"controller": make_controller()}):
         with pytest.raises(BudgetError, match="example"):
             make_trainer("t5", tmp_path, budget=bw.MaxTokens(12), **options)[0].train()
+    with pytest.raises(BudgetError, match="a trainer takes it as plan_options="):
+        make_trainer("t5", tmp_path, budget=bw.MaxTokens(12))[0].train()
+
+
+def test_texts_without_tokens_are_refused_with_what_to_do(tmp_path):
+    texts = [{"text": "not yet", "labels": 0}] * 4
+    with pytest.raises(LengthsError, match=r"make tokens of texts first, .* length_column_name, or pass lengths="):
+        make_trainer("t5", tmp_path, examples=texts)[0].train()
 
 
 def test_lengths_of_another_data_set_are_refused(tmp_path):

@@ -1,5 +1,6 @@
 """The class that ``adaptive`` makes, and what it takes over from its trainer."""
 
+import pickle
 import subprocess
 import sys
 import weakref
@@ -53,6 +54,18 @@ def test_a_trainer_goes_as_soon_as_nobody_holds_it(tmp_path):
     reference = weakref.ref(trainer)
     del trainer
     assert reference() is None  # garbage need not be collected: worker processes end at once
+
+
+def test_what_a_trainer_keeps_can_be_copied_into_another_process(tmp_path):
+    trainer, *_ = make_trainer("t5", tmp_path, eval_dataset=numbered(5))
+    trainer.evaluate()
+    copied = pickle.loads(pickle.dumps(trainer._batching))  # as a search of hyperparameters with Ray does
+    callbacks = trainer.callback_handler.callbacks
+    callbacks[callbacks.index(trainer._batching.callback)] = copied.callback
+    loss, trainer._batching = trainer.evaluate()["eval_loss"], copied
+    assert trainer.evaluate()["eval_loss"] == loss
+    trainer.train()
+    assert trainer.state.epoch == 1
 
 
 def test_seq2seq_trainers_train_too(tmp_path):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..._lengths import as_lengths, pad_up
 from ..._types import IntArray
-from ...errors import ArgumentError, LengthsError
+from ...errors import ArgumentError, BudgetError, LengthsError
 from ...plan.budget import Budget, MaxItems
 from ...plan.collating import Rows
 from ...plan.grouping.sorting import WindowSort
@@ -55,6 +55,7 @@ class TrainingData:
 
     def __init__(self, settings: Settings, lengths: LengthCache, graphs: TrainerGraphs) -> None:
         self.batches: BatchSource | None = None
+        self._num_epochs: int | None = None  # that max_steps is expected to take
         self._settings = settings
         self._lengths = lengths
         self._graphs = graphs
@@ -159,7 +160,10 @@ class TrainingData:
         assert isinstance(settings.budget, Budget)
         packing = self._packing
         grouping = settings.grouping or WindowSort() if packing is None else packing.grouping
-        sampler = BatchSampler(lengths, settings.budget, grouping=grouping, **options)
+        try:
+            sampler = BatchSampler(lengths, settings.budget, grouping=grouping, **options)
+        except BudgetError as error:
+            raise BudgetError(f"{error}; a trainer takes it as plan_options={{'oversize': …}}") from None
         if len(lengths) and not len(sampler):
             raise ArgumentError(_why_empty(len(lengths), drops_last=args.dataloader_drop_last))
         batches = PlannedBatches(sampler, lengths, options["pad_multiple_of"])
@@ -196,7 +200,9 @@ class TrainingData:
         if not isinstance(loader, TrainLoader):
             raise ArgumentError(f"a get_train_dataloader above the adaptive one {DECIDES}")
         assert self.batches is not None
+        self._num_epochs = None
         if args.max_steps > 0:
+            self._num_epochs = None if isinstance(self.batches, StreamBatches) else values[0]
             return (sys.maxsize, *values[1:])  # as many epochs as it takes, as for data of unknown length
         if self._settings.is_auto:
             # The schedule follows the examples, at any size.
@@ -213,10 +219,12 @@ class TrainingData:
             )
         return (*values[:-1], num)
 
-    def begin_at(self, num_updates: int) -> None:
-        """Begin or continue a training after so many updates."""
+    def begin(self, state: Any) -> None:
+        """Begin or continue a training in a state of the trainer, and tell callbacks by it how many epochs to expect."""
         if isinstance(self.batches, ResizableBatches):
-            self.batches.num_updates_before = num_updates
+            self.batches.num_updates_before = state.global_step
+        if self._num_epochs is not None:
+            state.num_train_epochs = self._num_epochs
 
     def begin_epoch(self, arguments: dict[str, Any], accumulation: int) -> None:
         """Go to an epoch, and put its length into the arguments of the trainer's ``_run_epoch``."""

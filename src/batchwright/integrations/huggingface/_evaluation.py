@@ -55,6 +55,13 @@ class Evaluation:
         self._run: EvaluationRun | None = None
         self._loaders: WeakKeyDictionary[Any, DataLoader[Any]] = WeakKeyDictionary()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A search of hyperparameters copies trainers into other processes, which make loaders of their own.
+        return {**vars(self), "_loaders": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _loaders=WeakKeyDictionary())
+
     def loader(
         self,
         base: DataLoader[Any],

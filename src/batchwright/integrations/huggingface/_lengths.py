@@ -195,7 +195,8 @@ def measure_examples(
     if not _is_sequence(first.get(_SOURCE)):
         raise LengthsError(
             f"the examples have {', '.join(sorted(first)) or 'no columns'}, but neither {length_column!r} nor token "
-            f"ids under {_SOURCE!r}; pass lengths=, one row per example"
+            f"ids under {_SOURCE!r}; make tokens of texts first, name a column of lengths with length_column_name, or "
+            "pass lengths=, one row per example"
         )
     names = [_SOURCE, _TARGET] if _is_sequence(first.get(_TARGET)) else [_SOURCE]
     # An empty sequence is padded to at least one token.

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 _CONTROLLER_NAME = "batchwright_controller"
 # Raise it when an older state can no longer be read.
 STATE_VERSION = 1
+# A training of fewer updates than this hardly learns, however fast they are.
+_FEW_UPDATES = 20
 
 
 def _write(line: str) -> None:
@@ -183,6 +185,13 @@ class UpdateCallback(TrainerCallback):
         if self.beta2_rule is not None:
             check_beta2(optimizer)
         self._planned_size = self._find_planned_size(args)
+        is_short = args.max_steps <= 0 and state.max_steps < _FEW_UPDATES
+        if self._planned_size is not None and is_short and args.process_index == 0:
+            logger.warning(
+                "The found budget makes only %d updates of about %d examples in all; for more and smaller ones give a "
+                "budget such as MaxItems(%d), or train for more epochs.",
+                state.max_steps, self._planned_size, args.per_device_train_batch_size,
+            )  # fmt: skip
 
     def _find_planned_size(self, args: Any) -> int | None:
         """Return the size that rate and beta2 follow for the whole training, None if they follow that of each update.

@@ -247,7 +247,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         if self._batching.data.batches is None:
             return epochs_trained, num_skipped
         self._batching.updates.start(self.model)
-        self._batching.data.begin_at(self.state.global_step)
+        self._batching.data.begin(self.state)
         if self.state.global_step == 0:
             return epochs_trained, num_skipped
         saved = self.state.stateful_callbacks.get(STATE_NAME)

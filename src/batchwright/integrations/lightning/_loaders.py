@@ -148,7 +148,8 @@ def _find_sampler(loader: Any) -> Any:
     if sampler is None:
         raise ArgumentError(
             "planned_loader needs a DataLoader with batch_sampler= a batchwright sampler, or what regroup made, got "
-            f"{type(loader).__name__}; Lightning divides other loaders itself"
+            f"{type(loader).__name__}; Lightning divides other loaders itself. Write DataLoader(data, "
+            "batch_sampler=BatchSampler(lengths, MaxTokens(8192)), collate_fn=…); with budget='auto' any budget will do"
         )
     return sampler
 
