@@ -76,7 +76,7 @@ def test_a_collate_that_changed_its_examples_cannot_run_again():
     def collate(examples):
         for ids in examples:
             ids.append(9)  # an end token
-        return torch.tensor(examples, dtype=torch.float32)
+        return torch.tensor(examples, dtype=torch.float64)
 
     def loss_fn(model, x):
         if len(x) > 2:
