@@ -74,9 +74,9 @@ def test_a_loss_function_that_changed_its_batch_cannot_run_again(make, read):
 
 def test_a_collate_that_changed_its_examples_cannot_run_again():
     def collate(examples):
-        for ids in examples:
-            ids.append(9)  # an end token
-        return torch.tensor(examples, dtype=torch.float64)
+        for example in examples:
+            example["ids"].append(9)  # an end token
+        return torch.tensor([example["ids"] for example in examples], dtype=torch.float64)
 
     def loss_fn(model, x):
         if len(x) > 2:
@@ -84,7 +84,7 @@ def test_a_collate_that_changed_its_examples_cannot_run_again():
         return model(x[:, -2:]).square().sum(), len(x)
 
     with pytest.raises(ArgumentError, match="loss_fn or collate changed the batch in place, so it cannot run again"):
-        make_stepper(loss_fn, collate=collate).step([[1, 2] for _ in range(4)])
+        make_stepper(loss_fn, collate=collate).step([{"ids": [1, 2]} for _ in range(4)])
 
 
 def test_a_loss_function_that_calls_the_stepper():

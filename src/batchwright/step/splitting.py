@@ -263,7 +263,7 @@ class ExampleBatch(LogicalBatch):
 
     def take(self, indices: Part) -> Any:
         """Return the collated examples."""
-        return self._collate([self._examples[index] for index in indices])
+        return self._collate([_held_apart(self._examples[index]) for index in indices])
 
     @property
     def gains_from_sorting(self) -> bool:
@@ -344,7 +344,7 @@ class CustomBatch(LogicalBatch):
         """Return what ``split`` makes of some examples; all of them in order are the batch itself."""
         places = list(indices)
         is_whole = places == list(range(self.num_examples))
-        part = self._batch if is_whole else self._own_part(places)
+        part = _held_apart(self._batch) if is_whole else self._own_part(places)
         return part if self._trim is None else self._trim(part)
 
     def _own_part(self, places: list[int]) -> Any:
@@ -361,6 +361,11 @@ class CustomBatch(LogicalBatch):
     def gains_from_sorting(self) -> bool:
         """Return whether lengths are known."""
         return self.lengths is not None
+
+
+def _held_apart(value: Any) -> Any:
+    """Return a shallow copy of a dict or list, so that who pops or sets an entry leaves that of a second attempt."""
+    return value.copy() if type(value) in (dict, list) else value
 
 
 def _marks_of(batch: Any, depth: int = 3) -> list[int]:
