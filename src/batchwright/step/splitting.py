@@ -375,7 +375,7 @@ def _marks_of(batch: Any, depth: int = 3) -> list[int]:
     if isinstance(batch, np.ndarray):  # some of its values, as all of them would take long
         return [zlib.crc32(batch.flat[:: batch.size // 256 + 1].tobytes())]
     is_list = type(batch) in (list, tuple)
-    values = batch if is_list else (fields_of(batch) or {}).values()
+    values = batch if is_list else list((fields_of(batch) or {}).values())
     marks = [len(values)] if is_list else []
     if depth > 0 and not (is_list and values and is_plain(values[0])):  # a list of numbers would take long too
         marks += [mark for value in values for mark in _marks_of(value, depth - 1 - is_list)]
