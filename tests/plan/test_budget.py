@@ -149,6 +149,20 @@ def test_a_cost_that_breaks_the_contract_is_refused(cost, message):
         bw.MaxCost(cost, 10).max_items(np.array([[1, 2]]))
 
 
+def test_a_cost_that_writes_to_its_arguments_plans_as_one_that_does_not():
+    def in_place(num_items, padded):
+        padded += 2  # the marks that a tokenizer adds
+        num_items *= padded[:, 0]
+        return num_items
+
+    lengths = [3, 5, 9, 20, 7] * 20
+    plain, writing = (
+        bw.plan_batches(lengths, bw.MaxCost(cost, 60)) for cost in (lambda n, padded: n * (padded[:, 0] + 2), in_place)
+    )
+    assert list(writing) == list(plain)
+    assert max(num_items * (padded + 2) for num_items, padded in writing.shapes) <= 60
+
+
 def test_a_rounding_error_is_not_a_falling_cost():
     # 0.1 + 0.2 style noise: the same cost a billionth lower with one item more.
     noisy = bw.MaxCost(lambda n, lengths: 1e6 - 1e-6 * (n % 2), 2e6)

@@ -22,7 +22,7 @@ from batchwright.size.combine import (
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.observation import Observation
 from batchwright.size.policy import Policy, Transform
-from batchwright.size.schedules import constant, exponential, from_lr, linear, milestones
+from batchwright.size.schedules import constant, cyclic, exponential, from_lr, linear, milestones
 from batchwright.size.signals import goodput, loss_driven, memory_driven, speed_driven, step_time
 
 
@@ -121,6 +121,13 @@ def test_cooldown_counts_examples_or_epochs():
     by_epochs = control(cooldown(epochs=2))
     sizes = [by_epochs.observe(epoch=epoch, loss=64 + epoch) for epoch in (1, 1, 2, 3)]
     assert sizes == [65, 65, 65, 67]
+
+
+def test_cooldown_ends_where_its_count_begins_anew():
+    policy = cyclic(chain(linear(32, 32), cooldown(epochs=1)), 4)
+    controller = BatchSizeController(policy, min_size=1, max_size=512)
+    sizes = [controller.observe(epoch=epoch) for epoch in range(1, 12)]
+    assert sizes == [64, 96, 128, 32, 64, 96, 128, 32, 64, 96, 128]
 
 
 def test_cooldown_does_not_begin_where_the_bounds_held_the_size():

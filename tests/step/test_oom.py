@@ -255,3 +255,42 @@ def test_the_limit_of_a_constant_batch_grows_back_once_memory_is_free_again():
     reports = [stepper.step(x) for _ in range(740)]
     assert reports[-1].num_micro_batches == 1
     assert sum(report.ooms for report in reports) == 0
+
+
+def pop_rows(batch):
+    return batch.pop("x")
+
+
+def halve_rows(batch):
+    batch["x"] = batch["x"] / 2
+    return batch["x"]
+
+
+def split_rows(batch, places):
+    return len(batch["x"]) if places is None else {"x": batch["x"][places]}
+
+
+@pytest.mark.parametrize("read", [pop_rows, halve_rows])
+@pytest.mark.parametrize("kind", ["examples", "split"])
+def test_a_second_attempt_sees_the_entries_that_the_first_has_popped_or_set(read, kind):
+    def step(limit):
+        def read_loss(model, batch):
+            x = batch if kind == "examples" else read(batch)
+            if len(x) > limit:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return model(x).square().sum(), len(x)
+
+        model = nn.Linear(2, 1).double()
+        nn.init.ones_(model.weight)
+        rows = torch.arange(8.0, dtype=torch.float64).reshape(4, 2)
+        if kind == "examples":
+            batch = [{"x": row.clone()} for row in rows]
+            options = {"collate": lambda examples: torch.stack(list(map(read, examples)))}
+        else:
+            batch, options = {"x": rows}, {"split": split_rows}
+        stepper = Stepper(model, torch.optim.SGD([model.weight], lr=0.1), read_loss, **options)
+        nn.init.zeros_(model.bias)
+        assert stepper.step(batch).ooms == (limit < 4)
+        return model.weight.detach()
+
+    assert torch.allclose(step(limit=2), step(limit=4), rtol=0, atol=1e-12)

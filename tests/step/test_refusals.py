@@ -44,15 +44,47 @@ def test_a_loss_function_that_registers_hooks():
         make_stepper(loss_fn).step(rows())
 
 
-def test_a_loss_function_that_changed_its_batch_cannot_run_again():
-    def loss_fn(model, x):
-        x.mul_(2)
+def halve_tensor(batch):
+    batch["more"]["x"]["ids"].div_(2)
+    return batch["more"]["x"]["ids"]
+
+
+def halve_array(batch):
+    batch["pixels"] /= 2
+    return torch.from_numpy(batch["pixels"])
+
+
+@pytest.mark.parametrize(
+    ("make", "read"),
+    [
+        (lambda: {"more": {"x": {"ids": rows()}}}, halve_tensor),
+        (lambda: {"pixels": rows().numpy()}, halve_array),
+    ],
+)
+def test_a_loss_function_that_changed_its_batch_cannot_run_again(make, read):
+    def loss_fn(model, batch):
+        x = read(batch)
         if len(x) > 2:
             raise torch.OutOfMemoryError("out of memory")
         return mean_squares(model, x)
 
-    with pytest.raises(ArgumentError, match="loss_fn changed the batch in place, so it cannot run again"):
-        make_stepper(loss_fn).step(rows())
+    with pytest.raises(ArgumentError, match="loss_fn or collate changed the batch in place, so it cannot run again"):
+        make_stepper(loss_fn).step(make())
+
+
+def test_a_collate_that_changed_its_examples_cannot_run_again():
+    def collate(examples):
+        for example in examples:
+            example["ids"].append(9)  # an end token
+        return torch.tensor([example["ids"] for example in examples], dtype=torch.float64)
+
+    def loss_fn(model, x):
+        if len(x) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return model(x[:, -2:]).square().sum(), len(x)
+
+    with pytest.raises(ArgumentError, match="loss_fn or collate changed the batch in place, so it cannot run again"):
+        make_stepper(loss_fn, collate=collate).step([{"ids": [1, 2]} for _ in range(4)])
 
 
 def test_a_loss_function_that_calls_the_stepper():

@@ -126,6 +126,18 @@ def test_the_report_gives_the_mean_loss_over_tokens_and_gradients_are_gone():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_metric_that_every_forward_pass_changes_is_read_when_it_is_returned():
+    model = nn.Linear(2, 1)
+    model.register_buffer("seen", torch.zeros(()))
+
+    def loss_fn(model, x):
+        model.seen += len(x)
+        return model(x).sum(), len(x), {"seen": model.seen}
+
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, micro_batch=2)
+    assert stepper.step(torch.ones(8, 2)).metrics["seen"] == (2 + 4 + 6 + 8) / 8
+
+
 def test_a_printed_report_shows_the_loss():
     model, batch = make_model(), token_batch()
     report = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), token_loss, micro_batch=30).step(batch)

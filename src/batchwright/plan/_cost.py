@@ -31,7 +31,8 @@ _TOLERANCE = 1e-5
 def evaluate(cost: Cost, num_items: IntArray, lengths: IntArray) -> FloatArray:
     """Call a cost with 64-bit integers, in which squares of lengths fit, and check what it returns."""
     num_items, lengths = np.asarray(num_items, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
-    costs = _as_numbers(cost(num_items, lengths))
+    # Copies, as a cost may add what a tokenizer adds in place: lengths += 2.
+    costs = _as_numbers(cost(num_items.copy(), lengths.copy()))
     if costs.shape != num_items.shape:
         raise BudgetError(
             f"cost must return one number per shape, {num_items.shape}, got {costs.shape}; "

@@ -300,6 +300,7 @@ class Cooldown(HoldingTransform):
             return size, state
         count = observation.need(self.per, by=self.name)
         changed: int | None = state["changed"] if state["size"] in (None, now) else state["count"]
+        changed = changed if count >= (changed or 0) else None  # a count that falls belongs to a new run or cycle
         after: dict[str, Any] = {"size": now, "count": count, "changed": changed}
         pausing = changed is not None and count - changed < self.pause
         return (float(now) if pausing else size), after

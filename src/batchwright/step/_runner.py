@@ -132,8 +132,8 @@ class Runner:
                 return outcome
             if logical.versions() != versions:
                 raise ArgumentError(
-                    "loss_fn changed the batch in place, so it cannot run again after out of memory; let it work on a "
-                    "copy, or pass on_oom='raise'"
+                    "loss_fn or collate changed the batch in place, so it cannot run again after out of memory; let it "
+                    "work on a copy, or pass on_oom='raise'"
                 )
             pending.gradients.drop()
             pending.num_replayed = replayed_before

@@ -169,7 +169,9 @@ def _as_scalar(value: Any, like: Tensor) -> Sum:
             ) from None
     if value.numel() != 1:
         raise ArgumentError(f"weights and metrics must be single numbers, got shape {tuple(value.shape)}")
-    return value.detach().reshape(()).to(like.device)
+    found = value.detach().reshape(()).to(like.device)
+    # A buffer that every forward pass adds to would show its newest value in all sums.
+    return found.clone() if not value.is_inference() and value._version > 0 else found
 
 
 def _early(weight: Sum) -> Sum | Copied:

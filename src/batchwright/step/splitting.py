@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from .._checks import as_whole
-from .._containers import fields_of
+from .._containers import fields_of, is_plain
 from .._lengths import as_lengths
 from .._tree import CannotCutError, Rows
 from ..errors import ArgumentError
@@ -203,8 +204,8 @@ class LogicalBatch(ABC):
         return None if self.lengths is None else (len(part), *pad_to(self.lengths[part]))
 
     def versions(self) -> list[int]:
-        """Return numbers that change when a tensor of the batch is changed in place."""
-        return [tensor._version for tensor in _tensors_of(self.source) if not tensor.is_inference()]
+        """Return numbers that change when the batch is changed in place."""
+        return _marks_of(self.source)
 
     @property
     @abstractmethod
@@ -262,7 +263,7 @@ class ExampleBatch(LogicalBatch):
 
     def take(self, indices: Part) -> Any:
         """Return the collated examples."""
-        return self._collate([self._examples[index] for index in indices])
+        return self._collate([_held_apart(self._examples[index]) for index in indices])
 
     @property
     def gains_from_sorting(self) -> bool:
@@ -343,7 +344,7 @@ class CustomBatch(LogicalBatch):
         """Return what ``split`` makes of some examples; all of them in order are the batch itself."""
         places = list(indices)
         is_whole = places == list(range(self.num_examples))
-        part = self._batch if is_whole else self._own_part(places)
+        part = _held_apart(self._batch) if is_whole else self._own_part(places)
         return part if self._trim is None else self._trim(part)
 
     def _own_part(self, places: list[int]) -> Any:
@@ -362,14 +363,23 @@ class CustomBatch(LogicalBatch):
         return self.lengths is not None
 
 
-def _tensors_of(batch: Any, depth: int = 2) -> list[Tensor]:
-    """Return the tensors near the surface of a batch; lists of numbers below would take long to walk through."""
+def _held_apart(value: Any) -> Any:
+    """Return a shallow copy of a dict or list, so that who pops or sets an entry leaves that of a second attempt."""
+    return value.copy() if type(value) in (dict, list) else value
+
+
+def _marks_of(batch: Any, depth: int = 3) -> list[int]:
+    """Return numbers that show a write to a batch: counts of tensors, checksums of arrays, and lengths of lists."""
     if isinstance(batch, Tensor):
-        return [batch]
-    if depth == 0:
-        return []
-    values = batch if type(batch) in (list, tuple) else (fields_of(batch) or {}).values()
-    return [tensor for value in values for tensor in _tensors_of(value, depth - 1)]
+        return [] if batch.is_inference() else [batch._version]
+    if isinstance(batch, np.ndarray):  # some of its values, as all of them would take long
+        return [zlib.crc32(batch.flat[:: batch.size // 256 + 1].tobytes())]
+    is_list = type(batch) in (list, tuple)
+    values = batch if is_list else list((fields_of(batch) or {}).values())
+    marks = [len(values)] if is_list else []
+    if depth > 0 and not (is_list and values and is_plain(values[0])):  # a list of numbers would take long too
+        marks += [mark for value in values for mark in _marks_of(value, depth - 1 - is_list)]
+    return marks
 
 
 def checked_lengths(lengths: Any, num: int | None) -> Lengths:
