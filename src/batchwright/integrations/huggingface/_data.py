@@ -220,7 +220,7 @@ class TrainingData:
         return (*values[:-1], num)
 
     def begin(self, state: Any) -> None:
-        """Begin or continue a training in a state of the trainer, and tell callbacks by it how many epochs to expect."""
+        """Begin or continue a training, and tell callbacks by its state how many epochs to expect."""
         if isinstance(self.batches, ResizableBatches):
             self.batches.num_updates_before = state.global_step
         if self._num_epochs is not None:
