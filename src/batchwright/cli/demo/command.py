@@ -235,7 +235,7 @@ def _opening(run: Run) -> str:
         "functions of Python&rsquo;s standard library. No batch may hold more than "
         f"{run.settings.max_tokens:,} padded tokens. A fixed batch size must fit at the longest function, so it "
         "wastes room on all the others; a planned batch holds as many functions as fit.</p>"
-        f"<p>For your own data, <code>{_NEXT}</code> answers yes or no from the lengths of the examples.</p>"
+        f"<p>For your own data, <code>{_NEXT}</code> says whether it pays off, by the lengths of the examples.</p>"
     )
 
 
