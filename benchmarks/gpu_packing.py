@@ -6,8 +6,8 @@
     python benchmarks/gpu_packing.py --data decoder.npz --models 350M --profile flat,padded,plain --output profile.json
     python benchmarks/gpu_packing.py --smoke
 
-Llama shapes of 350 million and 1 billion parameters, random weights, 16,384 tokens a step, bf16 autocast, fused AdamW,
-gradients clipped at 1, through ``Stepper`` and ``huggingface_loss``; cuDNN attention is off. Arms:
+Llama shapes of 350 million and 1 billion parameters, random weights, 16,384 tokens per step, bf16 autocast, fused
+AdamW, gradients clipped at 1, through ``Stepper`` and ``huggingface_loss``; cuDNN attention is off. Arms:
 
 plain       the batches of ``padded`` in a loop by hand: ``model(**batch).loss``, without ``Stepper``; the control
 padded      ``WindowSort``, padded to the longest, SDPA with a mask

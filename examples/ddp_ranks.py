@@ -1,4 +1,4 @@
-"""DistributedDataParallel: equal steps on every rank, batches of like cost, and the update of one large batch.
+"""DistributedDataParallel: equal steps on every rank, batches of similar cost, and the update of one large batch.
 
     torchrun --nproc-per-node 2 examples/ddp_ranks.py
 

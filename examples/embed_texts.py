@@ -3,7 +3,7 @@
     python examples/embed_texts.py
 
 You see how many tokens an encoder reads for batches of 32 texts as they come and for planned ones, and that the vectors
-are those of each text alone. A stand-in for a small memory refuses batches above 1,024 tokens, less than was planned:
+are those of each text on its own. A stand-in for a small memory refuses batches above 1,024 tokens, fewer than planned:
 ``oom_safe`` runs those in halves. Change ``encode`` to your encoder and ``MaxTokens`` to what your device holds.
 """
 

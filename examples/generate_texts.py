@@ -1,9 +1,9 @@
-"""Generation: any number of prompts in batches that fit, each with what it gets on its own.
+"""Generation: any number of prompts in batches that fit, each continued as it would be on its own.
 
     python examples/generate_texts.py
 
 You see prompts of up to 64 words continued one by one and in batches: the same words, in the order of the prompts, and
-the seconds it took here. Then a stand-in for a small memory refuses batches of more than 8: they are split, and the
+how many seconds it took. Then a stand-in for a small memory refuses batches of more than 8: they are split, and the
 words stay the same. Change the model; a ``budget`` from ``calibrate`` fills a GPU from the first batch on.
 """
 

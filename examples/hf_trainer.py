@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: planned batches in one word more, and a run that continues with the very next batch.
+"""Hugging Face Trainer: planned batches by one more argument, and a run that continues with the very next batch.
 
     python examples/hf_trainer.py
 

@@ -2,9 +2,9 @@
 
     python examples/serve_requests.py
 
-You see an encoder answer many requests that come at once, one by one and in batches of texts of like length. Answers
-are the same, and the one text that has no vector gets its error alone. Change ``encode`` to your model and pass
-``deadline_ms``, what a request may take. Over HTTP it is ``batchwright serve my_module:encode --deadline-ms 50``.
+You see an encoder answer many requests that come at once, one by one and in batches of texts of similar length. Answers
+are the same, and only the one text that has no vector gets an error. Change ``encode`` to your model and pass
+``deadline_ms``, the time that a request may take. Over HTTP: ``batchwright serve my_module:encode --deadline-ms 50``.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ MODEL, EMBED = nn.TransformerEncoder(LAYER, 4, enable_nested_tensor=False).eval(
 
 @torch.inference_mode()
 def encode(texts: list[str]) -> list[list[float]]:
-    """Return a vector per text: list in, list out, as models like it."""
+    """Return a vector per text: a list in, a list out."""
     if "" in texts:
         raise ValueError("an empty text has no vector")
     batch = PadCollator()([{"input_ids": to_ids(text)} for text in texts])

@@ -3,7 +3,7 @@
     python examples/streaming_data.py
 
 You see the padding of 16 examples as they come and of batches planned in buffers of three sizes: a larger buffer has
-more texts of like length to choose from. Then a stream is left in the middle and another one continues from its state:
+more texts of similar length to choose from. Then a stream is left in the middle and another one goes on from its state:
 nothing is lost, nothing comes twice. Change ``read`` to your source: files, a database, a stream of ``datasets``.
 """
 

@@ -156,6 +156,22 @@ def test_an_integration_without_its_framework_says_what_to_install(packages, mod
     assert import_without(packages, name)[name] == ["MissingDependencyError", words]
 
 
+def test_without_the_packages_of_http_every_module_of_serving_can_be_imported():
+    serving = [name for name in MODULES if name.startswith("batchwright.serve")]
+    assert import_without("starlette,prometheus_client", *serving) == dict.fromkeys(serving)
+
+
+def test_the_demo_of_serving_says_what_to_install():
+    code = (
+        "import sys; sys.modules['starlette'] = None\n"
+        "from batchwright.serve.demo import Demo, DemoEncoder\n"
+        "print(len(DemoEncoder()(['a text']))); Demo(DemoEncoder())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "1\n"
+    assert done.stderr.endswith("starlette is not installed; run: pip install 'batchwright[serve]'\n")
+
+
 @pytest.mark.parametrize("name", ["surely_not_installed", "surely.not.installed", "torch"])
 def test_a_package_that_was_turned_off_is_not_installed(monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)

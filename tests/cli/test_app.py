@@ -233,6 +233,7 @@ def test_a_text_without_any_token_is_not_planned(tmp_path, capsys):
             ["plan", "a.txt", "--max_tokens", "9"],
             "unrecognized arguments: --max_tokens 9; did you mean '--max-tokens'?",
         ),
+        (["plan", "a.jsonl", "--pairs", "en,de"], "unrecognized arguments: en,de; --pairs takes no value; see"),
         (["--verison"], "unrecognized arguments: --verison; did you mean '--version'?"),
         ([__file__], f"; to look at a file: batchwright plan {__file__}"),
         (["advise", "a.txt", "--task", "trian"], "; did you mean 'train'?"),

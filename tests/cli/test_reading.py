@@ -42,6 +42,12 @@ def test_the_longest_texts_are_named_as_an_example_that_a_shell_takes(tmp_path, 
         rows(write_jsonl(tmp_path / "a.jsonl", record), pairs=pairs)
 
 
+def test_of_two_texts_per_row_a_pair_is_the_other_reading(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", {"en": "one", "a de": "eins"})
+    with pytest.raises(ArgumentError, match=r"if every row is a pair of texts, --pairs --field 'en,a de'$"):
+        rows(path)
+
+
 def test_a_field_that_is_absent_lists_those_found(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", {"title": "t", "body": "b"})
     with pytest.raises(ArgumentError, match=r"no field 'txet'; fields here: title, body"):

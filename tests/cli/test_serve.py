@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -86,6 +87,27 @@ def test_a_function_is_served_with_its_options(folder):
         assert process.wait(timeout=30) == 0
 
 
+def test_the_request_that_is_printed_to_try_works_as_it_is_printed(folder):
+    with serving(folder, "loud=my_model:shout", "numbers=my_model:embed") as (process, address):
+        words = shlex.split(process.stdout.readline().partition("curl ")[2])
+        assert words == ["-d", '"one text"', f"{address}/v1/loud"]
+        assert httpx.post(words[2], content=words[1]).json() == "ONE TEXT"
+
+
+def test_a_second_ctrl_c_ends_the_server_without_a_traceback(folder):
+    with serving(folder, "my_model:embed") as (process, address):
+        there = ("127.0.0.1", httpx.URL(address).port)
+        with socket.create_connection(there) as client:
+            client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n")
+            assert b"100" in client.recv(100)  # the server waits for the body
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(ConnectionRefusedError):  # until it has noted the first one
+                while True:
+                    socket.create_connection(there).close()
+            process.send_signal(signal.SIGINT)
+            assert (process.wait(timeout=60), process.communicate()[1]) == (0, "")
+
+
 def test_sigterm_answers_what_was_taken_and_ends_with_success(folder):
     answers = []
     with serving(folder, "my_model:embed", "--max-items", "1", "--no-page") as (process, address):
@@ -116,6 +138,7 @@ def test_a_function_that_never_returns_does_not_keep_the_server_from_ending(fold
 
         thread = threading.Thread(target=ask)
         thread.start()
+        assert process.stdout.readline().startswith("To try it: ")
         assert process.stdout.readline() == "hanging\n"
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)

@@ -27,7 +27,7 @@ class Line:
 LINES = (
     Line("fixed-16", "shuffled", "16 texts per batch"),
     Line("max_tokens-8192", "planned", "batchwright, MaxTokens(8192)", is_ours=True),
-    Line("grouped-128", "like lengths", "128 texts, best of a sweep"),
+    Line("grouped-128", "by length", "128 texts, best of a sweep"),
     Line("dynabatch-64", "dynabatch", "first batch of 64, range 5"),
     Line("graphs-16-8192", "planned, replayed", "batchwright, graphs=True", is_ours=True),
 )

@@ -13,7 +13,7 @@ ARMS = {
     "dynabatch-16": "dynabatch's own batches, 16, range 5",
     "buckets-16-4096": "`MaxTokens(4096)`, `Buckets(16)`",
     "max_tokens-8192": "`MaxTokens(8192)`",
-    "grouped-128": "128 texts of like length, the best size of a sweep",
+    "grouped-128": "128 texts of similar length, the best size of a sweep",
     "dynabatch-64": "dynabatch's own batches, 64, range 5",
     "graphs-16-4096": "`MaxTokens(4096)`, `Buckets(16)`, **graphs**",
     "graphs-16-8192": "`MaxTokens(8192)`, `Buckets(16)`, **graphs**",
@@ -308,7 +308,7 @@ def _packing() -> str:
     return f"""\
 ## Packed rows
 
-Real tokens per second on an H200, Llama shapes, instructions, 16,384 tokens a step, bf16, through `Stepper`:
+Real tokens per second on an H200, Llama shapes, instructions, 16,384 tokens per step, bf16, through `Stepper`:
 `padded` is
 `WindowSort`, `flat` packed rows without padding, `positions` packed rows with position ids.
 `python benchmarks/gpu_packing.py --data decoder.npz`; raw: {raw(*PACKING)}.

@@ -35,18 +35,21 @@ class Parser(argparse.ArgumentParser):
         """Read the arguments; what a command does not know is its own mistake, not one of ``batchwright``."""
         words = sys.argv[1:] if args is None else list(args)
         if self._subparsers is not None and words[:1] and self._is_unknown(words[0]):
-            self._refuse(words[:1])  # argparse would ask for a command instead
+            self._refuse(words[:1], words)  # argparse would ask for a command instead
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self._refuse(unknown)
+            self._refuse(unknown, words)
         return found, unknown
 
     def _is_unknown(self, word: str) -> bool:
         return word.startswith("-") and not any(known.startswith(word) for known in self._option_string_actions)
 
-    def _refuse(self, unknown: list[str]) -> NoReturn:
+    def _refuse(self, unknown: list[str], words: list[str]) -> NoReturn:
         options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         close = _did_you_mean(options[0], self._option_string_actions) if options else ""
+        before = dict(zip(words[1:], words, strict=False)).get(unknown[0], "")
+        if before in self._option_string_actions and not options:
+            close = f"; {before} takes no value"
         self.error(f"unrecognized arguments: {' '.join(unknown)}{close}")
 
     def error(self, message: str) -> NoReturn:

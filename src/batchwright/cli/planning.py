@@ -65,7 +65,7 @@ def add_inputs(command: argparse.ArgumentParser) -> None:
         "field (jsonl), column name (csv, tsv with a header) or column number from 1 (tsv); with --pairs two of "
         "them, source,target (default: `text` or the only text field; tsv: 1)",
     )
-    add_option(data, "--pairs", "each example has a source and a target, padded separately")
+    add_option(data, "--pairs", "each example has a source and a target, padded separately; --field names them")
     add_option(data, "--limit ROWS", "read only the first ROWS examples (default: all)", type=positive)
     counting = command.add_argument_group("how to count")
     add_option(

@@ -112,7 +112,8 @@ def choose_fields(record: Record, field: str | None, *, pairs: bool, where: str)
         wanted = "two fields" if pairs else "the field with the text"
         example = _example_of_fields(record, texts, 2 if pairs else 1)
         raise ArgumentError(
-            f"{where}: name {wanted}, {example}; fields here: {_listed(record)}{_hint_of_lengths(record, pairs)}"
+            f"{where}: name {wanted}, {example}; fields here: {_listed(record)}{_hint_of_pairs(texts, pairs)}"
+            f"{_hint_of_lengths(record, pairs)}"
         )
     return texts
 
@@ -134,6 +135,13 @@ def _example_of_fields(record: Record, texts: list[str], num: int) -> str:
         return f"--field {'SOURCE,TARGET' if num == 2 else 'NAME'}"
     longest = sorted(texts, key=lambda name: len(str(record[name])))[-num:]
     return f"for example --field {shlex.quote(','.join(name for name in texts if name in longest))}"
+
+
+def _hint_of_pairs(texts: list[str], pairs: bool) -> str:
+    """Say how both texts of a record are read, if it holds two."""
+    if pairs or len(texts) != 2:
+        return ""
+    return f"; if every row is a pair of texts, --pairs --field {shlex.quote(','.join(texts))}"
 
 
 def _hint_of_lengths(record: Record, pairs: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import socket
 from collections.abc import Sequence
@@ -150,6 +151,7 @@ def _run(arguments: argparse.Namespace) -> None:
     }
     with _listen(arguments.host, arguments.port) as listening:
         app = _demo_app(arguments, options) if arguments.demo else _app(arguments, options)
+        _say_where(listening, arguments.functions)
         _serve(app, listening, limits, arguments.drain_seconds)
 
 
@@ -252,12 +254,21 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ArgumentError(f"cannot listen on {host} port {port}: {error}; choose another --host or --port") from None
 
 
+def _say_where(listening: socket.socket, functions: Sequence[str]) -> None:
+    """Print the address of the page, and a request to try with the first function."""
+    host, port = listening.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+    print(f"{address}   Ctrl-C ends it", flush=True)
+    if functions:
+        name = next(iter(split_names(functions)))
+        path = f"v1/{name}" if name else ""
+        print(f"To try it: curl -d '\"one text\"' {address}{path}", flush=True)
+
+
 def _serve(app: Starlette, listening: socket.socket, limits: Limits, drain_seconds: int) -> None:
     uvicorn = require("uvicorn", extra="serve")
     from ..serve.http.connections import ACCEPTED_AT_ONCE, limited_protocol
 
-    host, port = listening.getsockname()[:2]
-    print(f"http://{f'[{host}]' if ':' in host else host}:{port}/   Ctrl-C ends it", flush=True)
     config = uvicorn.Config(
         app,
         http=limited_protocol(limits),
@@ -276,6 +287,8 @@ def _serve(app: Starlette, listening: socket.socket, limits: Limits, drain_secon
         listening.listen(_BACKLOG)
 
     server.startup = startup
+    # A second Ctrl-C does not wait for the app to end, which uvicorn would report with a traceback.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not server.force_exit)
     # uvicorn raises the signal again after it has drained. By then everything is done, and the exit code must say so.
     previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:

@@ -75,6 +75,11 @@ def test_no_batch_of_any_arm_exceeds_the_budget(demo):
     assert max(items * length for items, length in shapes) <= found["settings"]["max_tokens"]
 
 
+def test_the_end_says_how_to_ask_about_data_of_ones_own(printed, page):
+    assert printed.rstrip().endswith("Your own data: batchwright advise FILE")
+    assert "<code>batchwright advise FILE</code>" in page
+
+
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path, capsys):
     (tmp_path / "taken").write_text("")
     assert main(["demo", "--quick", "--output", str(tmp_path / "taken")]) == 2

@@ -208,7 +208,10 @@ def test_the_verdict_comes_before_everything_else(source):
     ("seconds", "conclusion"),
     [
         ((10.0, 3.0, 2.5), "So planning is the faster choice here."),  # shuffled, by length, planned
-        ((10.0, 3.0, 3.1), "So like lengths in a batch are what saves time here, and on a CPU a plan adds no more. "),
+        (
+            (10.0, 3.0, 3.1),
+            "So what saves time here is that examples of similar length share a batch; on a CPU a plan adds no more. ",
+        ),
         ((3.0, 3.0, 3.1), "So there is little to gain here."),
         ((10.0, 3.0, 4.0), "So a fixed size grouped by length is the faster choice here."),
     ],

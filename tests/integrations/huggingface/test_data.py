@@ -54,6 +54,14 @@ def test_training_twice_begins_at_the_first_epoch_again(tmp_path):
     assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
 
 
+@pytest.mark.parametrize("budget", [bw.MaxTokens(64), "auto"], ids=str)
+def test_a_collator_that_was_forgotten_is_asked_for(tmp_path, budget):
+    data = [{"input_ids": [5] * length, "labels": [5] * length} for length in range(3, 20)]
+    trainer, _, _ = make_trainer("t5", tmp_path, examples=data, budget=budget, data_collator=None)
+    with pytest.raises(ArgumentError, match=r"pass data_collator=PadCollator\(\) of batchwright\.step"):
+        trainer.train()
+
+
 def test_the_order_follows_the_seed_of_the_data(tmp_path):
     seen = [make_trainer("t5", tmp_path, **options) for options in ({"seed": 1}, {"data_seed": 1}, {"data_seed": 2})]
     for trainer, _, _ in seen:

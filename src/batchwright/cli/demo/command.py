@@ -93,7 +93,7 @@ def _run(arguments: argparse.Namespace) -> None:
     )
     _write(run, arguments.output)
     took = f"{run.seconds:.0f} s; with the install at most {MINUTES} minutes on two quiet cores"
-    screen.show([f"The page: {arguments.output / 'index.html'} ({took})"])
+    screen.show([f"The page: {arguments.output / 'index.html'} ({took})", f"Your own data: {_NEXT}"])
 
 
 def _show(screen: Screen, results: Sequence[ArmResult], longer: Sequence[ArmResult]) -> None:
@@ -129,6 +129,7 @@ def _write(run: Run, output: Path) -> None:
     write_atomic(output / "results.json", json.dumps(figures, indent=2) + "\n")
 
 
+_NEXT = "batchwright advise FILE"  # what to do after the demo
 _NO_SCRIPT = "<noscript><p>The charts need JavaScript; the table above has the figures of each arm.</p></noscript>"
 
 
@@ -234,6 +235,7 @@ def _opening(run: Run) -> str:
         "functions of Python&rsquo;s standard library. No batch may hold more than "
         f"{run.settings.max_tokens:,} padded tokens. A fixed batch size must fit at the longest function, so it "
         "wastes room on all the others; a planned batch holds as many functions as fit.</p>"
+        f"<p>For your own data, <code>{_NEXT}</code> says whether it pays off, by the lengths of the examples.</p>"
     )
 
 

@@ -164,8 +164,8 @@ def _in_short(to_shuffled: float, to_grouped: float) -> str:
     if to_shuffled <= 1 + _ALIKE:
         return "So there is little to gain here."
     return (
-        "So like lengths in a batch are what saves time here, and on a CPU a plan adds no more. On a GPU planned "
-        "shapes can be replayed as CUDA graphs, which does (stored results, below)."
+        "So what saves time here is that examples of similar length share a batch; on a CPU a plan adds no more. "
+        "On a GPU it does: planned shapes can be replayed as CUDA graphs (stored results, below)."
     )
 
 

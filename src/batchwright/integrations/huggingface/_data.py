@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+from transformers import default_data_collator
 
 from ..._lengths import as_lengths, pad_up
 from ..._types import IntArray
@@ -346,10 +347,23 @@ class TwiceCollated:
         try:
             return self.collate(examples)
         except Exception as error:
+            if isinstance(error, ValueError) and _only_stacks(self.collate):
+                raise ArgumentError(_STACKS) from error
             if not is_out_of_memory(error):
                 raise
         free_memory([])
         return self.collate(examples)
+
+
+_STACKS = (
+    "without a data_collator and a tokenizer, transformers stacks the examples of a batch, and these differ in length; "
+    "pass data_collator=PadCollator() of batchwright.step, or a collator of transformers that pads"
+)
+
+
+def _only_stacks(collate: Any) -> bool:
+    """Say whether a collator, perhaps inside the trainer's own, is what transformers takes where none was given."""
+    return getattr(collate, "data_collator", collate) is default_data_collator
 
 
 def fetch_together(loader: Iterator[Any], num: int, args: Any) -> list[Any]:

@@ -33,7 +33,7 @@ from .._keeping import is_plain, kept, kept_draws
 from .._ranked import is_stream
 from .._safe_steps import trained_parameters
 from ._batches import Counted, Received
-from ._data import ExampleLists
+from ._data import ExampleLists, TwiceCollated
 from ._key import key_of
 from ._lengths import pad_multiple_of
 from ._settings import Settings
@@ -76,7 +76,7 @@ def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: Budge
         quiet = replace(settings, budget=MaxItems(1), memory=None, micro_batch=None, graphs=False, is_probe=True)
         with _probing(trainer, quiet) as model:
             return find_budget(
-                TrainerProbe(trainer, model, examples, base.collate_fn),
+                TrainerProbe(trainer, model, examples, TwiceCollated(base.collate_fn)),
                 lengths,
                 modules=[trainer.model],
                 optimizers=[innermost(trainer.optimizer)],

@@ -12,20 +12,24 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, final
 
 import numpy as np
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
+from ..._optional import is_installed, require
 from ...errors import BatchwrightError
 from ..batcher import Batcher
-from ..http._answering import read_body
-from ..http._errors import Refused, error_response
-from ..http._guards import guarded_app
-from ..http._page import figures_of, page_routes
 from ..http.app import answering_routes
 from ..http.limits import Limits
 from .encoder import MAX_LENGTH, DemoEncoder, length_of
+
+if is_installed("starlette") and is_installed("prometheus_client"):  # otherwise Demo says what to install
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+
+    from ..http._answering import read_body
+    from ..http._errors import Refused, error_response
+    from ..http._guards import guarded_app
+    from ..http._page import figures_of, page_routes
 
 POLICIES = ("window", "greedy", "adaptive")
 # The load pauses if nobody has looked at the page for this long.
@@ -90,6 +94,8 @@ class Demo:
     def __init__(
         self, encoder: DemoEncoder, *, deadline_ms: float | None = None, seed: int = 0, **options: Any
     ) -> None:
+        for package in ("starlette", "prometheus_client"):
+            require(package, extra="serve")
         self._rng = np.random.default_rng(seed)
         self.capacity, batch_seconds = _measure(encoder, [self.text() for _ in range(_PROBE_ITEMS)])
         self.deadline_ms = deadline_ms or min(250.0, max(50.0, 10.0 * math.ceil(300 * batch_seconds)))
