@@ -225,6 +225,14 @@ def test_what_holds_no_batches_is_refused(batches):
         Batcher(double, background=batches)
 
 
+def test_an_item_in_place_of_a_batch_is_told_what_a_batch_is():
+    with Batcher(double, background=[1, [2], None]) as batcher:
+        first, second, third = batcher.background
+    assert "must be a list of items, got int" in str(first.error)
+    assert second.results == [4]
+    assert "must be a list of items, got NoneType" in str(third.error)
+
+
 def test_background_work_belongs_to_one_batcher():
     work = Background([[1]])
     with Batcher(double, background=work):

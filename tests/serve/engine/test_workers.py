@@ -287,6 +287,25 @@ def test_after_a_fork_the_child_is_told_and_does_not_hang():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_after_a_fork_the_child_may_leave_a_loop_that_the_parent_goes_on_with():
+    done = run_script("""
+        import os
+        from batchwright.serve import Batcher
+
+        with Batcher(list, max_items=1) as batcher:
+            loop = iter(batcher.map(range(50), max_in_flight=8))
+            next(loop)
+            with batcher._workers._changed:  # so that some still wait
+                child = os.fork()
+            if child == 0:
+                loop.close()
+                os._exit(7)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), sum(loop) == sum(range(50)))
+    """)
+    assert (done.returncode, done.stdout) == (0, "7 True\n"), done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_in_a_bad_moment_leaves_figures_and_close_usable():
     done = run_script("""
         import os, sys, threading, time

@@ -118,7 +118,7 @@ class Core:
 
     def cancel(self, request: Request, now: float) -> None:
         """Drop a request: if it waits it is never run, if it runs its answer is dropped."""
-        if request.is_live:
+        if request in self._running or request in self._queue:  # not so in the child of a fork
             self._end(request, State.CANCELLED, now)
             self._take_ended()  # nobody waits for it
 

@@ -105,7 +105,7 @@ def _read_unit(index: int, batch: Any, length_of: Callable[[Any], int], *, is_es
     """Measure a batch; what is wrong with it is its own error."""
     items: list[Any] = []
     try:
-        if isinstance(batch, str | bytes | dict):
+        if isinstance(batch, str | bytes | dict) or not (hasattr(batch, "__iter__") or hasattr(batch, "__getitem__")):
             raise ArgumentError(f"a background batch must be a list of items, got {type(batch).__name__}")
         items = list(batch)
         return Unit(index, items, [length_of(item) for item in items], is_estimate=is_estimate)
