@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, final
 
-from ...errors import Closed, RunTimeout, WorkerDied
+from ...errors import Closed, RunTimeout
 from ..settings import Settings
 from ..stats import Stats
 from .calls import Call, Garbage, Outcome, gone
@@ -287,7 +287,7 @@ class Workers:
         num_lost, is_clean = 0, False
         while following is not None:
             outcome, seconds = self._call(worker, following)
-            if isinstance(outcome.error, WorkerDied | RunTimeout):
+            if outcome.is_cut:
                 num_lost += 1
                 if num_lost > most_lost(len(job.items)):
                     outcome = dataclasses.replace(outcome, is_final=True)
