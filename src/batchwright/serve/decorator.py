@@ -43,7 +43,9 @@ class BatchedFunction:
         # As in Python, only functions become methods: a static method or an object that can be called does not.
         self._is_static = isinstance(run, staticmethod | types.MethodType) or not hasattr(run, "__get__")
         self._run: Run = run.__func__ if isinstance(run, staticmethod | classmethod) else run
-        functools.update_wrapper(self, self._run)
+        # What an object keeps, such as a `stats` of its own, must not stand in the place of what is here.
+        kept = ("__dict__",) if isinstance(self._run, types.FunctionType) else ()
+        functools.update_wrapper(self, self._run, updated=kept)
         self._title: str = getattr(self._run, "__qualname__", type(self._run).__qualname__)
         self._needs_owner = not self._is_static and not _takes_a_list(self._run)
         self._options = options
