@@ -106,6 +106,7 @@ def test_whoever_holds_a_bound_function_keeps_its_object():
     scale = Model(5).scale
     gc.collect()
     assert list(scale.map([1, 2])) == [5, 10]
+    assert list(Model(6).scale.map([1, 2])) == [6, 12]
 
 
 class Plus(Model):

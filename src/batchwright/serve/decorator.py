@@ -104,7 +104,10 @@ class BatchedFunction:
 
     def map(self, items: Iterable[Any] | AsyncIterable[Any], **options: Any) -> Mapped[Any]:
         """Return the answers to many items, in order; options as in ``Batcher.map``."""
-        return self._resolve(items, ())[0].batcher.map(items, **options)
+        function = self._resolve(items, ())[0]
+        mapped = function.batcher.map(items, **options)
+        mapped._kept = function  # and its object, as a call keeps it
+        return mapped
 
     def configure(self, **changes: Any) -> None:
         """Change settings while it runs, as in ``Batcher.configure``."""
