@@ -14,7 +14,7 @@ from batchwright.errors import ArgumentError
 from batchwright.serve import Batcher, Closed, RunInterrupted
 from batchwright.serve._engine import core, policies
 
-from ..tools import Recorder, run_script
+from ..tools import Recorder, run_script, wait_until
 
 
 def run(coroutine):
@@ -402,6 +402,19 @@ def test_a_caller_that_leaves_while_others_have_the_lock_waits_for_none_and_is_n
     batcher.close_sync()
     assert function.items_run == [0, 2]
     assert batcher.stats().num_cancelled == 1
+
+
+class Image:
+    """Something that takes memory."""
+
+
+def test_a_worker_that_waits_keeps_no_item_and_no_result():
+    with Batcher(lambda items: [Image() for _ in items], length_of=None) as batcher:
+        item = Image()
+        result = batcher.submit_sync(item)
+        gone = [weakref.ref(item), weakref.ref(result)]
+        del item, result
+        wait_until(lambda: [reference() for reference in gone] == [None, None])
 
 
 def test_serving_imports_no_torch():

@@ -124,11 +124,9 @@ class Workers:
         with self._changed:
             self._core.let_go(self.clock())
             stats = dataclasses.replace(self._core.stats(), background=self._work.background_stats())
-            num_restarts = sum(max(0, worker.runner.num_starts - 1) for worker in self._workers)
+            num = sum(max(0, worker.runner.num_starts - 1) for worker in self._workers)
             failure = stats.failure or why_none_is_ready(self._workers)
-            return dataclasses.replace(
-                stats, num_abandoned=self._num_abandoned, num_restarts=num_restarts, failure=failure
-            )
+            return dataclasses.replace(stats, num_abandoned=self._num_abandoned, num_restarts=num, failure=failure)
 
     def wake(self) -> None:
         """Have a worker look for something to run; the first time, start the threads."""
@@ -213,6 +211,7 @@ class Workers:
             job = job or self._next(worker)
             while job is not None:
                 self.run(worker, job)
+                job = None  # nothing of it stays in memory while the worker waits
                 job = None if worker.is_abandoned else self._next(worker)
         except BaseException as error:  # callers must hear of it, whatever it is
             self.crash(error)
