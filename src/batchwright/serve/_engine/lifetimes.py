@@ -36,10 +36,10 @@ _joining: weakref.WeakSet[Joins] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def entered_at_once(lock: threading.Condition) -> Iterator[bool]:
-    """Enter a lock if that needs no waiting, and say whether it was entered.
+    """Enter a lock if that needs no waiting, and say whether it was entered; never where this thread is in it already.
 
-    For what a collection of garbage may call: that runs in the middle of anything, with any other lock held, and of a
-    move under this very lock, which its own thread could enter once more.
+    For what a collection of garbage may call. That runs in the middle of anything: while its thread holds other locks,
+    or is in the middle of a move under this one, which it could enter once more.
     """
     has_entered = not lock._is_owned() and lock.acquire(blocking=False)  # type: ignore[attr-defined]
     try:

@@ -245,7 +245,10 @@ class Units:
                     raise self._problem
                 return None
             if self._is_stopped:
-                raise Closed("the batcher was closed before all background batches had run")
+                raise Closed(
+                    "the batcher was closed, or its last reference dropped, before all background batches had run; "
+                    "keep it until the loop has ended"
+                )
             reader: concurrent.futures.Future[None] = concurrent.futures.Future()
             self._readers.append(reader)
             return reader
