@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from batchwright.errors import ArgumentError
 from batchwright.serve import Background, Batcher, Closed, DeadlineExceeded, TooLarge
 
 from . import in_processes
-from .tools import ROOT, Recorder
+from .tools import ROOT, Recorder, wait_until
 
 
 def double(items):
@@ -100,6 +101,51 @@ def test_a_length_that_cannot_be_measured_is_an_error_of_its_batch():
     assert isinstance(second.error, TypeError)
 
 
+def test_a_length_that_would_end_the_program_is_an_error_of_its_batch():
+    def length_of(item):
+        if item == 2:
+            raise SystemExit(3)
+        return 1
+
+    with Batcher(list, length_of=length_of, background=[[1], [2], [3]]) as batcher:
+        first, second, third = batcher.background
+    assert (first.results, third.results) == ([1], [3])
+    assert isinstance(second.error, SystemExit)
+
+
+class Absent:
+    """A proxy of nothing: whoever asks for its class gets an error."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("outside of its context")
+
+
+def test_a_result_that_raises_when_it_is_asked_for_its_class_hurts_nobody():
+    absent = Absent()
+    with Batcher(lambda items: [absent for _ in items], background=[[1, 2]]) as batcher:
+        (batch,) = batcher.background
+        assert [result is absent for result in batch.results] == [True, True]
+        assert batcher.submit_sync(3) is absent
+
+
+def test_a_worker_that_dies_in_offline_work_keeps_nobody_from_closing(monkeypatch):
+    def broken(*arguments, **options):
+        raise MemoryError("no room for the results")
+
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    recorder = Recorder(held=True)
+    batcher = Batcher(recorder, background=[[1]])
+    monkeypatch.setattr(batcher.background._units, "finish", broken)
+    recorder.gate.set()
+    wait_until(lambda: not batcher.is_open)
+    closing = threading.Thread(target=batcher.close_sync, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert "no room for the results" in batcher.stats().failure
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_closing_before_the_end_tells_the_reader(is_async):
     def endless():
@@ -149,11 +195,17 @@ def test_batches_are_read_only_as_fast_as_they_are_handed_out():
         assert [batch.results for batch in batcher.background] == [[2 * index] for index in range(100)]
 
 
-def test_a_forgotten_batcher_ends_its_background_work():
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_forgotten_batcher_ends_its_background_work(worker):
     work = Background([[index] for index in range(10_000)])
-    Batcher(double, background=work)
-    with pytest.raises(Closed):
-        list(work)
+    Batcher(double, worker=worker, background=work)
+    gc.collect()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(list, work)
+        try:
+            assert isinstance(reading.exception(30), Closed)
+        finally:
+            work._units.stop()
 
 
 def test_background_work_in_a_process(monkeypatch):
@@ -171,6 +223,14 @@ def test_background_work_in_a_process(monkeypatch):
 def test_what_holds_no_batches_is_refused(batches):
     with pytest.raises(ArgumentError, match="an iterable of lists of items"):
         Batcher(double, background=batches)
+
+
+def test_an_item_in_place_of_a_batch_is_told_what_a_batch_is():
+    with Batcher(double, background=[1, [2], None]) as batcher:
+        first, second, third = batcher.background
+    assert "must be a list of items, got int" in str(first.error)
+    assert second.results == [4]
+    assert "must be a list of items, got NoneType" in str(third.error)
 
 
 def test_background_work_belongs_to_one_batcher():

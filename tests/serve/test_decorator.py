@@ -106,6 +106,7 @@ def test_whoever_holds_a_bound_function_keeps_its_object():
     scale = Model(5).scale
     gc.collect()
     assert list(scale.map([1, 2])) == [5, 10]
+    assert list(Model(6).scale.map([1, 2])) == [6, 12]
 
 
 class Plus(Model):
@@ -233,6 +234,23 @@ def test_later_pythons_hand_on_the_class_in_front():
     assert run(method(3)) == 9
     with pytest.raises(ArgumentError, match="write @batched above @classmethod"):
         method.sync(3)
+
+
+class Keeper:
+    """An object that can be called, and that has names of its own."""
+
+    def __init__(self):
+        self._run, self.map, self.stats, self.batcher = (lambda items: ["wrong"] * len(items)), {}, 7, None
+
+    def __call__(self, items):
+        return [2 * item for item in items]
+
+
+def test_what_an_object_keeps_does_not_stand_in_the_place_of_what_is_batched():
+    batched_object = batched(Keeper())
+    assert batched_object.sync(3) == 6
+    assert list(batched_object.map([1, 2])) == [2, 4]
+    assert batched_object.stats().num_answered == 3
 
 
 def test_what_python_does_not_bind_is_not_bound():

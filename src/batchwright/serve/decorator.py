@@ -43,7 +43,9 @@ class BatchedFunction:
         # As in Python, only functions become methods: a static method or an object that can be called does not.
         self._is_static = isinstance(run, staticmethod | types.MethodType) or not hasattr(run, "__get__")
         self._run: Run = run.__func__ if isinstance(run, staticmethod | classmethod) else run
-        functools.update_wrapper(self, self._run)
+        # What an object keeps, such as a `stats` of its own, must not stand in the place of what is here.
+        kept = ("__dict__",) if isinstance(self._run, types.FunctionType) else ()
+        functools.update_wrapper(self, self._run, updated=kept)
         self._title: str = getattr(self._run, "__qualname__", type(self._run).__qualname__)
         self._needs_owner = not self._is_static and not _takes_a_list(self._run)
         self._options = options
@@ -102,7 +104,10 @@ class BatchedFunction:
 
     def map(self, items: Iterable[Any] | AsyncIterable[Any], **options: Any) -> Mapped[Any]:
         """Return the answers to many items, in order; options as in ``Batcher.map``."""
-        return self._resolve(items, ())[0].batcher.map(items, **options)
+        function = self._resolve(items, ())[0]
+        mapped = function.batcher.map(items, **options)
+        mapped._kept = function  # and its object, as a call keeps it
+        return mapped
 
     def configure(self, **changes: Any) -> None:
         """Change settings while it runs, as in ``Batcher.configure``."""

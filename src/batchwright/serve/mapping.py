@@ -43,6 +43,7 @@ class Mapped(Generic[Result]):
         self._forget = forget
         self._wait = wait
         self._max_in_flight = max_in_flight
+        self._kept: Any = None
 
     def __await__(self) -> Generator[Any, None, list[Result]]:
         return self._collect().__await__()

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import ArgumentError
 from ._copies import Copied, Number
 from ._gradients import Gradients
+from .losses import is_mean
 from .measuring._stopwatch import Lap
 from .noise import NoiseReport
 
@@ -144,6 +145,11 @@ class MicroSums:
         if not loss.requires_grad and not self.is_empty:
             raise ArgumentError(
                 "loss_sum does not depend on any trainable parameter; is the model frozen, or under no_grad?"
+            )
+        if not is_replayed and is_mean(loss) and float(self.weight) != 1:  # each micro-batch may count as one
+            raise ArgumentError(
+                f"loss_sum is a mean, and would be divided by the weight once more; {_HOW}, such as "
+                "F.cross_entropy(outputs, targets, reduction='sum'), len(targets)"
             )
         metrics = returned[2] if len(returned) == 3 else {}
         if not isinstance(metrics, Mapping):

@@ -12,7 +12,7 @@ import pytest
 from batchwright.errors import ArgumentError, ResultError
 from batchwright.serve import Batcher, Closed, Device, RunTimeout, WorkerDied
 from batchwright.serve._engine import processes
-from batchwright.serve._engine.child import Message, dumps, unpack_message
+from batchwright.serve._engine.child import Message, dumps, pack_value, unpack_message, unpack_value
 
 from .. import in_processes
 from ..tools import ROOT
@@ -51,6 +51,19 @@ def test_a_result_that_ends_the_program_while_it_is_read_fails_alone():
             batcher.submit_sync("only there")
         assert batcher.submit_sync(4) == 8
         assert batcher.stats().is_healthy
+
+
+class Absent:
+    """A proxy of nothing: whoever asks for its class gets an error."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("outside of its context")
+
+
+def test_a_result_that_raises_when_it_is_asked_for_its_class_does_not_end_the_process():
+    with pytest.raises(ResultError, match="outside of its context"):
+        raise unpack_value(pack_value(Absent()))
 
 
 class Shut(Exception):

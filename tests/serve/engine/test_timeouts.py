@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from batchwright.errors import ArgumentError
-from batchwright.serve import Batcher, Closed, DeadlineExceeded, Device, RunTimeout
+from batchwright.serve import Batcher, Closed, DeadlineExceeded, Device, RunTimeout, WorkerDied
 from batchwright.serve._engine import workers
 from batchwright.serve._engine.runners import ThreadRunner, Worker
 from batchwright.serve._engine.turns import Claim
@@ -136,6 +136,22 @@ def test_a_coroutine_that_takes_too_long_is_cancelled_and_fails_alone(from_a_loo
         assert isinstance(ends[1], RunTimeout)
         assert batcher.stats().num_abandoned == 0
     assert cancelled
+
+
+@pytest.mark.parametrize("kind", [RunTimeout, WorkerDied])
+def test_an_item_that_another_batcher_timed_out_or_lost_fails_alone_however_many_there_are(kind):
+    def ask_another(items):
+        for item in items:
+            if item % 4 == 0:
+                raise kind(f"of {item}")
+        return items
+
+    async def main():
+        async with Batcher(ask_another, policy="greedy") as batcher:
+            return await asyncio.gather(*map(batcher.submit, range(64)), return_exceptions=True)
+
+    ends = asyncio.run(asyncio.wait_for(main(), 30))
+    assert [str(end) for end in ends] == [str(item) if item % 4 else f"of {item}" for item in range(64)]
 
 
 def test_a_call_that_hangs_gives_its_device_back(hanging):

@@ -12,8 +12,9 @@ import pytest
 
 from batchwright.errors import ArgumentError
 from batchwright.serve import Batcher, Closed, RunInterrupted
+from batchwright.serve._engine import core, policies
 
-from ..tools import Recorder, run_script
+from ..tools import Recorder, run_script, wait_until
 
 
 def run(coroutine):
@@ -286,6 +287,25 @@ def test_after_a_fork_the_child_is_told_and_does_not_hang():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_after_a_fork_the_child_may_leave_a_loop_that_the_parent_goes_on_with():
+    done = run_script("""
+        import os
+        from batchwright.serve import Batcher
+
+        with Batcher(list, max_items=1) as batcher:
+            loop = iter(batcher.map(range(50), max_in_flight=8))
+            next(loop)
+            with batcher._workers._changed:  # so that some still wait
+                child = os.fork()
+            if child == 0:
+                loop.close()
+                os._exit(7)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), sum(loop) == sum(range(50)))
+    """)
+    assert (done.returncode, done.stdout) == (0, "7 True\n"), done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_in_a_bad_moment_leaves_figures_and_close_usable():
     done = run_script("""
         import os, sys, threading, time
@@ -334,6 +354,67 @@ def test_a_worker_that_dies_is_said_to_have(monkeypatch):
     assert "no room for a decision" in batcher.stats().failure
     assert not batcher.is_open
     batcher.close_sync()
+
+
+async def _leave_one_of_three(batcher, function, leave):
+    """Ask for 0 and 1 while the function is held; ``leave`` gets the second caller, and nothing else keeps it."""
+    first = asyncio.ensure_future(batcher.submit(0))
+    assert await asyncio.to_thread(function.started.wait, 30)
+    second = batcher.submit(1)
+    second.send(None)  # it waits for its answer from here on
+    callers = [second]
+    del second
+    leave(callers)
+    function.gate.set()
+    return await asyncio.wait_for(first, 30), await asyncio.wait_for(batcher.submit(2), 30)
+
+
+def test_a_caller_that_is_collected_as_garbage_in_the_middle_of_a_decision_hurts_nobody(monkeypatch):
+    function = Recorder(held=True)
+
+    def leave(callers):
+        def pick_and_collect(*arguments):
+            decision = policies.pick(*arguments)
+            callers.clear()
+            return decision
+
+        monkeypatch.setattr(core, "pick", pick_and_collect)
+
+    batcher = Batcher(function, max_items=1)
+    assert asyncio.run(_leave_one_of_three(batcher, function, leave)) == (0, 4)
+    batcher.close_sync()
+    stats = batcher.stats()
+    assert (stats.num_answered, stats.num_cancelled, stats.failure) == (2, 1, None)
+
+
+def test_a_caller_that_leaves_while_others_have_the_lock_waits_for_none_and_is_not_run():
+    function = Recorder(held=True)
+
+    def leave(callers):
+        with batcher._workers._changed:
+            leaving = threading.Thread(target=callers.clear, daemon=True)
+            leaving.start()
+            leaving.join(30)
+            assert not leaving.is_alive()
+
+    batcher = Batcher(function, max_items=1)
+    assert asyncio.run(_leave_one_of_three(batcher, function, leave)) == (0, 4)
+    batcher.close_sync()
+    assert function.items_run == [0, 2]
+    assert batcher.stats().num_cancelled == 1
+
+
+class Image:
+    """Something that takes memory."""
+
+
+def test_a_worker_that_waits_keeps_no_item_and_no_result():
+    with Batcher(lambda items: [Image() for _ in items], length_of=None) as batcher:
+        item = Image()
+        result = batcher.submit_sync(item)
+        gone = [weakref.ref(item), weakref.ref(result)]
+        del item, result
+        wait_until(lambda: [reference() for reference in gone] == [None, None])
 
 
 def test_serving_imports_no_torch():

@@ -26,6 +26,8 @@ class Outcome:
         error: what was raised instead.
         is_oom: the error means that memory ran out.
         is_final: the error says nothing about the items, so running parts of them would not help.
+        is_cut: the call did not come back: its process died, or its time was up. A function may raise the same errors
+            itself, as what another batcher said of one item.
         is_lost: the event loop that ran the batch is gone; another one may do better.
         held_seconds: the longest time for which a part of background work that gives way let nobody else run; None: it
             never gave way.
@@ -35,6 +37,7 @@ class Outcome:
     error: BaseException | None = None
     is_oom: bool = False
     is_final: bool = False
+    is_cut: bool = False
     is_lost: bool = False
     held_seconds: float | None = None
 

@@ -148,7 +148,7 @@ def _failed(error: BaseException, *, is_oom: bool = False) -> Message:
 
 def pack_value(value: Any) -> bytes:
     """Return the pickle of a result, or of an error that says why there is none."""
-    if isinstance(value, BaseException):
+    if issubclass(type(value), BaseException):  # a result may say anything when it is asked for its class
         return pack_error(value)
     try:
         return dumps(value)

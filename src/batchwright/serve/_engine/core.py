@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import final
@@ -64,6 +65,8 @@ class Core:
         self._faults = Faults()
         self._ended: list[Request] = []
         self._now = 0.0
+        # Requests to cancel with the next move; what is put in here needs no lock.
+        self.left: deque[Request] = deque()
 
     @property
     def num_waiting(self) -> int:
@@ -77,6 +80,7 @@ class Core:
 
     def add(self, request: Request) -> None:
         """Take a request in, or say why not."""
+        self.let_go(request.arrival)
         limit = self.settings.max_tokens
         if not self.is_open:
             self.counters.refused["closed"] += 1
@@ -114,9 +118,14 @@ class Core:
 
     def cancel(self, request: Request, now: float) -> None:
         """Drop a request: if it waits it is never run, if it runs its answer is dropped."""
-        if request.is_live:
+        if request in self._running or request in self._queue:  # not so in the child of a fork
             self._end(request, State.CANCELLED, now)
             self._take_ended()  # nobody waits for it
+
+    def let_go(self, now: float) -> None:
+        """Cancel those who left since the last move."""
+        while self.left:
+            self.cancel(self.left.popleft(), now)
 
     def expire(self, request: Request, now: float, *, running: bool = False) -> list[Request]:
         """Give up a request that is in no call at its deadline; one that runs may finish, unless ``running``."""
@@ -137,6 +146,7 @@ class Core:
 
     def take(self, now: float) -> Turn:
         """Decide what a free worker does."""
+        self.let_go(now)
         decision = pick(self._queue, now, self.model, self._limits())
         shed, batch, reason = decision.shed, decision.batch, decision.reason
         if not batch and shed:
@@ -160,6 +170,7 @@ class Core:
             now: the time.
             seconds: how long the call took.
         """
+        self.let_go(now)
         self._learn(call.requests, outcome, seconds)
         self._now = now
         self.pause(call)

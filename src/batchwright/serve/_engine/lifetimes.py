@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing.util  # noqa: F401 - its handler waits for all processes, so it must run after ours: the last is first
 import os
+import threading
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Protocol
 
 # How long the end of the interpreter waits for batches that still run.
@@ -29,6 +32,21 @@ class Joins(Protocol):
 
 _forgetting: weakref.WeakSet[Forgets] = weakref.WeakSet()
 _joining: weakref.WeakSet[Joins] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def entered_at_once(lock: threading.Condition) -> Iterator[bool]:
+    """Enter a lock if that needs no waiting, and say whether it was entered; never where this thread is in it already.
+
+    For what a collection of garbage may call. That runs in the middle of anything: while its thread holds other locks,
+    or is in the middle of a move under this one, which it could enter once more.
+    """
+    has_entered = not lock._is_owned() and lock.acquire(blocking=False)  # type: ignore[attr-defined]
+    try:
+        yield has_entered
+    finally:
+        if has_entered:
+            lock.release()
 
 
 def forget_in_forks(one: Forgets) -> None:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, final
 
 from ..._oom import text_of
-from ...errors import ArgumentError, RunTimeout, WorkerDied
+from ...errors import ArgumentError, WorkerDied
 from .calls import Outcome
 from .child import Message, dumps, main, unpack_message
 from .request import Request
@@ -149,10 +149,9 @@ class ProcessRunner(Runner):
         start = time.monotonic()
         with _killed_after(self._timeout, self._process):
             outcome = self._send_and_receive(packed)
-        if isinstance(outcome.error, WorkerDied) and self._timeout is not None:
-            if time.monotonic() - start >= self._timeout:
-                outcome = Outcome(error=timed_out(self._timeout))
-        if not isinstance(outcome.error, WorkerDied | RunTimeout):
+        if outcome.is_cut and self._timeout is not None and time.monotonic() - start >= self._timeout:
+            outcome = Outcome(error=timed_out(self._timeout), is_cut=True)
+        if not outcome.is_cut:
             self._num_deaths = 0
         return outcome
 
@@ -182,13 +181,13 @@ class ProcessRunner(Runner):
             if end is not None and time.monotonic() >= end:
                 self._num_deaths += 1
                 self._end(kill=True)
-                return Outcome(error=timed_out(timeout))
+                return Outcome(error=timed_out(timeout), is_cut=True)
 
     def _died(self) -> Outcome:
         how = self._how_it_ended()
         self._num_deaths += 1
         self._end(kill=True)
-        return Outcome(error=WorkerDied(f"the process that ran the batch {how}"))
+        return Outcome(error=WorkerDied(f"the process that ran the batch {how}"), is_cut=True)
 
     def _how_it_ended(self) -> str:
         self._process.join(POLL_SECONDS)  # the pipe closes a moment before

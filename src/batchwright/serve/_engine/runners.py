@@ -147,6 +147,8 @@ class ThreadRunner(Runner):
         except LoopLost as error:
             self._lost, self._home = frozenset(requests), None
             return Outcome(error=Closed(str(error)), is_lost=True)
+        except TimeUp:
+            return Outcome(error=timed_out(self._timeout), is_cut=True)
         except BaseException as error:  # a worker must survive whatever the function raises
             return Outcome(error=as_ordinary(error), is_oom=is_out_of_memory(error))
 
@@ -186,6 +188,11 @@ class LoopLost(Exception):
 
 
 @final
+class TimeUp(Exception):
+    """The time of a call is up."""
+
+
+@final
 @dataclass(frozen=True)
 class _Raised:
     """What a coroutine raised, as a value: an event loop that sees ``SystemExit`` ends, and its owner with it."""
@@ -216,7 +223,7 @@ async def _limited(coroutine: Coroutine[Any, Any, Any], timeout: float | None) -
     try:
         return await asyncio.wait_for(coroutine, timeout)
     except asyncio.TimeoutError:  # the coroutine's own errors are values here
-        raise timed_out(timeout) from None
+        raise TimeUp from None
 
 
 def _result(future: concurrent.futures.Future[Any], loop: asyncio.AbstractEventLoop, timeout: float | None) -> Any:
@@ -229,7 +236,7 @@ def _result(future: concurrent.futures.Future[Any], loop: asyncio.AbstractEventL
             raise LoopLost("the event loop that ran the batch has stopped")
         if timeout is not None and time.monotonic() - start >= timeout:
             future.cancel()
-            raise timed_out(timeout)
+            raise TimeUp
     if future.cancelled():  # a loop that ends cancels what runs in it
         raise LoopLost("the event loop that ran the batch cancelled it")
     return future.result()

@@ -13,6 +13,7 @@ from ...errors import ArgumentError, Closed, TooLarge
 from ..latency import LatencyModel
 from ..settings import Settings
 from .calls import Outcome
+from .waiters import tell
 
 
 @final
@@ -83,7 +84,8 @@ class Unit:
         size = part.stop - part.start
         if outcome.error is None:
             self.results[part.start : part.stop] = outcome.values
-            errors = (value for value in outcome.values if isinstance(value, BaseException))
+            # By the type: the results are the user's, and may say anything when they are asked for their class.
+            errors = (value for value in outcome.values if issubclass(type(value), BaseException))
             if (error := next(errors, None)) is not None:
                 self._fail(error)
         elif outcome.is_lost and settings.on_error == "bisect" and self.error is None:
@@ -103,11 +105,11 @@ def _read_unit(index: int, batch: Any, length_of: Callable[[Any], int], *, is_es
     """Measure a batch; what is wrong with it is its own error."""
     items: list[Any] = []
     try:
-        if isinstance(batch, str | bytes | dict):
+        if isinstance(batch, str | bytes | dict) or not (hasattr(batch, "__iter__") or hasattr(batch, "__getitem__")):
             raise ArgumentError(f"a background batch must be a list of items, got {type(batch).__name__}")
         items = list(batch)
         return Unit(index, items, [length_of(item) for item in items], is_estimate=is_estimate)
-    except Exception as error:
+    except BaseException as error:  # SystemExit too: it would end the reading of all other batches
         return Unit(index, items, [], error)
 
 
@@ -243,7 +245,10 @@ class Units:
                     raise self._problem
                 return None
             if self._is_stopped:
-                raise Closed("the batcher was closed before all background batches had run")
+                raise Closed(
+                    "the batcher was closed, or its last reference dropped, before all background batches had run; "
+                    "keep it until the loop has ended"
+                )
             reader: concurrent.futures.Future[None] = concurrent.futures.Future()
             self._readers.append(reader)
             return reader
@@ -278,7 +283,4 @@ class Units:
 
     def _tell(self) -> None:
         self._changed.notify_all()
-        for reader in self._readers:
-            if reader.set_running_or_notify_cancel():
-                reader.set_result(None)
-        self._readers.clear()
+        tell(self._readers)

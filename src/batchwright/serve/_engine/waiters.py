@@ -74,6 +74,14 @@ def deliver(ended: Iterable[Request]) -> None:
             continue  # the loop was closed, and its callers with it
 
 
+def tell(futures: list[concurrent.futures.Future[None]]) -> None:
+    """Tell those that wait for something to happen that it has."""
+    while futures:
+        future = futures.pop()
+        if future.set_running_or_notify_cancel():
+            future.set_result(None)
+
+
 def _settle(requests: list[Request]) -> None:
     for request in requests:
         future: AnyFuture = request.waiter.future

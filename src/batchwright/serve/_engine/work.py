@@ -189,7 +189,7 @@ class Work:
             self._learn(job, seconds, outcome.held_seconds)
         self._background.finish(job, outcome, self.core.settings, is_crowded=run.is_crowded)
         self._is_part_alone = outcome.is_oom and run.is_crowded and job.stop - job.start == 1
-        self._num_parts -= 1
+        self._num_parts = max(0, self._num_parts - 1)  # a crash has counted it as over
         self._hold_up(now)
         return None, []
 
@@ -236,6 +236,7 @@ class Work:
     def crash(self, error: BaseException, now: float) -> list[Request]:
         """End all requests with an error that no worker survives."""
         self.neighbours.clear()
+        self._num_parts = 0
         return self.core.crash(error, now)
 
     def take_between(self, now: float, *, may_run: bool = True, part: Part | None = None) -> Turn:
@@ -271,9 +272,9 @@ class Work:
         self._note(ended, now)
         return ended
 
-    def cancel(self, request: Request, now: float) -> list[Request]:
-        """Drop a request; return those that have ended meanwhile."""
-        self.core.cancel(request, now)
+    def leave(self, now: float) -> list[Request]:
+        """Drop the requests whose callers have left; return those that have ended meanwhile."""
+        self.core.let_go(now)
         ended = self.neighbours.leave(now)
         self._note(ended, now)
         return ended

@@ -11,19 +11,19 @@ import time
 from collections.abc import Callable
 from typing import Any, final
 
-from ...errors import Closed, RunTimeout, WorkerDied
+from ...errors import Closed, RunTimeout
 from ..settings import Settings
 from ..stats import Stats
 from .calls import Call, Garbage, Outcome, gone
 from .core import Core
-from .lifetimes import end_at_exit, forget_in_forks
+from .lifetimes import end_at_exit, entered_at_once, forget_in_forks
 from .neighbours import Job
 from .processes import most_lost
 from .request import Request
 from .runners import POLL_SECONDS, Runner, Worker, timed_out, why_none_is_ready
 from .turns import Claim, Turns, check_nesting, hold
 from .units import Part, Units
-from .waiters import deliver
+from .waiters import deliver, tell
 from .ways import interrupted, run_job
 from .work import Work
 
@@ -97,10 +97,12 @@ class Workers:
             self._changed.notify()
 
     def cancel(self, request: Request) -> None:
-        """Drop a request; a request that has ended stays as it is."""
-        with self._changed:
-            ended = self._work.cancel(request, self.clock())
-            self._tell_if_idle()
+        """Drop a request, now or with the next move; garbage that is collected anywhere may call this."""
+        self._core.left.append(request)
+        with entered_at_once(self._changed) as has_entered:
+            ended = self._work.leave(self.clock()) if has_entered else []
+            if has_entered:
+                self._tell_if_idle()
         deliver(ended)
 
     def expire(self, request: Request) -> None:
@@ -120,13 +122,11 @@ class Workers:
     def stats(self) -> Stats:
         """Return the figures so far."""
         with self._changed:
-            stats = self._core.stats()
-            num_restarts = sum(max(0, worker.runner.num_starts - 1) for worker in self._workers)
+            self._core.let_go(self.clock())
+            stats = dataclasses.replace(self._core.stats(), background=self._work.background_stats())
+            num = sum(max(0, worker.runner.num_starts - 1) for worker in self._workers)
             failure = stats.failure or why_none_is_ready(self._workers)
-            beside = self._work.background_stats()
-            return dataclasses.replace(
-                stats, num_abandoned=self._num_abandoned, num_restarts=num_restarts, failure=failure, background=beside
-            )
+            return dataclasses.replace(stats, num_abandoned=self._num_abandoned, num_restarts=num, failure=failure)
 
     def wake(self) -> None:
         """Have a worker look for something to run; the first time, start the threads."""
@@ -184,6 +184,7 @@ class Workers:
 
     def _start_threads(self) -> None:
         if not self._core.is_open:
+            self._work.stop_background()
             return
         while len(self._workers) < self._num_workers:
             self._pid = os.getpid()
@@ -210,6 +211,7 @@ class Workers:
             job = job or self._next(worker)
             while job is not None:
                 self.run(worker, job)
+                job = None  # nothing of it stays in memory while the worker waits
                 job = None if worker.is_abandoned else self._next(worker)
         except BaseException as error:  # callers must hear of it, whatever it is
             self.crash(error)
@@ -284,7 +286,7 @@ class Workers:
         num_lost, is_clean = 0, False
         while following is not None:
             outcome, seconds = self._call(worker, following)
-            if isinstance(outcome.error, WorkerDied | RunTimeout):
+            if outcome.is_cut:
                 num_lost += 1
                 if num_lost > most_lost(len(job.items)):
                     outcome = dataclasses.replace(outcome, is_final=True)
@@ -394,7 +396,4 @@ class Workers:
 
     def _tell_if_idle(self) -> None:
         if self._idle_futures and self._work.is_idle and not any(worker.has_process for worker in self._workers):
-            for future in self._idle_futures:
-                if future.set_running_or_notify_cancel():
-                    future.set_result(None)
-            self._idle_futures.clear()
+            tell(self._idle_futures)
