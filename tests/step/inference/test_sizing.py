@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import batchwright as bw
 from batchwright.step import MemoryMonitor
-from batchwright.step.inference import _decoding, _windows
+from batchwright.step.inference import _decoding, _keeping, _windows
 from batchwright.step.inference._sizing import GraphBytes, Layout, Sizes, layout_of, room_for
 from batchwright.step.inference.generation import generate
 from batchwright.testing import FakeMemory
@@ -99,16 +99,22 @@ class CountedGraphs(TapeGraphs):
 @pytest.fixture
 def counted(monkeypatch):
     """Return what makes a model on a device of so many bytes, and records the rows of every prompt."""
-    make_cache = _windows.Filling._empty_like
+    make_cache, make_block = _windows.Filling._empty_like, _keeping.Block.__init__
 
     def make(name, total_bytes):
         ledger, model, reads = Ledger(total_bytes), shapes.make(name), []
 
         def empty_like(self, states):
             made = make_cache(self, states)
-            ledger.take(made.nbytes)
-            weakref.finalize(made, ledger.give, made.nbytes)
+            if self._cut is None:
+                ledger.take(made.nbytes)
+                weakref.finalize(made, ledger.give, made.nbytes)
             return made
+
+        def block(self, num_bytes, device):
+            ledger.take(num_bytes)
+            weakref.finalize(self, ledger.give, num_bytes)
+            make_block(self, num_bytes, device)
 
         class Counted(type(model)):
             def forward(self, *args, past_key_values=None, **kwargs):
@@ -124,6 +130,7 @@ def counted(monkeypatch):
                 return super().forward(*args, past_key_values=past_key_values, **kwargs)
 
         monkeypatch.setattr(_windows.Filling, "_empty_like", empty_like)
+        monkeypatch.setattr(_keeping.Block, "__init__", block)
         model.__class__ = Counted
         return model, ledger, reads
 

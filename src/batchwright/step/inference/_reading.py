@@ -17,7 +17,7 @@ from ._decoding import Counts, Decoder
 from ._options import cleared, why_not_fields
 from ._sharing import has_positions
 from ._sizing import Layout, Sizes, layout_of
-from ._slots import Prompt
+from ._slots import NUM_COMPARED, Prompt
 from ._windows import Layers
 
 _FIELDS = ("input_ids", "attention_mask")
@@ -152,6 +152,39 @@ class Read(NamedTuple):
 
     ids: Tensor
     prompt: Prompt
+
+
+@final
+class Started(NamedTuple):
+    """A batch whose prompts were read.
+
+    Attributes:
+        num_read: tokens of the longest prompt of the decoder.
+        most: the most new tokens of each row.
+        read: what the decoder has read, piece by piece; of a model without an encoder nothing, as results leave it out.
+        logits: of the first row, and of some of the next piece.
+        reading_bytes: what reading each piece took.
+    """
+
+    num_read: int
+    most: Counts
+    read: list[Tensor]
+    logits: list[Tensor]
+    reading_bytes: list[int]
+
+    def add(self, ids: Tensor, logits: Tensor, num_bytes: int, batch: Batch) -> None:
+        """Keep what the decoder has read, and the logits of a few rows."""
+        if len(self.logits) < 2:
+            self.logits.append(logits[:NUM_COMPARED].clone())
+        if batch.is_encoder_decoder and ids.shape[1] != self.num_read:
+            raise NotGraphableError("prompts of the decoder have unequal lengths")
+        self.reading_bytes.append(num_bytes)
+        self.read.append(ids if batch.is_encoder_decoder else ids[:, :0])
+
+    @property
+    def ids(self) -> Tensor:
+        """Return what results begin with."""
+        return torch.cat(self.read)
 
 
 def read_rows(base: Any, settings: Any, batch: Batch, layers: Layers, rows: slice) -> Read:

@@ -19,7 +19,7 @@ _USABLE, _NEARLY_ALL = 0.8, 0.95
 # What was measured on a few rows, as many rows take it: allocators round up.
 _MARGIN = 1.25
 # The share of the room for batches that reading a piece of the prompts may take, and the most tokens of a piece.
-_READING, _MOST_TOKENS = 0.125, 65_536
+READING, _MOST_TOKENS = 0.125, 65_536
 
 
 @final
@@ -77,6 +77,18 @@ class Sizes:
         kept = width * (self.own + self.per_slot) + source_width * (self.source + self.per_slot)
         return np.asarray(kept + self.per_start + _MARGIN * self.per_step, dtype=np.float64)
 
+    def of_cache(self, layout: Layout) -> int:
+        """Return what the cache takes."""
+        return layout.num_rows * (self.own * layout.width + self.source * (layout.source_width or 0))
+
+    def of_slots(self, layout: Layout) -> float:
+        """Return what lies beside the cache, besides what a step computes with."""
+        return layout.num_rows * (self.per_slot * (layout.width + (layout.source_width or 0)) + self.per_start)
+
+    def of_steps(self, layout: Layout) -> float:
+        """Return what a step of all rows computes with, which graphs keep."""
+        return layout.num_rows * _MARGIN * self.per_step
+
     def of_reading(self, width: IntArray | int) -> Any:
         """Return what it takes to read one row of a prompt, besides the cache."""
         return _MARGIN * (width * self.per_token + self.per_row)
@@ -91,7 +103,7 @@ class Sizes:
         most = max(1, _MOST_TOKENS // max(1, width))
         if room is None or self.of_reading(width) <= 0:
             return most
-        return int(max(1, min(most, _READING * room // self.of_reading(width))))
+        return int(max(1, min(most, READING * room // self.of_reading(width))))
 
     def of_batch(self, layout: Layout, width: int, room: float) -> float:
         """Return what a batch takes, at its peak, beyond what is in use before it.
@@ -105,7 +117,7 @@ class Sizes:
         return float(layout.num_rows * one) + min(self.of_reading(width) * layout.num_rows, self._reading(width, room))
 
     def _reading(self, width: Any, room: float) -> Any:
-        return np.maximum(self.of_reading(width), _READING * room)
+        return np.maximum(self.of_reading(width), READING * room)
 
 
 @final
