@@ -1,23 +1,21 @@
 """The memory of decoding: counted before it is taken, so that nothing has to run out."""
 
-import weakref
-
 import numpy as np
 import pytest
-import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
 import batchwright as bw
 from batchwright.step import MemoryMonitor
-from batchwright.step.inference import _decoding, _keeping, _windows
+from batchwright.step.inference import _decoding
 from batchwright.step.inference._sizing import GraphBytes, Layout, Sizes, layout_of, room_for
 from batchwright.step.inference.generation import generate
 from batchwright.testing import FakeMemory
 from tests.step.graphs.tape import TapeGraphs
 
 from . import shapes
+from .ledger import CountedGraphs
 
 # 10 bytes a token of the decoder, 20 of the source; to read a prompt 4 a token and 8 a row; 16 a row for a step.
 SIZES = Sizes(own=10, source=20, per_token=4.0, per_row=8.0, per_step=16.0)
@@ -63,78 +61,6 @@ def test_the_room_is_what_a_budget_in_bytes_leaves():
     assert room_for(model.budget(500) & bw.MaxItems(8), memory) == 400
     assert room_for(model.budget(500), memory, 60) == 460
     assert room_for(model.budget(50), memory) == 0
-
-
-class Ledger:
-    """A device whose memory is counted: caches as they are made, prompts and steps while they run."""
-
-    def __init__(self, total_bytes):
-        self.total_bytes, self.used_bytes, self.peak_bytes, self.num_ooms = total_bytes, 0, 0, 0
-
-    def reset_peak(self):
-        self.peak_bytes = self.used_bytes
-
-    def take(self, num_bytes):
-        if self.used_bytes + num_bytes > self.total_bytes:
-            self.num_ooms += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        self.used_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-
-    def give(self, num_bytes):
-        self.used_bytes -= num_bytes
-
-
-class CountedGraphs(TapeGraphs):
-    def __init__(self, ledger):
-        super().__init__()
-        self._ledger = ledger
-
-    def measure(self, function):
-        before, self._ledger.peak_bytes = self._ledger.used_bytes, self._ledger.used_bytes
-        function()
-        return self._ledger.peak_bytes - before
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    """Return what makes a model on a device of so many bytes, and records the rows of every prompt."""
-    make_cache, make_block = _windows.Filling._empty_like, _keeping.Block.__init__
-
-    def make(name, total_bytes):
-        ledger, model, reads = Ledger(total_bytes), shapes.make(name), []
-
-        def empty_like(self, states):
-            made = make_cache(self, states)
-            if self._cut is None:
-                ledger.take(made.nbytes)
-                weakref.finalize(made, ledger.give, made.nbytes)
-            return made
-
-        def block(self, num_bytes, device):
-            ledger.take(num_bytes)
-            weakref.finalize(self, ledger.give, num_bytes)
-            make_block(self, num_bytes, device)
-
-        class Counted(type(model)):
-            def forward(self, *args, past_key_values=None, **kwargs):
-                ids = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs["decoder_input_ids"]
-                read = past_key_values.get_seq_length()
-                mask = kwargs["attention_mask"]
-                is_prompt = isinstance(read, int) and read == 0
-                taken = 600 * mask.numel() + 400 * len(ids) if is_prompt else 300 * len(ids)
-                ledger.take(taken)
-                ledger.give(taken)
-                if is_prompt:
-                    reads.append(len(ids))
-                return super().forward(*args, past_key_values=past_key_values, **kwargs)
-
-        monkeypatch.setattr(_windows.Filling, "_empty_like", empty_like)
-        monkeypatch.setattr(_keeping.Block, "__init__", block)
-        model.__class__ = Counted
-        return model, ledger, reads
-
-    return make
 
 
 @pytest.mark.parametrize("name", ["m2m100", "llama"])

@@ -159,9 +159,9 @@ class Kept:
 
         Args:
             key: returns all that captures depend on, besides where tensors of the model lie.
-            attend: attends over ranges of keys, None to leave attention to the model.
+            attend: attends over ranges of keys, None to leave attention to the model; of one model always the same.
         """
-        found = (attend, key()) if self._stays else None
+        found = key() if self._stays else None
         if self._is_void or found != self._key or (self._watch is not None and self._watch.has_changed):
             self.drop()
             self.attend = None
@@ -195,10 +195,10 @@ class Kept:
             self._room = room
         return self._room
 
-    def look(self, model: nn.Module) -> None:
-        """Remember a model as captures saw it."""
+    def look(self, model: nn.Module, key: Callable[[], Hashable]) -> None:
+        """Remember a model as captures saw it; its first call may have made something."""
         if self._stays and self._watch is None and any(one.has_graphs for one in self._all_rounds):
-            self._watch = Watch(Reach(model), list(model.parameters()))
+            self._watch, self._key = Watch(Reach(model), list(model.parameters())), key()
 
     def check(self) -> None:
         """Drop graphs of a model that has changed; what a batch has filled stays until the next call."""
@@ -236,6 +236,7 @@ class Kept:
                     self._spaces.append(space)
                 space.layers.clear()
                 return space, whole if left is None or whole is None else min(whole, left / READING)
+        space = None  # which would keep the memory
         self.drop()
         free = None if wanted.is_alone else room(0)
         sizes, layout = wanted.sizes, wanted.layout

@@ -73,9 +73,9 @@ class Replaying:
         self._room, self._expected = room, 0
         self._shown: dict[_Kind, Compared] = {}
         self._measured: Sizes | None = None
-        self._kept = Kept() if kept is None else kept
+        self._kept, self._attends = Kept() if kept is None else kept, attend is not None
         with _computing():
-            self._kept.begin(partial(self._key, self._has_limits), attend)
+            self._kept.begin(self._key_of_call, attend)
         self._attend = self._kept.attend
         self._space: Space | None = None
         self._reading_room: float | None = None
@@ -129,6 +129,7 @@ class Replaying:
                 return function()
         except Exception as error:
             if is_out_of_memory(error):
+                self._space, self._expected = None, 0
                 self._kept.run_out()
                 raise
             self._drop()
@@ -220,6 +221,9 @@ class Replaying:
         base, options = self._decoder.base, self._options
         return key_of(base, options.rules, options.settings, other, type(self._make_backend()))
 
+    def _key_of_call(self) -> Hashable:
+        return self._attends, self._key(self._has_limits)
+
     def _decoded(
         self, batch: Batch, limits: Counts | None, indices: list[int], sizes: Sizes | None
     ) -> tuple[Tensor, Tensor, Counts]:
@@ -235,7 +239,7 @@ class Replaying:
         started, rounds = self._start(batch, limits, indices, sizes)
         self._kept.check()
         rounds.run(started.most, started.num_read)
-        self._kept.look(self._decoder.base)
+        self._kept.look(self._decoder.base, self._key_of_call)
         return self._results(started, rounds)
 
     def _results(self, started: Started, rounds: Rounds) -> tuple[Tensor, Tensor, Counts]:
@@ -248,6 +252,7 @@ class Replaying:
         """Keep the memory of the batch before if that will do, else drop it with its graphs for new, if that fits."""
         # A model whose attention is of another kind looks at all of a cache, so that a wide one costs time.
         in_ranges = self._uses_ranges(batch) and self._attend is not None and self._attend.was_called
+        self._space = None  # it may have to go
         wanted = Wanted(batch.layout(int(most.max())), batch.width, sizes, in_ranges, len(batch) == 1)
         self._space, self._reading_room = self._kept.space_for(
             wanted, self._room, self._expected, self._decoder.device, self._make_backend
