@@ -292,6 +292,57 @@ def test_positions_that_a_long_prompt_has_changed_are_not_replayed(kind):
             assert found == expected(model, examples, max_new_tokens=4)
 
 
+class Growing(transformers.LlamaForCausalLM):
+    """Makes a table anew where a prompt is longer than it was made for, and leaves nothing of the one before."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+        if input_ids.shape[1] > 30:
+            before, self.table = self.table, self.table.clone()
+            before.fill_(torch.nan)
+        found = super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+        found.logits = found.logits * self.table
+        return found
+
+
+def test_a_prompt_that_lets_a_table_move_voids_the_graphs_of_the_same_call():
+    model, graphs = shapes.make("llama"), TapeGraphs()
+    model.__class__ = Growing
+    model.register_buffer("table", torch.ones(1))
+    generator = make(model, graphs, max_new_tokens=8)
+    short = shapes.prompts(30, longest=12)
+    generator([[12] * 29, *short])
+    num_captures = graphs.num_captures
+    for examples in ([[12] * 29, *short], [[12] * 31, *short], short):
+        assert shapes.as_lists(generator(examples)) == expected(model, examples, max_new_tokens=8)
+        num_captures = graphs.num_captures if len(examples[0]) == 29 else num_captures
+    assert graphs.num_captures > num_captures
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"eos_token_id": list(range(4, 40))},
+        {"min_new_tokens": 7},
+        {"suppress_tokens": list(range(20, 60))},
+        {"do_sample": True, "top_k": 3},
+        {"max_new_tokens": [1 + place % 8 for place in range(12)]},
+    ],
+    ids=lambda one: next(iter(one)),
+)
+def test_other_settings_are_followed_at_once(options):
+    model, examples = shapes.make("llama"), shapes.prompts(12)
+    generator = make(model, TapeGraphs(), max_new_tokens=8)
+    found = []
+    for one in ({}, options, {}, options):
+        torch.manual_seed(5)
+        found.append(shapes.as_lists(generator(examples, **one)))
+        torch.manual_seed(5)
+        alone = generate(model, examples, graphs=EagerGraphs(), **{"max_new_tokens": 8, "budget": BUDGET, **one})
+        assert found[-1] == shapes.as_lists(alone)
+    assert found[0] == found[2] != found[1] == found[3]
+
+
 class Overflowing(transformers.LlamaForCausalLM):
     """Computes no numbers for a prompt with a token, as half precision does where it overflows."""
 
