@@ -216,6 +216,7 @@ def test_generating_runs_on_the_cpu(smoke_test):
     rows = {row["arm"]: row for row in smoke_test("gpu_generate")["rows"]}
     assert rows["fixed 64, sorted"]["prompts"] == 2  # 96 examples
     assert rows["graphs, calibrated budget"]["ooms"] == rows["eager, calibrated budget"]["ooms"] == 0
+    assert rows["graphs that stay, calibrated budget"]["to_eager"] > 0
     assert rows["fixed 64, shuffled"]["to_fixed"] == 1
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import numpy as np
+import torch
 
 from ..._types import MAX_INT32, FloatArray, IntArray
 from ...plan import Budget, MaxBytes
@@ -176,6 +179,13 @@ def room_for(budget: Budget | None, memory: MemoryMonitor | None, held_bytes: in
     most = [float(part.max_bytes) for part in parts if isinstance(part, MaxBytes)]
     allowed = min([*most, (_USABLE if budget is None else _NEARLY_ALL) * memory.total_bytes])
     return max(0.0, allowed - memory.used_bytes + held_bytes)
+
+
+def room_of(budget: Budget | None, memory: MemoryMonitor | None, device: torch.device) -> Callable[[int], float | None]:
+    """Return what tells the bytes for a batch; it is told what is in use now and will be given back."""
+    if memory is None and device.type == "cuda":
+        memory = MemoryMonitor(device)
+    return partial(room_for, budget, memory)
 
 
 def in_eights(num: IntArray) -> IntArray:

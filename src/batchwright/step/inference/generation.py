@@ -27,7 +27,7 @@ from ._decoding import Collate, Counts, Decoder
 from ._keeping import Kept, Settings
 from ._limits import MOST_ITEMS_KNOWN, Limit, Meter, as_limits, first_limit
 from ._sharing import Group
-from ._sizing import GraphBytes, Sizes, room_for
+from ._sizing import GraphBytes, Sizes, room_of
 from .pieces import run_in_pieces
 
 # With fewer examples than this there is nothing to learn for others.
@@ -147,14 +147,13 @@ def generated(
             _say_once(
                 f"generate runs examples one by one: with {decoder.assistant} transformers takes no more at a time"
             )
-        room = _room(budget, memory, decoder.device)
+        room = room_of(budget, memory, decoder.device)
         kept.count_call()
         runner = make_runner(decoder, graphs, len(examples), most, has_limits=limits is not None, room=room, kept=kept)
         is_plain = lengths is None and collate is None
         known = _known(runner, decoder, examples, axes, limits, room, groups[-1], kept) if is_plain else None
         most_new = None if has_output else most  # else they are the last axis of length
-        if known is not None:
-            known = replace(known, most_new=most_new)
+        known = None if known is None else replace(known, most_new=most_new)
         obstacle = next((group.obstacle for group in groups if group.obstacle is not None), None)
         if obstacle is not None and not isinstance(runner, Eager):
             give_up(graphs, obstacle)
@@ -236,13 +235,6 @@ class _Work:
         self.results.update(zip(indices, rows, strict=True))
         self._bar.update(len(indices))
         return pieces.size
-
-
-def _room(budget: Budget | None, memory: MemoryMonitor | None, device: torch.device) -> Callable[[int], float | None]:
-    """Return what tells the bytes for a batch."""
-    if memory is None and device.type == "cuda":
-        memory = MemoryMonitor(device)
-    return partial(room_for, budget, memory)
 
 
 def _known(
@@ -343,7 +335,10 @@ def make_runner(
         room: returns the bytes for a batch, see ``Replaying``.
         kept: memory and graphs of earlier calls.
     """
+    kept = Kept() if kept is None else kept
     backend = None if graphs is False else make_backend(graphs, decoder.device)
+    if backend is None:
+        kept.drop()
     if backend is None or (isinstance(graphs, str) and -(-num // MOST_ITEMS_KNOWN) * (most - 1) < _LEAST_STEPS):
         return Eager(decoder)
     from ._options import read_options
@@ -365,8 +360,7 @@ def make_runner(
             room=room,
             kept=kept,
         )
-    if kept is not None:
-        kept.drop()
+    kept.drop()
     give_up(graphs, options)
     return Eager(decoder)
 
