@@ -24,7 +24,7 @@ from ._decoding import Counts, Decoder
 from ._keeping import Kept, Space, Wanted
 from ._options import Options
 from ._ranges import Attend
-from ._reading import Batch, Read, Started, read_rows
+from ._reading import Batch, Read, Started, read_rows, worth_of
 from ._rounds import Rounds
 from ._sizing import Sizes, layout_of
 from ._slots import Slots
@@ -70,7 +70,7 @@ class Replaying:
         self._has_given_up = False
         self._is_half = next(decoder.base.parameters()).dtype in _HALF
         self._has_limits = has_limits or options.max_new_tokens is None
-        self._room, self._expected = room, 0
+        self._room, self._expected, self._worth = room, 0, worth_of(decoder.base)
         self._shown: dict[_Kind, Compared] = {}
         self._measured: Sizes | None = None
         self._kept, self._attends = Kept() if kept is None else kept, attend is not None
@@ -175,8 +175,11 @@ class Replaying:
                 sizes = self._probe(batch, examples, int(most.max()))
             else:
                 return self._compare_all(batch, examples, indices, limits)
+        batch, order = batch.in_order()
+        limits, indices = None if limits is None else limits[order], [indices[place] for place in order]
         with self._aside() if sizes is None else nullcontext():
-            return self._decoder.cut(*self._decoded(batch, limits, indices, sizes))
+            rows = self._decoder.cut(*self._decoded(batch, limits, indices, sizes))
+        return [rows[place] for place in np.argsort(order)]
 
     def _compare_all(
         self, batch: Batch, examples: list[Any], indices: list[int], limits: Counts | None
@@ -263,7 +266,7 @@ class Replaying:
     ) -> tuple[Started, Rounds]:
         """Read prompts, piece by piece, and choose their first tokens."""
         started, rounds = None, None
-        for rows in batch.pieces(sizes, self._reading_room):
+        for rows in batch.pieces(sizes, self._reading_room, self._worth):
             read, num_bytes = self._read(batch, rows, is_measured=sizes is None)
             if started is None or rounds is None:
                 num_read = read.ids.shape[1] if batch.is_encoder_decoder else batch.num_prompt
