@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 import batchwright as bw
 from batchwright.step import MemoryMonitor
-from batchwright.step.inference import _decoding
+from batchwright.step.inference import _decoding, _reading
+from batchwright.step.inference._reading import cuts, worth_of
 from batchwright.step.inference._sizing import GraphBytes, Layout, Sizes, layout_of, room_for
 from batchwright.step.inference.generation import generate
-from batchwright.testing import FakeMemory
+from batchwright.testing import EagerGraphs, FakeMemory
 from tests.step.graphs.tape import TapeGraphs
 
 from . import shapes
@@ -146,3 +147,44 @@ def test_pieces_of_prompts_change_no_token(kind, monkeypatch):
     assert (len(widths) > 1) == (kind is Recorded)
     options = {"graphs": False, "max_new_tokens": 20, "budget": bw.MaxItems(40)}
     assert shapes.as_lists(found) == shapes.as_lists(generate(model, examples, **options))
+
+
+@pytest.mark.parametrize("name", shapes.NAMES)
+@pytest.mark.parametrize("graphs", [TapeGraphs, EagerGraphs], ids=lambda one: one.__name__)
+def test_prompts_cut_where_that_saves_padding_give_the_same_tokens(name, graphs, monkeypatch):
+    model, examples, read = shapes.make(name), shapes.prompts(40, longest=60), []
+    rows_of = _reading.Batch.rows
+
+    def noted(self, rows):
+        found = rows_of(self, rows)
+        read.append(tuple(found["input_ids"].shape))
+        return found
+
+    monkeypatch.setattr(_reading.Batch, "rows", noted)
+    limits = [1 + place % 20 for place in range(40)]
+    options = {"max_new_tokens": limits, "budget": bw.MaxItems(24)}
+    generate(model, examples, graphs=graphs(), **options)
+    whole, read[:] = list(read), []
+    monkeypatch.setattr(_reading, "_OPERATIONS", 2.0 * 20 * 5000)  # about 20 tokens are worth a pass
+    found = generate(model, examples, graphs=graphs(), **options)
+    assert len(read) > len(whole) - 2
+    assert sum(num * width for num, width in read) < 0.8 * sum(num * width for num, width in whole[2:])
+    assert sorted(read, key=lambda one: -one[1]) == read
+    assert shapes.as_lists(found) == shapes.as_lists(generate(model, examples, graphs=False, **options))
+
+
+def test_rows_are_cut_where_it_saves_the_most():
+    widths = np.array([90, 88, 40, 40, 12, 10])
+    assert cuts(widths, 0, 6, worth=10_000) == []
+    assert cuts(widths, 0, 6, worth=190) == [2]  # four rows of 50 fewer
+    assert cuts(widths, 0, 6, worth=50) == [2, 4]
+    assert cuts(np.array([7, 7, 7]), 0, 3, worth=1) == []
+    assert cuts(widths[::-1], 0, 6, worth=1) == []
+
+
+def test_a_pass_is_worth_more_tokens_of_a_smaller_model():
+    """The encoder of a translator reads prompts, all of a decoder does; tables of tokens compute nothing."""
+    small, large = shapes.make("llama"), shapes.make("llama", num_hidden_layers=4)
+    assert worth_of(large) < worth_of(small) < worth_of(shapes.make("m2m100"))
+    small.resize_token_embeddings(10 * shapes.NUM_TOKENS)
+    assert worth_of(small.model) == worth_of(shapes.make("llama").model)

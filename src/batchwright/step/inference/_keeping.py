@@ -257,10 +257,10 @@ class Kept:
         return Space(Layers(layout, None if self._block is None else self._block.cutter()), [])
 
     def _found(self, wanted: Wanted) -> Space | None:
-        """Return the smallest space for a batch, or a new one over the memory that is there; None without room."""
-        holding = [one for one in self._spaces if one.layout.holds(wanted.layout, uses_ranges=wanted.uses_ranges)]
-        if holding:
-            return min(holding, key=lambda one: one.layers.num_bytes)
+        """Return a space for a batch, or a new one over the memory that is there; None without room."""
+        for one in self._spaces:  # the oldest, so that a batch finds the same one in every call
+            if one.layout.holds(wanted.layout, uses_ranges=wanted.uses_ranges):
+                return one
         if self._block is None or wanted.sizes is None or len(self._spaces) >= _MOST_SPACES:
             return None
         fits = wanted.sizes.of_cache(wanted.layout) <= self._block.num_bytes

@@ -166,7 +166,8 @@ def cuts(widths: Counts, first: int, last: int, worth: float) -> list[int]:
 
 def worth_of(base: Any) -> float:
     """Return how many tokens of a prompt an accelerator reads in the time that the host launches one more pass."""
-    part = base.get_encoder() if base.config.is_encoder_decoder else base
+    is_source = getattr(base.config, "is_encoder_decoder", False) and hasattr(base, "get_encoder")
+    part = base.get_encoder() if is_source else base
     tables = {id(one.weight) for one in part.modules() if isinstance(one, nn.Embedding)}
     num = sum(one.numel() for one in part.parameters() if one.ndim > 1 and id(one) not in tables)
     return _OPERATIONS / (2 * max(1, num))

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from ..graphs._micro import NotGraphableError
 from ..graphs.backend import GraphBackend
 from ..oom import is_out_of_memory
 from ._choosing import uniforms
-from ._comparison import Compared, Comparison, compared, key_of, remember
+from ._comparison import Compared, Comparison, Kind, compared, key_of, remember
 from ._decoding import Counts, Decoder
 from ._keeping import Kept, Space, Wanted
 from ._options import Options
@@ -71,11 +71,12 @@ class Replaying:
         self._is_half = next(decoder.base.parameters()).dtype in _HALF
         self._has_limits = has_limits or options.max_new_tokens is None
         self._room, self._expected, self._worth = room, 0, worth_of(decoder.base)
-        self._shown: dict[_Kind, Compared] = {}
+        self._shown: dict[Kind, Compared] = {}
         self._measured: Sizes | None = None
-        self._kept, self._attends = Kept() if kept is None else kept, attend is not None
+        self._kept = Kept() if kept is None else kept
+        self._model_key: Hashable = None
         with _computing():
-            self._kept.begin(self._key_of_call, attend)
+            self._kept.begin(partial(self._key, (attend is not None, self._has_limits)), attend)
         self._attend = self._kept.attend
         self._space: Space | None = None
         self._reading_room: float | None = None
@@ -203,7 +204,7 @@ class Replaying:
     def _known(self, batch: Batch, most: int) -> Sizes | None:
         """Return what decoding such batches takes, if they were compared with eager steps."""
         uses_ranges, width = self._uses_ranges(batch), batch.layout(most).width
-        for kind in [_Kind(uses_ranges, is_even=False), *([_Kind(uses_ranges, is_even=True)] if batch.is_even else [])]:
+        for kind in [Kind(uses_ranges, is_even=False), *([Kind(uses_ranges, is_even=True)] if batch.is_even else [])]:
             found = self._shown.get(kind) or compared(self._decoder.base, self._key(kind))
             if found is not None and found.width >= width:
                 self._shown[kind] = found
@@ -221,11 +222,15 @@ class Replaying:
         return self._attend is not None and batch.is_plain
 
     def _key(self, other: Hashable) -> Any:
-        base, options = self._decoder.base, self._options
-        return key_of(base, options.rules, options.settings, other, type(self._make_backend()))
+        if self._model_key is None:
+            base, options = self._decoder.base, self._options
+            self._model_key = key_of(base, options.rules, options.settings, type(self._make_backend()))
+        return self._model_key, other
 
-    def _key_of_call(self) -> Hashable:
-        return self._attends, self._key(self._has_limits)
+    def _key_now(self, other: Hashable) -> Any:
+        """Return the key of a model that may have made something at its first call."""
+        self._model_key = None
+        return self._key(other)
 
     def _decoded(
         self, batch: Batch, limits: Counts | None, indices: list[int], sizes: Sizes | None
@@ -242,7 +247,7 @@ class Replaying:
         started, rounds = self._start(batch, limits, indices, sizes)
         self._kept.check()
         rounds.run(started.most, started.num_read)
-        self._kept.look(self._decoder.base, self._key_of_call)
+        self._kept.look(self._decoder.base, partial(self._key_now, (self._attend is not None, self._has_limits)))
         return self._results(started, rounds)
 
     def _results(self, started: Started, rounds: Rounds) -> tuple[Tensor, Tensor, Counts]:
@@ -341,9 +346,9 @@ class Replaying:
             if difference is not None:
                 raise NotGraphableError(difference)
         if comparison.num_compared > 1:
-            kind = _Kind(self._uses_ranges(batch), batch.is_even)
+            kind = Kind(self._uses_ranges(batch), batch.is_even)
             self._shown[kind] = Compared(self._measured, rounds.slots.layout.width)
-            remember(self._decoder.base, self._key(kind), self._shown[kind])
+            remember(self._decoder.base, self._key_now(kind), self._shown[kind])
         return self._results(started, rounds)
 
     def _sizes_from(self, batch: Batch, started: Started, rounds: Rounds) -> Sizes:
@@ -361,19 +366,6 @@ class Replaying:
             per_slot=size + 8 + 8 * rules.draws,
             per_start=vocabulary if rules.repetition_penalty is not None else 0,
         )
-
-
-@final
-class _Kind(NamedTuple):
-    """What a comparison holds for.
-
-    Attributes:
-        uses_ranges: attention is over ranges of keys.
-        is_even: no row had any padding.
-    """
-
-    uses_ranges: bool
-    is_even: bool
 
 
 def _text_of(error: Exception) -> str:
