@@ -85,7 +85,6 @@ class Translator(M2M100ForConditionalGeneration):
     ) -> Any:
         """Run as every model does, and decide on the end token by the number of tokens."""
         num_before = past_key_values.get_seq_length()
-        Translator.num_prompts += isinstance(num_before, int) and num_before == 0
         found = super().forward(
             attention_mask=attention_mask,
             past_key_values=past_key_values,
@@ -97,6 +96,11 @@ class Translator(M2M100ForConditionalGeneration):
         score = torch.where(is_last, 60_000.0, -60_000.0).to(found.logits.dtype)
         found.logits[:, -1, self.config.eos_token_id] = score
         return found
+
+    def prepare_inputs_for_generation(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        """Count passes over prompts; what forward itself changed would be a change of the model to its graphs."""
+        Translator.num_prompts += past_key_values.get_seq_length() == 0
+        return super().prepare_inputs_for_generation(*args, past_key_values=past_key_values, **kwargs)
 
     def generate_exactly(self, num_new: int, input_ids: Tensor, attention_mask: Tensor) -> None:
         """Generate this many tokens for every row, whatever its input has."""

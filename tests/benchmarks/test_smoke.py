@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import batchwright as bw
+from batchwright.step import Generator
+from batchwright.testing import EagerGraphs
 
 
 def test_live_bytes_follow_tensors_and_views(script):
@@ -188,6 +190,18 @@ def test_rows_end_after_as_many_tokens_as_their_input(script):
     results = benchmark.generate(model, [[5, 6, 7], [8], [9, 10]], max_new_tokens=8, do_sample=False)
     # The start token comes first; the row of 1 ends with the first token that is made.
     assert [len(row) - 1 for row in results] == [3, 1, 2]
+
+
+def test_a_generator_of_the_model_that_ends_its_rows_keeps_its_graphs(script):
+    benchmark, graphs = script("gpu_generate"), EagerGraphs()
+    model = benchmark.make_model(benchmark.Device(1e9, smoke=True))
+    generator = Generator(model, budget=bw.MaxItems(32), graphs=graphs, max_new_tokens=8, do_sample=False)
+    examples = benchmark.make_examples(np.arange(1, 20))
+    assert [len(row) - 1 for row in generator(examples)] == [min(8, length) for length in range(1, 20)]
+    num_captured, benchmark.Translator.num_prompts = graphs.num_captured, 0
+    generator(examples)
+    assert graphs.num_captured == num_captured
+    assert benchmark.Translator.num_prompts == 1
 
 
 def test_training_runs_on_the_cpu(smoke_test):

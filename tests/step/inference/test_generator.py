@@ -17,6 +17,7 @@ from torch import nn
 import batchwright as bw
 from batchwright.errors import ArgumentError, DoesNotFitError
 from batchwright.step import Generator, MemoryMonitor
+from batchwright.step.graphs._watch import Watch
 from batchwright.step.inference import _ranges, generation
 from batchwright.step.inference._keeping import Block, Kept
 from batchwright.step.inference._ranges import attend_plainly
@@ -601,3 +602,25 @@ def test_a_generator_without_graphs_keeps_nothing():
     for _ in range(2):
         assert shapes.as_lists(generator(examples)) == expected(model, examples, max_new_tokens=6)
         assert generator._kept.num_bytes == 0
+
+
+@pytest.mark.parametrize("most", [10**6, 2 * 10**6])
+def test_batches_that_fill_the_memory_keep_their_graphs_beside_each_other(most, counted, monkeypatch):
+    """Several layouts share one block of it, and a later call plans the same batches although the block is in use."""
+    monkeypatch.setattr(Watch, "has_changed", False)  # the counts of this test change with every pass
+    model, ledger, _ = counted("llama", 10**9)
+    lengths = np.clip(np.exp(np.random.default_rng(0).normal(np.log(12), 1.0, 300)), 1, 120).astype(int)
+    graphs, examples = CountedGraphs(ledger), [[12 + place % 40] * length for place, length in enumerate(lengths)]
+    sizes = [(b, source, new) for b in (1, 4, 16) for source in (8, 32) for new in (4, 16)]
+    fitted = bw.MemoryModel.fit(sizes, [1000 + 40 * b * (source + new) for b, source, new in sizes])  # far too few
+    generator = Generator(
+        model, budget=fitted.budget(most), graphs=graphs, memory=MemoryMonitor(source=ledger), count_output=True,
+        max_new_tokens=24, eos_token_id=[*range(4, 14)],
+    )  # fmt: skip
+    first, num_captures = shapes.as_lists(generator(examples)), graphs.num_captures
+    assert num_captures > 4
+    assert len(generator._kept._spaces) > 1
+    for _ in range(2):
+        assert shapes.as_lists(generator(examples)) == first
+    assert graphs.num_captures == num_captures
+    assert 0.5 * most < ledger.peak_bytes <= most
