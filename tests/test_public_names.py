@@ -375,6 +375,7 @@ ADDED = {
     "batchwright.step.Encoder",
     "batchwright.step.FitToMemory.accumulating",
     "batchwright.step.FoundBudget",
+    "batchwright.step.Generator",
     "batchwright.step.GraphSummary",
     "batchwright.step.MarkShapes",
     "batchwright.step.SizeBranch",

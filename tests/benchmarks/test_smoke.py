@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import batchwright as bw
+from batchwright.step import Generator
+from batchwright.testing import EagerGraphs
 
 
 def test_live_bytes_follow_tensors_and_views(script):
@@ -190,6 +192,18 @@ def test_rows_end_after_as_many_tokens_as_their_input(script):
     assert [len(row) - 1 for row in results] == [3, 1, 2]
 
 
+def test_a_generator_of_the_model_that_ends_its_rows_keeps_its_graphs(script):
+    benchmark, graphs = script("gpu_generate"), EagerGraphs()
+    model = benchmark.make_model(benchmark.Device(1e9, smoke=True))
+    generator = Generator(model, budget=bw.MaxItems(32), graphs=graphs, max_new_tokens=8, do_sample=False)
+    examples = benchmark.make_examples(np.arange(1, 20))
+    assert [len(row) - 1 for row in generator(examples)] == [min(8, length) for length in range(1, 20)]
+    num_captured, benchmark.Translator.num_prompts = graphs.num_captured, 0
+    generator(examples)
+    assert graphs.num_captured == num_captured
+    assert benchmark.Translator.num_prompts == 1
+
+
 def test_training_runs_on_the_cpu(smoke_test):
     report = smoke_test("gpu_training")
     arms = [(row["arm"], row.get("pairs")) for row in report["rows"]]
@@ -216,6 +230,7 @@ def test_generating_runs_on_the_cpu(smoke_test):
     rows = {row["arm"]: row for row in smoke_test("gpu_generate")["rows"]}
     assert rows["fixed 64, sorted"]["prompts"] == 2  # 96 examples
     assert rows["graphs, calibrated budget"]["ooms"] == rows["eager, calibrated budget"]["ooms"] == 0
+    assert rows["graphs that stay, calibrated budget"]["to_eager"] > 0
     assert rows["fixed 64, shuffled"]["to_fixed"] == 1
 
 

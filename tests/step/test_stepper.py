@@ -272,6 +272,8 @@ def test_the_limit_grows_back_slowly_but_not_to_where_it_failed():
 
 BAD = {
     "a mean alone": (lambda model, pair: square_loss(model, pair)[0], "looks like a mean"),
+    "a mean with a weight": (lambda model, pair: (F.mse_loss(model(pair.x), pair.y), len(pair.x)), "is a mean"),
+    "a mean of losses": (lambda model, pair: (model(pair.x).square().mean().double(), 4), "is a mean"),
     "a NaN weight": (lambda model, pair: (square_loss(model, pair)[0], float("nan")), "weight of the batch is nan"),
     "a weight of zero": (lambda model, pair: (square_loss(model, pair)[0], 0), "no mean loss"),
     "a vector": (lambda model, pair: (model(pair.x), 1), "one element"),

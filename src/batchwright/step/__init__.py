@@ -23,6 +23,7 @@ from .huggingface import huggingface_loss as huggingface_loss  # noqa: E402
 from .inference.encoding import Encoder as Encoder  # noqa: E402
 from .inference.encoding import encode as encode  # noqa: E402
 from .inference.generation import generate as generate  # noqa: E402
+from .inference.generator import Generator as Generator  # noqa: E402
 from .inference.pieces import merge_padded as merge_padded  # noqa: E402
 from .inference.pieces import oom_safe as oom_safe  # noqa: E402
 from .losses import entropy_sum as entropy_sum  # noqa: E402
@@ -55,6 +56,7 @@ __all__ = [
     "Encoder",
     "FitToMemory",
     "FoundBudget",
+    "Generator",
     "GraphSummary",
     "HeldOutErrors",
     "MarkShapes",

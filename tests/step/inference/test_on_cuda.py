@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import batchwright as bw
+from batchwright.step import Generator
 from batchwright.step.graphs.backend import CudaGraphs
 from batchwright.step.inference import _sizing
 from batchwright.step.inference._ranges import attend_plainly
@@ -166,6 +167,60 @@ def test_nothing_is_left_behind():
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before + 2**20
     assert torch.backends.cuda.cudnn_sdp_enabled() == was_on
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Return a list that grows with every capture."""
+    seen, capture = [], CudaGraphs.capture
+    monkeypatch.setattr(CudaGraphs, "capture", lambda self, *args, **kwargs: seen.append(0) or capture(self, *args))
+    return seen
+
+
+@pytest.mark.parametrize("name", shapes.NAMES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_a_generator_captures_once_and_gives_the_tokens_of_generate(name, dtype, captures):
+    model, examples = shapes.make(name, dtype).cuda(), shapes.prompts(200, longest=60)
+    options = {"max_new_tokens": 40, "budget": bw.MaxItems(64)}
+    with Generator(model, graphs=True, **options) as generator:
+        first = shapes.as_lists(generator(examples))
+        num = len(captures)
+        for _ in range(2):
+            assert shapes.as_lists(generator(examples)) == first
+        assert len(captures) == num
+        if dtype is torch.float64:
+            assert first == shapes.as_lists(generate(model, examples, graphs=False, **options))
+            with torch.no_grad():
+                model.lm_head.weight.neg_()  # counts without a capture
+            other = shapes.as_lists(generate(model, examples, graphs=False, **options))
+            assert shapes.as_lists(generator(examples)) == other != first
+            assert len(captures) == num
+            model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach())
+            assert shapes.as_lists(generator(examples)) == first
+            assert len(captures) > num
+
+
+def test_a_generator_makes_way_on_a_device_that_is_full_and_gives_its_memory_back():
+    model, examples = shapes.make("m2m100").cuda(), shapes.prompts(300, longest=200)
+    options = {"max_new_tokens": 40, "eos_token_id": [59]}
+    expected = shapes.as_lists(generate(model, examples, graphs=False, **options))
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    room = torch.cuda.memory_reserved() + 96 * 2**20
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with Generator(model, budget=bw.MaxItems(300), **options) as generator:
+            assert shapes.as_lists(generator(examples)) == expected
+            others = torch.empty(32 * 2**20, dtype=torch.uint8, device="cuda")
+            assert shapes.as_lists(generator(examples)) == expected
+            assert shapes.as_lists(generator(examples, num_beams=1, no_repeat_ngram_size=0)) == expected
+            del others
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + 2**20
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -360,7 +360,7 @@ def test_attention_over_ranges_gives_the_same_tokens(name):
     with torch.inference_mode():
         found = shapes.as_lists(runner.run(examples, list(range(20)), None))
     assert found == shapes.as_lists(generate(model, examples, graphs=False, max_new_tokens=30))
-    assert {width for _, width in runner._rounds._graphs} == {runner._layers.layout.width}
+    assert {width for _, width in runner._space.rounds[0]._graphs} == {runner._space.layout.width}
     assert model.config._attn_implementation == "sdpa"
 
 

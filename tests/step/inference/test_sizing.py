@@ -1,23 +1,22 @@
 """The memory of decoding: counted before it is taken, so that nothing has to run out."""
 
-import weakref
-
 import numpy as np
 import pytest
-import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
 import batchwright as bw
 from batchwright.step import MemoryMonitor
-from batchwright.step.inference import _decoding, _windows
+from batchwright.step.inference import _decoding, _reading
+from batchwright.step.inference._reading import cuts, worth_of
 from batchwright.step.inference._sizing import GraphBytes, Layout, Sizes, layout_of, room_for
 from batchwright.step.inference.generation import generate
-from batchwright.testing import FakeMemory
+from batchwright.testing import EagerGraphs, FakeMemory
 from tests.step.graphs.tape import TapeGraphs
 
 from . import shapes
+from .ledger import CountedGraphs
 
 # 10 bytes a token of the decoder, 20 of the source; to read a prompt 4 a token and 8 a row; 16 a row for a step.
 SIZES = Sizes(own=10, source=20, per_token=4.0, per_row=8.0, per_step=16.0)
@@ -63,71 +62,6 @@ def test_the_room_is_what_a_budget_in_bytes_leaves():
     assert room_for(model.budget(500) & bw.MaxItems(8), memory) == 400
     assert room_for(model.budget(500), memory, 60) == 460
     assert room_for(model.budget(50), memory) == 0
-
-
-class Ledger:
-    """A device whose memory is counted: caches as they are made, prompts and steps while they run."""
-
-    def __init__(self, total_bytes):
-        self.total_bytes, self.used_bytes, self.peak_bytes, self.num_ooms = total_bytes, 0, 0, 0
-
-    def reset_peak(self):
-        self.peak_bytes = self.used_bytes
-
-    def take(self, num_bytes):
-        if self.used_bytes + num_bytes > self.total_bytes:
-            self.num_ooms += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        self.used_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-
-    def give(self, num_bytes):
-        self.used_bytes -= num_bytes
-
-
-class CountedGraphs(TapeGraphs):
-    def __init__(self, ledger):
-        super().__init__()
-        self._ledger = ledger
-
-    def measure(self, function):
-        before, self._ledger.peak_bytes = self._ledger.used_bytes, self._ledger.used_bytes
-        function()
-        return self._ledger.peak_bytes - before
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    """Return what makes a model on a device of so many bytes, and records the rows of every prompt."""
-    make_cache = _windows.Filling._empty_like
-
-    def make(name, total_bytes):
-        ledger, model, reads = Ledger(total_bytes), shapes.make(name), []
-
-        def empty_like(self, states):
-            made = make_cache(self, states)
-            ledger.take(made.nbytes)
-            weakref.finalize(made, ledger.give, made.nbytes)
-            return made
-
-        class Counted(type(model)):
-            def forward(self, *args, past_key_values=None, **kwargs):
-                ids = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs["decoder_input_ids"]
-                read = past_key_values.get_seq_length()
-                mask = kwargs["attention_mask"]
-                is_prompt = isinstance(read, int) and read == 0
-                taken = 600 * mask.numel() + 400 * len(ids) if is_prompt else 300 * len(ids)
-                ledger.take(taken)
-                ledger.give(taken)
-                if is_prompt:
-                    reads.append(len(ids))
-                return super().forward(*args, past_key_values=past_key_values, **kwargs)
-
-        monkeypatch.setattr(_windows.Filling, "_empty_like", empty_like)
-        model.__class__ = Counted
-        return model, ledger, reads
-
-    return make
 
 
 @pytest.mark.parametrize("name", ["m2m100", "llama"])
@@ -213,3 +147,44 @@ def test_pieces_of_prompts_change_no_token(kind, monkeypatch):
     assert (len(widths) > 1) == (kind is Recorded)
     options = {"graphs": False, "max_new_tokens": 20, "budget": bw.MaxItems(40)}
     assert shapes.as_lists(found) == shapes.as_lists(generate(model, examples, **options))
+
+
+@pytest.mark.parametrize("name", shapes.NAMES)
+@pytest.mark.parametrize("graphs", [TapeGraphs, EagerGraphs], ids=lambda one: one.__name__)
+def test_prompts_cut_where_that_saves_padding_give_the_same_tokens(name, graphs, monkeypatch):
+    model, examples, read = shapes.make(name), shapes.prompts(40, longest=60), []
+    rows_of = _reading.Batch.rows
+
+    def noted(self, rows):
+        found = rows_of(self, rows)
+        read.append(tuple(found["input_ids"].shape))
+        return found
+
+    monkeypatch.setattr(_reading.Batch, "rows", noted)
+    limits = [1 + place % 20 for place in range(40)]
+    options = {"max_new_tokens": limits, "budget": bw.MaxItems(24)}
+    generate(model, examples, graphs=graphs(), **options)
+    whole, read[:] = list(read), []
+    monkeypatch.setattr(_reading, "_OPERATIONS", 2.0 * 20 * 5000)  # about 20 tokens are worth a pass
+    found = generate(model, examples, graphs=graphs(), **options)
+    assert len(read) > len(whole) - 2
+    assert sum(num * width for num, width in read) < 0.8 * sum(num * width for num, width in whole[2:])
+    assert sorted(read, key=lambda one: -one[1]) == read
+    assert shapes.as_lists(found) == shapes.as_lists(generate(model, examples, graphs=False, **options))
+
+
+def test_rows_are_cut_where_it_saves_the_most():
+    widths = np.array([90, 88, 40, 40, 12, 10])
+    assert cuts(widths, 0, 6, worth=10_000) == []
+    assert cuts(widths, 0, 6, worth=190) == [2]  # four rows of 50 fewer
+    assert cuts(widths, 0, 6, worth=50) == [2, 4]
+    assert cuts(np.array([7, 7, 7]), 0, 3, worth=1) == []
+    assert cuts(widths[::-1], 0, 6, worth=1) == []
+
+
+def test_a_pass_is_worth_more_tokens_of_a_smaller_model():
+    """The encoder of a translator reads prompts, all of a decoder does; tables of tokens compute nothing."""
+    small, large = shapes.make("llama"), shapes.make("llama", num_hidden_layers=4)
+    assert worth_of(large) < worth_of(small) < worth_of(shapes.make("m2m100"))
+    small.resize_token_embeddings(10 * shapes.NUM_TOKENS)
+    assert worth_of(small.model) == worth_of(shapes.make("llama").model)

@@ -39,6 +39,19 @@ class Compared(NamedTuple):
     width: int
 
 
+@final
+class Kind(NamedTuple):
+    """What a comparison holds for.
+
+    Attributes:
+        uses_ranges: attention is over ranges of keys.
+        is_even: no row had any padding.
+    """
+
+    uses_ranges: bool
+    is_even: bool
+
+
 # Models with their settings; what was compared longest ago is forgotten first.
 _KNOWN: WeakKeyDictionary[nn.Module, dict[Key, Compared]] = WeakKeyDictionary()
 _MOST_KEYS = 16

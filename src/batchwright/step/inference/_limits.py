@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ..._ceiling import Ceiling
+from ...errors import ArgumentError
 from ...plan import Budget, MaxItems, MaxTokens, Plan, Sorted, plan_batches
 from ...plan.budget import check_budget
 from ..memory.monitor import MemoryMonitor
+from ._decoding import Counts
 
 # Without a budget the first batch has this many of the longest examples, the next as many as the peak says will fit.
 _FIRST_ITEMS = 8
@@ -115,3 +117,28 @@ def first_limit(
     most = _MOST_ITEMS_ON_CPU if device.type == "cpu" else _MOST_ITEMS_BLIND
     items = MaxItems(_MOST_ITEMS if meter.measures else most)
     return Limit(items, Ceiling(_FIRST_ITEMS * longest), grows=True)
+
+
+def as_limits(value: Any, num: int) -> Counts | None:
+    """Return ``max_new_tokens`` of each example, None if there is one number for all.
+
+    Args:
+        value: what was given.
+        num: the number of examples.
+    """
+    if value is None:
+        return None
+    limits = np.asarray(value)
+    if limits.ndim == 0 and np.issubdtype(limits.dtype, np.integer) and limits >= 1:
+        return None
+    if limits.shape != (num,) or not np.issubdtype(limits.dtype, np.integer) or limits.min() < 1:
+        raise ArgumentError(
+            f"max_new_tokens must be one whole number from 1, or one per example, {num}; got an array of shape "
+            f"{limits.shape} and type {limits.dtype}{_least_of(limits)}"
+        )
+    return limits.astype(np.int64)
+
+
+def _least_of(limits: npt.NDArray[Any]) -> str:
+    is_number = limits.size and np.issubdtype(limits.dtype, np.number)
+    return f", the least of which is {limits.min()}" if is_number else ""

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .._copies import sent
 from ..graphs._micro import NotGraphableError
 from ._decoding import Counts, Decoder
 from ._options import cleared, why_not_fields
 from ._sharing import has_positions
 from ._sizing import Layout, Sizes, layout_of
-from ._slots import Prompt
+from ._slots import NUM_COMPARED, Prompt
 from ._windows import Layers
 
 _FIELDS = ("input_ids", "attention_mask")
+# Of an H200 in half precision while the host launches a pass over prompts, about 0.01 s; slower devices gain more.
+_OPERATIONS = 5e12
 
 
 @final
@@ -99,10 +103,22 @@ class Batch:
         """Return the room for the batch."""
         return layout_of(len(self), self.num_prompt, most_new, self.width if self.is_encoder_decoder else None)
 
-    def pieces(self, sizes: Sizes | None, room: float | None) -> Iterator[slice]:
+    def in_order(self) -> tuple[Batch, list[int]]:
+        """Return the batch with its longest rows first, and the place that each row had."""
+        order = np.argsort(-self.widths, kind="stable")
+        places = sent(order, self.fields["input_ids"].device)
+        fields = {name: value.index_select(0, places) for name, value in self.fields.items()}
+        return replace(self, fields=fields, widths=self.widths[order]), order.tolist()
+
+    def pieces(self, sizes: Sizes | None, room: float | None, worth: float = math.inf) -> Iterator[slice]:
         """Yield rows that are read at once, such as memory has room for.
 
         Without sizes, those are the first row, and all others: so a comparison sees pieces too.
+
+        Args:
+            sizes: what decoding takes, None if that is not known.
+            room: the bytes of which reading may take a share, None if that is not known.
+            worth: tokens of padding that are as much work as one more piece.
         """
         first = 0
         if sizes is None and len(self) > 1:
@@ -116,7 +132,8 @@ class Batch:
                 if fitting >= num:
                     break
                 num = max(fitting, num // 2)
-            yield slice(first, first + num)
+            places = [first, *cuts(self.widths, first, first + num, worth), first + num]
+            yield from map(slice, places, places[1:])
             first += num
 
     def rows(self, rows: slice) -> dict[str, Any]:
@@ -125,6 +142,35 @@ class Batch:
         width = -(-int(self.widths[rows].max()) // self.multiple_of) * self.multiple_of
         columns = slice(0, width) if self.is_encoder_decoder else slice(max(0, self.width - width), None)
         return {name: value[:, columns] if name in _FIELDS else value for name, value in fields.items()}
+
+
+def cuts(widths: Counts, first: int, last: int, worth: float) -> list[int]:
+    """Return where rows are cut, each time where it saves the most padding, as long as that is worth a piece.
+
+    Args:
+        widths: of the rows; nothing is saved where they grow.
+        first: the first row.
+        last: the place after the last row.
+        worth: tokens of padding that a cut has to save.
+
+    >>> cuts(np.array([90, 80, 10, 10, 10]), 0, 5, worth=50)
+    [2]
+    """
+    places = np.arange(first + 1, last)
+    saved = (last - places) * (widths[first] - widths[first + 1 : last])
+    if not len(saved) or saved.max() < worth:
+        return []
+    place = int(places[saved.argmax()])
+    return [*cuts(widths, first, place, worth), place, *cuts(widths, place, last, worth)]
+
+
+def worth_of(base: Any) -> float:
+    """Return how many tokens of a prompt an accelerator reads in the time that the host launches one more pass."""
+    is_source = getattr(base.config, "is_encoder_decoder", False) and hasattr(base, "get_encoder")
+    part = base.get_encoder() if is_source else base
+    tables = {id(one.weight) for one in part.modules() if isinstance(one, nn.Embedding)}
+    num = sum(one.numel() for one in part.parameters() if one.ndim > 1 and id(one) not in tables)
+    return _OPERATIONS / (2 * max(1, num))
 
 
 def _looked_at(fields: Mapping[str, Any], *, is_encoder_decoder: bool) -> tuple[Counts, bool]:
@@ -152,6 +198,39 @@ class Read(NamedTuple):
 
     ids: Tensor
     prompt: Prompt
+
+
+@final
+class Started(NamedTuple):
+    """A batch whose prompts were read.
+
+    Attributes:
+        num_read: tokens of the longest prompt of the decoder.
+        most: the most new tokens of each row.
+        read: what the decoder has read, piece by piece; of a model without an encoder nothing, as results leave it out.
+        logits: of the first row, and of some of the next piece.
+        reading_bytes: what reading each piece took.
+    """
+
+    num_read: int
+    most: Counts
+    read: list[Tensor]
+    logits: list[Tensor]
+    reading_bytes: list[int]
+
+    def add(self, ids: Tensor, logits: Tensor, num_bytes: int, batch: Batch) -> None:
+        """Keep what the decoder has read, and the logits of a few rows."""
+        if len(self.logits) < 2:
+            self.logits.append(logits[:NUM_COMPARED].clone())
+        if batch.is_encoder_decoder and ids.shape[1] != self.num_read:
+            raise NotGraphableError("prompts of the decoder have unequal lengths")
+        self.reading_bytes.append(num_bytes)
+        self.read.append(ids if batch.is_encoder_decoder else ids[:, :0])
+
+    @property
+    def ids(self) -> Tensor:
+        """Return what results begin with."""
+        return torch.cat(self.read)
 
 
 def read_rows(base: Any, settings: Any, batch: Batch, layers: Layers, rows: slice) -> Read:

@@ -74,6 +74,15 @@ class Rounds:
         self._looks = _Looks(slots.finished)
         self.step_bytes: int | None = None
 
+    def forget(self) -> None:
+        """Drop all graphs; what is decoded stays where it is."""
+        self._graphs.clear()
+
+    @property
+    def has_graphs(self) -> bool:
+        """Say whether anything was captured."""
+        return bool(self._graphs)
+
     def run(
         self, limits: Counts, read: int, gather: Callable[[Slots], bool] | None = None, *, goes_on: bool = True
     ) -> None:

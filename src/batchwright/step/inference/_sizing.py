@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import numpy as np
+import torch
 
 from ..._types import MAX_INT32, FloatArray, IntArray
 from ...plan import Budget, MaxBytes
@@ -19,7 +22,7 @@ _USABLE, _NEARLY_ALL = 0.8, 0.95
 # What was measured on a few rows, as many rows take it: allocators round up.
 _MARGIN = 1.25
 # The share of the room for batches that reading a piece of the prompts may take, and the most tokens of a piece.
-_READING, _MOST_TOKENS = 0.125, 65_536
+READING, _MOST_TOKENS = 0.125, 65_536
 
 
 @final
@@ -77,6 +80,18 @@ class Sizes:
         kept = width * (self.own + self.per_slot) + source_width * (self.source + self.per_slot)
         return np.asarray(kept + self.per_start + _MARGIN * self.per_step, dtype=np.float64)
 
+    def of_cache(self, layout: Layout) -> int:
+        """Return what the cache takes."""
+        return layout.num_rows * (self.own * layout.width + self.source * (layout.source_width or 0))
+
+    def of_slots(self, layout: Layout) -> float:
+        """Return what lies beside the cache, besides what a step computes with."""
+        return layout.num_rows * (self.per_slot * (layout.width + (layout.source_width or 0)) + self.per_start)
+
+    def of_steps(self, layout: Layout) -> float:
+        """Return what a step of all rows computes with, which graphs keep."""
+        return layout.num_rows * _MARGIN * self.per_step
+
     def of_reading(self, width: IntArray | int) -> Any:
         """Return what it takes to read one row of a prompt, besides the cache."""
         return _MARGIN * (width * self.per_token + self.per_row)
@@ -91,7 +106,7 @@ class Sizes:
         most = max(1, _MOST_TOKENS // max(1, width))
         if room is None or self.of_reading(width) <= 0:
             return most
-        return int(max(1, min(most, _READING * room // self.of_reading(width))))
+        return int(max(1, min(most, READING * room // self.of_reading(width))))
 
     def of_batch(self, layout: Layout, width: int, room: float) -> float:
         """Return what a batch takes, at its peak, beyond what is in use before it.
@@ -105,7 +120,7 @@ class Sizes:
         return float(layout.num_rows * one) + min(self.of_reading(width) * layout.num_rows, self._reading(width, room))
 
     def _reading(self, width: Any, room: float) -> Any:
-        return np.maximum(self.of_reading(width), _READING * room)
+        return np.maximum(self.of_reading(width), READING * room)
 
 
 @final
@@ -164,6 +179,13 @@ def room_for(budget: Budget | None, memory: MemoryMonitor | None, held_bytes: in
     most = [float(part.max_bytes) for part in parts if isinstance(part, MaxBytes)]
     allowed = min([*most, (_USABLE if budget is None else _NEARLY_ALL) * memory.total_bytes])
     return max(0.0, allowed - memory.used_bytes + held_bytes)
+
+
+def room_of(budget: Budget | None, memory: MemoryMonitor | None, device: torch.device) -> Callable[[int], float | None]:
+    """Return what tells the bytes for a batch; it is told what is in use now and will be given back."""
+    if memory is None and device.type == "cuda":
+        memory = MemoryMonitor(device)
+    return partial(room_for, budget, memory)
 
 
 def in_eights(num: IntArray) -> IntArray:

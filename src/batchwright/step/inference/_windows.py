@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ try:
     from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 except ImportError as error:  # pragma: no cover
     raise ImportError("graphs of generate need transformers; pip install 'batchwright[hf]'") from error
+
+Cut: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor | None]
 
 _ADDS = {"add", "__add__", "__radd__"}
 _KEEPS = {"clone", "to", "detach", "contiguous"}
@@ -98,15 +100,23 @@ class Filling(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused-ig
         pair: memory of that size from before, None to take some.
         first: the row that the first one is written to.
         end: the place after the last token of a prompt, None for one that begins at the first place.
+        cut: gives memory of zeros, None where it has none left.
     """
 
     is_sliding = False
 
     def __init__(
-        self, num_rows: int, width: int, pair: Pair | None = None, *, first: int = 0, end: int | None = None
+        self,
+        num_rows: int,
+        width: int,
+        pair: Pair | None = None,
+        *,
+        first: int = 0,
+        end: int | None = None,
+        cut: Cut | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-        self._num_rows, self._width, self.pair = num_rows, width, pair
+        self._num_rows, self._width, self.pair, self._cut = num_rows, width, pair, cut
         self._first, self._end = first, end
         self._num_filled = 0
 
@@ -117,7 +127,9 @@ class Filling(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused-ig
         self.is_initialized = True
 
     def _empty_like(self, states: Tensor) -> Tensor:
-        return states.new_zeros((self._num_rows, states.shape[1], self._width, states.shape[3]))
+        shape = (self._num_rows, states.shape[1], self._width, states.shape[3])
+        made = None if self._cut is None else self._cut(shape, states.dtype)
+        return states.new_zeros(shape) if made is None else made
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write a prompt, and return it."""
@@ -208,10 +220,11 @@ class Layers:
 
     Args:
         layout: the room.
+        cut: gives memory of zeros, None to take some where it is needed.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, cut: Cut | None = None) -> None:
+        self.layout, self._cut = layout, cut
         self._own: list[Pair] = []
         self._source: list[Pair] = []
 
@@ -232,8 +245,14 @@ class Layers:
         num_rows = self.layout.num_rows
         if pairs:
             return _cache_of([Filling(num_rows, width, pair, first=first, end=end) for pair in pairs])
-        make: Any = partial(Filling, num_rows, width, first=first, end=end)
+        make: Any = partial(Filling, num_rows, width, first=first, end=end, cut=self._cut)
         return Cache(layer_class_to_replicate=make)
+
+    def clear(self) -> None:
+        """Let nothing of an earlier batch count: what is no number there would be none times 0 too."""
+        for held in (*self._own, *self._source):
+            held.keys.zero_()
+            held.values.zero_()
 
     def keep(self, cache: Any) -> int:
         """Keep the memory of a cache that was filled, and return how many tokens it holds."""

@@ -17,15 +17,17 @@ from torch import Tensor
 from ..._checks import as_whole
 from ..._lengths import pad_up
 from ..._progress import ProgressBar
+from ..._types import IntArray
 from ...errors import ArgumentError
 from ...plan import Budget
 from .._loss_probe import evaluating
 from ..graphs.backend import Choice, GraphBackend, make_backend
 from ..memory.monitor import MemoryMonitor
 from ._decoding import Collate, Counts, Decoder
-from ._limits import MOST_ITEMS_KNOWN, Limit, Meter, first_limit
+from ._keeping import Kept, Settings
+from ._limits import MOST_ITEMS_KNOWN, Limit, Meter, as_limits, first_limit
 from ._sharing import Group
-from ._sizing import GraphBytes, Sizes, room_for
+from ._sizing import GraphBytes, Sizes, room_of
 from .pieces import run_in_pieces
 
 # With fewer examples than this there is nothing to learn for others.
@@ -94,6 +96,36 @@ def generate(
     >>> generate(Echo(1, 1), [[3, 4], [5]], max_new_tokens=1)
     [tensor([4]), tensor([5])]
     """
+    kept = Kept(releases=not isinstance(graphs, bool | str))
+    settings = Settings(collate, count_output, pad_token_id, pad_multiple_of, memory, progress, graphs)
+    try:
+        return generated(model, examples, kept, settings, generate_kwargs, budget=budget, lengths=lengths)
+    finally:
+        kept.drop()
+
+
+def generated(
+    model: Any,
+    examples: Sequence[Any],
+    kept: Kept,
+    settings: Settings,
+    generate_kwargs: dict[str, Any],
+    *,
+    budget: Budget | None,
+    lengths: npt.ArrayLike | Callable[[Any], Any] | None,
+) -> list[Tensor]:
+    """Return what ``generate`` does with these arguments.
+
+    Args:
+        model: a transformers model.
+        examples: token ids.
+        kept: memory and graphs of earlier calls; what this call adds stays there.
+        settings: the other arguments.
+        generate_kwargs: for ``model.generate``.
+        budget: what a batch may cost.
+        lengths: of the examples.
+    """
+    collate, count_output, pad_token_id, pad_multiple_of, memory, progress, graphs = settings
     if isinstance(examples, Mapping | str):
         raise ArgumentError(f"examples must be a list with one entry per example, got {type(examples).__name__}")
     if not hasattr(examples, "__len__") or hasattr(examples, "iloc"):  # of pandas, which finds by label
@@ -120,16 +152,18 @@ def generate(
                 f"generate puts only prompts of one length into a batch: {decoder.reader} sees padding; give a "
                 "collate= to pad all the same"
             )
-        room = _room(budget, memory, decoder.device)
-        runner = make_runner(decoder, graphs, len(examples), most, has_limits=limits is not None, room=room)
+        room = room_of(budget, memory, decoder.device)
+        kept.count_call()
+        runner = make_runner(decoder, graphs, len(examples), most, has_limits=limits is not None, room=room, kept=kept)
         is_plain = lengths is None and collate is None
-        known = _known(runner, decoder, examples, axes, limits, room, groups[-1]) if is_plain else None
-        if known is not None and not has_output:
-            known = replace(known, most_new=most)
+        known = _known(runner, decoder, examples, axes, limits, room, groups[-1], kept) if is_plain else None
+        most_new = None if has_output else most  # else they are the last axis of length
+        known = None if known is None else replace(known, most_new=most_new)
         obstacle = next((group.obstacle for group in groups if group.obstacle is not None), None)
         if obstacle is not None and not isinstance(runner, Eager):
             give_up(graphs, obstacle)
-        work, eager = _Work(examples, axes, limits, pad_multiple_of, meter, bar), Eager(decoder)
+        work, eager = _Work(examples, axes, limits, pad_multiple_of, meter, bar, kept), Eager(decoder)
+        work.expects, work.most_new = is_plain, most_new
         limit = first_limit(budget, longest, decoder.device, meter, known)
         for group in groups:
             limit = work.run(runner if group.obstacle is None else eager, group, limit)
@@ -147,7 +181,16 @@ class _Work:
         pad_multiple_of: pad to multiples of this.
         meter: measures batches.
         bar: shows progress.
+        kept: gives way where memory runs out.
+
+    Attributes:
+        results: those so far.
+        expects: the first axis of length is that of the prompts, so that a plan says which caches will be needed.
+        most_new: the most new tokens, None if they are the last axis of length.
     """
+
+    expects = False
+    most_new: int | None = None
 
     def __init__(
         self,
@@ -157,9 +200,10 @@ class _Work:
         pad_multiple_of: int,
         meter: Meter,
         bar: ProgressBar,
+        kept: Kept,
     ) -> None:
         self._examples, self._axes, self._limits = examples, axes, limits
-        self._pad_multiple_of, self._meter, self._bar = pad_multiple_of, meter, bar
+        self._pad_multiple_of, self._meter, self._bar, self._kept = pad_multiple_of, meter, bar, kept
         self.results: dict[int, Tensor] = {}
 
     def run(self, runner: Runner, group: Group, limit: Limit) -> Limit:
@@ -167,6 +211,9 @@ class _Work:
         waiting = group.places
         while len(waiting):
             plan = limit.plan(self._axes[waiting], self._pad_multiple_of)
+            if self.expects:
+                new = plan.shapes[:, -1] if self.most_new is None else np.full(len(plan), self.most_new)
+                runner.expect(np.column_stack([plan.shapes[:, :2], new]))
             for number in np.argsort(-plan.shapes[:, 1:].sum(axis=1), kind="stable"):
                 num_fitting = self._run_batch(runner, waiting[plan[number]].tolist())
                 before, limit = limit, limit.after(plan.shapes[number].tolist(), num_fitting, self._meter)
@@ -186,19 +233,13 @@ class _Work:
             lambda start, stop: indices[start:stop],
             len(indices),
             describe=lambda place: f"example {indices[place]} of length {axes[indices[place]].tolist()}",
+            give_way=self._kept.give_way,
         )
         # Cloned outside inference mode: tensors made inside it cannot be trained on.
         rows = [row.clone() for piece in pieces.results for row in piece]
         self.results.update(zip(indices, rows, strict=True))
         self._bar.update(len(indices))
         return pieces.size
-
-
-def _room(budget: Budget | None, memory: MemoryMonitor | None, device: torch.device) -> Callable[[int], float | None]:
-    """Return what tells the bytes for a batch."""
-    if memory is None and device.type == "cuda":
-        memory = MemoryMonitor(device)
-    return partial(room_for, budget, memory)
 
 
 def _known(
@@ -209,6 +250,7 @@ def _known(
     limits: Counts | None,
     room: Callable[[int], float | None],
     group: Group,
+    kept: Kept,
 ) -> GraphBytes | None:
     """Return what the memory has room for, None if that is not known before batches of a group run."""
     if len(group.places) <= _FEW or group.obstacle is not None:
@@ -218,35 +260,10 @@ def _known(
     # As far as any batch may reach, so that none of them has to be compared once more.
     limits = None if limits is None else np.full(len(few), limits.max())
     sizes = runner.learn([examples[index] for index in few], limits)
-    left = None if sizes is None else room(0)
+    left = None if sizes is None else kept.steady(room(kept.num_bytes))
     if sizes is None or left is None:
         return None
     return GraphBytes(sizes, _PLANNED * left, 1 if decoder.is_encoder_decoder else None, None)
-
-
-def as_limits(value: Any, num: int) -> Counts | None:
-    """Return ``max_new_tokens`` of each example, None if there is one number for all.
-
-    Args:
-        value: what was given.
-        num: the number of examples.
-    """
-    if value is None:
-        return None
-    limits = np.asarray(value)
-    if limits.ndim == 0 and np.issubdtype(limits.dtype, np.integer) and limits >= 1:
-        return None
-    if limits.shape != (num,) or not np.issubdtype(limits.dtype, np.integer) or limits.min() < 1:
-        raise ArgumentError(
-            f"max_new_tokens must be one whole number from 1, or one per example, {num}; got an array of shape "
-            f"{limits.shape} and type {limits.dtype}{_least_of(limits)}"
-        )
-    return limits.astype(np.int64)
-
-
-def _least_of(limits: npt.NDArray[Any]) -> str:
-    is_number = limits.size and np.issubdtype(limits.dtype, np.number)
-    return f", the least of which is {limits.min()}" if is_number else ""
 
 
 class Runner(Protocol):
@@ -267,6 +284,13 @@ class Runner(Protocol):
         Args:
             examples: a few of the longest.
             limits: the most new tokens of each, None if all have the same.
+        """
+
+    def expect(self, shapes: IntArray) -> None:
+        """Take note of what is planned.
+
+        Args:
+            shapes: of batches, ``(batches, 3)``: examples, tokens of the longest, new tokens.
         """
 
     @property
@@ -291,6 +315,9 @@ class Eager:
         """Return None: the peaks of batches tell."""
         return None
 
+    def expect(self, shapes: IntArray) -> None:
+        """Do nothing: nothing is held."""
+
 
 def make_runner(
     decoder: Decoder,
@@ -300,6 +327,7 @@ def make_runner(
     *,
     has_limits: bool,
     room: Callable[[int], float | None],
+    kept: Kept | None = None,
 ) -> Runner:
     """Return what runs a batch.
 
@@ -310,8 +338,12 @@ def make_runner(
         most: the most new tokens.
         has_limits: examples have limits of their own.
         room: returns the bytes for a batch, see ``Replaying``.
+        kept: memory and graphs of earlier calls.
     """
+    kept = Kept() if kept is None else kept
     backend = None if graphs is False else make_backend(graphs, decoder.device)
+    if backend is None:
+        kept.drop()
     if backend is None or (isinstance(graphs, str) and -(-num // MOST_ITEMS_KNOWN) * (most - 1) < _LEAST_STEPS):
         return Eager(decoder)
     from ._options import read_options
@@ -331,7 +363,9 @@ def make_runner(
             has_limits=has_limits,
             attend=make_attend(decoder.base, decoder.device),
             room=room,
+            kept=kept,
         )
+    kept.drop()
     give_up(graphs, options)
     return Eager(decoder)
 

@@ -98,7 +98,14 @@ class Pieces(NamedTuple):
     counts: list[int]
 
 
-def run_in_pieces(fn: Callable[[Any], Any], piece: Piece, num: int, *, describe: Callable[[int], str]) -> Pieces:
+def run_in_pieces(
+    fn: Callable[[Any], Any],
+    piece: Piece,
+    num: int,
+    *,
+    describe: Callable[[int], str],
+    give_way: Callable[[], bool] = lambda: False,
+) -> Pieces:
     """Run ``num`` examples at once, or in near-equal pieces of at most half of what ran out of memory last.
 
     Args:
@@ -106,6 +113,7 @@ def run_in_pieces(fn: Callable[[Any], Any], piece: Piece, num: int, *, describe:
         piece: returns the examples from one place up to another.
         num: the number of examples.
         describe: names an example, for the error about one that does not fit on its own.
+        give_way: gives memory back where some ran out, and says whether the same piece may fit now.
     """
     results: list[Any] = []
     counts: list[int] = []
@@ -121,9 +129,12 @@ def run_in_pieces(fn: Callable[[Any], Any], piece: Piece, num: int, *, describe:
             place = stop
             continue
         # Outside the except block: inside, the traceback still holds what the attempt had allocated.
+        has_more = give_way()
         free_memory(devices)
         snapshot.restore()
         writing.check()
+        if has_more:
+            continue
         if stop - place == 1:
             raise DoesNotFitError(_complaint(describe(place), failure))
         size = -(-(stop - place) // 2)
