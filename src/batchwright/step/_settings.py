@@ -25,6 +25,9 @@ from .packing.rows import BOUNDS, FlatBatch, is_flat
 from .splitting import CustomBatch, ExampleBatch, LogicalBatch, SplitFunction, TensorBatch, WholeBatch
 
 _ITEMS = MaxItems(1)
+# Nodes of autograd that leave a number as it is, and what losses of torch note of reduction="mean".
+_SAME_NUMBER = ("ToCopyBackward0", "ViewBackward0", "ReshapeAliasBackward0", "CloneBackward0", "SqueezeBackward0")
+_MEAN = 1
 
 
 @final
@@ -214,3 +217,19 @@ def wrap_batch(
         return TensorBatch(batch, lengths=lengths, trim=trim)
     except CannotCutError as error:
         return WholeBatch(batch, error, lengths=lengths, trim=trim)
+
+
+def is_mean(loss: Tensor) -> bool:
+    """Say whether a loss is a mean, as its graph shows: of ``reduction="mean"``, or of more numbers than one.
+
+    >>> from torch.nn import functional as F
+    >>> logits = torch.zeros(4, 2, requires_grad=True)
+    >>> is_mean(F.cross_entropy(logits, torch.ones(4).long())), is_mean(logits.mean()), is_mean(logits.sum())
+    (True, True, False)
+    """
+    node = loss.grad_fn
+    while node is not None and node.name() in _SAME_NUMBER:
+        node = node.next_functions[0][0]
+    if node is not None and node.name() == "MeanBackward0":
+        return bool(node._saved_self_sym_numel > 1)  # type: ignore[attr-defined]
+    return getattr(node, "_saved_reduction", None) == _MEAN

@@ -16,9 +16,6 @@ LossFunction: TypeAlias = Callable[[nn.Module, Any], Sums]
 
 # Entropy takes this many logits at a time: a float32 copy of all of them could be the largest tensor of a step.
 _LOGITS_AT_ONCE = 1 << 24
-# Nodes of autograd that leave a number as it is, and what losses of torch note of reduction="mean".
-_SAME_NUMBER = ("ToCopyBackward0", "ViewBackward0", "ReshapeAliasBackward0", "CloneBackward0", "SqueezeBackward0")
-_MEAN = 1
 # The attribute that marks a loss as one that cannot be split.
 _WHOLE_BATCH = "batchwright_needs_whole_batch"
 
@@ -99,21 +96,6 @@ def entropy_sum(logits: Tensor, targets: Tensor | None = None, *, ignore_index: 
         entropy = torch.special.entr(rows[part].to(dtype).softmax(dim=-1)).sum(dim=-1)
         total = total + (entropy if counts is None else torch.where(counts[part], entropy, 0)).sum()
     return total
-
-
-def is_mean(loss: Tensor) -> bool:
-    """Say whether a loss is a mean, as its graph shows: of ``reduction="mean"``, or of more numbers than one.
-
-    >>> logits = torch.zeros(4, 2, requires_grad=True)
-    >>> is_mean(F.cross_entropy(logits, torch.ones(4).long())), is_mean(logits.mean()), is_mean(logits.sum())
-    (True, True, False)
-    """
-    node = loss.grad_fn
-    while node is not None and node.name() in _SAME_NUMBER:
-        node = node.next_functions[0][0]
-    if node is not None and node.name() == "MeanBackward0":
-        return bool(node._saved_self_sym_numel > 1)  # type: ignore[attr-defined]
-    return getattr(node, "_saved_reduction", None) == _MEAN
 
 
 def _pair(batch: Any) -> tuple[Any, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import ArgumentError
 from ._copies import Copied, Number
 from ._gradients import Gradients
-from .losses import is_mean
+from ._settings import is_mean
 from .measuring._stopwatch import Lap
 from .noise import NoiseReport
 

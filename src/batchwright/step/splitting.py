@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from .._checks import as_whole
-from .._containers import fields_of, is_plain
+from .._containers import fields_of
 from .._lengths import as_lengths
 from .._tree import CannotCutError, Rows
 from ..errors import ArgumentError
@@ -377,7 +377,8 @@ def _marks_of(batch: Any, depth: int = 3) -> list[int]:
     is_list = type(batch) in (list, tuple)
     values = batch if is_list else list((fields_of(batch) or {}).values())
     marks = [len(values)] if is_list else []
-    if depth > 0 and not (is_list and values and is_plain(values[0])):  # a list of numbers would take long too
+    # A list of numbers or texts would take long too.
+    if depth > 0 and not (is_list and values and isinstance(values[0], int | float | str | np.generic)):
         marks += [mark for value in values for mark in _marks_of(value, depth - 1 - is_list)]
     return marks
 

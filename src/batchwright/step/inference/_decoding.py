@@ -20,8 +20,8 @@ from ...errors import ArgumentError
 from ...plan import PadTo
 from ..graphs._rotary import renew, rotary_of, same_reach
 from ..huggingface import unwrapped
+from ._options import generates_plainly, stops_of
 from ._sharing import Group, by_number, check_unpadded, is_doubtful, pads_freely, reader_of
-from ._stops import generates_plainly, stops_of
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 Counts = npt.NDArray[np.int64]
