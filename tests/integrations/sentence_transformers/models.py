@@ -48,12 +48,12 @@ def save_bert(folder, *, seed=0, **options):
     return str(folder)
 
 
-def save_llama(folder):
+def save_llama(folder, **options):
     """Write a decoder into a folder, with a tokenizer that pads on the left, and return its name."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=NUM_TOKENS, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20,
-        max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.5,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.5, **options,
     )  # fmt: skip
     LlamaModel(config).save_pretrained(folder)
     make_tokenizer(padding_side="left").save_pretrained(folder)

@@ -1,5 +1,6 @@
 """``encode`` of sentence-transformers: what ``model.encode`` gives, in planned batches."""
 
+import copy
 import logging
 
 import numpy as np
@@ -13,11 +14,11 @@ from batchwright.step import MemoryMonitor
 from batchwright.testing import FakeMemory
 
 pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed; it is in the group dev")
-from sentence_transformers.sentence_transformer import modules  # noqa: E402
+from sentence_transformers.sentence_transformer import modules
 
-from batchwright.integrations.sentence_transformers import encode  # noqa: E402
+from batchwright.integrations.sentence_transformers import encode
 
-from .models import (  # noqa: E402
+from .models import (
     WIDTH,
     make_clip,
     make_model,
@@ -150,6 +151,16 @@ def test_whatever_the_model_takes_is_taken(model, texts, options):
     assert_same(encode(model, texts, **options), model.encode(texts, **options))
 
 
+def test_messages_and_conversations(tmp_path):
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    model = make_model(save_bert(tmp_path, chat_template=template))
+    messages = [{"role": "user", "content": text} for text in FEW]
+    for inputs in (messages, tuple(messages), [[message] for message in messages], [messages[:2], messages[2:5]]):
+        assert_same(encode(model, inputs), model.encode(inputs))
+    assert encode(model, messages).shape == (WIDTH,)
+    assert encode(model, tuple(messages)).shape == (40, WIDTH)
+
+
 def test_a_series_is_a_list(model):
     assert_same(encode(model, pd.Series(FEW, index=range(100, 140))), model.encode(FEW))
     assert encode(model, pd.Series([], dtype=str)).shape == (0,)
@@ -187,6 +198,34 @@ def test_a_model_that_padding_changes_gives_the_vectors_of_texts_alone(kind, tmp
     assert len(shapes) < len(FEW)
 
 
+@pytest.mark.parametrize("pool", ["mean", "max"])
+def test_a_text_without_words_hides_nothing(pool):
+    torch.manual_seed(0)
+    model = wrap(make_words(), modules.CNN(WIDTH, 4), modules.Pooling(12, pooling_mode=pool))
+    texts = [text for text in FEW if len(text.split()) > 2]
+    assert_same(encode(model, [*texts, "none of these"])[:-1], model.encode(texts, batch_size=1))
+
+
+@pytest.mark.parametrize("num", [2, 3, 12])
+def test_padding_is_tried_whatever_the_lengths(num):
+    torch.manual_seed(0)
+    model = wrap(make_words(), modules.CNN(WIDTH, 4), modules.Pooling(12))
+    texts = [make_texts(1, most=1)[0], *[" ".join(["w9"] * num)] * 4]
+    for order in (texts, texts[::-1]):
+        assert_same(encode(model, order), model.encode(order, batch_size=1))
+
+
+@pytest.mark.parametrize("reach", [8, 12])
+def test_long_positions_are_those_of_each_text(tmp_path, reach):
+    scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    folder = save_llama(tmp_path, rope_parameters=scaling, max_position_embeddings=reach)
+    model = make_model(folder)
+    alone = [copy.deepcopy(model).encode(text) for text in FEW]
+    assert abs(np.stack(alone) - model.encode(FEW)).max() > 0.01
+    for _ in range(2):
+        assert_same(encode(model, FEW), np.stack(alone))
+
+
 def test_routes_of_queries_and_documents(folder, tmp_path):
     model = make_router(folder, save_bert(tmp_path, seed=1))
     assert_same(encode(model, FEW, task="query", prompt_name="query"), model.encode_query(FEW))
@@ -209,7 +248,11 @@ def test_images_and_texts(tmp_path):
 @pytest.mark.parametrize("options", [{}, {"convert_to_tensor": True}], ids=str)
 def test_half_precision_keeps_its_type(folder, dtype, options):
     model = make_model(folder).to(dtype)
-    assert_same(encode(model, FEW, **options), model.encode(FEW, **options), near=0.1)
+    shapes, handle = note_batches(model)
+    found = encode(model, FEW, **options)
+    handle.remove()
+    assert len(shapes) < 10  # texts of several lengths share a batch
+    assert_same(found, model.encode(FEW, **options), near=0.1)
 
 
 def test_batches_keep_the_budget_in_tokens_that_the_model_reads(model):

@@ -31,8 +31,8 @@ _OWN = (
 _ELSEWHERE = "one process encodes on one device here; call model.encode, or encode a part of the texts in each process"
 _REFUSED = {"pool": _ELSEWHERE, "chunk_size": _ELSEWHERE, "batch_size": "the budget decides; give budget=MaxItems(n)"}
 _MEASURED_AT_ONCE = 256
-# Of the padding that a text is tried with.
-_NUM_PADS = 5
+# A text is tried with at least so much padding, if it has more tokens than those around all texts.
+_NUM_PADS, _FEWEST = 5, 2
 
 
 def encode(
@@ -205,20 +205,28 @@ class _Texts:
         return self.model.preprocess([self.inputs[place] for place in places], prompt=prompt, **others)
 
     def pads_freely(self, lengths: npt.NDArray[np.int32]) -> bool:
-        """Say whether the shortest text keeps its vector beside a longer one."""
-        shortest, longest = int(lengths.argmin()), int(lengths.argmax())
-        if lengths[shortest] == lengths[longest]:
+        """Say whether a short text keeps its vector beside a longer one."""
+        short = np.flatnonzero(lengths < lengths.max())
+        if not len(short):
             return True
-        wider = np.where(lengths >= lengths[shortest] + _NUM_PADS, lengths, lengths[longest])
-        options = {"output_value": "sentence_embedding", "convert_to_numpy": True, "convert_to_tensor": False}
+        # Of a text without words, zeros may be the mean with padding and without.
+        telling = short[lengths[short] > _FEWEST]
+        first = _shortest(telling if len(telling) else short, lengths)
+        wide = np.flatnonzero(lengths >= min(lengths[first] + _NUM_PADS, lengths.max()))
         try:
-            plain, padded = (
-                torch.from_numpy(self.encode(places, **options)[:1])
-                for places in ([shortest], [shortest, int(wider.argmin())])
-            )
+            plain, padded = self._first([first]), self._first([first, _shortest(wide, lengths)])
         except Exception:  # whatever it is, the texts themselves will show it
             return False
         return is_rounding(plain, padded, self.model)
+
+    def _first(self, places: list[int]) -> Tensor:
+        """Return the result of the first of some texts as one row."""
+        found: Tensor = self.encode(places, convert_to_numpy=False, convert_to_tensor=False)[0]
+        return found.cpu().reshape(1, -1)
+
+
+def _shortest(places: npt.NDArray[np.int64], lengths: npt.NDArray[np.int32]) -> int:
+    return int(places[lengths[places].argmin()])
 
 
 def _num_letters(item: Any) -> int | None:
@@ -247,8 +255,7 @@ class _Run:
 
     def __init__(self, texts: _Texts, measured: _Measured, bar: ProgressBar) -> None:
         self._texts, self._measured, self._bar = texts, measured, bar
-        self._places: list[int] = []
-        self._found: list[Any] = []
+        self._found: Any = None
         options = texts.options
         self._precision = options.get("precision")
         self._is_tensor = bool(options.get("convert_to_tensor", False))
@@ -265,16 +272,27 @@ class _Run:
             len(places),
             describe=lambda place: self._measured.describe(places[place]),
         )
-        for found in pieces.results:
-            # Cloned, since rows of all tokens would keep the padding of their batch.
-            self._found.append([row.clone() for row in found] if isinstance(found, list) else found)
-        self._places += places
+        stops = np.cumsum(pieces.counts)
+        for stop, num, found in zip(stops, pieces.counts, pieces.results, strict=True):
+            self._keep(places[stop - num : stop], found)
         self._bar.update(len(places))
         return pieces.size
 
+    def _keep(self, places: list[int], found: Any) -> None:
+        num = len(self._texts.inputs)
+        if isinstance(found, list):
+            self._found = [None] * num if self._found is None else self._found
+            for place, row in zip(places, found, strict=True):
+                self._found[place] = row.clone()  # a part of it would keep the padding of its batch
+            return
+        if self._found is None:
+            shape = (num, *found.shape[1:])
+            self._found = found.new_empty(shape) if isinstance(found, Tensor) else np.empty(shape, found.dtype)
+        self._found[places] = found
+
     def result(self) -> Any:
         """Return everything in the order of the inputs, as ``model.encode`` returns it."""
-        found = self._joined(np.argsort(self._places))
+        found = self._found
         if self._precision in (None, "float32"):
             return found
         found = quantize_embeddings(found, precision=self._precision)
@@ -283,11 +301,3 @@ class _Run:
         if self._is_vector and self._texts.options.get("convert_to_numpy", True):
             return found
         return list(torch.from_numpy(found) if isinstance(found, np.ndarray) else found)
-
-    def _joined(self, order: npt.NDArray[np.int64]) -> Any:
-        if isinstance(self._found[0], np.ndarray):
-            return np.concatenate(self._found)[order]
-        if isinstance(self._found[0], Tensor):
-            return torch.cat(self._found)[torch.from_numpy(order)]
-        rows = [row for found in self._found for row in found]
-        return [rows[place] for place in order]
