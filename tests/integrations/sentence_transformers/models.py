@@ -1,5 +1,7 @@
 """Tiny models of sentence-transformers with random weights, and texts for them."""
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
@@ -8,6 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
+from torch import nn
 from transformers import (
     BertConfig,
     BertModel,
@@ -75,6 +78,25 @@ def make_words():
     """Return embeddings of words."""
     weights = np.random.default_rng(0).normal(size=(NUM_TOKENS, WIDTH)).astype(np.float32)
     return modules.WordEmbeddings(modules.tokenizer.WhitespaceTokenizer(["<pad>", *WORDS], stop_words=[]), weights)
+
+
+class SideBySide(nn.Module):
+    """Texts in one row without padding, as with kernels for rows of unlike lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokenizer, self.table, self.sizes = make_tokenizer(), nn.Embedding(NUM_TOKENS, WIDTH), []
+
+    def preprocess(self, inputs, prompt=None):
+        rows = [self.tokenizer((prompt or "") + text)["input_ids"] for text in inputs]
+        ends = torch.tensor([0, *map(len, rows)]).cumsum(0)
+        return {"input_ids": torch.tensor([[one for row in rows for one in row]]), "cu_seq_lens_q": ends}
+
+    def forward(self, features):
+        ends = features["cu_seq_lens_q"].tolist()
+        self.sizes.append(ends[-1])
+        rows = [self.table(features["input_ids"][0, one:other]).mean(0) for one, other in pairwise(ends)]
+        return {**features, "sentence_embedding": torch.stack(rows)}
 
 
 def make_static():

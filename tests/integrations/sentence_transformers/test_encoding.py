@@ -20,6 +20,7 @@ from batchwright.integrations.sentence_transformers import encode
 
 from .models import (
     WIDTH,
+    SideBySide,
     make_clip,
     make_model,
     make_router,
@@ -264,6 +265,17 @@ def test_batches_keep_the_budget_in_tokens_that_the_model_reads(model):
     assert all(num * width <= 120 for num, width in shapes)
     assert sum(num for num, _ in shapes) == len(TEXTS)
     assert [width for _, width in shapes] == sorted((width for _, width in shapes), reverse=True)
+
+
+def test_texts_side_by_side_are_counted():
+    torch.manual_seed(0)
+    first = SideBySide()
+    model = wrap(first)
+    expected = model.encode(TEXTS)
+    first.sizes.clear()
+    assert_same(encode(model, TEXTS, budget=bw.MaxTokens(150)), expected)
+    assert max(first.sizes) <= 150
+    assert len(first.sizes) < 100
 
 
 def test_batches_grow_as_far_as_memory_allows(model):

@@ -200,7 +200,8 @@ class _Texts:
         """Return features of some inputs, as ``model.encode`` makes them."""
         prompt, name = self.options.get("prompt"), self.options.get("prompt_name")
         if prompt is None:
-            prompt = self.model.prompts.get(self.model.default_prompt_name if name is None else name)
+            name = self.model.default_prompt_name if name is None else name
+            prompt = None if name is None else self.model.prompts.get(name)
         others = {key: value for key, value in self.options.items() if key not in _OWN}
         return self.model.preprocess([self.inputs[place] for place in places], prompt=prompt, **others)
 
