@@ -6,6 +6,10 @@ from pathlib import Path
 _ROOT = Path(__file__).parent
 _NEEDS = {
     "keras": {_ROOT / "src/batchwright/integrations/keras", _ROOT / "tests/integrations/keras/models.py"},
+    "sentence_transformers": {
+        _ROOT / "src/batchwright/integrations/sentence_transformers",
+        _ROOT / "tests/integrations/sentence_transformers/models.py",
+    },
     "triton": {_ROOT / "src/batchwright/step/inference/_decode_kernel.py"},
 }
 

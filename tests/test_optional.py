@@ -79,6 +79,7 @@ EXTRAS = {
     "batchwright.integrations.dynabatch": "torch",
     "batchwright.integrations.huggingface": "hf",
     "batchwright.integrations.lightning": "lightning",
+    "batchwright.integrations.sentence_transformers": "sentence-transformers",
     "batchwright.lab.models": "lab",
     "batchwright.lab.runner": "lab",
     "batchwright.step": "torch",
@@ -144,6 +145,11 @@ def test_what_lies_in_a_room_above_is_told_where_it_is(name, room):
         ("accelerate", "accelerate", "accelerate is not installed; run: pip install 'batchwright[accelerate]'"),
         ("keras", "keras", "keras is not installed; run: pip install 'batchwright[keras]'"),
         ("ray", "ray", "ray is not installed; run: pip install 'batchwright[ray]'"),
+        (
+            "sentence_transformers",
+            "sentence_transformers",
+            "sentence_transformers is not installed; run: pip install 'batchwright[sentence-transformers]'",
+        ),
         (
             "lightning,pytorch_lightning",
             "lightning",

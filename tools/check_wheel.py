@@ -50,6 +50,7 @@ MODULES = (
     ("batchwright.integrations.lightning", "torch", "lightning"),
     ("batchwright.integrations.keras", "keras", "keras"),
     ("batchwright.integrations.ray", "ray", "ray"),
+    ("batchwright.integrations.sentence_transformers", "torch", "sentence-transformers"),
     ("batchwright.lab.runner", "torch", "lab"),
 )
 # What each extra is for, tried where nothing else is installed.
@@ -70,6 +71,7 @@ EXTRAS = {
     "lab": "from batchwright.lab.datasets import load\nassert len(load('digits').train.labels) > 1000",
     "numba": "import numba, batchwright as bw\nbw.plan_batches([3, 5], bw.MaxItems(2), grouping=bw.Packed(capacity=8))",
     "ray": "from batchwright.integrations.ray import batched_deployment, plan_dataset",
+    "sentence-transformers": "from batchwright.integrations.sentence_transformers import encode",
     "serve": "import batchwright.serve as serve, batchwright.serve.http as http\nhttp.make_app(serve.Batcher(list))",
     "keras": "import os\nos.environ['KERAS_BACKEND'] = 'torch'\nfrom batchwright.integrations.keras import adaptive",
 }

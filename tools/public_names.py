@@ -43,6 +43,7 @@ FRONTS = (
     "batchwright.integrations.huggingface",
     "batchwright.integrations.lightning",
     "batchwright.integrations.ray",
+    "batchwright.integrations.sentence_transformers",
     "batchwright.lab",
     "batchwright.lab.callbacks",
     "batchwright.lab.datasets",

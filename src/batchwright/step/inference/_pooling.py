@@ -175,7 +175,7 @@ def _check_takes(model: nn.Module, takes: Mapping[str, inspect.Parameter]) -> No
     if others:
         raise ArgumentError(
             f"the model must take input_ids and attention_mask by name, and a {type(unwrapped(model)).__name__} needs "
-            f"{others[0]}; of a SentenceTransformer give model[0].auto_model, with pool= and normalize= as it has them"
+            f"{others[0]}; a SentenceTransformer is encoded by batchwright.integrations.sentence_transformers.encode"
         )
 
 

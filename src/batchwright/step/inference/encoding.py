@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -25,10 +26,9 @@ from ..graphs.backend import Choice
 from ..graphs.functions import graphed
 from ..graphs.summary import GraphSummary
 from ..memory.monitor import MemoryMonitor
-from ._limits import Limit, Meter, first_limit
 from ._pooling import Pooled, TokenIds, check_texts, longest_of, pad_id_of, read_all, stacked
 from ._sharing import by_number
-from .pieces import run_in_pieces
+from .pieces import run_growing, run_in_pieces
 
 # Without a budget, graphs are captured for batches of so many tokens: larger ones hardly gain.
 _TOKENS, _ITEMS = 16_384, 1024
@@ -158,20 +158,8 @@ class _Run:
         self, places: npt.NDArray[np.int64], budget: Budget | None, memory: MemoryMonitor | None, bar: ProgressBar
     ) -> None:
         """Run eagerly in batches of a budget, or in such that grow as far as memory allows."""
-        device = self._pooled.device
-        meter = Meter.of(budget, memory, device)
-        limit: Limit = first_limit(budget, int(self.lengths[places].max()), device, meter)
-        waiting = places
-        while len(waiting):
-            plan = limit.plan(self.lengths[waiting], 1)
-            for number in np.argsort(-plan.shapes[:, 1], kind="stable"):
-                indices = waiting[plan[number]].tolist()
-                meter.begin()
-                num_fitting = self._run(self._pooled, indices, bar)
-                before, limit = limit, limit.after(plan.shapes[number].tolist(), num_fitting, meter)
-                if limit != before:
-                    break
-            waiting = np.setdiff1d(waiting, list(self._vectors))
+        run = partial(self._run, self._pooled, bar=bar)
+        run_growing(run, self.lengths, places, budget=budget, memory=memory, device=self._pooled.device)
 
     def _run(self, function: Any, indices: list[int], bar: ProgressBar) -> int:
         """Encode some rows, and return how many fitted at once."""

@@ -9,15 +9,25 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._containers import rebuilt
 from ..._tree import CannotCutError, Rows, leaves
 from ...errors import ArgumentError, DoesNotFitError
+from ...plan import Budget
+from ..graphs._comparing import NEAR_ROUGHLY
+from ..graphs._functions import is_rough
+from ..graphs._rotary import renew, rotary_of, sides_of
+from ..memory.monitor import MemoryMonitor
 from ..oom import Snapshot, free_memory, is_out_of_memory
+from ._limits import Limit, Meter, first_limit
+from ._sharing import are_near, by_number
 
+# Of an example with padding and without: what rounding never reached, in single precision and of 32 layers in bfloat16.
+_NEAR, _NEAR_HALF = 1e-4, 0.1
 Piece: TypeAlias = Callable[[int, int], Any]  # the examples from one place up to another
 
 
@@ -139,6 +149,73 @@ def run_in_pieces(
             raise DoesNotFitError(_complaint(describe(place), failure))
         size = -(-(stop - place) // 2)
     return Pieces(results, size, counts)
+
+
+def run_growing(
+    run: Callable[[list[int]], int],
+    lengths: npt.NDArray[np.int32],
+    places: npt.NDArray[np.int64],
+    *,
+    budget: Budget | None,
+    memory: MemoryMonitor | None,
+    device: torch.device,
+) -> None:
+    """Run examples, the longest first, in batches of a budget, or in such that grow as far as memory allows.
+
+    Args:
+        run: takes the places of a batch, and returns how many of its examples fitted at once.
+        lengths: of all examples.
+        places: of those to run.
+        budget: what a batch may cost; None lets batches grow.
+        memory: reads the peak of every batch that runs without a budget; None reads that of a CUDA device.
+        device: of the model.
+    """
+    meter = Meter.of(budget, memory, device)
+    limit: Limit = first_limit(budget, int(lengths[places].max()), device, meter)
+    waiting = places
+    while len(waiting):
+        plan, done = limit.plan(lengths[waiting], 1), []
+        for number in np.argsort(-plan.shapes[:, 1], kind="stable"):
+            batch = waiting[plan[number]]
+            meter.begin()
+            num_fitting = run(batch.tolist())
+            done.append(batch)
+            before, limit = limit, limit.after(plan.shapes[number].tolist(), num_fitting, meter)
+            if limit != before:
+                break
+        waiting = np.setdiff1d(waiting, np.concatenate(done))
+
+
+def run_alike(
+    run: Callable[[list[int]], int], lengths: npt.NDArray[np.int32], model: nn.Module, *, may_pad: bool, **options: Any
+) -> None:
+    """Run all examples as ``run_growing`` does, in batches of such that do not change each other's results.
+
+    Args:
+        run: as for ``run_growing``.
+        lengths: of all examples.
+        model: where long texts have other positions, they do not share a batch.
+        may_pad: whether padding leaves results as they are; else batches are of one length.
+        options: of ``run_growing``.
+    """
+    rotary, numbers = rotary_of(model.modules()), lengths[:, 0].tolist()
+    for places in sides_of(rotary, numbers) if may_pad else by_number(numbers):
+        renew(rotary)
+        run_growing(run, lengths, np.array(places), **options)
+
+
+def is_rounding(plain: Tensor, padded: Tensor, model: nn.Module) -> bool:
+    """Say whether the results of an example alone and with padding differ by rounding only.
+
+    Args:
+        plain: of shape ``(1, width)``.
+        padded: the same.
+        model: in half precision rounding is coarser.
+    """
+    weights = list(model.parameters())
+    is_half = any(value.dtype in (torch.float16, torch.bfloat16) for value in weights)
+    near = _NEAR_HALF if is_half else NEAR_ROUGHLY if any(is_rough(value.device) for value in weights[:1]) else _NEAR
+    return bool(are_near(padded, plain, near).all())
 
 
 def _near_equal(num: int, size: int) -> int:
