@@ -477,7 +477,7 @@ def test_a_function_around_it_is_refused_once_the_batch_is_cut():
     model = make()
     whole = WholeBatchLoss(encode, clip_loss(model))
     stepper = stepper_of(model, lambda model, batch: whole(model, batch), micro_batch=3)
-    with pytest.raises(ArgumentError, match="one of 2 micro-batches.*give Stepper the WholeBatchLoss itself"):
+    with pytest.raises(ArgumentError, match=r"one of 2 micro-batches.*give Stepper the WholeBatchLoss itself"):
         stepper.step(make_batch(6))
     expected, _, _ = gradients_by_hand(model, clip_loss, make_batch(6), [list(range(6))])
     uncut = stepper_of(model, lambda model, batch: whole(model, batch))
