@@ -193,7 +193,7 @@ class Runner:
         if len(parts) > 1 and self._compares and self.passes is None:
             raise ArgumentError(
                 f"this loss compares the examples of a batch, so {len(parts)} micro-batches would change it; "
-                "use a smaller logical batch, activation checkpointing, or a loss with cached embeddings"
+                "use WholeBatchLoss(encode, loss), a smaller logical batch, or activation checkpointing"
             )
         if len(parts) > 1 and not self._warned:
             warning = next(filter(None, (doubt() for doubt in self._doubts)), None)

@@ -2,10 +2,12 @@
 
 import random
 import sys
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.errors import ArgumentError, BatchwrightError, DoesNotFitError
@@ -28,7 +30,7 @@ def joined(step, world_size):
 def make(**options):
     torch.manual_seed(0)
     model = TwoTowers(**options).double()
-    return model, DistributedDataParallel(model, broadcast_buffers=False)
+    return model, DistributedDataParallel(model)
 
 
 def stepper_of(ddp, loss, **options):
@@ -53,7 +55,7 @@ def check_random_failures(rank, world_size):
 
     model, ddp = make()
     stepper = stepper_of(ddp, WholeBatchLoss(failing, clip_loss(model), over_ranks=True))
-    for step in range(30):
+    for step in range(15):
         batch = joined(step, world_size)
         num = len(batch["text"])
         expected, _, mean = gradients_by_hand(model, clip_loss, batch, [list(range(num))])
@@ -206,7 +208,7 @@ def check_failures(rank, world_size):
         ("draws", ArgumentError, "must not draw random numbers"),
         ("differs", ArgumentError, "differs between ranks"),
         ("loss", KeyError, "no such label"),
-        ("batch", BatchwrightError, ""),
+        ("batch", BatchwrightError, "share their first dimension|other"),
     ]
     for where, kind, text in cases:
         plan["where"] = where
@@ -236,11 +238,29 @@ def check_refusals(rank, world_size):
             call()
 
 
+def check_ranks_that_meet_in_forward(rank, world_size):
+    """FSDP2 and SyncBatchNorm are refused on all ranks, where a second forward pass would be waited for."""
+    model, ddp = make()
+    ddp.module.norm = torch.nn.SyncBatchNorm(8).double()  # DDP's own constructor takes it only on a GPU
+    for over_ranks, micro_batch in [(True, "auto"), (False, 2)]:
+        stepper = stepper_of(
+            ddp, WholeBatchLoss(encode, clip_loss(model), over_ranks=over_ranks), micro_batch=micro_batch
+        )
+        warnings.simplefilter("ignore")  # of BatchNorm and splits
+        with pytest.raises(ArgumentError, match="SyncBatchNorm meets other ranks"):
+            stepper.step(share(1, rank))
+    if hasattr(FSDPModule, "set_gradient_divide_factor"):
+        layer = torch.nn.Linear(2, 2)
+        fully_shard(layer)
+        with pytest.raises(ArgumentError, match="does not run under fully_shard"):
+            stepper_of(layer, WholeBatchLoss(encode, clip_loss(model)))
+
+
 def main(rank, world_size, path):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
     checks = [check_random_failures, check_apart, check_dropout, check_types, check_accumulated, check_failures]
-    for check in [*checks, check_refusals]:
+    for check in [*checks, check_refusals, check_ranks_that_meet_in_forward]:
         check(rank, world_size)
     leave_group()
 
