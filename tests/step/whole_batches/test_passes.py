@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from batchwright import BatchSizeController, MaxTokens, size
 from batchwright.errors import ArgumentError, DoesNotFitError
-from batchwright.step import Stepper, WholeBatchLoss
+from batchwright.step import Stepper, WholeBatchLoss, measure_size
 
 from .models import LOSSES, TwoTowers, clip_loss, cut, distance, encode, gradients_by_hand, make_batch
 
@@ -102,6 +102,26 @@ def test_a_list_of_examples_comes_back_in_the_order_of_the_batch():
     stepper.abandon()
     whole = stepper_of(model, lengths=lambda row: row["length"], collate=collate)
     assert distance(reduced(whole, examples), expected) < 1e-12
+
+
+def test_buffers_that_encode_reads_and_that_the_loss_changes_are_those_of_one_pass():
+    model, batch = make(), make_batch(8)
+
+    def moving(model, batch):
+        found = encode(model, batch)
+        return found | {"pair": (found["pair"][0] * model.seen.clone(), found["pair"][1])}
+
+    def counting(model):
+        def loss(encodings):
+            model.seen.mul_(3)
+            return clip_loss(model)(encodings)
+
+        return loss
+
+    expected, twin, _ = gradients_by_hand(model, counting, batch, parts_of(8, 3), encode=moving)
+    found = reduced(stepper_of(model, WholeBatchLoss(moving, counting(model)), micro_batch=3), batch)
+    assert distance(found, expected) < 1e-12
+    assert model.seen == twin.seen == 3 * 16
 
 
 def test_what_a_collator_draws_is_drawn_again():
@@ -445,6 +465,7 @@ def test_an_encoding_without_a_row_per_example_is_refused(micro_batch):
         r"encodings\['scale'\] has shape \(\).*is used by the loss itself", with_temperature, micro_batch=micro_batch
     )
     refuse(r"encodings has shape \(4,\)", lambda m, b: m(b["text"], "text").mean(0), micro_batch=micro_batch)
+    refuse("several views of an example", lambda m, b: m(b["text"], "text").repeat(2, 1), micro_batch=micro_batch)
     refuse(r"a float at encodings\[1\]", lambda m, b: (m(b["text"], "text"), 1.0), micro_batch=micro_batch)
     refuse("encode returned no tensor", lambda m, b: None, micro_batch=micro_batch)
 
@@ -487,6 +508,20 @@ def test_a_function_around_it_is_refused_once_the_batch_is_cut():
 def test_gradient_noise_is_refused():
     with pytest.raises(ArgumentError, match="measure_noise compares the gradients of parts"):
         stepper_of(make(), measure_noise=True)
+
+
+def test_an_encode_that_changes_its_batch_is_refused():
+    def changing(model, batch):
+        batch["text"].mul_(2)
+        return encode(model, batch)
+
+    refuse("changes its micro-batch in place", changing)
+
+
+def test_an_experiment_is_refused():
+    stepper = stepper_of(make())
+    with pytest.raises(ArgumentError, match="cannot evaluate a WholeBatchLoss in pieces"):
+        measure_size(stepper, [make_batch(4) for _ in range(12)])
 
 
 def test_graphs_are_refused_or_left_out_with_the_reason():

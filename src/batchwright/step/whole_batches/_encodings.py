@@ -59,16 +59,23 @@ def flatten(encodings: Any, num: int) -> tuple[list[Kind], list[Tensor]]:
         if value.layout is not torch.strided or value.is_nested:
             raise ArgumentError(f"encodings{place} is a nested or sparse tensor, whose rows cannot be joined; {_ROWS}")
         if value.ndim == 0 or len(value) != num:
-            advice = "; what belongs to no example, such as a temperature, is used by the loss itself"
             raise ArgumentError(
                 f"encodings{place} has shape {tuple(value.shape)} for a micro-batch of {num} examples; {_ROWS}"
-                + (advice if value.ndim == 0 or len(value) == 1 else "")
+                + _advice(value, num)
             )
         kinds.append(Kind(place, value.dtype, tuple(value.shape[1:])))
         tensors.append(value)
     if not tensors:
         raise ArgumentError(f"encode returned no tensor, got {type(encodings).__name__}; {_ROWS}")
     return kinds, tensors
+
+
+def _advice(value: Tensor, num: int) -> str:
+    if value.ndim == 0 or len(value) == 1:
+        return "; what belongs to no example, such as a temperature, is used by the loss itself"
+    if len(value) % num == 0:
+        return "; several views of an example are several tensors, or a second axis"
+    return ""
 
 
 def _walk(value: Any, place: str) -> Iterator[tuple[str, Any]]:
@@ -151,7 +158,7 @@ def gather(tensors: Sequence[Tensor], ranks: Ranks) -> tuple[list[Tensor], int, 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     """Return rows of bytes, which every back end can send."""
-    flat = tensor.detach().contiguous().reshape(len(tensor), -1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(len(tensor), -1)
     return (torch.view_as_real(flat).reshape(len(tensor), -1) if flat.is_complex() else flat).view(torch.uint8)
 
 

@@ -313,8 +313,8 @@ class Passes:
 
 _AGAIN_DIFFERS = (
     "encode returned other encodings when it ran again for the gradients, so they would be wrong: it draws from a "
-    "generator of its own, or keeps state where it is not put back; draw from the global generators of torch, NumPy or "
-    "Python, and keep state in buffers of the model"
+    "generator of its own, keeps state where it is not put back, or changes its micro-batch in place; draw from the "
+    "global generators of torch, NumPy or Python, keep state in buffers of the model, and work on a copy"
 )
 
 
