@@ -179,6 +179,9 @@ def check_failures(rank, world_size):
     def failing(module, batch):
         found = encode(module, batch)
         where = plan["where"] if rank == last else None
+        if where == "in place":
+            batch["text"].add_(1)
+            raise_oom()
         if where == "encode":
             raise ValueError("no such word")
         if where == "forward memory":
@@ -201,6 +204,7 @@ def check_failures(rank, world_size):
 
     stepper = stepper_of(ddp, WholeBatchLoss(failing, loss, over_ranks=True), micro_batch=2)
     cases = [
+        ("in place", ArgumentError, "changed the batch in place"),
         ("encode", ValueError, "no such word"),
         ("forward memory", DoesNotFitError, "does not fit on its own"),
         ("backward memory", DoesNotFitError, "does not fit on its own"),
