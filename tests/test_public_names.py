@@ -386,6 +386,7 @@ ADDED = {
     "batchwright.step.StepReport.tokens",
     "batchwright.step.Stepper.abandon",
     "batchwright.step.Stepper.graph_summary",
+    "batchwright.step.WholeBatchLoss",
     "batchwright.step.auto_batch",
     "batchwright.step.encode",
     "batchwright.step.graphed",

@@ -188,6 +188,11 @@ class Ranks:
             raise common_error(None, [values[0]])
         return pickle.loads(values[0])
 
+    def gather_rows(self, rows: Tensor) -> tuple[list[Tensor], int]:
+        """Return the rows of all ranks, of which each may have another number, and which rank this one is."""
+        (group,) = self._groups
+        return _gather_rows(rows, group), dist.get_rank(group)
+
     def _reduce(self, packed: Tensor, op: Any = None) -> None:
         for group in self._groups:  # a mesh of two axes: sums of sums
             dist.all_reduce(packed, op=dist.ReduceOp.SUM if op is None else op, group=group)

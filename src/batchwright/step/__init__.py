@@ -48,6 +48,7 @@ from .report import StepReport as StepReport  # noqa: E402
 from .shape_splitting import split_by_shapes as split_by_shapes  # noqa: E402
 from .splitting import split_by_budget as split_by_budget  # noqa: E402
 from .stepper import Stepper as Stepper  # noqa: E402
+from .whole_batches.loss import WholeBatchLoss as WholeBatchLoss  # noqa: E402
 
 __all__ = [
     "BudgetTracker",
@@ -71,6 +72,7 @@ __all__ = [
     "SizeExperiment",
     "StepReport",
     "Stepper",
+    "WholeBatchLoss",
     "auto_batch",
     "calibrate",
     "calibrate_huggingface",

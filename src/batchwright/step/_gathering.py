@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -21,7 +21,7 @@ from .measuring._stopwatch import Lap
 from .memory.budget_tracker import Feedback
 from .memory.monitor import MemoryMonitor
 from .noise import Meter, Norms
-from .oom import devices_of
+from .oom import Snapshot, devices_of
 from .report import Pending, Summary, Totals, check_summary, check_weight, num_compilations
 from .splitting import LogicalBatch
 
@@ -97,9 +97,13 @@ class Gatherer:
                 self._check_total(is_same)
             if prepared is not None:
                 opened, error = attempt(lambda: self._open(prepared, total_weight))
+            passes = self.runner.passes
+            if passes is not None and passes.is_together:  # likewise
+                (is_same,) = self._ranks.agree(error, self.device, marks=[mark_of(total_weight)])
+                self._check_total(is_same)
             if prepared is not None and opened is not None:
                 pending, norms = opened.pending, self._norms(opened.pending)
-                totals, error = attempt(lambda: self.runner.run(prepared.logical, pending, snapshot, norms))
+                totals, error = attempt(lambda: self._run(prepared.logical, pending, snapshot, norms))
                 if error is not None and self._ranks.meet_in_forward:
                     raise error
             same = self._ranks.agree(error, self.device, marks=self._marks(totals, total_weight))
@@ -120,6 +124,11 @@ class Gatherer:
         opened.pending.totals.merge(totals)
         opened.pending.same_names &= same[0]
         self.pending = opened.pending
+
+    def _run(self, logical: LogicalBatch, pending: Pending, snapshot: Snapshot, norms: Norms | None) -> Totals:
+        passes = self.runner.passes
+        with nullcontext() if passes is None else passes.in_company():
+            return self.runner.run(logical, pending, snapshot, norms)
 
     def _marks(self, totals: Totals | None, total_weight: float | None) -> list[int]:
         """Return numbers that are compared over the ranks."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, final
+from functools import partial
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
 
 from .._ranks import Ranks
-from .._tree import leaves
 from ..errors import ArgumentError, DoesNotFitError
 from ..plan import PadTo
 from ._copies import Copied
@@ -22,22 +22,14 @@ from .losses import needs_whole_batch
 from .memory.budget_tracker import Feedback
 from .memory.fit_to_memory import MicroLimit
 from .noise import Norms
-from .oom import Buffers, Snapshot, devices_of, free_memory, is_out_of_memory, split_doubts
+from .oom import Buffers, Snapshot, devices_of, does_not_fit, free_memory, is_out_of_memory, split_doubts
 from .report import MicroSums, Pending, Totals, is_on_host, power_of_two
 from .splitting import LogicalBatch, Part, cost_of, near_equal, split
+from .whole_batches._passes import AgainError, Passes, Turn
+from .whole_batches.loss import NUM_PIECES, WholeBatchLoss
 
 Parts: TypeAlias = Sequence[Part]
 _Failure: TypeAlias = tuple[float, Part]  # cost and examples of the micro-batch that did not fit
-
-
-class _Turn(NamedTuple):
-    """A micro-batch and what it belongs to."""
-
-    part: Part
-    logical: LogicalBatch
-    pending: Pending
-    totals: Totals
-    norms: Norms | None
 
 
 @final
@@ -48,6 +40,7 @@ class Runner:
         limit: how large a micro-batch may be, as far as is known.
         usual_weight: of an update on this rank, None before the first one.
         graphs: replay micro-batches, None without them.
+        passes: run a ``WholeBatchLoss``, None for any other loss.
         pad_to: has the static shapes that lists of examples are cut into, None to cut by cost.
     """
 
@@ -66,6 +59,9 @@ class Runner:
         is_half = settings.autocast is not None
         self._filler = Filler(self._forward, ranks.module, lambda: self.snapshot().restore, is_half=is_half)
         self.look_at_model()
+        self.passes: Passes | None = None
+        if isinstance(settings.loss_fn, WholeBatchLoss):
+            self.passes = Passes(settings, ranks, device, self.snapshot, lambda: Snapshot(None, self._devices))
 
     def look_at_model(self) -> None:
         """Find the buffers and devices of the model; call it when the model has other parts than before."""
@@ -141,7 +137,7 @@ class Runner:
                 norms.reset(measured)
             snapshot.restore()
             free_memory(self._devices)
-            if not isinstance(outcome, Totals):
+            if isinstance(outcome, tuple):
                 pending.ooms += 1
                 if self.graphs is None or not self.graphs.make_room():
                     self._note_failure(outcome, logical, pending)
@@ -194,10 +190,10 @@ class Runner:
         return cost_of(logical, part, self._settings.cost_budget)
 
     def _check(self, parts: Parts) -> None:
-        if len(parts) > 1 and self._compares:
+        if len(parts) > 1 and self._compares and self.passes is None:
             raise ArgumentError(
                 f"this loss compares the examples of a batch, so {len(parts)} micro-batches would change it; "
-                "use a smaller logical batch, activation checkpointing, or a loss with cached embeddings"
+                "use WholeBatchLoss(encode, loss), a smaller logical batch, or activation checkpointing"
             )
         if len(parts) > 1 and not self._warned:
             warning = next(filter(None, (doubt() for doubt in self._doubts)), None)
@@ -209,6 +205,8 @@ class Runner:
         """Return how many micro-batches this rank runs: its own number, or under FSDP2 the largest of all ranks."""
         if not self._ranks.meet_in_forward:
             return len(parts)
+        if self.passes is not None:
+            self.passes.check(int(*self._ranks.largest([len(parts)], self._device)))
         self._ranks.check_shards()
         (most,) = self._ranks.largest([len(parts)], self._device)
         if self._ranks.has_sync_batch_norm:
@@ -222,35 +220,48 @@ class Runner:
 
     def _attempt(
         self, logical: LogicalBatch, parts: Parts, num_parts: int, pending: Pending, norms: Norms | None
-    ) -> Totals | _Failure:
-        """Run all micro-batches; return their sums, or the micro-batch that ran out of memory."""
+    ) -> Totals | _Failure | None:
+        """Run all micro-batches; return their sums, the one that ran out of memory, or None for one of another rank."""
         totals = Totals()
         part: Part = []
-        in_pieces = num_parts > 1 or pending.totals.num_micro_batches > 0
+        is_cut = num_parts > 1 or pending.totals.num_micro_batches > 0 or self.passes is not None
         gradients = pending.gradients
+        token = NUM_PIECES.set(len(parts))
         try:
-            micro_batches = iter(logical.take_all(parts))
-            with self._ranks.no_sync(), gradients.gathering(in_pieces=in_pieces):
+            with self._ranks.no_sync(), gradients.gathering(in_pieces=is_cut):
+                if self.passes is not None:
+                    whole = Turn(range(logical.num_examples), logical, pending, totals, None)
+                    is_spoiled = partial(self._is_spoiled, totals, logical, parts, pending)
+                    self.passes.run(whole, parts, lambda sums: self._finish_part(sums, whole), is_spoiled)
+                    if self.graphs is not None:
+                        self.graphs.note_eager("a WholeBatchLoss runs its micro-batches twice")
+                    return totals
+                micro_batches = iter(logical.take_all(parts))
                 for part in parts:
                     # Unnamed where it runs eagerly, so that the inputs are freed after the forward pass.
                     run = self._run_part if self.graphs is None or norms is not None else self._replay_part
-                    run(next(micro_batches), _Turn(part, logical, pending, totals, norms))
-                    if in_pieces and self._ranks.is_sharded:
+                    run(next(micro_batches), Turn(part, logical, pending, totals, norms))
+                    if is_cut and self._ranks.is_sharded:
                         gradients.widen_shards()
                 # Under FSDP2 a rank that is done keeps the others company: divided by infinity, its part is zero.
                 for _ in range(num_parts - len(parts)):
                     self._backward(self._forward(logical.take(parts[-1])), math.inf, None)
                     gradients.widen_shards()
             return totals
+        except AgainError:
+            return None
         except Exception as error:
+            part = part if self.passes is None else self.passes.part
             # Where ranks meet in the forward pass, none can try again on its own: the others wait for it inside.
             can_retry = self._settings.on_oom == "split" and self._ranks.can_retry
             if not can_retry or not part or not is_out_of_memory(error):
                 raise
+        finally:
+            NUM_PIECES.reset(token)
         # Outside the except block the traceback is gone, and with it the activations that it held.
         return cost_of(logical, part, self._settings.cost_budget), part
 
-    def _run_part(self, micro_batch: Any, turn: _Turn) -> None:
+    def _run_part(self, micro_batch: Any, turn: Turn) -> None:
         """Run a micro-batch eagerly."""
         kept, counts = self._counted(micro_batch, len(turn.part), is_cut=turn.norms is not None)
         if kept is None:  # a piece of nothing but filler
@@ -278,7 +289,7 @@ class Runner:
         kept = self._filler.cut_off(micro_batch, always=must_be_cut)
         return kept, (0, 0) if kept is None else count_rows(kept, num)
 
-    def _finish_part(self, sums: MicroSums, turn: _Turn, *, num_measured: int = 0) -> None:
+    def _finish_part(self, sums: MicroSums, turn: Turn, *, num_measured: int = 0) -> None:
         """Run the backward pass of a micro-batch, unless it is left out."""
         part, logical, pending, totals, norms = turn
         if totals.num_micro_batches == 0 and pending.gradients.has_any:
@@ -288,7 +299,7 @@ class Runner:
             divisor = self._divisor(pending, sums.weight, len(part), logical.num_examples)
             self._backward(sums, divisor, norms, num_measured=num_measured)
 
-    def _replay_part(self, micro_batch: Any, turn: _Turn) -> None:
+    def _replay_part(self, micro_batch: Any, turn: Turn) -> None:
         """Replay a micro-batch from its graph, or run it eagerly."""
         assert self.graphs is not None
         part, logical, pending, totals, _ = turn
@@ -320,11 +331,9 @@ class Runner:
         loss: torch.Tensor = sums.loss / divisor
         if self._settings.scaler is not None:
             loss = self._settings.scaler.scale(loss)
-        if norms is None:
-            loss.backward()
-            return
         loss.backward()
-        norms.end(num_measured)
+        if norms is not None:
+            norms.end(num_measured)
 
     def _divisor(self, pending: Pending, weight: Any, num_examples: int, num_all: int) -> float:
         """Return what losses of this update are divided by on this rank; the first micro-batch settles it.
@@ -383,18 +392,3 @@ class Runner:
         self.limit = self.limit.after_failure(cost)
         if self._feedback is not None:
             self._feedback.failed(len(part))
-
-
-def does_not_fit(logical: LogicalBatch, index: int, device: torch.device) -> str:
-    """Return the error text about an example that runs out of memory on its own."""
-    length = "" if logical.lengths is None else f" of length {logical.lengths[index].tolist()}"
-    tensors = [(tuple(tensor.shape), tensor.nbytes) for tensor in leaves(logical.take([index]))]
-    size = sum(num_bytes for _, num_bytes in tensors)
-    free = ""
-    if device.type == "cuda":
-        available, total = torch.cuda.mem_get_info(device)
-        free = f"; {available / 2**30:.2f} of {total / 2**30:.2f} GiB are free on {device}"
-    return (
-        f"example {index} of the batch{length} does not fit on its own: tensors {[shape for shape, _ in tensors]}, "
-        f"{size:,} bytes of input{free}. Shorten it, use a smaller model or activation checkpointing"
-    )

@@ -23,6 +23,7 @@ from ._gradients import Existing
 from .losses import LossFunction
 from .packing.rows import BOUNDS, FlatBatch, is_flat
 from .splitting import CustomBatch, ExampleBatch, LogicalBatch, SplitFunction, TensorBatch, WholeBatch
+from .whole_batches.loss import WholeBatchLoss
 
 _ITEMS = MaxItems(1)
 # Nodes of autograd that leave a number as it is, and what losses of torch note of reduction="mean".
@@ -81,6 +82,11 @@ class Settings:
             self._keep("noise_parts", as_whole("noise_parts", self.noise_parts, least=2))
             if not self.measure_noise:
                 raise ArgumentError("noise_parts needs measure_noise=True")
+        if self.measure_noise and isinstance(self.loss_fn, WholeBatchLoss):
+            raise ArgumentError(
+                "measure_noise compares the gradients of parts of a batch, and a WholeBatchLoss has none for a part; "
+                "leave it out"
+            )
         check_choice("noise_from", self.noise_from, ("all", "vectors"))
         if self.noise_from == "vectors":
             self._check_vectors()

@@ -22,6 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .._modules import parameters_of, parts_of
 from .._oom import is_out_of_memory as is_out_of_memory
 from .._ranks import is_expanded
+from .._tree import leaves
+from .splitting import LogicalBatch
 
 # Gradients set aside, each with its parameter.
 Held: TypeAlias = "list[tuple[nn.Parameter, Tensor]]"
@@ -97,6 +99,15 @@ class Snapshot:
         torch.set_rng_state(self._torch)
         for device, state in self._devices:
             _set_device_state(device, state)
+
+    def is_random_as(self, other: Snapshot) -> bool:
+        """Return whether another snapshot holds the same random state."""
+        # NumPy's holds an array, whose text would be cut short.
+        numpy, others = ([*map(np.ndarray.tolist, map(np.asarray, one._numpy))] for one in (self, other))
+        devices = zip(self._devices, other._devices, strict=True)
+        are_same = all(mine is None or torch.equal(mine, its) for (_, mine), (_, its) in devices)
+        same = are_same and torch.equal(self._torch, other._torch)
+        return same and self._python == other._python and numpy == others
 
 
 def _get_device_state(device: torch.device) -> Any:
@@ -192,3 +203,18 @@ def warn_of_split(module: nn.Module) -> bool:
     if warning is not None:
         warnings.warn(warning, stacklevel=3)
     return warning is not None
+
+
+def does_not_fit(logical: LogicalBatch, index: int, device: torch.device) -> str:
+    """Return the error text about an example that runs out of memory on its own."""
+    length = "" if logical.lengths is None else f" of length {logical.lengths[index].tolist()}"
+    tensors = [(tuple(tensor.shape), tensor.nbytes) for tensor in leaves(logical.take([index]))]
+    size = sum(num_bytes for _, num_bytes in tensors)
+    free = ""
+    if device.type == "cuda":
+        available, total = torch.cuda.mem_get_info(device)
+        free = f"; {available / 2**30:.2f} of {total / 2**30:.2f} GiB are free on {device}"
+    return (
+        f"example {index} of the batch{length} does not fit on its own: tensors {[shape for shape, _ in tensors]}, "
+        f"{size:,} bytes of input{free}. Shorten it, use a smaller model or activation checkpointing"
+    )

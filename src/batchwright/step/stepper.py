@@ -54,7 +54,7 @@ class Stepper:
         model: a module, plain, in ``DistributedDataParallel`` or after ``fully_shard``.
         optimizer: its parameters are trained, of the model or not; it is asked for them at every update.
         loss_fn: ``loss_fn(model, micro_batch) -> (loss_sum, weight)`` or ``(loss_sum, weight, {name: sum})``. It may
-            run again after out of memory, so it must have no side effects.
+            run again after out of memory, so it must have no side effects. A ``WholeBatchLoss`` compares examples.
         micro_batch: how much runs at once: ``"auto"`` (everything, until memory runs out), a number of examples, a
             budget, or a controller with ``.size``.
         lengths: for tensors ``lengths(batch) -> (B,) | (B, axes)``, for a list of examples ``lengths(example)``.

@@ -22,7 +22,7 @@ from batchwright.plan.sampler.resizable import ResizableBatchSampler
 from batchwright.size.controller import BatchSizeController
 from batchwright.size.schedules import linear
 from batchwright.size.signals import loss_driven
-from batchwright.step import FitToMemory, MemoryMonitor, Stepper
+from batchwright.step import FitToMemory, MemoryMonitor, Stepper, WholeBatchLoss
 from batchwright.testing import FakeMemory
 
 from ...processes import run_ranks
@@ -106,6 +106,17 @@ def test_training_is_that_of_a_plain_loop_with_the_same_batches():
             expected.append(indices(batch))
     assert batches == expected
     assert torch.equal(parameters(prepared), torch.cat([value.detach().flatten() for value in model.parameters()]))
+
+
+def test_a_whole_batch_loss_trains_in_micro_batches_as_without_them():
+    whole = WholeBatchLoss(lambda model, batch: model(batch["x"]), lambda z: ((z @ z.T).square().sum(), len(z)))
+    trained = []
+    for micro_batch in ("auto", 3):
+        model = make_model().eval()
+        _, prepared = make_run(model=model, loss_fn=whole, micro_batch=micro_batch)
+        run_epochs(prepared, 1)
+        trained.append(parameters(prepared))
+    assert torch.allclose(*trained, atol=1e-4)
 
 
 def test_every_example_comes_once_per_epoch_and_epochs_differ():

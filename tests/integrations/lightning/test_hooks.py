@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from batchwright.errors import ArgumentError
 from batchwright.integrations.lightning import AdaptiveBatching
+from batchwright.step import WholeBatchLoss
 from batchwright.step.losses import whole_batch
 
 from .training import DATA, INPUTS, Model, make_trainer, parameters
@@ -175,6 +176,20 @@ def test_a_loss_that_needs_the_whole_batch_is_not_split():
             return super().loss_sums(batch)
 
     with pytest.raises(ArgumentError, match="compares the examples of a batch, so 3 micro-batches would change it"):
+        fit_one_batch(Contrastive())
+    fit_one_batch(Contrastive(), batching=AdaptiveBatching())
+
+
+def test_a_whole_batch_loss_inside_loss_sums_is_not_given_pieces():
+    whole = WholeBatchLoss(
+        lambda model, batch: model.net(batch["x"]), lambda z: ((z - z.mean()).square().sum(), len(z))
+    )
+
+    class Contrastive(Model):
+        def loss_sums(self, batch):
+            return whole(self, batch)
+
+    with pytest.raises(ArgumentError, match="one of 3 micro-batches for the whole batch"):
         fit_one_batch(Contrastive())
     fit_one_batch(Contrastive(), batching=AdaptiveBatching())
 

@@ -15,6 +15,7 @@ from .._optimizers import allocate_state
 from .._settings import Settings
 from ..oom import Snapshot, add_back, is_out_of_memory, set_aside
 from ..report import MicroSums
+from ..whole_batches.loss import WholeBatchLoss
 from ._comparing import Comparer, Outcome, outcome_of_step, outcome_without_gradients
 from ._draws import CPU, Draws, HostRandom, is_explained_by, vain_draws
 from ._inputs import Signature, Target, elements_of, few_rows, resized
@@ -377,4 +378,6 @@ def obstacle_of(settings: Settings, ranks: Ranks) -> str | None:
         return "ranks meet inside the forward pass, with FSDP2 or SyncBatchNorm"
     if settings.autocast is torch.float16 and settings.weight_of is None:
         return "float16 needs the weight of a batch before it runs, weight_of="
+    if isinstance(settings.loss_fn, WholeBatchLoss):
+        return "a WholeBatchLoss encodes every micro-batch again after the loss of all of them"
     return None

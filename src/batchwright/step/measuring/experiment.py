@@ -28,6 +28,7 @@ from ..oom import drop_gradients
 from ..report import MicroSums, StepReport
 from ..splitting import ExampleBatch, TensorBatch
 from ..stepper import Stepper
+from ..whole_batches.loss import WholeBatchLoss
 from ._contents import copied, hooked_step
 from ._restoring import Held, free_host_bytes, has_room_for, sorted_out
 from .result import SizeBranch, SizeExperiment
@@ -193,6 +194,8 @@ class _Laboratory:
             raise ArgumentError("an update was begun; call update() or abandon() before measure_size")
         if self._ranks.is_sharded:
             raise ArgumentError("measure_size evaluates on its own, which shards of FSDP2 do not allow; use DDP")
+        if isinstance(self._settings.loss_fn, WholeBatchLoss):
+            raise ArgumentError("measure_size cannot evaluate a WholeBatchLoss in pieces; compare whole runs instead")
         self._look()
         hooked = hooked_step(self._held.optimizers)
         if hooked is not None and not any(self._more):

@@ -1,0 +1,1 @@
+"""Losses that need the whole logical batch, in micro-batches that fit."""
