@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from batchwright.step import Stepper
+from batchwright.step.graphs._functions import is_rough
 from batchwright.step.graphs._reach import Reach
 from batchwright.step.graphs._watch import Untouched, Watch, hooks_of, unfit
 
@@ -189,6 +190,23 @@ def test_a_hook_on_all_modules_is_noticed():
     finally:
         handle.remove()
     assert watch.change is None
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch below 2.9 has one name for it")
+@pytest.mark.parametrize("value", ["tf32", "bf16"])
+def test_a_precision_is_noticed_that_torch_does_not_tell_by_its_old_name(value):
+    torch.set_float32_matmul_precision("highest")
+    watch = watched(Model())
+    try:
+        matmul = torch.backends.mkldnn.matmul if value == "bf16" else torch.backends.cuda.matmul
+        matmul.fp32_precision = value
+        assert watch.change == "a setting of torch"
+        assert is_rough(torch.device("cpu"))
+        assert not watched(Model()).has_changed
+    finally:
+        matmul.fp32_precision = "ieee"
+    assert not watch.has_changed
+    assert not is_rough(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("context", [lambda: torch.autocast("cpu"), torch.no_grad], ids=["autocast", "no-grad"])

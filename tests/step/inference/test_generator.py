@@ -189,8 +189,14 @@ def change_precision(model):
     torch.set_float32_matmul_precision("high")
 
 
+def change_precision_by_its_new_name(model):
+    if not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("torch below 2.9 has one name for it")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # after which torch refuses to tell by the old name
+
+
 CHANGES = [change_parameter, change_data, change_part, change_type, change_buffer, change_value, change_attention,
-           change_ends, change_size, change_config, change_precision]  # fmt: skip
+           change_ends, change_size, change_config, change_precision, change_precision_by_its_new_name]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -208,6 +214,8 @@ def test_a_model_that_was_changed_is_captured_anew(change):
         assert shapes.as_lists(generator(examples)) == expected(model, examples, max_new_tokens=8)
         assert graphs.num_captures == num_captures
     finally:
+        if hasattr(torch.backends, "fp32_precision"):
+            torch.backends.cuda.matmul.fp32_precision = "none"
         torch.set_float32_matmul_precision("highest")
 
 

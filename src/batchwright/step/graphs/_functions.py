@@ -21,10 +21,12 @@ from ._micro import ConstantsOnDevice, NotGraphableError, without_autocast_cache
 from ._padding import Call, run
 from ._reach import Reach
 from ._rotary import rotary_of
-from ._watch import Kept, Untouched, Watch, hooks_of
+from ._watch import Kept, Untouched, Watch, hooks_of, matmul_precision
 from .backend import GraphBackend, Replay
 
 _HALF = (torch.float16, torch.bfloat16)
+# Names that torch has for products of matrices in single precision, see ``matmul_precision``.
+_EXACT = {"highest", "ieee", "none"}
 
 
 def without_gradients() -> ExitStack:
@@ -309,7 +311,7 @@ def device_of(reach: Reach, call: Call) -> torch.device:
 
 def is_rough(device: torch.device) -> bool:
     """Say whether torch itself computes in less than single precision."""
-    return torch.is_autocast_enabled(device.type) or torch.get_float32_matmul_precision() != "highest"
+    return torch.is_autocast_enabled(device.type) or not _EXACT.issuperset(matmul_precision())
 
 
 def _bits(tensor: Tensor) -> Tensor:

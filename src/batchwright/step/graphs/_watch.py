@@ -144,6 +144,15 @@ def _place_of(tensor: Tensor) -> Any:
         return id(tensor)
 
 
+def matmul_precision() -> tuple[str, ...]:
+    """Return what torch makes of float32 in products of matrices: on a CUDA device, and on the host."""
+    backends: Any = torch.backends
+    if not hasattr(backends, "fp32_precision"):  # torch below 2.9
+        return (torch.get_float32_matmul_precision(),)
+    # Asked by its old name, torch raises an error once ``fp32_precision`` was set.
+    return backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
+
+
 def _mode() -> tuple[Any, ...]:
     """Return what torch computes with besides the model and the inputs."""
     return (
@@ -152,7 +161,7 @@ def _mode() -> tuple[Any, ...]:
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cuda"),
         torch.get_autocast_dtype("cpu"),
-        torch.get_float32_matmul_precision(),
+        matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
     )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..graphs._comparing import NEAR, NEAR_ROUGHLY
 from ..graphs._reach import MODULE_OWN, PLAIN
+from ..graphs._watch import matmul_precision
 from ._choosing import Rules
 from ._decoding import Counts
 from ._options import Options, cleared
@@ -189,7 +190,7 @@ def key_of(model: nn.Module, rules: Rules, settings: Any, *others: Hashable) -> 
         json.dumps(_config_of(model), sort_keys=True, default=repr),
         json.dumps(named, sort_keys=True, default=repr),
         tuple((type(warper), _values_of(warper)) for warper in rules.warpers or ()),
-        (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()),
+        (matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()),
         others,
     )
 
