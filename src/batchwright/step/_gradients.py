@@ -125,6 +125,7 @@ class Gradients:
 
     def __init__(self, trained: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> None:
         self.trained = trained
+        self.others = others
         self._all = [*trained, *others]
         self._half = [parameter for parameter in trained if half_to_float(parameter.dtype) is not parameter.dtype]
         self._wide: dict[nn.Parameter, Tensor] = {}  # float32 sums of parameters in half precision

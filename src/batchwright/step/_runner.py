@@ -26,7 +26,7 @@ from .oom import Buffers, Snapshot, devices_of, does_not_fit, free_memory, is_ou
 from .report import MicroSums, Pending, Totals, is_on_host, power_of_two
 from .splitting import LogicalBatch, Part, cost_of, near_equal, split
 from .whole_batches._passes import AgainError, Passes, Turn
-from .whole_batches.loss import NUM_PIECES, WholeBatchLoss
+from .whole_batches.loss import NUM_PIECES, WholeBatchLoss, modules_of
 
 Parts: TypeAlias = Sequence[Part]
 _Failure: TypeAlias = tuple[float, Part]  # cost and examples of the micro-batch that did not fit
@@ -66,7 +66,7 @@ class Runner:
     def look_at_model(self) -> None:
         """Find the buffers and devices of the model; call it when the model has other parts than before."""
         self._devices = devices_of(self._ranks.module)
-        self._buffers = Buffers(self._ranks.module)
+        self._buffers = Buffers(self._ranks.module, *modules_of(self._settings.loss_fn))
         self._doubts = split_doubts(self._ranks.module)
 
     def snapshot(self) -> Snapshot:

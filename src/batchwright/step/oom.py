@@ -127,12 +127,15 @@ def _set_device_state(device: torch.device, state: Any) -> None:
 class Buffers:
     """Where the buffers of a module lie, without the walk through all its parts that ``module.buffers()`` makes.
 
+    Args:
+        modules: whose buffers these are.
+
     Attributes:
         places: a dictionary per part; it stays the same object when buffers are added or replaced.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        parts = list(module.modules())
+    def __init__(self, *modules: nn.Module) -> None:
+        parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
         self.places: list[dict[str, Tensor | None]] = [part._buffers for part in parts]
         self._parents = [(part._modules, tuple(part._modules.values())) for part in parts if part._modules]
 

@@ -19,6 +19,7 @@ from ..oom import Snapshot, does_not_fit, is_out_of_memory
 from ..report import MicroSums, Pending, Totals
 from ..splitting import LogicalBatch, Part
 from ._encodings import Kind, Piece, Rows, are_far, check_alike, fill, flatten, gather, join, rows_of, skeleton_of
+from ._guards import Nodes, have_changed, next_node, reaches, sample
 from .loss import WholeBatchLoss, num_processes
 
 _FINE, _AGAIN, _FAILED = 0, 1, 2  # how an attempt went on a rank
@@ -29,6 +30,15 @@ _OTHER_ROWS = (
 _OTHER_LOSS = (
     "the loss over all ranks differs between ranks, so it depends on more than the encodings; let encode return what "
     "belongs to the examples, such as labels, and let the loss use the same numbers on every rank"
+)
+
+_MOVES = (
+    "encode changes parameters that the optimizer does not train, such as those of a momentum encoder, and it runs "
+    "twice per micro-batch; change them once per update, before step(batch)"
+)
+_KEPT = (
+    "the loss uses what encode has computed and kept elsewhere, such as in an attribute of the model, which is that of "
+    "one micro-batch; let encode return it, with one row per example"
 )
 
 
@@ -54,6 +64,7 @@ class _Encoded(NamedTuple):
     have_graph: list[bool]  # which tensors depend on parameters, in any piece
     skeleton: Any
     before: Snapshot | None  # the state that the first pass began with, None where there is no second pass
+    nodes: Nodes  # that the first pass has made
 
 
 @final
@@ -129,7 +140,10 @@ class Passes:
         """
         logical, self.part = turn.logical, ()
         with self._meeting(logical, _OTHER_ROWS):
+            samples = [] if len(parts) == 1 else sample(turn.pending.gradients.others)
             encoded = self._encode_all(logical, parts)
+            if have_changed(samples):
+                raise ArgumentError(_MOVES)
             self._figures = (float(mark_of((encoded.kinds, encoded.have_graph))), 0.0)
         if not encoded.pieces:
             return
@@ -146,7 +160,7 @@ class Passes:
         is_whole = len(parts) == 1
         # In the order of the batch, which a list of examples was sorted out of.
         parts = [part if isinstance(part, range) else sorted(part) for part in parts]
-        before = None if is_whole else self._snapshot()
+        before, first_node = None if is_whole else self._snapshot(), next_node()
         taken = iter(logical.take_all(parts))
         pieces: list[Piece] = []
         skeleton = None
@@ -165,7 +179,8 @@ class Passes:
             raise ArgumentError("all rows of this rank are filler, and a loss over ranks needs an example of each")
         check_alike(pieces)
         have_graph = [any(column) for column in zip(*[piece.have_graph for piece in pieces], strict=True)]
-        return _Encoded(pieces, pieces[0].kinds if pieces else [], have_graph, skeleton, before)
+        nodes = Nodes(first_node, next_node())
+        return _Encoded(pieces, pieces[0].kinds if pieces else [], have_graph, skeleton, before, nodes)
 
     def _encode(self, micro_batch: Any, part: Part, random: Snapshot | None) -> tuple[Piece, Any] | None:
         """Return the encodings of a micro-batch, None if it is nothing but filler."""
@@ -201,7 +216,14 @@ class Passes:
         random = self._random() if self.is_together else None
         try:
             with self._settings.precision(self._device):
-                sums = MicroSums(self._loss.loss(fill(encoded.skeleton, leaves)))
+                # Copies, which the loss may change in place.
+                own = [leaf.clone() if leaf.requires_grad else leaf for leaf in leaves]
+                sums = MicroSums(self._loss.loss(fill(encoded.skeleton, own)))
+                del own
+            if any(leaf.grad is not None for leaf in leaves):
+                raise ArgumentError("the loss ran a backward pass of its own; return the loss, and Stepper does")
+            if reaches(sums.loss, encoded.nodes):
+                raise ArgumentError(_KEPT)
             if random is not None:
                 self._check_draws(random)
                 self._figures = (float(sums.loss.detach()), float(sums.weight))

@@ -74,6 +74,12 @@ class WholeBatchLoss:
         return self.loss(self.encode(model, batch))
 
 
+def modules_of(loss_fn: Any) -> list[nn.Module]:
+    """Return the modules that a ``WholeBatchLoss`` was made of; they may have buffers, such as a queue."""
+    parts = (loss_fn.encode, loss_fn.loss) if isinstance(loss_fn, WholeBatchLoss) else ()
+    return [part for part in parts if isinstance(part, nn.Module)]
+
+
 def num_processes() -> int:
     """Return how many processes torch knows of."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
