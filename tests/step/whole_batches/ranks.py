@@ -3,6 +3,7 @@
 import random
 import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from batchwright.errors import ArgumentError, BatchwrightError, DoesNotFitError
 from batchwright.step import Stepper, WholeBatchLoss
+from batchwright.step.whole_batches import _passes
 
 from ...processes import leave_group
 from .models import TwoTowers, clip_loss, cut, distance, encode, gradients_by_hand, make_batch
@@ -71,6 +73,26 @@ def check_random_failures(rank, world_size):
     print(f"rank {rank}: {ooms} ooms, worst {worst:.1e}")
     assert ooms > 0
     assert worst < 1e-11
+
+
+def check_memory_of_joining(rank, world_size):
+    """A rank whose encodings do not fit together at first leaves no other one waiting for them."""
+    fails, pack = [rank == world_size - 1], _passes.pack
+
+    def packed(tensors):
+        if fails and fails.pop():
+            raise torch.OutOfMemoryError("out of memory between the passes")
+        return pack(tensors)
+
+    model, ddp = make()
+    batch = joined(2, world_size)
+    expected, *_ = gradients_by_hand(model, clip_loss, batch, [list(range(len(batch["text"])))])
+    stepper = stepper_of(ddp, WholeBatchLoss(encode, clip_loss(model), over_ranks=True))
+    with mock.patch.object(_passes, "pack", packed):
+        stepper.accumulate(share(2, rank))
+    stepper.reduce()
+    assert distance(gradients_of(model), expected) < 1e-12
+    assert stepper.update().ooms == 1
 
 
 def raise_oom():
@@ -264,7 +286,7 @@ def main(rank, world_size, path):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
     checks = [check_random_failures, check_apart, check_dropout, check_types, check_accumulated, check_failures]
-    for check in [*checks, check_refusals, check_ranks_that_meet_in_forward]:
+    for check in [*checks, check_memory_of_joining, check_refusals, check_ranks_that_meet_in_forward]:
         check(rank, world_size)
     leave_group()
 

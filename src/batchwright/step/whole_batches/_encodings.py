@@ -142,9 +142,19 @@ def rows_of(tensor: Tensor, rows: Rows) -> Tensor:
     return tensor[rows] if isinstance(rows, slice) else tensor[rows.to(tensor.device)]
 
 
-def gather(tensors: Sequence[Tensor], ranks: Ranks) -> tuple[list[Tensor], int, int]:
-    """Return the rows of all ranks, in the order of the ranks, where those of this rank begin, and its number."""
-    packed = torch.cat([_as_bytes(tensor) for tensor in tensors], dim=1)
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Return all that a row holds as one row of bytes."""
+    return torch.cat([_as_bytes(tensor) for tensor in tensors], dim=1)
+
+
+def gather(tensors: Sequence[Tensor], packed: Tensor, ranks: Ranks) -> tuple[list[Tensor], int, int]:
+    """Return the rows of all ranks, in the order of the ranks, where those of this rank begin, and its number.
+
+    Args:
+        tensors: of this rank.
+        packed: the same as bytes.
+        ranks: who shares them.
+    """
     shares, rank = ranks.gather_rows(packed)
     whole = torch.cat(shares)
     widths = [_as_bytes(tensor[:1]).shape[1] for tensor in tensors]

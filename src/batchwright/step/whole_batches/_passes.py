@@ -18,7 +18,7 @@ from ..noise import Norms
 from ..oom import Snapshot, does_not_fit, is_out_of_memory
 from ..report import MicroSums, Pending, Totals
 from ..splitting import LogicalBatch, Part
-from ._encodings import Kind, Piece, Rows, are_far, check_alike, fill, flatten, gather, join, rows_of, skeleton_of
+from ._encodings import Kind, Piece, Rows, are_far, check_alike, fill, flatten, gather, join, pack, rows_of, skeleton_of
 from ._guards import Nodes, have_changed, next_node, reaches, sample
 from .loss import WholeBatchLoss, num_processes
 
@@ -65,6 +65,14 @@ class _Encoded(NamedTuple):
     skeleton: Any
     before: Snapshot | None  # the state that the first pass began with, None where there is no second pass
     nodes: Nodes  # that the first pass has made
+
+
+class _Joined(NamedTuple):
+    """The encodings of this rank in the order of the batch, where the rows of every piece stand, and what is sent."""
+
+    tensors: list[Tensor]
+    rows: list[Rows]
+    packed: Tensor | None
 
 
 @final
@@ -144,11 +152,14 @@ class Passes:
             encoded = self._encode_all(logical, parts)
             if have_changed(samples):
                 raise ArgumentError(_MOVES)
+            # Before ranks meet, as one that ran out of memory here would leave the others waiting for its encodings.
+            own = self._join(encoded) if encoded.pieces else None
             self._figures = (float(mark_of((encoded.kinds, encoded.have_graph))), 0.0)
-        if not encoded.pieces:
+        if own is None:
             return
         with self._meeting(logical, _OTHER_LOSS, tolerance=0.02):
-            leaves, rows = self._join(encoded)
+            leaves, rows = self._gather(encoded, own)
+            del own
             self._lose(encoded, leaves, turn, finish)
             self._run_back(logical, encoded, [leaf.grad for leaf in leaves], rows)
             if self.is_together and is_spoiled():
@@ -196,16 +207,21 @@ class Passes:
 
     # The loss
 
-    def _join(self, encoded: _Encoded) -> tuple[list[Tensor], list[Rows]]:
-        """Return the encodings of all examples as leaves, and where the rows of every piece of this rank stand."""
+    def _join(self, encoded: _Encoded) -> _Joined:
+        """Return the encodings of this rank in the order of the batch."""
         pieces = encoded.pieces
         if encoded.before is None:
             tensors: list[Tensor] = [tensor.detach() for tensor in pieces[0].tensors]
             rows: list[Rows] = [slice(0, len(tensors[0]))]
         else:
             tensors, rows = join(pieces)
-        if self.is_together:
-            tensors, start, rank = gather(tensors, self._ranks)
+        return _Joined(tensors, rows, pack(tensors) if self.is_together else None)
+
+    def _gather(self, encoded: _Encoded, own: _Joined) -> tuple[list[Tensor], list[Rows]]:
+        """Return the encodings of all examples as leaves, and where the rows of every piece of this rank stand."""
+        tensors, rows = own.tensors, own.rows
+        if own.packed is not None:
+            tensors, start, rank = gather(tensors, own.packed, self._ranks)
             rows = [_moved(one, start) for one in rows]
             self._is_other = rank > 0
         pairs = zip(tensors, encoded.have_graph, strict=True)
