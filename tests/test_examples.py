@@ -247,7 +247,7 @@ def test_batch_norm_with_frozen_statistics_is_exact_in_pieces_and_with_whole_one
     assert (frozen.warnings, whole.warnings) == ((), ())
     assert len(pieces.warnings) == 1
     assert "depend on the split" in pieces.warnings[0]
-    assert "micro-batches would change it; use a smaller logical batch" in refusal
+    assert "micro-batches would change it; use WholeBatchLoss(encode, loss), a smaller logical batch" in refusal
     assert all(result.accuracy > scratch + 0.05 for result in (frozen, whole, pieces))
     assert "without the first training" in capsys.readouterr().out
 
