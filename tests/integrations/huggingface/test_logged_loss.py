@@ -29,7 +29,7 @@ class Settings(TrainerCallback):
 def make(folder, broken, **options):
     """Return a trainer whose loss is not finite in some updates, and that notes what its ``training_step`` sees."""
 
-    class Broken(adaptive(Trainer)):
+    class Broken(Trainer):
         def training_step(self, *args, **kwargs):
             loss = super().training_step(*args, **kwargs) + broken.get(self.state.global_step, 0.0)
             self.noted = [*getattr(self, "noted", []), float(loss)]
@@ -60,6 +60,34 @@ def test_a_loss_that_is_not_finite_counts_as_the_mean_of_those_before(broken, tm
     assert sum(not math.isfinite(loss) for loss in trainer.noted) == len(broken)
     found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert found == pytest.approx(logged_by_hand(trainer.noted, 3), abs=1e-4)  # the trainer rounds what it logs
+
+
+def broken_step(trainer, model, inputs, num_items_in_batch=None):
+    loss = trainer.compute_loss(model.train(), trainer._prepare_inputs(dict(inputs)))
+    trainer.accelerator.backward(loss)
+    return loss.detach() + (math.nan if trainer.state.global_step == 1 else 0.0)
+
+
+OVERRIDES = {"a step": {"training_step": broken_step}, "operations": {"floating_point_ops": lambda trainer, inputs: 0}}
+
+
+@pytest.mark.parametrize("methods", OVERRIDES.values(), ids=OVERRIDES)
+@pytest.mark.parametrize("on_class", [True, False])
+def test_what_stands_above_the_adaptive_trainer_leaves_the_filter_to_the_trainer(methods, on_class, tmp_path):
+    class Broken(Trainer):
+        def training_step(self, *args, **kwargs):
+            return super().training_step(*args, **kwargs) + (math.nan if self.state.global_step == 1 else 0.0)
+
+    base = adaptive(Broken)
+    trainer_cls = type("Above", (base,), methods) if on_class else base
+    options = {"logging_steps": 3, "max_steps": 6, "eval_strategy": "no", "trainer_cls": trainer_cls}
+    trainer = make_trainer("llama", tmp_path, examples=numbered(24, causal=True), **options)[0]
+    for name, method in methods.items() if not on_class else ():
+        setattr(trainer, name, method.__get__(trainer))
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 2
+    assert all(map(math.isfinite, losses))
 
 
 def test_a_filter_that_was_switched_off_stays_off(tmp_path):

@@ -9,6 +9,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+# The trainer calls them before and after it adds a loss. With others in their place nobody would put the sum right.
+_CALLED = ("training_step", "floating_point_ops")
+_OURS, _THEIRS = f"{__package__}.trainer", "transformers.trainer"
+
 
 @final
 class LossFilter:
@@ -27,8 +31,7 @@ class LossFilter:
     def instead_of(self, trainer: Any) -> Iterator[None]:
         """Stand in for the trainer's own filter inside the context, if that is on."""
         args = trainer.args
-        # Releases that sum up losses in a local variable, which nobody else can put right, keep their own filter.
-        if not (args.logging_nan_inf_filter and isinstance(getattr(trainer, "_tr_loss", None), Tensor)):
+        if not (args.logging_nan_inf_filter and _can_follow(trainer)):
             yield
             return
         self._is_on, args.logging_nan_inf_filter = True, False
@@ -62,3 +65,10 @@ class LossFilter:
         num_updates = 1 + trainer.state.global_step - trainer._globalstep_last_logged  # as the trainer counts
         total = trainer._tr_loss
         total.copy_(torch.where(total.isfinite(), total, before + before / num_updates))
+
+
+def _can_follow(trainer: Any) -> bool:
+    """Say whether the loop is that of transformers, and calls our methods, not some above them."""
+    loops = {kind.__module__ for kind in type(trainer).__mro__ if "_run_epoch" in vars(kind)}
+    calls = {getattr(getattr(trainer, name), "__module__", None) for name in _CALLED}
+    return loops <= {_OURS, _THEIRS} and calls == {_OURS} and isinstance(getattr(trainer, "_tr_loss", None), Tensor)
