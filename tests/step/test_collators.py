@@ -67,6 +67,14 @@ def test_a_mask_of_the_examples_is_kept_and_none_can_be_asked_for():
     assert set(PadCollator(mask_field="mask")([{"input_ids": [5]}])) == {"input_ids", "mask"}
 
 
+def test_a_field_that_is_longer_than_its_axis_is_told_how_to_get_one():
+    examples = [{"input_ids": [5], "labels": [1, 2], "marks": [1, 0, 1]}]
+    with pytest.raises(ArgumentError, match=r"own, axis_fields=\('input_ids', 'labels'\)$"):
+        PadCollator()(examples)
+    with pytest.raises(ArgumentError, match=r"own, axis_fields=\(.*'marks'\), or put it on another one, same_axis="):
+        PadCollator(axis_fields=("input_ids", "labels"))(examples)
+
+
 def test_numbers_are_stacked():
     batch = PadCollator()([{"input_ids": [5], "label": 1, "weight": 0.5}, {"input_ids": [7], "label": 0, "weight": 1}])
     assert batch["label"].tolist() == [1, 0]
@@ -152,9 +160,11 @@ def test_settings_that_cannot_work_are_refused(options, message):
         PadCollator(**options)
 
 
-def test_one_axis_for_a_plan_with_two_is_refused():
-    sampler = bw.BatchSampler(PAIRS, bw.MaxTokens(400), grouping=bw.Buckets(3))
-    with pytest.raises(LengthsError, match="lengths must have 2 axes, as those of the plan have, got 1"):
+@pytest.mark.parametrize("grouping", [bw.Buckets(3), bw.WindowSort()], ids=["static shapes", "any shapes"])
+def test_one_axis_for_a_plan_with_two_is_refused(grouping):
+    sampler = bw.BatchSampler(PAIRS, bw.MaxTokens(400), grouping=grouping)
+    message = r"the plan has 2 lengths per example, but axis_fields names 1, .*axis_fields=\('input_ids', 'labels'\)"
+    with pytest.raises(LengthsError, match=message):
         PadCollator(pad_to=sampler.pad_to)([TOKENS])
 
 

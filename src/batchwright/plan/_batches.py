@@ -145,7 +145,8 @@ def _make_pad_to(problem: Problem, groups: Groups | None, settings: PlanSettings
         return PadTo(((capacity,),), tuple(problem.sizes(row).tolist()), multiple)
     catalogue = None if groups is None else groups.catalogue
     if catalogue is None:
-        return PadTo(multiple_of=multiple)
+        # One length may stand for several, such as the longer of two; several are of fields that are padded apart.
+        return PadTo(multiple_of=multiple, num_axes=problem.num_axes if problem.num_axes > 1 else None)
     return PadTo(tuple(map(tuple, catalogue.lengths.tolist())), tuple(catalogue.sizes.tolist()), multiple)
 
 

@@ -32,6 +32,7 @@ class PadTo:
         shapes: static lengths, one tuple of lengths per shape.
         sizes: items of a full batch of each.
         multiple_of: what padded lengths are a multiple of.
+        num_axes: lengths of an example; None takes any number, or that of the shapes.
 
     >>> PadTo(multiple_of=8)([3, 9])
     (16,)
@@ -44,6 +45,7 @@ class PadTo:
     shapes: tuple[tuple[int, ...], ...] = ()
     sizes: tuple[int, ...] = ()
     multiple_of: int = 1
+    num_axes: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.sizes, Collection) or not _are_rows(self.shapes):
@@ -57,6 +59,10 @@ class PadTo:
             raise ArgumentError(f"sizes must hold one number per shape, {len(shapes)}, got {len(sizes)}")
         if len(set(map(len, shapes))) > 1:
             raise ArgumentError(f"shapes must all have the same number of lengths, got {shapes}")
+        num_axes = None if self.num_axes is None else as_whole("num_axes", self.num_axes, least=1)
+        if shapes and num_axes not in (None, len(shapes[0])):
+            raise ArgumentError(f"num_axes must be that of the shapes, {len(shapes[0])}, or None, got {num_axes}")
+        object.__setattr__(self, "num_axes", len(shapes[0]) if shapes else num_axes)
         object.__setattr__(self, "shapes", shapes)
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "multiple_of", as_whole("multiple_of", self.multiple_of, least=1))
@@ -76,7 +82,7 @@ class PadTo:
         return np.array(shapes, dtype=np.int64), np.array(sizes, dtype=np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PadTo, (self.shapes, self.sizes, self.multiple_of)
+        return PadTo, (self.shapes, self.sizes, self.multiple_of, self.num_axes)
 
 
 def _are_rows(shapes: Any) -> bool:
@@ -95,13 +101,13 @@ def pad_batches(pad_to: PadTo, num_items: IntArray, longest: IntArray) -> IntArr
         longest: the longest length per axis in each, ``(M, axes)``.
     """
     padded = pad_up(longest.astype(np.int64), pad_to.multiple_of)
+    if pad_to.num_axes not in (None, padded.shape[1]):
+        raise LengthsError(
+            f"lengths must have {pad_to.num_axes} axes, as those of the plan have, got {padded.shape[1]}"
+        )
     if not pad_to.shapes:
         return padded
     shapes, sizes = pad_to._by_tokens
-    if shapes.shape[1] != padded.shape[1]:
-        raise LengthsError(
-            f"lengths must have {shapes.shape[1]} axes, as those of the plan have, got {padded.shape[1]}"
-        )
     step = max(1, _MAX_COMPARED // len(shapes))
     for start in range(0, len(padded), step):
         part = padded[start : start + step]

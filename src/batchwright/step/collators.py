@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._checks import as_flag
-from ..errors import ArgumentError
+from ..errors import ArgumentError, LengthsError
 from ..plan import PadTo
 from .filler import ROW_WEIGHT
 
@@ -88,6 +88,7 @@ class PadCollator:
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Return the tensors of a batch, by field."""
         self._check_fields(examples)
+        self._check_axes()
         lengths = np.array([[len(example[name]) for name in self.axis_fields] for example in examples])
         widths = self.pad_to(lengths)
         batch = {name: self._column(name, [example[name] for example in examples], widths) for name in examples[0]}
@@ -95,6 +96,15 @@ class PadCollator:
             real = torch.as_tensor(lengths[:, :1])
             batch[self.mask_field] = (torch.arange(widths[0]) < real).to(torch.int64)
         return self._filled(batch, len(examples), widths) if self.fill_rows else batch
+
+    def _check_axes(self) -> None:
+        """Refuse a plan of other axes than the fields have."""
+        num_axes = self.pad_to.num_axes if isinstance(self.pad_to, PadTo) else None
+        if num_axes not in (None, len(self.axis_fields)):
+            raise LengthsError(
+                f"the plan has {num_axes} lengths per example, but axis_fields names {len(self.axis_fields)}, "
+                f"{self.axis_fields}; name the field of each length, such as axis_fields=('input_ids', 'labels')"
+            )
 
     def _check_fields(self, examples: Sequence[Mapping[str, Any]]) -> None:
         if not examples:
@@ -130,9 +140,11 @@ class PadCollator:
         width = widths[self._axis(name)]
         longest = max(len(row) for row in rows)
         if longest > width:
+            own = f"axis_fields={(*self.axis_fields, name)!r}"
+            others = f", or put it on another one, same_axis={{{name!r}: …}}" if len(self.axis_fields) > 1 else ""
             raise ArgumentError(
-                f"field {name!r} has {longest} tokens but is padded to {width}; it follows axis {self._axis(name)} of "
-                f"{self.axis_fields}; put it on another axis with same_axis={{{name!r}: …}}"
+                f"field {name!r} has {longest} tokens but is padded to {width}, as it follows axis {self._axis(name)} "
+                f"of {self.axis_fields}; give it an axis of its own, {own}{others}"
             )
         # An empty row does not show its type; torch reads [] as floats.
         dtypes = [row.dtype for row in rows if len(row)] or [rows[0].dtype]

@@ -1,12 +1,19 @@
 """The lengths of examples: where they are read from, and how often."""
 
+import numpy as np
 import pytest
 import torch
+from datasets import IterableDataset
+from transformers import Trainer
 
+import batchwright as bw
 from batchwright.errors import LengthsError
+from batchwright.integrations.huggingface import adaptive
 from batchwright.integrations.huggingface._lengths import measure_examples
+from batchwright.step import PadCollator
+from batchwright.testing import EagerGraphs
 
-from .trainers import make_trainer, numbered
+from .trainers import make_args, make_model, make_trainer, numbered
 
 
 class Table:
@@ -102,3 +109,53 @@ def test_lengths_are_measured_once(tmp_path):
     after_one = examples.num_read
     trainer.train()
     assert examples.num_read - after_one == 24
+
+
+# Labels that have lengths of their own
+
+
+def pairs(num=60):
+    """Return examples whose labels are a quarter as long as the inputs."""
+    lengths = np.random.default_rng(0).integers(8, 40, num)
+    return [{"input_ids": [5] * int(n), "labels": [6] * (int(n) // 4)} for n in lengths]
+
+
+def train_on_pairs(folder, examples, **options):
+    """Return a trainer with a plain PadCollator, and the padded tokens of every forward pass."""
+    shapes, model = [], make_model("t5")
+
+    def note(part, given, named):
+        shapes.append((*named["input_ids"].shape, *(named["labels"].shape[1:] if "labels" in named else ())))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    args = make_args(folder, max_steps=4, per_device_eval_batch_size=4)
+    options = {"budget": bw.MaxTokens(256), "data_collator": PadCollator(), **options}
+    trainer = adaptive(Trainer)(model=model, args=args, train_dataset=examples, eval_dataset=examples, **options)
+    return trainer, shapes
+
+
+@pytest.mark.filterwarnings("ignore:steps run eagerly, without graphs. .* has hooks")  # those that note shapes
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_a_plain_pad_collator_keeps_the_budget_of_inputs_and_labels(tmp_path, graphs):
+    options = {"graphs": EagerGraphs(), "grouping": bw.Buckets(4)} if graphs else {}
+    trainer, shapes = train_on_pairs(tmp_path, pairs(), **options)
+    trainer.train()
+    assert shapes
+    assert all(num * (source + target) <= 256 and target < source for num, source, target in shapes)
+
+
+def test_a_plain_pad_collator_pads_the_labels_of_a_stream_and_of_evaluation_apart(tmp_path):
+    trainer, shapes = train_on_pairs(tmp_path, pairs())
+    trainer.evaluate()
+    assert shapes
+    assert all(target < source for _, source, target in shapes)
+    stream, shapes = train_on_pairs(tmp_path, IterableDataset.from_generator(pairs))
+    stream.train()
+    assert all(num * (source + target) <= 256 and target < source for num, source, target in shapes)
+
+
+def test_a_plain_pad_collator_still_predicts_examples_without_labels(tmp_path):
+    trainer, _ = train_on_pairs(tmp_path, pairs())
+    trainer.train()
+    found = trainer.predict([{"input_ids": example["input_ids"], "decoder_input_ids": [0]} for example in pairs(6)])
+    assert found.label_ids is None

@@ -23,6 +23,7 @@ from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
 from ...plan.sampler.stream import AsGiven
 from ...step.calibration.found import FoundBudget
+from ...step.collators import PadCollator
 from ...step.oom import free_memory, is_out_of_memory
 from .._devices import Devices
 from .._failures import raise_together
@@ -30,7 +31,7 @@ from .._ranked import is_stream, loader_options
 from ._batches import BatchSource, PlannedBatches, ResizableBatches
 from ._drawing import DECIDES, SeededData, SeededItems
 from ._graphs import TrainerGraphs
-from ._lengths import LengthCache, is_flat, pad_multiple_of
+from ._lengths import LengthCache, has_decoder, is_flat, pad_multiple_of, tell_label_axis
 from ._packing import Packing, check_collator, choose_packing
 from ._settings import STREAM_OPTIONS, Settings
 from ._streams import StreamBatches, make_batches
@@ -94,8 +95,12 @@ class TrainingData:
         if is_stream(dataset):
             shared = {"devices": devices, "model": model, "pad_multiple_of": multiple}
             self.batches = make_batches(dataset, self._settings, options=options, **shared)
+            tell_label_axis(base, 1 + has_decoder(model))
             return TrainLoader(base, self.batches, seed=seed)
         lengths = self.lengths(dataset, args, model, collator)
+        if isinstance(collator, PadCollator):
+            tell_label_axis(base, lengths.shape[1])
+            collator = getattr(base.collate_fn, "data_collator", base.collate_fn)
         collate = self._pack(base, lengths, collator, model, devices, has_own_loss=has_own_loss)
         make = self._planned if self._settings.controller is None else self._resizable
         self.batches = make(lengths, args, multiple, options)

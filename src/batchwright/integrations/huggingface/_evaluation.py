@@ -30,7 +30,7 @@ from .._inputs import Rows, Sequences, Whole, num_rows
 from .._ranked import loader_options
 from .._safe_steps import does_not_fit
 from ._data import TwiceCollated
-from ._lengths import LengthCache, pad_multiple_of
+from ._lengths import LengthCache, pad_multiple_of, tell_label_axis
 from ._sentences import reads_texts
 from ._settings import Settings
 from ._weights import LossWeights, TrainerLoss, row_key
@@ -96,6 +96,7 @@ class Evaluation:
         except (LengthsError, TypeError) as error:
             logger.info("Evaluation is left to the trainer: %s", error)
             return base
+        tell_label_axis(base, lengths.shape[1])
         multiple = pad_multiple_of(collator)
         plan = plan_evaluation(
             lengths,

@@ -26,6 +26,7 @@ from .._devices import Devices, is_divided
 from .._graphs import Choice, check_graphs, refuse_graphs, why_no_catalogue
 from .._ranked import is_stream
 from .._safe_steps import Replay
+from ._lengths import with_collator
 from ._weights import UpdateWeight
 
 # Optimizers that update inside the backward pass, which a replay would not run.
@@ -311,15 +312,6 @@ def _is_of_decoder(name: str) -> bool:
 def _at_multiple(collator: Any, width: int) -> Any:
     twin = copy.copy(collator)
     setattr(twin, _MULTIPLE, width)
-    return twin
-
-
-def with_collator(collate: Any, collator: Any, other: Any) -> Callable[[list[Any]], Any]:
-    """Return what the loader calls with another collator inside."""
-    if collate is collator:
-        return other
-    twin = copy.copy(collate)  # the trainer's own, which removes columns that the model does not take
-    twin.data_collator = other
     return twin
 
 

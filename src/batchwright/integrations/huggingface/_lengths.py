@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -12,6 +14,7 @@ from ..._lengths import as_lengths
 from ..._progress import progress
 from ..._types import IntArray
 from ...errors import LengthsError
+from ...step.collators import PadCollator
 from ._sentences import measure_texts, reads_texts
 
 _SOURCE, _TARGET = "input_ids", "labels"
@@ -51,7 +54,7 @@ class LengthCache:
             lengths = measure_examples(
                 dataset,
                 length_column=args.length_column_name,
-                has_decoder=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
+                has_decoder=has_decoder(model),
                 show_progress=shows,
             )
         lengths = as_lengths(lengths)
@@ -133,6 +136,32 @@ def pad_multiple_of(collator: Any) -> int:
     """Return the multiple that a collator pads lengths to, 1 if it has none."""
     own = getattr(collator, "pad_to", None)  # of a PadCollator
     return int(getattr(collator, "pad_to_multiple_of", None) or getattr(own, "multiple_of", None) or 1)
+
+
+def has_decoder(model: Any) -> bool:
+    """Say whether a model pads labels apart from the inputs."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def tell_label_axis(loader: Any, num_axes: int) -> None:
+    """Let a plain ``PadCollator`` of a loader pad labels to their own length, if the plan counts them so.
+
+    By itself it pads them as widely as the inputs, and batches would exceed the budget.
+    """
+    collate = loader.collate_fn
+    inner = getattr(collate, "data_collator", collate)
+    is_usual = isinstance(inner, PadCollator) and inner.axis_fields == (_SOURCE,) and _TARGET not in inner.same_axis
+    if num_axes == 2 and is_usual:
+        loader.collate_fn = with_collator(collate, inner, replace(inner, axis_fields=(_SOURCE, _TARGET)))
+
+
+def with_collator(collate: Any, collator: Any, other: Any) -> Callable[[list[Any]], Any]:
+    """Return what a loader calls with another collator inside."""
+    if collate is collator:
+        return other
+    twin = copy.copy(collate)  # the trainer's own, which removes columns that the model does not take
+    twin.data_collator = other
+    return twin
 
 
 def is_flat(collator: Any) -> bool:

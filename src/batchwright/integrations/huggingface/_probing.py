@@ -35,7 +35,7 @@ from .._safe_steps import trained_parameters
 from ._batches import Counted, Received
 from ._data import ExampleLists, TwiceCollated
 from ._key import key_of
-from ._lengths import pad_multiple_of
+from ._lengths import pad_multiple_of, tell_label_axis
 from ._settings import Settings
 from ._streams import first_buffer
 from .callbacks import Batching
@@ -68,6 +68,7 @@ def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: Budge
     examples = base.dataset
     if lengths is None:
         examples, lengths = first_buffer(trainer.train_dataset, settings, Devices.of(trainer), trainer.model)
+    tell_label_axis(base, lengths.shape[1])
     lengths = pad_up(lengths, pad_multiple_of(trainer.data_collator))
     accumulates = settings.controller is not None or args.gradient_accumulation_steps > 1
     reserved = _bytes_of_ranks(trainer)

@@ -24,7 +24,7 @@ from .._devices import Devices
 from .._failures import raise_together
 from .._ranked import Meeting, is_stream
 from ._batches import BatchSource, Item
-from ._lengths import StreamLengths
+from ._lengths import StreamLengths, has_decoder
 from ._settings import Settings
 
 # Options of a plan that need the whole epoch.
@@ -181,8 +181,7 @@ def _apart(dataset: Any) -> Iterable[Any]:
 
 
 def _lengths_for(args: Any, model: Any) -> StreamLengths:
-    has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    return StreamLengths(args.length_column_name, has_decoder=has_decoder)
+    return StreamLengths(args.length_column_name, has_decoder=has_decoder(model))
 
 
 def _own_copy(dataset: Any, *, always: bool = False) -> Any:
