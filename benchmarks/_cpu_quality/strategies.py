@@ -135,10 +135,10 @@ class Strategy:
         design = self._design
         if self._budget is None or not self._budget.allows(design.num_batches, design.factors):
             return 0.0
-        began, before = clock.seconds, self.size
+        began, before = clock.stopwatch, self.size
         work = experiment(self.controller, stepper, take, clock.time_of, design)
         clock.passed(passes=work["passes"], examples=work["examples"])
-        took, counts = clock.seconds - began, {"num_batches": design.num_batches, "factors": design.factors}
+        took, counts = clock.stopwatch - began, {"num_batches": design.num_batches, "factors": design.factors}
         self._budget = self._budget.after_experiment(took, **counts, has_grown=self.size > before)
         return took
 

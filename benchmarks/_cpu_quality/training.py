@@ -77,14 +77,14 @@ def run(unit: Unit, scale: float = 1.0) -> Row:
     clock.start()
     while (began := clock.seconds) < seconds:
         extra += strategy.experiment(stepper, take, clock)
-        began = clock.seconds
+        began, read = clock.seconds, clock.stopwatch
         size = strategy.size
         for group in optimizer.param_groups:
             group["lr"] = task.lr * strategy.rate(began / seconds)
         report = stepper.step(data.batch(stream.take(size)))
         clock.passed(passes=report.num_micro_batches, examples=size)
         now = clock.seconds
-        strategy.after(report, seconds=now - began, gone=now / seconds)
+        strategy.after(report, seconds=clock.stopwatch - read, gone=now / seconds)
         updates, examples = updates + 1, examples + size
         running, weighted = running + now - began, weighted + size * (now - began)
         if strategy.size != changes[-1][1]:

@@ -82,6 +82,40 @@ def test_the_processors_clock_stands_still_in_a_pause(part):
     assert clock.seconds == gone >= 0.01
 
 
+def test_the_processors_clock_counts_at_the_stated_speed_whatever_else_runs_there(part):
+    clocks = part("clocks")
+    now, took = [0.0], [clocks.NOMINAL_SECONDS]
+    clock = clocks.CpuClock(lambda: took[0], lambda: now[0])
+    clock.start()
+    now[0] += 1.0
+    clock.passed(passes=1, examples=1)
+    assert clock.seconds == clock.stopwatch == pytest.approx(1.0)
+    took[0] *= 2  # the machine is half as fast from here on; the median of nine follows after five looks
+    for _ in range(5):
+        now[0] += 0.2
+        clock.passed(passes=1, examples=1)
+    before = clock.seconds
+    now[0] += 1.0
+    assert clock.seconds - before == pytest.approx(0.5)
+    assert clock.stopwatch == pytest.approx(3.0)
+
+
+def test_the_time_of_looking_how_fast_the_processor_is_does_not_count(part):
+    clocks, now = part("clocks"), [0.0]
+
+    def reference():
+        now[0] += 7.0
+        return clocks.NOMINAL_SECONDS
+
+    clock = clocks.CpuClock(reference, lambda: now[0])
+    clock.start()
+    now[0] += 1.0
+    clock.passed(passes=1, examples=1)
+    now[0] += 1.0
+    clock.pause()
+    assert clock.seconds == clock.stopwatch == pytest.approx(2.0)
+
+
 # Strategies
 
 
