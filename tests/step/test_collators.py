@@ -134,7 +134,7 @@ TOKENS = {"input_ids": [5, 6]}
         ([{"tokens": [5]}], r"have the fields \['tokens'\], not \['input_ids'\]; turn texts into token ids first, or"),
         ([TOKENS, {**TOKENS, "labels": [1]}], r"example 0 has \['input_ids'\] and example 1 has \['input_ids', 'lab"),
         ([{**TOKENS, "labels": [1]}, TOKENS], "examples of a batch need the same fields"),
-        ([{**TOKENS, "labels": [1, 2, 3]}], r"'labels' has 3 tokens but is padded to 2; .* same_axis={'labels': …}"),
+        ([{**TOKENS, "labels": [1, 2, 3]}], r"'labels' has 3 tokens but is padded to 2, .* axis_fields="),
         ([{**TOKENS, "text": "ab"}], "field 'text' cannot become a tensor: .*; leave it out"),
         ([{**TOKENS, "labels": None}], "field 'labels' cannot become a tensor"),
         ([{"input_ids": []}], "lengths must be 1 or more"),
