@@ -263,6 +263,16 @@ def test_a_loss_that_draws_numbers_or_compares_examples_is_judged_by_its_graph()
     refused(encode, make_batch())
 
 
+@pytest.mark.parametrize("loss", ["averaged over classes", "averaged over classes by Einstein", "of expanded numbers"])
+@pytest.mark.parametrize("noise_from", ["all", "vectors"])
+def test_where_noise_is_measured_no_sum_is_refused(loss, noise_from):
+    model = Model().double()
+    options = {"measure_noise": True, "noise_from": noise_from}
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), steps(SUMS[loss]), **options)
+    assert stepper.step(make_batch()).weight == NUM
+    refused(steps(MEANS["of torch"]), make_batch(), **options)
+
+
 def test_a_doubt_disturbs_nothing():
     """Random state, buffers, modes and attributes are those of a loop by hand, and so is the batch."""
 

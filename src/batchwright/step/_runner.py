@@ -17,7 +17,7 @@ from ..plan import PadTo
 from ._copies import Copied
 from ._means import MeanCheck
 from ._settings import Settings
-from .filler import ROW_WEIGHT, Filler, count_rows
+from .filler import ROW_WEIGHT, Filler, count_rows, required
 from .graphs.graphed import Graphs
 from .losses import needs_whole_batch
 from .memory.budget_tracker import Feedback
@@ -285,7 +285,7 @@ class Runner:
     def _counted(self, micro_batch: Any, num: int, *, is_cut: bool) -> tuple[Any, tuple[int | Copied, int]]:
         """Return a micro-batch, perhaps without its filler rows, and how many examples and rows it has."""
         if not (isinstance(micro_batch, Mapping) and ROW_WEIGHT in micro_batch):
-            return micro_batch, (num, num)
+            return required(micro_batch), (num, num)
         self._has_weights = True
         # After memory ran out, filler would make small pieces as large as those that failed.
         must_be_cut = is_cut or math.isfinite(self.limit.ceiling) or not self._ranks.can_retry

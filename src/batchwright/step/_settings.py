@@ -38,7 +38,9 @@ _TIMES, _OVER = ("MulBackward0", "MulBackward1"), ("DivBackward0", "DivBackward1
 _MEANS, _SUMS = ("MeanBackward0", "MeanBackward1"), ("SumBackward0", "SumBackward1")
 _COMPILED = "CompiledFunction"  # examples of other shapes would be compiled first
 # A mean over what these have made may be one over heads or features, whose examples are summed already.
-_MAY_HOLD_SUMS = (*_SUMS, "StackBackward0", "CatBackward0")
+_MAY_HOLD_SUMS = frozenset(
+    [*_SUMS, "StackBackward0", "CatBackward0", "ExpandBackward0", "MvBackward0", "BmmBackward0", "IndexAddBackward0"]
+)
 _MEAN = 1  # what losses of torch note of reduction="mean"
 _MOST_NODES = 24  # that are looked at
 
