@@ -16,8 +16,8 @@ from ..errors import ArgumentError, DoesNotFitError
 from ..plan import PadTo
 from ._copies import Copied
 from ._means import MeanCheck
-from ._settings import Settings
-from .filler import ROW_WEIGHT, Filler, count_rows, required
+from ._settings import Settings, required
+from .filler import ROW_WEIGHT, Filler, count_rows
 from .graphs.graphed import Graphs
 from .losses import needs_whole_batch
 from .memory.budget_tracker import Feedback

@@ -239,6 +239,15 @@ def wrap_batch(
         return WholeBatch(batch, error, lengths=lengths, trim=trim)
 
 
+def required(micro_batch: Any) -> Any:
+    """Return a micro-batch, and refuse None in its place: its examples would be left out without a word."""
+    if micro_batch is None:
+        raise ArgumentError(
+            "a micro-batch is None; let collate or trim return one, and leave examples that are broken out of the batch"
+        )
+    return micro_batch
+
+
 def doubt_of(loss: Tensor, weight: float | None) -> Doubt | None:
     """Say what the graph of a loss lets one suspect; None if nothing in it looks like a mean over examples.
 

@@ -64,15 +64,6 @@ def count_rows(batch: Any, num_examples: int) -> tuple[Count, int]:
     return Copied(num) if num.is_cuda else int(num), len(weights)
 
 
-def required(micro_batch: Any) -> Any:
-    """Return a micro-batch, and refuse None in its place: its examples would be left out without a word."""
-    if micro_batch is None:
-        raise ArgumentError(
-            "a micro-batch is None; let collate or trim return one, and leave examples that are broken out of the batch"
-        )
-    return micro_batch
-
-
 @final
 class Filler:
     """Knows whether the loss leaves filler rows out; if it does not, they are cut off.
