@@ -187,6 +187,52 @@ def test_a_second_total_weight_within_an_update_is_refused():
         stepper.accumulate(torch.ones(2, 1), total_weight=8.0)
 
 
+def test_a_total_weight_is_the_number_that_came_even_if_its_tensor_changes():
+    """A tensor that a trainer counts on in changed the weight of an update that was begun."""
+    model, twin = make_linear(), make_linear()
+    total = torch.tensor(4.0)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), squares)
+    stepper.accumulate(torch.ones(2, 4).double(), total_weight=total)
+    total.fill_(8.0)
+    with pytest.raises(ArgumentError, match=r"total_weight is 8.0, but an earlier accumulate .* had 4.0"):
+        stepper.accumulate(torch.ones(2, 4).double(), total_weight=total)
+    stepper.accumulate(torch.ones(2, 4).double(), total_weight=4)
+    stepper.update()
+    right = Stepper(twin, torch.optim.SGD(twin.parameters(), lr=0.1), squares)
+    right.step(torch.ones(4, 4).double())
+    torch.testing.assert_close(model.weight, twin.weight)
+
+
+@pytest.mark.parametrize("weight", ["4", [4], None, torch.ones(2), 4j])
+def test_weights_that_are_no_numbers_are_refused(weight):
+    model = make_linear()
+    x, optimizer = torch.ones(2, 4).double(), torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match=r"weight_of\(batch\) must be a single number, .* got"):
+        Stepper(model, optimizer, squares, weight_of=lambda batch: weight).step(x)
+    if weight is not None:
+        with pytest.raises(ArgumentError, match=r"total_weight must be a single number, .* got"):
+            Stepper(model, optimizer, squares).accumulate(x, total_weight=weight)
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("where", ["collate", "trim"])
+def test_no_micro_batch_is_left_out_because_it_is_none(where):
+    """Examples whose micro-batch was None were not trained, and nobody said so."""
+
+    def some(x):
+        return None if x[0, 0] > 2 else x
+
+    functions = {"collate": lambda rows: some(torch.stack(rows)), "trim": some}
+    model = make_linear()
+    x = torch.arange(1.0, 5.0).double()[:, None].expand(4, 4)
+    stepper = Stepper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), squares, micro_batch=2, **{where: functions[where]}
+    )
+    with pytest.raises(ArgumentError, match="a micro-batch is None; let collate or trim return one"):
+        stepper.step(list(x) if where == "collate" else x)
+    assert model.weight.grad is None
+
+
 # Gradients of somebody else
 
 

@@ -214,6 +214,8 @@ def what_differs_between_ranks(rank, world_size):
 
     stepper = stepper_of(make_model())
     refused(lambda: stepper.accumulate(make_ids(rank), total_weight=8.0 + rank), "total_weight differs between ranks")
+    stepper.accumulate(make_ids(rank), total_weight=torch.tensor(8.0) if rank else 8)  # no other number
+    stepper.abandon()
     stepper = stepper_of(make_model(), order=1 if rank else -1)
     refused(lambda: stepper.step(make_ids(rank)), "the optimizer trains other parameters on other ranks")
     hooked = make_model()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from .._checks import is_number
 from .._ranks import Ranks, mark_of
 from ..errors import ArgumentError
 from ._gradients import Trained, attempt
@@ -88,6 +91,8 @@ class Gatherer:
     def _add(self, batch: Any, total_weight: float | None) -> None:
         snapshot = self.runner.snapshot()
         prepared, error = attempt(lambda: self._prepare(batch, total_weight))
+        if prepared is not None:
+            total_weight = prepared.total_weight  # a tensor may change later, and names its device
         opened: _Opened | None = None
         totals: Totals | None = None
         is_run = False
@@ -96,7 +101,7 @@ class Gatherer:
                 (is_same,) = self._ranks.agree(error, self.device, marks=[mark_of(total_weight)])
                 self._check_total(is_same)
             if prepared is not None:
-                opened, error = attempt(lambda: self._open(prepared, total_weight))
+                opened, error = attempt(lambda: self._open(prepared))
             passes = self.runner.passes
             if passes is not None and passes.is_together:  # likewise
                 (is_same,) = self._ranks.agree(error, self.device, marks=[mark_of(total_weight)])
@@ -156,7 +161,7 @@ class Gatherer:
         if pending is not None and pending.stage != "gathered":
             raise ArgumentError("the gradient was reduced already; call update() before the next accumulate(batch)")
         if total_weight is not None:
-            total_weight = check_weight(float(total_weight))
+            total_weight = check_weight(_as_weight("total_weight", total_weight))
         if pending is not None and pending.total_weight != total_weight:
             raise ArgumentError(
                 f"total_weight is {total_weight}, but an earlier accumulate of the same update had "
@@ -172,8 +177,9 @@ class Gatherer:
         logical = self._settings.wrap(batch)
         if self._ranks.meet_in_forward:
             self.runner.cut(logical, None)
-        asked = None if self._settings.weight_of is None else float(self._settings.weight_of(batch))
-        return _Prepared(logical, asked, self._settings.count_tokens(batch, logical))
+        weight_of = self._settings.weight_of
+        asked = None if weight_of is None else _as_weight("weight_of(batch)", weight_of(batch))
+        return _Prepared(logical, asked, self._settings.count_tokens(batch, logical), total_weight)
 
     def check_same_parameters(self) -> None:
         """Refuse to go on with an update after the optimizer was given other parameters."""
@@ -183,7 +189,7 @@ class Gatherer:
                 "or call abandon() first"
             )
 
-    def _open(self, prepared: _Prepared, total_weight: float | None) -> _Opened:
+    def _open(self, prepared: _Prepared) -> _Opened:
         """Begin an update, or take the gradients of the one that runs aside."""
         pending = self.pending
         asked_before = None if pending is None else pending.asked_weight
@@ -195,7 +201,7 @@ class Gatherer:
             is_due = self.meter is not None and rest == 0
             is_cut = self.meter is not None and is_due and self.meter.begin(index)
             lap = None if self.start_lap is None else self.start_lap()
-            pending = Pending(gradients, self.clock(), lap, total_weight, is_measured=is_due)
+            pending = Pending(gradients, self.clock(), lap, prepared.total_weight, is_measured=is_due)
             pending.noise_seed = self.num_updates if is_cut else None
             pending.num_compiled_before = num_compilations()
             if self._memory is not None and self._feedback is None:
@@ -319,6 +325,16 @@ class _Prepared(NamedTuple):
     logical: LogicalBatch
     asked: float | None  # what weight_of counted
     num_tokens: int | None
+    total_weight: float | None  # as a plain number
+
+
+def _as_weight(name: str, value: Any) -> float:
+    """Return a weight that was counted before a batch runs, as a plain number."""
+    found = value.item() if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) == 1 else value
+    if not (is_number(found) or isinstance(found, bool)):
+        what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor | np.ndarray) else repr(value)
+        raise ArgumentError(f"{name} must be a single number, the examples or tokens that count, got {what}")
+    return float(found)
 
 
 class _Opened(NamedTuple):

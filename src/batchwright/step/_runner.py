@@ -15,7 +15,8 @@ from .._ranks import Ranks
 from ..errors import ArgumentError, DoesNotFitError
 from ..plan import PadTo
 from ._copies import Copied
-from ._settings import Settings
+from ._means import MeanCheck
+from ._settings import Settings, required
 from .filler import ROW_WEIGHT, Filler, count_rows
 from .graphs.graphed import Graphs
 from .losses import needs_whole_batch
@@ -59,6 +60,8 @@ class Runner:
         is_half = settings.autocast is not None
         self._filler = Filler(self._forward, ranks.module, lambda: self.snapshot().restore, is_half=is_half)
         self.look_at_model()
+        can_try = ranks.world_size == 1 and not self._compares
+        self._means = MeanCheck(self._forward, ranks.module, is_half=is_half, can_try=can_try)
         self.passes: Passes | None = None
         if isinstance(settings.loss_fn, WholeBatchLoss):
             self.passes = Passes(settings, ranks, device, self.snapshot, lambda: Snapshot(None, self._devices))
@@ -282,7 +285,7 @@ class Runner:
     def _counted(self, micro_batch: Any, num: int, *, is_cut: bool) -> tuple[Any, tuple[int | Copied, int]]:
         """Return a micro-batch, perhaps without its filler rows, and how many examples and rows it has."""
         if not (isinstance(micro_batch, Mapping) and ROW_WEIGHT in micro_batch):
-            return micro_batch, (num, num)
+            return required(micro_batch), (num, num)
         self._has_weights = True
         # After memory ran out, filler would make small pieces as large as those that failed.
         must_be_cut = is_cut or math.isfinite(self.limit.ceiling) or not self._ranks.can_retry
@@ -294,6 +297,8 @@ class Runner:
         part, logical, pending, totals, norms = turn
         if totals.num_micro_batches == 0 and pending.gradients.has_any:
             raise ArgumentError("loss_fn ran a backward pass of its own; return the loss, and Stepper does")
+        if sums.doubt is not None:
+            self._means.check(sums, part, logical, can_try=norms is None)
         is_left_out = sums.is_empty or (sums.is_doubtful and pending.leaves_out)
         if not is_left_out or self._ranks.is_sharded:
             divisor = self._divisor(pending, sums.weight, len(part), logical.num_examples)

@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from .._checks import as_number, as_whole, check_choice, has_size, is_number, read_size
 from .._containers import fields_of
@@ -26,9 +27,22 @@ from .splitting import CustomBatch, ExampleBatch, LogicalBatch, SplitFunction, T
 from .whole_batches.loss import WholeBatchLoss
 
 _ITEMS = MaxItems(1)
-# Nodes of autograd that leave a number as it is, and what losses of torch note of reduction="mean".
-_SAME_NUMBER = ("ToCopyBackward0", "ViewBackward0", "ReshapeAliasBackward0", "CloneBackward0", "SqueezeBackward0")
-_MEAN = 1
+# "likely": the loss itself is a mean. "perhaps": a part of it is one, or it is divided by the weight.
+Doubt: TypeAlias = Literal["likely", "perhaps"]
+
+# Nodes of autograd that leave a number as it is, and those that join two numbers.
+_SAME: tuple[str, ...] = ("ToCopyBackward0", "ViewBackward0", "ReshapeAliasBackward0", "CloneBackward0", "NegBackward0")
+_SAME += ("SqueezeBackward0", "SqueezeBackward1")
+_JOINS = ("AddBackward0", "SubBackward0")
+_TIMES, _OVER = ("MulBackward0", "MulBackward1"), ("DivBackward0", "DivBackward1")
+_MEANS, _SUMS = ("MeanBackward0", "MeanBackward1"), ("SumBackward0", "SumBackward1")
+_COMPILED = "CompiledFunction"  # examples of other shapes would be compiled first
+# A mean over what these have made may be one over heads or features, whose examples are summed already.
+_MAY_HOLD_SUMS = frozenset(
+    [*_SUMS, "StackBackward0", "CatBackward0", "ExpandBackward0", "MvBackward0", "BmmBackward0", "IndexAddBackward0"]
+)
+_MEAN = 1  # what losses of torch note of reduction="mean"
+_MOST_NODES = 24  # that are looked at
 
 
 @final
@@ -225,17 +239,94 @@ def wrap_batch(
         return WholeBatch(batch, error, lengths=lengths, trim=trim)
 
 
-def is_mean(loss: Tensor) -> bool:
-    """Say whether a loss is a mean, as its graph shows: of ``reduction="mean"``, or of more numbers than one.
+def required(micro_batch: Any) -> Any:
+    """Return a micro-batch, and refuse None in its place: its examples would be left out without a word."""
+    if micro_batch is None:
+        raise ArgumentError(
+            "a micro-batch is None; let collate or trim return one, and leave examples that are broken out of the batch"
+        )
+    return micro_batch
+
+
+def doubt_of(loss: Tensor, weight: float | None) -> Doubt | None:
+    """Say what the graph of a loss lets one suspect; None if nothing in it looks like a mean over examples.
+
+    Args:
+        loss: a single number.
+        weight: what it is said to sum over; None if that lies on a device.
 
     >>> from torch.nn import functional as F
-    >>> logits = torch.zeros(4, 2, requires_grad=True)
-    >>> is_mean(F.cross_entropy(logits, torch.ones(4).long())), is_mean(logits.mean()), is_mean(logits.sum())
-    (True, True, False)
+    >>> logits, labels = torch.zeros(4, 2, requires_grad=True), torch.ones(4).long()
+    >>> doubt_of(F.cross_entropy(logits, labels), 4), doubt_of(logits.sum() / 4, 4)
+    ('likely', 'perhaps')
+    >>> doubt_of(logits.sum() / 2, 4), doubt_of(logits.mean() * 4, 4)  # a mean times its number is a sum
+    (None, None)
     """
-    node = loss.grad_fn
-    while node is not None and node.name() in _SAME_NUMBER:
-        node = node.next_functions[0][0]
-    if node is not None and node.name() == "MeanBackward0":
-        return bool(node._saved_self_sym_numel > 1)  # type: ignore[attr-defined]
+    waiting: list[tuple[Any, bool]] = [(loss.grad_fn, True)]
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            return None
+        node, is_whole = waiting.pop()
+        if node is None:
+            continue
+        name, children = node.name(), [child for child, _ in node.next_functions]
+        if name in _SAME:
+            waiting.append((children[0], is_whole))
+        elif name in _JOINS:
+            waiting += [(child, False) for child in children]
+        elif name in (*_TIMES, *_OVER):
+            factor = _factor_of(node, is_product=name in _TIMES)
+            if factor is None or _are_equal(1 / factor if factor else 0.0, weight):
+                return "perhaps"
+            if not _are_equal(factor, weight):
+                waiting += [(child, False) for child in children]
+        elif _is_mean(node, name):
+            may_hold_sums = name in _MEANS and children[0] is not None and children[0].name() in _MAY_HOLD_SUMS
+            return "likely" if is_whole and not may_hold_sums else "perhaps"
+        elif (name in _SUMS and _is_over_rows(children[0])) or _is_opaque(node, name):
+            return "perhaps"
+    return None
+
+
+def _are_equal(number: float, weight: float | None) -> bool:
+    """Say whether a number other than 1 is the weight."""
+    return weight is not None and weight != 1 and math.isclose(number, weight, rel_tol=1e-6)
+
+
+def _is_opaque(node: Any, name: str) -> bool:
+    """Say whether a node is a function of Python, whose graph shows nothing."""
+    return isinstance(node, BackwardCFunction) and not name.startswith(_COMPILED)
+
+
+def _factor_of(node: Any, *, is_product: bool) -> float | None:
+    """Return what a number is multiplied by, 1 for another part of the graph; None if it lies on a device."""
+    if sum(child is not None for child, _ in node.next_functions) != 1:
+        return 1.0
+    found = getattr(node, "_saved_other", None)
+    found = getattr(node, "_saved_self", None) if found is None else found
+    if isinstance(found, Tensor) and (found.numel() != 1 or found.is_meta):
+        return 1.0
+    if isinstance(found, Tensor) and not found.is_cpu:
+        return 1.0 if is_product else None
+    try:
+        value = 1.0 if found is None else float(found)
+    except (TypeError, ValueError):  # complex, or a symbol
+        return 1.0
+    return value if is_product else math.inf if value == 0 else 1 / value
+
+
+def _is_mean(node: Any, name: str) -> bool:
+    """Say whether a node takes the mean of more numbers than one."""
+    if name in _MEANS:
+        return bool(node._saved_self_sym_numel > 1)
     return getattr(node, "_saved_reduction", None) == _MEAN
+
+
+def _is_over_rows(node: Any) -> bool:
+    """Say whether a node takes the mean over the first axis, and leaves others."""
+    if node is None or node.name() != "MeanBackward1":
+        return False
+    num_axes = len(node._saved_self_sym_sizes)
+    # Negative axes are noted as unsigned numbers of 64 bits.
+    axes = {(axis - 2**64 if axis >= 2**63 else axis) % max(1, num_axes) for axis in node._saved_dim or ()}
+    return 0 in axes

@@ -17,7 +17,7 @@ from .._checks import as_whole
 from .._tree import leaves
 from ..errors import ArgumentError
 from ..plan import BatchSampler, PadTo, Plan, ResizableBatchSampler
-from ._catalogue import read_shapes
+from .graphs._catalogue import read_shapes
 from .report import num_compilations
 
 Batch = TypeVar("Batch")

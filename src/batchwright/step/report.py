@@ -15,13 +15,13 @@ from torch import Tensor
 from ..errors import ArgumentError
 from ._copies import Copied, Number
 from ._gradients import Gradients
-from ._settings import is_mean
+from ._settings import doubt_of
 from .measuring._stopwatch import Lap
 from .noise import NoiseReport
 
 Sum: TypeAlias = "Tensor | float"  # a float where the loss function counted on the host
 
-_HOW = "return (loss_sum, weight): the summed loss and how many examples or tokens it sums over"
+HOW = "return (loss_sum, weight): the summed loss and how many examples or tokens it sums over"
 
 
 @final
@@ -114,6 +114,7 @@ class MicroSums:
     Attributes:
         is_empty: it has no weight, and its loss is no number or constant: it sums over nothing and has no gradient.
         is_doubtful: it has no weight and a loss of 0, whose gradient may be no number.
+        doubt: whether the graph of the loss looks like that of a mean.
 
     Args:
         returned: by the loss function.
@@ -122,13 +123,13 @@ class MicroSums:
 
     def __init__(self, returned: Any, *, is_replayed: bool = False) -> None:
         if isinstance(returned, Tensor):
-            raise ArgumentError(f"loss_fn returned only a tensor, which looks like a mean; {_HOW}")
+            raise ArgumentError(f"loss_fn returned only a tensor, which looks like a mean; {HOW}")
         if not isinstance(returned, tuple) or len(returned) not in (2, 3):
-            raise ArgumentError(f"loss_fn returned {type(returned).__name__}; {_HOW}")
+            raise ArgumentError(f"loss_fn returned {type(returned).__name__}; {HOW}")
         loss, weight = returned[:2]
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ArgumentError(f"loss_sum must be a tensor with one element, got {shape}; {_HOW}")
+            raise ArgumentError(f"loss_sum must be a tensor with one element, got {shape}; {HOW}")
         if isinstance(weight, Tensor) and weight.requires_grad:
             raise ArgumentError(
                 "the weight depends on trainable parameters, and the gradient of such a quotient is no sum over "
@@ -146,11 +147,7 @@ class MicroSums:
             raise ArgumentError(
                 "loss_sum does not depend on any trainable parameter; is the model frozen, or under no_grad?"
             )
-        if not is_replayed and is_mean(loss) and float(self.weight) != 1:  # each micro-batch may count as one
-            raise ArgumentError(
-                f"loss_sum is a mean, and would be divided by the weight once more; {_HOW}, such as "
-                "F.cross_entropy(outputs, targets, reduction='sum'), len(targets)"
-            )
+        self.doubt = None if is_replayed else doubt_of(loss, float(self.weight) if is_on_host(self.weight) else None)
         metrics = returned[2] if len(returned) == 3 else {}
         if not isinstance(metrics, Mapping):
             raise ArgumentError(f"the metrics of loss_fn must be a mapping of sums, got {type(metrics).__name__}")
@@ -162,6 +159,7 @@ class MicroSums:
         sums = object.__new__(cls)
         sums.loss, sums.weight, sums.metrics = loss, _early(weight), dict(metrics)
         sums.is_empty = sums.is_doubtful = False
+        sums.doubt = None
         return sums
 
 
@@ -171,7 +169,7 @@ def _as_scalar(value: Any, like: Tensor) -> Sum:
             return float(value.item() if isinstance(value, np.ndarray) and value.size == 1 else value)
         except (TypeError, ValueError):
             raise ArgumentError(
-                f"weights and metrics must be single numbers, got {type(value).__name__}; {_HOW}"
+                f"weights and metrics must be single numbers, got {type(value).__name__}; {HOW}"
             ) from None
     if value.numel() != 1:
         raise ArgumentError(f"weights and metrics must be single numbers, got shape {tuple(value.shape)}")

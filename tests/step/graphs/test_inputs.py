@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright.step._catalogue import matches
+from batchwright.step.graphs._catalogue import matches
 from batchwright.step.graphs._inputs import Axes, StaticInputs, elements_of, resized, signature_of
 
 Pair = namedtuple("Pair", ["x", "y"])

@@ -198,8 +198,8 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
             with without_figures(self):
                 self.log({**change.figures(), "batch_size_reason": change.decision.reason})  # type: ignore[dict-item]
         self.control.should_log = is_due  # a log of a change does not stand for that of the update
-        with self._batching.losses.shown(self.args):
-            return super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        self._batching.losses.leave(self.args)  # a callback may have run a step
+        return super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
     # The training data
 
@@ -297,17 +297,14 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward of an item, micro-batch by micro-batch."""
         updates, step = self._batching.updates, super().training_step  # type: ignore[misc]
-        is_weighed = updates.whole is not None
-        self._batching.losses.begin(self)
-        self._batching.graphs.begin(model, self.optimizer, self._captured_loss, Devices.of(self), is_weighed=is_weighed)
+        is_weighed, devices, parts = updates.whole is not None, Devices.of(self), micro_batches_of([inputs])
+        self._batching.graphs.begin(model, self.optimizer, self._captured_loss, devices, is_weighed=is_weighed)
         with undivided(self) if is_weighed else nullcontext():
-            return updates.run(
-                lambda module, part: step(module, part, *args, **kwargs),
-                model,
-                micro_batches_of([inputs]),
-                Devices.of(self),
-                self.optimizer,
+            loss = updates.run(
+                lambda module, part: step(module, part, *args, **kwargs), model, parts, devices, self.optimizer
             )
+        self._batching.losses.begin(self)
+        return loss
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Return the loss: in training its part of the update's mean, in evaluation the mean of the batch."""

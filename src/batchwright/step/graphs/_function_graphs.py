@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, final
 import torch
 
 from ..._tree import map_leaves
-from .._catalogue import Shape
 from ..oom import is_out_of_memory
 from ._capturing import MadeUpError, text_of
+from ._catalogue import Shape
 from ._functions import FunctionCapturer, FunctionGraph
 from ._inputs import Catalogue, Signature, elements_of, resized, signature_of
 from ._micro import NotGraphableError

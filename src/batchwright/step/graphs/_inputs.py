@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._containers import fields_of
 from ..._tree import leaves, map_leaves
-from .._catalogue import Shape, matches
+from ._catalogue import Shape, matches
 
 _SINGLE = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
 

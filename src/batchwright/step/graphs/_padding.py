@@ -15,7 +15,7 @@ from ..._checks import is_number
 from ..._containers import fields_of, rebuilt
 from ..._tree import leaves, map_leaves
 from ...errors import ArgumentError
-from .._catalogue import Shape
+from ._catalogue import Shape
 from ._inputs import resized
 from ._micro import NotGraphableError
 from .summary import FAR_SIDE, UNPLANNED

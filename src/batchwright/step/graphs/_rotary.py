@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 from torch import nn
 
-from .._catalogue import Shape
+from ._catalogue import Shape
 
 
 @final

@@ -14,8 +14,8 @@ import torch
 
 from ..._tree import leaves, map_leaves
 from ...errors import ArgumentError
-from .._catalogue import read_shapes
 from ._capturing import text_of
+from ._catalogue import read_shapes
 from ._function_graphs import FunctionGraphs
 from ._functions import FunctionGraph, device_of, reach_of, root_of, without_gradients
 from ._inputs import Catalogue, Signature, signature_of

@@ -13,12 +13,12 @@ from torch import Tensor
 from ..._ranks import Ranks
 from ...errors import ArgumentError
 from ...size.momentum import Beta2s
-from .._catalogue import Shape, read_shapes
 from .._gradients import Trained
 from .._settings import Settings
 from ..oom import Snapshot, is_out_of_memory
 from ..report import MicroSums
 from ._capturing import Capturer, obstacle_of, text_of
+from ._catalogue import Shape, read_shapes
 from ._draws import draw_again
 from ._inputs import Catalogue, Signature, Target, elements_of, signature_of
 from ._micro import MicroGraph, NotGraphableError

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, Protocol, final
 
-from .._catalogue import Shape
+from ._catalogue import Shape
 from ._inputs import Signature
 
 

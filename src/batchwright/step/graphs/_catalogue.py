@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..errors import ArgumentError
-from ..plan import BatchSampler, PadTo, ResizableBatchSampler
+from ...errors import ArgumentError
+from ...plan import BatchSampler, PadTo, ResizableBatchSampler
 
 # (number of items, padded length per axis): a row of plan.shapes
 Shape: TypeAlias = tuple[int, ...]

@@ -5,7 +5,7 @@ import pytest
 
 import batchwright as bw
 from batchwright.errors import ArgumentError
-from batchwright.step._catalogue import matches, read_shapes
+from batchwright.step.graphs._catalogue import matches, read_shapes
 
 LENGTHS = [3, 3, 3, 3, 5, 5]
 
