@@ -114,7 +114,7 @@ ENTRIES = (
         "trainer", "through the Trainer: examples/s, peaks, losses beside fixed sizes and dynabatch", "gpu_trainer.py",
         ("--data", "{data}/pairs.npz", "--arms", ",".join(_TRAINER_ARMS), "--lrs", "3e-4", "--seconds", "25",
          "--budget-seconds", "{seconds}"),
-        ("--data", "{data}/pairs.npz", "--arms", "graphs-12-2048,dynabatch-10,auto,fixed-10,group_by_length-10,batch_rebalance-10-4"),
+        ("--data", "{data}/pairs.npz", "--arms", ",".join(_TRAINER_ARMS)),
         260, 75, "gpu_trainer.json", ("pairs.npz",), {"arm": _TRAINER_ARMS},
     ),
     Entry(
@@ -155,13 +155,13 @@ ENTRIES = (
     _noise("decoder", seconds=100),
     _tests("tests-graphs", "training by graphs on CUDA",
            "tests/step/graphs --ignore=tests/step/graphs/test_functions_on_cuda.py", seconds=150),
-    _tests("tests-step", "the rest of the step on CUDA",
-           "tests/step --ignore=tests/step/graphs --ignore=tests/step/inference --ignore=tests/step/whole_batches",
-           seconds=90),
+    _tests("tests-rest", "everything else on CUDA",
+           "tests --ignore=tests/step/graphs --ignore=tests/step/inference --ignore=tests/step/whole_batches "
+           "--ignore=tests/integrations", seconds=90),
     Entry(
         "engine", "a decoder beside the continuous batching of transformers", "gpu_decoder_generate.py",
         ("--arms", *_DECODER_ARMS, *_ENGINE_ARMS), ("--arms", *_ENGINE_ARMS), 240, 150, "gpu_decoder_engine.json", (),
-        {"arm": _ENGINE_ARMS}, cpu_error="needs a CUDA device",
+        {"arm": (*_DECODER_ARMS, *_ENGINE_ARMS)}, cpu_error="needs a CUDA device",
     ),
 )  # fmt: skip
 
