@@ -1,6 +1,7 @@
 """The table of GPU measurements, what runs them within a time, and what is kept of them."""
 
 import json
+import subprocess
 import sys
 import time
 import zipfile
@@ -352,3 +353,13 @@ def test_the_list_shows_how_far_each_is(script, running, some, setting, monkeypa
     assert lines[3] == "| second | 50 | 40 | done | 50 | second.json |  |"
     assert lines[4] == "| third | 10 | 10 | new |  | third.json |  |"
     assert lines[-1] == "160 s in all, on NVIDIA H200"
+
+
+def test_the_command_itself_needs_no_package_so_that_it_starts_at_once(tmp_path):
+    program = "import sys; sys.argv = ['gpu_all', '--list']; import gpu_all; gpu_all.main()\n"
+    program += "print(sorted({'torch', 'numpy', 'batchwright'} & sys.modules.keys()))"
+    variables = {"PYTHONPATH": str(ROOT / "benchmarks"), "PATH": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=variables, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.splitlines()[-1] == "[]"
