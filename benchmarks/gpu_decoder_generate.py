@@ -32,6 +32,7 @@ from _pairs import FIRST_TOKEN, IntArray, digest
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from batchwright.step import generate
+from batchwright.testing import EagerGraphs
 
 NUM, SMOKE_NUM = 512, 24
 # The engine must not hold up a command for longer.
@@ -168,7 +169,7 @@ def run(device: Device, options: argparse.Namespace) -> list[Row]:
     report["rows"] = kept_rows(options.output, report)
     arms: dict[str, Callable[[], Results]] = {
         EAGER: partial(ours, model, prompts, num_new, False),
-        GRAPHS: partial(ours, model, prompts, num_new, "auto" if device.is_cpu else True),
+        GRAPHS: partial(ours, model, prompts, num_new, EagerGraphs() if device.is_cpu else True),
         ENGINE: partial(engine, model, prompts, num_new),
     }
     rows: list[Row] = report["rows"]
