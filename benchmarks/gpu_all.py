@@ -7,12 +7,12 @@
     python benchmarks/gpu_all.py --rehearse --data FOLDER                  # the smallest form of each, on a CPU
 
 Each measurement is a command of its own with a time limit; its output goes to ``logs`` in the folder of results, and
-``status.json`` says how it ended. One that is complete for this machine and this source (the package and its script) is
-not run again; one that was cut off goes on where its script can; one that failed is tried again after all others.
-Results of another machine or source are moved to ``earlier``. A result file is named as in ``benchmarks/results``, and
-``tools/measured.py`` reads it there. Tests that need a CUDA device are measurements too: their junit files are kept,
-and what failed is printed last. ``--archive`` packs the whole folder into one file after every measurement, for a
-machine that gives few files back.
+``status.json`` says how it ended. One that is complete for this kind of GPU and this source (the package and its
+script) is not run again; one that was cut off on this very GPU goes on where its script can; one that failed is tried
+again after all others. Other results are moved to ``earlier`` first. A result file is named as in
+``benchmarks/results``, and ``tools/measured.py`` reads it there. Tests that need a CUDA device are measurements too:
+their junit files are kept, and what failed is printed last. ``--archive`` packs the whole folder into one file after
+every measurement, for a machine that gives few files back. A rehearsal writes to ``--output`` only if it is given.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from pathlib import Path
 
 from _gpu_all.entries import ENTRIES, Entry, chosen
 from _gpu_all.preparing import check, prepare
-from _gpu_all.results import Row, machine_name, read_status, read_tests
+from _gpu_all.results import Gpu, Row, find_gpu, read_status, read_tests
 from _gpu_all.running import Setting, environment, run_all, run_process, state_of
 
 MOST_FAILURES = 40
+OUTPUT = Path("build/gpu_all")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget-seconds", type=float, default=540.0, help="of this command (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("build/gpu_all"), help="folder (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help=f"folder of results (default: {OUTPUT})")
     parser.add_argument("--archive", type=Path, help="pack the folder into this file after every measurement")
     parser.add_argument("--data", type=Path, default=Path("build/gpu_data"), help="what --prepare made")
     parser.add_argument("--only", metavar="NAME,...", help="of the measurements that --list shows")
@@ -68,7 +69,7 @@ def table(entries: Sequence[Entry], setting: Setting) -> str:
         took = f"{status[entry.name]['seconds']:.0f}" if entry.name in status else ""
         cells = [entry.name, str(entry.seconds), str(entry.least), state_of(entry, setting, status), took, entry.result]
         lines.append("| " + " | ".join([*cells, entry.shows]) + " |")
-    return "\n".join([*lines, "", f"{sum(entry.seconds for entry in entries):,} s in all, on {setting.machine}"])
+    return "\n".join([*lines, "", f"{sum(entry.seconds for entry in entries):,} s in all, on {setting.gpu.name}"])
 
 
 def failures(entries: Sequence[Entry], setting: Setting) -> str:
@@ -87,8 +88,9 @@ def failures(entries: Sequence[Entry], setting: Setting) -> str:
 
 def rehearse(entries: Sequence[Entry], options: argparse.Namespace) -> int:
     """Run the smallest form of everything, and return 1 if one of them does not end well with a result."""
-    with tempfile.TemporaryDirectory() as folder:
-        setting = Setting(Path(folder), options.data.resolve(), "the CPU", 1e9, smoke=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) if options.output is None else options.output.resolve()
+        setting = Setting(folder, options.data.resolve(), Gpu("the CPU", ""), 1e9, smoke=True)
         run = partial(run_process, variables=environment(setting.data, smoke=True))
         status = run_all(entries, setting, run=run)
         print(failures(entries, setting))
@@ -101,8 +103,6 @@ def rehearse(entries: Sequence[Entry], options: argparse.Namespace) -> int:
 
 def measure(entries: Sequence[Entry], setting: Setting, started: float) -> dict[str, Row]:
     """Run what fits, then print how far all are and which tests failed."""
-    if setting.machine == "no GPU":
-        raise SystemExit("nvidia-smi shows no GPU; --rehearse runs the smallest forms on the CPU")
     check(entries, setting.data)
     run = partial(run_process, variables=environment(setting.data, smoke=False))
     status = run_all(entries, setting, run=run, started=started)
@@ -121,11 +121,14 @@ def main() -> None:
     if options.rehearse:
         raise SystemExit(rehearse(entries, options))
     archive = None if options.archive is None else options.archive.resolve()
-    output, data = options.output.resolve(), options.data.resolve()
-    setting = Setting(output, data, machine_name(), options.budget_seconds, archive)
+    output, data = (options.output or OUTPUT).resolve(), options.data.resolve()
+    gpu = find_gpu()
+    setting = Setting(output, data, gpu or Gpu("no GPU", ""), options.budget_seconds, archive)
     if options.list:
         print(table(entries, setting))
         return
+    if gpu is None:
+        raise SystemExit("nvidia-smi shows no GPU; --rehearse runs the smallest forms on the CPU")
     measure(entries, setting, started)
 
 

@@ -98,14 +98,22 @@ def source_digest(script: str, root: Path = ROOT) -> str:
     return found.hexdigest()[:12]
 
 
-def machine_name() -> str:
-    """Return what the driver calls the first GPU, ``no GPU`` where there is none; torch would take seconds to say."""
-    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+class Gpu(NamedTuple):
+    """The name of a GPU, and what tells it from others of that name."""
+
+    name: str
+    unit: str
+
+
+def find_gpu() -> Gpu | None:
+    """Return what the driver says of the first GPU, None where there is none; torch would take seconds to say."""
+    asked = ["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"]
     try:
         found = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
-        return "no GPU"
-    return found[0].strip() if found else "no GPU"
+        return None
+    name, _, unit = (found[0] if found else "").partition(",")
+    return Gpu(name.strip(), unit.strip()) if name.strip() else None
 
 
 def read_status(output: Path) -> dict[str, Row]:

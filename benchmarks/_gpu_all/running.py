@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from .entries import ROOT, Entry, command_of
-from .results import Row, look, pack, read_status, source_digest, write_status
+from .results import Gpu, Row, look, pack, read_status, source_digest, write_status
 
 # A command that is told to end has this long, and what it wrote must still be packed.
 GRACE_SECONDS = 15.0
@@ -41,7 +41,7 @@ class Setting:
     Args:
         output: the folder of results, logs and status.
         data: the folder of prepared data.
-        machine: the name of the GPU.
+        gpu: what they run on.
         budget_seconds: of this command.
         archive: a file into which the folder is packed after every measurement.
         smoke: run the smallest forms, on the CPU.
@@ -49,17 +49,21 @@ class Setting:
 
     output: Path
     data: Path
-    machine: str
+    gpu: Gpu
     budget_seconds: float
     archive: Path | None = None
     smoke: bool = False
 
 
 def state_of(entry: Entry, setting: Setting, status: dict[str, Row]) -> str:
-    """Return ``done``, ``failed``, ``partial``, ``cut off``, or ``new`` for this machine and this source."""
+    """Return ``done``, ``failed``, ``partial``, ``cut off``, or ``new`` for this kind of machine and this source.
+
+    What is not complete is new on another machine of the kind: hosts differ, and rows of one file are compared.
+    """
     row = status.get(entry.name)
-    here = {"machine": setting.machine, "source": source_digest(entry.script)}
-    if row is None or any(row.get(key) != value for key, value in here.items()):
+    if row is None or (row["machine"], row["source"]) != (setting.gpu.name, source_digest(entry.script)):
+        return "new"
+    if row["state"] != "done" and row["unit"] != setting.gpu.unit:
         return "new"
     if row["state"] == "done" and look(entry, setting.output / entry.result, smoke=setting.smoke).missing:
         return "new"  # its file is gone
@@ -95,7 +99,7 @@ def run_all(
     started = clock() if started is None else started
     (setting.output / "logs").mkdir(parents=True, exist_ok=True)
     status = read_status(setting.output)
-    about: Row = {"machine": setting.machine, "budget_seconds": setting.budget_seconds}
+    about: Row = {"machine": setting.gpu.name, "budget_seconds": setting.budget_seconds}
     for entry in pending(entries, setting, status):
         left = setting.budget_seconds - (clock() - started) - GRACE_SECONDS
         if left < entry.least and not setting.smoke:
@@ -129,7 +133,8 @@ def _run_one(entry: Entry, setting: Setting, limit: float, run: Runner) -> Row:
     found = look(entry, result, smoke=setting.smoke)
     return {
         "state": _state(entry, ended, bool(found.missing), bool(found.errors)),
-        "machine": setting.machine,
+        "machine": setting.gpu.name,
+        "unit": setting.gpu.unit,
         "source": source_digest(entry.script),
         "seconds": round(ended.seconds, 1),
         "limit_seconds": round(limit, 1),

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MACHINE = "NVIDIA H200"
+GPU = (MACHINE, "GPU-1")
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def some(entries):
 
 @pytest.fixture
 def setting(running, tmp_path):
-    return running.Setting(tmp_path / "out", tmp_path / "data", MACHINE, 200.0)
+    return running.Setting(tmp_path / "out", tmp_path / "data", running.Gpu(*GPU), 200.0)
 
 
 def run(running, some, setting, machine):
@@ -195,10 +196,20 @@ def test_a_script_that_goes_on_finds_its_file_and_one_of_another_machine_does_no
         return {"rows": []}
 
     seen = []
-    for machine in (MACHINE, MACHINE, "NVIDIA L4"):
-        run(running, some[:1], replace(setting, machine=machine), Machine(running, {"first": 5}, write))
-    assert seen == [False, True, False]
-    assert [path.name for path in (setting.output / "earlier").iterdir()] == ["000_first.json"]
+    for gpu in (GPU, GPU, ("NVIDIA L4", "GPU-1"), ("NVIDIA L4", "GPU-2")):
+        run(running, some[:1], replace(setting, gpu=running.Gpu(*gpu)), Machine(running, {"first": 5}, write))
+    assert seen == [False, True, False, False]
+    kept = sorted(path.name for path in (setting.output / "earlier").iterdir())
+    assert kept == ["000_first.json", "001_first.json"]
+
+
+def test_what_is_complete_counts_on_another_machine_of_its_kind(running, some, setting):
+    run(running, some[:1], setting, Machine(running, {"first": 5}))
+    machine = Machine(running, {"first": 5})
+    run(running, some[:1], replace(setting, gpu=running.Gpu(MACHINE, "GPU-2")), machine)
+    assert machine.ran == []
+    run(running, some[:1], replace(setting, gpu=running.Gpu("NVIDIA L4", "GPU-1")), machine)
+    assert len(machine.ran) == 1
 
 
 def test_another_source_of_the_package_or_of_the_script_is_measured_again(results, tmp_path):
@@ -237,7 +248,7 @@ def test_the_status_says_how_each_ended_and_the_archive_holds_everything(running
     status = json.loads((setting.output / "status.json").read_text())
     assert status["machine"] == MACHINE
     row = status["entries"]["first"]
-    assert (row["state"], row["seconds"], row["status"], row["machine"]) == ("done", 20.0, 0, MACHINE)
+    assert (row["state"], row["seconds"], row["status"], row["machine"], row["unit"]) == ("done", 20.0, 0, *GPU)
     assert row["command"].endswith(f"--output {setting.output / 'first.json'}")
     with zipfile.ZipFile(archive) as file:
         assert sorted(file.namelist()) == ["first.json", "logs/first.log", "status.json"]
@@ -280,7 +291,7 @@ def test_failed_tests_are_a_result_and_are_named(running, results, entries, scri
     assert results.look(entry, path) == ((), ())
     assert running._state(entry, running.Ended(1, 9.0), False, False) == "done"
     assert running._state(entry, running.Ended(2, 9.0), False, False) == "failed"
-    setting = running.Setting(tmp_path, tmp_path, MACHINE, 1.0)
+    setting = running.Setting(tmp_path, tmp_path, running.Gpu(*GPU), 1.0)
     said = script("gpu_all").failures([entry], setting).splitlines()
     assert said == ["tests-inference: 1 passed, 2 failed, 1 skipped", *found.failed]
 
@@ -341,7 +352,7 @@ def test_the_rehearsal_runs_a_measurement_and_a_script_that_fails_ends_it_with_1
 def test_without_a_gpu_nothing_begins(script, monkeypatch, tmp_path):
     benchmark = script("gpu_all")
     monkeypatch.setattr(sys, "argv", ["gpu_all", "--output", str(tmp_path)])
-    monkeypatch.setattr(benchmark, "machine_name", lambda: "no GPU")
+    monkeypatch.setattr(benchmark, "find_gpu", lambda: None)
     with pytest.raises(SystemExit, match="nvidia-smi shows no GPU; --rehearse"):
         benchmark.main()
 
@@ -363,3 +374,15 @@ def test_the_command_itself_needs_no_package_so_that_it_starts_at_once(tmp_path)
         [sys.executable, "-c", program], env=variables, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert ended.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_driver_is_asked_for_the_gpu(results, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H200, GPU-12ab'\n")
+    program.chmod(0o755)
+    assert results.find_gpu() == ("NVIDIA H200", "GPU-12ab")
+    program.write_text("#!/bin/sh\necho failed >&2; exit 9\n")
+    assert results.find_gpu() is None
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert results.find_gpu() is None
