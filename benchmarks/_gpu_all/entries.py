@@ -66,7 +66,7 @@ def _quality(name: str, shows: str, task: str, runs: str, smoke_arms: str, *, se
     given = ("--data", f"{{data}}/{task}.npz", "--runs", runs, "--budget-seconds", "{seconds}")
     arms = tuple(dict.fromkeys(run.split(":")[0] for run in runs.split(",")))
     return Entry(
-        name, shows, "gpu_quality.py", given, (*given[:2], "--task", task, "--arms", smoke_arms), seconds, 60, result,
+        name, shows, "gpu_quality.py", given, ("--task", task, "--arms", smoke_arms), seconds, 60, result,
         (f"{task}.npz",), {"arm": arms},
     )  # fmt: skip
 
@@ -142,7 +142,7 @@ ENTRIES = (
         "translation",
         "graphs-16-8192:5e-4:0,goodput-16-4096:5e-4:0,measured-16-4096:5e-4:0,smith-16-4096:5e-4:0,"
         "seesaw-16-4096:5e-4:0,warmup-16-4096:5e-4:0",
-        "graphs-4-2048,goodput-4-2048,measured-4-2048,smith-4-2048,seesaw-4-2048,warmup-4-2048",
+        "graphs-2-128,goodput-2-128,measured-2-128,smith-2-128,seesaw-2-128,warmup-2-128",
         seconds=235, result="gpu_quality_levels_translation.json",
     ),
     _tests("tests-graphs", "training by graphs on CUDA",
