@@ -60,10 +60,12 @@ def _look_at_tests(result: Path, *, smoke: bool) -> Found:
         cases = list(ET.parse(result).iter("testcase"))
     except ET.ParseError:
         return Found((f"{result.name} is no XML",))
-    ran = [case for case in cases if case.find("skipped") is None]
     if not cases:
         return Found(("tests",))
-    return Found() if smoke or ran else Found(("tests that ran: all were skipped",))
+    if smoke:  # nothing runs, but all is to be collected
+        return Found(errors=read_tests(result).failed)
+    ran = [case for case in cases if case.find("skipped") is None]
+    return Found() if ran else Found(("tests that ran: all were skipped",))
 
 
 class Tests(NamedTuple):

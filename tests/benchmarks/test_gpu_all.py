@@ -289,6 +289,7 @@ def test_failed_tests_are_a_result_and_are_named(running, results, entries, scri
     assert (found.passed, found.skipped) == (1, 1)
     assert found.failed == ("tests.a::two: assert 1 == 2", "tests.b::: collection failure")
     assert results.look(entry, path) == ((), ())
+    assert results.look(entry, path, smoke=True).errors == found.failed  # where none runs, none may fail
     assert running._state(entry, running.Ended(1, 9.0), False, False) == "done"
     assert running._state(entry, running.Ended(2, 9.0), False, False) == "failed"
     setting = running.Setting(tmp_path, tmp_path, running.Gpu(*GPU), 1.0)
