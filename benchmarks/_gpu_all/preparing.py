@@ -41,6 +41,7 @@ def prepare(folder: Path, corpora: Path, *, python_version: str, platform: str) 
     """
     if not corpora.is_dir():
         raise SystemExit(f"--corpora must name the folder of corpora, got {corpora}")
+    folder, corpora = folder.resolve(), corpora.resolve()  # scripts run from the root of the repository
     folder.mkdir(parents=True, exist_ok=True)
     for name, (script, *options) in DATA.items():
         if not (folder / name).exists():
@@ -63,7 +64,9 @@ def _run_script(script: str, *options: str) -> None:
     # dynabatch asks its regressor for a few candidates at a time, and more threads only wait for each other.
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, str(ROOT / "benchmarks" / script), *options]
-    subprocess.run(command, check=True, cwd=ROOT, env=variables)
+    ended = subprocess.run(command, cwd=ROOT, env=variables)
+    if ended.returncode:
+        raise SystemExit(f"{script} {' '.join(options)} ended with status {ended.returncode}")
 
 
 def _add_packages(folder: Path, python_version: str, platform: str) -> None:
