@@ -36,6 +36,7 @@ from transformers import Trainer, trainer_pt_utils
 import batchwright as bw
 from batchwright.integrations.huggingface import adaptive
 from batchwright.step import PadCollator, calibrate_huggingface
+from batchwright.testing import EagerGraphs
 
 # How many numbers a name has.
 KINDS = {
@@ -174,7 +175,7 @@ def _ours(kind: str, numbers: tuple[int, ...], lengths: IntArray, model: Any, de
     if kind == "max_tokens":
         return {"arguments": {"budget": bw.MaxTokens(numbers[0])}}
     if kind == "graphs":
-        graphs: Any = "auto" if device.is_cpu else True
+        graphs: Any = EagerGraphs() if device.is_cpu else True
         return {"arguments": {"budget": bw.MaxTokens(numbers[1]), "grouping": bw.Buckets(numbers[0]), "graphs": graphs}}
     if kind == "calibrated":
         share = numbers[0] / 100

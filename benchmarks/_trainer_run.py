@@ -172,7 +172,7 @@ def run_arm(name: str, corpus: Corpus, device: Device, plan: Plan, *, lr: float,
     """
     left_bytes = 0 if device.is_cpu else device.used_bytes  # of the arm before: should be nothing
     with torch.device(device.name):
-        model = make_model(device.name, small=device.is_small)
+        model = make_model(device.name, small=device.is_small, small_vocabulary=max(1000, corpus.vocabulary))
     os.environ["XDG_CACHE_HOME"] = str(cache)
     notes = {"knows_budget": cache.is_dir() and any(cache.iterdir())}
     with tempfile.TemporaryDirectory() as folder:

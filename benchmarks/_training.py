@@ -23,12 +23,12 @@ CLIP_NORM = 1.0  # as the Trainer of transformers does
 Batch = dict[str, Tensor]
 
 
-def make_model(device: str, *, small: bool) -> Any:
+def make_model(device: str, *, small: bool, small_vocabulary: int = 1000) -> Any:
     """Return a model of the shape of NLLB-200-distilled-600M, random weights."""
     from transformers import M2M100Config, M2M100ForConditionalGeneration
 
     torch.manual_seed(0)
-    layers, width, heads, vocabulary = (1, 32, 2, 1000) if small else (12, 1024, 16, 256_206)
+    layers, width, heads, vocabulary = (1, 32, 2, small_vocabulary) if small else (12, 1024, 16, 256_206)
     config = M2M100Config(
         d_model=width, encoder_layers=layers, decoder_layers=layers, encoder_ffn_dim=4 * width,
         decoder_ffn_dim=4 * width, encoder_attention_heads=heads, decoder_attention_heads=heads, vocab_size=vocabulary,

@@ -7,7 +7,8 @@ A Llama shape of 350 million parameters in bf16 with random weights, greedy, pro
 most 512), and for each prompt a drawn number of new tokens (median 64, at most 256) that every arm is told. The engine
 is the continuous batching of transformers: requests share a paged cache, and the next one begins where one has ended.
 It is kept warm between the two runs, as a server would be; its first run has its warm-up in it. An arm that fails has
-a row that says why. Memory is not capped, since the engine sizes its cache by what the device has free.
+a row that says why; arms that stand in `--output` without an error are not run again. Memory is not capped, since the
+engine sizes its cache by what the device has free.
 
 Outputs are compared with those of `model.generate`: in half precision a near tie may fall the other way, and everything
 after it differs.
@@ -21,6 +22,7 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from _pairs import FIRST_TOKEN, IntArray, digest
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from batchwright.step import generate
+from batchwright.testing import EagerGraphs
 
 NUM, SMOKE_NUM = 512, 24
 # The engine must not hold up a command for longer.
@@ -40,7 +43,7 @@ COLUMNS = (
     ("OOMs", "ooms", "d"), ("peak GiB", "peak_gib", ".1f"), ("same tokens", "same_tokens", ".1%"),
     ("error", "error", ""),
 )  # fmt: skip
-EAGER, ENGINE = "generate, eager", "transformers, continuous batching"
+EAGER, GRAPHS, ENGINE = "generate, eager", "generate, graphs", "transformers, continuous batching"
 Results = list[list[int]]
 
 
@@ -139,26 +142,48 @@ def add_ratios(rows: list[Row]) -> None:
                 row[key] = row["steady_per_second"] / speeds[arm]
 
 
+def kept_rows(path: Path | None, report: Row) -> list[Row]:
+    """Return the rows of an earlier command that need not run again."""
+    if path is None or not path.exists():
+        return []
+    earlier = json.loads(path.read_text())
+    for name in ("device", "lengths", "parameters"):
+        if earlier.get(name) != report[name]:
+            raise SystemExit(f"{path} differs in {name} ({earlier.get(name)}, {report[name]}); name another --output")
+    return [row for row in earlier["rows"] if "error" not in row]
+
+
+def parse() -> argparse.Namespace:
+    parser = make_parser(__doc__, cap_gib=0.0)
+    known = (EAGER, GRAPHS, ENGINE)
+    parser.add_argument("--arms", nargs="*", choices=known, default=known, metavar="ARM", help=f"of {known}")
+    return parser.parse_args()
+
+
 def run(device: Device, options: argparse.Namespace) -> list[Row]:
     """Run every arm, and return the rows."""
     lengths = make_lengths(SMOKE_NUM if device.is_cpu else NUM, small=device.is_cpu)
     model, prompts, num_new = make_model(device), make_prompts(lengths), lengths[:, 1].tolist()
     report: Row = {**device.describe(), "lengths": digest(lengths), "rows": []}
     report["parameters"] = sum(one.numel() for one in model.parameters())
+    report["rows"] = kept_rows(options.output, report)
     arms: dict[str, Callable[[], Results]] = {
         EAGER: partial(ours, model, prompts, num_new, False),
-        "generate, graphs": partial(ours, model, prompts, num_new, "auto" if device.is_cpu else True),
+        GRAPHS: partial(ours, model, prompts, num_new, EagerGraphs() if device.is_cpu else True),
         ENGINE: partial(engine, model, prompts, num_new),
     }
     rows: list[Row] = report["rows"]
     expected: Results | None = None
     for name, call in arms.items():
+        if name not in options.arms or any(row["arm"] == name for row in rows):
+            continue
         try:
             if name == ENGINE and device.is_cpu:
                 raise RuntimeError("needs a CUDA device")
             row, results = run_arm(device, name, call, num_new)
-            expected = results if expected is None else expected
-            row["same_tokens"] = share_alike(results, expected)
+            expected = results if name == EAGER else expected
+            if expected is not None:  # a command that does not run the eager arm has nothing to compare with
+                row["same_tokens"] = share_alike(results, expected)
         except Exception as error:  # the other arms are worth having all the same
             row = {"arm": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
         rows.append(row)
@@ -169,7 +194,7 @@ def run(device: Device, options: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    options = make_parser(__doc__, cap_gib=0.0).parse_args()
+    options = parse()
     total = 0.02 * GIB if options.smoke else torch.cuda.get_device_properties(0).total_memory
     with Device(total, smoke=options.smoke) as device:
         rows = run(device, options)

@@ -47,6 +47,7 @@ import batchwright as bw
 from batchwright.step import Calibration, Generator, MemoryMonitor, calibrate, default_shapes, generate
 from batchwright.step.graphs.backend import CudaGraphs
 from batchwright.step.inference import _ranges
+from batchwright.testing import EagerGraphs
 
 PEER_PLAN = Path(__file__).parent / "results" / "dynabatch_generate_plan.json"
 NUM, SIZE, MOST_NEW = 1_500, 64, 128
@@ -347,6 +348,11 @@ def parse() -> argparse.Namespace:
     return options
 
 
+def graphs_of(device: Device) -> Any:
+    """Return what captures: CUDA graphs, in a trial run a stand-in that runs the same functions again."""
+    return EagerGraphs() if device.is_cpu else True
+
+
 def make_arms(
     model: Translator, device: Device, examples: list[list[int]], pairs: IntArray, budget: bw.Budget, memory: Any
 ) -> dict[str, Callable[..., Any]]:
@@ -358,13 +364,12 @@ def make_arms(
     ours: Any = partial(generate, model, examples, **options)
     loop = partial(Peer, model, device, examples, most_new=most_new)
     peer = read_peer_plan(PEER_PLAN, lengths)
-    graphs: Any = "auto" if device.is_cpu else True
     return {
-        "graphs, calibrated budget": partial(ours, budget=budget, count_output=True, graphs=graphs),
+        "graphs, calibrated budget": partial(ours, budget=budget, count_output=True, graphs=graphs_of(device)),
         "graphs that stay, calibrated budget": Again(
-            model, examples, budget=budget, count_output=True, graphs=graphs, **options
+            model, examples, budget=budget, count_output=True, graphs=graphs_of(device), **options
         ),
-        "graphs, no budget": partial(ours, graphs=graphs),
+        "graphs, no budget": partial(ours, graphs=graphs_of(device)),
         "eager, calibrated budget": partial(ours, budget=budget, lengths=pairs, graphs=False),
         "eager, no budget": partial(ours, graphs=False),
         **({} if peer is None else {"dynabatch, defaults": loop(batches=peer)}),
@@ -390,8 +395,7 @@ def check_results(model: Translator, device: Device, examples: list[list[int]], 
     few = np.linspace(0, len(examples) - 1, 32).astype(int).tolist()
     options = {"max_new_tokens": int(pairs[:, 1].max()), "do_sample": False, "budget": bw.MaxItems(32)}
     chosen = [examples[index] for index in few]
-    graphs: Any = "auto" if device.is_cpu else True
-    one, other = (generate(model, chosen, graphs=choice, **options) for choice in (graphs, False))
+    one, other = (generate(model, chosen, graphs=choice, **options) for choice in (graphs_of(device), False))
     lengths = [len(row) for row in one]
     assert lengths == [len(row) for row in other] == [1 + int(pairs[index, 1]) for index in few], lengths
     return {"compared": len(few), "equal": sum(torch.equal(a, b) for a, b in zip(one, other, strict=True))}

@@ -11,15 +11,18 @@ of the machine. Figures are medians of the ratio to the first loop, turn by turn
 ``vectors/4`` measures noise in the vectors of norm layers at every fourth update, as trainers with
 ``controller="auto"`` do, ``all/8`` in the whole gradient at every eighth, in two micro-batches. ``goodput`` is
 ``vectors/4`` with a learning rate and a β₂ that follow the size, and a policy that observes every update; its size is
-held. The whole gradient that ``vectors`` measures now and then to
-check itself is inside the turns of its first updates, and stands beside them as ``first turns``.
+held. The whole gradient that ``vectors`` measures now and then to check itself is inside the turns of its first
+updates, and stands beside them as ``first turns``.
+
+Results are written after every turn. A command stops before a turn that would not end within ``--budget-seconds``.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,20 +103,24 @@ def turn(train: Train, batches: Sequence[Made], device: Device) -> float:
     return time.perf_counter() - start
 
 
-def measure(options: Any, corpus: Corpus, device: Device) -> list[Row]:
-    """Return the seconds of every turn of every arm."""
+def measure(options: Any, corpus: Corpus, device: Device, started: float) -> Iterator[Row]:
+    """Yield the seconds of every arm, turn after turn, as long as the command's time suffices."""
     limit = options.updates * options.turns
     updates = updates_of(Arm.parse(f"grouped-{options.texts}"), corpus, seed=0, limit=limit)
     batches = pin([corpus.make(part) for (part,) in updates], device)
     arms = {name: make(name, corpus, device, options.texts, small=options.smoke) for name in ARMS}
     for train in arms.values():
         turn(train, batches[:2], device)
-    rows: list[Row] = []
+    longest = 0.0
     for number in range(options.turns):
+        begun = time.perf_counter()
+        if begun - started + longest > options.budget_seconds:
+            print(f"{options.turns - number} turns do not fit into --budget-seconds", flush=True)
+            return
         some = batches[number * options.updates : (number + 1) * options.updates]
         names = [*arms][number % len(arms) :] + [*arms][: number % len(arms)]  # nobody is always first
-        rows.append({name: turn(arms[name], some, device) for name in names})
-    return rows
+        yield {name: turn(arms[name], some, device) for name in names}
+        longest = max(longest, time.perf_counter() - begun)
 
 
 def summarize(turns: list[Row], updates: int) -> list[Row]:
@@ -130,24 +137,34 @@ def summarize(turns: list[Row], updates: int) -> list[Row]:
     ]
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = make_parser(__doc__, cap_gib=120.0)
     parser.add_argument("--data", type=Path, help="the file that gpu_quality.py --prepare wrote")
     parser.add_argument("--texts", type=int, default=64, help="of an update (default: %(default)s)")
     parser.add_argument("--updates", type=int, default=16, help="of a turn (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=16, help="(default: %(default)s)")
+    parser.add_argument("--budget-seconds", type=float, default=560.0, help="of the command (default: %(default)s)")
     options = parser.parse_args()
     if options.smoke:
         options.texts, options.updates, options.turns = 8, 4, 6
     if options.data is None and not options.smoke:
         raise SystemExit("--data must name the file that gpu_quality.py --prepare wrote; --smoke runs a tiny corpus")
+    return options
+
+
+def main() -> None:
+    started = time.perf_counter()
+    options = parse()
     corpus = drawn_corpus("translation", with_peers=False) if options.data is None else Corpus.load(options.data)
     device = Device(options.cap_gib * GIB, smoke=options.smoke)
-    turns = measure(options, corpus, device)
-    rows = summarize(turns, options.updates)
     facts = {"task": corpus.task, "texts": options.texts, "updates_a_turn": options.updates, **device.describe()}
-    write(options.output, {**facts, "rows": rows, "turns": turns})
-    print(f"{corpus.task}, {options.texts} texts an update, {options.turns} turns of {options.updates} updates")
+    turns: list[Row] = []
+    rows: list[Row] = []
+    for each in measure(options, corpus, device, started):
+        turns.append(each)
+        rows = summarize(turns, options.updates)
+        write(options.output, {**facts, "rows": rows, "turns": turns})
+    print(f"{corpus.task}, {options.texts} texts an update, {len(turns)} turns of {options.updates} updates")
     columns = (("arm", "arm", ""), ("ms per update", "ms", ".2f"), ("over the loop", "over", "+.1%"))
     print(markdown(rows, (*columns, ("over it in first turns", "first", "+.1%"))))
 

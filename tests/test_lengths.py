@@ -1,8 +1,6 @@
 """The checks every array of lengths or shapes passes; what as_lengths refuses is in plan/test_bad_input.py."""
 
 import numpy as np
-import pandas as pd
-import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +8,8 @@ from hypothesis import strategies as st
 
 from batchwright._lengths import as_lengths, as_shapes, pad_up
 from batchwright.errors import ArgumentError, LengthsError
+
+pd, pa = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
 
 
 @pytest.mark.parametrize(

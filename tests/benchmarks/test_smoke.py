@@ -241,6 +241,23 @@ def test_a_decoder_runs_on_the_cpu_and_an_engine_that_cannot_says_so(smoke_test)
     assert engine["error"] == "RuntimeError: needs a CUDA device"
 
 
+def test_arms_of_a_decoder_are_kept_from_command_to_command(smoke_test):
+    (first,) = smoke_test("gpu_decoder_generate", "--arms", "generate, graphs")["rows"]
+    assert "same_tokens" not in first  # there was nothing to compare with
+    kept, eager = smoke_test("gpu_decoder_generate", "--arms", "generate, eager", "generate, graphs")["rows"]
+    assert kept["steady_per_second"] == first["steady_per_second"]
+    assert kept["to_eager"] == kept["steady_per_second"] / eager["steady_per_second"]
+
+
+def test_noise_is_measured_turn_by_turn_and_a_command_ends_with_its_time(smoke_test, capsys):
+    report = smoke_test("gpu_noise", "--turns", "6")
+    assert len(report["turns"]) == 6
+    assert [row["arm"] for row in report["rows"]] == list(report["turns"][0])
+    assert "do not fit" not in capsys.readouterr().out
+    assert smoke_test("gpu_noise", "--budget-seconds", "0")["turns"] == report["turns"]
+    assert "6 turns do not fit into --budget-seconds" in capsys.readouterr().out
+
+
 def test_memory_of_images_is_predicted_on_the_cpu(smoke_test):
     rows = smoke_test("gpu_memory", "--models", "vit")["models"]
     assert [row["mode"] for row in rows] == ["train", "infer"]

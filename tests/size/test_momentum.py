@@ -166,6 +166,7 @@ def test_steps_on_a_device_are_never_read():
 
 
 @pytest.mark.needs_cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("more", [{"fused": True}, {"capturable": True}, {"foreach": True}])
 def test_steps_on_a_gpu_give_the_same_averages_without_synchronising(more):
     one = torch.nn.Parameter(torch.zeros(3, device="cuda"))

@@ -3,8 +3,6 @@
 import asyncio
 
 import numpy as np
-import pandas as pd
-import peft
 import pytest
 import torch
 import transformers
@@ -280,7 +278,6 @@ def test_batches_grow_as_far_as_memory_allows():
         ),
         ({"texts": [{"input_ids": [3, 4], "position_ids": [5, 6]}]}, "text 0: an item has position_ids"),
         ({"texts": {"text": ["one"]}}, "got a dict with 'text'"),
-        ({"texts": pd.DataFrame({"text": ["one"]})}, "got a DataFrame with 'text'"),
         ({"texts": [{"text": "one"}]}, "text 0: an item has no input_ids, only \\['text'\\]"),
         ({"texts": [[3, 4], [5, 0]]}, "1 of 2 end with the padding token, 0, so they seem to be padded"),
         ({"texts": [[3] * 65]}, "more than max_length=64"),
@@ -297,6 +294,12 @@ def test_what_cannot_be_encoded_is_refused(change, text):
     given = {"model": make_model(), "tokenizer": None, "texts": [[3]], **change}
     with pytest.raises(ArgumentError, match=text):
         encode(given.pop("model"), given.pop("tokenizer"), given.pop("texts"), **given)
+
+
+def test_a_frame_of_pandas_is_refused():
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(ArgumentError, match="got a DataFrame with 'text'"):
+        encode(make_model(), None, pandas.DataFrame({"text": ["one"]}))
 
 
 def test_ids_of_which_a_mask_says_that_all_count_may_end_with_a_padding_token():
@@ -453,6 +456,7 @@ def test_texts_on_both_sides_of_the_reach_of_long_positions_keep_their_vectors(g
 
 def test_learned_prefixes_count_for_the_reach_of_long_positions():
     torch.manual_seed(0)
+    peft = pytest.importorskip("peft")
     config = peft.PrefixTuningConfig(task_type="FEATURE_EXTRACTION", num_virtual_tokens=3)
     model, ids = peft.get_peft_model(shapes.make_long().model, config).eval(), make_long_ids()
     found = encode(model, None, ids, graphs=False, max_length=60)

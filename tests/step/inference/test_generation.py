@@ -1,7 +1,6 @@
 """generate: what each example alone would give, in batches that fit."""
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 import transformers
@@ -371,8 +370,9 @@ def test_a_start_token_may_differ_from_example_to_example():
 
 
 def test_a_series_of_pandas_is_read_in_its_order():
+    pandas = pytest.importorskip("pandas")
     model, ids = make_model("LlamaForCausalLM"), make_examples(5)
-    found = generate(model, pd.Series(ids, index=[4, 2, 0, 1, 3]), max_new_tokens=3)
+    found = generate(model, pandas.Series(ids, index=[4, 2, 0, 1, 3]), max_new_tokens=3)
     assert [row.tolist() for row in found] == [row.tolist() for row in generate(model, ids, max_new_tokens=3)]
 
 
