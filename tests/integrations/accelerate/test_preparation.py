@@ -307,12 +307,12 @@ def test_a_loader_can_be_prepared_again_with_the_controller_of_its_sampler():
         assert prepared.stepper.controller is controller
 
 
-def test_a_place_in_batches_of_a_found_budget_needs_that_budget(tmp_path):
-    accelerator, prepared = make_run()
+def test_a_place_in_batches_of_a_found_budget_needs_that_budget():
+    _, prepared = make_run()
     prepared.stepper.load_state_dict(prepared.stepper.state_dict())
     state = prepared.stepper.state_dict()
     found = {**state, "sampler": {"found": "{}", "sampler": state["sampler"]}}
-    with pytest.raises(StateMismatchError, match="saved with budget='auto'.*call prepare with it"):
+    with pytest.raises(StateMismatchError, match=r"saved with budget='auto'.*call prepare with it"):
         prepared.stepper.load_state_dict(found)
 
 

@@ -33,8 +33,8 @@ from .._auto_budget import BudgetChoice, BudgetFinder
 from .._devices import Devices, on_its_own, one_process, undivided
 from .._graphs import Choice, captured
 from .._observing import History
+from .._options import Call
 from .._trial_loss import takes_own_loss
-from ._calls import Call
 from ._data import TrainLoader, fetch_together, micro_batches_of
 from ._drawing import Unused, check_loader, check_order
 from ._evaluating import PlannedEvaluation
@@ -224,9 +224,9 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
             callbacks[callbacks.index(before.callback)] = self._batching.callback
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        call = Call("_inner_training_loop", args, kwargs)
+        call = Call(transformers.Trainer._inner_training_loop, args, kwargs)
         self._finder.checkpoint = call.arguments.get("resume_from_checkpoint")
-        return call.pass_on(super()._inner_training_loop)  # type: ignore[misc]
+        return call.hand_on(super()._inner_training_loop)  # type: ignore[misc]
 
     @property
     def found_budget(self) -> FoundBudget | None:
@@ -255,12 +255,12 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         return self._batching.restore(saved, epochs_trained, ignores_place=self.args.ignore_data_skip), 0
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        call = Call("_run_epoch", args, kwargs)
+        call = Call(transformers.Trainer._run_epoch, args, kwargs)
         # An item of a stream is a whole update, so that the last one of a pass may have fewer batches.
         with accumulating(self, self._batching.data.accumulation and 1), self._batching.losses.instead_of(self):
             if isinstance(call.arguments["train_dataloader"], TrainLoader):
                 self._batching.data.begin_epoch(call.arguments, self.args.gradient_accumulation_steps)
-            return call.pass_on(super()._run_epoch)  # type: ignore[misc]
+            return call.hand_on(super()._run_epoch)  # type: ignore[misc]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         if self._batching.data.batches is not None:
@@ -279,11 +279,11 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         batches = self._batching.data.batches
         if self._batching.data.has_ended:
             return [], None
-        call = Call("get_batch_samples", args, kwargs)
+        call = Call(transformers.Trainer.get_batch_samples, args, kwargs)
         given = call.arguments
         if batches is not None:
             given["epoch_iterator"] = iter(fetch_together(given["epoch_iterator"], given["num_batches"], self.args))
-        items, num_items = call.pass_on(super().get_batch_samples)  # type: ignore[misc]
+        items, num_items = call.hand_on(super().get_batch_samples)  # type: ignore[misc]
         if items and batches is not None:
             self._batching.updates.begin(
                 micro_batches_of(items),
