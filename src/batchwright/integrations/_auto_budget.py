@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, final
 
@@ -16,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from .._files import make_folder, write_atomic
-from .._types import IntArray
+from .._types import MAX_INT32, IntArray
 from ..errors import ArgumentError, BatchwrightError
-from ..plan.budget import Budget
+from ..plan.budget import Budget, MaxTokens
 from ..step.calibration.finding import ALONE, Agreement, limit_bytes
 from ..step.calibration.found import FoundBudget
 from ..step.memory.monitor import MemoryMonitor
@@ -84,8 +85,11 @@ def with_whole_groups(budget: FoundBudget, lengths: IntArray, groups: Any) -> Fo
     if groups is None:
         return budget
     groups.check(len(lengths))
-    tokens = groups.longest(lengths).sum(axis=1, dtype=np.int64) * groups.sizes
-    return budget.with_room_for(int(tokens.max(initial=0)))
+    largest = groups.longest(lengths).sum(axis=1, dtype=np.int64) * groups.sizes
+    tokens, most = min(int(largest.max(initial=0)), MAX_INT32), budget.tokens
+    if most is not None and budget.memory is None and not budget.bounds:  # nothing has run out of memory
+        most = MaxTokens(max(int(most.limit), tokens))
+    return replace(budget, least_tokens=max(budget.least_tokens, tokens), tokens=most)
 
 
 def own_collator(collate: Any) -> Any:

@@ -240,7 +240,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
     def set_initial_training_values(self, args: Any, dataloader: Any, *rest: Any) -> tuple[Any, ...]:
         """Return the trainer's numbers of epochs, steps and examples; epochs may have unequal numbers of steps."""
         values = tuple(super().set_initial_training_values(args, dataloader, *rest))  # type: ignore[misc]
-        return self._batching.data.training_values(values, args, dataloader)
+        return self._batching.data.training_values(values, args, dataloader, self._finder.checkpoint)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         epochs_trained, num_skipped = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]

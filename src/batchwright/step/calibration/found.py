@@ -91,19 +91,6 @@ class FoundBudget(Budget):
             return self
         return replace(self, memory=self.memory.model.budget(max_bytes))
 
-    def with_room_for(self, tokens: int) -> FoundBudget:
-        """Return the budget that holds a batch of this many padded tokens as far as memory allows, at any speed.
-
-        >>> found = FoundBudget(None, TimeModel.fit([[1, 8], [4, 8], [2, 16], [8, 16]], [1.0, 4.0, 4.0, 16.0]))
-        >>> found.max_items(np.array([[8]])).tolist(), found.with_room_for(32).max_items(np.array([[8]])).tolist()
-        ([1], [4])
-        """
-        tokens = min(tokens, _MOST_TOKENS)
-        most = self.tokens
-        if most is not None and self.memory is None and not self.bounds:  # nothing has run out of memory
-            most = MaxTokens(max(int(most.limit), tokens))
-        return replace(self, least_tokens=max(self.least_tokens, tokens), tokens=most)
-
     def to_json(self) -> str:
         """Return the budget as JSON; ``from_json`` gives an equal one."""
         memory = None
