@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, final
 
@@ -16,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from .._files import make_folder, write_atomic
-from .._types import IntArray
+from .._types import MAX_INT32, IntArray
 from ..errors import ArgumentError, BatchwrightError
-from ..plan.budget import Budget
+from ..plan.budget import Budget, MaxTokens
 from ..step.calibration.finding import ALONE, Agreement, limit_bytes
 from ..step.calibration.found import FoundBudget
 from ..step.memory.monitor import MemoryMonitor
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 BudgetChoice: TypeAlias = "Budget | Literal['auto']"
 
-_KIND, _VERSION = "batchwright.budget", 3
+_KIND, _VERSION = "batchwright.budget", 4
 # With this much more memory than there was, larger batches have to be measured.
 _MORE_MEMORY = 1.1
 # What files of any content, folders of any kind and users without a home can raise.
@@ -73,6 +74,24 @@ def monitor_of(device: torch.device, given: MemoryMonitor | None) -> MemoryMonit
     return given if given is not None or device.type == "cpu" else MemoryMonitor(device)
 
 
+def with_whole_groups(budget: FoundBudget, lengths: IntArray, groups: Any) -> FoundBudget:
+    """Return a budget that holds the largest group as far as memory allows: throughput parts no group.
+
+    Args:
+        budget: what was found on examples.
+        lengths: of the examples, as padded.
+        groups: of the settings of a plan; None if examples stand for themselves.
+    """
+    if groups is None:
+        return budget
+    groups.check(len(lengths))
+    largest = groups.longest(lengths).sum(axis=1, dtype=np.int64) * groups.sizes
+    tokens, most = min(int(largest.max(initial=0)), MAX_INT32), budget.tokens
+    if most is not None and budget.memory is None and not budget.bounds:  # nothing has run out of memory
+        most = MaxTokens(max(int(most.limit), tokens))
+    return replace(budget, least_tokens=max(budget.least_tokens, tokens), tokens=most)
+
+
 def own_collator(collate: Any) -> Any:
     """Return a collator whose random numbers and counts do not move on; the collator itself if it cannot be copied."""
     try:
@@ -97,6 +116,9 @@ def read_cached(key: Mapping[str, Any], limit: int | None, longest: IntArray) ->
         if (entry["kind"], entry["version"], entry["key"]) != (_KIND, _VERSION, _plain(key)):
             return None
         before = entry["limit_bytes"]
+        if entry["digest"] != _digest_of(before, entry["budget"]):
+            logger.info("No budget was read from the cache: %s was changed after it was written", _path_of(key))
+            return None
         if (before is None) != (limit is None) or (limit is not None and limit > _MORE_MEMORY * before):
             return None
         found = FoundBudget.from_json(json.dumps(entry["budget"])).within(limit)
@@ -111,10 +133,11 @@ def read_cached(key: Mapping[str, Any], limit: int | None, longest: IntArray) ->
 
 def write_cached(key: Mapping[str, Any], limit: int | None, budget: FoundBudget) -> None:
     """Keep a budget under a key; a cache that cannot be written is no error."""
-    entry = {"kind": _KIND, "version": _VERSION, "key": key, "limit_bytes": limit}
+    content = json.loads(budget.to_json())
+    entry = {"kind": _KIND, "version": _VERSION, "key": key, "limit_bytes": limit, "budget": content}
     try:
         make_folder(_path_of(key).parent)
-        text = json.dumps({**entry, "budget": json.loads(budget.to_json())}, indent=1)
+        text = json.dumps({**entry, "digest": _digest_of(limit, content)}, indent=1)
         write_atomic(_path_of(key), text)
     except _UNREADABLE as error:
         logger.info("The budget is not kept: %s", error)
@@ -122,6 +145,11 @@ def write_cached(key: Mapping[str, Any], limit: int | None, budget: FoundBudget)
 
 def _path_of(key: Mapping[str, Any]) -> Path:
     return cache_folder() / "budgets" / f"{digest(json.dumps(_plain(key), sort_keys=True))}.json"
+
+
+def _digest_of(limit: Any, budget: Any) -> str:
+    """Return what tells a changed file: numbers of a damaged one may be such that batches can be planned with them."""
+    return digest(json.dumps([limit, budget], sort_keys=True))
 
 
 def _plain(key: Mapping[str, Any]) -> Any:

@@ -1,9 +1,10 @@
-"""The options that an adapter hands on: which ones, what the framework decides itself, and where batches go."""
+"""What an adapter hands on: options, except those that the framework decides itself, and calls that it has read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
 
 from ..errors import ArgumentError
 
@@ -40,3 +41,35 @@ def move_after_collate(options: Mapping[str, Any], move: Callable[[Any], Any]) -
     if collate is None:
         return dict(options)
     return {**options, "collate": lambda examples: move(collate(examples))}
+
+
+@final
+class Call:
+    """The arguments of a call, by the names that a framework's own method gives them.
+
+    A class in between may call them otherwise, or take ``*args`` and ``**kwargs``.
+
+    Args:
+        method: of the framework's class; its first parameter is the object.
+        args: given by place.
+        kwargs: given by name.
+
+    Attributes:
+        arguments: by name; what is set here is handed on.
+
+    >>> call = Call(lambda self, batches, num, device: None, ["batches", 2], {"device": "cpu"})
+    >>> call.arguments["num"] = 3
+    >>> call.hand_on(lambda *args, **kwargs: (args, kwargs))
+    (('batches', 3), {'device': 'cpu'})
+    """
+
+    def __init__(self, method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        _, *parameters = inspect.signature(method).parameters.values()
+        self.arguments: dict[str, Any] = inspect.Signature(parameters).bind(*args, **kwargs).arguments
+        self._num_by_place = len(args)
+
+    def hand_on(self, method: Callable[..., Any]) -> Any:
+        """Call a method with the same arguments by place and the same by name."""
+        given = list(self.arguments.items())
+        by_place = [value for _, value in given[: self._num_by_place]]
+        return method(*by_place, **dict(given[self._num_by_place :]))

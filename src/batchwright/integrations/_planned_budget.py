@@ -25,6 +25,7 @@ from ._auto_budget import (
     monitor_of,
     own_collator,
     tell,
+    with_whole_groups,
 )
 from ._contents import contents_of
 from ._describing import (
@@ -213,5 +214,6 @@ def find_planned(
         agreement=agreement,
         world_size=world_size,
     )
+    found = with_whole_groups(found, lengths, sampler.settings.groups)
     tell(found, lengths, how="as found before" if is_known else "measured now", is_shown=is_shown)
     return found

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from ..errors import ArgumentError
 from ..plan.sampler.resizable import ResizableBatchSampler
+from ._size_log import SizeLog
 
 _PARTS = ("rank", "world_size", "epoch", "set_epoch", "state_dict", "load_state_dict")
 # Figures of a report that every rank measures for itself.
@@ -120,6 +121,7 @@ def is_at_end(sampler: Any, num_left: int | None) -> bool:
 def controller_of(sampler: Any, controller: Any) -> Any:
     """Return the controller that observes training: the given one, else the sampler's, else None."""
     own = getattr(sampler, "controller", None)
+    own = own.controller if isinstance(own, SizeLog) else own
     if controller is None:
         return own if hasattr(own, "observe") else None
     if isinstance(controller, str) and controller == "auto":

@@ -284,6 +284,38 @@ def test_a_resizable_run_resumes_with_the_same_sizes_and_parameters(tmp_path):
     assert torch.equal(end, resumed_end)
 
 
+@pytest.mark.parametrize("num_steps", [1, 3, 9])
+def test_batches_that_workers_formed_ahead_keep_their_sizes(num_steps, tmp_path):
+    """Two workers form four batches ahead, at sizes that no longer hold when the run is saved."""
+
+    def make():
+        controller = BatchSizeController(linear(4, 1, per="step"), min_size=2, max_size=32)
+        sampler = ResizableBatchSampler(60, controller)
+        return make_run(DataLoader(DATA, batch_sampler=sampler, num_workers=2))
+
+    (expected, end), (batches, resumed_end) = train_and_resume(tmp_path, make, num_steps)
+    assert len({len(batch) for batch in expected}) > 3, "sizes change"
+    assert batches == expected
+    assert torch.equal(end, resumed_end)
+
+
+def test_a_loader_can_be_prepared_again_with_the_controller_of_its_sampler():
+    controller = BatchSizeController(linear(4, 1, per="step"), min_size=2, max_size=32)
+    loader = DataLoader(DATA, batch_sampler=ResizableBatchSampler(60, controller))
+    for _ in range(2):
+        _, prepared = make_run(loader, controller=controller)
+        assert prepared.stepper.controller is controller
+
+
+def test_a_place_in_batches_of_a_found_budget_needs_that_budget():
+    _, prepared = make_run()
+    prepared.stepper.load_state_dict(prepared.stepper.state_dict())
+    state = prepared.stepper.state_dict()
+    found = {**state, "sampler": {"found": "{}", "sampler": state["sampler"]}}
+    with pytest.raises(StateMismatchError, match=r"saved with budget='auto'.*call prepare with it"):
+        prepared.stepper.load_state_dict(found)
+
+
 def test_a_checkpoint_of_other_parts_is_refused(tmp_path):
     accelerator, prepared = make_resizable(linear(4, 4))
     run_epochs(prepared, 1)

@@ -41,6 +41,7 @@ def main(rank, world_size, folder):
         check_workers(folder)
         check_shards(rank, folder)
         check_refusals(rank, folder)
+        check_alike(rank, folder)
         check_failure(rank, folder)
         check_auto(rank, folder)
         check_resume(folder / "whole", lambda: hub("t5"))
@@ -141,6 +142,18 @@ def check_refusals(rank, folder):
         with pytest.raises(ArgumentError, match=message):
             trainer.train()
     print("refused")
+
+
+def check_alike(rank, folder):
+    """Parts of a stream whose examples begin alike, or have no token ids, are told apart all the same."""
+    mine = range(13) if rank == 0 else range(12, 25)
+    alike = [{"input_ids": [4] * 9 + [4 + place % 2, 6, 7 + place], "labels": [5] * 3} for place in mine]
+    sounds = [{"length": 8, "sound": torch.full((8,), 0.5), "number": place} for place in mine]
+    for examples in (alike, sounds):
+        trainer, *_ = make("t5", folder, Plain(examples), max_steps=3)
+        with pytest.raises(ArgumentError, match="ranks read different examples"):
+            trainer.train()
+    print("alike: told apart")
 
 
 def check_failure(rank, folder):

@@ -130,17 +130,23 @@ def test_a_transform_in_a_list_draws_none_of_its_numbers_for_the_look(tmp_path):
 
 
 def damage(entry, change):
-    """Return an entry of the cache with a part that nobody could plan with."""
+    """Return an entry of the cache with a part that nobody could plan with, or with numbers that anybody could."""
     budget = entry["budget"]
-    if change == "axes":
+    if change == "coefficient":
+        budget["time"]["coefficients"]["b*L0"] = 1e300  # every batch would have one example
+    elif change == "digit":
+        budget["least_tokens"] = 8
+    elif change == "limit":
+        entry["limit_bytes"], budget["memory"] = 10, None
+    elif change == "axes":
         budget |= {"version": 2, "bounds": [[5, 2, 3, 4]]}
     else:
         budget["least_tokens"] = 10**400 if change == "huge" else 2**40
     return json.dumps(entry)
 
 
-@pytest.mark.parametrize("change", ["axes", "huge", "large"])
-def test_numbers_that_nothing_can_be_planned_with_are_found_anew(change, cache, tmp_path, monkeypatch):
+@pytest.mark.parametrize("change", ["axes", "huge", "large", "coefficient", "digit", "limit"])
+def test_numbers_that_nobody_found_are_found_anew(change, cache, tmp_path, monkeypatch):
     monkeypatch.setattr(_probing, "find_budget", lambda *args, **kwargs: KNOWN)
     auto_trainer(tmp_path)[0].get_train_dataloader()
     (path,) = cache.iterdir()

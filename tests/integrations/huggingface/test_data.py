@@ -161,6 +161,19 @@ def test_resuming_with_a_controller_gives_the_same_batches(stop, workers, tmp_pa
     )
 
 
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_a_resumed_run_of_fewer_updates_per_epoch_ends_where_the_data_end(stop, tmp_path):
+    """As on more ranks: updates that ran count as examples, not as a share of the updates that there are now."""
+    options = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 2, "lr_scheduler_type": "linear"}
+    before, seen, _ = make_trainer("t5", tmp_path, **options)
+    before.train()
+    trainer, after, _ = make_trainer("t5", tmp_path, gradient_accumulation_steps=2, **options)
+    trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
+    assert sorted(flat(seen[:stop] + after)) == sorted([*range(24)] * 2)
+    assert trainer.state.global_step == trainer.state.max_steps
+    assert trainer.state.epoch == 2
+
+
 @pytest.mark.parametrize("is_controlled", [False, True])
 def test_resuming_after_an_epoch_begins_the_next(is_controlled, tmp_path):
     def make():

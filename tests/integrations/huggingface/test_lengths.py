@@ -13,7 +13,7 @@ from batchwright.integrations.huggingface._lengths import measure_examples
 from batchwright.step import PadCollator
 from batchwright.testing import EagerGraphs
 
-from .trainers import make_args, make_model, make_trainer, numbered
+from .trainers import BUDGET, flat, make_args, make_model, make_trainer, numbered
 
 
 class Table:
@@ -109,6 +109,21 @@ def test_lengths_are_measured_once(tmp_path):
     after_one = examples.num_read
     trainer.train()
     assert examples.num_read - after_one == 24
+
+
+def test_examples_that_were_replaced_in_a_list_are_measured_again(tmp_path):
+    """The budget holds for what is trained on now, not for what had the same number of examples before."""
+    examples = numbered(causal=True)
+    trainer, seen, _ = make_trainer("llama", tmp_path, examples=examples)
+    trainer.train()
+    longest = max(len(example["input_ids"]) for example in examples)
+    for place in range(0, len(examples), 2):
+        examples[place] = {**examples[place], **{name: [5] * longest for name in ("input_ids", "labels")}}
+    seen.clear()
+    trainer.train()
+    lengths = [len(example["input_ids"]) for example in examples]
+    assert sorted(flat(seen)) == list(range(len(examples)))
+    assert all(len(batch) * max(lengths[place] for place in batch) <= BUDGET.limit for batch in seen)
 
 
 # Labels that have lengths of their own

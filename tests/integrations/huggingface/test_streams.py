@@ -353,6 +353,7 @@ def test_a_stream_that_was_split_for_another_rank_is_refused(tmp_path):
         ({"dataloader_drop_last": True}, "dataloader_drop_last"),
         ({"plan_options": {"keep_first": 3}}, "'keep_first': …} needs the whole epoch"),
         ({"plan_options": {"balance_over": 3}}, "'balance_over': …} needs the whole epoch"),
+        ({"plan_options": {"groups": [0] * 25}}, "'groups': …} needs the whole epoch"),
         ({"graphs": EagerGraphs()}, "shapes of a stream are not known"),
     ],
 )

@@ -6,13 +6,14 @@ import sys
 import weakref
 
 import pytest
+import torch
 from transformers import Seq2SeqTrainer, Trainer
 
 from batchwright.errors import ArgumentError
 from batchwright.integrations import huggingface
 from batchwright.integrations.huggingface import AdaptiveTrainerMixin, adaptive
 
-from .trainers import check, make_controller, make_trainer, numbered, windows
+from .trainers import check, flat_parameters, make_controller, make_trainer, numbered, windows
 
 
 def test_the_class_is_made_once_and_named_after_its_trainer():
@@ -40,6 +41,31 @@ def test_the_mixin_can_be_inherited_from_and_losses_of_ones_own_are_weighed(tmp_
 
 
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")  # of transformers 5.3 itself
+class Passing(Trainer):
+    """Overrides what the adaptive class reads arguments of, in the ways that classes of users do."""
+
+    def _inner_training_loop(self, *args, **kwargs):
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def _run_epoch(self, **kwargs):
+        return super()._run_epoch(**kwargs)
+
+    def get_batch_samples(self, batches, num, where):
+        return super().get_batch_samples(batches, num, where)
+
+
+def test_a_trainer_class_may_pass_arguments_on_as_it_likes(tmp_path):
+    trainer, seen, gradients = make_trainer(
+        "llama", tmp_path, trainer_cls=Passing, gradient_accumulation_steps=2, save_strategy="steps", save_steps=2
+    )
+    trainer.train()
+    check("llama", trainer, gradients, windows(seen, 2))
+    whole = flat_parameters(trainer.model)
+    trainer, *_ = make_trainer("llama", tmp_path, trainer_cls=Passing, gradient_accumulation_steps=2)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(flat_parameters(trainer.model), whole)
+
+
 def test_the_trainer_counts_the_tokens_of_all_micro_batches(tmp_path):
     options = {"controller": make_controller(12), "include_num_input_tokens_seen": "non_padding"}
     trainer, *_ = make_trainer("t5", tmp_path, **options)

@@ -19,9 +19,11 @@ from .._auto import Ticks
 from .._observing import Change, observe
 from .._planned_budget import PlannedBudget
 from .._ranked import is_at_end, num_batches
+from .._size_log import log_sizes, read_sizes
 from .._vector_fallback import VectorFallback
 
 STATE_VERSION = 1
+_SIZES = "sizes"  # states of earlier versions have none
 _HINTS = {
     "entropy": "huggingface_loss(with_entropy=True) returns it too",
     "noise": "pass measure_noise=True to prepare",
@@ -41,6 +43,9 @@ class PreparedLoader:
         self._sampler = sampler
         self._move = move
         self._num_left: int | None = None
+        self._sizes = log_sizes(sampler)
+        self._replay: list[int] = []  # sizes of the batches that workers of a saved run had fetched ahead
+        self._num_received = 0  # in the newest loop
 
     @property
     def epoch(self) -> int:
@@ -59,7 +64,21 @@ class PreparedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch; a position restored within that same epoch is kept. Without it, epochs follow one another."""
+        if epoch != self.epoch:
+            self._replay = []
         self._sampler.set_epoch(epoch)
+
+    @property
+    def sizes_ahead(self) -> list[int]:
+        """Return the sizes of batches that were formed and not received yet; none where a plan decides them."""
+        ahead = [] if self._sizes is None else self._sizes.after(self._num_received)
+        return [*ahead, *self._replay]
+
+    def go_on(self, sizes: list[int]) -> None:
+        """Form the next batches with the sizes of a saved run."""
+        self._replay, self._num_received = sizes, 0
+        if self._sizes is not None:
+            self._sizes.begin()
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -69,8 +88,12 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._num_left = num_batches(self._sampler)
+        if self._sizes is not None:
+            self._sizes.begin(self._replay)
+        self._replay, self._num_received = [], 0
         begun = _BegunQuietly(self._loader, self._sampler)
         for batch in self._sampler.track(begun) if hasattr(self._sampler, "track") else begun:
+            self._num_received += 1
             if self._num_left is not None:
                 self._num_left -= 1
             yield self._move(batch)
@@ -148,7 +171,8 @@ class AcceleratedStepper:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the sampler, the stepper and the controller, as JSON values."""
-        return {"version": STATE_VERSION, **{name: part.state_dict() for name, part in self._parts().items()}}
+        parts = {name: part.state_dict() for name, part in self._parts().items()}
+        return {"version": STATE_VERSION, **parts, **({_SIZES: self._loader.sizes_ahead} if self._loader else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken.
@@ -162,7 +186,7 @@ class AcceleratedStepper:
             raise StateMismatchError(
                 f"prepare reads states of version {STATE_VERSION}, got {state.get('version')!r}; start without it"
             )
-        saved = sorted(map(str, state.keys() - {"version"}))
+        saved, sizes = sorted(map(str, state.keys() - {"version", _SIZES})), read_sizes(state)
         if saved != sorted(parts):
             raise StateMismatchError(
                 f"the checkpoint holds the states of {', '.join(saved)}, but this run has {', '.join(sorted(parts))}; "
@@ -170,7 +194,11 @@ class AcceleratedStepper:
             )
         if self._fallback is not None:
             self.stepper = parts["stepper"] = self._fallback.for_state(self.stepper, state["stepper"])
+        if "sampler" in parts:
+            _check_same_budgets(state["sampler"], has_found=self._budget is not None)
         load_parts(parts, state)
+        if self._loader is not None:
+            self._loader.go_on(sizes)
 
     def _parts(self) -> dict[str, Any]:
         sampler = None if self._loader is None else self._loader.sampler
@@ -186,6 +214,16 @@ class AcceleratedStepper:
 
     def _count(self, *_: Any) -> None:
         self._num_applied += 1
+
+
+def _check_same_budgets(state: Any, *, has_found: bool) -> None:
+    """Refuse the place in a plan of which only one of two runs has found the budget."""
+    was_found = isinstance(state, Mapping) and "found" in state
+    if was_found != has_found:
+        raise StateMismatchError(
+            f"the checkpoint was saved {'with' if was_found else 'without'} budget='auto', and this run has other "
+            f"batches; call prepare {'with' if was_found else 'without'} it, or start without the checkpoint"
+        )
 
 
 @final

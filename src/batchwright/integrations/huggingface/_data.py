@@ -29,7 +29,7 @@ from .._devices import Devices
 from .._failures import raise_together
 from .._ranked import is_stream, loader_options
 from ._batches import BatchSource, PlannedBatches, ResizableBatches
-from ._drawing import DECIDES, SeededData, SeededItems
+from ._drawing import DECIDES, SeededData, SeededItems, updates_with_saved
 from ._graphs import TrainerGraphs
 from ._lengths import LengthCache, has_decoder, is_flat, pad_multiple_of, tell_label_axis
 from ._packing import Packing, check_collator, choose_packing
@@ -201,7 +201,9 @@ class TrainingData:
             curriculum=settings.curriculum,
         )
 
-    def training_values(self, values: tuple[Any, ...], args: Any, loader: Any) -> tuple[Any, ...]:
+    def training_values(
+        self, values: tuple[Any, ...], args: Any, loader: Any, checkpoint: str | None = None
+    ) -> tuple[Any, ...]:
         """Return the trainer's numbers of epochs, steps and examples, with the right number of updates."""
         if not isinstance(loader, TrainLoader):
             raise ArgumentError(f"a get_train_dataloader above the adaptive one {DECIDES}")
@@ -214,7 +216,11 @@ class TrainingData:
             # The schedule follows the examples, at any size.
             assert isinstance(self.batches, ResizableBatches)
             return (*values[:-1], self.batches.num_updates(args.num_train_epochs, size=self._settings.base_size))
-        num = self.batches.num_updates(args.num_train_epochs, args.gradient_accumulation_steps)
+        epochs, accumulation = args.num_train_epochs, args.gradient_accumulation_steps
+        num = self.batches.num_updates(epochs, accumulation)
+        if isinstance(self.batches, PlannedBatches) and not args.ignore_data_skip:
+            given = {"num_epochs": epochs, "accumulation": accumulation}
+            num = updates_with_saved(checkpoint, self.batches.sampler, num, **given)
         if self._settings.controller is not None and args.process_index == 0:
             logger.warning(
                 "The controller decides how many updates %s epochs have. The learning rate is scheduled over %d "

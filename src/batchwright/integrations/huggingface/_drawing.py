@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import json
+import math
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -105,3 +109,36 @@ def check_loader(trainer: Any, base: Any) -> None:
     is_ours = isinstance(getattr(batches, "sampler", None), Unused)
     if is_stream(dataset) or not is_ours or len(base.dataset) != len(dataset):
         raise ArgumentError(f"{by} {DECIDES}")
+
+
+def updates_with_saved(
+    checkpoint: str | None, sampler: Any, num_updates: int, *, num_epochs: float, accumulation: int
+) -> int:
+    """Return how many updates a training has in all, those of its checkpoint included.
+
+    On another number of ranks an epoch has another number of updates, so those that ran cannot be taken from it.
+
+    Args:
+        checkpoint: that it resumes from, None if it begins.
+        sampler: of the planned batches of this rank.
+        num_updates: of a training that begins, on these ranks.
+        num_epochs: of the training.
+        accumulation: planned batches of an update.
+    """
+    path = None if checkpoint is None else Path(checkpoint) / "trainer_state.json"
+    state = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else {}
+    ours = state.get("stateful_callbacks", {}).get("batchwright")
+    feed = ours.get("feed") if isinstance(ours, dict) else None
+    if not isinstance(feed, dict) or "sampler" not in feed or state.get("max_steps") == num_updates:
+        return num_updates  # as many as it was going to have
+    sampler = copy.copy(sampler)
+    sampler.load_state_dict(feed["sampler"])
+    total = int(state["global_step"])
+    for epoch in range(sampler.epoch, math.ceil(num_epochs)):
+        sampler.set_epoch(epoch)
+        position, plan = sampler.state_dict()["position"], sampler.plan
+        num = position + len(plan.indices) - plan.num_repeated
+        done, wanted = position / max(1, num), min(1.0, num_epochs - epoch)
+        if done < wanted:
+            total += math.ceil((wanted - done) / (1 - done) * -(-len(sampler) // accumulation))
+    return total

@@ -6,7 +6,7 @@ import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from ._sentences import measure_texts, reads_texts
 _SOURCE, _TARGET = "input_ids", "labels"
 _PROMPT, _SIDES = "prompt_ids", ("chosen_ids", "rejected_ids")
 _ROWS_PER_READ = 1000
+# Places of a sequence at which ranks compare what they have read.
+_NUM_MARKS = 32
 # Enough for the data sets of training and evaluation.
 _MOST_DATASETS = 8
 
@@ -30,7 +32,7 @@ class LengthCache:
 
     def __init__(self) -> None:
         # The data set is kept with its lengths, so that no other object can get its id.
-        self._found: dict[int, tuple[Any, IntArray, IntArray | None]] = {}
+        self._found: dict[int, _Found] = {}
 
     def of(self, dataset: Any, args: Any, model: Any, collator: Any = None) -> IntArray:
         """Return the lengths of a data set, shape ``(N, axes)``.
@@ -42,9 +44,10 @@ class LengthCache:
             collator: may cut examples, or make tokens of texts.
         """
         found = self._found.pop(id(dataset), None)
-        if found is not None and len(found[1]) == len(dataset):  # a list may have grown since
+        contents = _contents_of(dataset)
+        if found is not None and len(found.lengths) == len(dataset) and found.contents == contents:
             self._found[id(dataset)] = found
-            return found[1]
+            return found.lengths
         shows, tokens = not args.disable_tqdm and args.process_index == 0, None
         if has_pairs(dataset):
             lengths, tokens = measure_pairs(dataset, most=getattr(collator, "max_length", None), show_progress=shows)
@@ -60,13 +63,25 @@ class LengthCache:
         lengths = as_lengths(lengths)
         if len(self._found) == _MOST_DATASETS:
             self._found.pop(next(iter(self._found)))
-        self._found[id(dataset)] = dataset, lengths, tokens
+        self._found[id(dataset)] = _Found(dataset, lengths, tokens, contents)
         return lengths
 
     def tokens_of(self, dataset: Any) -> IntArray | None:
         """Return the tokens of every example of a measured data set, None if they are the sum of its lengths."""
         found = self._found.get(id(dataset))
-        return None if found is None else found[2]
+        return None if found is None else found.tokens
+
+
+class _Found(NamedTuple):
+    dataset: Any
+    lengths: IntArray
+    tokens: IntArray | None
+    contents: int | None
+
+
+def _contents_of(dataset: Any) -> int | None:
+    """Return what changes when the examples of a list are replaced; None of data that only they themselves know."""
+    return hash(tuple(map(id, dataset))) if isinstance(dataset, list) else None
 
 
 @final
@@ -97,9 +112,7 @@ class StreamLengths:
     def __call__(self, example: Any) -> tuple[int, ...]:
         """Return the lengths of an example that is read."""
         found = self.of(example)
-        ids = example.get(_SOURCE)
-        head = np.asarray(ids[:8]).tobytes() if _is_sequence(ids) else b""
-        self.digest = zlib.crc32(np.asarray(found).tobytes() + head, self.digest)
+        self.digest = zlib.crc32(np.asarray(found).tobytes() + _marks_of(example), self.digest)
         return found
 
     def of(self, example: Any) -> tuple[int, ...]:
@@ -266,6 +279,29 @@ def _from_examples(dataset: Any, names: Sequence[str]) -> Iterator[tuple[Any, ..
     for index in range(len(dataset)):
         example = dataset[index]
         yield tuple(example[name] for name in names)
+
+
+def _marks_of(example: Mapping[str, Any]) -> bytes:
+    """Return what tells an example of a stream from others of its lengths: texts and whole numbers, long ones in part.
+
+    Examples may begin alike, as all do that follow one template. Floats are left out: ranks may augment these apart.
+    """
+    if _is_sequence(example.get(_SOURCE)):
+        return _marks(example[_SOURCE])
+    return b"".join(_marks(example[name]) for name in sorted(example, key=str))
+
+
+def _marks(value: Any) -> bytes:
+    if isinstance(value, str | bytes):
+        return value.encode("utf-8", "replace") if isinstance(value, str) else value
+    if _is_sequence(value) and len(value) > _NUM_MARKS:
+        places = range(0, len(value), len(value) // _NUM_MARKS)
+        value = [value[place] for place in (*places, len(value) - 1)]
+    try:
+        marks = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):  # uneven parts, or a tensor of another device
+        return b""
+    return marks.tobytes() if marks.dtype.kind in "biu" else b""
 
 
 def _is_sequence(value: Any) -> bool:

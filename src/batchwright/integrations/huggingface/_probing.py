@@ -16,6 +16,7 @@ from ..._lengths import pad_up
 from ..._types import IntArray
 from ...errors import ArgumentError, StateMismatchError
 from ...plan.budget import Budget, MaxItems
+from ...plan.plan import PlanSettings
 from ...size.learning_rate import innermost
 from ...step.calibration.finding import Probe, Row, find_budget, largest_batch
 from ...step.calibration.found import FoundBudget
@@ -27,6 +28,7 @@ from .._auto_budget import (
     monitor_of,
     own_collator,
     tell,
+    with_whole_groups,
 )
 from .._devices import Devices, on_its_own
 from .._keeping import is_plain, kept, kept_draws
@@ -100,6 +102,7 @@ def budget_of_trainer(trainer: Any, settings: Settings, base: Any, finder: Budge
         agreement=agreement,
         world_size=args.world_size,
     )
+    found = with_whole_groups(found, lengths, PlanSettings(groups=settings.plan_options.get("groups")).groups)
     is_shown = not args.disable_tqdm and args.process_index == 0
     tell(found, lengths, how="as found before" if is_known else "measured now", is_shown=is_shown)
     return found

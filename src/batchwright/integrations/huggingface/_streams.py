@@ -28,7 +28,7 @@ from ._lengths import StreamLengths, has_decoder
 from ._settings import Settings
 
 # Options of a plan that need the whole epoch.
-_OF_EPOCHS = ("keep_first", "balance_over", "cost")
+_OF_EPOCHS = ("keep_first", "balance_over", "cost", "groups")
 # What a rank tells the others instead of what it has read.
 _FAILED, _ENDED = -2, -1
 _DIFFERENT = (

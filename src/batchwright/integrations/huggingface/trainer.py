@@ -7,7 +7,6 @@ weights of losses, the evaluation and a callback. Each holds its own state and g
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -34,6 +33,7 @@ from .._auto_budget import BudgetChoice, BudgetFinder
 from .._devices import Devices, on_its_own, one_process, undivided
 from .._graphs import Choice, captured
 from .._observing import History
+from .._options import Call
 from .._trial_loss import takes_own_loss
 from ._data import TrainLoader, fetch_together, micro_batches_of
 from ._drawing import Unused, check_loader, check_order
@@ -224,9 +224,9 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
             callbacks[callbacks.index(before.callback)] = self._batching.callback
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        call = inspect.signature(super()._inner_training_loop).bind(*args, **kwargs)  # type: ignore[misc]
+        call = Call(transformers.Trainer._inner_training_loop, args, kwargs)
         self._finder.checkpoint = call.arguments.get("resume_from_checkpoint")
-        return super()._inner_training_loop(*call.args, **call.kwargs)  # type: ignore[misc]
+        return call.hand_on(super()._inner_training_loop)  # type: ignore[misc]
 
     @property
     def found_budget(self) -> FoundBudget | None:
@@ -240,7 +240,7 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
     def set_initial_training_values(self, args: Any, dataloader: Any, *rest: Any) -> tuple[Any, ...]:
         """Return the trainer's numbers of epochs, steps and examples; epochs may have unequal numbers of steps."""
         values = tuple(super().set_initial_training_values(args, dataloader, *rest))  # type: ignore[misc]
-        return self._batching.data.training_values(values, args, dataloader)
+        return self._batching.data.training_values(values, args, dataloader, self._finder.checkpoint)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         epochs_trained, num_skipped = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
@@ -255,12 +255,12 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         return self._batching.restore(saved, epochs_trained, ignores_place=self.args.ignore_data_skip), 0
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        call = inspect.signature(super()._run_epoch).bind(*args, **kwargs)  # type: ignore[misc]
+        call = Call(transformers.Trainer._run_epoch, args, kwargs)
         # An item of a stream is a whole update, so that the last one of a pass may have fewer batches.
         with accumulating(self, self._batching.data.accumulation and 1), self._batching.losses.instead_of(self):
             if isinstance(call.arguments["train_dataloader"], TrainLoader):
                 self._batching.data.begin_epoch(call.arguments, self.args.gradient_accumulation_steps)
-            return super()._run_epoch(*call.args, **call.kwargs)  # type: ignore[misc]
+            return call.hand_on(super()._run_epoch)  # type: ignore[misc]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         if self._batching.data.batches is not None:
@@ -279,11 +279,11 @@ class AdaptiveTrainerMixin(PlannedEvaluation):
         batches = self._batching.data.batches
         if self._batching.data.has_ended:
             return [], None
-        call = inspect.signature(super().get_batch_samples).bind(*args, **kwargs)  # type: ignore[misc]
+        call = Call(transformers.Trainer.get_batch_samples, args, kwargs)
         given = call.arguments
         if batches is not None:
             given["epoch_iterator"] = iter(fetch_together(given["epoch_iterator"], given["num_batches"], self.args))
-        items, num_items = super().get_batch_samples(*call.args, **call.kwargs)  # type: ignore[misc]
+        items, num_items = call.hand_on(super().get_batch_samples)  # type: ignore[misc]
         if items and batches is not None:
             self._batching.updates.begin(
                 micro_batches_of(items),
