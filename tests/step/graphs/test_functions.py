@@ -18,6 +18,7 @@ from torch import nn
 import batchwright as bw
 from batchwright.errors import ArgumentError
 from batchwright.step import graphed
+from batchwright.step.graphs._function_graphs import FunctionGraphs
 from batchwright.testing import EagerGraphs
 
 from .tape import TapeGraphs
@@ -385,6 +386,33 @@ def test_values_of_closures_and_objects_are_watched():
     assert torch.equal(function(x), x * 3)
 
 
+class Scaled:
+    by = 2.0
+
+    def factor(self):
+        return self.by * getattr(self, "more", 1.0)
+
+    def __call__(self, x):
+        return x * self.factor()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "factor"), [("by", 5.0, 5.0), ("more", 3.0, 6.0), ("factor", lambda: 7.0, 7.0)]
+)
+@pytest.mark.parametrize("form", [lambda one: one, lambda one: lambda x: one(x)], ids=["object", "closure"])
+def test_an_attribute_that_an_object_gets_later_counts(name, value, factor, form):
+    """In front of one of its class, in place of a default, or in front of a method."""
+    scaled = Scaled()
+    function, x = taped(form(scaled)), rows(4, 8)
+    for _ in range(2):
+        assert torch.equal(function(x), x * 2)
+    setattr(scaled, name, value)
+    assert torch.equal(function(x), x * factor)
+    delattr(scaled, name)
+    assert torch.equal(function(x), x * 2)
+    assert not function.summary().num_eager
+
+
 def test_a_model_that_changes_at_every_call_runs_eagerly_and_that_is_said_once():
     scale = {"by": 0.0}
     function, x = taped(lambda x: x * scale["by"]), rows(4, 8)
@@ -460,6 +488,59 @@ def test_rows_that_mix_are_noticed_with_padding():
     function, x = taped(lambda x: x.sum(1) - x.sum(), pad=PAD), rows(3, 5)
     with pytest.warns(UserWarning, match="padding changes"):
         assert torch.equal(function(x), x.sum(1) - x.sum())
+
+
+@pytest.mark.parametrize("fn", [lambda x: x.flip(0), lambda x: x - x[-1]], ids=["turned", "last"])
+@pytest.mark.parametrize("backend", [TapeGraphs, EagerGraphs], ids=lambda one: one.__name__)
+def test_rows_that_mix_are_noticed_after_a_first_call_of_one_row(fn, backend):
+    """Filler beside one row is that row again, and shows nowhere; a later call of several rows is looked at too."""
+    function = graphed(fn, [(4,), (8,)], pad={"x": None}, graphs=backend())
+    for call in (rows(1, 8), rows(1, 8, 1)):
+        torch.testing.assert_close(function(call), fn(call))
+    with pytest.warns(UserWarning, match="padding changes"):
+        torch.testing.assert_close(function(rows(3, 8, 2)), fn(rows(3, 8, 2)))
+    for num in (2, 5, 7, 8):
+        torch.testing.assert_close(function(rows(num, 8, num)), fn(rows(num, 8, num)))
+
+
+def test_rows_that_mix_are_noticed_where_the_first_one_changes_no_other():
+    """A copy of the largest row is below none."""
+
+    def ranks(x):
+        return (x[:, :1] > x[:, 0]).sum(1)
+
+    function, first = taped(ranks, [(4,), (8,)], pad={"x": None}), rows(3, 8).sort(0, descending=True).values
+    with pytest.warns(UserWarning, match="padding changes"):
+        assert torch.equal(function(first), ranks(first))
+    assert torch.equal(function(rows(3, 8, 1)), ranks(rows(3, 8, 1)))
+
+
+def test_a_function_of_rows_is_looked_at_once_more_after_a_first_call_of_one_row_and_then_replayed():
+    function = taped(weighted, pad=PAD)
+    for number, num in enumerate((1, 3, 2, 4, 1)):
+        torch.testing.assert_close(function(rows(num, 8, num)), weighted(rows(num, 8, num)))
+        assert function.summary().num_replayed == number + 1
+    assert not function._graphs.has_doubts
+
+
+def test_a_look_that_runs_out_of_memory_is_made_at_another_call(monkeypatch):
+    prove, num_failures = FunctionGraphs.prove, 0
+
+    def full(self, *args):
+        nonlocal num_failures
+        num_failures += 1
+        if num_failures == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        prove(self, *args)
+
+    function = taped(weighted, pad=PAD)
+    function(rows(1, 8))
+    num_failures = 0
+    monkeypatch.setattr(FunctionGraphs, "prove", full)
+    for seed in range(3):
+        torch.testing.assert_close(function(rows(3, 8, seed)), weighted(rows(3, 8, seed)))
+    assert function.summary().num_eager == 1
+    assert "did not fit into memory" in reasons_of(function)
 
 
 def test_a_replay_with_other_results_is_noticed_and_not_used():

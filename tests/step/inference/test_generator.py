@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import os
 import pickle
+import signal
 import threading
 import warnings
 import weakref
@@ -575,6 +577,32 @@ def test_threads_take_turns():
     for thread in threads:
         thread.join()
     assert [found[place] for place in range(4)] == [[one] * 3 for one in wanted]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_process_that_was_forked_within_a_call_of_another_thread_does_not_wait_for_it():
+    model, examples, inside, go_on = shapes.make("llama"), shapes.prompts(12), threading.Event(), threading.Event()
+    wanted = expected(model, examples, max_new_tokens=8)
+
+    def lengths(example):
+        inside.set()
+        assert go_on.wait(60)
+        return len(example)
+
+    generator = make(model, max_new_tokens=8)
+    thread = threading.Thread(target=lambda: generator(examples, lengths=lengths))
+    thread.start()
+    assert inside.wait(60)
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        os._exit(0 if shapes.as_lists(generator(examples)) == wanted else 3)
+    _, status = os.waitpid(child, 0)
+    go_on.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert shapes.as_lists(generator(examples)) == wanted
 
 
 def test_a_call_inside_a_call_is_refused():

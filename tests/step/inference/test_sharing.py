@@ -170,6 +170,7 @@ READERS = {
     "prefix_allowed_tokens_fn": lambda place, ids: [40 + len(ids) % 20, 20],
     "encoder_repetition_penalty": 3.0,
     "no_repeat_ngram_size": 1,
+    "encoder_no_repeat_ngram_size": 1,
     "forced_bos_token_id": 33,
 }
 
@@ -202,6 +203,122 @@ def test_sources_share_no_batch_with_shorter_ones_where_a_penalty_counts_their_t
     options = {"max_new_tokens": 8, "encoder_repetition_penalty": 3.0, "min_new_tokens": 8}
     found = generate(model, examples, graphs=False, budget=bw.MaxItems(12), **options)
     assert shapes.as_lists(found) == alone_in(model, examples, **options)
+
+
+def make_repeating(pad=1, favours=12):
+    """It likes the tokens that it has read, and one of them most of all."""
+    model = shapes.make("llama")
+    with torch.no_grad():
+        model.lm_head.weight.copy_(3 * model.get_input_embeddings().weight)
+        model.lm_head.weight[favours] = 1.5 * model.lm_head.weight[12:20].mean(0)
+    model.generation_config.pad_token_id = pad
+    return model
+
+
+def make_bigrams(pad, following):
+    """Each token is followed by the one that is given, and where that may not come by 20."""
+    model = shapes.make("llama", hidden_size=64, num_key_value_heads=4)
+    model.lm_head = nn.Linear(64, shapes.NUM_TOKENS, bias=False)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(64)[: shapes.NUM_TOKENS])
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[20] = 1.0
+        for token, follower in following.items():
+            model.lm_head.weight[follower, token] = 2.0
+    model.generation_config.pad_token_id = pad
+    return model
+
+
+@pytest.mark.parametrize("name", ["no_repeat_ngram_size", "encoder_no_repeat_ngram_size"])
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize(
+    ("pad", "following", "result"),
+    [(1, {13: 1, 1: 12}, [1, 12]), (None, {13: 12, 12: 12}, [12, 12])],
+    ids=["padding comes and then the first token", "no padding token, the first token comes twice"],
+)
+def test_ngrams_that_begin_with_padding_keep_no_token_from_coming(name, num_beams, pad, following, result):
+    """Filled up with 1, [12, 13] would hold (1, 12), and with its first token (12, 12)."""
+    model, examples = make_bigrams(pad, following), [[12, 13], [12, 14, 15, 16, 13]]
+    options = {"max_new_tokens": 2, name: 2, "num_beams": num_beams}
+    assert alone(lambda: model, examples, **options) == [result] * 2
+    found = generate(model, examples, graphs=False, budget=bw.MaxItems(2), **options)
+    assert shapes.as_lists(found) == [result] * 2
+
+
+def test_prompts_that_end_with_the_token_that_fills_up_share_batches_only_with_those_of_their_length():
+    model, examples = make_repeating(pad=4), [[*ids, 4] for ids in shapes.prompts(20, longest=6)]
+    options = {"max_new_tokens": 8, "no_repeat_ngram_size": 3, "eos_token_id": 4}
+    decoder = _decoding.Decoder(model, options, None, None, 8)
+    assert len(decoder.groups([[12, 13], [4], [12, 4], [13, 4], [4, 13, 14]], None)) == 3
+    found = generate(model, examples, graphs=False, budget=bw.MaxItems(20), pad_multiple_of=8, **options)
+    assert shapes.as_lists(found) == alone(lambda: model, examples, **options)
+
+
+@pytest.mark.parametrize(
+    "option", [{"repetition_penalty": 1.3}, {"eos_token_id": None}], ids=lambda option: next(iter(option))
+)
+@pytest.mark.filterwarnings("ignore:generate puts only")
+def test_ngrams_without_a_token_to_fill_up_with_get_no_padding(option):
+    """A penalty counts the token that ends a row, and without such a token any other may come."""
+    model, examples = make_bigrams(1, {13: 1, 1: 12}), [[12, 13], [12, 14, 15, 16, 13]]
+    model.generation_config.eos_token_id = option.get("eos_token_id", shapes.ENDS)
+    found = generate(
+        model, examples, graphs=False, budget=bw.MaxItems(2), max_new_tokens=2, no_repeat_ngram_size=2, **option
+    )
+    assert shapes.as_lists(found) == [[1, 12]] * 2
+
+
+@pytest.mark.parametrize("name", ["m2m100", "t5"])
+@pytest.mark.filterwarnings("ignore:generate puts only")
+def test_ngrams_of_a_source_are_those_without_padding(name):
+    model, examples = shapes.make(name), shapes.prompts(40, longest=6)
+    with torch.no_grad():
+        model.lm_head.weight[1] = 9 * model.lm_head.weight[12:].mean(0)
+    options = {"max_new_tokens": 12, "encoder_no_repeat_ngram_size": 1, "eos_token_id": [59]}
+    found = generate(model, examples, graphs=False, budget=bw.MaxItems(40), **options)
+    assert shapes.as_lists(found) == alone_in(model, examples, **options)
+    assert any(1 in row[1:] for row in shapes.as_lists(found))
+
+
+@pytest.mark.parametrize("option", ["bad_words_ids", "sequence_bias"])
+def test_a_word_that_begins_with_padding_is_not_found_in_front_of_a_prompt(option):
+    """Without a padding token the first one of [13] would fill it up to [13, 13, 13]."""
+    model, examples = make_repeating(pad=None), [[13], [14], [15], [12, 16, 17, 18]]
+    (first,) = alone(lambda: model, examples[:1], max_new_tokens=1)
+    words = [[ids[0], ids[0], first[0]] for ids in examples[:3]]
+    value = words if option == "bad_words_ids" else {tuple(word): -100.0 for word in words}
+    options = {"max_new_tokens": 4, option: value}
+    found = generate(model, examples, graphs=False, budget=bw.MaxItems(4), **options)
+    assert shapes.as_lists(found) == alone(lambda: model, examples, **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "replayed"])
+def test_double_precision_without_sdpa_gives_what_each_prompt_gives_alone(name, graphs):
+    """Softmax in single precision makes no numbers of a row whose scores are all the lowest of double precision."""
+    model, examples = shapes.make(name, torch.float64), shapes.prompts(12)
+    model.set_attn_implementation("eager")
+    found = generate(
+        model, examples, graphs=TapeGraphs() if graphs else False, budget=bw.MaxItems(12), max_new_tokens=8
+    )
+    assert shapes.as_lists(found) == alone(lambda: model, examples, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("name", ["negative_prompt_ids", "past_key_values", "position_ids"])
+def test_what_belongs_to_each_example_is_refused_as_an_argument(name):
+    """One for all would be joined to every batch; a cache would go on from batch to batch."""
+    with pytest.raises(ArgumentError, match=f"{name} belongs to each example"):
+        generate(shapes.make("llama"), shapes.prompts(3), graphs=False, max_new_tokens=2, **{name: torch.ones(1, 2)})
+
+
+def test_a_second_prompt_of_an_example_is_not_padded_as_the_first_one_is():
+    """It would need a mask of its own, even if it is as long by chance."""
+    examples = [{"input_ids": ids, "negative_prompt_ids": ids} for ids in ([12, 13, 14], [12, 13])]
+    with pytest.raises(ArgumentError, match="'negative_prompt_ids' has unequal lengths"):
+        generate(shapes.make("llama"), examples, graphs=False, max_new_tokens=2, guidance_scale=1.5)
 
 
 @pytest.mark.filterwarnings("ignore:generate puts only")

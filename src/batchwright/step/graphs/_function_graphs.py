@@ -21,7 +21,7 @@ from .backend import GraphBackend
 from .graphed import WORTH
 from .summary import OTHER_RESULTS
 
-_NO_ROOM = "a shape did not fit into memory beside the others"
+NO_ROOM = "a shape did not fit into memory beside the others"
 # Columns that show which positions a function gives them.
 _FEW = 8
 _PADDED = (
@@ -59,6 +59,7 @@ class FunctionGraphs:
         self._capturer = FunctionCapturer(function, backend, device)
         self.by_signature: dict[Signature, FunctionGraph] = {}
         self.failed: dict[Signature, str] = {}
+        self._unproven: set[tuple[Any, ...]] = set()  # kinds of calls that were compared with equal rows only
         self._watch: Watch | None = None
         self._held: list[torch.Tensor] = []  # what graphs read keeps its memory as long as they may be replayed
 
@@ -106,6 +107,9 @@ class FunctionGraphs:
         # In the order of their memory, all shapes find room in what the first one has taken.
         made = [one for one in sorted(ready, key=lambda one: -one.num_bytes) if self._add(one, real)]
         self._compare_padded([one for one in made if self._is_right(one)])
+        padding = self._padding
+        if padding is not None and padding.most_rows > 2 and not padding.has_other_rows(call):
+            self._unproven.add(real.structure)
         if self.by_signature:
             self._watch = self._capturer.watch()
             self._held = [tensor.detach() for tensor in self._watch.tensors]
@@ -120,7 +124,7 @@ class FunctionGraphs:
         except Exception as error:
             if one.signature == real and not is_out_of_memory(error):
                 raise
-            self.failed[one.signature] = _NO_ROOM if is_out_of_memory(error) else text_of(error)
+            self.failed[one.signature] = NO_ROOM if is_out_of_memory(error) else text_of(error)
         self._backend.prepare()  # outside the except block, where the traceback holds activations
         return None
 
@@ -134,7 +138,7 @@ class FunctionGraphs:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self.failed[one.signature] = _NO_ROOM
+            self.failed[one.signature] = NO_ROOM
         else:
             self.by_signature[one.signature] = graph
             return True
@@ -150,7 +154,7 @@ class FunctionGraphs:
             if not is_out_of_memory(error):
                 raise
             del self.by_signature[one.signature]
-            self.failed[one.signature] = _NO_ROOM
+            self.failed[one.signature] = NO_ROOM
             return False
         if not is_alike:
             raise NotGraphableError(OTHER_RESULTS)
@@ -169,9 +173,41 @@ class FunctionGraphs:
             def cut(output: Any, short: Shape = short, shape: Shape = shape) -> Any:
                 return padding.cut(output, short, shape)
 
-            padded = padding.pad(call, shape)
-            if not self._capturer.compare_padded(self.by_signature[one.signature], call, padded, cut, padding.whole):
-                raise NotGraphableError(_PADDED)
+            graph = self.by_signature[one.signature]
+            # Filler is a copy of the first row, which may be the one that makes no difference to the others.
+            for given in (call, padding.turned(call)):
+                self._check_padded(graph, given, padding.pad(given, shape), cut)
+
+    def _check_padded(self, graph: FunctionGraph, call: Call, padded: Call, cut: Callable[[Any], Any]) -> None:
+        assert self._padding is not None
+        if not self._capturer.compare_padded(graph, call, padded, cut, self._padding.whole):
+            raise NotGraphableError(_PADDED)
+
+    @property
+    def has_doubts(self) -> bool:
+        """Say whether calls of some kind were compared with equal rows only, beside which filler shows nowhere."""
+        return bool(self._unproven)
+
+    def prove(self, signature: Signature, call: Call, padded: Call, cut: Callable[[Any], Any]) -> None:
+        """Compare the first padded call of a kind whose rows differ, if those before had none that do.
+
+        Args:
+            signature: of the padded call.
+            call: as it came.
+            padded: the same call.
+            cut: makes the output of the padded call that of the call.
+
+        Raises:
+            NotGraphableError: padding changes what the function returns.
+        """
+        padding = self._padding
+        if padding is None or signature.structure not in self._unproven:
+            return
+        if padding.shape_of(call)[0] in (1, padding.shape_of(padded)[0]) or not padding.has_other_rows(call):
+            return
+        call, padded = (map_leaves(one, self._placed) for one in (call, padded))
+        self._check_padded(self.by_signature[signature], call, padded, cut)
+        self._unproven.remove(signature.structure)
 
     def _shorter(self, shapes: list[Shape]) -> Iterator[tuple[Shape, Shape]]:
         """Yield the largest and the smallest shape, each with one that is a row and a column short.

@@ -88,6 +88,11 @@ class Padding:
             )
         self._has_length = most == 2
 
+    @property
+    def most_rows(self) -> int:
+        """Return the rows of the planned shape that has the most."""
+        return max(shape[0] for shape in self.shapes)
+
     def shape_of(self, call: Call) -> Shape:
         """Return the rows and the length of a call, or say which tensors disagree."""
         found: dict[int, dict[int, str]] = {0: {}, 1: {}}
@@ -155,6 +160,21 @@ class Padding:
         self._map(call, look)
         made: Call = resized(call, [tuple(sizes.get(id(tensor), tensor.shape)) for tensor in leaves(call)])
         return made
+
+    def turned(self, call: Call) -> Call:
+        """Return a call with its rows in the other order."""
+        return self._map(call, lambda name, tensor: tensor.flip(0) if tensor.ndim else tensor)
+
+    def has_other_rows(self, call: Call) -> bool:
+        """Say whether a call has a row that is not equal to its first one."""
+        found: list[bool] = []
+
+        def look(name: str, tensor: Tensor) -> Tensor:
+            found.append(bool((tensor != tensor[:1]).any()) if tensor.ndim else False)
+            return tensor
+
+        self._map(call, look)
+        return any(found)
 
     def _axes_of(self, name: str, tensor: Tensor) -> range:
         """Return the axes of a named tensor that follow the shape."""

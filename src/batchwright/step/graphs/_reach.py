@@ -74,12 +74,14 @@ class Place(NamedTuple):
     label: str
     held: Any
     names: tuple[str, ...] | None  # the attributes that count, None for all
+    code: frozenset[str] = frozenset()  # an attribute with one of these names would count too
 
     def values(self) -> tuple[Any, ...]:
         """Return what it holds now; where there is too much, only how much."""
         held = self.held
         if self.names is not None:
-            return tuple([held.get(name, _MISSING) for name in self.names])
+            found = [held.get(name, _MISSING) for name in self.names]
+            return (*found, self.code.intersection(held)) if self.code else tuple(found)
         if isinstance(held, types.CellType):
             return _contents(held)
         if isinstance(held, np.ndarray):
@@ -97,6 +99,9 @@ class Place(NamedTuple):
             return None
         if self.names is None:
             return self.label
+        if self.code and now[-1] != before[-1]:
+            return f"{self.label}.{min(now[-1] ^ before[-1])}"
+        now, before = now[: len(self.names)], before[: len(self.names)]
         changed = [name for name, *pair in zip(self.names, now, before, strict=True) if not is_same(*pair)]
         return f"{self.label}.{changed[0]}"
 
@@ -163,6 +168,7 @@ class Reach:
         num_names = -1
         while len(self.names) > num_names:  # code that is found late may read what was passed by
             num_names = len(self.names)
+            self._code = frozenset(self.names)
             self._walk()
 
     def _walk(self) -> None:
@@ -289,8 +295,10 @@ class Reach:
         is_table = hasattr(kind, "__getattr__") or isinstance(value, Mapping)
         for held, present in _holders_of(value):
             names = tuple(sorted(name for name in present if is_table or name in self.names))
-            if names:
-                self.places.append(Place(label, held, names))
+            # One that comes later may stand in front of an attribute of the class, or of a default.
+            code = frozenset() if isinstance(held, _Slots) else self._code
+            if names or code:
+                self.places.append(Place(label, held, names, code))
                 self._add((f"{label}.{name}", held.get(name, None), depth + 1) for name in names)
         if not kind.__module__.startswith(("builtins", "torch.")):
             self._visit_class(kind, [name for name in (*_IMPLICIT, *self.names) if hasattr(kind, name)])

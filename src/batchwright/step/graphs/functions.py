@@ -14,9 +14,10 @@ import torch
 
 from ..._tree import leaves, map_leaves
 from ...errors import ArgumentError
+from ..oom import is_out_of_memory
 from ._capturing import text_of
 from ._catalogue import read_shapes
-from ._function_graphs import FunctionGraphs
+from ._function_graphs import NO_ROOM, FunctionGraphs
 from ._functions import FunctionGraph, device_of, reach_of, root_of, without_gradients
 from ._inputs import Catalogue, Signature, signature_of
 from ._padding import Call, Cut, Padding, names_of, run
@@ -167,7 +168,7 @@ class graphed:
             return self._without_graph(_UNREADABLE)
         graphs = self._graphs
         graph = None if graphs is None or not graphs.is_pure else graphs.by_signature.get(signature)
-        if graphs is not None and graph is not None and graph.is_worth:
+        if graphs is not None and graph is not None and graph.is_worth and not graphs.has_doubts:
             output = self._run(graphs, graph, fit)
             if graphs.change is None:  # looked at while the device computes
                 return output
@@ -177,7 +178,20 @@ class graphed:
         graph = None if self._doubt is not None else graphs.by_signature.get(signature)
         if graph is None:
             return self._without_graph(self._doubt or graphs.failed.get(signature, UNPLANNED))
-        return self._run(graphs, graph, fit)
+        doubt = self._doubt_of(graphs, signature, call, fit) if graphs.has_doubts else None
+        return self._run(graphs, graph, fit) if doubt is None else self._without_graph(doubt)
+
+    def _doubt_of(self, graphs: FunctionGraphs, signature: Signature, call: Call, fit: _Fit) -> str | None:
+        """Compare a call by padding with the same by itself if none before could show a difference; say what failed."""
+        try:
+            with self._order:
+                graphs.prove(signature, map_leaves(call, torch.Tensor.detach), fit.call, fit.cut)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return NO_ROOM
+            self._drop()
+            self._doubt = text_of(error)
+        return self._doubt
 
     def _fitted(self, call: Call) -> _Fit | str:
         """Return a call as a graph takes it, or why no planned shape holds it."""

@@ -10,18 +10,16 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..._checks import as_whole, is_whole
 from ..._lengths import as_lengths
 from ..._tree import map_leaves
 from ...errors import ArgumentError
-from ...plan import PadTo
 from ..graphs._rotary import renew, rotary_of, same_reach
 from ..huggingface import unwrapped
 from ._options import generates_plainly, stops_of
-from ._sharing import Group, by_number, check_unpadded, is_doubtful, pads_freely, reader_of
+from ._sharing import Filling, Group, as_ids, by_number, check_unpadded, ids_in, is_doubtful, pad, pads_freely
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 Counts = npt.NDArray[np.int64]
@@ -32,7 +30,11 @@ _TEXT = {"input_ids", "attention_mask", "token_type_ids", "decoder_input_ids"}
 # With any of these a smaller model, or the prompt, proposes tokens, and transformers runs one example at a time.
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 _STOPS = ("stop_strings", "stopping_criteria")
-_PER_EXAMPLE = {"inputs", "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "encoder_outputs"}
+_PER_EXAMPLE = {
+    "inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "encoder_outputs",
+    "decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "past_key_values",
+    "negative_prompt_ids", "negative_prompt_attention_mask",
+}  # fmt: skip
 
 
 @final
@@ -72,14 +74,12 @@ class Decoder:
         if known is None or pad_token_id is not None:
             self.kwargs["pad_token_id"] = self._pad
         self.multiple_of = multiple_of
-        # A penalty on repetition would count the padding token of shorter rows, see ``_row``.
-        has_penalty = not self.is_encoder_decoder and (self._setting("repetition_penalty") or 1.0) != 1.0
+        most = self._num_known_ids()
+        own_ends = [end for end in self._ends.tolist() if 0 <= end and (most is None or end < most)]
+        self._filling = Filling(self._setting, known, own_ends, is_encoder_decoder=self.is_encoder_decoder)
         self._pads = collate is None
         self._collate = collate or partial(
-            _pad,
-            pad_id=None if has_penalty and not self._setting("no_repeat_ngram_size") else known,
-            on_left=not self.is_encoder_decoder,
-            multiple_of=multiple_of,
+            pad, pad_id=self._filling.token, on_left=not self.is_encoder_decoder, multiple_of=multiple_of
         )
         # These end rows without an end-of-sequence token, and padding follows.
         self._notes_stops = generates_plainly(self.base)
@@ -93,7 +93,7 @@ class Decoder:
         return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
 
     def _check(self, *, has_limits: bool) -> None:
-        given = sorted(_PER_EXAMPLE & self.kwargs.keys())
+        given = sorted(name for name in _PER_EXAMPLE if self.kwargs.get(name) is not None)
         if given:
             raise ArgumentError(f"{given[0]} belongs to each example: give mappings with it, or a collate=")
         if self._setting("return_dict_in_generate") or (self._setting("num_return_sequences") or 1) != 1:
@@ -126,7 +126,7 @@ class Decoder:
     @property
     def reader(self) -> str | None:
         """Return the setting that sees padding, so that only prompts of one length may share a batch; None if none."""
-        return reader_of(self._setting, is_encoder_decoder=self.is_encoder_decoder)
+        return self._filling.reader
 
     @property
     def _max_length(self) -> int | None:
@@ -141,7 +141,7 @@ class Decoder:
     ) -> npt.NDArray[np.int32]:
         """Return the lengths ``(N, axes)`` that the budget counts."""
         if given is None:
-            given = [len(_ids(example)) for example in examples]
+            given = [len(ids_in(example)) for example in examples]
         axes = as_lengths([given(example) for example in examples] if callable(given) else given)
         if len(axes) != len(examples):
             raise ArgumentError(f"lengths must have one row per example, {len(examples)}, got {len(axes)}")
@@ -179,17 +179,21 @@ class Decoder:
             places = places[~is_long]
         if not len(places):
             return alone
+        together = places[:0]
         if self.reader is None and self._may_pad(examples[int(places[0])]):
-            return [*alone, Group(places)]
-        self._pad_no_further()
-        same = by_number([len(_ids(examples[place])) for place in places.tolist()])
-        return [*alone, *(Group(places[chosen]) for chosen in same)]
+            is_apart = [self._filling.meets(ids_in(examples[place])) for place in places.tolist()]
+            together, places = places[~np.array(is_apart)], places[is_apart]
+        if len(places):
+            self._pad_no_further()
+        same = by_number([len(ids_in(examples[place])) for place in places.tolist()])
+        groups = [together] if len(together) else []
+        return [*alone, *(Group(places[chosen]) for chosen in same), *map(Group, groups)]
 
     def _may_pad(self, example: Any) -> bool:
         """Say whether padding leaves results as they are; a model that may not do so is tried with an example."""
         if self.is_encoder_decoder or not is_doubtful(self.model):
             return True
-        return pads_freely(self.model, _as_ids(_ids(example)).to(self.device), self._pad)
+        return pads_freely(self.model, as_ids(ids_in(example)).to(self.device), self._pad)
 
     def _pad_no_further(self) -> None:
         """Pad to the longest row, not to multiples."""
@@ -261,15 +265,20 @@ class Decoder:
         """Refuse ids without a mask that seem to be padded; a ``collate`` of the user's own may do anything."""
         if self._pads and not any(isinstance(example, Mapping) for example in examples):
             pad = self._setting("pad_token_id")
-            check_unpadded([_ids(example) for example in examples], None if pad in self._ends.tolist() else pad)
+            check_unpadded([ids_in(example) for example in examples], None if pad in self._ends.tolist() else pad)
+
+    def _num_known_ids(self) -> int | None:
+        """Return how many token ids the model knows, None if it does not say so."""
+        table: Any = None
+        with suppress(AttributeError, NotImplementedError):  # a model that has none
+            table = self.base.get_input_embeddings()
+        num: Any = getattr(table, "num_embeddings", None)
+        return int(num) if is_whole(num) else None
 
     def _check_ids(self, ids: Tensor) -> None:
         """Refuse ids that the model does not know, which on a device would end the process's work there."""
-        table: Any = None
-        with suppress(AttributeError, NotImplementedError):  # a model that has none, or does not say so
-            table = self.base.get_input_embeddings()
-        num: Any = getattr(table, "num_embeddings", None)
-        if not is_whole(num) or not ids.numel():
+        num = self._num_known_ids()
+        if num is None or not ids.numel():
             return
         least, most = (int(one) for one in ids.aminmax())
         if not 0 <= least <= most < num:
@@ -318,83 +327,3 @@ def _generating(model: Any, base: Any) -> Any:
         if isinstance(inner, nn.Module) and "get_base_model" not in dir(type(model)):
             return _generating(inner, base)
     return model if hasattr(model, "generate") else base
-
-
-def _ids(example: Any) -> Any:
-    ids = example.get("input_ids") if isinstance(example, Mapping) else example
-    if isinstance(ids, str) or not hasattr(ids, "__len__") or getattr(ids, "ndim", 1) != 1:
-        raise ArgumentError(
-            f"an example must be token ids or a mapping with input_ids, got {type(example).__name__}; "
-            "tokenize texts first, without padding, or give collate= and lengths="
-        )
-    return ids
-
-
-def _as_ids(values: Any) -> Tensor:
-    """Return whole numbers as they are, in int64; numbers of other types would be cut."""
-    try:
-        ids = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"an example must be token ids or a mapping with input_ids: {error}") from error
-    if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-        raise ArgumentError(f"token ids must be whole numbers, one per token, got {ids.ndim} axes of {ids.dtype}")
-    return ids.long()
-
-
-def _pad(examples: list[Any], *, pad_id: int | None, on_left: bool, multiple_of: int) -> dict[str, Tensor]:
-    """Pad token ids and fields of the same length, add a mask, and stack the other fields."""
-    if all(type(example) is list for example in examples):
-        return _pad_lists(examples, pad_id, on_left, multiple_of)
-    rows = [_fields(example) for example in examples]
-    if any(row.keys() != rows[0].keys() for row in rows):
-        raise ArgumentError(f"examples need the same fields, got {sorted({str(sorted(row)) for row in rows})}")
-    (width,) = PadTo(multiple_of=multiple_of)([len(row["input_ids"]) for row in rows])
-    fills = {"input_ids": pad_id}
-    return {name: _column(name, rows, partial(_row, width, fills.get(name, 0), on_left)) for name in rows[0]}
-
-
-def _pad_lists(examples: list[list[Any]], pad_id: int | None, on_left: bool, multiple_of: int) -> dict[str, Tensor]:
-    """Do the same for lists of token ids, all at once."""
-    lengths = np.array([len(_ids(example)) for example in examples])
-    (width,) = PadTo(multiple_of=multiple_of)(lengths)
-    places = np.arange(width)
-    is_real = places >= width - lengths[:, None] if on_left else places < lengths[:, None]
-    flat = _as_ids([token for example in examples for token in example]).numpy()
-    fill = flat[np.cumsum(lengths) - lengths, None] if pad_id is None else pad_id  # as in ``_row``
-    ids = np.broadcast_to(np.asarray(fill, dtype=np.int64), is_real.shape).copy()
-    ids[is_real] = flat
-    return {"attention_mask": torch.from_numpy(is_real.astype(np.int64)), "input_ids": torch.from_numpy(ids)}
-
-
-def _fields(example: Any) -> dict[str, Tensor]:
-    ids = _as_ids(_ids(example))
-    given = {name: _tensor(name, value) for name, value in example.items()} if isinstance(example, Mapping) else {}
-    return {"attention_mask": torch.ones_like(ids), **given, "input_ids": ids}
-
-
-def _tensor(name: str, value: Any) -> Tensor:
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(
-            f"field {name!r} of an example is no numbers but {type(value).__name__}; keep what model.generate takes, "
-            "such as input_ids and attention_mask, or give a collate="
-        ) from error
-
-
-def _column(name: str, rows: list[dict[str, Tensor]], pad: Callable[[Tensor], Tensor]) -> Tensor:
-    values = [row[name] for row in rows]
-    # The inputs of a decoder have a length of their own, even if it is the same by chance.
-    if not name.startswith("decoder_") and all(row[name].shape == row["input_ids"].shape for row in rows):
-        values = [pad(value) for value in values]
-    if len({value.shape for value in values}) > 1:
-        raise ArgumentError(f"field {name!r} has unequal lengths that are not those of input_ids; give a collate=")
-    return torch.stack(values)
-
-
-def _row(width: int, fill: int | None, on_left: bool, values: Tensor) -> Tensor:
-    # Without a padding token the row's own first token fills it up: a penalty on repetition counts that one anyway,
-    # but would punish a row for an end-of-sequence token.
-    filler = int(values[0]) if fill is None else fill
-    gap = width - len(values)
-    return F.pad(values, (gap, 0) if on_left else (0, gap), value=filler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -77,9 +78,14 @@ class Generator:
         self._model, self._budget = model, None if budget is None else check_budget(budget)
         self._settings = Settings(collate, count_output, pad_token_id, pad_multiple_of, memory, progress, graphs)
         self._kwargs = generate_kwargs
-        self._kept = Kept(stays=True, releases=not isinstance(graphs, bool | str))
+        self._begin()
+
+    def _begin(self) -> None:
+        """Hold nothing yet, in this process."""
+        self._kept = Kept(stays=True, releases=not isinstance(self._settings.graphs, bool | str))
         self._lock = threading.Lock()
         self._thread: int | None = None  # whose call runs
+        self._process = os.getpid()
 
     def __call__(
         self,
@@ -109,9 +115,11 @@ class Generator:
 
     def close(self) -> None:
         """Give memory and graphs back; a call that runs in another thread ends before."""
-        self._alone(self._kept.drop)
+        self._alone(lambda: self._kept.drop())  # looked up there, as a fork begins with another one
 
     def _alone(self, function: Callable[[], Any]) -> Any:
+        if self._process != os.getpid():  # after a fork, a call of a thread that is not here may hold the lock for ever
+            self._begin()
         if self._thread == threading.get_ident():
             raise ArgumentError("a Generator was used inside its own call, as by collate=; use generate() there")
         with self._lock:
