@@ -54,7 +54,7 @@ def test_a_plan_loads_no_sampler_model_report_or_grouping_that_it_does_not_use()
 
 
 def test_every_name_of_plan_is_found_in_a_new_process_and_others_are_not():
-    code = "from batchwright import plan; print([getattr(plan, name).__name__ for name in plan.__all__] == plan.__all__)"
+    code = "from batchwright import plan; print([getattr(plan, n).__name__ for n in plan.__all__] == plan.__all__)"
     assert run(code) == "True\n"
     code = "from batchwright import plan\ntry: plan.MaxToken\nexcept AttributeError as error: print(error)"
     assert run(code) == "module 'batchwright.plan' has no attribute 'MaxToken'\n"
