@@ -84,7 +84,9 @@ def test_json_lines_hold_objects(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [("{", "a.jsonl:1: not JSON"), ("[1]", r"a.jsonl:1: each line must be a JSON object .*, got \[1\]"),
-     ("[" * 100_000, "a.jsonl:1: not JSON")],
+     ("[" * 100_000, "a.jsonl:1: not JSON"),
+     ('[\n{"a": 1}\n]', r"got \[; if the file is one list .*, write one a line: jq -c '\.\[\]' \S*a.jsonl > lines"),
+     ('[{"a": 1}]', "if the file is one list of objects"), ('{"a": 1}\n[2]', r"a.jsonl:2: .*, got \[2\]$")],
 )  # fmt: skip
 def test_lines_that_are_no_objects_are_named(tmp_path, line, words):
     with pytest.raises(ArgumentError, match=words):
@@ -94,7 +96,7 @@ def test_lines_that_are_no_objects_are_named(tmp_path, line, words):
 def test_csv_fields_may_hold_commas_quotes_and_lines(tmp_path):
     text = 'text,label\n"a, ""b""\nc",1\n\nd,2\n'
     found = records_of(tmp_path, "a.csv", text)
-    assert found == [("3", {"text": 'a, "b"\nc', "label": "1"}), ("4", None), ("5", {"text": "d", "label": "2"})]
+    assert found == [("2", {"text": 'a, "b"\nc', "label": "1"}), ("4", None), ("5", {"text": "d", "label": "2"})]
 
 
 def test_a_csv_field_may_be_longer_than_the_default_of_python(tmp_path):
@@ -107,6 +109,10 @@ def test_a_csv_field_may_be_longer_than_the_default_of_python(tmp_path):
         ("a,b\n1\n", "a.csv:2: 1 columns, where the first line has 2"),
         ("a,b,a\n", "a.csv:1: two columns are called 'a'; give every column a name of its own"),
         ('a\n"b', "a.csv:2: not CSV"),
+        ('a\nb\n"c\nd\n', "a.csv:3: not CSV: a text that begins here with a quote is never closed; write quotes"),
+        ('a;b\n"c\nd";1\n', "a.csv:2: not CSV: .*seem to be separated by ';', write the file again with commas"),
+        ('a\tb\n"c"\t1\n', r"a.csv:2: not CSV: .*seem to be separated by '\\t'"),
+        ('a\n"b"c\n', "a.csv:2: not CSV: ',' expected after '\"'$"),
     ],
 )
 def test_csv_that_does_not_fit_its_header_is_refused(tmp_path, text, words):
@@ -127,3 +133,11 @@ def test_tsv_columns_have_the_names_of_the_first_line_or_numbers(tmp_path):
 def test_a_tsv_line_with_other_columns_is_named(tmp_path):
     with pytest.raises(ArgumentError, match=r"a\.tsv:2: 3 columns, where the first line has 2"):
         records_of(tmp_path, "a.tsv", "a\tb\n1\t2\t3\n")
+
+
+@pytest.mark.parametrize("kind", ["utf-16-le", "utf-16-be"])
+def test_a_file_in_utf_16_is_told_by_its_mark(tmp_path, kind):
+    path = tmp_path / "a.csv"
+    path.write_bytes("\ufefftext\nhello\n".encode(kind))
+    with pytest.raises(ArgumentError, match=r"not UTF-8 .* for example iconv -f utf-16 -t utf-8"):
+        list(read_records(path, tsv_header=True))

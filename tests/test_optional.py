@@ -126,12 +126,20 @@ def test_the_room_of_steps_says_how_it_is_reached(before, words):
         ("Stepper", "step"),
         ("supervised_loss", "step"),
         ("PadCollator", "step"),
+        ("calibrate", "step"),
+        ("generate", "step"),
         ("batched", "serve"),
         ("Batcher", "serve"),
+        ("goodput", "size"),
+        ("Lab", "lab"),
+        ("check_policy", "testing"),
+        ("check_batch_sampler", "testing"),
+        ("adaptive", "integrations.huggingface"),
+        ("prepare", "integrations.accelerate"),
     ],
 )
 def test_what_lies_in_a_room_above_is_told_where_it_is(name, room):
-    if room != "step" or is_installed("torch"):
+    if room in ("serve", "size", "testing") or is_installed("torch"):
         assert hasattr(importlib.import_module(f"batchwright.{room}"), name)
     with pytest.raises(AttributeError, match=f"attribute '{name}'; write: from batchwright.{room} import {name}"):
         getattr(batchwright, name)

@@ -43,6 +43,23 @@ def test_a_room_is_loaded_with_the_first_name_that_is_used():
     assert "batchwright.size" not in loaded
 
 
+def test_a_plan_loads_no_sampler_model_report_or_grouping_that_it_does_not_use():
+    code = "import sys, batchwright as bw; plan = bw.plan_batches([3, 5, 2], bw.MaxItems(2)); print(*sys.modules)"
+    loaded = run(code).split()
+    ours = {name.removeprefix("batchwright.plan.") for name in loaded if name.startswith("batchwright.plan.")}
+    others = {"lengths", "models", "report", "sampler.planned", "sampler.resizable", "sampler.stream"}
+    assert "plan" in ours
+    assert not ours & (others | {"grouping.buckets", "grouping.packed", "grouping._blocks"})
+    assert not {"csv", "gzip", "pathlib"} & set(loaded)
+
+
+def test_every_name_of_plan_is_found_in_a_new_process_and_others_are_not():
+    code = "from batchwright import plan; print([getattr(plan, n).__name__ for n in plan.__all__] == plan.__all__)"
+    assert run(code) == "True\n"
+    code = "from batchwright import plan\ntry: plan.MaxToken\nexcept AttributeError as error: print(error)"
+    assert run(code) == "module 'batchwright.plan' has no attribute 'MaxToken'\n"
+
+
 @pytest.mark.parametrize(
     "code",
     [

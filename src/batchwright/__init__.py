@@ -89,8 +89,10 @@ if not TYPE_CHECKING:  # or a type checker would take every misspelt name for on
 def _hint(name: str) -> str:
     """Say how a room above this one, or what is looked for most in it, is reached, and what it needs."""
     rooms = ("integrations", "lab", "serve", "step", "testing")
-    inside = dict.fromkeys(("PadCollator", "Stepper", "supervised_loss"), "step")
-    inside |= dict.fromkeys(("Batcher", "batched"), "serve")
+    inside = dict.fromkeys(("PadCollator", "Stepper", "calibrate", "generate", "supervised_loss"), "step")
+    inside |= dict.fromkeys(("Batcher", "batched"), "serve") | {"goodput": "size", "Lab": "lab"}
+    inside |= dict.fromkeys(("check_batch_sampler", "check_policy"), "testing")
+    inside |= {"adaptive": "integrations.huggingface", "prepare": "integrations.accelerate"}
     room = name if name in rooms else inside.get(name)
     if room is None:
         return ""

@@ -5,6 +5,7 @@ Records come out of JSON lines, CSV, tab-separated or plain text files, each als
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import json
@@ -20,6 +21,8 @@ from .errors import ArgumentError, StoreError
 Record: TypeAlias = Mapping[str, Any]
 
 FORMATS = (".jsonl", ".csv", ".tsv", ".txt")
+
+_UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -77,9 +80,10 @@ def _decode(raw: bytes, path: Path, number: int) -> str:
     try:
         line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
+        kind = "utf-16" if number == 1 and raw.startswith(_UTF16_MARKS) else "latin1"
         raise ArgumentError(
             f"{path}:{number}: not UTF-8 (byte {error.start + 1} of the line); convert the file first, "
-            "for example iconv -f latin1 -t utf-8, or save it as UTF-8"
+            f"for example iconv -f {kind} -t utf-8, or save it as UTF-8"
         ) from None
     return line.removesuffix("\n").removesuffix("\r")
 
@@ -124,10 +128,19 @@ def _jsonl_records(path: Path) -> Iterator[tuple[str, Record | None]]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ArgumentError(f"{where}: not JSON: {_place_in_line(error)}; got {line.strip()[:40]}") from None
+            got = f"got {line.strip()[:40]}{_hint_of_document(line, path, number)}"
+            raise ArgumentError(f"{where}: not JSON: {_place_in_line(error)}; {got}") from None
         if not isinstance(record, dict):
-            raise ArgumentError(f'{where}: each line must be a JSON object such as {{"text": "…"}}, got {line[:40]}')
+            got = f"got {line[:40]}{_hint_of_document(line, path, number)}"
+            raise ArgumentError(f'{where}: each line must be a JSON object such as {{"text": "…"}}, {got}')
         yield where, record
+
+
+def _hint_of_document(line: str, path: Path, number: int) -> str:
+    """Say how one list over the whole file becomes lines, if it seems to be one."""
+    if number > 1 or not line.lstrip().startswith("["):
+        return ""
+    return f"; if the file is one list of objects, write one a line: jq -c '.[]' {path} > lines.jsonl"
 
 
 def _place_in_line(error: Exception) -> str:
@@ -141,19 +154,29 @@ def _csv_records(path: Path) -> Iterator[tuple[str, Record | None]]:
     reader = csv.reader((line + "\n" for _, line in read_lines(path)), strict=True)
     names: list[str] | None = None
     while True:
+        where = f"{path}:{reader.line_num + 1}"  # where a record begins: a text may have many lines
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            raise ArgumentError(f"{path}:{reader.line_num}: not CSV: {error}") from None
+            raise ArgumentError(f"{where}: not CSV: {_csv_reason(error, names or [])}") from None
         if cells is None:
             return
-        where = f"{path}:{reader.line_num}"
         if not cells:
             yield where, None
         elif names is None:
             names = distinct_names(cells, where)
         else:
             yield where, _named(names, cells, where)
+
+
+def _csv_reason(error: csv.Error, names: list[str]) -> str:
+    """Say what stops a reader of CSV: mostly another separator, or a quote that is never closed."""
+    mark = next((mark for mark in (";", "\t", "|") if len(names) == 1 and mark in names[0]), None)
+    if mark is not None:
+        return f"{error}; the columns seem to be separated by {mark!r}, write the file again with commas"
+    if str(error) == "unexpected end of data":
+        return "a text that begins here with a quote is never closed; write quotes inside a text twice"
+    return str(error)
 
 
 def _tsv_records(path: Path, has_header: bool) -> Iterator[tuple[str, Record | None]]:

@@ -122,6 +122,11 @@ def test_another_plan_in_the_same_folder_is_refused(table, capsys):
         (["run", "--seeds", "5"], "name a preset"),
         (["run", "huge"], "no preset 'huge'; there are quick, course, full"),
         (["run", "quick", "--strategies", "linear,magic"], "no strategy 'magic'; there are constant, "),
+        (
+            ["run", "quick", "--strategies", "entropi"],
+            "no strategy 'entropi'; did you mean 'entropy'? there are constant",
+        ),
+        (["run", "quick", "--strategies", "group:entropi"], "no group 'entropi'; there are constant, "),
         (["run", "quick", "--target", "label"], "--target is for a file of your own; add --data FILE"),
         (["run", "quick", "--data", "my.csv"], "give a preset or --data, not both"),
         (["run", "--data", "my.csv"], "needs --target COLUMN"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import batchwright as bw
 from batchwright.cli import main
 
 CORPORA = Path(os.environ.get("BATCHWRIGHT_CORPORA", "corpora"))  # a folder of real texts, where there is one
@@ -213,3 +215,17 @@ def test_standard_input_is_read_like_a_file(tmp_path, capsys):
         command = [sys.executable, "-m", "batchwright", "plan", "-", "--format", "jsonl", "--json"]
         done = subprocess.run(command, stdin=file, capture_output=True, check=True)
     assert json.loads(done.stdout) == run_json(capsys, "plan", str(path))
+
+
+def test_few_batches_that_keep_their_neighbours_are_told_with_a_grouping_that_does_not(heavy, capsys):
+    command = ["plan", heavy, "--tokenizer", "lengths", "--model-kind", "encoder", "--max-tokens"]
+    few, many = (run_json(capsys, *command, limit)["recommendation"] for limit in ("4000", "600"))
+    assert "new neighbours" not in many
+    told = re.search(r"WindowSort\((\d+)\) pads more and gives new neighbours", few)
+    lengths, budget = [int(line) for line in Path(heavy).read_text().split()], bw.MaxTokens(4000)
+    now, then = (
+        bw.plan_batches(lengths, budget, grouping=grouping).report()
+        for grouping in (bw.WindowSort(), bw.WindowSort(int(told[1])))
+    )
+    assert then.recurrence < 0.5 <= now.recurrence
+    assert then.padding > now.padding

@@ -211,6 +211,11 @@ def test_names_of_functions_are_checked(folder, capsys, functions, message):
         ("my_modle:embed", "there is no module 'my_modle'"),
         ("my_model.part:embed", "there is no module 'my_model.part'"),
         ("my_model:embd", "my_model has no 'embd'; did you mean 'embed'?"),
+        ("my_model:predict", "my_model has no 'predict'; it has "),
+        (
+            "my_model.py:embed",
+            "no module 'my_model.py' in this folder or among the installed packages; name the module wi",
+        ),
         ("operator:add", "operator:add must take one argument, and is called as (a, b, /): missing a required"),
         ("my_model:answer", "my_model:answer is of type int and cannot be called"),
         ("broken:embed", "importing broken failed: No module named 'no_such_package'"),

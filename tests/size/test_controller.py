@@ -418,3 +418,16 @@ def test_a_controller_shows_its_policy_bounds_and_size():
 def test_a_transform_in_place_of_a_policy_is_told_where_it_goes():
     with pytest.raises(ArgumentError, match=r"it goes after one: size\.chain\(size\.goodput\(\), clamp\(8, 16\)\)"):
         BatchSizeController(clamp(8, 16), min_size=1, max_size=32)
+
+
+def test_a_figure_that_no_observation_has_is_refused_with_those_it_may_have():
+    class Accurate(Policy):
+        def init(self):
+            return None
+
+        def update(self, state, observation):
+            return 16 if observation.need("accuracy") > 0.5 else 8, state
+
+    controller = BatchSizeController(Accurate(), min_size=8, max_size=16)
+    with pytest.raises(ArgumentError, match="an observation has no 'accuracy'; it may hold epoch, step, examples"):
+        controller.observe(epoch=1)

@@ -304,6 +304,8 @@ def chosen_strategies(wanted: Sequence[str]) -> tuple[str, ...]:
             found.update(other for other in known if get(other).group == group)
         elif name == "all":
             found.update(known)
+        elif group != name:
+            raise ArgumentError(f"no group {group!r}; there are {', '.join(GROUPS)}")
         else:
             found.add(get(name).name)
     found.update(source for name in list(found) if (source := get(name).replays) is not None)

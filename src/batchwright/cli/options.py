@@ -168,7 +168,7 @@ def load_object(name: str) -> Any:
     found = _import(module_name)
     for part in path.split("."):
         if not hasattr(found, part):
-            raise ArgumentError(f"{module_name} has no {path!r}{_suggestion(part, found)}")
+            raise ArgumentError(f"{module_name} has no {path!r}{_suggestion(part, found) or _functions_of(found)}")
         found = getattr(found, part)
     return found
 
@@ -189,6 +189,17 @@ def load_function(name: str) -> Any:
     return found
 
 
+def _functions_of(holder: Any) -> str:
+    """List what may be meant: the public functions and objects that are defined in a module or an object."""
+    known = [name for name, value in getattr(holder, "__dict__", {}).items() if _is_own(name, value, holder)]
+    return f"; it has {', '.join(known[:8])}" if known else ""
+
+
+def _is_own(name: str, value: Any, holder: Any) -> bool:
+    is_function = callable(value) and not inspect.isclass(value) and not name.startswith("_")
+    return is_function and getattr(value, "__module__", None) == getattr(holder, "__name__", None)
+
+
 def _import(name: str) -> Any:
     # Unlike `python -m`, a console script does not search for modules in the folder where it was started.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
@@ -197,8 +208,10 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            stem = name.removesuffix(".py")
+            hint = f"; name the module without .py: {stem}" if stem != name and Path(name).exists() else ""
             raise ArgumentError(
-                f"there is no module {error.name!r} in this folder or among the installed packages"
+                f"there is no module {error.name!r} in this folder or among the installed packages{hint}"
             ) from None
         raise ArgumentError(f"importing {name} failed: {error}") from error
     except (Exception, SystemExit) as error:  # a module may raise anything while it is imported, or end the process

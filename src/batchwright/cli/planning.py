@@ -266,6 +266,11 @@ def recommendation(comparison: Comparison, question: Question) -> str:
     frozen = comparison["Sorted()"]
     if frozen.padding < best.padding - 0.02 and best.recurrence < 0.5:
         text += f" {frozen.name} pads less, {percent(frozen.padding)}, but the same examples always share a batch."
+    if best.recurrence >= 0.5 and best.name == "WindowSort()":
+        text += (
+            f" So few batches fill one window, and mostly the same examples share a batch in every epoch; "
+            f"WindowSort({max(1, best.num_batches // 4)}) pads more and gives new neighbours."
+        )
     if few is not None and few.num_shapes < best.num_shapes / 2:
         text += (
             f" If each new shape costs time (torch.compile, CUDA graphs), use {few.name}: "

@@ -193,10 +193,19 @@ def _as_text(value: Any, name: str, where: str) -> str:
         return value
     if value is None:
         raise ArgumentError(f"{where}: field {name!r} holds null, not text; fill it in, or leave that example out")
-    raise ArgumentError(
-        f"{where}: field {name!r} holds {_kind(value)}, not text; "
-        "name a text field, or use --tokenizer lengths if it holds lengths or token ids"
-    )
+    other = "name a text field, or use --tokenizer lengths if it holds lengths or token ids"
+    hint = _hint_of_nested(value, name) or other
+    raise ArgumentError(f"{where}: field {name!r} holds {_kind(value)}, not text; {hint}")
+
+
+def _hint_of_nested(value: Any, name: str) -> str:
+    """Say how a text inside a chat or an object is read."""
+    inside = value[0] if isinstance(value, list) and value else value
+    if not isinstance(inside, dict) or not inside:
+        return ""
+    key = next((key for key in ("content", "value", "text") if key in inside), next(iter(inside)))
+    text = f".{name}.{key}" if inside is value else f'[.{name}[].{key}] | join(" ")'
+    return f"take the text out of it, for example jq -c '{{text: ({text})}}' FILE > texts.jsonl"
 
 
 def _row(record: Record, names: list[str], where: str, source: Source) -> Row:
@@ -230,8 +239,16 @@ def _split_names(field: str, *, pairs: bool) -> list[str]:
 
 
 def _check_has(record: Record, name: str, where: str) -> None:
-    if name not in record:
-        raise ArgumentError(f"{where}: no field {name!r}; fields here: {_listed(record)}")
+    if name in record:
+        return
+    parts = [part.strip() for part in name.split(",")]
+    hint = (
+        f"; for two texts per example add --pairs --field {name}" if len(parts) == 2 and set(parts) <= {*record} else ""
+    )
+    outer = name.partition(".")[0]
+    if outer != name and outer in record:
+        hint = f"; fields inside a field are not read: {_hint_of_nested(record[outer], outer)}".rstrip(": ")
+    raise ArgumentError(f"{where}: no field {name!r}; fields here: {_listed(record)}{hint}")
 
 
 def _kind(value: Any) -> str:

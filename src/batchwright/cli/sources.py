@@ -38,8 +38,8 @@ def kind_of(path: Path, *, stdin_format: str | None = None) -> str:
         return f".{stdin_format}"
     if stdin_format is not None:
         raise ArgumentError(
-            f"--format is for standard input, and the name of a file tells its format; write - for {path}, or "
-            "leave --format out"
+            f"--format is for standard input, and the name of a file tells its format; write "
+            f"- --format {stdin_format} < {path}, or leave --format out"
         )
     try:
         if not path.exists():
@@ -103,7 +103,10 @@ def _file_kind(path: Path) -> str:
             f"it to {lines}, else write it so, for example jq -c '.[]' {path.name} > {lines} for a list of objects"
         )
     if suffix not in KINDS:
-        raise ArgumentError(f"cannot tell the format of {path.name}; the name must end in {_ALLOWED}")
+        raise ArgumentError(
+            f"cannot tell the format of {path.name}; the name must end in {_ALLOWED}; or say what it is, for example "
+            f"- --format txt < {path}"
+        )
     return suffix
 
 

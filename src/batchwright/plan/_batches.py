@@ -17,8 +17,7 @@ from ._order import fitting_run, gather, longest_of, most_demanding, order_batch
 from ._oversize import Admitted
 from ._settings import PlanSettings
 from .budget import Budget
-from .collating import PadTo
-from .grouping._shelves import static_lengths
+from .collating import PadTo, pad_batches
 from .grouping.base import Groups, Problem
 
 
@@ -159,10 +158,22 @@ def _to_batches(groups: Groups, problem: Problem, pad_to: PadTo) -> Batches:
         first_unit=np.cumsum(counts) - counts,
         num_units=counts,
         num_items=groups.sizes if groups.rows is None else counts,
-        padded=groups.padded if groups.catalogue is None else static_lengths(groups, problem, pad_to),
+        padded=groups.padded if groups.catalogue is None else _static_lengths(groups, problem, pad_to),
         packed=groups.rows is not None,
         pad_to=pad_to,
     )
+
+
+def _static_lengths(groups: Groups, problem: Problem, pad_to: PadTo) -> IntArray:
+    """Return what each batch of a static grouping is padded to: by the rule that a collator follows."""
+    if groups.settled is None:
+        return pad_batches(pad_to, groups.sizes, longest_of(problem.lengths, groups.indices, groups.starts))
+    padded, open_ = groups.padded.copy(), np.flatnonzero(~groups.settled)
+    if len(open_):
+        indices, offsets = gather(groups.indices, groups.starts[open_], groups.sizes[open_])
+        longest = longest_of(problem.lengths, indices, offsets[:-1])
+        padded[open_] = pad_batches(pad_to, groups.sizes[open_], longest)
+    return padded
 
 
 def choose_order(batches: Batches, lengths: IntArray, budget: Budget, settings: PlanSettings, epoch: int) -> IntArray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import binascii
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Cost = Callable[[IntArray, IntArray], npt.NDArray[Any]]
 
 # Before the values of a cost in the text of a state; one part for each number of axes, "!" where it takes none.
 _MARK = " #"
-_VALUES = re.compile(rf"{_MARK}([\w=+/.!-]+)")
+_VALUES = rf"{_MARK}([\w=+/.!-]+)"
 _NONE = "!"
 _MAX_AXES = 3
 # Where a cost is looked at. Steps lie far apart: two functions that agree at all of them hardly differ elsewhere.
@@ -111,14 +111,14 @@ def as_saved(mine: Any, saved: Any) -> Any:
     if not (isinstance(mine, str) and isinstance(saved, str) and _MARK in mine):
         return mine
     if _MARK not in saved:
-        return _VALUES.sub("", mine)
-    if _VALUES.sub(_MARK, mine) != _VALUES.sub(_MARK, saved):
+        return re.sub(_VALUES, "", mine)
+    if re.sub(_VALUES, _MARK, mine) != re.sub(_VALUES, _MARK, saved):
         return mine
-    values = [_VALUES.findall(text) for text in (mine, saved)]
+    values = [re.findall(_VALUES, text) for text in (mine, saved)]
     if len(values[0]) != len(values[1]) or not all(map(_are_close, *values)):
         raise StateMismatchError(
-            f"the state was saved with {_VALUES.sub('', saved)}, whose cost had other values than here; use the same "
-            "function, or start without the state"
+            f"the state was saved with {re.sub(_VALUES, '', saved)}, whose cost had other values than here; use the "
+            "same function, or start without the state"
         )
     return saved
 
@@ -127,7 +127,7 @@ def _values_at(cost: Cost, num_axes: int) -> str:
     values = [_value_at(cost, items, length, num_axes) for items in _ITEMS for length in _LENGTHS]
     if np.isnan(values).all():
         return _NONE
-    return base64.b64encode(np.array(values, dtype="<f4").tobytes()).decode()
+    return binascii.b2a_base64(np.array(values, dtype="<f4").tobytes(), newline=False).decode()
 
 
 def _value_at(cost: Cost, num_items: int, length: int, num_axes: int) -> float:
@@ -150,7 +150,7 @@ def _is_close(mine: str, saved: str) -> bool:
     if _NONE in (mine, saved):
         return mine == saved
     try:
-        one, other = (np.frombuffer(base64.b64decode(text), dtype="<f4") for text in (mine, saved))
+        one, other = (np.frombuffer(binascii.a2b_base64(text), dtype="<f4") for text in (mine, saved))
     except ValueError:
         return False
     return one.shape == other.shape and bool(np.allclose(one, other, rtol=_TOLERANCE, atol=0, equal_nan=True))

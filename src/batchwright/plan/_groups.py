@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,11 @@ from ..errors import ArgumentError, LengthsError
 from ._cost import Cost
 from ._order import gather, longest_of
 from .budget import Budget
-from .grouping._blocks import Members, group_blocks
 from .grouping.base import Catalogue, Grouping, Groups, Problem
-from .grouping.packed import rows_that_fit
 from .sampler._progress import fingerprint
+
+if TYPE_CHECKING:  # packed rows of groups are rare: what they need is loaded where they are made
+    from .grouping._blocks import Members
 
 _Int32 = npt.NDArray[np.int32]
 
@@ -72,6 +73,8 @@ class AtomicGroups:
 
     def members_of(self, lengths: _Int32) -> Members:
         """Return the groups with the lengths of their members, of one axis."""
+        from .grouping._blocks import Members
+
         return Members(self.members, self.offsets, lengths[self.members, 0])
 
     def some(self, wanted: npt.NDArray[np.bool_]) -> AtomicGroups:
@@ -250,6 +253,9 @@ _FULL = 0.97
 
 def _pack_together(problem: Problem, groups: AtomicGroups, grouping: Grouping, capacity: int) -> Groups:
     """Pack groups into rows as if each were one example, or over several rows of a batch where that takes fewer."""
+    from .grouping._blocks import group_blocks
+    from .grouping.packed import rows_that_fit
+
     members = groups.members_of(problem.lengths)
     totals = members.totals
     if (totals > capacity).any():

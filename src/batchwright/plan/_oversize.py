@@ -14,7 +14,6 @@ from ..errors import BudgetError, LengthsError
 from ._groups import AtomicGroups
 from ._settings import PlanSettings
 from .budget import Budget
-from .grouping._blocks import rows_hold
 from .grouping.base import distinct, to_units
 
 
@@ -88,6 +87,8 @@ def _groups_fit(
     capacity = settings.grouping.row_capacity
     if capacity is None:
         return budget.fraction(groups.sizes, pad_up(groups.longest(lengths), settings.pad_multiple_of)) <= 1
+    from .grouping._blocks import rows_hold
+
     # Where not even one row fits, the grouping says so.
     return rows_hold(groups.members_of(lengths), capacity, max(1, int(budget.max_items(np.array([[capacity]]))[0])))
 

@@ -12,19 +12,12 @@ from ..errors import ArgumentError, StateMismatchError
 from ._cost import Cost, name_of, with_values
 from ._groups import AtomicGroups, as_groups
 from .grouping.base import Grouping, SizeLadder, SizeRounding, check_grouping
-from .grouping.buckets import Buckets
 from .grouping.sorting import WindowSort
 
 Oversize = Literal["error", "alone", "drop", "truncate"]
 Remainder = Literal["spread", "drop"]
 
 _LEAST = {"seed": 0, "size_multiple_of": 1, "pad_multiple_of": 1, "keep_first": 0}
-
-# The rules that epochs may follow, by grouping; the last are those of today. Add one when the same settings begin to
-# give other batches, and keep the earlier ones: a state names those of its epoch, so that an epoch begun under earlier
-# rules ends under them. Those before the third of Buckets are gone.
-_RULES = range(1, 3)
-_BUCKETS_RULES = range(3, 4)
 
 
 @final
@@ -101,7 +94,7 @@ class PlanSettings:
 
     @property
     def _known_rules(self) -> range:
-        return _BUCKETS_RULES if isinstance(self.grouping, Buckets) else _RULES
+        return self.grouping._rules
 
     @property
     def rounding(self) -> SizeRounding:

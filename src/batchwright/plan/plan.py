@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import SupportsIndex, final, overload
+from typing import TYPE_CHECKING, SupportsIndex, final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,9 @@ from ._settings import PlanSettings as PlanSettings
 from .budget import Budget, check_budget
 from .grouping.base import Grouping, Problem, SizeLadder
 from .grouping.sorting import WindowSort
-from .report import PlanReport, make_report
+
+if TYPE_CHECKING:
+    from .report import PlanReport
 
 Batch = list[int] | list[list[int]]
 
@@ -88,6 +90,8 @@ class Plan(PlanArrays):
         Args:
             world_size: ranks for the straggler waste; None takes the plan's own.
         """
+        from .report import make_report  # most plans are never measured
+
         following = plan_epoch(self.lengths, self.budget, self.settings, self.epoch + 1)
         return make_report(self, following, world_size=world_size)
 

@@ -105,6 +105,8 @@ class Observation:
             name: the field.
             by: who needs it, for the message.
         """
+        if not hasattr(self, name):
+            raise ArgumentError(f"an observation has no {name!r}; it may hold {', '.join(SOURCES)}")
         value = getattr(self, name)
         if value is None:
             raise MissingSignalError(f"{by} needs {name}, which was not observed; {SOURCES[name]}")

@@ -196,6 +196,12 @@ def test_paths_and_methods_that_are_not_served_are_json_too(method, path, status
     assert (status == 405) == ("Allow" in response.headers)
 
 
+def test_a_path_that_is_not_served_names_those_that_are():
+    message = ask("GET", "/nowhere").json()["message"]
+    assert message == "GET /nowhere: nothing is served here; send items by POST to /, /batch"
+    assert ask("PUT", "/").json()["message"] == "PUT /: Method Not Allowed; send items by POST to /, /batch"
+
+
 def test_a_mistake_of_the_app_is_json_and_says_nothing_of_its_inside():
     def fail():
         raise RuntimeError("a secret")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..screen import counted
 from .records import PAYS, Advice, Attention, Findings, Graphs, Launch, Load, Machine, Visits
 
 GIB = 2**30
@@ -69,7 +70,9 @@ def milliseconds(seconds: float) -> str:
 def _about_noise(findings: Findings) -> Advice | None:
     load, launch = findings.load, findings.launch
     if load.is_busy:
-        average = "" if load.average is None else f" (load {load.average:.1f}, {findings.machine.num_cores} cores)"
+        average = (
+            "" if load.average is None else f" (load {load.average:.1f}, {counted(findings.machine.num_cores, 'core')})"
+        )
         why = f"Other processes want the processor too: a loop took {load.wall_per_cpu:.1f} times its own time{average}"
     elif launch.noise >= NOISY:
         why = f"A step took {launch.noise:.1f} times as long as one of a larger batch: something else is running"

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from ..._optional import require
 from ..options import Commands, add_command, add_option
-from ..screen import Screen, render_table
+from ..screen import Screen, counted, render_table
 from .advice import advise, free_memory
 from .records import Advice, Attention, Findings, Graphs, Launch, Machine
 
@@ -89,7 +89,7 @@ def machine_lines(machine: Machine) -> list[str]:
     known = ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version is not None)
     missing = [name for name, version in machine.versions.items() if version is None]
     return [
-        f"device    {count}{machine.name} ({where}), {machine.num_cores} cores",
+        f"device    {count}{machine.name} ({where}), {counted(machine.num_cores, 'core')}",
         f"memory    {free_memory(machine)} free",
         f"versions  {known}",
         *([f"missing   {', '.join(missing)}"] if missing else []),

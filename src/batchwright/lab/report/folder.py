@@ -57,7 +57,7 @@ def read_lab(folder: Path) -> LabFolder:
         The runs so far; the lab may still be running.
     """
     if not folder.is_dir():
-        raise ArgumentError(f"no folder {folder}; run a lab first: batchwright lab run PRESET --folder {folder}")
+        raise ArgumentError(f"no folder {folder}; run a lab first: batchwright lab run quick --folder {folder}")
     path = folder / RUNS
     if not path.is_file():
         raise ArgumentError(

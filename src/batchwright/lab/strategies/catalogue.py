@@ -8,6 +8,7 @@ are simulated, so that the same seed gives the same sizes on every machine.
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass, replace
 from functools import partial
@@ -290,7 +291,9 @@ def get(name: str) -> Strategy:
         return _READY[name]
     source = _READY.get(name.removeprefix(_REPLAY))
     if source is None:
-        raise ArgumentError(f"no strategy {name!r}; there are {', '.join(names())}")
+        close = difflib.get_close_matches(name, names(), n=1)
+        hint = f"did you mean {close[0]!r}? there are" if close else "there are"
+        raise ArgumentError(f"no strategy {name!r}; {hint} {', '.join(names())}")
     return Strategy(
         name=name,
         group="replay",

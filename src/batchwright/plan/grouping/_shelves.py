@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from ..._random import Purpose
 from ..._types import FloatArray, IntArray
-from .._order import gather, longest_of
-from ..collating import PadTo, pad_batches
 from ._boxes import Merging, Moving, least_padding_bounds, make_cells
 from ._covering import cover
 from ._cutting import cut_rest
@@ -299,15 +297,3 @@ def largest_divisor(num_items: int, most: int, rounding: SizeRounding) -> int:
     divisors = np.concatenate([small, num_items // small])
     divisors = divisors[divisors <= most]
     return int(divisors[rounding.round(divisors) == divisors].max())
-
-
-def static_lengths(groups: Groups, problem: Problem, pad_to: PadTo) -> IntArray:
-    """Return what each batch of a static grouping is padded to: by the rule that a collator follows."""
-    if groups.settled is None:
-        return pad_batches(pad_to, groups.sizes, longest_of(problem.lengths, groups.indices, groups.starts))
-    padded, open_ = groups.padded.copy(), np.flatnonzero(~groups.settled)
-    if len(open_):
-        indices, offsets = gather(groups.indices, groups.starts[open_], groups.sizes[open_])
-        longest = longest_of(problem.lengths, indices, offsets[:-1])
-        padded[open_] = pad_batches(pad_to, groups.sizes[open_], longest)
-    return padded

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, final, get_args
+from typing import ClassVar, Literal, NamedTuple, final, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -300,6 +300,11 @@ class SizeRounding:
 
 class Grouping(ABC):
     """How examples are divided into batches; the budget says how large a batch may be."""
+
+    # The rules that epochs may follow; the last are those of today. Add one when the same settings begin to give other
+    # batches, and keep the earlier ones: a state names those of its epoch, so that an epoch begun under earlier rules
+    # ends under them.
+    _rules: ClassVar[range] = range(1, 3)
 
     @abstractmethod
     def group(self, problem: Problem) -> Groups:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias, final
+from typing import ClassVar, NamedTuple, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,8 @@ class Buckets(Grouping):
     A pair ``(a, b)`` counts lengths per axis and not shapes: ``a`` lengths of the first axis, each divided into at most
     ``b`` of the second.
     """
+
+    _rules: ClassVar[range] = range(3, 4)  # those before the third are gone
 
     count: int | tuple[int, int] = 64
 

@@ -14,6 +14,7 @@ from ...errors import Closed, DeadlineExceeded, QueueFull, ResultError, RunInter
 
 BAD_REQUEST = 400
 FORBIDDEN = 403
+NOT_FOUND = 404
 REQUEST_TIMEOUT = 408
 TOO_LARGE = 413
 ITEM_FAILED = 422

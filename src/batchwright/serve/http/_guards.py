@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import ArgumentError
-from ._errors import BAD_REQUEST, FORBIDDEN, HEADERS_TOO_LARGE, SERVER_ERROR, Refused, error_response
+from ._errors import BAD_REQUEST, FORBIDDEN, HEADERS_TOO_LARGE, NOT_FOUND, SERVER_ERROR, Refused, error_response
 from .limits import Limits
 
 # Requests that change nothing: what they answer, another site cannot read.
@@ -91,7 +91,10 @@ class Guard:
 async def _show_error(request: Request, error: Exception) -> Response:
     """Answer a path or a method that is not served."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    root = request.scope.get("root_path", "")
+    answering = [root + route.path for route in request.app.routes if "POST" in (route.methods or ())]
+    reason = "nothing is served here" if error.status_code == NOT_FOUND else error.detail
+    message = f"{request.method} {request.url.path}: {reason}; send items by POST to {', '.join(answering)}"
     return error_response(Refused(error.status_code, message), error.headers)
 
 
