@@ -94,6 +94,7 @@ _TRAINER_ARMS = (
     "graphs-12-2048", "dynabatch-10", "auto", "fixed-10", "graphs-12-4096", "group_by_length-10",
     "batch_rebalance-10-4",
 )  # fmt: skip
+_RATE_ARMS = ("graphs-12-2048", "dynabatch-10")
 _GENERATE_ARMS = (
     "graphs that stay, calibrated budget", "eager, calibrated budget", "dynabatch, defaults",
     "graphs, calibrated budget", "graphs, no budget", "eager, no budget",
@@ -118,6 +119,14 @@ ENTRIES = (
          "--budget-seconds", "{seconds}"),
         ("--data", "{data}/pairs.npz", "--arms", ",".join(_TRAINER_ARMS)),
         260, 75, "gpu_trainer.json", ("pairs.npz",), {"arm": _TRAINER_ARMS},
+    ),
+    Entry(
+        "trainer-rates", "the same at other learning rates: a loss that more updates reach may want another one",
+        "gpu_trainer.py",
+        ("--data", "{data}/pairs.npz", "--arms", ",".join(_RATE_ARMS), "--lrs", "1e-3,1e-4", "--seconds", "25",
+         "--budget-seconds", "{seconds}"),
+        ("--data", "{data}/pairs.npz", "--arms", ",".join(_RATE_ARMS)),
+        150, 75, "gpu_trainer_rates.json", ("pairs.npz",), {"arm": _RATE_ARMS},
     ),
     Entry(
         "generate", "a Generator whose graphs stay, beside eager generation and dynabatch", "gpu_generate.py",

@@ -94,3 +94,17 @@ def test_torch_running_out_of_memory_counts():
         run(shape)
 
     assert auto_batch(timed, [10], device="cpu", clock=clock, margin=0.0).max_items(np.array([[10]])).tolist() == [4]
+
+
+def test_a_processor_that_others_use_too_makes_no_batch_look_slow(monkeypatch):
+    """The time of the process does not count the waiting, of which long steps have the most."""
+    now, used = FakeClock(), FakeClock()
+    monkeypatch.setattr("batchwright.step.calibration.finding.time.perf_counter", now)
+    monkeypatch.setattr("batchwright.step.calibration.finding.time.process_time", used)
+
+    def run(shape):
+        seconds = 0.01 + 0.001 * shape[0]
+        used.advance(seconds)
+        now.advance(seconds if shape[0] < 4 else 10 * seconds)  # others take their turns
+
+    assert auto_batch(run, [10], device="cpu").max_items([[10]])[0] == 64

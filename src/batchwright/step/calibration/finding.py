@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import numpy.typing as npt
@@ -91,7 +92,7 @@ def find_budget(
     reserved_bytes: int = 0,
     agreement: Agreement = ALONE,
     progress: bool = True,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
 ) -> FoundBudget:
     """Measure a few batches of real examples, and find the budget; everything is put back, to the bit.
 
@@ -107,7 +108,7 @@ def find_budget(
         reserved_bytes: what training needs besides, e.g. for what ranks send.
         agreement: of ranks, which all measure the same batches.
         progress: show a bar.
-        clock: returns seconds that never go back.
+        clock: returns seconds that never go back; None reads the time, and on a CPU that of the process too.
     """
     lengths = as_lengths(lengths)
     modules, optimizers = list(modules), list(optimizers)
@@ -116,7 +117,8 @@ def find_budget(
     trained = [parameter for module in modules for parameter in module.parameters()]
     with restored(modules, optimizers), ProgressBar(label="finding a budget", enabled=progress) as bar:
         agreement.settle(_failure_of_states(optimizers))
-        prober = _Prober(probe, device, monitor, [] if accumulates else trained, agreement, clock)
+        clocks = _usual_clocks(device) if clock is None else (clock,)
+        prober = _Prober(probe, device, monitor, [] if accumulates else trained, agreement, clocks)
         for row, num in search.shapes():
             found = prober.measure((num, *row.lengths), row.examples(num, lengths))
             search.note((num, *row.lengths), found)
@@ -126,6 +128,15 @@ def find_budget(
             bar.update()
     free_memory([device])
     return search.budget()
+
+
+def _usual_clocks(device: torch.device) -> tuple[Callable[[], float], ...]:
+    """Return clocks of which the least counts.
+
+    A CPU that other programs use too makes long steps wait most, so larger batches would look slow. Such a step takes
+    less time of the processor than it takes; one that several threads share takes more.
+    """
+    return (time.perf_counter, time.process_time) if device.type == "cpu" else (time.perf_counter,)
 
 
 def _failure_of_states(optimizers: list[Any]) -> Exception | None:
@@ -156,10 +167,10 @@ class _Prober:
         monitor: MemoryMonitor | None,
         drop_gradients_of: list[nn.Parameter],
         agreement: Agreement,
-        clock: Callable[[], float],
+        clocks: Sequence[Callable[[], float]],
     ) -> None:
         self._probe, self._device, self._monitor = probe, device, monitor
-        self._drop_gradients_of, self._agreement, self._clock = drop_gradients_of, agreement, clock
+        self._drop_gradients_of, self._agreement, self._clocks = drop_gradients_of, agreement, clocks
 
     def measure(self, shape: Shape, indices: list[int]) -> Measurement | None:
         """Return what a batch takes on the slowest and the fullest rank, None if memory runs out on one of them."""
@@ -210,11 +221,7 @@ class _Prober:
 
     def _seconds(self, batch: Any) -> float:
         drop_gradients(self._drop_gradients_of)
-        synchronize(self._device)
-        start = self._clock()
-        self._probe.run(batch)
-        synchronize(self._device)
-        return max(self._clock() - start, 1e-9)  # a clock may be too coarse to see it
+        return _seconds(lambda: self._probe.run(batch), self._device, self._clocks)
 
 
 class _Reading(NamedTuple):
@@ -232,7 +239,7 @@ def auto_batch(
     margin: float = 0.1,
     memory: MemoryMonitor | None = None,
     device: torch.device | str | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
 ) -> Budget:
     """Find the largest batches that a function runs, for inference: evaluation, scoring, embedding.
 
@@ -247,7 +254,7 @@ def auto_batch(
         margin: the share of memory that is left free, and of the tokens that ran out of it.
         memory: measures memory; None takes that of ``device``, but not of a CPU.
         device: where ``fn`` runs; None is the accelerator that torch finds, else the CPU.
-        clock: returns seconds that never go back.
+        clock: returns seconds that never go back; None reads the time, and on a CPU that of the process too.
 
     Returns:
         A budget for ``plan_batches`` and ``eval_budget``; ``budget.max_items([[512]])`` is the number at a length.
@@ -275,7 +282,7 @@ def largest_batch(
     margin: float = 0.1,
     memory: MemoryMonitor | None = None,
     device: torch.device | str | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
 ) -> Budget:
     """Do what ``auto_batch`` does, on several ranks that agree."""
     longest = tuple(int(length) for length in as_lengths(lengths).max(axis=0))
@@ -283,6 +290,7 @@ def largest_batch(
     place = _default_device() if device is None else torch.device(device)
     if memory is None and place.type != "cpu":
         memory = MemoryMonitor(place)
+    clocks = _usual_clocks(place) if clock is None else (clock,)
     usual = _MOST_ITEMS_UNMEASURED if memory is None else _MOST_ITEMS
     most = usual if max_items is None else as_whole("max_items", max_items, least=1)
     num, is_out, readings = 0, False, dict[int, _Reading]()
@@ -290,7 +298,7 @@ def largest_batch(
         wanted = min(most, max(1, 2 * num))
         if num and not _is_worthwhile(readings, num, wanted, margin, memory is not None):
             break
-        found = _read(fn, (wanted, *longest), place, memory, clock, agreement)
+        found = _read(fn, (wanted, *longest), place, memory, clocks, agreement)
         if found is None:
             is_out = True
             break
@@ -322,7 +330,7 @@ def _read(
     shape: Shape,
     device: torch.device,
     memory: MemoryMonitor | None,
-    clock: Callable[[], float],
+    clocks: Sequence[Callable[[], float]],
     agreement: Agreement,
 ) -> _Reading | None:
     """Return what a batch takes on the slowest and fullest rank, None if memory runs out on one of them."""
@@ -331,7 +339,7 @@ def _read(
         memory.reset_peak()
         numbers[2], numbers[3] = float(memory.used_bytes), -float(memory.total_bytes)
     try:
-        numbers[0] = min(_seconds(fn, shape, device, clock) for _ in range(2))
+        numbers[0] = min(_seconds(partial(fn, shape), device, clocks) for _ in range(2))
         numbers[1] = 0.0 if memory is None else float(memory.peak_bytes)
     except Exception as error:
         is_oom = is_out_of_memory(error)
@@ -345,12 +353,13 @@ def _read(
     return _Reading(seconds, peak, used, -total)
 
 
-def _seconds(fn: Callable[[Shape], Any], shape: Shape, device: torch.device, clock: Callable[[], float]) -> float:
+def _seconds(run: Callable[[], Any], device: torch.device, clocks: Sequence[Callable[[], float]]) -> float:
     synchronize(device)
-    start = clock()
-    fn(shape)
+    starts = [clock() for clock in clocks]
+    run()
     synchronize(device)
-    return max(clock() - start, 1e-9)
+    took = min(clock() - start for clock, start in zip(clocks, starts, strict=True))
+    return max(took, 1e-9)  # a clock may be too coarse to see it
 
 
 def _default_device() -> torch.device:
