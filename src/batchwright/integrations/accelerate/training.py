@@ -69,12 +69,12 @@ class PreparedLoader:
         self._sampler.set_epoch(epoch)
 
     @property
-    def sizes_ahead(self) -> list[int]:
+    def _sizes_ahead(self) -> list[int]:
         """Return the sizes of batches that were formed and not received yet; none where a plan decides them."""
         ahead = [] if self._sizes is None else self._sizes.after(self._num_received)
         return [*ahead, *self._replay]
 
-    def go_on(self, sizes: list[int]) -> None:
+    def _go_on(self, sizes: list[int]) -> None:
         """Form the next batches with the sizes of a saved run."""
         self._replay, self._num_received = sizes, 0
         if self._sizes is not None:
@@ -172,7 +172,7 @@ class AcceleratedStepper:
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the sampler, the stepper and the controller, as JSON values."""
         parts = {name: part.state_dict() for name, part in self._parts().items()}
-        return {"version": STATE_VERSION, **parts, **({_SIZES: self._loader.sizes_ahead} if self._loader else {})}
+        return {"version": STATE_VERSION, **parts, **({_SIZES: self._loader._sizes_ahead} if self._loader else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken.
@@ -198,7 +198,7 @@ class AcceleratedStepper:
             _check_same_budgets(state["sampler"], has_found=self._budget is not None)
         load_parts(parts, state)
         if self._loader is not None:
-            self._loader.go_on(sizes)
+            self._loader._go_on(sizes)
 
     def _parts(self) -> dict[str, Any]:
         sampler = None if self._loader is None else self._loader.sampler
