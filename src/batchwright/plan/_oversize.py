@@ -156,10 +156,10 @@ def _find_over(lengths: npt.NDArray[np.int32], budget: Budget, settings: PlanSet
 
 
 def _complaint(lengths: IntArray, over: IntArray, budget: Budget, settings: PlanSettings) -> str:
-    first = int(over[0])
-    length = lengths[first].tolist()
-    shown = length[0] if len(length) == 1 else tuple(length)
+    first, longest = int(over[0]), int(over[lengths[over].sum(axis=1, dtype=np.int64).argmax()])
+    shown, most = (row[0] if len(row) == 1 else tuple(row) for row in lengths[[first, longest]].tolist())
     more = f" (and {len(over) - 1} more)" if len(over) > 1 else ""
+    worst = "" if most == shown else f", and example {longest} of {most} by the most"
     capacity = settings.grouping.row_capacity
     limit = repr(budget) if capacity is None else f"Packed(capacity={capacity})"
     return (
