@@ -26,6 +26,11 @@ def plan_of(oversize, lengths=LENGTHS, budget=BUDGET, **options):
     ("lengths", "options", "message"),
     [
         (LENGTHS, {}, r"example 1 \(and 1 more\) of length 30 is over MaxTokens\(10\) by itself"),
+        (
+            [5, 30, 57, 12],
+            {},
+            r"example 1 \(and 2 more\) of length 30 is over .* itself, and example 2 of 57 by the most; ",
+        ),
         ([5, 11], {}, r"example 1 of length 11 is over MaxTokens\(10\) by itself"),
         ([[5, 5], [6, 5]], {}, r"example 1 of length \(6, 5\) is over MaxTokens\(10\) by itself"),
         ([5, 10], {"pad_multiple_of": 8}, r"example 1 of length 10 is over MaxTokens\(10\) by itself"),

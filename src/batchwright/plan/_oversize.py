@@ -163,7 +163,7 @@ def _complaint(lengths: IntArray, over: IntArray, budget: Budget, settings: Plan
     capacity = settings.grouping.row_capacity
     limit = repr(budget) if capacity is None else f"Packed(capacity={capacity})"
     return (
-        f"example {first}{more} of length {shown} is over {limit} by itself; raise the limit, "
+        f"example {first}{more} of length {shown} is over {limit} by itself{worst}; raise the limit, "
         'or pass oversize="alone", "drop" or "truncate"'
     )
 
