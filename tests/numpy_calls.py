@@ -360,10 +360,16 @@ CALLS = {
         {"tolerance": number(0, 0.5), "max_items": whole(0, 99, or_none=True, refused=[*NO_NUMBERS, 2.5])},
     ),
     "PadTo": (
-        lambda length=10, size=4, multiple_of=1: (
-            (pad := bw.PadTo(((length,),), (size,), multiple_of)), [pad([3, 9]), pad([3, 9, 7, 1]), repr(pad)]
+        lambda length=10, size=4, multiple_of=1, num_axes=None: (
+            (pad := bw.PadTo(((length,),), (size,), multiple_of, num_axes)),
+            [pad([3, 9]), pad([3, 9, 7, 1]), repr(pad)],
         ),
-        {"length": whole(10, 30), "size": whole(2, 9), "multiple_of": whole(1, 8)},
+        {
+            "length": whole(10, 30),
+            "size": whole(2, 9),
+            "multiple_of": whole(1, 8),
+            "num_axes": whole(1, 1, or_none=True),
+        },
     ),
     "BatchSizeController": (
         lambda min_size=1, max_size=512, initial=None: (

@@ -132,6 +132,11 @@ CHANGED: dict[str, tuple[str, str | None, str]] = {
         )
         for name, signature in _BALANCED.items()
     },
+    "batchwright.PadTo": (
+        "class(shapes=(), sizes=(), multiple_of=1), bases: none",
+        "class(shapes=(), sizes=(), multiple_of=1, num_axes=None), bases: none",
+        "it knows how many lengths the plan has",
+    ),
     "batchwright.Plan": (
         _PLAN.format(more=""),
         _PLAN.format(more=", pad_to"),
@@ -355,6 +360,7 @@ ADDED = {
         f"batchwright.{name}.takes_weights"
         for name in ("Buckets", "Grouping", "InOrder", "Packed", "Sorted", "WindowSort")
     ),
+    "batchwright.PadTo.num_axes",
     "batchwright.Plan.num_repeated_batches",
     "batchwright.Plan.pad_to",
     "batchwright.PlanReport.balance_over",

@@ -152,8 +152,9 @@ class Run:
         """Return the loss as a user would write it; it runs out of memory where the case says so."""
         case = self.case
         fields = self._unpack(micro_batch)
-        self._calls.append(fields.numbers())
-        is_over = self._armed and len(fields) > case.room and len(self._calls) > case.oom_piece
+        if model.training:  # else some examples are only tried out, as the loss looks like a mean
+            self._calls.append(fields.numbers())
+        is_over = self._armed and model.training and len(fields) > case.room and len(self._calls) > case.oom_piece
         if is_over and case.oom == "backward" and fields.x.is_floating_point():
             fields.x = fields.x.detach().clone().requires_grad_()
             fields.x.register_hook(_run_out)

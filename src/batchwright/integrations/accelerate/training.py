@@ -69,10 +69,9 @@ class PreparedLoader:
         self._sampler.set_epoch(epoch)
 
     @property
-    def _sizes_ahead(self) -> list[int]:
-        """Return the sizes of batches that were formed and not received yet; none where a plan decides them."""
-        ahead = [] if self._sizes is None else self._sizes.after(self._num_received)
-        return [*ahead, *self._replay]
+    def _sizes_to_save(self) -> dict[str, list[int]]:
+        """Return the sizes of batches that were formed and not received yet, under their name; a plan needs none."""
+        return {} if self._sizes is None else {_SIZES: [*self._sizes.after(self._num_received), *self._replay]}
 
     def _go_on(self, sizes: list[int]) -> None:
         """Form the next batches with the sizes of a saved run."""
@@ -172,7 +171,8 @@ class AcceleratedStepper:
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the sampler, the stepper and the controller, as JSON values."""
         parts = {name: part.state_dict() for name, part in self._parts().items()}
-        return {"version": STATE_VERSION, **parts, **({_SIZES: self._loader._sizes_ahead} if self._loader else {})}
+        sizes = {} if self._loader is None else self._loader._sizes_to_save
+        return {"version": STATE_VERSION, **parts, **sizes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was taken.

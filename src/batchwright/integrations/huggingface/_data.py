@@ -23,7 +23,6 @@ from ...plan.sampler.planned import BatchSampler
 from ...plan.sampler.resizable import ResizableBatchSampler
 from ...plan.sampler.stream import AsGiven
 from ...step.calibration.found import FoundBudget
-from ...step.collators import PadCollator
 from ...step.oom import free_memory, is_out_of_memory
 from .._devices import Devices
 from .._failures import raise_together
@@ -98,9 +97,7 @@ class TrainingData:
             tell_label_axis(base, 1 + has_decoder(model))
             return TrainLoader(base, self.batches, seed=seed)
         lengths = self.lengths(dataset, args, model, collator)
-        if isinstance(collator, PadCollator):
-            tell_label_axis(base, lengths.shape[1])
-            collator = getattr(base.collate_fn, "data_collator", base.collate_fn)
+        collator = tell_label_axis(base, lengths.shape[1]) or collator
         collate = self._pack(base, lengths, collator, model, devices, has_own_loss=has_own_loss)
         make = self._planned if self._settings.controller is None else self._resizable
         self.batches = make(lengths, args, multiple, options)

@@ -156,16 +156,19 @@ def has_decoder(model: Any) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def tell_label_axis(loader: Any, num_axes: int) -> None:
+def tell_label_axis(loader: Any, num_axes: int) -> PadCollator | None:
     """Let a plain ``PadCollator`` of a loader pad labels to their own length, if the plan counts them so.
 
-    By itself it pads them as widely as the inputs, and batches would exceed the budget.
+    By itself it pads them as widely as the inputs, and batches would exceed the budget. What is returned is the
+    ``PadCollator`` that the loader has then, None if it has another collator.
     """
     collate = loader.collate_fn
     inner = getattr(collate, "data_collator", collate)
     is_usual = isinstance(inner, PadCollator) and inner.axis_fields == (_SOURCE,) and _TARGET not in inner.same_axis
     if num_axes == 2 and is_usual:
-        loader.collate_fn = with_collator(collate, inner, replace(inner, axis_fields=(_SOURCE, _TARGET)))
+        told = replace(inner, axis_fields=(_SOURCE, _TARGET))
+        loader.collate_fn, inner = with_collator(collate, inner, told), told
+    return inner if isinstance(inner, PadCollator) else None
 
 
 def with_collator(collate: Any, collator: Any, other: Any) -> Callable[[list[Any]], Any]:
