@@ -75,11 +75,11 @@ class Task(NamedTuple):
 
 
 @torch.no_grad()
-def validation_loss(model: nn.Module, data: Data) -> float:
-    """Return the mean loss of what was held out."""
+def mean_loss(model: nn.Module, examples: tuple[Tensor, ...]) -> float:
+    """Return the mean loss of inputs and targets, in evaluation mode."""
     model.eval()
     total = count = 0.0
-    for inputs, targets in zip(*(column.split(500) for column in data.held_out), strict=True):
+    for inputs, targets in zip(*(column.split(500) for column in examples), strict=True):
         loss_sum, weight = LOSS(model, (inputs, targets))[:2]
         total, count = total + float(loss_sum), count + float(weight)
     model.train()

@@ -12,7 +12,7 @@ from batchwright.step import Stepper
 
 from .clocks import kind_of, make_clock
 from .strategies import Strategy
-from .tasks import LOSS, TASKS, validation_loss
+from .tasks import LOSS, TASKS, mean_loss
 
 Row = dict[str, Any]
 
@@ -100,5 +100,6 @@ def run(unit: Unit, scale: float = 1.0) -> Row:
         "experiment_seconds": extra,
         "sizes": changes[-200:],
         "reasons": [f"{change.old} → {change.new}: {change.reason}" for change in strategy.controller.history[:12]],
-        "loss": validation_loss(model, data),
+        "loss": mean_loss(model, data.held_out),
+        "train_loss": mean_loss(model, tuple(column[: len(data.held_out[1])] for column in data.train)),
     }
