@@ -2,7 +2,6 @@
 
 import warnings
 
-import peft
 import pytest
 import torch
 import transformers
@@ -41,10 +40,15 @@ def make_recurrent():
     return shapes.make_random(transformers.RecurrentGemmaForCausalLM, config)
 
 
-def make_prompt_tuned(kind=peft.PromptTuningConfig):
+def make_prompt_tuned():
     """Learned tokens stand in front of the padding, and so at another distance from each prompt."""
     torch.manual_seed(0)
-    return peft.get_peft_model(shapes.make("llama"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    return with_learned_prompt(shapes.make("llama"), "PromptTuningConfig")
+
+
+def with_learned_prompt(base, kind):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(base, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
 
 
 def alone(make, examples, **options):
@@ -83,12 +87,12 @@ def test_in_one_batch_results_would_be_others(make, monkeypatch):
 
 
 @pytest.mark.parametrize("base", [shapes.make_dynamic, shapes.make_long], ids=lambda one: one.__name__)
-@pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_learned_prompts_count_for_the_reach_of_positions(base, kind):
     def make():
         torch.manual_seed(0)
-        return peft.get_peft_model(base(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+        return with_learned_prompt(base(), kind)
 
     examples, options = shapes.prompts(12, longest=18), {"max_new_tokens": 5}
     found = generate(make(), examples, graphs=False, budget=bw.MaxItems(12), **options)
