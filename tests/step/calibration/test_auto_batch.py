@@ -1,11 +1,14 @@
 """auto_batch: doubled until memory runs out, or would; never beyond what runs."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
 
 from batchwright.errors import ArgumentError, DoesNotFitError
 from batchwright.step import MemoryMonitor, auto_batch
+from batchwright.step.calibration.finding import ALONE, largest_batch
 from batchwright.testing import FakeClock, FakeMemory
 
 
@@ -107,4 +110,10 @@ def test_a_processor_that_others_use_too_makes_no_batch_look_slow(monkeypatch):
         used.advance(seconds)
         now.advance(seconds if shape[0] < 4 else 10 * seconds)  # others take their turns
 
-    assert auto_batch(run, [10], device="cpu").max_items([[10]])[0] == 64
+    assert largest_batch(run, [10], agreement=ALONE, device="cpu").max_items([[10]])[0] == 64
+
+
+def test_a_function_that_computes_elsewhere_is_timed_by_the_clock():
+    """The time of this process does not count what a server or another process does; here that takes far longer."""
+    budget = auto_batch(lambda shape: time.sleep(0.01 * shape[0] ** 2), [10], device="cpu")
+    assert budget.max_items([[10]])[0] == 2

@@ -239,7 +239,7 @@ def auto_batch(
     margin: float = 0.1,
     memory: MemoryMonitor | None = None,
     device: torch.device | str | None = None,
-    clock: Callable[[], float] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Budget:
     """Find the largest batches that a function runs, for inference: evaluation, scoring, embedding.
 
@@ -254,7 +254,7 @@ def auto_batch(
         margin: the share of memory that is left free, and of the tokens that ran out of it.
         memory: measures memory; None takes that of ``device``, but not of a CPU.
         device: where ``fn`` runs; None is the accelerator that torch finds, else the CPU.
-        clock: returns seconds that never go back; None reads the time, and on a CPU that of the process too.
+        clock: returns seconds that never go back.
 
     Returns:
         A budget for ``plan_batches`` and ``eval_budget``; ``budget.max_items([[512]])`` is the number at a length.
@@ -284,7 +284,7 @@ def largest_batch(
     device: torch.device | str | None = None,
     clock: Callable[[], float] | None = None,
 ) -> Budget:
-    """Do what ``auto_batch`` does, on several ranks that agree."""
+    """Do what ``auto_batch`` does, on several ranks that agree; ``fn`` computes in this process."""
     longest = tuple(int(length) for length in as_lengths(lengths).max(axis=0))
     margin = as_number("margin", margin, least=0, below=1)
     place = _default_device() if device is None else torch.device(device)
